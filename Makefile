@@ -84,7 +84,7 @@ constraints: $(STAMP)
 
 # Without constraints.txt: whatever the index has today. TESTS: fewer files, or other ones.
 NEXT := .venv-next/bin/python
-TESTS ?= tests/identity tests/adoption tests/state tests/upstream
+TESTS ?= tests/identity tests/integrations tests/state tests/upstream
 next:
 	test -x $(NEXT) || $(PYTHON) -m venv .venv-next
 	$(NEXT) -m pip install --quiet --upgrade $(PIP_ARGS) -e '.[deepspeed,dev]'
@@ -101,8 +101,8 @@ upstream: $(STAMP) $(if $(DIFFSYNTH),build/diffsynth)
 	$(if $(ACCELERATE),ZEROSTART_ACCELERATE=$(abspath $(ACCELERATE))) \
 	$(if $(TRL),ZEROSTART_TRL=$(abspath $(TRL))) \
 	$(if $(DIFFSYNTH),ZEROSTART_DIFFSYNTH=$(abspath $(DIFFSYNTH))) \
-	$(BIN)/python -m pytest -rs tests/adoption/test_upstream_scripts.py \
-	    tests/adoption/test_upstream_suites.py tests/diffusion/test_scripts_of_diffsynth.py
+	$(BIN)/python -m pytest -rs tests/integrations/test_upstream_scripts.py \
+	    tests/integrations/test_upstream_suites.py tests/diffusion/test_scripts_of_diffsynth.py
 
 clean:
 	rm -rf .venv-next out build runs .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -22,12 +22,11 @@ from typing import Any
 
 from cells import ROOT
 
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path.insert(0, str(ROOT))
 
-from tests.diffusion.script_runs import run, write_data  # noqa: E402
-from tests.diffusion.small_pipelines import PIPELINES, Part, write  # noqa: E402
-
-from ranks import run_ranks  # noqa: E402
+from tests.diffusion.script_runs import run, write_data
+from tests.diffusion.small_pipelines import PIPELINES, Part, write
+from tests.ranks import run_ranks
 
 ARMS = ("stock zero2", "zero2", "stock zero3", "zero3")
 #: A transformer of 115 and a text encoder of 110 million parameters.

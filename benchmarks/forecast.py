@@ -299,7 +299,7 @@ class Watch:
     """Peaks of phases above the level at the start."""
 
     def __init__(self) -> None:
-        from zerostart.transfer.memory import anonymous_bytes
+        from zerostart.transfer.meter import anonymous_bytes
 
         self._level = anonymous_bytes
         self._start = anonymous_bytes()

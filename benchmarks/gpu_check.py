@@ -436,8 +436,7 @@ def train_from_yaml(path: Path, folder: Path, size: int, engine: str) -> Result:
 def diffusion_from_yaml(path: Path, folder: Path, size: int, engine: str) -> Result:
     """``zerostart config``, ``cache`` and ``train`` of a LoRA of FLUX, and the same on the host."""
     from tests.documents.folders import make_folders
-
-    from tiny import TinyCheckpoints
+    from tests.tiny import TinyCheckpoints
 
     shutil.copytree(path, folder / "model")
     make_folders(folder, {"pictures": "pictures:12"}, TinyCheckpoints(folder / "tiny"))
@@ -688,7 +687,7 @@ def run(check: Check, size: int, scratch: Path, limit: float) -> Result:
 
 def environment() -> dict[str, str]:
     """Of a process that finds this checkout, whatever its working directory."""
-    paths = [*(str(ROOT / name) for name in ("src", ".", "tests")), os.environ.get("PYTHONPATH", "")]
+    paths = [*(str(ROOT / name) for name in ("src", ".")), os.environ.get("PYTHONPATH", "")]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
@@ -728,7 +727,7 @@ def made(source: str, path: Path) -> None:
     from zerostart.models.synth import synthesise
 
     if source.startswith("pipeline:"):
-        from tests.pipelines.tiny_pipelines import make_pipeline
+        from tests.integrations.pipelines.tiny_pipelines import make_pipeline
 
         make_pipeline(source.removeprefix("pipeline:"), path)
     elif source == "large":
@@ -739,7 +738,7 @@ def made(source: str, path: Path) -> None:
 
 def is_absent(error: Exception) -> bool:
     """Whether a library is not installed that a check needs; what is in this checkout is always there."""
-    own = ("zerostart", "tests", "benchmarks", "tiny", "ranks")
+    own = ("zerostart", "tests", "benchmarks")
     return isinstance(error, ModuleNotFoundError) and (error.name or own[0]).partition(".")[0] not in own
 
 

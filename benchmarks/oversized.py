@@ -38,7 +38,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "FSDP2": ("fsdp2", {}),
 }
 PIECE = 1 << 22
-TESTS = Path(__file__).parents[1] / "tests"
+ROOT = Path(__file__).parents[1]
 
 
 def main() -> None:
@@ -53,7 +53,7 @@ def main() -> None:
     parser.add_argument("--gather", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     options = parser.parse_args()
-    own = [str(Path(__file__).parent), str(TESTS)]
+    own = [str(Path(__file__).parent), str(ROOT)]
     here = os.pathsep.join([*own, *filter(None, [os.environ.get("PYTHONPATH")])])
     rows = []
     with tempfile.TemporaryDirectory(dir=options.scratch) as folder:
@@ -113,7 +113,7 @@ def run(argv: list[str]) -> dict[str, Any]:
     import torch
 
     import zerostart
-    from zerostart.cli.worker import join_group, leave_group
+    from zerostart.cli.launch import join_group, leave_group
     from zerostart.engines import resolve_engine
     from zerostart.geometry.layout import Mesh
     from zerostart.live.record import record_of
@@ -165,7 +165,7 @@ def completed(zero: dict[str, Any], job: dict[str, Any]) -> dict[str, Any]:
     """``zero_optimization`` with what depends on the number of ranks and on the host."""
     import torch.distributed as dist
 
-    import file_aio
+    from tests import file_aio
 
     zero = {"stage": 3, **zero}
     if "zero_hpz_partition_size" in zero:
@@ -220,7 +220,7 @@ def equal(mine: Any, first: int, path: Path) -> bool:
 
 if __name__ == "__main__":
     if "ZEROSTART_STATUS_FILE" in os.environ:
-        from zerostart.cli.worker import worker_main
+        from zerostart.cli.launch import worker_main
 
         worker_main(run)
     main()

@@ -16,9 +16,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 
-import drawn  # noqa: F401 - hypothesis's profiles, before any test is read
-from ranks import build_deepspeed_op, has_deepspeed_op, skip_where_unsupported
-from tiny import TinyCheckpoints
+import tests.drawn  # noqa: F401 - hypothesis's profiles, before any test is read
+from tests.ranks import build_deepspeed_op, has_deepspeed_op, skip_where_unsupported
+from tests.tiny import TinyCheckpoints
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -53,7 +53,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> TinyCheckpoints:
 
 
 #: Folders whose tests know of no engine.
-WITHOUT_ENGINES = ("geometry", "layout", "planning", "recipe")
+WITHOUT_ENGINES = ("geometry", "recipe", "transfer/planning")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -63,7 +63,8 @@ def deepspeed_op(request: pytest.FixtureRequest) -> Iterator[None]:
     Processes that compile it side by side wait for each other, longer than a test may. Tests that know of no
     engine do without, and without DeepSpeed: they take seconds.
     """
-    if request.path.parent.name not in WITHOUT_ENGINES:
+    folder = request.path.parent.relative_to(Path(__file__).parent).as_posix()
+    if not f"{folder}/".startswith(tuple(f"{room}/" for room in WITHOUT_ENGINES)):
         if not has_deepspeed_op():
             build_deepspeed_op()
         yield

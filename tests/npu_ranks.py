@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ranks import Outcome, RankError
+from tests.ranks import Outcome, RankError
 
 __all__ = ["npu_environment", "npu_outcomes", "run_npu_ranks"]
 
@@ -26,7 +26,7 @@ _driver: subprocess.Popen[bytes] | None = None
 
 def npu_environment() -> dict[str, str]:
     """The environment of a process that has the pretend accelerator."""
-    paths = [str(HERE / "simulated" / "npu"), str(HERE), str(HERE.parent)]
+    paths = [str(HERE / "simulated" / "npu"), str(HERE.parent)]
     paths += filter(None, [os.environ.get("PYTHONPATH")])
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "DS_ACCELERATOR": "npu"}
 
@@ -64,7 +64,7 @@ def _started() -> subprocess.Popen[bytes]:
     global _driver
     if _driver is None or _driver.poll() is not None:
         _driver = subprocess.Popen(
-            [sys.executable, __file__],
+            [sys.executable, "-m", "tests.npu_ranks"],
             env=npu_environment(),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -75,7 +75,7 @@ def _started() -> subprocess.Popen[bytes]:
 
 def _drive() -> None:
     """Body of the driver: run what comes, until nothing more does."""
-    import ranks
+    from tests import ranks
 
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what is printed is no answer

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ranks import run_ranks
+from tests.ranks import run_ranks
 
 __all__ = [
     "CLIP",

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tiny import edit_tensors
+from tests.tiny import edit_tensors
 
 __all__ = ["DEEPSEEK", "QUANTISED", "deepseek_v3_fp8", "gpt_oss_mxfp4"]
 

@@ -1,7 +1,7 @@
 """Run a module-level function on N real ranks with gloo, and learn what became of each.
 
 Importing torch, transformers and DeepSpeed takes seconds, so ranks are forked from one warm server
-(multiprocessing's ``forkserver``, which imports ``preloaded`` first): a fresh process a rank, in
+(multiprocessing's ``forkserver``, which imports `tests.preloaded` first): a fresh process a rank, in
 milliseconds. The parent hosts the rendezvous store, so that the death of rank 0 takes no more with it
 than the death of any other rank, and so that no two tests fight for a port.
 """
@@ -173,12 +173,12 @@ def _context() -> multiprocessing.context.ForkServerContext:
     global _server_context
     if _server_context is None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["preloaded"])
+        context.set_forkserver_preload(["tests.preloaded"])
         accelerator = os.environ.get("DS_ACCELERATOR", "cpu")
         fixed = {"DS_ACCELERATOR": accelerator, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         fixed |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "TQDM_DISABLE": "1"}
         # Python 3.11's server does not look at its parent's sys.path, and says nothing if it finds no module.
-        here = str(Path(__file__).parent)
+        here = str(Path(__file__).parents[1])
         fixed["PYTHONPATH"] = os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH"))))
         before = {name: os.environ.get(name) for name in fixed}
         os.environ.update(fixed)
@@ -272,7 +272,7 @@ def _failed(rank: int, error: BaseException) -> Outcome:
 
 
 def _call(job: _Job) -> Any:
-    assert "preloaded" in sys.modules, "the server has not imported tests/preloaded.py"
+    assert "tests.preloaded" in sys.modules, "the server has not imported tests/preloaded.py"
     import torch
     import torch.distributed as dist
 

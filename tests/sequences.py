@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch.nn.functional import cross_entropy
 
-from parity import CLIP, STEPS, VOCABULARY, Trace, optimizer
+from tests.parity import CLIP, STEPS, VOCABULARY, Trace, optimizer
 
 __all__ = ["LENGTH", "ROWS", "alone", "part_of", "steps"]
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tests.accelerator.verbs import join, places, prepared, step
 
 import zerostart
+from tests.accelerator.verbs import join, places, prepared, step
 
 
 def pretend() -> Any:
@@ -96,7 +96,7 @@ def page_locked_goes(path: Path, folder: Path) -> tuple[set[int], int, int, int]
     import signal
 
     from zerostart.transfer import page_locked as locked
-    from zerostart.transfer.memory import anonymous_bytes
+    from zerostart.transfer.meter import anonymous_bytes
 
     device = join("cpu:gloo,npu:hccl", True)
     waited: set[int] = set()
@@ -136,8 +136,8 @@ def page_locked_by_torch(path: Path, folder: Path, config: Any) -> dict[str, int
     """Where pages cannot be registered: what is asked, what torch takes, and what is told of it."""
     import gc
 
-    from zerostart.transfer.memory import release_cached
-    from zerostart.transfer.page_locked import locked_bytes
+    from zerostart.transfer.buffers import locked_bytes
+    from zerostart.transfer.meter import release_cached
 
     device = join("cpu:gloo,npu:hccl", True)
     del torch.npu.npurt  # type: ignore[attr-defined]

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tests.accelerator.verbs import join, places
 
 import zerostart
-from parity import CLIP, Trace, differences, optimizer
-from sequences import IGNORED, ROWS, alone, loss_of, part_of, shifted, steps
+from tests.accelerator.verbs import join, places
+from tests.parity import CLIP, Trace, differences, optimizer
+from tests.sequences import IGNORED, ROWS, alone, loss_of, part_of, shifted, steps
 
 SIZE = 2
 
@@ -98,7 +98,7 @@ def adopted(
     path: Path, out: Path, library: str, environment: dict[str, str], adopt: dict[str, Any] | None
 ) -> dict[str, Any]:
     """A script over the Trainer or accelerate; with ``adopt``, and the line that is added."""
-    from tests.adoption import scripts
+    from tests.integrations import scripts
 
     torch.manual_seed(3)
     if library == "trainer":
@@ -113,7 +113,8 @@ def adopted(
 def drawn(path: Path, key: str, engine: str, stage: int, placement: dict[str, str]) -> float:
     """How far a pipeline's picture is from that of diffusers on the host."""
     import diffusers
-    from tests.pipelines.tiny_pipelines import CALLS
+
+    from tests.integrations.pipelines.tiny_pipelines import CALLS
 
     device = join(None, False)
 

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.accelerator import findings
 
-from npu_ranks import run_npu_ranks
-from tiny import TinyCheckpoints
+from tests.accelerator import findings
+from tests.npu_ranks import run_npu_ranks
+from tests.tiny import TinyCheckpoints
 
 
 def test_the_device_is_current_and_nothing_is_initialised_by_asking() -> None:

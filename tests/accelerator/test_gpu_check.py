@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.gpu_check import checks, far, is_absent
 
-from npu_ranks import npu_environment
+from benchmarks.gpu_check import checks, far, is_absent
+from tests.npu_ranks import npu_environment
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu_check.py"
 #: What is too large for a dry run, or of one kind of accelerator.

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from tests.accelerator import scenes
 from tests.accelerator.verbs import all_verbs
-
-from npu_ranks import run_npu_ranks
-from parity import checkpoint
-from tiny import TinyCheckpoints
+from tests.npu_ranks import run_npu_ranks
+from tests.parity import checkpoint
+from tests.tiny import TinyCheckpoints
 
 
 def deepspeed_config(stage: int, **zero: Any) -> dict[str, Any]:
@@ -121,7 +121,7 @@ def test_sequences_that_ranks_share(engine: str, stage: int, kind: str, tmp_path
 @pytest.mark.parametrize("library", ["trainer", "accelerate", "peft"])
 def test_adoption(library: str, kind: str, checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
     """The same losses as with the library alone, on the accelerator as well."""
-    from tests.adoption import scripts
+    from tests.integrations import scripts
 
     environments = {
         "zero3": lambda: scripts.zero3(tmp_path),
@@ -146,7 +146,7 @@ def test_adoption(library: str, kind: str, checkpoints: TinyCheckpoints, tmp_pat
 def test_a_pipeline_draws_what_it_draws_on_the_host(
     engine: str, stage: int, transformer: str, ranks: int, tmp_path: Path
 ) -> None:
-    from tests.pipelines.tiny_pipelines import make_pipeline
+    from tests.integrations.pipelines.tiny_pipelines import make_pipeline
 
     path = make_pipeline("wan", tmp_path / "wan")
     placement = {"transformer": transformer, "vae": "replicate", "text_encoder": "offload"}

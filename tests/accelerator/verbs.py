@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from benchmarks.gpu_check import prepared, step
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 import zerostart
+from benchmarks.gpu_check import prepared, step
 
 STEPS = 2
 

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 import torch
-from shared_directory import ENTRIES, KINDS, SHARDS, SINGLE, described, save_model, value_of
 
 import zerostart
-from ranks import rank_outcomes
-from syscalls import FAILURES, Calls
+from tests.checkpoint.shared_directory import ENTRIES, KINDS, SHARDS, SINGLE, described, save_model, value_of
+from tests.ranks import rank_outcomes
+from tests.syscalls import FAILURES, Calls
 from zerostart.checkpoint import source
 from zerostart.checkpoint.catalog import Catalog
 from zerostart.checkpoint.source import open_catalog

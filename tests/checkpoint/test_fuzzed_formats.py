@@ -13,8 +13,8 @@ import time
 from pathlib import Path
 
 import pytest
-from fuzzed import FORMATS, ORACLES, OWN, Files, Unread, damaged, write
 
+from tests.checkpoint.fuzzed import FORMATS, ORACLES, OWN, Files, Unread, damaged, write
 from zerostart.errors import ZerostartError, printable
 
 TOTAL = int(os.environ.get("ZEROSTART_FUZZED", "200000"))

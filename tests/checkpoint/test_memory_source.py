@@ -18,17 +18,17 @@ from hypothesis import strategies as st
 from torch import nn
 
 import zerostart
-from drawn import examples
-from ranks import Outcome, rank_outcomes, run_ranks
-from tiny import TinyCheckpoints
+from tests.drawn import examples
+from tests.ranks import Outcome, rank_outcomes, run_ranks
+from tests.tiny import TinyCheckpoints
 from zerostart import errors
 from zerostart.checkpoint.catalog import Catalog
 from zerostart.checkpoint.memory import MemoryStorage, memory_catalog, signature
 from zerostart.distributed.world import World
 from zerostart.geometry.layout import flat_partition
 from zerostart.recipe import Recipe, SymbolicTensor, Target, torch_dtype
-from zerostart.transfer import MemoryReader, Progress, execute, holder
-from zerostart.transfer.holder import HeldReader
+from zerostart.transfer import MemoryReader, Progress, execute, peer_readers
+from zerostart.transfer.peer_readers import MappingReader
 from zerostart.transfer.planning import Destination, PlanOptions, join
 
 ENGINES = ("deepspeed", "fsdp2")
@@ -366,10 +366,10 @@ def test_rounds_are_bounded(requests: int) -> None:
 
 
 def load_in_rounds(requests: int) -> tuple[dict[str, torch.Tensor], list[int], int]:
-    holder.ROUND_REQUESTS = requests
+    peer_readers.ROUND_REQUESTS = requests
     lists: list[int] = []
     told = 0
-    received, gathered = holder._lists, World._gathered
+    received, gathered = peer_readers._lists, World._gathered
 
     def counted(ranks: Any, world: World) -> Any:
         found, failed = received(ranks, world)
@@ -382,7 +382,7 @@ def load_in_rounds(requests: int) -> tuple[dict[str, torch.Tensor], list[int], i
         told += rows.nbytes if during == "agreeing who reads what" else 0
         return rows
 
-    holder._lists, World._gathered = counted, measured
+    peer_readers._lists, World._gathered = counted, measured
     torch.manual_seed(0)
     model = large()
     tensors = model.state_dict() if dist.get_rank() == 0 else None
@@ -400,7 +400,7 @@ def test_a_rank_that_fails_half_way_keeps_nobody_waiting(requests: int, victim: 
 
 def load_failing(victim: int, requests: int) -> None:
     """After the third message, the victim cannot copy any more; the group is whole afterwards."""
-    holder.ROUND_REQUESTS = requests
+    peer_readers.ROUND_REQUESTS = requests
     count = 0
 
     def failing(self: Any, file: int, offset: int, buffers: Any) -> None:
@@ -410,7 +410,7 @@ def load_failing(victim: int, requests: int) -> None:
             raise MemoryError("no room")
         original(self, file, offset, buffers)
 
-    reader: Any = MemoryReader if victim == 0 else HeldReader
+    reader: Any = MemoryReader if victim == 0 else MappingReader
     original = reader.read
     tensors = large().state_dict() if dist.get_rank() == 0 else None
     if dist.get_rank() == victim:
@@ -435,7 +435,7 @@ def test_a_rank_that_dies_is_noticed(victim: int) -> None:
 
 def load_dying(victim: int) -> None:
     if dist.get_rank() == victim:
-        reader: Any = MemoryReader if victim == 0 else HeldReader
+        reader: Any = MemoryReader if victim == 0 else MappingReader
         reader.read = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     tensors = large().state_dict() if dist.get_rank() == 0 else None
     zerostart.load(tensors, large, engine="fsdp2", progress=False, chunk_size=1 << 16)

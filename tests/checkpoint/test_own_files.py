@@ -14,7 +14,9 @@ from typing import Any
 
 import pytest
 import torch
-from shared_directory import (
+
+import zerostart
+from tests.checkpoint.shared_directory import (
     ALONE,
     KINDS,
     SHARDS,
@@ -26,10 +28,8 @@ from shared_directory import (
     value_of,
     write,
 )
-
-import zerostart
-from ranks import run_ranks
-from syscalls import Calls
+from tests.ranks import run_ranks
+from tests.syscalls import Calls
 from zerostart.checkpoint.source import open_catalog
 from zerostart.checkpoint.write import folders
 from zerostart.errors import CheckpointError, WriteError

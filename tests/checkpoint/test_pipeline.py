@@ -8,9 +8,9 @@ from pathlib import Path
 import diffusers
 import pytest
 import torch
-from tests.conformance.diffusion_suite import family, pipeline, write_original
 
 import zerostart
+from tests.conformance.diffusion_suite import family, pipeline, write_original
 from zerostart.checkpoint.formats.pipeline import components
 from zerostart.checkpoint.source import open_catalog
 from zerostart.cli import main

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from drawn import examples
+from tests.drawn import examples
 from zerostart.checkpoint.formats import safetensors as safetensors_format
 from zerostart.checkpoint.formats.safetensors import read_header
 from zerostart.checkpoint.source import open_catalog

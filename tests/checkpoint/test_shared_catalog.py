@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import zerostart
-from ranks import rank_outcomes, run_ranks
+from tests.ranks import rank_outcomes, run_ranks
 from zerostart.checkpoint.storage.local import SAMPLED_FILES
 from zerostart.distributed.world import current_world
 from zerostart.loading.source import open_source

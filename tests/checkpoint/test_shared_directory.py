@@ -14,10 +14,10 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
-from shared_directory import KINDS, SHARDS, SINGLE, value_of
 
 import zerostart
-from syscalls import Calls
+from tests.checkpoint.shared_directory import KINDS, SHARDS, SINGLE, value_of
+from tests.syscalls import Calls
 
 NAMES = ["notes", "log", "runs/events", "model/README.md", "state/own", "second/own", "tokenizer.json"]
 NAMES += ["model-00001-of-00009.safetensors", "other.safetensors", "model/model-00003-of-00003.safetensors"]

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from shared_directory import (
+
+import zerostart
+from tests.checkpoint.shared_directory import (
     ALONE,
     KINDS,
     SHARDS,
@@ -21,8 +23,6 @@ from shared_directory import (
     value_of,
     write,
 )
-
-import zerostart
 from zerostart.checkpoint.write import folders
 from zerostart.errors import VerifyError, WriteError
 from zerostart.state.saving.publishing import publishing

@@ -21,9 +21,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 import zerostart
-from drawn import examples
-from ranks import run_ranks
-from tiny import TinyCheckpoints
+from tests.drawn import examples
+from tests.ranks import run_ranks
+from tests.tiny import TinyCheckpoints
 from zerostart.checkpoint.catalog import Catalog
 from zerostart.checkpoint.formats import inert_pickle, torch_zip
 from zerostart.checkpoint.source import open_catalog

@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.documents.folders import character_tokenizer, make_folders
 
-from npu_ranks import npu_environment
-from tiny import TinyCheckpoints
+from tests.documents.folders import character_tokenizer, make_folders
+from tests.npu_ranks import npu_environment
+from tests.tiny import TinyCheckpoints
 
 ZEROSTART = [sys.executable, "-c", "from zerostart.cli import main; main()"]
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from npu_ranks import npu_environment
+from tests.npu_ranks import npu_environment
 
 SIMULATED = Path(__file__).parents[1] / "simulated"
 SCRIPT = SIMULATED / "another_accelerator.py"

@@ -75,7 +75,8 @@ def commands(monkeypatch):
     monkeypatch.setattr(zerostart.cli.importlib, "import_module", lambda name: module)
 
     def use(function):
-        module.command = staticmethod(function)
+        for name in ("command", "inspect", "verify", "diff"):
+            setattr(module, name, staticmethod(function))
 
     return use
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tiny import TinyCheckpoints
+from tests.tiny import TinyCheckpoints
 
 OTHER = {"deepspeed": "fsdp2", "fsdp2": "deepspeed"}
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tiny import TinyCheckpoints
+from tests.tiny import TinyCheckpoints
 from zerostart.cli import main
 
 KEYS = {
@@ -116,8 +116,8 @@ def test_usage_errors(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_torch_is_not_imported(checkpoints: TinyCheckpoints) -> None:
     program = (
-        "import sys; from zerostart.cli.inspect import command; "
-        f"command({str(checkpoints('qwen3'))!r}, True); command({str(checkpoints('qwen3'))!r}, False); "
+        "import sys; from zerostart.cli.inspect import inspect; "
+        f"inspect({str(checkpoints('qwen3'))!r}, True); inspect({str(checkpoints('qwen3'))!r}, False); "
         "assert not {'torch', 'transformers', 'numpy'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True, stdout=subprocess.DEVNULL)

@@ -16,7 +16,7 @@ from zerostart.errors import ConfigError, CoverageError, PeerError
 
 PRELUDE = """
 import os, signal, sys, time
-from zerostart.cli.worker import worker_main
+from zerostart.cli.launch import worker_main
 from zerostart.errors import CoverageError, PeerError
 rank = int(os.environ["RANK"])
 """

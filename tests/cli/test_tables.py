@@ -14,7 +14,7 @@ from zerostart.cli import main
 from zerostart.cli.memory_view import show_comparison, show_plan
 from zerostart.live.report import Report
 from zerostart.transfer import PeakMeter
-from zerostart.transfer.memory import peak_bytes
+from zerostart.transfer.meter import peak_bytes
 
 WIDTHS = (60, 80, 100, 120)
 BORDERS = re.compile("[━─┃│┏┓└┘┡┩┳┴╇┼]+")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tiny import minilm_path
+from tests.tiny import minilm_path
 
 ZEROSTART = [sys.executable, "-c", "from zerostart.cli import main; main()"]
 

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from tests.conformance.configs import small_config
 from tests.conformance.registry import Unavailable, candidates, claims
 from tests.tiny import edit_tensors
-
 from zerostart.upstream.transformers.models import without_weights
 
 __all__ = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import torch
+
 from tests.conformance.diffusion_layouts import State, fused, renamed, swapped
 
 __all__ = ["flux3", "ldm_unet", "ltx", "sana"]

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+
 from tests.conformance.checkpoints import randomise
 from tests.conformance.diffusion import FAMILIES, Family
 from tests.conformance.saving import round_trip

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from tests.conformance.checkpoints import changes_prefixes, choose, keep_prefixes, save, transpose_checked
 from tests.conformance.sharded import filled, layout_of, prepare_model
 from tests.conformance.suite import dtype_of
-from tests.state.test_saving import tensors_in
-
+from tests.state.saving.test_saving import tensors_in
 from zerostart.checkpoint.catalog import Catalog
 from zerostart.checkpoint.write.shards import plan_shards
 from zerostart.checkpoint.write.writer import CheckpointWriter

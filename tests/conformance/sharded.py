@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tests.identity.snapshots import Snapshot, same_bits, ties_of
 from torch import nn
 
+from tests.identity.snapshots import Snapshot, same_bits, ties_of
 from zerostart import models
 from zerostart.checkpoint.catalog import Catalog
 from zerostart.checkpoint.source import open_catalog

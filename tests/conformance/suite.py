@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from tests.conformance.checkpoints import (
     changes_prefixes,
     choose,

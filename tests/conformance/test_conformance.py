@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import transformers
+
 from tests.conformance import table
 from tests.conformance.checkpoints import choose
 from tests.conformance.exclusions import EXCLUDED, excluded

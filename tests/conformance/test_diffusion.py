@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import diffusers
 import pytest
+
 from tests.conformance import table
 from tests.conformance.diffusion import FAMILIES
 from tests.conformance.diffusion_suite import check_family

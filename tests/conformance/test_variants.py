@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from tests.conformance.checkpoints import choose, save
 from tests.conformance.configs import small_config
 from tests.conformance.exclusions import excluded

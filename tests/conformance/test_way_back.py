@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from tests.conformance import diffusion_suite
 from tests.conformance.diffusion import FAMILIES
 from tests.conformance.exclusions import excluded

@@ -93,7 +93,7 @@ ENGINES: Mapping[str, Mapping[str, Setting]] = {
         "`zero_hpz_partition_size: 2`": Setting(_MATRIX, zero={"zero_hpz_partition_size": 2}, stages=(3,)),
         "`zero_hpz_partition_size: 3`": Setting(zero={"zero_hpz_partition_size": 3}, stages=(3,)),
         "`mics_shard_size`": Setting(zero={"mics_shard_size": 2}, stages=(3,)),
-        "bf16, `grad_accum_dtype` fp32": Setting("tests/zero12/test_flat_masters.py", FP32_SUMS),
+        "bf16, `grad_accum_dtype` fp32": Setting("tests/engines/zero12/test_flat_masters.py", FP32_SUMS),
         "`reduce_scatter: false`": Setting(zero={"reduce_scatter": False}),
         "`contiguous_gradients: false`": Setting(zero={"contiguous_gradients": False}),
         "`gradient_predivide_factor`": Setting(config={"gradient_predivide_factor": 2.0}),
@@ -139,9 +139,9 @@ TRAINED: Mapping[str, Mapping[str, str]] = {
         "E": f"tests/identity/test_parallel_deepspeed.py, tests/identity/test_parts_trained.py, {_EXPERTS}, "
         "tests/identity/test_experts_placed.py",
         "S": _SEQUENCES,
-        "T": "tests/tensors/test_tensors_deepspeed.py, tests/tensors/test_tensors_drawn.py",
+        "T": "tests/engines/tensors/test_tensors_deepspeed.py, tests/engines/tensors/test_tensors_drawn.py",
         "E + S": _SEQUENCES,
-        "E + T": "tests/tensors/test_experts_and_tensors.py",
+        "E + T": "tests/engines/tensors/test_experts_and_tensors.py",
     },
     "fsdp2": {
         "E": "tests/identity/test_parallel_fsdp2.py",

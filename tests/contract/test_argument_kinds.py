@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import zerostart
-from ranks import rank_outcomes, run_ranks
+from tests.ranks import rank_outcomes, run_ranks
 from zerostart.engines import default_engine
 from zerostart.errors import ConfigError
 from zerostart.loading.arguments import check_arguments

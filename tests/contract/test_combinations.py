@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.contract import combinations
 
+from tests.contract import combinations
 from zerostart.errors import ConfigError
 from zerostart.geometry.layout import Mesh
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 import zerostart
-from ranks import run_ranks
-from tiny import TinyCheckpoints
+from tests.ranks import run_ranks
+from tests.tiny import TinyCheckpoints
 from zerostart.engines.deepspeed.config_keys import REMOVED, TOP_LEVEL
 
 PAGE = Path(__file__).parents[2] / "docs" / "deepspeed-config.md"

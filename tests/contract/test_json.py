@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tiny import TinyCheckpoints, minilm_path
+from tests.tiny import TinyCheckpoints, minilm_path
 from zerostart.cli import main
 
 ZEROSTART = Path(sysconfig.get_path("scripts")) / "zerostart"

@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import file_aio
 import zerostart
-from ranks import run_ranks
+from tests import file_aio
+from tests.ranks import run_ranks
 
 MIB = 1 << 20
 SIDE = 11777

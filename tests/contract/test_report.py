@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 import zerostart
-from ranks import run_ranks
-from tiny import TinyCheckpoints, minilm_path
+from tests.ranks import run_ranks
+from tests.tiny import TinyCheckpoints, minilm_path
 from zerostart import errors
 
 ENGINES = ("deepspeed", "fsdp2")

@@ -17,7 +17,7 @@ of DiffSynth-Studio and with the keys of a configuration.
 Who wants to keep a script of DiffSynth-Studio as it is starts it by `zerostart run`
 ([diffusion.md](diffusion.md)), with all its options. This page is for who writes a configuration of
 `zerostart train` ([training.md](training.md)) in its place, as `zerostart config wan run.yaml` does to begin
-with. A dash stands where there is no key, and the column after it says why. Tests lie in `tests/training`.
+with. A dash stands where there is no key, and the column after it says why. Tests lie in `tests`.
 """
 
 

@@ -8,9 +8,10 @@ from importlib import import_module
 from typing import Any
 
 import torch
+from torch import nn
+
 from tests.diffusion.family import Family, Tensors, noise, prefixed, without
 from tests.diffusion.shrunk import of
-from torch import nn
 
 __all__ = ["FROZEN", "qwen3", "qwen25vl", "small_t5", "wrapping"]
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from tests.diffusion.script_memory import peak
 
 __all__ = ["AdamW"]

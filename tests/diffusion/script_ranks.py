@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tests.adoption.launching import REHEARSAL
+
 from tests.diffusion.oracle import import_diffsynth
 from tests.diffusion.script_precision import PATCHED, in_fp32
 from tests.diffusion.script_rows import append_rows
+from tests.integrations.launching import REHEARSAL
 
 __all__ = ["ranked"]
 

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from tests.adoption.launching import launch
+
 from tests.diffusion.oracle import BESIDE
 from tests.diffusion.script_ranks import ranked
 from tests.diffusion.small_pipelines import paths_of
-
-from ranks import RankError, rank_outcomes
+from tests.integrations.launching import launch
+from tests.ranks import RankError, rank_outcomes
 
 __all__ = ["FAMILIES", "ROUTES", "Family", "Run", "run", "write_data"]
 

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
+
 from tests.diffusion.families import FAMILIES
 from tests.diffusion.family import Family
 from tests.diffusion.frozen_families import qwen3, qwen25vl, small_t5, wrapping
@@ -22,7 +24,6 @@ from tests.diffusion.sharded import fill
 from tests.diffusion.shrunk import of
 from tests.diffusion.small_tokenizers import VOCABULARY, write_tokenizers
 from tests.diffusion.transformers_families import FLUX, FLUX2, WAN, Z
-from torch import nn
 
 __all__ = ["PIPELINES", "Part", "paths_of", "write"]
 

@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+
+import zerostart
 from tests.diffusion.sharded import (
     ENGINES,
     differing,
@@ -20,10 +23,7 @@ from tests.diffusion.sharded import (
     on_one_thread,
     started,
 )
-from torch import nn
-
-import zerostart
-from ranks import run_ranks
+from tests.ranks import run_ranks
 from zerostart.engines.deepspeed.calls import keep_calls
 
 WIDTH = 6

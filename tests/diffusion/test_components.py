@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from tests.diffusion.components import COMPONENTS
-from tests.diffusion.sharded import ENGINES, differing, fill, gradients_of, kept, load, off, started
 
 import zerostart
-from ranks import run_ranks
+from tests.diffusion.components import COMPONENTS
+from tests.diffusion.sharded import ENGINES, differing, fill, gradients_of, kept, load, off, started
+from tests.ranks import run_ranks
 
 #: Of every kind one is fast: a transformer whose inputs are lists, and the residual autoencoder.
 QUICK = ("z-image", "wan2.2 vae")

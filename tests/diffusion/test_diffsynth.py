@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from tests.diffusion.families import FAMILIES
-from tests.diffusion.oracle import import_diffsynth, needs_diffsynth
-from tests.diffusion.sharded import ZERO3, differing, fill, gradients_of, kept, off, started
 from torch import nn
 
 import zerostart
-from ranks import run_ranks
+from tests.diffusion.families import FAMILIES
+from tests.diffusion.oracle import import_diffsynth, needs_diffsynth
+from tests.diffusion.sharded import ZERO3, differing, fill, gradients_of, kept, off, started
+from tests.ranks import run_ranks
 
 pytestmark = needs_diffsynth
 #: Of every kind one is fast.

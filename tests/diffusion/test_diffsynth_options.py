@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from tests.diffusion import diffsynth_options
 from tests.diffusion.diffsynth_options import PATH, ROWS, text
 from tests.diffusion.oracle import BESIDE
-
 from zerostart.training.config.configuration import TrainConfig
 from zerostart.training.loop.task import task_class
 
@@ -72,7 +72,8 @@ def test_each_flag_of_its_scripts_has_a_row(family: str) -> None:
 def named_in(place: str) -> str:
     """The text of a test, and of what of its own file is named in it, as far as that goes."""
     file, _, function = place.partition("::")
-    source = (PATH.parents[1] / "tests" / "training" / file).read_text(encoding="utf-8")
+    [path] = (PATH.parents[1] / "tests").rglob(file)
+    source = path.read_text(encoding="utf-8")
     lines, parts = source.splitlines(), {}
     for node in ast.parse(source).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+
+import zerostart
 from tests.diffusion.families import FAMILIES
 from tests.diffusion.oracle import import_diffsynth, needs_diffsynth
 from tests.diffusion.sharded import differing, kept, started
 from tests.diffusion.test_diffsynth import SETTINGS, write
-from torch import nn
-
-import zerostart
-from ranks import run_ranks
+from tests.ranks import run_ranks
 
 pytestmark = [needs_diffsynth, pytest.mark.slow]
 

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+
+import zerostart
 from tests.diffusion.families import FAMILIES
 from tests.diffusion.oracle import import_diffsynth, needs_diffsynth
 from tests.diffusion.sharded import differing, fill
 from tests.diffusion.trained_files import ENGINES, refusal
 from tests.diffusion.trained_files import tried as tried_files
-
-import zerostart
-from ranks import run_ranks
+from tests.ranks import run_ranks
 
 pytestmark = needs_diffsynth
 WAN = FAMILIES["wan2.1 t2v"]

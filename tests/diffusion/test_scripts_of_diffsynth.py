@@ -17,11 +17,11 @@ from typing import Any
 
 import pytest
 import torch
+
 from tests.diffusion.oracle import needs_diffsynth
 from tests.diffusion.script_runs import CHECKOUT, FAMILIES, Run, run, write_data
 from tests.diffusion.small_pipelines import PIPELINES, paths_of, write
-
-from ranks import RankError, run_ranks
+from tests.ranks import RankError, run_ranks
 
 pytestmark = [
     needs_diffsynth,

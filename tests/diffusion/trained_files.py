@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tests.diffusion.families import FAMILIES
-from tests.diffusion.oracle import import_diffsynth
-from tests.diffusion.sharded import ZERO3, differing, fill
 from torch import nn
 
 import zerostart
+from tests.diffusion.families import FAMILIES
+from tests.diffusion.oracle import import_diffsynth
+from tests.diffusion.sharded import ZERO3, differing, fill
 
 __all__ = ["ENGINES", "refusal", "tried"]
 

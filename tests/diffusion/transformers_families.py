@@ -6,9 +6,10 @@ from importlib import import_module
 from typing import Any
 
 import torch
+from torch import nn
+
 from tests.diffusion.family import Family, noise, prefixed
 from tests.diffusion.shrunk import of
-from torch import nn
 
 __all__ = ["FLUX", "FLUX2", "TRANSFORMERS", "WAN", "Z"]
 

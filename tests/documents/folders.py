@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from tiny import TinyCheckpoints
+from tests.tiny import TinyCheckpoints
 
 __all__ = ["make_folders"]
 
@@ -17,8 +17,9 @@ def make_folders(root: Path, models: Mapping[str, str], checkpoints: TinyCheckpo
     """Under ``root`` for each name one of:
 
     a tiny checkpoint by its name in ``tests/tiny.py`` (``text:NAME`` with a tokenizer of characters);
-    ``pipeline:FAMILY``, a diffusers pipeline of ``tests/pipelines/tiny_pipelines.py``; ``releases:FAMILY``, a
-    folder with such a pipeline and an original release's file; or ``pictures:ROWS``, photographs and a table.
+    ``pipeline:FAMILY``, a diffusers pipeline of ``tests/integrations/pipelines/tiny_pipelines.py``;
+    ``releases:FAMILY``, a folder with such a pipeline and an original release's file; or ``pictures:ROWS``,
+    photographs and a table.
     """
     for name, kind in models.items():
         path = root / name
@@ -50,7 +51,7 @@ def character_tokenizer(path: Path) -> None:
 
 
 def _pipeline(key: str, path: Path) -> None:
-    from tests.pipelines.tiny_pipelines import make_pipeline
+    from tests.integrations.pipelines.tiny_pipelines import make_pipeline
 
     make_pipeline(key, path)
 

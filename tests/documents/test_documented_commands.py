@@ -15,12 +15,12 @@ from typing import get_args
 import pytest
 import typer.main
 from pydantic import BaseModel
+from typer.core import TyperGroup, TyperOption
+
 from tests.documents.blocks import REPOSITORY, Block, blocks_of, pages
 from tests.documents.folders import make_folders
 from tests.documents.sessions import CHANGED, SESSIONS, Session, session_of
-from typer.core import TyperGroup, TyperOption
-
-from tiny import TinyCheckpoints
+from tests.tiny import TinyCheckpoints
 from zerostart.cli import application
 from zerostart.training.config.configuration import TrainConfig
 

@@ -8,8 +8,8 @@ from typing import Any, get_args
 import pytest
 import yaml
 from pydantic import BaseModel
-from tests.documents.blocks import REPOSITORY, Block, blocks_of, pages, translations
 
+from tests.documents.blocks import REPOSITORY, Block, blocks_of, pages, translations
 from zerostart.training.config.configuration import TrainConfig
 from zerostart.training.config.load import parse_config
 from zerostart.training.config.sections import TaskConfig

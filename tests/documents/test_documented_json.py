@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.documents.blocks import REPOSITORY
 
-from tiny import TinyCheckpoints
+from tests.documents.blocks import REPOSITORY
+from tests.tiny import TinyCheckpoints
 from zerostart.cli import main
 
 PAGE = (REPOSITORY / "docs" / "reference" / "json.md").read_text(encoding="utf-8")

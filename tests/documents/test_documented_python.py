@@ -9,15 +9,15 @@ import re
 from pathlib import Path
 
 import pytest
+
+import zerostart
+from tests import file_aio
 from tests.documents.blocks import Block, blocks_of, pages
 from tests.documents.folders import make_folders
 from tests.documents.scenes import CHANGED, SCENES, Scene, scene_of
 from tests.documents.sessions import session_of
-
-import file_aio
-import zerostart
-from ranks import run_ranks
-from tiny import TinyCheckpoints
+from tests.ranks import run_ranks
+from tests.tiny import TinyCheckpoints
 from zerostart.errors import ConfigError
 
 

@@ -7,6 +7,7 @@ import re
 from pathlib import PurePosixPath
 
 import pytest
+
 from tests.documents.blocks import REPOSITORY, Block, blocks_of, translations
 
 #: What a page has for its readers in English alone: where it stands among the others.

@@ -6,12 +6,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-from test_masters import F32, expected_of, unlike
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import zerostart
-from ranks import run_ranks
-from tiny import TinyCheckpoints
+from tests.dtypes.test_masters import F32, expected_of, unlike
+from tests.ranks import run_ranks
+from tests.tiny import TinyCheckpoints
 
 
 def prepared(path: Path) -> tuple[bool, list[str]]:

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import nn
 
 import zerostart
-from ranks import rank_outcomes, run_ranks
-from tiny import TINY, TinyCheckpoints
+from tests.ranks import rank_outcomes, run_ranks
+from tests.tiny import TINY, TinyCheckpoints
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 State = dict[str, torch.Tensor]

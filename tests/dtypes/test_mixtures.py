@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from test_masters import F32, State, config_of, expected_of, masters_in, unlike, whole_halves
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 import zerostart
-from ranks import rank_outcomes, run_ranks
-from tiny import TinyCheckpoints
+from tests.dtypes.test_masters import F32, State, config_of, expected_of, masters_in, unlike, whole_halves
+from tests.ranks import rank_outcomes, run_ranks
+from tests.tiny import TinyCheckpoints
 
 BF16 = torch.bfloat16
 STEPS, RATE = 3, 0.1

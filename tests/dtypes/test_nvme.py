@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from test_masters import config_of, masters_in, unlike
 from torch import nn
 
-import file_aio
 import zerostart
-from ranks import run_ranks
+from tests import file_aio
+from tests.dtypes.test_masters import config_of, masters_in, unlike
+from tests.ranks import run_ranks
 
 WIDTH = 1100  # Square layers, of which half a layer in fp32 is above the least size that is swapped, 1 MiB.
 

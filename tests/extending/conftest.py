@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ranks import start_server
+from tests.ranks import start_server
 
 
 @pytest.fixture(scope="package", autouse=True)

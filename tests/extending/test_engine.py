@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-import extending.rows  # noqa: F401  # registers itself
+import tests.extending.rows  # noqa: F401  # registers itself
 from zerostart.testing import EngineConformance
 
 

@@ -13,7 +13,7 @@ import yaml
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, BertConfig, BertModel
 
-from tiny import minilm_path
+from tests.tiny import minilm_path
 
 ZEROSTART = [sys.executable, "-c", "from zerostart.cli import main; main()"]
 

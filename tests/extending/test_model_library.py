@@ -12,7 +12,7 @@ from diffusers import AutoencoderKL
 from torch import nn
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from extending.toy_library import Toy, ToyModel
+from tests.extending.toy_library import Toy, ToyModel
 from zerostart import models
 from zerostart.errors import ConfigError
 from zerostart.models import registry

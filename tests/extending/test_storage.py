@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 import zerostart
-from extending.http_storage import HttpFile
-from ranks import run_ranks
+from tests.extending.http_storage import HttpFile
+from tests.ranks import run_ranks
 from zerostart import errors
 from zerostart.checkpoint.source import open_catalog
 from zerostart.checkpoint.storage import Storage, register_storage

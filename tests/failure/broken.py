@@ -8,7 +8,7 @@ import struct
 from collections.abc import Callable
 from pathlib import Path
 
-from tiny import edit_tensors
+from tests.tiny import edit_tensors
 
 __all__ = ["BREAKAGES", "broken_copy", "shard_files"]
 

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import zerostart
-from ranks import Outcome, rank_outcomes, run_ranks
+from tests.ranks import Outcome, rank_outcomes, run_ranks
 from zerostart import errors
 from zerostart.distributed.world import current_world
 from zerostart.loading import source as opening

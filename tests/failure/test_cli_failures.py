@@ -9,9 +9,9 @@ import time
 from pathlib import Path
 
 import pytest
-from broken import broken_copy
 
-from tiny import TinyCheckpoints
+from tests.failure.broken import broken_copy
+from tests.tiny import TinyCheckpoints
 
 LIMIT = 30.0
 ZEROSTART = Path(sysconfig.get_path("scripts")) / "zerostart"

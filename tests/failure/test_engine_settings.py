@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import zerostart
-from tiny import TinyCheckpoints
+from tests.tiny import TinyCheckpoints
 
 CASES: list[tuple[str, dict[str, Any], str]] = [
     ("fsdp2", {"shard_placement_fn": 3}, "engine_config['shard_placement_fn'] is not callable"),

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from broken import BREAKAGES, broken_copy
 from torch import nn
 
 import zerostart
-from ranks import Outcome, rank_outcomes
-from tiny import TinyCheckpoints
+from tests.failure.broken import BREAKAGES, broken_copy
+from tests.ranks import Outcome, rank_outcomes
+from tests.tiny import TinyCheckpoints
 from zerostart import errors
 
 LIMIT = 30.0

@@ -10,8 +10,8 @@ import pytest
 from torch.distributed.tensor import Shard
 
 import zerostart
-from ranks import run_ranks
-from tiny import TinyCheckpoints
+from tests.ranks import run_ranks
+from tests.tiny import TinyCheckpoints
 
 
 def zero(**settings: Any) -> dict[str, Any]:

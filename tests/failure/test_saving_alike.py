@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zerostart
-from ranks import run_ranks
+from tests.ranks import run_ranks
 from zerostart.errors import ConfigError
 
 

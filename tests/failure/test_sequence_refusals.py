@@ -11,8 +11,8 @@ import pytest
 from torch import nn
 
 import zerostart
-from ranks import run_ranks
-from tiny import TinyCheckpoints
+from tests.ranks import run_ranks
+from tests.tiny import TinyCheckpoints
 
 
 def qwen3(**settings: Any) -> nn.Module:

@@ -8,7 +8,7 @@ from math import prod
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drawn import examples
+from tests.drawn import examples
 from zerostart.geometry import (
     Copy,
     Region,

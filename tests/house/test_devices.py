@@ -7,12 +7,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from test_structure import TREES
 from torch import nn
 from torch.utils._device import _device_constructors
 
 import zerostart
-from ranks import run_ranks
+from tests.house.test_structure import TREES
+from tests.ranks import run_ranks
 
 #: Rooms whose code is run as a user's would be.
 USERS = "zerostart.testing"

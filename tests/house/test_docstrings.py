@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from test_structure import TREES, name_of
 
 import zerostart
+from tests.house.test_structure import TREES, name_of
 from zerostart import errors
 
 ROOT = Path(zerostart.__file__).parent

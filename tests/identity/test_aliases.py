@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import zerostart
-from ranks import run_ranks
+from tests.ranks import run_ranks
 
 ENGINES = [("fsdp2", 3), ("fsdp2", 1), ("fsdp2", 0), ("deepspeed", 3), ("deepspeed", 2), ("deepspeed", 1)]
 Gradients = Mapping[str, torch.Tensor]

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zerostart
-from ranks import run_ranks
+from tests.ranks import run_ranks
 
 ENGINES = [("deepspeed", 3), ("deepspeed", 2), ("fsdp2", 3)]
 MORE = [("deepspeed", 1), ("deepspeed", 0), ("fsdp2", 2), ("fsdp2", 0)]

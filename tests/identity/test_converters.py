@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import ConversionOps, WeightConverter
 
 import zerostart
-from ranks import run_ranks
-from tiny import TinyCheckpoints
+from tests.ranks import run_ranks
+from tests.tiny import TinyCheckpoints
 
 WIDTH = 96
 

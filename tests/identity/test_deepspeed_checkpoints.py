@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 import zerostart
-from parity import VOCABULARY, checkpoint
-from ranks import run_ranks
+from tests.parity import VOCABULARY, checkpoint
+from tests.ranks import run_ranks
 
 STARTS = ("ours", "stock")
 State = dict[str, torch.Tensor]

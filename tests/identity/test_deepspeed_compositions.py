@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from snapshots import Snapshot, pretrained
-from test_deepspeed_placements import compare, configuration, gathered, stock_zero3
 from torch import nn
 
 import zerostart
-from ranks import rank_outcomes, run_ranks
-from tiny import TINY, TinyCheckpoints
+from tests.identity.snapshots import Snapshot, pretrained
+from tests.identity.test_deepspeed_placements import compare, configuration, gathered, stock_zero3
+from tests.ranks import rank_outcomes, run_ranks
+from tests.tiny import TINY, TinyCheckpoints
 
 KIND = "qwen3_moe_aligned"
 

@@ -13,12 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
-from snapshots import same_bits
 from torch import nn
 
-import file_aio
 import zerostart
-from ranks import run_ranks
+from tests import file_aio
+from tests.identity.snapshots import same_bits
+from tests.ranks import run_ranks
 
 WIDTH = 747  # Half a layer in fp32 is more than the least size that is swapped to NVMe, 1 MiB; odd.
 PLACES = ("none", "cpu", "nvme")

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from snapshots import Snapshot, pretrained
-from test_deepspeed_placements import train
 
-import file_aio
 import zerostart
-from ranks import rank_outcomes, run_ranks
-from tiny import TINY, TinyCheckpoints
+from tests import file_aio
+from tests.identity.snapshots import Snapshot, pretrained
+from tests.identity.test_deepspeed_placements import train
+from tests.ranks import rank_outcomes, run_ranks
+from tests.tiny import TINY, TinyCheckpoints
 
 
 def build_swapping() -> None:

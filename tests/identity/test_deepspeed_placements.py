@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from snapshots import Snapshot, pretrained, same_bits
 from torch import nn
 
 import zerostart
-from ranks import run_ranks
-from tiny import TINY, TinyCheckpoints
+from tests.identity.snapshots import Snapshot, pretrained, same_bits
+from tests.ranks import run_ranks
+from tests.tiny import TINY, TinyCheckpoints
 
 STEPS, BATCH, LENGTH = 2, 2, 16
 

@@ -14,16 +14,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
-from test_deepspeed_placements import BATCH, LENGTH, configuration
-from tests.upstream.sent import patches, use
 from torch import nn
 
 import zerostart
-from ranks import run_ranks
-from tiny import TINY, TinyCheckpoints
+from tests.identity.test_deepspeed_placements import BATCH, LENGTH, configuration
+from tests.ranks import run_ranks
+from tests.tiny import TINY, TinyCheckpoints
+from tests.upstream.sent import patches, use
 from zerostart.engines.deepspeed.partitions import arrange
 from zerostart.transfer import Arena, PeakMeter
-from zerostart.transfer.memory import anonymous_bytes
+from zerostart.transfer.meter import anonymous_bytes
 from zerostart.upstream.deepspeed.zero3 import start as deepspeed_start
 
 MIB = 1 << 20

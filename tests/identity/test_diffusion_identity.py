@@ -8,11 +8,11 @@ from pathlib import Path
 import diffusers
 import pytest
 import torch
-from snapshots import Snapshot, differences
-from tests.conformance.diffusion_suite import family, pipeline, write_original
 
 import zerostart
-from ranks import run_ranks
+from tests.conformance.diffusion_suite import family, pipeline, write_original
+from tests.identity.snapshots import Snapshot, differences
+from tests.ranks import run_ranks
 
 Sources = dict[str, tuple[Path, str | None, Path]]
 

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import file_aio
 import zerostart
-from parity import VOCABULARY, checkpoint
-from ranks import run_ranks
+from tests import file_aio
+from tests.parity import VOCABULARY, checkpoint
+from tests.ranks import run_ranks
 
 NORM, MATRIX, EMBEDDING = "model.norm.weight", "model.layers.1.self_attn.q_proj.weight", "lm_head.weight"
 EXPERTS = "model.layers.0.mlp.experts.down_proj"

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 import zerostart
-from parity import checkpoint
-from ranks import run_ranks
+from tests.parity import checkpoint
+from tests.ranks import run_ranks
 
 EXPERTS, TIED = "model.layers.0.mlp.experts.down_proj", "lm_head.weight"
 CONFIG = {

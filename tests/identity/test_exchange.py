@@ -17,16 +17,16 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import zerostart
-from ranks import Outcome, rank_outcomes, run_ranks
-from tiny import TinyCheckpoints
+from tests.ranks import Outcome, rank_outcomes, run_ranks
+from tests.tiny import TinyCheckpoints
 from zerostart import errors
 from zerostart.checkpoint.source import open_catalog
 from zerostart.distributed.world import current_world
 from zerostart.geometry.layout import dimension_shard, replicated
 from zerostart.recipe import Recipe, SymbolicTensor, Target
-from zerostart.transfer import FileReader, Progress, strategy, tune
+from zerostart.transfer import FileReader, Progress, collective, tune
+from zerostart.transfer.collective import ReadDemand, TransferStats, agree_on_strategy, execute_together
 from zerostart.transfer.planning import Destination, PlanOptions, join
-from zerostart.transfer.strategy import ReadDemand, TransferStats, agree_on_strategy, execute_together
 
 ENGINES = ("deepspeed", "fsdp2")
 SHAPE = (600, 900)
@@ -198,7 +198,7 @@ def plan_foresees(reports: list[Any], path: Path, engine: str) -> None:
 def test_tensors_cut_by_rows_and_columns(exchange: bool, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    from parity import checkpoint
+    from tests.parity import checkpoint
 
     path = checkpoint("qwen3", tmp_path)
     expected = AutoModelForCausalLM.from_pretrained(path).state_dict()
@@ -267,9 +267,9 @@ def test_reader_that_dies(victim: int, plain: Path) -> None:
 
 def load_with_fault(path: Path, victim: int, between: int, fault: str) -> None:
     """The third read of an extent, or the third request delivered, fails; the group is whole afterwards."""
-    from zerostart.transfer.exchange import ExchangeReader
+    from zerostart.transfer.peer_readers import ExchangeReader
 
-    strategy.BETWEEN = between
+    collective.BETWEEN = between
     count = 0
     extents, delivered = FileReader.read, ExchangeReader.read
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import file_aio
 import zerostart
-from parity import CLIP, batches, checkpoint, optimizer
-from ranks import run_ranks
+from tests import file_aio
+from tests.parity import CLIP, batches, checkpoint, optimizer
+from tests.ranks import run_ranks
 
 #: Experts of more than 1 MiB on each of four ranks, which is what DeepSpeed swaps.
 WIDE = {"hidden_size": 128, "intermediate_size": 768}

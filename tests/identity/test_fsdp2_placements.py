@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from snapshots import Snapshot, pretrained, same_bits
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import zerostart
-from ranks import rank_outcomes, run_ranks
-from tiny import TINY, TinyCheckpoints
+from tests.identity.snapshots import Snapshot, pretrained, same_bits
+from tests.ranks import rank_outcomes, run_ranks
+from tests.tiny import TINY, TinyCheckpoints
 
 KIND = "qwen3_moe_aligned"
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zerostart
-from ranks import run_ranks
+from tests.ranks import run_ranks
 from zerostart.errors import EngineError
 
 WIDTH = 6

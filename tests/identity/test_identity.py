@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from snapshots import Snapshot, differences, pretrained
 
 import zerostart
-from ranks import run_ranks
-from tiny import TinyCheckpoints
+from tests.identity.snapshots import Snapshot, differences, pretrained
+from tests.ranks import run_ranks
+from tests.tiny import TinyCheckpoints
 
 
 @dataclass(frozen=True)

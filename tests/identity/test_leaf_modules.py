@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 import zerostart
-from parity import checkpoint
-from ranks import run_ranks
+from tests.parity import checkpoint
+from tests.ranks import run_ranks
 
 HIDDEN, EXPERTS = 8, 4
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zerostart
-from ranks import rank_outcomes, run_ranks
+from tests.ranks import rank_outcomes, run_ranks
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 1,

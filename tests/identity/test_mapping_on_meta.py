@@ -8,12 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from snapshots import Snapshot, differences
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import zerostart
-from ranks import run_ranks
-from tiny import TinyCheckpoints
+from tests.identity.snapshots import Snapshot, differences
+from tests.ranks import run_ranks
+from tests.tiny import TinyCheckpoints
 
 
 def load_mapping(path: Path, reference: Path, engine: str, everywhere: bool) -> list[str]:

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from snapshots import Snapshot, differences
 
 import zerostart
-from ranks import run_ranks
-from tiny import TinyCheckpoints, minilm_path
+from tests.identity.snapshots import Snapshot, differences
+from tests.ranks import run_ranks
+from tests.tiny import TinyCheckpoints, minilm_path
 
 SEED = 1234
 ENGINES = ("deepspeed", "fsdp2")

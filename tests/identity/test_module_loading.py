@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 import zerostart
-from ranks import run_ranks
+from tests.ranks import run_ranks
 
 State = dict[str, torch.Tensor]
 

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 import zerostart
-from parity import CLIP, ROUNDING, Trace, batches, checkpoint, differences, optimizer, reference
-from ranks import run_ranks
+from tests.parity import CLIP, ROUNDING, Trace, batches, checkpoint, differences, optimizer, reference
+from tests.ranks import run_ranks
 
 MODELS = ["qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3"]
 

@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import zerostart
-from parity import CLIP, ROUNDING, Trace, batches, checkpoint, differences, optimizer, reference
-from ranks import run_ranks
+from tests.parity import CLIP, ROUNDING, Trace, batches, checkpoint, differences, optimizer, reference
+from tests.ranks import run_ranks
 
 MODELS = ["qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3"]
 SLOW = pytest.mark.slow

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from test_parallel_fsdp2 import train
 
 import zerostart
-from parity import Trace, batches, checkpoint, differences, optimizer, reference
-from ranks import run_ranks
+from tests.identity.test_parallel_fsdp2 import train
+from tests.parity import Trace, batches, checkpoint, differences, optimizer, reference
+from tests.ranks import run_ranks
 
 BIASES: dict[str, dict[str, bool]] = {
     "llama": {"attention_bias": True, "mlp_bias": True},

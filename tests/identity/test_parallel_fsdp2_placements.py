@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from test_parallel_fsdp2 import train
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 
 import zerostart
-from parity import checkpoint, differences, optimizer, reference
-from ranks import run_ranks
+from tests.identity.test_parallel_fsdp2 import train
+from tests.parity import checkpoint, differences, optimizer, reference
+from tests.ranks import run_ranks
 
 SLOW = pytest.mark.slow
 

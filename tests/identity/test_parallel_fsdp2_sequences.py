@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from test_parallel_fsdp2 import clip, whole
-from test_parallel_fsdp2_placements import BOTH, EXPERTS, PLACED, TENSORS
 
 import zerostart
-from parity import Trace, checkpoint, differences, optimizer
-from ranks import run_ranks
-from sequences import IGNORED, ROWS, alone, loss_of, shifted, steps
+from tests.identity.test_parallel_fsdp2 import clip, whole
+from tests.identity.test_parallel_fsdp2_placements import BOTH, EXPERTS, PLACED, TENSORS
+from tests.parity import Trace, checkpoint, differences, optimizer
+from tests.ranks import run_ranks
+from tests.sequences import IGNORED, ROWS, alone, loss_of, shifted, steps
 
 SIZE = 2
 PLACEMENTS = {**PLACED, "device": dict, "pairs": lambda: {"reshard_after_forward": 2}}

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from snapshots import ties_of
 
 import zerostart
-from parity import checkpoint
-from ranks import run_ranks
-from tiny import edit_tensors
+from tests.identity.snapshots import ties_of
+from tests.parity import checkpoint
+from tests.ranks import run_ranks
+from tests.tiny import edit_tensors
 
 SEED = 1234
 #: Options of each model, and what its checkpoint is to lack: experts, a router, a norm, a buffer, a head.

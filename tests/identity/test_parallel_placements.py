@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from test_parallel_deepspeed import gradients
 
 import zerostart
-from parity import CLIP, Trace, batches, checkpoint, differences, optimizer, reference
-from ranks import run_ranks
+from tests.identity.test_parallel_deepspeed import gradients
+from tests.parity import CLIP, Trace, batches, checkpoint, differences, optimizer, reference
+from tests.ranks import run_ranks
 
 HOST = {"device": "cpu", "pin_memory": False}
 PLACEMENTS: dict[str, dict[str, Any]] = {

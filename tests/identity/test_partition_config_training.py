@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_parallel_fsdp2 import train
 
-from parity import alone, checkpoint, differences
-from ranks import run_ranks
+from tests.identity.test_parallel_fsdp2 import train
+from tests.parity import alone, checkpoint, differences
+from tests.ranks import run_ranks
 
 NORMS = {"patterns": [r".*\.[qk]_norm\.weight$"], "partition_type": "skip", "grad_allreduce": True}
 HEAD = {"patterns": [r"lm_head\.weight$"], "partition_type": "column", "gather_output": True}

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 import zerostart
-from parity import CLIP, LEARNING_RATE, batches, checkpoint
-from ranks import run_ranks
+from tests.parity import CLIP, LEARNING_RATE, batches, checkpoint
+from tests.ranks import run_ranks
 from zerostart.errors import EngineError
 
 SLOW = pytest.mark.slow

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from snapshots import Snapshot, differences
 from torch import nn
 
 import zerostart
-from ranks import run_ranks
+from tests.identity.snapshots import Snapshot, differences
+from tests.ranks import run_ranks
 
 VOCABULARY, WIDTH = 29, 7
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from snapshots import Snapshot, differences, pretrained
 
 import zerostart
-from quantised import DEEPSEEK, QUANTISED, deepseek_v3_fp8
-from ranks import run_ranks
+from tests.identity.snapshots import Snapshot, differences, pretrained
+from tests.quantised import DEEPSEEK, QUANTISED, deepseek_v3_fp8
+from tests.ranks import run_ranks
 
 BF16 = torch.bfloat16
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from random_modules import WIDTH, RandomModule, checkpoint, module
 from torch import nn
 
 import zerostart
-from ranks import run_ranks
+from tests.identity.random_modules import WIDTH, RandomModule, checkpoint, module
+from tests.ranks import run_ranks
 
 ENGINES = (("fsdp2", 3), ("deepspeed", 3), ("deepspeed", 2), ("fsdp2", 0))
 FAST, SLOW = 12, 300

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from test_parallel_deepspeed import gradients
 
 import zerostart
-from parity import CLIP, Trace, checkpoint, differences, optimizer
-from ranks import run_ranks
-from sequences import IGNORED, ROWS, alone, loss_of, part_of, shifted, steps
+from tests.identity.test_parallel_deepspeed import gradients
+from tests.parity import CLIP, Trace, checkpoint, differences, optimizer
+from tests.ranks import run_ranks
+from tests.sequences import IGNORED, ROWS, alone, loss_of, part_of, shifted, steps
 
 
 @pytest.fixture(scope="module")

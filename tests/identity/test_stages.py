@@ -13,11 +13,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-import zero12.routes as routes
 import zerostart
-from parity import CLIP, Trace, batches, checkpoint, differences, optimizer, reference
-from ranks import rank_outcomes, run_ranks
-from tiny import TinyCheckpoints
+from tests.engines.zero12 import routes
+from tests.parity import CLIP, Trace, batches, checkpoint, differences, optimizer, reference
+from tests.ranks import rank_outcomes, run_ranks
+from tests.tiny import TinyCheckpoints
 from zerostart.engines.fsdp2.stages import begin_batch
 from zerostart.errors import ConfigError
 

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import nn
 
 import zerostart
-from ranks import run_ranks
-from tiny import TINY
+from tests.ranks import run_ranks
+from tests.tiny import TINY
 
 ENGINES = [("deepspeed", 3), ("deepspeed", 2), ("fsdp2", 3)]
 MORE = [("deepspeed", 1), ("deepspeed", 0), ("fsdp2", 2), ("fsdp2", 0)]

@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import zerostart
-from ranks import rank_outcomes, run_ranks
-from tiny import TinyCheckpoints
+from tests.ranks import rank_outcomes, run_ranks
+from tests.tiny import TinyCheckpoints
 from zerostart.errors import ReadError
 
 

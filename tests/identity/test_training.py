@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 import zerostart
-from ranks import run_ranks
-from tiny import TINY, TinyCheckpoints
+from tests.ranks import run_ranks
+from tests.tiny import TINY, TinyCheckpoints
 
 STEPS, BATCH, LENGTH = 5, 2, 16
 LEARNING_RATE = 1e-3

@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ranks import rank_outcomes, run_ranks
-from trained import build, write_dcp, write_deepspeed
+from tests.ranks import rank_outcomes, run_ranks
+from tests.trained import build, write_dcp, write_deepspeed
 from zerostart.checkpoint.source import open_catalog
 from zerostart.cli import main
 from zerostart.errors import CheckpointError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tiny import TinyCheckpoints
+from tests.tiny import TinyCheckpoints
 from zerostart.checkpoint.source import open_catalog
 from zerostart.loading.request import Request
 

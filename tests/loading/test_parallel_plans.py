@@ -10,8 +10,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import zerostart
-from parity import checkpoint
-from tiny import TinyCheckpoints
+from tests.parity import checkpoint
+from tests.tiny import TinyCheckpoints
 from zerostart.engines import resolve_engine
 from zerostart.errors import ConfigError
 from zerostart.geometry.layout import Mesh

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import zerostart
-from parity import checkpoint
-from ranks import run_ranks
-from tiny import TinyCheckpoints
+from tests.parity import checkpoint
+from tests.ranks import run_ranks
+from tests.tiny import TinyCheckpoints
 from zerostart.cli import main
 from zerostart.errors import ConfigError
 from zerostart.live.record import record_of

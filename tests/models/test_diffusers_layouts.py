@@ -11,10 +11,10 @@ import diffusers
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.conformance.diffusion_layouts import flux
-from tests.conformance.diffusion_suite import family, write_original
 
 import zerostart
+from tests.conformance.diffusion_layouts import flux
+from tests.conformance.diffusion_suite import family, write_original
 from zerostart.errors import ConversionError, CoverageError
 
 State = dict[str, torch.Tensor]

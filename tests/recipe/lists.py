@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from tests.recipe.tracing import trace
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import ConversionOps, WeightConverter
 
+from tests.recipe.tracing import trace
 from zerostart.checkpoint.memory import memory_catalog
 from zerostart.recipe import Recipe, Target
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+
 from tests.recipe import program_tables as tables
 
 __all__ = ["LINES", "READS", "Draw"]

@@ -16,6 +16,7 @@ from typing import Any
 import einops
 import numpy as np
 import torch
+
 from tests.recipe.program_lines import LINES, READS, Draw
 
 __all__ = ["Program", "draw_program"]

@@ -17,9 +17,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.recipe.graphs import operations
 
-from drawn import examples
+from tests.drawn import examples
+from tests.recipe.graphs import operations
 from zerostart.checkpoint.memory import memory_catalog
 from zerostart.geometry.layout import Layout, dimension_shard, flat_partition
 from zerostart.recipe import BLOCK, Recipe, SymbolicTensor, Target

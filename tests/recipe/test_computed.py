@@ -8,10 +8,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from tests.drawn import examples
 from tests.recipe.graphs import operations
 from tests.recipe.shards import compare, recipe_of, symbols_of
-
-from drawn import examples
 from zerostart.errors import ConversionError
 from zerostart.recipe import SymbolicTensor
 from zerostart.recipe.recording import recorded

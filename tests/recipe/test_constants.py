@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from tests.recipe.test_writes import Tensors, check
 from torch import nn
 
 import zerostart
+from tests.recipe.test_writes import Tensors, check
 from zerostart.errors import ConversionError
 from zerostart.recipe import SymbolicTensor
 from zerostart.recipe.recording import recorded

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+
 from tests.recipe.lists import convert_with
 from tests.recipe.programs import Program, draw_program, quiet
 from tests.recipe.shards import compare, module_with, symbols_of
 from tests.recipe.tracing import trace
-
 from zerostart.checkpoint.memory import memory_catalog
 from zerostart.errors import ConversionError
 from zerostart.recipe import Recipe, Target

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.recipe.test_writes import Tensors, check
 from torch import nn
 
 import zerostart
+from tests.recipe.test_writes import Tensors, check
 from zerostart.errors import ConversionError
 from zerostart.recipe.values import HANDLERS
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.recipe.test_bits import Tensors, differing
 
+from tests.recipe.test_bits import Tensors, differing
 from zerostart.recipe import SymbolicTensor
 from zerostart.recipe.recording import recorded
 from zerostart.recipe.strides import OTHERWISE

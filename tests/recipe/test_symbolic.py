@@ -6,9 +6,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.recipe.graphs import Graph, element_numbers, graphs, run_copies
 
-from drawn import examples
+from tests.drawn import examples
+from tests.recipe.graphs import Graph, element_numbers, graphs, run_copies
 from zerostart import geometry
 from zerostart.recipe import SymbolicTensor
 

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+
 from tests.recipe.lists import convert_with
 from tests.recipe.shards import compare, module_with, recipe_of, symbols_of
 from tests.recipe.tracing import trace
-
 from zerostart.checkpoint.memory import memory_catalog
 from zerostart.errors import ConversionError
 from zerostart.recipe import SymbolicTensor, Target

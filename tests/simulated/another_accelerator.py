@@ -10,10 +10,10 @@ import torch.distributed as dist
 
 
 def main() -> None:
-    from zerostart.cli.worker import join_group, leave_group
+    from zerostart.cli.launch import join_group, leave_group
     from zerostart.distributed.world import backend_of, default_device
     from zerostart.errors import ConfigError
-    from zerostart.transfer.memory import PeakMeter, allocated_bytes, free_bytes, has_streams, release_cached
+    from zerostart.transfer.meter import PeakMeter, allocated_bytes, free_bytes, has_streams, release_cached
 
     os.environ["LOCAL_RANK"] = "3"
     device = default_device()

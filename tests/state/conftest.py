@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from parity import checkpoint
+from tests.parity import checkpoint
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from tiny import minilm_path
+from tests.tiny import minilm_path
 from zerostart.distributed.world import current_world
 from zerostart.errors import ConfigError, ReadError
 from zerostart.training.config.configuration import DataConfig

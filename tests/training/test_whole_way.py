@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-from tests.documents.folders import make_folders
-from tests.training.test_samples import check_alike, pictures
 
-from zerostart.training.samples.files import write_drawn
+from tests.documents.folders import make_folders
+from tests.training.samples.test_samples import check_alike, pictures
+from zerostart.training.samples.sampler import write_drawn
 
 ZEROSTART = [sys.executable, "-c", "from zerostart.cli import main; main()"]
 PROMPTS = ["a cat", "the sea sleeps"]

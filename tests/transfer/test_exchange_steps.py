@@ -13,7 +13,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from drawn import examples
+from tests.drawn import examples
 from zerostart.checkpoint.storage.local import LocalFiles
 from zerostart.transfer.planning import (
     Agreement,

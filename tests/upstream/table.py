@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.upstream.sent import Patch, patches
-
 from zerostart.upstream.registry import Otherwise, PatchPoint, Touched, touched
 from zerostart.upstream.versions import LIBRARIES, Library
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ranks import run_ranks
+from tests.ranks import run_ranks
 from zerostart.errors import UnsupportedVersionError
 from zerostart.upstream.accelerate import plugins as ac
 from zerostart.upstream.transformers import loading

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks.gpu_check import BATCH, step, watched
 
 import zerostart
-from ranks import run_ranks
+from benchmarks.gpu_check import BATCH, step, watched
+from tests.ranks import run_ranks
 from zerostart.models.synth import synthesise
 
 

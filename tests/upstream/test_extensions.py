@@ -25,8 +25,8 @@ from torch.utils import cpp_extension
 from torch.utils._filelock import FileLock
 from torch.utils.file_baton import FileBaton
 
-from ranks import rank_outcomes, run_ranks
-from tiny import TinyCheckpoints
+from tests.ranks import rank_outcomes, run_ranks
+from tests.tiny import TinyCheckpoints
 from zerostart.upstream.torch import extensions
 from zerostart.upstream.torch.extensions import built
 

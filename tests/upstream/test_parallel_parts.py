@@ -6,8 +6,8 @@ import torch
 import transformers
 from packaging.version import Version
 
-from ranks import run_ranks
-from zerostart.geometry.layout.plans import EXPERT_STYLES, TENSOR_STYLES
+from tests.ranks import run_ranks
+from zerostart.geometry.layout.parallel_plans import EXPERT_STYLES, TENSOR_STYLES
 from zerostart.upstream.transformers import models as hf
 from zerostart.upstream.transformers import tensor as transformers_tensor
 from zerostart.upstream.transformers.tensor import require

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from ranks import run_ranks
+from tests.ranks import run_ranks
 from zerostart.errors import UnsupportedVersionError
 from zerostart.upstream.deepspeed.zero3 import optimizer as ds3
 from zerostart.upstream.deepspeed.zero3 import start

@@ -13,8 +13,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from packaging.specifiers import SpecifierSet
-from tests.upstream import table
 
+from tests.upstream import table
 from zerostart import upstream
 from zerostart.errors import UnsupportedVersionError
 from zerostart.upstream import shapes

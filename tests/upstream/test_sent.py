@@ -11,10 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from packaging.specifiers import SpecifierSet
-from tests.upstream.sent import Patch, applied, patches, use
 from torch import nn
 
-from ranks import run_ranks
+from tests.ranks import run_ranks
+from tests.upstream.sent import Patch, applied, patches, use
 from zerostart.upstream.registry import PatchPoint, touched
 from zerostart.upstream.versions import LIBRARIES
 

@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import zerostart
-from ranks import run_ranks
-from tiny import TinyCheckpoints
+from tests.ranks import run_ranks
+from tests.tiny import TinyCheckpoints
 from zerostart.errors import UnsupportedVersionError
 from zerostart.upstream import patches, registry
 

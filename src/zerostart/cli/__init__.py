@@ -1,4 +1,4 @@
-"""The ``zerostart`` command: one module a command, each with one function ``command``.
+"""The ``zerostart`` command: each of its commands is the function of that name, or ``command``, in a module.
 
 The modules import what is heavy (torch, transformers) inside their functions, so that ``--help`` and
 usage errors answer at once.
@@ -22,10 +22,13 @@ from zerostart.errors import ZerostartError
 
 __all__ = ["application", "main"]
 
+#: In the order in which ``--help`` lists them.
 _COMMANDS = (
     *("inspect", "plan", "load", "train", "cache", "config"),
     *("run", "export", "synth", "verify", "diff", "env"),
 )
+#: Commands that share a module, where each is the function of its name; elsewhere it is ``command``.
+_MODULES = {"inspect": "inspect", "verify": "inspect", "diff": "inspect"}
 _INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
 
@@ -41,8 +44,9 @@ def application() -> typer.Typer:
     )
     app.callback()(_global_options)
     for name in _COMMANDS:
-        module = importlib.import_module(f"zerostart.cli.{name}")
-        app.command(name, context_settings=getattr(module, "CONTEXT", None))(_guarded(module.command))
+        module = importlib.import_module(f"zerostart.cli.{_MODULES.get(name, name)}")
+        command = getattr(module, name if name in _MODULES else "command")
+        app.command(name, context_settings=getattr(module, "CONTEXT", None))(_guarded(command))
     return app
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import typer
 
+from zerostart.cli.launch import join_group, leave_group, worker_main
 from zerostart.cli.train import Config, Overrides, Ranks, run_config
-from zerostart.cli.worker import join_group, leave_group, worker_main
 from zerostart.errors import ConfigError
 
 

@@ -1,20 +1,26 @@
-"""``zerostart inspect``: what a checkpoint holds, from its headers alone."""
+"""``zerostart inspect``, ``verify`` and ``diff``: what checkpoints hold, alone and beside each other."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from zerostart.checkpoint.catalog import Assembled, Catalog, TensorEntry
 from zerostart.checkpoint.strict_json import dump_json
 
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from zerostart.checkpoint.formats.pipeline import Component
+
 _LARGEST = 5
 
 
-def command(
+def inspect(
     source: Annotated[
         str, typer.Argument(help="Directory, file, or the id of a model in the local hub cache.")
     ],
@@ -25,16 +31,15 @@ def command(
     """Show the files, tensors and sizes of a checkpoint, or the models of a pipeline. Reads no weights."""
     from zerostart.checkpoint.formats.pipeline import components
     from zerostart.checkpoint.source import open_catalog, read_config, resolve_source
-    from zerostart.cli.inspect_pipeline import describe, print_components
 
     path = resolve_source(source)
     found = components(path) if path.is_dir() else None
     if found is not None:
-        described = [describe(component, _by_dtype) for component in found]
+        described = [_describe(component) for component in found]
         if as_json:
             print(dump_json({"root": str(path), "components": described}, indent=1))
         else:
-            print_components(str(path), described, readable)
+            _print_components(str(path), described)
         return
     catalog = open_catalog(source)
     config = read_config(catalog.root) or {}
@@ -109,7 +114,6 @@ def _print_summary(catalog: Catalog, config: dict[str, Any]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from zerostart.cli.inspect_pipeline import add_figures
     from zerostart.errors import printable
 
     console = Console()
@@ -126,12 +130,12 @@ def _print_summary(catalog: Catalog, config: dict[str, Any]) -> None:
         facts.add_row(name, Text(printable(value), overflow="fold"))
     console.print(facts)
     kinds = Table("dtype", title="By element type", title_justify="left")
-    add_figures(kinds, "tensors", "parameters", "bytes")
+    _add_figures(kinds, "tensors", "parameters", "bytes")
     for dtype, counts in _by_dtype(catalog).items():
         kinds.add_row(dtype, f"{counts['tensors']:,}", f"{counts['parameters']:,}", readable(counts["bytes"]))
     console.print(kinds)
     table = Table("tensor", title="Largest tensors", title_justify="left")
-    add_figures(table, "dtype", "shape", "bytes")
+    _add_figures(table, "dtype", "shape", "bytes")
     for entry in _largest(catalog, _LARGEST):
         # Text, because square brackets in a stranger's names would be read as markup.
         figures = (Text(entry.dtype), Text(str(list(entry.shape))), readable(entry.nbytes))
@@ -145,3 +149,81 @@ def readable(count: int) -> str:
         if count >= size:
             return f"{count / size:.2f} {unit}"
     return f"{count} B"
+
+
+def _add_figures(table: Table, *headings: str) -> None:
+    """Columns that stay whole where the terminal is narrow; the names before them are broken instead."""
+    for heading in headings:
+        table.add_column(heading, no_wrap=True)
+
+
+def _describe(component: Component) -> dict[str, Any]:
+    """One model of a pipeline as plain data, from its headers."""
+    from zerostart.checkpoint.source import open_catalog
+
+    catalog = open_catalog(component.path)
+    return {
+        "name": component.name,
+        "class": component.kind,
+        "root": catalog.root,
+        "files": len(catalog.files),
+        "tensor_count": len(catalog.weights),
+        "parameters": sum(entry.numel for entry in catalog.weights.values()),
+        "checkpoint_bytes": catalog.nbytes,
+        "dtypes": _by_dtype(catalog),
+    }
+
+
+def _print_components(root: str, described: Sequence[dict[str, Any]]) -> None:
+    """A table of the models, and how to name one."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from zerostart.errors import printable
+
+    console = Console()
+    console.print(f"pipeline {printable(root)}", markup=False, soft_wrap=True)
+    # Below each other, for three columns of names leave no room for the figures.
+    table = Table("component\nclass\ndtypes", show_lines=True)
+    _add_figures(table, "tensors", "parameters", "bytes")
+    for one in described:
+        # Text, because square brackets in a stranger's names would be read as markup.
+        kind = printable(one["class"])
+        names = Text(f"{one['name']}\n{kind}\n{', '.join(one['dtypes'])}", overflow="fold")
+        figures = (f"{one['tensor_count']:,}", f"{one['parameters']:,}", readable(one["checkpoint_bytes"]))
+        table.add_row(names, *figures)
+    console.print(table)
+    if described:
+        first = f"{printable(root)}/{described[0]['name']}"
+        console.print(f"Each is a source of its own: {first}", markup=False, soft_wrap=True)
+
+
+def verify(
+    path: Annotated[Path, typer.Argument(help="A directory that zerostart has saved.", show_default=False)],
+) -> None:
+    """Read a saved checkpoint once and compare it with the digests that were saved with it."""
+    import zerostart
+    from zerostart.errors import printable
+
+    found = zerostart.verify(path)
+    what = f"{found.files:,} files, {found.tensors:,} tensors, {readable(found.bytes)}"
+    print(f"{printable(str(path))}: {what}, all as they were saved")
+
+
+_DIFFERENT = 1
+
+
+def diff(
+    a: Annotated[str, typer.Argument(help="A checkpoint: directory, file, or hub id in the local cache.")],
+    b: Annotated[str, typer.Argument(help="Another one.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print all names as JSON.")] = False,
+) -> None:
+    """Compare the tensors of two checkpoints by name, bit by bit; exits 1 where there is a difference."""
+    import zerostart
+    from zerostart.checkpoint.strict_json import dump_json
+
+    found = zerostart.diff(a, b)
+    print(dump_json(found.document(), indent=1) if as_json else found)
+    if not found.same:
+        raise typer.Exit(_DIFFERENT)

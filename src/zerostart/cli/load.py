@@ -13,9 +13,8 @@ from typing import Annotated, Any
 import typer
 
 from zerostart.checkpoint.strict_json import dump_json
-from zerostart.cli.launch import run_local_ranks
+from zerostart.cli.launch import join_group, leave_group, run_local_ranks, worker_main
 from zerostart.cli.options import SourceArgument, takes, values_of
-from zerostart.cli.worker import join_group, leave_group, worker_main
 from zerostart.errors import ConfigError, ZerostartError
 from zerostart.loading.arguments import LoadArguments, dtype_of
 

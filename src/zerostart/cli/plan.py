@@ -11,7 +11,6 @@ import typer
 from zerostart.checkpoint.strict_json import dump_json
 from zerostart.cli.options import SourceArgument, takes, values_of
 from zerostart.loading.arguments import ForecastArguments, LoadArguments
-from zerostart.loading.preparation import uncollected
 
 
 @takes(LoadArguments, ForecastArguments)
@@ -32,6 +31,7 @@ def command(
     Memory is told through the load, the engine's construction and the first step, without activations.
     """
     import zerostart
+    from zerostart.loading.preparation import uncollected
 
     # A process that plans and ends: nothing in it is worth collecting, not even on its way out.
     atexit.register(gc.freeze)

@@ -13,8 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from zerostart.cli.launch import run_local_ranks
-from zerostart.cli.worker import join_group, leave_group, worker_main
+from zerostart.cli.launch import join_group, leave_group, run_local_ranks, worker_main
 from zerostart.errors import ConfigError
 
 Config = Annotated[Path, typer.Argument(help="The configuration, a YAML file.", show_default=False)]

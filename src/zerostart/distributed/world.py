@@ -23,9 +23,15 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
-from zerostart.distributed.interrupts import HeldSignals
+from zerostart.distributed.failures import (
+    DeferredSignals,
+    agreed_since,
+    mark_agreed,
+    now,
+    report_of,
+    restored,
+)
 from zerostart.distributed.network import explained, network_view, tell_file_limit, unreachable
-from zerostart.distributed.reports import agreed_since, mark_agreed, now, report_of, restored
 from zerostart.distributed.roll_call import RollCall
 from zerostart.errors import ConfigError, PeerError
 from zerostart.upstream.torch.store import (
@@ -218,7 +224,7 @@ class World:
                 data, failure = _pickled(made) if self.size > 1 else (b"", None)
             except BaseException as error:
                 failure = error
-        with HeldSignals() as signals:
+        with DeferredSignals() as signals:
             head = self._meet(during, failure, data)
             if self.size > 1:
                 sent = _room(head.longest, data)
@@ -234,7 +240,7 @@ class World:
         Raises as ``all_gather_object`` does, and ConfigError where the lengths differ.
         """
         total = values.clone()
-        with HeldSignals() as signals:
+        with DeferredSignals() as signals:
             length = torch.tensor([values.numel()], device="cpu")
             if not self._meet(during, None, length.numpy().tobytes()).alike:
                 raise _uneven(self._gathered(during, length).view(-1).tolist(), during)
@@ -290,7 +296,7 @@ class World:
             prepared = prepare()
         except BaseException as error:
             failure = error
-        with HeldSignals() as signals:
+        with DeferredSignals() as signals:
             self.raise_together(failure, during)
             begun, groups = now(), made_groups()
             try:
@@ -319,7 +325,7 @@ class World:
                 self._raise(failure, report_of(failure), None)
             return _Head(len(data), True, [])
         report, place = b"" if failure is None else report_of(failure), during.encode()
-        with HeldSignals() as signals:
+        with DeferredSignals() as signals:
             own = [len(data), len(place), len(report), *_both_ways(place), *_both_ways(data)]
             # Of the ranks that have failed the first, and whether any has not.
             own += [-self.size, 1] if failure is None else [-self.rank, 0]

@@ -12,7 +12,7 @@ from torch import nn
 
 from zerostart.engines.base import EngineBase
 from zerostart.engines.placements import Placements
-from zerostart.transfer.page_locked import rounded_up
+from zerostart.transfer.buffers import rounded_up
 
 #: A number for each rank in question.
 Array = npt.NDArray[np.int64]

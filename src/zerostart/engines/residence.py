@@ -14,7 +14,7 @@ import torch
 from zerostart.distributed.machine import machine_name
 from zerostart.distributed.world import World
 from zerostart.errors import InsufficientMemoryError
-from zerostart.transfer.memory import device_bytes, free_bytes
+from zerostart.transfer.meter import device_bytes, free_bytes
 from zerostart.transfer.rearrange import SCRATCH
 
 IN_PLACE, HOST, NOWHERE = "in place", "host", "does not fit"

@@ -21,8 +21,8 @@ from zerostart.geometry.layout.flat import narrowed
 from zerostart.recipe import Computed, Recipe, torch_dtype
 from zerostart.recipe.computed import leaves_of
 from zerostart.transfer import Progress, Tuning
+from zerostart.transfer.collective import execute_together
 from zerostart.transfer.planning import Destination, PlanOptions, join
-from zerostart.transfer.strategy import execute_together
 
 _PURPOSE = (
     "and fp32 masters are to be read from it when the engine starts; keep it as it is until then, or load "

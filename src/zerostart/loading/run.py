@@ -27,9 +27,9 @@ from zerostart.loading.source import described
 from zerostart.models import Program
 from zerostart.recipe import Recipe
 from zerostart.transfer import PeakMeter, Tuning
-from zerostart.transfer.page_locked import release_locked
+from zerostart.transfer.buffers import release_locked
+from zerostart.transfer.collective import ReadDemand, TransferStats, agree_on_strategy
 from zerostart.transfer.planning import PlanOptions, join
-from zerostart.transfer.strategy import ReadDemand, TransferStats, agree_on_strategy
 from zerostart.upstream.torch.stepped import watch_model
 
 

@@ -26,8 +26,8 @@ from zerostart.distributed.world import World
 from zerostart.errors import ConfigError
 from zerostart.live.record import loaded_models
 from zerostart.models import Aliases
+from zerostart.transfer.collective import TransferStats
 from zerostart.transfer.planning import Plan, Read
-from zerostart.transfer.strategy import TransferStats
 from zerostart.upstream.deepspeed.zero3.partitions import partition_of
 
 logger = logging.getLogger("zerostart")

@@ -3,10 +3,9 @@
 from zerostart.checkpoint.memory import MemoryReader
 from zerostart.checkpoint.storage import Reader, Rows
 from zerostart.checkpoint.storage.reader import FileReader
-from zerostart.transfer.execute import execute
-from zerostart.transfer.memory import Arena, PeakMeter
-from zerostart.transfer.page_locked import page_locked
-from zerostart.transfer.progress import Progress
+from zerostart.transfer.buffers import Arena, page_locked
+from zerostart.transfer.execute import Progress, execute
+from zerostart.transfer.meter import PeakMeter
 from zerostart.transfer.staging import bytes_view
 from zerostart.transfer.tuning import MIN_CHUNK, Tuning, tune
 

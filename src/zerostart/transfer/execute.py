@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
+from types import TracebackType
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
 
 from zerostart.checkpoint.storage import Reader, Rows
 from zerostart.recipe import one_thread
-from zerostart.transfer.crew import Crew
 from zerostart.transfer.planning import Computation, Destination, Part, Plan, Read
-from zerostart.transfer.progress import Progress
 from zerostart.transfer.staging import Staging, bytes_view, make_staging
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as Bar
 
 
 def execute(
@@ -148,3 +153,116 @@ class _Targets:
 
 def _rows(read: Read) -> Rows:
     return Rows(read.rows, read.nbytes // read.rows, read.stride)
+
+
+T = TypeVar("T")
+
+
+class Crew(Generic[T]):
+    """Threads that each run ``work`` over what they take of ``items``, in order, until there is none left.
+
+    ``device`` is the accelerator that they use, if any; ``name`` is what the threads are called.
+    """
+
+    def __init__(
+        self,
+        items: Iterable[T],
+        work: Callable[[Iterator[T]], None],
+        device: torch.device | None,
+        name: str,
+    ) -> None:
+        self._items = iter(items)
+        self._work = work
+        self._device = device
+        self._name = name
+        self._lock = threading.Lock()
+        self._error: BaseException | None = None
+
+    def run(self, threads: int) -> None:
+        """Work in this thread and in others beside it, ``threads`` in all, until all have ended.
+
+        The first error of any of them stops the others and is raised here.
+        """
+        started: list[threading.Thread] = []
+        try:
+            for number in range(threads - 1):
+                worker = threading.Thread(
+                    target=self._take_part_beside, name=f"{self._name}-{number}", daemon=True
+                )
+                worker.start()
+                started.append(worker)
+            self._take_part()
+            for worker in started:
+                worker.join()
+        except BaseException as error:  # an interrupt: what the others use is closed after they end
+            self._error = self._error or error
+            for worker in started:
+                worker.join()
+        if self._error is not None:
+            raise self._error
+
+    def _take_part(self) -> None:
+        try:
+            self._work(self._taken())
+        except BaseException as error:  # whatever it is, it is raised again in the calling thread
+            self._error = self._error or error
+
+    def _take_part_beside(self) -> None:
+        """The same in a thread of its own: which device is the current one is a matter of each thread."""
+        if self._device is not None and self._device.index is not None:
+            torch.accelerator.set_device_index(self._device.index)
+        self._take_part()
+
+    def _taken(self) -> Iterator[T]:
+        while self._error is None:
+            with self._lock:
+                try:
+                    item = next(self._items)
+                except StopIteration:
+                    return
+            yield item
+
+
+class Progress:
+    """Counts bytes; draws a bar if ``shown`` and standard error is a terminal."""
+
+    def __init__(self, total: int, shown: bool) -> None:
+        self.done = 0
+        self._lock = threading.Lock()
+        self._bar: Bar | None = None
+        if shown and sys.stderr.isatty():
+            self._bar = _drawn()
+            self._task = self._bar.add_task("Reading the shard of rank 0", total=total)
+
+    def __enter__(self) -> Progress:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def advance(self, nbytes: int) -> None:
+        """Note that ``nbytes`` more have been read; called by the reading threads."""
+        with self._lock:
+            self.done += nbytes
+        if self._bar is not None:
+            self._bar.advance(self._task, nbytes)
+
+
+def _drawn() -> Bar:
+    # Imported here: most ranks of most loads draw nothing, and the import takes as long as their planning.
+    from rich import progress
+    from rich.console import Console
+
+    return progress.Progress(
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(),
+        progress.DownloadColumn(binary_units=True),
+        progress.TransferSpeedColumn(),
+        progress.TimeRemainingColumn(),
+        console=Console(stderr=True),
+    )

@@ -11,11 +11,10 @@ import torch
 from zerostart.checkpoint.storage.direct import PAGE
 from zerostart.checkpoint.write.writer import CheckpointWriter
 from zerostart.recipe import one_thread
-from zerostart.transfer.copying import copy_strided
-from zerostart.transfer.crew import Crew
-from zerostart.transfer.page_locked import page_locked, release_locked
+from zerostart.transfer.buffers import page_locked, release_locked
+from zerostart.transfer.execute import Crew
 from zerostart.transfer.planning.writes import Write, WritePlan
-from zerostart.transfer.staging import bytes_view
+from zerostart.transfer.staging import bytes_view, copy_strided
 
 #: Bytes of a staging buffer beside a chunk, so that it can lie in its pages as the chunk does in the file's.
 SLACK = 2 * PAGE

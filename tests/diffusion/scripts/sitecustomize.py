@@ -10,7 +10,6 @@ from types import ModuleType
 from tests.diffusion.script_memory import watch
 from tests.diffusion.script_precision import PATCHED, in_fp32
 from tests.diffusion.script_rows import append_rows
-
 from zerostart.upstream.on_import import when_imported
 
 
@@ -21,7 +20,7 @@ def _declare(module: ModuleType) -> None:
 
 
 def _rehearse(module: ModuleType) -> None:
-    from tests.adoption.launching import REHEARSAL
+    from tests.integrations.launching import REHEARSAL
 
     exec(REHEARSAL)
 

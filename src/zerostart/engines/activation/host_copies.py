@@ -23,8 +23,8 @@ import torch
 from torch import nn
 
 from zerostart.errors import ConfigError
-from zerostart.transfer.memory import has_streams
-from zerostart.transfer.page_locked import page_locked
+from zerostart.transfer.buffers import page_locked
+from zerostart.transfer.meter import has_streams
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ from zerostart.engines.residence import HOST, Residence
 from zerostart.errors import InsufficientMemoryError
 from zerostart.geometry.layout import Parallelism
 from zerostart.geometry.layout.flat import FlatGroup, FlatRules
-from zerostart.transfer.memory import free_bytes
+from zerostart.transfer.meter import free_bytes
 from zerostart.transfer.rearrange import Segment, in_place, rearrange
 from zerostart.upstream.deepspeed.parallel.tensor_engine import restore_hooks
 from zerostart.upstream.deepspeed.zero3.partitions import import_deepspeed

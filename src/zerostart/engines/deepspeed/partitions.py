@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from zerostart.transfer.memory import ALIGNMENT
+from zerostart.transfer.buffers import ALIGNMENT
 from zerostart.transfer.rearrange import Segment, in_place, rearrange
 from zerostart.upstream.torch.tensors import storage_users
 

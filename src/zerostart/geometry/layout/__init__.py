@@ -2,7 +2,7 @@
 
 from zerostart.geometry.layout.layout import Layout, Placed, dimension_shard, flat_partition, replicated
 from zerostart.geometry.layout.mesh import Mesh
-from zerostart.geometry.layout.plans import (
+from zerostart.geometry.layout.parallel_plans import (
     Cut,
     Parallelism,
     ParallelPlan,

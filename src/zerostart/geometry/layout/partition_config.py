@@ -14,7 +14,7 @@ from math import prod
 from typing import Any
 
 from zerostart.errors import ConfigError
-from zerostart.geometry.layout.plans import Cut, ParallelPlan
+from zerostart.geometry.layout.parallel_plans import Cut, ParallelPlan
 
 Shape = tuple[int | tuple[int, ...], ...]
 _KEYS = {"partition_config", "preset_model", "autotp_size", "tp_size", "enabled"}

@@ -21,7 +21,7 @@ from zerostart.state.resuming.load_state import planned_reads
 from zerostart.state.saving.publishing import agreed_place, publishing
 from zerostart.state.saving.writing import plain, write_tensors
 from zerostart.transfer import Progress
-from zerostart.transfer.strategy import execute_together
+from zerostart.transfer.collective import execute_together
 
 Original = Callable[[], Any]
 

@@ -24,7 +24,7 @@ from zerostart.loading.placement import Placement
 from zerostart.loading.request import Request
 from zerostart.loading.run import run
 from zerostart.loading.window import Window
-from zerostart.transfer.memory import allocated_bytes
+from zerostart.transfer.meter import allocated_bytes
 from zerostart.upstream.diffusers.pipelines import assembled, component_class, pipeline_class
 
 #: A model whole on every rank is the load of this engine at this stage.

@@ -25,7 +25,7 @@ from zerostart.engines.placements import DEVICE, HOST
 from zerostart.errors import ConfigError
 from zerostart.geometry.layout import Parallelism
 from zerostart.loading.forecast.result import PHASES, Memory
-from zerostart.transfer.page_locked import rounds_up
+from zerostart.transfer.buffers import rounds_up
 
 
 def held_alone(

@@ -19,6 +19,7 @@ from zerostart.loading.forecast.result import Memory, RankForecast, WorldPlan
 from zerostart.models import Origins
 from zerostart.recipe import Recipe
 from zerostart.transfer import Tuning
+from zerostart.transfer.collective import MOST_REQUESTS, ReadDemand, chosen
 from zerostart.transfer.planning import (
     MARGIN,
     Count,
@@ -35,7 +36,6 @@ from zerostart.transfer.planning import (
     spans_within,
     table_of,
 )
-from zerostart.transfer.strategy import MOST_REQUESTS, ReadDemand, chosen
 
 
 @dataclass(frozen=True)

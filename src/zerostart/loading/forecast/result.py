@@ -13,7 +13,7 @@ from zerostart.engines.placements import RANKS_OF_A_MACHINE
 from zerostart.engines.residence import Residence
 from zerostart.errors import ConfigError
 from zerostart.recipe import Coverage, Recipes
-from zerostart.transfer.memory import device_bytes
+from zerostart.transfer.meter import device_bytes
 from zerostart.transfer.planning import ReadStrategy
 
 #: What memory is told of: the load, the engine's and the optimizer's construction, and the first step.

@@ -26,8 +26,7 @@ from zerostart.geometry.layout import Layout
 from zerostart.geometry.layout.layout import Placed
 from zerostart.state.resuming.training_state import Content
 from zerostart.state.saving.writing import Outgoing
-from zerostart.transfer.memory import Arena
-from zerostart.transfer.page_locked import page_locked
+from zerostart.transfer.buffers import Arena, page_locked
 from zerostart.transfer.planning.writes import GRAIN, own_part
 
 #: Bytes of a tensor from which on it may be copied later; and integers as wide as its elements.

@@ -51,8 +51,8 @@ from zerostart.state.resuming.training_state import (
 from zerostart.state.resuming.values import decoded, dtype_of
 from zerostart.state.saving.publishing import agreed_place
 from zerostart.transfer import Progress, Tuning
+from zerostart.transfer.collective import execute_together
 from zerostart.transfer.planning import Destination, Plan, PlanOptions, join
-from zerostart.transfer.strategy import execute_together
 from zerostart.transfer.tuning import tune
 
 logger = logging.getLogger("zerostart")

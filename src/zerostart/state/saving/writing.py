@@ -22,7 +22,7 @@ from zerostart.engines import Shard
 from zerostart.errors import ConfigError
 from zerostart.geometry.layout import Layout
 from zerostart.recipe import Recipe, Target
-from zerostart.transfer.page_locked import rounds_up
+from zerostart.transfer.buffers import rounds_up
 from zerostart.transfer.planning.writes import GRAIN, Origin, WritePlan, own_part, plan_writes
 from zerostart.transfer.tuning import MIN_CHUNK
 from zerostart.transfer.writing import SLACK, Change, Source, write_out

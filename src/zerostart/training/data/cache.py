@@ -17,10 +17,9 @@ from zerostart.checkpoint.write.folders import write_whole
 from zerostart.distributed.world import World
 from zerostart.errors import ConfigError
 from zerostart.training.config.configuration import CacheConfig
-from zerostart.training.data.cache_facts import Facts, differences, facts_of_media
+from zerostart.training.data.cache_facts import Facts, Growth, differences, facts_of_media
 from zerostart.training.data.cached import FOLDER, CachedItems, read_manifest
-from zerostart.training.data.encoder_files import KNOWN_FILES, encoder_files
-from zerostart.training.loop.growth import Growth
+from zerostart.training.data.encoders import KNOWN_FILES, encoder_files
 from zerostart.training.loop.terminal import say
 
 if TYPE_CHECKING:
@@ -88,10 +87,8 @@ def _place(config: TrainConfig, settings: CacheConfig) -> Path:
 
 def _media(config: TrainConfig, place: Path, cached: bool, world: World) -> MediaItems | None:
     """The media; None where there are none any more, and a cache that was made of them."""
-    from zerostart.training.data.hub import is_dataset
-    from zerostart.training.data.items import read_media
-    from zerostart.training.data.known import KnownRows
-    from zerostart.training.data.table import is_gone
+    from zerostart.training.data.items import KnownRows, read_media
+    from zerostart.training.data.table import is_dataset, is_gone
 
     if config.media is None:
         return None
@@ -171,8 +168,8 @@ def _growth(place: Path, media: MediaItems, config: TrainConfig) -> Growth | Non
 def _make(
     place: Path, growth: Growth, media: MediaItems, facts: Facts, source: str, texts: list[str], world: World
 ) -> None:
+    from zerostart.training.data.encoders import encoders
     from zerostart.training.data.filling import fill
-    from zerostart.training.data.loading import encoders
 
     with encoders(source, facts.settings, world) as encoder:
         fill(place, growth, media, encoder, facts, texts, world)
@@ -222,8 +219,8 @@ def _grow(
 def _add_texts(place: Path, missing: list[str], settings: CacheConfig, source: str, world: World) -> None:
     """Give a cache that fits the embeddings of further texts; its items stay."""
     from zerostart.training.data.cache_files import publish_prompts
+    from zerostart.training.data.encoders import encoders
     from zerostart.training.data.filling import embedded
-    from zerostart.training.data.loading import encoders
 
     with encoders(source, settings, world) as encoder:
         added = embedded(encoder, missing, world)

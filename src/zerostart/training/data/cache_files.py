@@ -29,6 +29,7 @@ from zerostart.checkpoint.write.staging import told
 from zerostart.distributed.world import World
 from zerostart.errors import WriteError, ZerostartError
 from zerostart.state.saving.publishing import Publication, publishing
+from zerostart.training.data.cache_facts import Growth
 from zerostart.training.data.cached import (
     INDEX_FILE,
     PROMPTS_FILE,
@@ -41,7 +42,6 @@ from zerostart.training.data.cached import (
     read_manifest,
     text_key,
 )
-from zerostart.training.loop.growth import Growth
 from zerostart.training.loop.locks import hold
 
 #: A small cache is in some files at least, so that several ranks have something to do.

@@ -16,11 +16,10 @@ from torch.utils.data import DataLoader, Dataset
 
 from zerostart.distributed.world import World
 from zerostart.errors import ConfigError, ZerostartError
-from zerostart.training.data.cache_facts import Facts, facts_of_rows
+from zerostart.training.data.cache_facts import Facts, Growth, facts_of_rows
 from zerostart.training.data.cache_files import Draft, drafted, items_of_a_file, publish
 from zerostart.training.data.cached import VERSION
 from zerostart.training.diffusion.encoder import Encoded, Encoder, Example
-from zerostart.training.loop.growth import Growth
 from zerostart.training.loop.terminal import say
 
 if TYPE_CHECKING:

@@ -21,23 +21,21 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch.utils.data import Dataset
 
 from zerostart.distributed.world import World
 from zerostart.errors import ConfigError
-from zerostart.training.data.columns import Column, media_columns
+from zerostart.training.data.decoding import Part, parts_of
 from zerostart.training.data.files import MediaFile, files_of, needed
-from zerostart.training.data.hub import is_dataset, read_dataset
-from zerostart.training.data.known import Described, KnownRows
 from zerostart.training.data.media_config import KNOWN_COLUMNS, MediaConfig
-from zerostart.training.data.parts import Part, parts_of
-from zerostart.training.data.table import read_table
+from zerostart.training.data.table import Column, is_dataset, media_columns, read_dataset, read_table
 
 T = TypeVar("T")
 
@@ -286,3 +284,44 @@ def as_float(pixels: torch.Tensor) -> torch.Tensor:
 def as_picture(pixels: torch.Tensor) -> Any:
     """uint8 [3, H, W] as a Pillow image of mode RGB. Raises :class:`ConfigError` where Pillow is absent."""
     return needed("PIL.Image").fromarray(pixels.permute(1, 2, 0).contiguous().numpy())
+
+
+#: Digests, of 16 bytes, of a row's names, of these with lengths and times of its files, and of its contents.
+Described: TypeAlias = tuple[bytes, bytes, bytes]
+_SIZE = 16
+
+
+@dataclass(frozen=True)
+class KnownRows:
+    """The digests of contents by the two others."""
+
+    by_name: Mapping[bytes, bytes] = field(default_factory=dict)
+    by_state: Mapping[bytes, bytes] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, rows: Iterable[Described], before: KnownRows) -> KnownRows:
+        """What is known ``before``, and of ``rows``; of those with the same names the last one counts."""
+        by_name, by_state = dict(before.by_name), dict(before.by_state)
+        for name, state, contents in rows:
+            by_name[name] = contents
+            by_state[state] = contents
+        return cls(by_name, by_state)
+
+    def packed(self) -> bytes:
+        """As bytes."""
+        parts = (b"".join(key + value for key, value in one.items()) for one in (self.by_name, self.by_state))
+        names, states = parts
+        return len(names).to_bytes(8, "little") + names + states
+
+    @classmethod
+    def unpacked(cls, data: bytes) -> KnownRows:
+        """From ``packed``; nothing of what is damaged."""
+        end = 8 + int.from_bytes(data[:8], "little")
+        if len(data) < 8 or end > len(data) or (end - 8) % (2 * _SIZE) or (len(data) - end) % (2 * _SIZE):
+            return cls()
+        return cls(_pairs(data[8:end]), _pairs(data[end:]))
+
+
+def _pairs(data: bytes) -> dict[bytes, bytes]:
+    starts = range(0, len(data), 2 * _SIZE)
+    return {data[at : at + _SIZE]: data[at + _SIZE : at + 2 * _SIZE] for at in starts}

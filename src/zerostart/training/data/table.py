@@ -1,18 +1,24 @@
-"""Tables of media: CSV, JSON and JSON lines, and directories of files with their texts beside them."""
+"""Tables of media: CSV, JSON, JSON lines, directories of files with texts, Hugging Face ``datasets``.
+
+And which of their columns name files.
+"""
 
 from __future__ import annotations
 
 import csv
+import difflib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 from zerostart.checkpoint.paths import expanded
 from zerostart.errors import ConfigError
 from zerostart.training.config.parsing import parsed_json
 from zerostart.training.data.files import IMAGE_SUFFIXES, VIDEO_SUFFIXES
+from zerostart.training.data.media_config import KNOWN_COLUMNS, ColumnConfig, Kind, MediaConfig
 
 Row = Mapping[str, Any]
 
@@ -191,3 +197,138 @@ def _files_in(folder: Path, prompt: str | None, items: int, notes: list[str]) ->
 def _kind(path: Path) -> str | None:
     suffix = path.suffix.lower()
     return "image" if suffix in IMAGE_SUFFIXES else "video" if suffix in VIDEO_SUFFIXES else None
+
+
+@dataclass(frozen=True)
+class Column:
+    """``column`` of the table, ``name`` in the items; ``own``: each picture has a size for itself."""
+
+    name: str
+    column: str
+    kind: Kind
+    own: bool
+
+
+def media_columns(config: MediaConfig, columns: Sequence[str]) -> tuple[Column, ...]:
+    """What ``config`` makes of a table with ``columns``; those that give an item its size come first.
+
+    Raises :class:`ConfigError` where the table lacks one that is named, or has none with files at all.
+    """
+    if config.prompt is not None and config.prompt not in columns:
+        raise _absent(config.prompt, columns, "media.prompt names the column of texts; null: there are none")
+    given = config.columns or {name: name for name in KNOWN_COLUMNS if name in columns}
+    if not given:
+        raise ConfigError(
+            f"media.source {config.source}: none of its columns ({', '.join(columns)}) is one of "
+            f"{', '.join(KNOWN_COLUMNS)}; media.columns says which name files, such as "
+            "columns: {image: file_name}"
+        )
+    found = [_column(name, value) for name, value in given.items()]
+    for column in found:
+        if column.column not in columns:
+            raise _absent(column.column, columns, f"media.columns.{column.name} names it")
+    leading = [name for name in KNOWN_COLUMNS if name in ("video", "image")]
+    found.sort(key=lambda column: leading.index(column.name) if column.name in leading else len(leading))
+    return tuple(found)
+
+
+def _column(name: str, value: str | ColumnConfig) -> Column:
+    given = ColumnConfig(column=value) if isinstance(value, str) else value
+    kind, size = KNOWN_COLUMNS.get(name, (None, None))
+    kind = given.kind or kind
+    assert kind is not None, "the configuration was checked for it"
+    return Column(
+        name,
+        given.column or name,
+        kind,
+        (given.size or size or ("own" if kind == "images" else "item")) == "own",
+    )
+
+
+def _absent(column: str, columns: Sequence[str], how: str) -> ConfigError:
+    near = difflib.get_close_matches(column, columns, n=1, cutoff=0.5)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    return ConfigError(f"the table of media has no column {column!r} but {', '.join(columns)} ({how}){hint}")
+
+
+_PREFIX = "hf:"
+
+
+def is_dataset(source: str) -> bool:
+    """Whether ``source`` is ``hf:NAME``, or a directory that ``datasets`` saved."""
+    path = expanded(source)
+    saved = (path / "state.json").is_file() and (path / "dataset_info.json").is_file()
+    return source.startswith(_PREFIX) or saved or (path / "dataset_dict.json").is_file()
+
+
+def read_dataset(source: str, split: str, base: str | None, items: int) -> Table:
+    """The first ``items`` rows (0: all) of a split, read when they are asked for.
+
+    Raises :class:`ConfigError` where the library, the dataset or the split is absent.
+    """
+    try:
+        import datasets
+    except ImportError as error:
+        raise ConfigError(
+            f"media.source {source} is a dataset of Hugging Face, and datasets cannot be imported ({error}): "
+            "pip install datasets"
+        ) from error
+    try:
+        if source.startswith(_PREFIX):
+            found = datasets.load_dataset(source.removeprefix(_PREFIX), split=split)
+        else:
+            found = datasets.load_from_disk(str(expanded(source)))
+    except Exception as error:  # of many types
+        told = " ".join(str(error).split())
+        raise ConfigError(
+            f"media.source {source}: no split {split!r} to be loaded from it: {told}"
+        ) from error
+    if isinstance(found, dict):
+        if split not in found:
+            raise ConfigError(
+                f"media.source {source} has no split {split!r}; media.split is one of {', '.join(found)}"
+            )
+        found = found[split]
+    if not len(found):
+        raise ConfigError(f"media.source {source} is empty: it has no row to train on")
+    for name, feature in found.features.items():
+        found = found.cast_column(name, _undecoded(feature, datasets))
+    rows = _Rows(found, min(items, len(found)) if items else len(found))
+    base_path = expanded(base or ".")
+    return Table(rows, tuple(found.features), base_path, partial(_place, source, split))
+
+
+def _place(source: str, split: str, index: int) -> str:
+    return f"{source}, row {index} of {split}"
+
+
+def _undecoded(feature: Any, datasets: Any) -> Any:
+    """``feature`` with the bytes or the path of its media in the place of what the library makes of them."""
+    media = tuple(getattr(datasets, name) for name in ("Image", "Video") if hasattr(datasets, name))
+    if isinstance(feature, media):
+        return replace(feature, decode=False)
+    inner = getattr(feature, "feature", None)  # of a list
+    if isinstance(inner, media):
+        return replace(feature, feature=replace(inner, decode=False))
+    return feature
+
+
+class _Rows(Sequence[Mapping[str, Any]]):
+    def __init__(self, found: Any, count: int) -> None:
+        self._found = found
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, index: int) -> Mapping[str, Any]: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Mapping[str, Any]]: ...
+
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, slice):
+            return [self[number] for number in range(*index.indices(self._count))]
+        row: dict[str, Any] = self._found[index]
+        return row

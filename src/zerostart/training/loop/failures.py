@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerostart.distributed.reports import agreed_since, mark_agreed, now
+from zerostart.distributed.failures import agreed_since, mark_agreed, now
 from zerostart.distributed.world import World
 from zerostart.errors import DivergedError, PeerError
 

@@ -19,7 +19,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from zerostart.checkpoint.strict_json import dump_json
 from zerostart.errors import WriteError
 from zerostart.training.loop.terminal import duration, say
-from zerostart.transfer.memory import peak_bytes
+from zerostart.transfer.meter import peak_bytes
 
 _SMOOTHING = 0.2  # weight of the newest step in the displayed rate
 

@@ -1,6 +1,7 @@
 """The plan: catalog x recipe x layout, as the reads that one rank makes and where their bytes go."""
 
 from zerostart.transfer.planning.census import Count, Share, count_reads
+from zerostart.transfer.planning.cost import MARGIN, Rates, ReadStrategy, Traffic, choose
 from zerostart.transfer.planning.exchange import (
     Agreement,
     Delivery,
@@ -16,7 +17,6 @@ from zerostart.transfer.planning.exchange import (
 from zerostart.transfer.planning.join import join
 from zerostart.transfer.planning.plan import Computation, Destination, Part, Plan, Read, Step
 from zerostart.transfer.planning.reads import PlanOptions
-from zerostart.transfer.planning.strategy import MARGIN, Rates, ReadStrategy, Traffic, choose
 
 __all__ = [
     "MARGIN",

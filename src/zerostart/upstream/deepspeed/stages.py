@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from zerostart.errors import EngineError
-from zerostart.upstream.patches import Held, replaced
+from zerostart.upstream.patches import RefCountedPatches, replaced
 from zerostart.upstream.registry import Lasts, Otherwise, PatchPoint, Use, misfit
 from zerostart.upstream.shapes import Shape
 from zerostart.upstream.versions import DEEPSPEED
@@ -82,4 +82,4 @@ def _enter(stack: ExitStack) -> None:
     stack.enter_context(replaced(_STAGE, DeepSpeedEngine, name, configure_expert_parallel))
 
 
-_held = Held(_enter)
+_held = RefCountedPatches(_enter)

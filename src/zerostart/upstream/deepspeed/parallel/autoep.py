@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from zerostart.errors import EngineError
-from zerostart.upstream.patches import Held, replaced
+from zerostart.upstream.patches import RefCountedPatches, replaced
 from zerostart.upstream.registry import Lasts, PatchPoint, demand
 from zerostart.upstream.shapes import Shape
 from zerostart.upstream.versions import DEEPSPEED
@@ -66,4 +66,4 @@ def _enter(stack: ExitStack) -> None:
     stack.enter_context(replaced(_CONFIGURE, DeepSpeedEngine, name, configure))
 
 
-_held = Held(_enter)
+_held = RefCountedPatches(_enter)

@@ -19,7 +19,7 @@ from torch import nn
 from zerostart.errors import EngineError
 from zerostart.upstream.deepspeed.parallel.slices import slices_of
 from zerostart.upstream.deepspeed.zero3 import partitions as upstream
-from zerostart.upstream.patches import Held, Ticket, replaced
+from zerostart.upstream.patches import RefCountedPatches, Ticket, replaced
 from zerostart.upstream.registry import Lasts, PatchPoint, Use, demand
 from zerostart.upstream.shapes import Shape
 from zerostart.upstream.versions import DEEPSPEED
@@ -158,7 +158,7 @@ def _enter(stack: ExitStack) -> None:
     stack.enter_context(replaced(_CONSTRUCTION, DeepSpeedEngine, name, configure_expert_parallel))
 
 
-_held = Held(_enter)
+_held = RefCountedPatches(_enter)
 
 
 def _agree(config: Any, mark: _Mark) -> None:

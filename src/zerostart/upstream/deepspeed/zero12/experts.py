@@ -21,7 +21,7 @@ from zerostart.upstream.deepspeed.parallel.experts import ExpertGroups
 from zerostart.upstream.deepspeed.zero12.grouping import TOUCHED as GROUPING
 from zerostart.upstream.deepspeed.zero12.grouping import grouping
 from zerostart.upstream.deepspeed.zero12.marks import expert_of, mark_expert_of
-from zerostart.upstream.patches import Held, replaced
+from zerostart.upstream.patches import RefCountedPatches, replaced
 from zerostart.upstream.registry import Lasts, PatchPoint, demand
 from zerostart.upstream.shapes import Shape
 from zerostart.upstream.versions import DEEPSPEED
@@ -87,7 +87,7 @@ def _enter(stack: ExitStack) -> None:
     )
 
 
-_held = Held(_enter)
+_held = RefCountedPatches(_enter)
 
 
 def _refusing(original: Any) -> Any:

@@ -18,7 +18,7 @@ import torch
 
 from zerostart.upstream.deepspeed.zero12.marks import expert_of, marked
 from zerostart.upstream.deepspeed.zero12.split_groups import Kind, split_groups, split_optimizer
-from zerostart.upstream.patches import Held, replaced
+from zerostart.upstream.patches import RefCountedPatches, replaced
 from zerostart.upstream.registry import Lasts, PatchPoint
 from zerostart.upstream.shapes import Shape
 from zerostart.upstream.versions import DEEPSPEED
@@ -70,7 +70,7 @@ def _enter(stack: ExitStack) -> None:
 
 
 #: In place while a parameter lives that needs it.
-grouping = Held(_enter)
+grouping = RefCountedPatches(_enter)
 
 
 def _kind(parameter: Any) -> Kind:

@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from zerostart.upstream.on_import import when_imported
-from zerostart.upstream.patches import Held, replaced
+from zerostart.upstream.patches import RefCountedPatches, replaced
 from zerostart.upstream.registry import Lasts, Otherwise, PatchPoint, misfit
 from zerostart.upstream.shapes import Shape
 from zerostart.upstream.versions import DEEPSPEED
@@ -41,14 +41,14 @@ TOUCHED = (_GATHER,)
 BYTES = 16
 
 
-def aligning(is_loaded: Callable[[Any], bool]) -> Held:
+def aligning(is_loaded: Callable[[Any], bool]) -> RefCountedPatches:
     """What aligns gathered experts while it is held, of parameters for which ``is_loaded`` is true."""
 
     def enter(stack: ExitStack) -> None:
         later = stack.enter_context(ExitStack())
         stack.callback(when_imported(_MODULE, functools.partial(_imported, later, is_loaded)))
 
-    return Held(enter)
+    return RefCountedPatches(enter)
 
 
 def _imported(stack: ExitStack, is_loaded: Callable[[Any], bool], module: ModuleType) -> None:

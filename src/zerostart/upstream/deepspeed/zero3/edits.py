@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from zerostart.errors import ConfigError
 from zerostart.upstream.on_import import when_imported
-from zerostart.upstream.patches import Held, replaced
+from zerostart.upstream.patches import RefCountedPatches, replaced
 from zerostart.upstream.registry import Lasts, Otherwise, PatchPoint, misfit
 from zerostart.upstream.shapes import Shape
 from zerostart.upstream.versions import DEEPSPEED
@@ -136,7 +136,7 @@ def _raise_outside(names: Sequence[str]) -> None:
         )
 
 
-def watching(call: Callable[[Any], str]) -> Held:
+def watching(call: Callable[[Any], str]) -> RefCountedPatches:
     """What watches ``GatheredParameters`` while it is held, of parameters that were noted.
 
     ``call`` says what a parameter is called.
@@ -147,7 +147,7 @@ def watching(call: Callable[[Any], str]) -> Held:
         module, _, _ = _GATHERED.partition(":")
         stack.callback(when_imported(module, functools.partial(_imported, later, call)))
 
-    return Held(enter)
+    return RefCountedPatches(enter)
 
 
 def _imported(stack: ExitStack, call: Callable[[Any], str], module: ModuleType) -> None:

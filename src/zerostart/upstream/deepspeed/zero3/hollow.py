@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from zerostart.errors import ConfigError, EngineError
-from zerostart.upstream.patches import Held, note, replaced
+from zerostart.upstream.patches import RefCountedPatches, note, replaced
 from zerostart.upstream.refusals import fits
 from zerostart.upstream.registry import Lasts, PatchPoint, Use, misfit
 from zerostart.upstream.shapes import Shape
@@ -173,4 +173,4 @@ def _enter(stack: ExitStack) -> None:
     stack.enter_context(replaced(_OWN, DeepSpeedEngine, name, plain))
 
 
-_own = Held(_enter)
+_own = RefCountedPatches(_enter)

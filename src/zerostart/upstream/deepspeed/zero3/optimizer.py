@@ -34,7 +34,7 @@ from zerostart.upstream.deepspeed.zero3.alignment import aligning
 from zerostart.upstream.deepspeed.zero3.edits import check_step, watching
 from zerostart.upstream.deepspeed.zero3.edits import note as note_edits
 from zerostart.upstream.deepspeed.zero3.partitions import require
-from zerostart.upstream.patches import Held, Ticket, note, replaced
+from zerostart.upstream.patches import RefCountedPatches, Ticket, note, replaced
 from zerostart.upstream.registry import Lasts, PatchPoint, Use, demand
 from zerostart.upstream.shapes import Shape
 from zerostart.upstream.versions import DEEPSPEED
@@ -197,7 +197,7 @@ def _enter(stack: ExitStack) -> None:
     stack.enter_context(replaced(_ENTRY, optimizer, name, get_groups))
 
 
-_held = Held(_enter)
+_held = RefCountedPatches(_enter)
 
 
 @functools.cache

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from zerostart.upstream.patches import Held, replaced
+from zerostart.upstream.patches import RefCountedPatches, replaced
 from zerostart.upstream.registry import Lasts, PatchPoint, demand
 from zerostart.upstream.shapes import Shape
 from zerostart.upstream.versions import DEEPSPEED
@@ -52,4 +52,4 @@ def _put(stack: ExitStack) -> None:
     stack.enter_context(replaced(_BEGINNING, owner, "__init__", __init__))
 
 
-_printable = Held(_put)
+_printable = RefCountedPatches(_put)

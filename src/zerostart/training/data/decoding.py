@@ -1,0 +1,262 @@
+"""What of a row is decoded: in which size, and which frames, and the scaling and cropping that gets there.
+
+Sizes and frames follow from the headers of the files; pixels are read in the end.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from fractions import Fraction
+from functools import lru_cache, partial
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from zerostart.errors import ConfigError
+from zerostart.training.data.files import Clip, MediaFile, clip_of, image_size, needed, rgb_image
+from zerostart.training.data.media_config import MediaConfig
+from zerostart.training.data.table import Column
+
+T = TypeVar("T")
+
+
+class Told(Protocol):
+    """Calls a function; what it raises is to name the column."""
+
+    def __call__(self, column: Column, act: Callable[[], T]) -> T:
+        """What ``act`` gives."""
+
+
+class Part(ABC):
+    """What one column gives an item."""
+
+    @property
+    @abstractmethod
+    def shape(self) -> Hashable:
+        """Of its tensors."""
+
+    @abstractmethod
+    def tensors(self) -> Any:
+        """The pixels. Raises :class:`ConfigError` where they cannot be read."""
+
+
+class _Pictures(Part):
+    def __init__(self, files: Sequence[MediaFile], targets: Sequence[Size], config: MediaConfig) -> None:
+        self._files = files
+        self._targets = targets
+        self._config = config
+
+    @property
+    def shape(self) -> Hashable:
+        return tuple((3, *target) for target in self._targets)
+
+    def tensors(self) -> list[torch.Tensor]:
+        pictures = [rgb_image(file, self._config.background) for file in self._files]
+        return [
+            _pixels(fitted(picture, target)) for picture, target in zip(pictures, self._targets, strict=True)
+        ]
+
+
+class _Picture(_Pictures):
+    @property
+    def shape(self) -> Hashable:
+        return (3, *self._targets[0])
+
+    def tensors(self) -> Any:
+        return super().tensors()[0]
+
+
+class _Video(Part):
+    def __init__(self, clip: Clip, target: Size, indices: Sequence[int]) -> None:
+        self._clip = clip
+        self._target = target
+        self._indices = indices
+
+    @property
+    def shape(self) -> Hashable:
+        return (3, len(self._indices), *self._target)
+
+    def tensors(self) -> torch.Tensor:
+        frames = torch.empty((len(self._indices), 3, *self._target), dtype=torch.uint8, device="cpu")
+        for place, picture in enumerate(self._clip.pictures(self._indices)):
+            frames[place] = _pixels(fitted(picture, self._target))
+        return frames.transpose(0, 1).contiguous()
+
+
+def _pixels(picture: Any) -> torch.Tensor:
+    """Of a Pillow image of mode RGB, uint8 [3, H, W]."""
+    return torch.from_numpy(needed("numpy").array(picture)).permute(2, 0, 1).contiguous()
+
+
+def parts_of(
+    columns: Sequence[Column], files: Mapping[str, Sequence[MediaFile]], config: MediaConfig, told: Told
+) -> dict[str, Part]:
+    """By name what the ``files`` of a row give; nothing for a picture or a video that the row lacks.
+
+    The first of ``columns`` with files that has no size of its own gives the item its size. All videos of
+    that size have equally many frames. Raises :class:`ConfigError`, by ``told``.
+    """
+    present = [column for column in columns if files[column.name] or column.kind == "images"]
+    clips = {
+        column.name: told(column, partial(clip_of, files[column.name], config.background))
+        for column in present
+        if column.kind == "video"
+    }
+
+    def sizes(column: Column) -> list[Size]:
+        if column.kind == "video":
+            return [clips[column.name].size]
+        return [image_size(file) for file in files[column.name]]
+
+    leading = next((column for column in present if not column.own and files[column.name]), None)
+    size = None
+    if leading is not None:
+        size = told(leading, lambda: target_size(sizes(leading)[0], config))
+    most = min(
+        [told(c, partial(_frames, clips[c.name], config)) for c in present if c.name in clips and not c.own],
+        default=config.num_frames,
+    )
+
+    def part(column: Column) -> Part:
+        if column.own or size is None:
+            targets = [target_size(own, config) for own in sizes(column)]
+        else:
+            targets = [size] * max(1, len(files[column.name]))
+        if column.kind == "video":
+            clip = clips[column.name]
+            return _Video(clip, targets[0], _picked(clip, config, config.num_frames if column.own else most))
+        if column.kind == "image":
+            return _Picture(files[column.name], targets, config)
+        return _Pictures(files[column.name], targets[: len(files[column.name])], config)
+
+    return {column.name: told(column, partial(part, column)) for column in present}
+
+
+def _picked(clip: Clip, config: MediaConfig, most: int) -> list[int]:
+    return picked_frames(config, clip.count(frames_needed(config, clip.rate)), clip.rate, most)
+
+
+def _frames(clip: Clip, config: MediaConfig) -> int:
+    return len(_picked(clip, config, config.num_frames))
+
+
+Size = tuple[int, int]  # height, width
+
+#: Sides of standard sizes are multiples of this, which leaves a dozen of them.
+_STEP = 64
+#: Below so many pixels, of `media.multiple_of`.
+_SMALL = 512 * 512
+#: The longest side of a standard size is at most so many times the shorter.
+_LONGEST = 2
+
+
+def target_size(size: Size, config: MediaConfig) -> Size:
+    """What a picture of ``size`` is made: multiples of ``config.multiple_of``.
+
+    Raises :class:`ConfigError` for one that is too small to have such a size.
+    """
+    if config.height is not None and config.width is not None:
+        return config.height, config.width
+    if config.buckets != "own":
+        given = config.buckets
+        sizes = standard_sizes(config.max_pixels, config.multiple_of) if isinstance(given, str) else given
+        return _nearest(size, sizes)
+    # To the pixel as DiffSynth-Studio does it, so that its data give the same here.
+    height, width = size
+    if height * width > config.max_pixels:
+        scale = (height * width / config.max_pixels) ** 0.5
+        height, width = int(height / scale), int(width / scale)
+    factor = config.multiple_of
+    target = height // factor * factor, width // factor * factor
+    if 0 in target:
+        raise ConfigError(
+            f"of {size[0]} x {size[1]} pixels (height x width) nothing is left in multiples of "
+            f"media.multiple_of {factor} below media.max_pixels {config.max_pixels}; leave it out, or give "
+            "media.height and media.width, to which it is scaled up"
+        )
+    return target
+
+
+@lru_cache(maxsize=8)
+def standard_sizes(max_pixels: int, multiple_of: int) -> tuple[Size, ...]:
+    """Sizes from 1:2 to 2:1, the widest for each height that has at most ``max_pixels``.
+
+    Raises :class:`ConfigError` if there is none.
+    """
+    step = math.lcm(_STEP, multiple_of) if max_pixels >= _SMALL else multiple_of
+    sizes = []
+    for height in range(step, math.isqrt(max_pixels * _LONGEST) + 1, step):
+        width = max_pixels // height // step * step
+        if width and max(height, width) <= _LONGEST * min(height, width):
+            sizes.append((height, width))
+    if not sizes:
+        raise ConfigError(
+            f"media.max_pixels {max_pixels} has no room for a size in multiples of media.multiple_of "
+            f"{multiple_of}; raise it"
+        )
+    return tuple(sizes)
+
+
+def _nearest(size: Size, sizes: Sequence[Size]) -> Size:
+    """The one whose shape is nearest, of equals the largest, then the first."""
+    shape = math.log(size[0] / size[1])
+    return min(sizes, key=lambda s: (round(abs(math.log(s[0] / s[1]) - shape), 9), -s[0] * s[1]))
+
+
+def fitted(picture: Any, target: Size) -> Any:
+    """A Pillow image scaled (bilinear, antialiased) until it covers ``target``, cropped around its centre.
+
+    The numbers are those of torchvision's ``resize`` and ``center_crop``, which DiffSynth-Studio uses.
+    """
+    (width, height), (target_height, target_width) = picture.size, target
+    scale = max(target_width / width, target_height / height)
+    scaled = round(width * scale), round(height * scale)
+    if scaled != picture.size:
+        picture = picture.resize(scaled, needed("PIL.Image").Resampling.BILINEAR)
+    left = round((scaled[0] - target_width) / 2.0)
+    top = round((scaled[1] - target_height) / 2.0)
+    if scaled == (target_width, target_height):
+        return picture
+    return picture.crop((left, top, left + target_width, top + target_height))
+
+
+def frames_needed(config: MediaConfig, rate: Fraction | None) -> int | None:
+    """Of how many frames at ``rate`` the picked ones are surely the first ``num_frames``; None: of all."""
+    if config.frames == "even":
+        return None
+    wanted = _wanted_rate(config, rate)
+    if wanted is None or rate is None:
+        return config.num_frames
+    return math.ceil(config.num_frames * rate / wanted) + 1
+
+
+def picked_frames(config: MediaConfig, frames: int, rate: Fraction | None, most: int) -> list[int]:
+    """Which of ``frames`` frames, at ``rate`` a second (None: at none), are taken; at most ``most``.
+
+    Raises :class:`ConfigError` where there are too few.
+    """
+    wanted = _wanted_rate(config, rate)
+    available = frames if wanted is None or rate is None else math.floor(frames / rate * wanted)
+    factor, remainder = config.time_division_factor, config.time_division_remainder
+    count = min(available, most)
+    count -= (count - remainder) % factor
+    if count < 1:
+        raise ConfigError(
+            f"{available} frames are too few: their number is to leave {remainder} when divided by {factor} "
+            "(media.time_division_remainder and media.time_division_factor); leave the video out"
+        )
+    if config.frames == "even":
+        gap = Fraction(frames - 1, max(count - 1, 1))
+        return [round(index * gap) for index in range(count)]
+    if wanted is None or rate is None:
+        return list(range(count))
+    return [min(round(index / wanted * rate), frames - 1) for index in range(count)]
+
+
+def _wanted_rate(config: MediaConfig, rate: Fraction | None) -> Fraction | None:
+    """At which rate frames are picked; None: as they follow, as those of a directory, which has none."""
+    if config.frame_rate is None or rate is None:
+        return None
+    return Fraction(str(config.frame_rate))

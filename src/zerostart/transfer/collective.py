@@ -1,0 +1,197 @@
+"""Who reads what: own slices, each byte once and exchanged, or out of a mapping that only some ranks hold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from zerostart.distributed.machine import machine_name
+from zerostart.distributed.world import World
+from zerostart.errors import ConfigError, ReadError
+from zerostart.transfer import MIN_CHUNK, Progress, Reader, Rows, Tuning, execute
+from zerostart.transfer.peer_readers import ExchangeReader, MappingReader, serve_others
+from zerostart.transfer.planning import (
+    Plan,
+    Rates,
+    ReadStrategy,
+    Traffic,
+    choose,
+    exchange_schedule,
+    pieces_within,
+    spans_within,
+    table_of,
+)
+
+#: Most requests of all ranks together whose steps every rank works out: beyond, each reads its own.
+MOST_REQUESTS = 1 << 18
+#: Bytes that a rank reads for others between two agreements: a second or so.
+BETWEEN = 1 << 30
+
+
+@dataclass(frozen=True)
+class TransferStats:
+    """What a transfer did on this rank: bytes that it ``read``, for others too, and ``received`` from others.
+
+    ``planned`` are the bytes that it was to read; ``how`` says in words what it did.
+    """
+
+    read: int
+    planned: int
+    received: int = 0
+    how: str = ""
+
+
+@dataclass(frozen=True)
+class ReadDemand:
+    """What a rank tells of itself before anything is read."""
+
+    nbytes: int
+    fetched: int
+    requests: int
+    chunk: int
+    rates: Rates
+    machine: str
+    forced: bool | None
+
+    @classmethod
+    def of(cls, plan: Plan, tuning: Tuning, forced: bool | None, machine: str | None = None) -> ReadDemand:
+        """What a rank with this plan for own slices tells; ``machine`` is this one unless it is named."""
+        chunk = tuning.exchange_chunk
+        nbytes = got = requests = 0
+        for read in plan.reads:
+            nbytes += read.nbytes
+            if read.rows == 1:
+                got += read.nbytes
+                requests += 1
+            else:
+                got += Rows(read.rows, read.nbytes // read.rows, read.stride).fetched
+                requests += pieces_within(read, chunk or read.nbytes)
+        return cls(nbytes, got, requests, chunk, tuning.rates, machine or machine_name(), forced)
+
+
+def agree_on_strategy(own: ReadDemand, plan: Plan, world: World) -> ReadStrategy | None:
+    """Whether ranks read own slices or once for each other: the same answer on every rank; collective.
+
+    The slowest rank's rates and rank 0's argument count. If bytes are read once, plan again with the answer's
+    ``chunk_size``. None where there is nothing to choose: one rank, a mapping, no bytes that several ranks
+    want. Raises ConfigError, on all ranks, if what is asked for does not fit the memory limit.
+    """
+    if world.size == 1 or not plan.storage.worth_exchanging:
+        return None
+    return chosen(world.all_gather_object(own, "agreeing who reads what"), sum(plan.sizes))
+
+
+def chosen(wants: Sequence[ReadDemand], stored: int) -> ReadStrategy | None:
+    """The choice for ranks with these ``wants`` of files of ``stored`` bytes; see ``agree_on_strategy``.
+
+    Raises ConfigError for an exchange that is asked for and cannot be.
+    """
+    forced, chunk = wants[0].forced, min(want.chunk for want in wants)
+    wanted, got = sum(want.nbytes for want in wants), sum(want.fetched for want in wants)
+    traffic = Traffic(
+        wanted=wanted,
+        differ=min(wanted, stored),
+        most=max(want.nbytes for want in wants),
+        ranks=len(wants),
+        machines=len({want.machine for want in wants}),
+        chunk=chunk,
+        fetched=got,
+    )
+    if forced is None and got <= traffic.differ:
+        return None
+    sharing = choose(traffic, Rates.slowest([want.rates for want in wants]), forced)
+    requests = sum(want.requests for want in wants)
+    if not sharing.once or (chunk >= MIN_CHUNK and requests <= MOST_REQUESTS):
+        return sharing
+    if forced:
+        raise ConfigError(
+            "exchange=True needs room for eight buffers of 64 KiB on each rank, and at most "
+            f"{MOST_REQUESTS} requests of all ranks (here {requests}); raise memory_limit or chunk_size, or "
+            "leave exchange to be chosen"
+        )
+    return replace(sharing, once=False, chunk_size=0)
+
+
+def execute_together(
+    plan: Plan,
+    storages: Sequence[torch.Tensor],
+    progress: Progress,
+    tuning: Tuning,
+    world: World,
+    sharing: ReadStrategy | None = None,
+) -> TransferStats:
+    """``transfer.execute`` wherever the bytes are; collective.
+
+    Where ``sharing`` says so, bytes that several ranks want are read by one of them and sent to the others.
+    Raises PeerError if a rank that serves or is served dies, ReadError for bytes that are not as planned.
+    """
+    reader = tuning.reader(plan)
+    if len(plan.storage.readers(world.size)) < world.size:
+        moved = _from_holder(plan, storages, progress, tuning, world)
+    elif sharing is not None and sharing.once:
+        tuning = tuning.exchanging(plan.chunk_size)
+        reader = tuning.reader(plan)
+        moved = _once(plan, storages, progress, tuning, reader, world)
+    else:
+        execute(plan, storages, progress, tuning.threads, reader, tuning.depth)
+        moved = TransferStats(progress.done, plan.read_bytes)
+    if moved.read != moved.planned or progress.done != plan.read_bytes:
+        raise ReadError(
+            f"{moved.read} bytes were read and {progress.done} delivered, where the plan has {moved.planned} "
+            f"and {plan.read_bytes}; this is a bug in zerostart"
+        )
+    how = tuning.describe(reader)
+    return replace(moved, how=f"{how}; {sharing}" if sharing is not None else how)
+
+
+def _once(
+    plan: Plan,
+    storages: Sequence[torch.Tensor],
+    progress: Progress,
+    tuning: Tuning,
+    reader: Reader,
+    world: World,
+) -> TransferStats:
+    """What no other rank wants, and computations, by all threads; then the rest in the order of steps."""
+    plan = spans_within(plan, plan.chunk_size)
+    table = table_of(plan.reads)
+    tables = world.all_gather_object(table, "planning the exchange")
+    exchange = exchange_schedule(tables, plan.chunk_size, BETWEEN)
+    alone = frozenset(exchange.alone[world.rank])
+    # Computations make their reads in no order that ranks could agree on.
+    own = replace(plan, reads=tuple(r for n, r in enumerate(plan.reads) if n in alone))
+    others = tuple(r for n, r in enumerate(plan.reads) if n not in alone)
+    rest = replace(plan, reads=others, computations=())
+    execute(own, storages, progress, tuning.threads, reader, tuning.depth)
+    read = progress.done
+    reader = ExchangeReader(exchange.steps, tables, reader, world, tuning.threads)
+    execute(rest, storages, progress, 1, reader, tuning.depth)
+    return TransferStats(
+        read=read + reader.read_bytes,
+        planned=own.read_bytes + exchange.served[world.rank],
+        received=reader.received_bytes,
+    )
+
+
+def _from_holder(
+    plan: Plan, storages: Sequence[torch.Tensor], progress: Progress, tuning: Tuning, world: World
+) -> TransferStats:
+    """Read from a mapping that some ranks hold, the first of which serves those that do not."""
+    holders = plan.storage.readers(world.size)
+    holds = world.rank in holders
+    table = table_of(() if holds else tuple(plan.all_reads()))
+    longest = max(plan.chunk_size, int(table[:, 2].max(initial=0)))
+    told = world.all_gather_object((len(table), longest), "agreeing who reads what")
+    served = [rank for rank, (requests, _) in enumerate(told) if requests]
+    room = torch.empty(max(nbytes for _, nbytes in told), dtype=torch.uint8, device="cpu")
+    if not holds:
+        reader = MappingReader(table, holders[0], len(served), room, world)
+        execute(plan, storages, progress, 1, reader, tuning.depth)
+        return TransferStats(0, 0, reader.received_bytes)
+    # Those that hold it too, and serve nobody, begin with the others as well.
+    mine = served if world.rank == holders[0] else []
+    sent = serve_others(mine, tuning.reader(plan), room, world)
+    execute(plan, storages, progress, tuning.threads, tuning.reader(plan), tuning.depth)
+    return TransferStats(progress.done + sent, plan.read_bytes + sent)

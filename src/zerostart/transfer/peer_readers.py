@@ -1,0 +1,425 @@
+"""Readers whose bytes come from other ranks: by steps of an exchange, or from the holder of a mapping.
+
+``ExchangeReader`` goes through a list of steps (``planning.exchange``): reading, sending and receiving. The
+list settles the number and size of all messages. A rank that fails goes on receiving and sending, of
+whatever content, up to the next agreement or to the end, so that no other rank waits for it; there all raise
+its error.
+
+``MappingReader`` reads from a mapping of tensors that another rank holds, which serves those that do not
+(``serve_others``), round after round. In a round each rank that wants something sends the list of its next
+requests, and gets their bytes in the order of that list. Nobody but the holder knows of the others' requests,
+and it of those of one round, which are bounded however many ranks and requests there are. With its list a
+rank says whether it has failed, and the holder answers whether anybody has. So a failure ends all at the next
+round; until then everybody sends and receives what was announced, of whatever content.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from zerostart.checkpoint.memory import MemoryReader
+from zerostart.checkpoint.storage import Reader, Rows
+from zerostart.distributed.failures import DeferredSignals
+from zerostart.distributed.world import World
+from zerostart.errors import PeerError
+from zerostart.transfer.planning import Agreement, ExchangeStep, Table, batches
+from zerostart.transfer.staging import bytes_view
+
+
+class ExchangeReader(Reader):
+    """Gives the bytes of this rank's requests, in their order, to one thread; a ``Reader`` for ``execute``.
+
+    All memory is taken at once, before the first message: room for the longest one and, where this rank
+    serves extents, for two of those, one being read by ``threads`` while the other is sent.
+    """
+
+    def __init__(
+        self,
+        steps: Sequence[ExchangeStep | Agreement],
+        tables: Sequence[Table],
+        reader: Reader,
+        world: World,
+        threads: int = 1,
+    ) -> None:
+        me = world.rank
+        own = [e for e in steps if isinstance(e, Agreement) or _concerns(e, me)]
+        extents = [e.extent for e in own if isinstance(e, ExchangeStep) and e.server == me]
+        self._steps = iter(own)
+        self._extents = iter(extents)
+        self._tables = tables
+        self._reader = reader
+        self._world = world
+        self._threads = threads
+        self._message = _room(
+            d.nbytes
+            for e in own
+            if isinstance(e, ExchangeStep)
+            for d in e.deliveries
+            if me in (e.server, d.to)
+        )
+        self._rooms = [_room(end - begin for _, begin, end in extents[turn::2]) for turn in range(2)]
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="zerostart-extents")
+        self._left = memoryview(b"")  # of the last message to this rank
+        self._ahead: tuple[torch.Tensor, list[Future[None]]] | None = None
+        self._failure: BaseException | None = None
+        self.read_bytes = 0  #: read by this rank, for itself and for others
+        self.received_bytes = 0  #: got from others
+
+    def __enter__(self) -> ExchangeReader:
+        """Begin, with all others. From here on they wait for this rank, which fails at a step."""
+        with DeferredSignals() as signals:
+            self._world.raise_together(None, "beginning to exchange")
+            try:
+                self._reader.__enter__()
+                self._fetch()
+                signals.deliver()
+            except BaseException as error:
+                self._failure = error
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Run the steps that are left: others wait for their bytes. Raises what failed on the way."""
+        self._failure = self._failure or error
+        with DeferredSignals() as signals:
+            try:
+                if not isinstance(error, PeerError):
+                    while self._run():
+                        pass
+            finally:
+                self._pool.shutdown(cancel_futures=True)
+                self._reader.__exit__(kind, error, trace)
+        if error is None:
+            if self._failure is not None:
+                raise self._failure
+            signals.deliver()
+
+    def read(self, file: int, offset: int, buffers: Sequence[memoryview]) -> None:
+        """Fill ``buffers`` with the next request's bytes. Raises RuntimeError without one."""
+        self._next()
+        for buffer in buffers:
+            buffer[:] = self._left[: len(buffer)]
+            self._left = self._left[len(buffer) :]
+
+    def gather(self, file: int, offset: int, rows: Rows, target: memoryview, step: int) -> None:
+        """Fill the rows of ``target`` with the next request's bytes. Raises RuntimeError without one."""
+        self._next()
+        self._left = place_rows(self._left, rows, target, step)
+
+    def announce(self, file: int, offset: int, rows: Rows) -> None:
+        """All ranks know what is read."""
+
+    def _next(self) -> None:
+        """Run steps until the next request's bytes are there."""
+        while not self._left:
+            if not self._run():
+                raise RuntimeError("more was asked for than the list of steps has")
+            if self._failure is not None:
+                raise self._failure
+
+    def _run(self) -> bool:
+        """Run the next step, whole; False if there is none. Raises at an agreement if a rank has failed."""
+        with DeferredSignals() as signals:
+            going = self._step()
+        signals.deliver()
+        return going
+
+    def _step(self) -> bool:
+        step = next(self._steps, None)
+        if step is None:
+            return False
+        if isinstance(step, Agreement):
+            self._agree()
+        elif step.server == self._world.rank:
+            self._serve(step)
+        else:
+            (own,) = (delivery for delivery in step.deliveries if delivery.to == self._world.rank)
+            send_or_receive(dist.recv, self._message[: own.nbytes], step.server, self._world)
+            self._left = bytes_view(self._message)[: own.nbytes]
+            self.received_bytes += own.nbytes
+        return True
+
+    def _agree(self) -> None:
+        try:
+            self._world.raise_together(self._failure, "exchanging what was read")
+        except BaseException:
+            self._steps = iter(())  # all have stopped here
+            raise
+
+    def _serve(self, step: ExchangeStep) -> None:
+        """Send to each what it asked for; a failure is kept, and the message sent all the same.
+
+        The next ranks come first. With servers that follow each other in a list of steps, each then passes
+        on what it has while the one before is still sending. This rank's own bytes come last: they stay in
+        the message until the caller has taken them.
+        """
+        me, size = self._world.rank, self._world.size
+        reader: Reader = MemoryReader([])
+        try:
+            reader = self._fetched()
+        except BaseException as error:
+            self._failure = self._failure or error
+        for delivery in sorted(step.deliveries, key=lambda delivery: (delivery.to - me - 1) % size):
+            room = self._message[: delivery.nbytes]
+            try:
+                if self._failure is None:
+                    requests = self._tables[delivery.to][delivery.first : delivery.stop]
+                    pack(bytes_view(room), requests, reader, step.extent[1])
+            except BaseException as error:
+                self._failure = error
+            if delivery.to != me:
+                send_or_receive(dist.send, room, delivery.to, self._world)
+            else:
+                self._left = bytes_view(room)
+
+    def _fetch(self) -> None:
+        """Have the next extent read that this rank serves, a part by each thread."""
+        extent = next(self._extents, None)
+        if extent is None:
+            self._ahead = None
+            return
+        file, begin, end = extent
+        room = self._rooms[0][: end - begin]
+        self._rooms.reverse()
+        part = -(-(end - begin) // self._threads)
+        parts = [
+            self._pool.submit(self._reader.read, file, begin + at, [bytes_view(room)[at : at + part]])
+            for at in range(0, end - begin, part)
+        ]
+        self._ahead = room, parts
+
+    def _fetched(self) -> Reader:
+        """The extent that is being read, as a reader; the one after it is asked for."""
+        assert self._ahead is not None, "a step with an extent is served"
+        room, parts = self._ahead
+        for part in parts:
+            failure = part.exception()
+            self._failure = self._failure or failure
+        self.read_bytes += len(room)
+        if self._failure is None:
+            self._fetch()
+        return MemoryReader([room])
+
+
+def _concerns(step: ExchangeStep, rank: int) -> bool:
+    return step.server == rank or any(delivery.to == rank for delivery in step.deliveries)
+
+
+def _room(sizes: Any) -> torch.Tensor:
+    return torch.empty(max(sizes, default=0), dtype=torch.uint8, device="cpu")
+
+
+#: Requests and bytes of all ranks together in one round. A list takes 40 bytes a request.
+ROUND_REQUESTS, ROUND_BYTES = 1 << 16, 1 << 30
+_BEGIN, _DURING = "beginning to read from the mapping", "reading from the mapping"
+
+
+class MappingReader(Reader):
+    """Gives the bytes of this rank's requests, in their order, to one thread; a ``Reader`` for ``execute``.
+
+    ``holder`` has them, and serves ``ranks`` ranks in messages that are as long as ``room`` at most.
+    """
+
+    def __init__(self, table: Table, holder: int, ranks: int, room: torch.Tensor, world: World) -> None:
+        self._table = table
+        self._holder = holder
+        self._ranks = ranks
+        self._world = world
+        self._room = room
+        self._next = 0  # the first request that no list had
+        self._coming: Iterator[tuple[int, int, int]] = iter(())  # messages of this round
+        self._left = memoryview(b"")  # of the last message
+        self._ended = not len(table)
+        self._failure: BaseException | None = None
+        self.received_bytes = 0
+
+    def __enter__(self) -> MappingReader:
+        """Begin, with all others. From here on the holder waits for this rank, which fails when it reads."""
+        with DeferredSignals() as signals:
+            self._world.raise_together(None, _BEGIN)
+            try:
+                signals.deliver()
+            except BaseException as interrupt:
+                self._failure = interrupt
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Receive what is left of the round, and say that this rank wants no more, or that it has failed."""
+        if isinstance(error, PeerError):
+            return
+        with DeferredSignals() as signals:
+            while not self._ended and self._receive():
+                pass
+            failed = error is not None or self._failure is not None
+            if not self._ended:
+                self._send(torch.tensor([int(failed), 0], device="cpu"))
+        if error is None:
+            if self._failure is not None:
+                raise self._failure
+            signals.deliver()
+
+    def read(self, file: int, offset: int, buffers: Sequence[memoryview]) -> None:
+        """Fill ``buffers`` with the next request's bytes. Raises RuntimeError without one."""
+        self._wait()
+        for buffer in buffers:
+            buffer[:] = self._left[: len(buffer)]
+            self._left = self._left[len(buffer) :]
+
+    def gather(self, file: int, offset: int, rows: Rows, target: memoryview, step: int) -> None:
+        """Fill the rows of ``target`` with the next request's bytes. Raises RuntimeError without one."""
+        self._wait()
+        self._left = place_rows(self._left, rows, target, step)
+
+    def announce(self, file: int, offset: int, rows: Rows) -> None:
+        """The list says what is read."""
+
+    def _wait(self) -> None:
+        """Receive until the next request's bytes are there."""
+        if self._failure is not None:
+            raise self._failure
+        while not self._left:
+            with DeferredSignals() as signals:
+                if not self._receive():
+                    self._ask()
+            signals.deliver()
+
+    def _receive(self) -> bool:
+        """The next message of this round; False if there is none."""
+        batch = next(self._coming, None)
+        if batch is None:
+            return False
+        nbytes = batch[2]
+        send_or_receive(dist.recv, self._room[:nbytes], self._holder, self._world)
+        self._left = bytes_view(self._room)[:nbytes]
+        self.received_bytes += nbytes
+        return True
+
+    def _ask(self) -> None:
+        """Begin a round. Raises what another rank has failed with."""
+        first = self._next
+        sizes = self._table[first : first + max(1, ROUND_REQUESTS // self._ranks), 2]
+        count = max(1, int(np.searchsorted(np.cumsum(sizes), ROUND_BYTES // self._ranks, side="right")))
+        self._next = first + min(count, len(sizes))
+        if self._next == first:
+            raise RuntimeError("more was asked for than this rank's list has")
+        self._send(torch.tensor([0, self._next - first], device="cpu"))
+        self._send(torch.from_numpy(self._table[first : self._next]))
+        answer = torch.zeros(1, dtype=torch.int64, device="cpu")
+        send_or_receive(dist.recv, answer, self._holder, self._world)
+        if answer.item():
+            self._ended = True
+            self._world.raise_together(None, _DURING)
+        self._coming = batches(self._table[first : self._next, 2].tolist(), len(self._room))
+
+    def _send(self, tensor: torch.Tensor) -> None:
+        send_or_receive(dist.send, tensor, self._holder, self._world)
+
+
+def serve_others(ranks: Sequence[int], reader: Reader, room: torch.Tensor, world: World) -> int:
+    """Serve ``ranks`` with what ``reader`` gives until they want no more; the bytes that were sent.
+
+    Messages are as long as ``room`` at most. Raises what went wrong once all others know that something has.
+    """
+    failure: BaseException | None = None
+    sent, left = 0, list(ranks)
+    with DeferredSignals() as signals:
+        world.raise_together(None, _BEGIN)
+        while left:
+            lists, failed = _lists(left, world)
+            try:
+                signals.deliver()
+            except BaseException as interrupt:
+                failure = interrupt
+            left, stop = list(lists), failed or failure is not None
+            for rank in left:
+                answer = torch.tensor([int(stop)], device="cpu")
+                send_or_receive(dist.send, answer, rank, world)
+            if stop:
+                world.raise_together(failure, _DURING)
+            for rank, table, nbytes in _messages(lists, len(room)):
+                try:
+                    if failure is None:
+                        pack(bytes_view(room[:nbytes]), table, reader)
+                except BaseException as error:
+                    failure = error
+                send_or_receive(dist.send, room[:nbytes], rank, world)
+                sent += nbytes
+    if failure is not None:  # in the last round
+        raise failure
+    signals.deliver()
+    return sent
+
+
+def _lists(ranks: Sequence[int], world: World) -> tuple[dict[int, Table], bool]:
+    """The lists of the ranks that want more, and whether one has failed."""
+    lists: dict[int, Table] = {}
+    failed = False
+    for rank in ranks:
+        head = torch.zeros(2, dtype=torch.int64, device="cpu")
+        send_or_receive(dist.recv, head, rank, world)
+        failed |= bool(head[0])
+        if head[1]:
+            table = torch.zeros(int(head[1]), 5, dtype=torch.int64, device="cpu")
+            send_or_receive(dist.recv, table, rank, world)
+            lists[rank] = table.numpy()
+    return lists, failed
+
+
+def _messages(lists: dict[int, Table], limit: int) -> Iterator[tuple[int, Table, int]]:
+    """To each rank in turn one message: the rank, the requests in it, and bytes."""
+    turns = {rank: batches(table[:, 2].tolist(), limit) for rank, table in lists.items()}
+    while turns:
+        for rank in list(turns):
+            batch = next(turns[rank], None)
+            if batch is None:
+                del turns[rank]
+            else:
+                first, stop, nbytes = batch
+                yield rank, lists[rank][first:stop], nbytes
+
+
+def send_or_receive(call: Callable[..., Any], tensor: torch.Tensor, peer: int, world: World) -> None:
+    """One message to or from a peer: ``call`` is ``dist.send`` or ``dist.recv``. Raises PeerError."""
+    try:
+        call(tensor, peer, group=world.group)
+    except (RuntimeError, dist.DistBackendError) as error:
+        raise PeerError(
+            f"rank {peer} died or stopped answering while rank {world.rank} exchanged the checkpoint's bytes "
+            "with it; nothing was loaded: start all ranks again"
+        ) from error
+
+
+def pack(view: memoryview, requests: Table, reader: Reader, begin: int | None = None) -> None:
+    """Put the bytes of ``requests``, one after the other, into ``view``.
+
+    With ``begin`` the reader's only source is the part of the file that begins there.
+    """
+    at = 0
+    for file, offset, nbytes, count, stride in requests.tolist():
+        place = view[at : at + nbytes]
+        if begin is not None:
+            file, offset = 0, offset - begin
+        if count == 1:
+            reader.read(file, offset, [place])
+        else:
+            width = nbytes // count
+            reader.gather(file, offset, Rows(count, width, stride), place, width)
+        at += nbytes
+
+
+def place_rows(data: memoryview, rows: Rows, target: memoryview, step: int) -> memoryview:
+    """Put the rows that ``data`` begins with into ``target``, ``step`` bytes apart; the rest of ``data``."""
+    nbytes = rows.count * rows.width
+    source = torch.frombuffer(data, dtype=torch.uint8)[:nbytes].view(rows.count, rows.width)
+    torch.frombuffer(target, dtype=torch.uint8).as_strided((rows.count, rows.width), (step, 1)).copy_(source)
+    return data[nbytes:]

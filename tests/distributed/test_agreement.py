@@ -1,0 +1,404 @@
+"""A failure at any place of a load, on any rank: the same error on all, soon, and a group that is whole."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import shutil
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import nn
+
+import zerostart
+from tests.distributed.injecting import Places, at_every_place, unguarded
+from tests.ranks import Outcome, rank_outcomes, run_ranks
+from tests.tiny import TinyCheckpoints
+from zerostart import errors
+from zerostart.distributed.world import current_world
+from zerostart.engines.deepspeed.family import ZeroThree
+from zerostart.live.record import record_of
+
+LIMIT = 30.0
+
+
+def rounded(path: Path, options: Mapping[str, Any]) -> None:
+    """Load in less precision, and read the fp32 masters that the engine would."""
+    offered: list[Any] = []
+    kept = ZeroThree.offer_masters
+    ZeroThree.offer_masters = lambda self, *given: offered.append(given)  # type: ignore[method-assign]
+    try:
+        model = zerostart.load(path, dtype=torch.bfloat16, progress=False, **options)
+    finally:
+        ZeroThree.offer_masters = kept  # type: ignore[method-assign]
+    ((_, names, reader),) = offered
+    shards = record_of(model).shards(model)
+    reader.read([(name, torch.empty(shards[name].layout.numel)) for name in names])
+
+
+def held(path: Path, options: Mapping[str, Any]) -> None:
+    """Load a mapping that the last rank has."""
+    last = dist.get_rank() == dist.get_world_size() - 1
+    source = load_file(path / "model.safetensors") if last else None
+    zerostart.load(source, lambda: Small(), progress=False, **options)
+
+
+def lacking(path: Path, options: Mapping[str, Any]) -> None:
+    """Load a model with parameters that the checkpoint lacks, and look at it."""
+    model = zerostart.load(path, lambda: Small(more=True), strict=False, progress=False, **options)
+    assert [name for name, _ in zerostart.full_tensors(model)]
+    with zerostart.gathered(model, "body.weight", modifier_rank=0) as tensor:
+        if dist.get_rank() == 0:
+            tensor.add_(1)
+
+
+def plainly(path: Path, options: Mapping[str, Any]) -> None:
+    zerostart.load(path, progress=False, **options)
+
+
+def adopted(path: Path, options: Mapping[str, Any]) -> None:
+    """By transformers' own call."""
+    from transformers import AutoModelForCausalLM
+
+    with zerostart.enabled(progress=False, **options):
+        AutoModelForCausalLM.from_pretrained(path)
+
+
+class Small(nn.Module):
+    """Two layers and a buffer that every rank has."""
+
+    def __init__(self, more: bool = False) -> None:
+        super().__init__()
+        self.body = nn.Linear(17, 23)
+        self.register_buffer("table", torch.arange(40.0))
+        if more:
+            self.head = nn.Linear(23, 3)
+
+
+Job = Callable[[Path, Mapping[str, Any]], None]
+#: What is loaded, how, and with which options.
+CASES: dict[str, tuple[str, Job, dict[str, Any]]] = {
+    "deepspeed tied": ("tied", plainly, {"engine": "deepspeed"}),
+    "deepspeed masters": ("qwen3", rounded, {"engine": "deepspeed"}),
+    "deepspeed hierarchical": (
+        "qwen3",
+        plainly,
+        {"engine": "deepspeed", "engine_config": {"zero_optimization": {"zero_hpz_partition_size": 2}}},
+    ),
+    "deepspeed experts": ("qwen3_moe", plainly, {"engine": "deepspeed", "expert_parallel": 2}),
+    "stage 2 exchange": ("qwen3", plainly, {"engine": "deepspeed", "zero_stage": 2, "exchange": True}),
+    "stage 2 experts": (
+        "qwen3_moe",
+        plainly,
+        {"engine": "deepspeed", "zero_stage": 2, "expert_parallel": 2},
+    ),
+    "fsdp2": ("qwen3_moe", plainly, {"engine": "fsdp2"}),
+    "fsdp2 exchange": ("small", plainly, {"engine": "fsdp2", "exchange": True, "model": Small}),
+    "fsdp2 experts": ("qwen3_moe", plainly, {"engine": "fsdp2", "expert_parallel": 2}),
+    "fsdp2 missing": ("small", lacking, {"engine": "fsdp2"}),
+    "fsdp2 mapping": ("small", held, {"engine": "fsdp2"}),
+    "from_pretrained": ("qwen3", adopted, {"engine": "fsdp2"}),
+}
+#: The cases of the fast suite: between them, every collective of a load.
+FAST = ("deepspeed tied", "stage 2 exchange", "fsdp2 missing", "fsdp2 mapping")
+
+
+@pytest.fixture(scope="module")
+def paths(checkpoints: TinyCheckpoints, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    from safetensors.torch import save_file
+
+    small = tmp_path_factory.mktemp("small")
+    save_file(Small().state_dict(), small / "model.safetensors")
+
+    def with_head(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+
+    return {
+        "small": small,
+        "qwen3": checkpoints("qwen3"),
+        "qwen3_moe": checkpoints("qwen3_moe"),
+        "tied": checkpoints.edited(checkpoints("qwen3"), "tied-twice", with_head),
+    }
+
+
+def fits(case: str, world: int) -> bool:
+    return world == 2 or not ("experts" in case or "hierarchical" in case)
+
+
+@pytest.mark.parametrize(
+    ("case", "world"),
+    [
+        pytest.param(case, world, marks=[] if case in FAST and world == 2 else pytest.mark.slow)
+        for case in CASES
+        for world in (2, 3)
+        if fits(case, world)
+    ],
+)
+def test_failure_at_every_place(case: str, world: int, paths: dict[str, Path]) -> None:
+    which, job, options = CASES[case]
+    kinds = (MemoryError, KeyError) if world == 2 else (MemoryError, KeyboardInterrupt, SystemExit)
+    for wrong in run_ranks(fail_everywhere, world, job, paths[which], options, kinds, timeout=500):
+        assert wrong == []
+
+
+def fail_everywhere(
+    job: Job, path: Path, options: dict[str, Any], kinds: tuple[type[BaseException], ...]
+) -> list[str]:
+    return at_every_place(lambda: job(path, options), kinds)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case != "from_pretrained"])
+@pytest.mark.slow
+def test_no_collective_is_unguarded(case: str, paths: dict[str, Path]) -> None:
+    which, job, options = CASES[case]
+    assert run_ranks(look_for_unguarded, 2, job, paths[which], options) == [[], []]
+
+
+def look_for_unguarded(job: Job, path: Path, options: dict[str, Any]) -> list[str]:
+    with unguarded() as found:
+        job(path, options)
+    return found
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
+def test_interrupt_of_one_rank(kind: type[BaseException], paths: dict[str, Path]) -> None:
+    """In a user's own function: itself on that rank, and named on the others."""
+    outcomes = rank_outcomes(load_with_model, 2, paths["small"], kind("stop"))
+    assert outcomes[1].error == f"builtins.{kind.__name__}", outcomes[1].describe()
+    assert outcomes[0].error == "zerostart.errors.PeerError", outcomes[0].describe()
+    assert f"rank 1: stopped by {kind.__name__}: stop" in outcomes[0].message
+    assert max(outcome.seconds for outcome in outcomes) < LIMIT
+
+
+def load_with_model(path: Path, failure: BaseException) -> None:
+    def build() -> nn.Module:
+        if dist.get_rank() == 1:
+            raise failure
+        return Small()
+
+    zerostart.load(path, build, engine="fsdp2", progress=False)
+
+
+def test_errors_that_do_not_travel() -> None:
+    """An error of ours that cannot be pickled keeps its kind; one whose text fails has its type's name."""
+    for seen in run_ranks(fail_oddly, 2):
+        assert seen == [
+            ("ReadError", "rank 1: of a local class"),
+            ("ZerostartError", "rank 1: Wordless: an error whose text cannot be had"),
+        ]
+
+
+def fail_oddly() -> list[tuple[str, str]]:
+    class Local(errors.ReadError):
+        pass
+
+    class Wordless(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError
+
+    found = []
+    for failure in (Local("of a local class"), Wordless()):
+        with pytest.raises(errors.ZerostartError) as caught:
+            fail_inside(failure)
+        found.append((type(caught.value).__name__, str(caught.value)))
+    return found
+
+
+def test_arguments_that_differ(paths: dict[str, Path]) -> None:
+    """Ranks that go different ways say so, where they would wait for each other."""
+    outcomes = rank_outcomes(load_differently, 2, paths["qwen3"])
+    assert {outcome.error for outcome in outcomes} == {"zerostart.errors.ConfigError"}
+    assert len({outcome.message for outcome in outcomes}) == 1
+    assert "the ranks do not do the same" in outcomes[0].message
+    assert "the same arguments" in outcomes[0].message
+
+
+def load_differently(path: Path) -> None:
+    zerostart.load(path, engine="deepspeed", zero_stage=3 if dist.get_rank() else 2, progress=False)
+
+
+def fail_inside(failure: Exception) -> None:
+    world = current_world()
+    with world.phase("outside"), world.phase("inside"):
+        if world.rank == 1:
+            raise failure
+
+
+PHASES = ("arguments", "building the model", "sharding the model", "planning", "reading", "loading")
+
+
+@pytest.mark.parametrize(
+    ("engine", "name", "victim"),
+    [
+        pytest.param(engine, name, victim, marks=[] if fast else pytest.mark.slow)
+        for number, name in enumerate(PHASES)
+        for engine in ("deepspeed", "fsdp2")
+        for victim in (0, 1, 2)
+        for fast in [(engine, victim) == (("deepspeed", "fsdp2")[number % 2], number % 3) and number < 4]
+    ],
+)
+def test_rank_killed_in_a_phase(engine: str, name: str, victim: int, paths: dict[str, Path]) -> None:
+    outcomes = rank_outcomes(load_killed, 3, paths["qwen3"], engine, victim, f"begin of {name}")
+    check_killed(outcomes, victim)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["fsdp2 exchange", "fsdp2 mapping", "stage 2 exchange"])
+def test_rank_killed_at_every_place(case: str, paths: dict[str, Path]) -> None:
+    which, job, options = CASES[case]
+    places = run_ranks(count_places, 2, job, paths[which], options)
+    for victim, names in enumerate(places):
+        for number in range(0, len(names), 2):
+            outcomes = rank_outcomes(killed_at, 2, job, paths[which], options, victim, number)
+            check_killed(outcomes, victim)
+
+
+def check_killed(outcomes: list[Outcome], victim: int) -> None:
+    report = "\n".join(outcome.describe() for outcome in outcomes)
+    assert outcomes[victim].exit_code == -signal.SIGKILL, report
+    others = [outcome for outcome in outcomes if outcome.rank != victim]
+    assert {outcome.error for outcome in others} == {"zerostart.errors.PeerError"}, report
+    assert max(outcome.seconds for outcome in others) < LIMIT, report
+
+
+def load_killed(path: Path, engine: str, victim: int, place: str) -> None:
+    with Places().watched() as places:
+        kept = places.come_by
+
+        def come_by(name: str) -> None:
+            kept(name)
+            if name == place and dist.get_rank() == victim:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        places.come_by = come_by  # type: ignore[method-assign]
+        zerostart.load(path, engine=engine, progress=False)
+
+
+def count_places(job: Job, path: Path, options: dict[str, Any]) -> list[str]:
+    with Places().watched() as places:
+        job(path, options)
+    return places.names
+
+
+def killed_at(job: Job, path: Path, options: dict[str, Any], victim: int, number: int) -> None:
+    with Places().watched() as places:
+        places.act = lambda name: os.kill(os.getpid(), signal.SIGKILL)
+        places.reset(number if dist.get_rank() == victim else -1)
+        job(path, options)
+
+
+@pytest.mark.slow
+def test_signals_at_any_time(paths: dict[str, Path]) -> None:
+    """SIGINT in the midst of messages leaves nobody waiting, nor half a message."""
+    for wrong, stopped in run_ranks(load_interrupted, 2, paths["small"]):
+        assert wrong == []
+        assert stopped > 0
+
+
+def load_interrupted(path: Path) -> tuple[list[str], int]:
+    """Turn by turn the signal comes later; what was not as it should be, and how many were stopped."""
+    world = current_world()
+    wrong, stopped = [], 0
+    for turn in range(24):
+        victim = turn % 2
+        timer = threading.Timer(0.003 * turn, os.kill, (os.getpid(), signal.SIGINT))
+
+        def build() -> nn.Module:
+            if world.rank == victim:  # noqa: B023  # called in this turn
+                timer.start()  # noqa: B023
+            return Small()
+
+        caught = "nothing"
+        try:
+            plainly(path, {"engine": "fsdp2", "exchange": True, "model": build})
+            if world.rank == victim:
+                timer.join()
+                time.sleep(0.01)  # what came last of all is handled here
+        except (KeyboardInterrupt, errors.PeerError) as error:
+            caught = f"{type(error).__name__}: {error}"
+        told = world.all_gather_object(caught, "after")
+        other = told[1 - victim]
+        stopped += other != "nothing"
+        fine = other == "nothing" or f"rank {victim}: stopped by KeyboardInterrupt" in other
+        if not told[victim].startswith("KeyboardInterrupt") or not fine:
+            wrong.append(f"turn {turn}: {told}")
+    return wrong, stopped
+
+
+def what_is_told() -> list[tuple[str, int]]:
+    """The raw collectives of meetings, and the bytes of each: of ranks that say the same, and that do not."""
+    told: list[tuple[str, int]] = []
+    kept = {name: getattr(dist, name) for name in ("all_reduce", "all_gather", "broadcast")}
+
+    def counted(name: str) -> Callable[..., Any]:
+        def call(first: Any, *rest: Any, **named: Any) -> Any:
+            own = first if isinstance(first, torch.Tensor) else rest[0]
+            told.append((name, own.nbytes))
+            return kept[name](first, *rest, **named)
+
+        return call
+
+    world = current_world()
+    for name in kept:
+        setattr(dist, name, counted(name))
+    try:
+        assert (
+            world.all_gather_object({"all": "alike" * 999}, "telling the same")
+            == [{"all": "alike" * 999}] * 2
+        )
+        world.raise_together(None, "nothing")
+        assert world.all_gather_object("x" * world.rank, "telling more") == ["", "x"]
+        with pytest.raises(errors.ReadError, match="rank 1: lost"):
+            world.raise_together(errors.ReadError("lost") if world.rank else None, "failing")
+    finally:
+        for name, function in kept.items():
+            setattr(dist, name, function)
+    return told
+
+
+def test_ranks_that_agree_tell_each_other_a_few_bytes() -> None:
+    """Of one size whatever they agree on: what grows with the ranks is what differs, and errors do not."""
+    first, second = run_ranks(what_is_told, 2)
+    assert first == second
+    assert first[:2] == [("all_reduce", 72)] * 2
+    assert [name for name, _ in first[2:]] == ["all_reduce", "all_gather", "all_reduce", "broadcast"]
+
+
+def load_with_own_file(path: Path, other: Path) -> str:
+    """Rank 1 is on a machine with another configuration at that path: a mount that no other process sees."""
+    if dist.get_rank() == 1:
+        if ctypes.CDLL(None).unshare(0x00020000):  # CLONE_NEWNS (linux/sched.h)
+            return "no mounts"
+        subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+        subprocess.run(["mount", "--bind", other, path / "config.json"], check=True)
+    try:
+        zerostart.load(path, engine="fsdp2", progress=False)
+    except errors.ConfigError as error:
+        return str(error)
+    return "loaded"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root makes mounts")
+def test_a_configuration_that_differs_on_one_machine(checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
+    """In what has no shape, and so shows in no tensor."""
+    path = shutil.copytree(checkpoints("qwen3"), tmp_path / "qwen3")
+    config = json.loads((path / "config.json").read_text())
+    (tmp_path / "other.json").write_text(json.dumps({**config, "rms_norm_eps": 0.1}))
+    found = [
+        outcome.value
+        for outcome in rank_outcomes(load_with_own_file, 2, path, tmp_path / "other.json", timeout=60)
+    ]
+    if "no mounts" in found:
+        pytest.skip("no namespace of mounts here")
+    assert found[0] == found[1]
+    assert "this one has a configuration of the model with digest" in found[0]

@@ -1,0 +1,237 @@
+"""Models whose blocks are run again in the backward train as without, on every engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from torch.utils import checkpoint as torch_checkpoint
+
+import zerostart
+from tests.engines.activation.test_gradient_checkpoint import (
+    feature_caches,
+    frozen_inputs,
+    mixed,
+    nested,
+    plain,
+    unlike,
+)
+from tests.ranks import run_ranks
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 10)
+        self.scale = nn.Parameter(torch.empty(6))
+        self.outer = nn.Linear(10, 6)
+
+    def forward(self, x: torch.Tensor, *, time: torch.Tensor, mask: Any = None) -> tuple[torch.Tensor, int]:
+        return x + F.dropout(self.outer(self.inner(x).tanh()), 0.2) * self.scale * time, 1
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.time = nn.Linear(1, 6)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time = self.time(x[:, :1])
+        for one in self.blocks:
+            x, _ = one(x, time=time, mask=None)
+        return x.square().mean()
+
+
+def stack_weights() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return {n: torch.randn(t.shape, generator=generator) / 3 for n, t in Stack().state_dict().items()}
+
+
+def train(engine: str, stage: int, mode: str) -> list[Any]:
+    """Losses of three steps, and the parameters after them."""
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "zero_allow_untested_optimizer": True,
+    }
+    chosen = config if engine == "deepspeed" else None
+    model = zerostart.load(
+        stack_weights(), Stack, engine=engine, zero_stage=stage, engine_config=chosen, progress=False
+    )
+    if mode != "off":
+        assert zerostart.checkpoint_blocks(model, offload=mode == "offload") == (
+            "blocks.0",
+            "blocks.1",
+            "blocks.2",
+        )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    if engine == "deepspeed":
+        import deepspeed
+
+        wrapped, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    torch.manual_seed(20 + dist.get_rank())
+    losses = []
+    for _ in range(3):
+        batch = torch.randn(2, 6)
+        if engine == "deepspeed":
+            loss = wrapped(batch)
+            wrapped.backward(loss)
+            wrapped.step()
+        else:
+            loss = model(batch)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    return [*losses, *(tensor for _, tensor in zerostart.full_tensors(model, rank=None))]
+
+
+ROUTES = (("deepspeed", 3), ("deepspeed", 2), ("fsdp2", 3))
+
+
+def compare_modes(routes: tuple[tuple[str, int], ...], modes: tuple[str, ...]) -> list[str]:
+    """One line for each engine and way of checkpointing whose numbers are not those without it."""
+    found, plain_runs = [], {}
+    for engine, stage in routes:
+        plain_runs[engine, stage] = train(engine, stage, "off")
+        assert len(set(plain_runs[engine, stage][:3])) == 3
+        for mode in modes:
+            if unlike(plain_runs[engine, stage], train(engine, stage, mode)):
+                found.append(f"{engine} {stage} {mode}")
+    import deepspeed
+
+    deepspeed.init_distributed("gloo")
+    deepspeed.checkpointing.configure(None)
+    for engine, stage in routes:
+        if unlike(plain_runs[engine, stage], train(engine, stage, "DeepSpeed's own")):
+            found.append(f"{engine} {stage} by DeepSpeed")
+    for case in (mixed, frozen_inputs, nested):
+        if unlike(case(plain, False), case(zerostart.gradient_checkpoint, False)):
+            found.append(f"{case.__name__} by DeepSpeed")
+    with pytest.raises(zerostart.errors.ConfigError, match="changed a list"):
+        feature_caches(zerostart.gradient_checkpoint, False)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("routes", "modes"),
+    [
+        (ROUTES[:1], ("plain",)),
+        pytest.param(ROUTES, ("plain", "offload"), marks=pytest.mark.slow),
+    ],
+    ids=["ZeRO-3", "all"],
+)
+def test_training_is_the_same_with_checkpointed_blocks(routes: Any, modes: Any) -> None:
+    assert run_ranks(compare_modes, 2, routes, modes) == [[], []]
+
+
+class Holding(nn.Module):
+    """Holds a parameter itself, beside its layers, which it has torch checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.empty(6))
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.token
+        for layer in self.layers:
+            x = torch_checkpoint.checkpoint(layer, x, use_reentrant=False).tanh()
+        return x.square().mean()
+
+
+def compare_holding() -> list[str]:
+    """The names of parameters that differ after three steps on FSDP2 from those of the unsharded model."""
+    generator = torch.Generator().manual_seed(2)
+    weights = {n: torch.randn(t.shape, generator=generator) / 3 for n, t in Holding().state_dict().items()}
+    alone = Holding()
+    alone.load_state_dict(weights)
+    shared = zerostart.load(weights, Holding, engine="fsdp2", progress=False)
+    for model in (alone, shared):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        for step in range(3):  # the same on all ranks, whose mean it is
+            model(torch.randn(2, 6, generator=torch.Generator().manual_seed(step))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    trained = dict(zerostart.full_tensors(shared, rank=None))
+    return [n for n, p in alone.named_parameters() if not torch.allclose(p, trained[n], atol=1e-6)]
+
+
+def test_a_model_with_parameters_of_its_own_may_checkpoint_its_layers_on_fsdp2() -> None:
+    """The layers run a second time when the model's forward is over, and are called by it all the same."""
+    assert run_ranks(compare_holding, 2) == [[], []]
+
+
+def test_blocks_are_found_by_class_and_by_name() -> None:
+    model = Stack()
+    assert zerostart.checkpoint_blocks(model, every=2) == ("blocks.0", "blocks.2")
+    assert zerostart.checkpoint_blocks(model, blocks=[Block]) == ("blocks.0", "blocks.1", "blocks.2")
+    assert zerostart.checkpoint_blocks(model, blocks=["blocks.*.inner"]) == tuple(
+        f"blocks.{n}.inner" for n in range(3)
+    )
+    assert list(model.state_dict()) == list(Stack().state_dict())
+    with pytest.raises(zerostart.errors.ConfigError, match="blocks has 'Blok'"):
+        zerostart.checkpoint_blocks(model, blocks=["Blok"])
+    with pytest.raises(zerostart.errors.ConfigError, match="must be a list of classes or names"):
+        zerostart.checkpoint_blocks(model, blocks=[3])  # type: ignore[list-item]
+    with pytest.raises(zerostart.errors.ConfigError, match="name them"):
+        zerostart.checkpoint_blocks(nn.Sequential(nn.Linear(2, 2)))
+    with pytest.raises(zerostart.errors.ConfigError, match="every=0"):
+        zerostart.checkpoint_blocks(model, every=0)
+
+
+def test_a_language_model_fills_no_cache() -> None:
+    """transformers makes one unless it is told not to; a layer's second run would add to it again."""
+    import transformers
+
+    config = transformers.Qwen3Config(
+        vocab_size=11,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=4,
+    )
+    model = transformers.Qwen3ForCausalLM(config)
+    tokens = torch.arange(10).view(2, 5)
+    made = []
+    for checkpointing in (False, True):
+        if checkpointing:
+            assert len(zerostart.checkpoint_blocks(model)) == 2
+        model.zero_grad()
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        made.append([loss, *(p.grad for p in model.parameters())])
+    assert unlike(*made) == []
+    past = model(input_ids=tokens, use_cache=True).past_key_values
+    assert past.get_seq_length() == 0
+
+
+def test_a_model_whose_cache_counts_no_tokens_fills_none() -> None:
+    """Out of training mode, in which a load leaves it, it makes a cache of states alone."""
+    import transformers
+
+    config = transformers.MambaConfig(
+        vocab_size=11, hidden_size=8, state_size=4, num_hidden_layers=2, time_step_rank=2
+    )
+    model = transformers.MambaForCausalLM(config).eval()
+    tokens = torch.arange(10).view(2, 5)
+    made = []
+    for settings in ({"use_cache": False}, {}):
+        if not settings:
+            assert len(zerostart.checkpoint_blocks(model)) == 2
+        model.zero_grad()
+        loss = model(input_ids=tokens, labels=tokens, **settings).loss
+        loss.backward()
+        made.append([loss, *(p.grad for p in model.parameters())])
+    assert unlike(*made) == []
+    with torch.no_grad():
+        past = model(input_ids=tokens).cache_params
+    with pytest.raises(zerostart.errors.ConfigError, match="a cache with tokens in it"):
+        model(input_ids=tokens[:, :1], cache_params=past)

@@ -1,0 +1,90 @@
+"""DeepSpeed's rules of tensors are held against the model's own plan: what would train wrong is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import zerostart
+from tests.parity import checkpoint
+from tests.ranks import run_ranks
+from zerostart.errors import ConfigError
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("plans")
+
+
+def planned(path: Path, preset: str | None, **more: Any) -> None:
+    section = {} if preset is None else {"tensor_parallel": {"preset_model": preset}}
+    zerostart.plan(
+        path, world_size=2, engine="deepspeed", tensor_parallel=2, **{"engine_config": section, **more}
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "preset", "said"),
+    [
+        ("gemma3_text", "llama", "sum no gradients of model.layers.0.self_attn.q_norm"),
+        ("qwen3", "qwen2", "sum no gradients of model.layers.0.self_attn.q_norm"),
+        ("deepseek_v2", "deepseek_v2", "sum no gradients behind model.layers.0.self_attn.kv_a_proj_with_mqa"),
+        ("olmo2", "llama", "cut model.layers.0.self_attn.q_proj, and do not gather"),
+        ("phi3", "phi3", "DeepSpeed does not cut Phi3ForCausalLM over ranks"),
+        ("olmo2", None, "unsupported partition style"),
+        ("glm4", None, "unsupported partition style"),
+        ("phi3", None, "unsupported partition style"),
+        ("deepseek_v2", None, "unsupported partition style"),
+    ],
+)
+def test_what_would_train_wrong_is_refused(kind: str, preset: str | None, said: str, folder: Path) -> None:
+    with pytest.raises(ConfigError) as raised:
+        planned(checkpoint(kind, folder), preset)
+    assert said in str(raised.value)
+    assert "use engine='fsdp2', which runs it by its own plan" in str(raised.value)
+
+
+def test_experts_beside_tensors_name_the_other_engine(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"unsupported partition style.*use engine='fsdp2'"):
+        planned(checkpoint("deepseek_v2", folder), None, expert_parallel=2)
+
+
+@pytest.mark.parametrize("preset", ["bloom", None])
+def test_heads_that_are_counted(preset: str | None, folder: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"BloomForCausalLM has a bias of positions for each head \(ALiBi\)"
+    ):
+        planned(checkpoint("bloom", folder), preset)
+
+
+def test_dropout_of_heads_that_are_shared_unevenly(folder: Path) -> None:
+    path = checkpoint("qwen3", folder, num_attention_heads=3, num_key_value_heads=3, attention_dropout=0.1)
+    with pytest.raises(ConfigError, match="does not divide the heads of Qwen3ForCausalLM"):
+        planned(path, None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "preset"),
+    [("llama", "llama"), ("llama", "qwen2"), ("gemma3_text", None), ("mixtral", "mixtral")],
+)
+def test_what_fits_is_served(kind: str, preset: str | None, folder: Path) -> None:
+    planned(checkpoint(kind, folder), preset)
+
+
+def test_adapters_of_what_ranks_share(folder: Path) -> None:
+    run_ranks(adapted, 2, checkpoint("llama", folder), checkpoint("qwen3_moe", folder))
+
+
+def adapted(path: Path, mixture: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    for stage in (2, 3):
+        options: dict[str, Any] = {"engine": "deepspeed", "zero_stage": stage, "progress": False}
+        model = zerostart.load(path, tensor_parallel=2, **options)
+        with pytest.raises(ConfigError, match=r"cut over the ranks of tensor_parallel=2: .*LinearAllreduce"):
+            get_peft_model(model, LoraConfig(target_modules=["o_proj"]))
+        model = zerostart.load(mixture, expert_parallel=2, **options)
+        with pytest.raises(ConfigError, match="is an adapter of experts of Qwen3MoeForCausalLM"):
+            get_peft_model(model, LoraConfig(target_parameters=["mlp.experts.gate_up_proj"], r=2))

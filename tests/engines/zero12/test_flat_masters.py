@@ -1,0 +1,169 @@
+"""fp32 masters at stages 1 and 2 start from what the checkpoint stores in fp32."""
+
+from __future__ import annotations
+
+import shutil
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.engines.zero12 import routes
+from tests.engines.zero12.routes import CASES
+from tests.ranks import rank_outcomes, run_ranks
+from tests.tiny import TinyCheckpoints
+
+NAMES = [
+    "stage 1",
+    "stage 2, exchanged",
+    "decay, round robin, aligned",
+    "frozen",
+    "offloaded",
+    "BF16_Optimizer, decay",
+    "fp32 accumulation",
+]
+Tensors = dict[str, torch.Tensor]
+
+
+def stored(path: Path) -> Tensors:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def masters_in(engine: Any) -> Tensors:
+    """The masters of all ranks, put together.
+
+    DeepSpeed's ``safe_get_full_fp32_param`` looks at the wrong place with ``round_robin_gradients``.
+    """
+    o, names = engine.optimizer, {id(p): name for name, p in engine.module.named_parameters()}
+    if hasattr(o, "bf16_groups"):
+        groups, partitions = o.bf16_groups, o.fp32_groups_flat_partition
+        ends = [list(accumulate((p.numel() for p in group), initial=0)) for group in groups]
+    else:
+        groups, partitions = o.round_robin_bit16_groups, o.single_partition_of_fp32_groups
+        ends = o.round_robin_bit16_offsets
+    found = {}
+    for group, offsets, partition in zip(groups, ends, partitions, strict=True):
+        parts = [torch.empty_like(partition) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, partition.detach().clone())
+        flat = torch.cat(parts)
+        for parameter, offset in zip(group, offsets, strict=False):
+            found[names[id(parameter)]] = flat[offset : offset + parameter.numel()].view(parameter.shape)
+    return found
+
+
+def unlike(found: Tensors, wanted: Tensors) -> list[str]:
+    return [name for name, tensor in found.items() if not torch.equal(tensor, wanted[name])]
+
+
+def check(path: Path) -> dict[str, list[str]]:
+    full = stored(path)
+    lines = {}
+    for name in NAMES:
+        model = routes.ours(path, CASES[name])
+        engine = routes.started(model, CASES[name])
+        trained = [p.requires_grad for p in model.parameters()]
+        lines[name] = unlike(masters_in(engine), full)
+        lines[name] += unlike({n: p.detach() for n, p in model.named_parameters()}, halved(full))
+        if len(masters_in(engine)) != sum(trained):
+            lines[name].append("masters are missing")
+        engine.destroy()
+    case = CASES["decay"]
+    wanted = routes.followed(routes.stock(path, case), case)
+    lines["rounded"] = routes.differing(
+        routes.followed(routes.ours(path, case, fp32_masters=False), case), wanted
+    )
+    model = routes.ours(path, case)
+    with torch.no_grad():
+        for parameter in list(model.parameters())[::2]:
+            parameter.mul_(2)
+    engine = routes.started(model, case)
+    every_other = dict(list(full.items())[::2])
+    lines["changed"] = unlike(
+        masters_in(engine), full | {n: t * 2 for n, t in halved(every_other, torch.float32).items()}
+    )
+    engine.destroy()
+    return lines
+
+
+def halved(full: Tensors, dtype: torch.dtype = torch.bfloat16) -> Tensors:
+    return {name: tensor.to(torch.bfloat16).to(dtype) for name, tensor in full.items()}
+
+
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow), 3])
+def test_masters_are_what_the_checkpoint_stores(world_size: int, checkpoints: TinyCheckpoints) -> None:
+    path = checkpoints("qwen3_moe_aligned", torch.float32, sharded=True)
+    for found in run_ranks(check, world_size, path, timeout=240):
+        assert not {name: lines for name, lines in found.items() if lines}
+
+
+def test_a_model_with_modules_kept_in_fp32(checkpoints: TinyCheckpoints) -> None:
+    """DeepSpeed casts them: buffers are equal to the stock route's, and masters have the stored values."""
+    path = checkpoints("flint", torch.float32)
+    for lines in run_ranks(check_kept, 2, path, timeout=120):
+        assert lines == []
+
+
+def check_kept(path: Path) -> list[str]:
+    case = CASES["stage 2, exchanged"]
+    wanted = routes.followed(routes.stock(path, case), case)
+    lines = routes.differing(routes.followed(routes.ours(path, case, fp32_masters=False), case), wanted)
+    model = routes.ours(path, case)
+    engine = routes.started(model, case)
+    lines += unlike(masters_in(engine), stored(path))
+    engine.destroy()
+    return lines
+
+
+def start_without_files(path: Path, copy: Path) -> list[str]:
+    """The files are gone when the masters are to be read; then they are back."""
+    from zerostart.errors import ReadError
+
+    case = CASES["decay"]
+    model = routes.ours(copy, case)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        copy.rename(copy.with_name("away"))
+    dist.barrier()
+    optimizer = torch.optim.AdamW(routes.grouped(model, case.groups), lr=1e-3)
+    before = [list(group["params"]) for group in optimizer.param_groups]
+    lines = []
+    try:
+        start(model, optimizer, case)
+        lines.append("nothing was raised")
+    except ReadError as error:
+        if "fp32_masters=False" not in str(error):
+            lines.append(f"no remedy: {error}")
+    if [list(map(id, b)) for b in before] != [list(map(id, g["params"])) for g in optimizer.param_groups]:
+        lines.append("the client's optimizer was changed")
+    lines += [f"a hook on {n}" for n, p in model.named_parameters() if p._post_accumulate_grad_hooks]
+    dist.barrier()
+    if dist.get_rank() == 0:
+        copy.with_name("away").rename(copy)
+    dist.barrier()
+    engine: Any = start(model, optimizer, case)
+    lines += unlike(masters_in(engine), stored(path))
+    engine.destroy()
+    return lines
+
+
+def start(model: nn.Module, optimizer: torch.optim.Optimizer, case: routes.Case) -> object:
+    import deepspeed
+
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=routes.config_of(case))[0]
+
+
+def test_a_failing_construction_leaves_nothing(checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
+    path = checkpoints("qwen3_moe_aligned", torch.float32, sharded=True)
+    copy = tmp_path / "copy"
+    shutil.copytree(path, copy)
+    for outcome in rank_outcomes(start_without_files, 2, path, copy, timeout=120):
+        assert outcome.ok, outcome.describe()
+        assert outcome.value == []
+        assert "Exception ignored" not in outcome.log

@@ -1,0 +1,139 @@
+"""The plan of stages 1 and 2 tells the truth, who reads what, and what cannot be served is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zerostart
+from tests.engines.zero12 import routes
+from tests.ranks import rank_outcomes, run_ranks
+from tests.tiny import TinyCheckpoints
+from zerostart.errors import ConfigError
+from zerostart.geometry.layout.flat import FlatRules, shares
+
+
+def read(path: Path, exchange: bool, dtype: torch.dtype | None) -> tuple[int, int, list[str]]:
+    """Bytes read on this rank and got from others, and the parameters that differ from the unsharded load."""
+    model = zerostart.load(path, zero_stage=2, exchange=exchange, dtype=dtype, progress=False)
+    from transformers import AutoModelForCausalLM
+
+    wanted = AutoModelForCausalLM.from_pretrained(path, dtype=dtype or torch.bfloat16)
+    wrong = [
+        n
+        for (n, p), q in zip(model.named_parameters(), wanted.parameters(), strict=True)
+        if p.dtype != q.dtype or not torch.equal(p, q)
+    ]
+    made = zerostart.report(model)
+    assert ("gathered from all" in str(made)) == exchange
+    assert "as asked" not in str(made) or exchange is False
+    return made.read_bytes, made.exchanged_bytes, wrong
+
+
+@pytest.mark.parametrize("exchange", [False, True])
+@pytest.mark.parametrize("dtype", [None, torch.float32])
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
+def test_bytes_are_as_planned(
+    kind: str, dtype: torch.dtype | None, exchange: bool, checkpoints: TinyCheckpoints
+) -> None:
+    path = checkpoints(kind, torch.bfloat16, sharded=True)
+    plan = zerostart.plan(path, world_size=3, zero_stage=2, exchange=exchange, dtype=dtype)
+    found = run_ranks(read, 3, path, exchange, dtype)
+    assert [wrong for _, _, wrong in found] == [[], [], []]
+    assert [nbytes for nbytes, _, _ in found] == [rank.read_bytes for rank in plan.ranks]
+    got = [nbytes for _, nbytes, _ in found]
+    assert got == (list(plan.exchanged_bytes) or [0, 0, 0])
+    whole = plan.checkpoint_bytes * (2 if dtype == torch.float32 else 1)
+    assert all(nbytes == pytest.approx(2 / 3 * whole * exchange, rel=0.01) for nbytes in got)
+    alone = [
+        zerostart.plan(path, world_size=3, zero_stage=2, exchange=exchange, dtype=dtype, rank=r).ranks[0]
+        for r in range(3)
+    ]
+    assert [a.read_bytes for a in alone] == [rank.read_bytes for rank in plan.ranks]
+    together = sum(rank.read_bytes for rank in plan.ranks)
+    if exchange:
+        assert together <= 1.05 * plan.checkpoint_bytes
+    else:
+        assert together == pytest.approx(3 * plan.checkpoint_bytes, rel=0.01)
+    held = plan.checkpoint_bytes * (2 if dtype == torch.float32 else 1)
+    assert all(held <= rank.device_bytes for rank in plan.ranks)
+
+
+def missing(path: Path, exchange: bool) -> list[torch.Tensor]:
+    """Parameters of a model with a head that the checkpoint lacks."""
+    torch.manual_seed(11 + dist.get_rank())
+    model = zerostart.load(
+        path, model=model_with_head(), zero_stage=1, exchange=exchange, progress=False, strict=False
+    )
+    return [p.detach() for p in model.parameters()]
+
+
+def model_with_head() -> Any:
+    from transformers import Qwen3ForSequenceClassification
+
+    return Qwen3ForSequenceClassification
+
+
+def test_what_is_missing_is_initialised_alike_on_all_ranks(checkpoints: TinyCheckpoints) -> None:
+    path = checkpoints("qwen3", torch.float32)
+    torch.manual_seed(11)
+    wanted = list(model_with_head().from_pretrained(path).parameters())
+    for exchange in (False, True):
+        for parameters in run_ranks(missing, 2, path, exchange):
+            assert all(torch.equal(a, b) for a, b in zip(parameters, wanted, strict=True))
+
+
+def refused(path: Path) -> None:
+    zerostart.load(path, zero_stage=1, engine_config={"zero_optimization": {"stage": 2}}, progress=False)
+
+
+def test_contradictions_are_refused(checkpoints: TinyCheckpoints) -> None:
+    path = checkpoints("qwen3_moe", torch.bfloat16)
+    with pytest.raises(ConfigError, match="expert_parallel with zero_stage=0 is not available: DeepSpeed"):
+        zerostart.plan(path, world_size=2, zero_stage=0, expert_parallel=2)
+    with pytest.raises(ConfigError, match="zero_stage=4 is not available on deepspeed"):
+        zerostart.plan(path, world_size=2, zero_stage=4)
+    for outcome in rank_outcomes(refused, 2, path):
+        assert outcome.error == "zerostart.errors.EngineError"
+        assert "asks for ZeRO stage 2, and the load for stage 1" in outcome.message
+
+
+def test_shares_of_a_flat_group() -> None:
+    """Every element of every parameter is in one share; padding is in none."""
+    for rules in (FlatRules(3), FlatRules(3, round_robin=True, aligned=True)):
+        numels = [5, 8, 1, 30, 7]
+        group = rules.group(numels, 2)
+        assert group.numel % 6 == 0
+        assert sum(stop - start for start, stop in group.gaps()) == group.numel - sum(numels)
+        size = group.numel // 3
+        parts = [shares(group, r * size, (r + 1) * size) for r in range(3)]
+        for number, numel in enumerate(numels):
+            runs = [part[number] for part in parts if part[number][0] < part[number][1]]
+            assert sum(b - a for a, b in runs) == numel
+            assert sorted(runs)[0][0] == 0
+
+
+def alone() -> bool:
+    """A process without a launcher or a process group."""
+    model = zerostart.load(
+        {"weight": torch.ones(2, 3), "bias": torch.zeros(2)},
+        model=lambda: nn.Linear(3, 2),
+        zero_stage=2,
+        progress=False,
+    )
+    import deepspeed
+
+    case = routes.Case(bf16=False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=routes.config_of(case))[0]
+    return bool(engine(torch.ones(1, 3)).sum() == 6)
+
+
+def test_a_single_process() -> None:
+    (outcome,) = rank_outcomes(alone, 1, process_group=False)
+    assert outcome.value is True, outcome.describe()

@@ -1,0 +1,139 @@
+"""Where whole parameters find room: the tier, the same on every rank, and a refusal before reading."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import zerostart
+from tests.engines.zero12 import routes
+from tests.engines.zero12.routes import CASES
+from tests.ranks import rank_outcomes, run_ranks
+from tests.tiny import TinyCheckpoints
+from zerostart.engines.residence import HOST, IN_PLACE, NOWHERE, MemoryFit, residence_of
+from zerostart.transfer.meter import free_bytes
+
+GIB = 1 << 30
+
+
+def gpu(free: int | None, number: int = 0, machine: str = "a", host: int = 500, most: int = 80) -> MemoryFit:
+    """An accelerator with that much free, in GiB."""
+    return MemoryFit(machine, f"cuda:{number}", None if free is None else free * GIB, most * GIB, host * GIB)
+
+
+def cpu(free: int, machine: str = "a") -> MemoryFit:
+    return MemoryFit(machine, "cpu", free * GIB, None, free * GIB)
+
+
+@pytest.mark.parametrize(
+    ("gib", "rooms", "host", "name"),
+    [
+        (60, [gpu(70, 0), gpu(61, 1)], True, IN_PLACE),
+        (60, [gpu(70, 0), gpu(59, 1)], True, HOST),  # One rank that has to wait makes all wait.
+        (60, [gpu(70, 0), gpu(59, 1)], False, NOWHERE),
+        (60, [gpu(70, 0, host=119), gpu(59, 1, host=119)], True, NOWHERE),  # Both wait in one host memory.
+        (60, [gpu(70, 0, "a", host=60), gpu(59, 0, "b", host=60)], True, HOST),
+        (90, [gpu(70)], True, NOWHERE),  # It will never fit.
+        (60, [gpu(None)], True, IN_PLACE),  # Nothing says what is free.
+        (30, [gpu(61), gpu(61)], True, IN_PLACE),  # Two ranks on one device.
+        (31, [gpu(61), gpu(61)], True, HOST),
+        (10, [cpu(20), cpu(20)], True, IN_PLACE),
+        (11, [cpu(20), cpu(20)], True, NOWHERE),
+        (11, [cpu(20, "a"), cpu(20, "b")], True, IN_PLACE),
+    ],
+)
+def test_tiers(gib: int, rooms: list[MemoryFit], host: bool, name: str) -> None:
+    tier = residence_of(gib * GIB, rooms, host)
+    assert tier.name == name
+    assert str(tier).startswith(name)
+    assert tier.buffer_bytes == gib * GIB
+
+
+def test_the_tightest_device_is_named() -> None:
+    tier = residence_of(GIB, [gpu(70, 0), gpu(60, 1), gpu(61, 2)], True)
+    assert (tier.device, tier.free_bytes, tier.sharers) == ("cuda:1", 60 * GIB, 1)
+    assert "1.00 GiB in flat buffers on cuda:1, where 60.00 GiB are free" in str(tier)
+    assert "segments of 8 MiB" in str(tier)
+
+
+def test_free_memory_of_the_host_is_what_the_kernel_says() -> None:
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    found = free_bytes(torch.device("cpu"))
+    assert found is not None
+    assert 0 < found <= available + (1 << 30)
+
+
+def loaded(path: Path, engine: str, stage: int) -> tuple[str, str, int]:
+    model = zerostart.load(path, engine=engine, zero_stage=stage, progress=False)
+    made = zerostart.report(model)
+    assert made.tier is not None
+    assert f"whole parameters {made.tier}" in str(made)
+    (storage,) = {p.untyped_storage().data_ptr(): p.untyped_storage() for p in model.parameters()}.values()
+    return made.tier.name, made.tier.device, made.tier.buffer_bytes - storage.nbytes()
+
+
+@pytest.mark.parametrize(("engine", "stage"), [("deepspeed", 2), ("deepspeed", 0), ("fsdp2", 0)])
+def test_the_report_and_the_plan_tell_the_tier(engine: str, stage: int, checkpoints: TinyCheckpoints) -> None:
+    path = checkpoints("qwen3_moe", torch.bfloat16)
+    assert run_ranks(loaded, 2, path, engine, stage) == [("in place", "cpu", 0)] * 2
+    plan = zerostart.plan(path, world_size=2, engine=engine, zero_stage=stage)
+    assert plan.tier is not None
+    assert (plan.tier.name, plan.tier.sharers) == ("in place", 2)
+    assert plan.as_dict()["tier"]["name"] == "in place"
+    assert all(rank.device_bytes >= plan.tier.buffer_bytes for rank in plan.ranks)
+
+
+def test_what_is_sharded_has_no_tier(checkpoints: TinyCheckpoints) -> None:
+    path = checkpoints("qwen3_moe", torch.bfloat16)
+    for engine, stage in (("deepspeed", 3), ("fsdp2", 1)):
+        assert zerostart.plan(path, world_size=2, engine=engine, zero_stage=stage).tier is None
+
+
+def too_large(path: Path, engine: str, stage: int) -> None:
+    from zerostart.engines import residence
+
+    if dist.get_rank() == 1:
+        residence.free_bytes = lambda device: 1000  # type: ignore[assignment]
+    zerostart.load(path, engine=engine, zero_stage=stage, progress=False)
+
+
+@pytest.mark.parametrize(("engine", "stage"), [("deepspeed", 1), ("deepspeed", 2), ("fsdp2", 0)])
+def test_a_model_that_cannot_fit_is_refused_alike_on_every_rank(
+    engine: str, stage: int, checkpoints: TinyCheckpoints
+) -> None:
+    path = checkpoints("qwen3_moe", torch.bfloat16)
+    outcomes = rank_outcomes(too_large, 2, path, engine, stage)
+    assert {outcome.error for outcome in outcomes} == {"zerostart.errors.InsufficientMemoryError"}
+    assert "builtins.MemoryError" in outcomes[0].mro
+    assert len({outcome.message for outcome in outcomes}) == 1
+    message = outcomes[0].message
+    assert f"ZeRO stage {stage} keeps the whole model on every rank, and it does not fit" in message
+    assert "for each of 2 ranks on cpu, where 0.00 GiB are free" in message
+    assert "use zero_stage=3" in message
+
+
+def waiting(path: Path) -> list[str]:
+    """One rank's device is full for the time of the load: all ranks' parameters wait in host memory."""
+    from zerostart.engines import residence
+
+    full = dist.get_rank() == 1
+    residence.MemoryFit.here = classmethod(  # type: ignore[method-assign, assignment]
+        lambda cls, device: gpu(0 if full else 70, dist.get_rank())
+    )
+    case = CASES["decay, round robin, aligned"]  # It asks for an exchange; there is none in host memory.
+    wanted = routes.followed(routes.stock(path, case), case)
+    model = routes.ours(path, case)
+    made = zerostart.report(model)
+    lines = [] if made.exchanged_bytes == 0 else ["ranks have exchanged"]
+    if made.tier is None or made.tier.name != HOST or "until the engine starts" not in str(made):
+        lines.append(f"the tier is {made.tier}")
+    return lines + routes.differing(routes.followed(model, case), wanted)
+
+
+def test_parameters_wait_in_host_memory(checkpoints: TinyCheckpoints) -> None:
+    path = checkpoints("qwen3_moe_aligned", torch.bfloat16)
+    assert run_ranks(waiting, 2, path) == [[], []]

@@ -1,0 +1,44 @@
+"""ZeRO stages 1 and 2 from our load and from the stock route: buffers, masters and losses to the bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.engines.zero12 import routes
+from tests.engines.zero12.routes import CASES
+from tests.ranks import run_ranks
+from tests.tiny import TinyCheckpoints
+
+
+def compare(path: Path) -> dict[str, list[str]]:
+    """Both routes for each case, with where the flat buffers of ours lie."""
+    found = {}
+    for name in routes.available(CASES):
+        case = CASES[name]
+        wanted = routes.followed(routes.stock(path, case), case)
+        model = routes.ours(path, case)
+        born = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        lines = routes.differing(routes.followed(model, case), wanted)
+        here = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        if here != born or len(here) != 1:
+            lines.append("the parameters have left the buffer that they were born in")
+        found[name] = lines
+    return found
+
+
+@pytest.mark.parametrize("world_size", [pytest.param(size, marks=pytest.mark.slow) for size in (1, 2, 3)])
+def test_every_option_is_as_the_stock_route(world_size: int, checkpoints: TinyCheckpoints) -> None:
+    path = checkpoints("qwen3_moe_aligned", torch.bfloat16, sharded=True)
+    for found in run_ranks(compare, world_size, path, timeout=400):
+        assert not {name: lines for name, lines in found.items() if lines}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(620)
+def test_four_ranks(checkpoints: TinyCheckpoints) -> None:
+    path = checkpoints("qwen3", torch.bfloat16)
+    for found in run_ranks(compare, 4, path, timeout=600):
+        assert not {name: lines for name, lines in found.items() if lines}

@@ -1,0 +1,286 @@
+"""LoRAs of a pipeline in shards, by diffusers' own methods, beside its own unsharded pipeline, to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+import torch.distributed as dist
+from peft import LoraConfig, inject_adapter_in_model
+from peft.utils import get_peft_model_state_dict
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import zerostart
+from tests.integrations.pipelines.tiny_pipelines import CALLS, FAMILIES, make_pipeline
+from tests.ranks import rank_outcomes, run_ranks
+from zerostart.integrations.peft.adapters import read
+from zerostart.live.record import record_of
+
+#: Nothing stays gathered between two calls.
+CONFIG = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
+WAYS: Mapping[str, Mapping[str, Any]] = {
+    "ZeRO-3": {"engine": "deepspeed", "zero_stage": 3, "engine_config": CONFIG},
+    "FSDP2": {"engine": "fsdp2", "zero_stage": 3},
+    "ZeRO-2": {"engine": "deepspeed", "zero_stage": 2},
+}
+LORA = {"r": 2, "lora_alpha": 4, "target_modules": ["to_q", "to_v"]}
+
+
+def make_loras(path: Path, out: Path) -> tuple[Path, Path]:
+    """Two files of random adapters of the pipeline's transformer, by diffusers."""
+    pipe = diffusers.DiffusionPipeline.from_pretrained(str(path))
+    for seed, name in enumerate(("one", "two")):
+        torch.manual_seed(seed)
+        pipe.transformer.add_adapter(LoraConfig(**LORA, init_lora_weights=False), name)
+        layers = get_peft_model_state_dict(pipe.transformer, adapter_name=name)
+        pipe.save_lora_weights(out / name, transformer_lora_layers=layers)
+    return out / "one", out / "two"
+
+
+def whole_beside(path: Path) -> dict[str, str]:
+    """Everything but the transformer whole on every rank."""
+    index = diffusers.DiffusionPipeline.load_config(str(path))
+    names = [n for n in ("vae", "text_encoder", "text_encoder_2") if n in index and index[n][0]]
+    return dict.fromkeys(names, "replicate")
+
+
+def picture(pipe: Any, key: str) -> torch.Tensor:
+    pipe.set_progress_bar_config(disable=True)
+    generator = torch.Generator().manual_seed(3)
+    arguments = {**CALLS[key], "num_inference_steps": 1, "output_type": "latent"}
+    found = torch.as_tensor(pipe(prompt="a cat sees the sea", generator=generator, **arguments)[0])
+    assert found.isfinite().all()
+    return found
+
+
+def steps(one: Path, two: Path) -> dict[str, Callable[[Any], object]]:
+    """What a user does, one after the other."""
+    return {
+        "one": lambda p: p.load_lora_weights(one, adapter_name="one"),
+        "two, made whole at once": lambda p: p.load_lora_weights(
+            two, adapter_name="two", low_cpu_mem_usage=False
+        ),
+        "both, weighted": lambda p: p.set_adapters(["one", "two"], [0.5, 0.25]),
+        "fused": lambda p: p.fuse_lora(adapter_names=["one", "two"]),
+        "unfused": lambda p: p.unfuse_lora(),
+        "deleted": lambda p: p.delete_adapters("two"),
+        "fused again": lambda p: p.fuse_lora(lora_scale=0.7, safe_fusing=True),
+        "off, which takes it out": lambda p: p.disable_lora(),
+        "unloaded": lambda p: p.unload_lora_weights(),
+        "a new one": lambda p: p.transformer.add_adapter(LoraConfig(**LORA), "new"),
+    }
+
+
+def compare(path: Path, key: str, loras: tuple[Path, Path], ways: list[str]) -> list[str]:
+    """Where this rank gets another picture than diffusers."""
+    wrong = []
+    for way in ways:
+        plain = diffusers.DiffusionPipeline.from_pretrained(str(path))
+        pipe = zerostart.load_pipeline(path, whole_beside(path), **WAYS[way], progress=False)
+        first = picture(pipe, key)
+        for name, step in steps(*loras).items():
+            step(plain)
+            step(pipe)
+            if not torch.equal(picture(pipe, key), picture(plain, key)):
+                wrong.append(f"{way}: {name}")
+        with zerostart.gathered(pipe.transformer, *first_weight(plain.transformer)) as whole:
+            if not torch.equal(whole, plain.transformer.get_parameter(*first_weight(plain.transformer))):
+                wrong.append(f"{way}: the weights in the end")
+        fresh = zerostart.load_pipeline(path, whole_beside(path), **WAYS[way], progress=False)
+        fresh.load_lora_weights(loras[0])
+        picture(fresh, key)
+        fresh.unload_lora_weights()
+        if not torch.equal(picture(fresh, key), first):
+            wrong.append(f"{way}: the base is another one")
+    return wrong
+
+
+def first_weight(model: nn.Module) -> tuple[str]:
+    return (next(n for n, _ in model.named_parameters() if n.endswith("to_q.base_layer.weight")),)
+
+
+def train(path: Path, out: Path, way: str) -> dict[str, torch.Tensor]:
+    """The adapter that two steps of every rank's own batch make of a transformer."""
+    rank, ranks = (torch.distributed.get_rank(), [torch.distributed.get_rank()]) if way else (0, [0, 1])
+    if way:
+        options = {**WAYS[way], "trainable": ("transformer",)}
+        pipe = zerostart.load_pipeline(path, whole_beside(path), **options, progress=False)
+    else:
+        pipe = diffusers.DiffusionPipeline.from_pretrained(str(path))
+    model = pipe.transformer
+    torch.manual_seed(5 if way != "FSDP2" else 5 + rank)  # FSDP2: rank 0's values count
+    model.add_adapter(LoraConfig(**LORA))
+    torch.manual_seed(6)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "lora_B" in name:
+                p.copy_(torch.randn(p.shape))
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=1e-1)
+    stepping: Any = None
+    if way.startswith("ZeRO"):
+        import deepspeed
+
+        config = {"train_micro_batch_size_per_gpu": 1, "zero_allow_untested_optimizer": True}
+        config |= {"zero_optimization": {"stage": int(way[-1])} | CONFIG["zero_optimization"]}
+        stepping, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    for step in range(2):
+        for one in ranks:
+            generator = torch.Generator().manual_seed(10 * step + one)
+            latents = torch.randn(1, 4, 2, 4, 4, generator=generator)
+            text = torch.randn(1, 3, 16, generator=generator)
+            loss = model(latents, torch.tensor([500.0]), text)[0].square().mean() / len(ranks)
+            stepping.backward(loss) if stepping is not None else loss.backward()
+        if stepping is not None:
+            stepping.step()
+        else:
+            nn.utils.clip_grad_norm_(trained, 1.0)  # as DeepSpeed does unless told otherwise
+            optimizer.step()
+            optimizer.zero_grad()
+    layers = get_peft_model_state_dict(model)
+    pipe.save_lora_weights(out, transformer_lora_layers=layers, is_main_process=rank == 0)
+    return {name: tensor.detach().clone() for name, tensor in layers.items()}
+
+
+def loss_of(model: Any, rank: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(rank)
+    latents = torch.randn(1, 4, 2, 4, 4, generator=generator)
+    text = torch.randn(1, 3, 16, generator=generator)
+    loss: torch.Tensor = model(latents, torch.tensor([500.0]), text)[0].square().mean()
+    return loss
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    """What the trained parameters have, whole, and have no more afterwards."""
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in found.items()}
+
+
+def parts(path: Path, reduced: Any = dist.all_reduce) -> list[str]:
+    """Where gradients of an adapter of one layer, and of a module copied, are not the mean of the ranks'.
+
+    First in a plain loop, then as units of FSDP2, which reduces them itself.
+    """
+    plain = diffusers.DiffusionPipeline.from_pretrained(str(path)).transformer
+    options = {**WAYS["FSDP2"], "trainable": ("transformer",)}
+    ours = zerostart.load_pipeline(path, whole_beside(path), **options, progress=False).transformer
+    for model, seed in ((plain, 5), (ours, 5 + dist.get_rank())):
+        torch.manual_seed(seed)
+        model.requires_grad_(False)
+        config = LoraConfig(**LORA, modules_to_save=["ffn"], init_lora_weights=False)
+        inject_adapter_in_model(config, model.blocks[0])
+    torch.stack([loss_of(plain, rank) for rank in range(2)]).mean().backward()
+    expected, wrong, calls = gradients(plain), list[str](), list[Any]()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            dist, "all_reduce", lambda *args, **kwargs: calls.append(args) or reduced(*args, **kwargs)
+        )
+        for way in ("plain", "units"):
+            if way == "units":
+                record_of(ours).engine.shard_added(ours, "no")
+            loss_of(ours, dist.get_rank()).backward()
+            found = gradients(ours)
+            wrong += [f"{way}: {n}" for n in expected.keys() ^ found.keys()]
+            wrong += [
+                f"{way}: {n}" for n, g in found.items() if not torch.allclose(g, expected[n], atol=1e-6)
+            ]
+            if len(calls) != (len(expected) if way == "plain" else 0):
+                wrong.append(f"{way}: {len(calls)} reductions of {len(expected)} gradients")
+            calls.clear()
+    return wrong
+
+
+def everything(path: Path, loras: tuple[Path, Path], out: Path) -> tuple[list[str], list[Any]]:
+    """One group of ranks for all that is quick."""
+    wrong = compare(path, "wan", loras, ["ZeRO-3"]) + parts(path)
+    return wrong, [train(path, out / way, way) for way in ("ZeRO-3", "FSDP2")]
+
+
+def test_loras_of_a_pipeline_in_shards(tmp_path: Path) -> None:
+    path = make_pipeline("wan", tmp_path / "wan")
+    loras = make_loras(path, tmp_path)
+    expected = train(path, tmp_path / "plain", "")
+    for wrong, trained in run_ranks(everything, 2, path, loras, tmp_path):
+        assert wrong == []
+        for layers in trained:
+            assert layers.keys() == expected.keys()
+            for name, tensor in layers.items():
+                torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=1e-7)
+    pipe = diffusers.DiffusionPipeline.from_pretrained(str(path))
+    for way in ("ZeRO-3", "FSDP2"):
+        pipe.load_lora_weights(tmp_path / way, adapter_name=way[:4])
+        for name, tensor in get_peft_model_state_dict(pipe.transformer, adapter_name=way[:4]).items():
+            torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=1e-7)
+
+
+def wider(path: Path, loras: tuple[Path, Path], what: str, way: str) -> None:
+    """A LoRA for a transformer with more inputs, or one that sets norms, of a Flux in shards."""
+    pipe = zerostart.load_pipeline(path, whole_beside(path), **WAYS[way], progress=False)
+    state = dict(pipe.lora_state_dict(loras[0]))
+    if what == "norm":
+        state["transformer.transformer_blocks.0.attn.norm_q.weight"] = torch.ones(2)
+    else:
+        state["transformer.x_embedder.lora_A.weight"] = torch.ones(2, 40)
+        state["transformer.x_embedder.lora_B.weight"] = torch.ones(
+            pipe.transformer.x_embedder.out_features, 2
+        )
+    pipe.load_lora_weights(state)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["ZeRO-3", "FSDP2"])
+@pytest.mark.parametrize(
+    ("what", "words"), [("norm", "sets .*norm_q"), ("inputs", "40 inputs for x_embedder")]
+)
+def test_a_lora_that_changes_weights_is_refused(what: str, words: str, way: str, tmp_path: Path) -> None:
+    path = make_pipeline("flux", tmp_path / "flux")
+    for outcome in rank_outcomes(wider, 2, path, make_loras(path, tmp_path), what, way):
+        assert outcome.error == "zerostart.errors.ConfigError", outcome.describe()
+        with pytest.raises(AssertionError, match=words):
+            raise AssertionError(outcome.message)
+
+
+def test_what_peft_computes_of_an_adapter_in_shards_is_refused() -> None:
+    """Of what only has a shape here."""
+    linear = nn.Linear(3, 3)
+    model = zerostart.load(linear.state_dict(), lambda: nn.Linear(3, 3), engine="fsdp2", progress=False)
+    assert torch.equal(read(lambda model, state_dict: state_dict, model)["weight"], linear.weight)
+    with pytest.raises(zerostart.errors.ConfigError, match=r"PEFT computes bias .*full_tensors"):
+        read(lambda model, state_dict: {**state_dict, "bias": state_dict["bias"] + 1}, model)
+
+
+def of_values(path: Path, way: str) -> tuple[str, float]:
+    """An adapter that begins with a decomposition of the weights: what is wrong, and how far it is off."""
+    plain = diffusers.DiffusionPipeline.from_pretrained(str(path))
+    pipe = zerostart.load_pipeline(path, whole_beside(path), **WAYS[way], progress=False)
+    first = picture(plain, "wan")
+    try:
+        pipe.transformer.add_adapter(LoraConfig(**LORA, init_lora_weights="olora"))
+    except zerostart.errors.ConfigError as error:
+        return str(error), 0.0
+    return "", float((picture(pipe, "wan") - first).abs().max())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["ZeRO-3", "FSDP2"])
+def test_an_adapter_that_begins_with_values_of_weights(way: str, tmp_path: Path) -> None:
+    path = make_pipeline("wan", tmp_path / "wan")
+    for message, off in run_ranks(of_values, 2, path, way):
+        if way == "FSDP2":
+            assert "values of the weights of" in message
+        else:
+            assert (message, off < 1e-2) == ("", True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("key", FAMILIES)
+def test_loras_of_every_family(key: str, tmp_path: Path) -> None:
+    path = make_pipeline(key, tmp_path / key)
+    loras = make_loras(path, tmp_path)
+    assert run_ranks(compare, 2, path, key, loras, list(WAYS), timeout=200) == [[], []]

@@ -1,0 +1,216 @@
+"""Small whole pipelines of diffusers, with random weights, as ``save_pretrained`` leaves them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.conformance.checkpoints import randomise
+from tests.conformance.diffusion_suite import family
+
+__all__ = ["CALLS", "FAMILIES", "make_pipeline"]
+
+WORDS = ("<pad>", "<s>", "</s>", "<unk>", "a", "cat", "sees", "the", "sea", "and", "sleeps", "user", "prompt")
+VOCABULARY = 120
+
+_WAN = {"height": 16, "width": 16, "num_frames": 5, "guidance_scale": 3.0, "max_sequence_length": 12}
+#: What each pipeline is called with, beside a prompt and a generator.
+CALLS: Mapping[str, Mapping[str, Any]] = {
+    "wan": _WAN,
+    "wan_of_two": _WAN,
+    "qwen_image": {"height": 16, "width": 16, "max_sequence_length": 24, "negative_prompt": "a cat"},
+    "flux": {"height": 16, "width": 16, "max_sequence_length": 12},
+    "flux2": {
+        **{"height": 16, "width": 16, "guidance_scale": 3.0, "max_sequence_length": 12},
+        "text_encoder_out_layers": (1, 2, 3),
+    },
+    "z_image": {"height": 16, "width": 16, "max_sequence_length": 12},
+}
+
+
+def tokenizer(template: bool = False) -> Any:
+    """Words by their places in a list."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    made = Tokenizer(models.WordLevel({word: n for n, word in enumerate(WORDS)}, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    found = PreTrainedTokenizerFast(
+        tokenizer_object=made,
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        model_max_length=77,
+    )
+    if template:
+        found.chat_template = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}"
+    return found
+
+
+def component(key: str, **changes: Any) -> Any:
+    """A random model of a family of the conformance suite."""
+    import diffusers
+
+    one = family(key)
+    return getattr(diffusers, one.kind).from_config({**one.config, **changes})
+
+
+def scheduler(**settings: Any) -> Any:
+    import diffusers
+
+    return diffusers.FlowMatchEulerDiscreteScheduler(**settings)
+
+
+def umt5() -> Any:
+    from transformers import UMT5Config, UMT5EncoderModel
+
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 3, "num_heads": 2}
+    return UMT5EncoderModel(UMT5Config(vocab_size=VOCABULARY, **sizes))
+
+
+def wan() -> Any:
+    import diffusers
+
+    vae = component("wan_vae", z_dim=4, latents_mean=[0.5, 0.25, 0.1, 0], latents_std=[1.5, 1.25, 1.1, 1])
+    return diffusers.WanPipeline(
+        tokenizer=tokenizer(),
+        text_encoder=umt5(),
+        vae=vae,
+        scheduler=scheduler(shift=3.0),
+        transformer=component("wan", out_channels=4, text_dim=16),
+    )
+
+
+def wan_of_two() -> Any:
+    """Two experts, one for each half of the noise, as Wan2.2's larger models have."""
+    made = wan()
+    made.register_modules(transformer_2=component("wan", out_channels=4, text_dim=16))
+    made.register_to_config(boundary_ratio=0.9)
+    return made
+
+
+def qwen_image() -> Any:
+    import diffusers
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+    text = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4},
+    }
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 16}
+    encoder = Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=vision))
+    vae = component(
+        "qwen_image_vae", z_dim=4, latents_mean=[0.5, 0.25, 0.1, 0], latents_std=[1.5, 1.25, 1.1, 1]
+    )
+    return diffusers.QwenImagePipeline(
+        tokenizer=tokenizer(template=True),
+        text_encoder=encoder,
+        vae=vae,
+        scheduler=scheduler(use_dynamic_shifting=True),
+        transformer=component("qwen_image", joint_attention_dim=16),
+    )
+
+
+def flux() -> Any:
+    import diffusers
+    from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
+
+    clip = CLIPTextConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=20,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        projection_dim=20,
+    )
+    t5 = T5Config(vocab_size=VOCABULARY, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2)
+    transformer = component(
+        "flux",
+        in_channels=20,
+        pooled_projection_dim=20,
+        joint_attention_dim=16,
+        guidance_embeds=True,
+    )
+    return diffusers.FluxPipeline(
+        tokenizer=tokenizer(),
+        tokenizer_2=tokenizer(),
+        text_encoder=CLIPTextModel(clip),
+        text_encoder_2=T5EncoderModel(t5),
+        vae=component("flux_vae", shift_factor=0.1, use_quant_conv=False, use_post_quant_conv=False),
+        scheduler=scheduler(use_dynamic_shifting=True),
+        transformer=transformer,
+    )
+
+
+def qwen3(layers: int) -> Any:
+    from transformers import Qwen3Config
+
+    return Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+    )
+
+
+def flux2() -> Any:
+    """Klein, whose captions are three layers of Qwen3 side by side."""
+    import diffusers
+    from transformers import Qwen3ForCausalLM
+
+    return diffusers.Flux2KleinPipeline(
+        tokenizer=tokenizer(template=True),
+        text_encoder=Qwen3ForCausalLM(qwen3(3)),
+        vae=component("flux2_vae"),
+        scheduler=scheduler(use_dynamic_shifting=True),
+        transformer=component("flux2", in_channels=20, joint_attention_dim=48, guidance_embeds=False),
+    )
+
+
+def z_image() -> Any:
+    import diffusers
+    from transformers import Qwen3Model
+
+    return diffusers.ZImagePipeline(
+        tokenizer=tokenizer(template=True),
+        text_encoder=Qwen3Model(qwen3(2)),
+        vae=component("flux_vae", shift_factor=0.1),
+        scheduler=scheduler(shift=3.0),
+        transformer=component("z_image", cap_feat_dim=16),
+    )
+
+
+FAMILIES: Mapping[str, Callable[[], Any]] = {
+    "wan": wan,
+    "wan_of_two": wan_of_two,
+    "qwen_image": qwen_image,
+    "flux": flux,
+    "flux2": flux2,
+    "z_image": z_image,
+}
+
+
+def make_pipeline(key: str, path: Path) -> Path:
+    """The directory of the pipeline of a family; every weight is random."""
+    torch.manual_seed(5)
+    made = FAMILIES[key]()
+    for part in made.components.values():
+        if isinstance(part, torch.nn.Module):
+            randomise(part)
+            for name, buffer in part.named_buffers():
+                if name.endswith("running_var"):
+                    buffer.abs_()  # of which roots are taken
+    made.save_pretrained(path)
+    return path

@@ -1,0 +1,129 @@
+"""Scripts over accelerate that save and resume as its documentation has it, with room for one added line."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.integrations.scripts import Data
+
+__all__ = ["Loop", "alone", "resumed", "saved_every_way"]
+
+
+class Loop:
+    """A model, optimizer, schedule and data, prepared; ``adopt`` is the line, None for none."""
+
+    def __init__(
+        self, path: Path, environment: dict[str, str], adopt: dict[str, Any] | None, adapter: bool = False
+    ) -> None:
+        os.environ.update(environment)
+        from accelerate import Accelerator
+        from accelerate.utils import InitProcessGroupKwargs, ProjectConfiguration
+        from transformers import AutoModelForCausalLM, set_seed
+
+        if adopt is not None:
+            import zerostart
+
+            zerostart.enable(**adopt)
+        elif "FSDP_VERSION" in environment:
+            from zerostart.upstream.accelerate.preparing import Override
+
+            Override(lambda model: False, lambda accelerator, model: None).open()
+        handler = InitProcessGroupKwargs(backend="gloo", timeout=timedelta(seconds=20))
+        project = ProjectConfiguration(str(path.parent), automatic_checkpoint_naming=False)
+        options = {"cpu": True} if "FSDP_VERSION" in environment else {}
+        self.accelerator: Any = Accelerator(
+            mixed_precision="no", kwargs_handlers=[handler], project_config=project, **options
+        )
+        set_seed(11)
+        model: Any = AutoModelForCausalLM.from_pretrained(path)
+        if adapter:
+            from peft import LoraConfig, get_peft_model
+
+            torch.manual_seed(7)
+            model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
+        model.train()
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+        loader: Any = torch.utils.data.DataLoader(Data(), batch_size=8 // self.accelerator.num_processes)
+        self.model, self.optimizer, self.schedule, self.loader = self.accelerator.prepare(
+            model, optimizer, schedule, loader
+        )
+
+    @property
+    def bare(self) -> Any:
+        """The model as the script knows it."""
+        return self.accelerator.unwrap_model(self.model)
+
+    def steps(self, count: int) -> list[float]:
+        """The losses of ``count`` steps on the first batches."""
+        losses = []
+        for _, batch in zip(range(count), self.loader, strict=False):
+            loss = self.model(**batch, use_cache=False).loss
+            self.accelerator.backward(loss)
+            self.accelerator.clip_grad_norm_(self.model.parameters(), 1.0)
+            self.optimizer.step()
+            self.schedule.step()
+            self.optimizer.zero_grad()
+            losses.append(self.accelerator.gather(loss.detach().reshape(1)).mean().item())
+        return losses
+
+
+def saved_every_way(
+    path: Path, out: Path, environment: dict[str, str], adopt: dict[str, Any] | None, adapter: bool = False
+) -> tuple[list[float], list[float]]:
+    """Train, save in all ways, and train on; the losses, and those of the second part."""
+    loop = Loop(path, environment, adopt, adapter)
+    accelerator, first = loop.accelerator, loop.steps(2)
+    state = accelerator.get_state_dict(loop.model)
+    main = accelerator.is_main_process
+    # As transformers and accelerate document it, on every rank.
+    loop.bare.save_pretrained(out / "documented", is_main_process=main, state_dict=state)
+    if main:  # and as many scripts have it
+        loop.bare.save_pretrained(out / "main", state_dict=state)
+    accelerator.wait_for_everyone()
+    if adopt is not None:
+        more = {} if adapter else {"max_shard_size": "100KB"}
+        loop.bare.save_pretrained(out / "cut", is_main_process=main, **more)
+        loop.bare.save_pretrained(out / "over", **more)
+        loop.bare.save_pretrained(out / "over")
+        loop.bare.save_pretrained(out / "whole", save_function=accelerator.save)
+    if not adapter:
+        accelerator.save_model(loop.model, out / "model", max_shard_size="100KB")
+    accelerator.save_state(str(out / "state"))
+    return first, loop.steps(2)
+
+
+def resumed(
+    path: Path, state: Path, environment: dict[str, str], adopt: dict[str, Any] | None, adapter: bool = False
+) -> list[float]:
+    """Go on from a state that another run has saved."""
+    loop = Loop(path, environment, adopt, adapter)
+    loop.accelerator.load_state(str(state))
+    return loop.steps(2)
+
+
+def alone(path: Path, out: Path, environment: dict[str, str], waits: bool) -> float:
+    """``save_pretrained`` on the main process alone; seconds until the error."""
+    import time
+
+    import pytest
+
+    from zerostart.errors import ConfigError
+
+    loop = Loop(path, environment, {})
+    if loop.accelerator.is_main_process:
+        begun = time.monotonic()
+        with pytest.raises(ConfigError, match="every rank has a part of the model, so call it on every rank"):
+            loop.bare.save_pretrained(out)
+        seconds = time.monotonic() - begun
+        assert not out.exists() or not list(out.iterdir())
+    else:
+        seconds = 0.0
+    if waits:
+        loop.accelerator.wait_for_everyone()
+    return seconds

@@ -1,0 +1,135 @@
+"""transformers' own arguments for parallel axes, as those of a load."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import zerostart
+from tests.parity import checkpoint
+from tests.ranks import run_ranks
+from zerostart.errors import ConfigError
+from zerostart.integrations.transformers.parallel_arguments import Asked, take
+from zerostart.loading.arguments import EnabledArguments
+
+FLAG = {"enable_expert_parallel": True}
+GIVEN = {"ep_size": 4, "tp_size": 2, "fsdp_size": 4}
+#: What is asked of 8 ranks; a mesh as its sizes and names.
+ASKED: dict[str, tuple[dict[str, Any], Asked]] = {
+    "nothing": ({"dtype": "auto"}, Asked()),
+    "a mesh alone": ({"device_mesh": ((8,), ("tp",))}, Asked()),
+    "the flag": ({"distributed_config": FLAG}, Asked(8)),
+    "on a mesh": ({"distributed_config": FLAG, "device_mesh": ((8,), None)}, Asked(8)),
+    "on its last dimension": ({"distributed_config": FLAG, "device_mesh": ((4, 2), ("dp", "ep"))}, Asked(2)),
+    "the flag with a size": ({"distributed_config": {**FLAG, "tp_size": 4}}, Asked(4)),
+    "a size": ({"distributed_config": {"ep_size": 4, "fsdp_size": 8}}, Asked(4)),
+    "both": ({"distributed_config": GIVEN}, Asked(4, 2)),
+    "experts alone": ({"distributed_config": {"ep_size": 4, "tp_size": 4, "tp_plan": {}}}, Asked(4)),
+    "plans": (
+        {"distributed_config": {**GIVEN, "tp_plan": {"a": "rowwise"}, "ep_plan": {"b": "grouped_gemm"}}},
+        Asked(4, 2, {"b": "grouped_gemm"}, {"a": "rowwise"}),
+    ),
+    "auto": ({"tp_plan": "auto"}, Asked(1, 8)),
+    "auto with a size": ({"tp_plan": "auto", "tp_size": 2}, Asked(1, 2)),
+    "a size alone": ({"tp_size": 2}, Asked(1, 2)),
+    "auto on a mesh": ({"tp_plan": "auto", "device_mesh": ((2, 4), ("dp", "tp"))}, Asked(1, 4)),
+    "a plan": ({"tp_plan": {"lm_head": "colwise"}, "tp_size": 2}, Asked(1, 2, None, {"lm_head": "colwise"})),
+}
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "stages": ({"distributed_config": {"pp_size": 2}}, "pp_size=2: no load makes pipeline stages"),
+    "offloading": (
+        {"distributed_config": {"fsdp_size": 8, "fsdp_cpu_offload": True}},
+        "has fsdp_cpu_offload",
+    ),
+    "replicas": ({"distributed_config": {"fsdp_size": 4, "dp_replicate_size": 2}}, "dp_replicate_size=2"),
+    "batches": ({"distributed_config": {"fsdp_size": 4, "tp_size": 4}}, "fsdp_size=4, and 8 ranks with"),
+    "no axis": ({"distributed_config": {}}, "asks for no axis of more than one rank"),
+    "no name": (
+        {"distributed_config": FLAG, "device_mesh": ((2, 4), ("a", "b"))},
+        "none of them is called ep",
+    ),
+    "no neighbours": (
+        {"distributed_config": FLAG, "device_mesh": ((4, 2), ("ep", "dp"))},
+        r"puts the ranks \[0, 2, 4, 6\] together",
+    ),
+}
+
+
+def asked(arguments: dict[str, Any]) -> Asked:
+    arguments = dict(arguments)
+    if "device_mesh" in arguments:
+        sizes, names = arguments["device_mesh"]
+        arguments["device_mesh"] = dist.init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    found = take(arguments, 8)
+    assert arguments.keys() <= {"dtype"}
+    return found
+
+
+def translated() -> dict[str, Asked]:
+    """On one rank of 8, none of which has to be there for that."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    os.environ["WORLD_SIZE"] = "8"
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    with zerostart.enabled():
+        for arguments, text in REFUSED.values():
+            with pytest.raises(ConfigError, match=text):
+                asked(arguments)
+        return {case: asked(arguments) for case, (arguments, _) in ASKED.items()}
+
+
+def test_what_the_arguments_ask_for() -> None:
+    (found,) = run_ranks(translated, 1, process_group=False)
+    assert found == {case: wanted for case, (_, wanted) in ASKED.items()}
+
+
+def test_settings_and_arguments_agree_or_are_refused() -> None:
+    settings = EnabledArguments(expert_parallel=4)
+    assert Asked(4, 2).over(settings) == EnabledArguments(expert_parallel=4, tensor_parallel=2)
+    assert Asked().over(settings) == settings
+    with pytest.raises(
+        ConfigError, match="asks for expert_parallel=2, and zerostart is enabled with expert_p"
+    ):
+        Asked(2).over(settings)
+
+
+def loaded(path: Path) -> list[str]:
+    """From both entrances on FSDP2, and the rules of a call; what differs from what is stored."""
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    stock = AutoModelForCausalLM.from_pretrained(path)
+    expected, lines = stock.state_dict(), []
+    cases: dict[str, dict[str, Any]] = {
+        "tensors": {"tp_plan": "auto"},
+        "experts": {"distributed_config": DistributedConfig(ep_size=2, fsdp_size=2)},
+        "a rule": {
+            "distributed_config": DistributedConfig(tp_size=2, tp_plan={"lm_head": "rowwise_split_input"})
+        },
+    }
+    with zerostart.enabled(engine="fsdp2", progress=False):
+        for case, arguments in cases.items():
+            model: Any = AutoModelForCausalLM.from_pretrained(path, **arguments)
+            local = {name: tuple(p.to_local().shape) for name, p in model.named_parameters()}
+            found = {name: t for name, t in zerostart.full_tensors(model, rank=None) if t is not None}
+            lines += [f"{case}: {n}" for n in expected if not torch.equal(found[n], expected[n])]
+            head, experts = local["lm_head.weight"], model.model.layers[0].mlp.experts
+            shares = {"tensors": (48, 16), "experts": (48, 16), "a rule": (96, 8)}[case]
+            lines += [f"{case}: {head} of the head"] if head != shares else []
+            lines += [f"{case}: has_ep"] if getattr(model, "has_ep", False) != (case == "experts") else []
+            lines += [f"{case}: experts"] if experts.num_experts != (4 if case == "experts" else 8) else []
+            lines += [f"{case}: rules"] if (model.tp_plan == stock.tp_plan) != (case != "a rule") else []
+        with pytest.raises(zerostart.ZerostartError, match="tp_plan of the distributed_config names nowhere"):
+            AutoModelForCausalLM.from_pretrained(
+                path, distributed_config={"tp_size": 2, "tp_plan": {"nowhere": "colwise"}}
+            )
+    return lines
+
+
+def test_loads_that_ask_so(tmp_path: Path) -> None:
+    assert run_ranks(loaded, 2, checkpoint("mixtral", tmp_path)) == [[], []]

@@ -1,0 +1,147 @@
+"""diffusers' ``from_pretrained`` gives, while zerostart is enabled, what it gives without, in shards."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import zerostart
+from tests.ranks import rank_outcomes, run_ranks
+
+CONFIG = {
+    "num_attention_heads": 2,
+    "attention_head_dim": 12,
+    "in_channels": 4,
+    "out_channels": 4,
+    "text_dim": 16,
+    "freq_dim": 8,
+    "ffn_dim": 24,
+    "num_layers": 2,
+    "rope_max_seq_len": 16,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small transformer, as one file, as several, in another directory, and with weights missing."""
+    import diffusers
+    from safetensors.torch import load_file, save_file
+
+    root = tmp_path_factory.mktemp("diffusers")
+    torch.manual_seed(0)
+    model = diffusers.WanTransformer3DModel(**CONFIG)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape) * 0.1)
+    model.save_pretrained(root / "one")
+    model.save_pretrained(root / "several", max_shard_size="8KB")
+    model.save_pretrained(root / "pipeline" / "transformer")
+    model.save_pretrained(root / "missing")
+    file = root / "missing" / "diffusion_pytorch_model.safetensors"
+    tensors = load_file(file)
+    tensors["surplus"] = tensors.pop("proj_out.bias")
+    save_file(tensors, file, metadata={"format": "pt"})
+    return root
+
+
+def loaded(path: Path, settings: dict[str, Any], loading: dict[str, Any], out: Path) -> dict[str, Any]:
+    # The line comes before the imports, and does not pay for diffusers.
+    zerostart.enable(**settings)
+    assert "diffusers" not in sys.modules
+    from diffusers import WanTransformer3DModel
+
+    model, info = WanTransformer3DModel.from_pretrained(path, output_loading_info=True, **loading)
+    check_start(WanTransformer3DModel, settings)
+    zerostart.disable()
+    assert zerostart.report(model).engine == settings["engine"]
+    found = facts(model, info)
+    found["tensors"] = dict(zerostart.full_tensors(model, rank=None))
+    alone = WanTransformer3DModel.from_pretrained(path, **loading)
+    assert type(next(alone.parameters()).data) is torch.Tensor
+    # As diffusers' scripts have it; of a model that is not in shards by the main process alone.
+    model.save_pretrained(out, is_main_process=torch.distributed.get_rank() == 0)
+    return found
+
+
+def check_start(kind: Any, settings: dict[str, Any]) -> None:
+    """Without a checkpoint, on this rank alone as on all: whole from diffusers, in shards from ``load``."""
+    torch.manual_seed(3)
+    whole = kind.from_config(CONFIG)
+    assert all(type(parameter.data) is torch.Tensor for parameter in whole.parameters())
+    torch.manual_seed(3)
+    made = zerostart.load(None, model=lambda: kind.from_config(CONFIG), progress=False, **settings)
+    assert zerostart.digest(made) == zerostart.digest(whole)
+
+
+def facts(model: Any, info: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "config": dict(model.config),
+        "training": model.training,
+        "dtype": model.dtype,
+        "buffers": {n: b.clone() for n, b in model.named_buffers()},
+        "info": {key: sorted(value) for key, value in info.items()},
+    }
+
+
+def stock(path: Path, loading: dict[str, Any]) -> dict[str, Any]:
+    from diffusers import WanTransformer3DModel
+
+    model, info = WanTransformer3DModel.from_pretrained(path, output_loading_info=True, **loading)
+    return {**facts(model, info), "tensors": dict(model.state_dict())}
+
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "one": ("one", {}),
+    "several": ("several", {"torch_dtype": torch.bfloat16}),
+    "subfolder": ("pipeline", {"subfolder": "transformer"}),
+    "missing": ("missing", {}),
+}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "zero3": {"engine": "deepspeed"},
+    "zero2": {"engine": "deepspeed", "zero_stage": 2},
+    "fsdp2": {"engine": "fsdp2"},
+}
+
+
+@pytest.mark.parametrize(
+    ("setting", "case"),
+    [("zero3", "several"), ("zero2", "one"), ("fsdp2", "subfolder"), ("fsdp2", "missing")],
+)
+def test_as_without_zerostart(setting: str, case: str, folder: Path, tmp_path: Path) -> None:
+    name, loading = CASES[case]
+    expected = stock(folder / name, loading)
+    found = run_ranks(loaded, 2, folder / name, SETTINGS[setting], loading, tmp_path / "saved")
+    saved = stock(tmp_path / "saved", loading)
+    assert saved["config"] | {"_name_or_path": ""} == expected["config"] | {"_name_or_path": ""}
+    assert [n for n, t in saved["tensors"].items() if not torch.equal(t, found[0]["tensors"][n])] == []
+    for ours in found:
+        missing = set(ours["info"]["missing_keys"])
+        assert missing == ({"proj_out.bias"} if case == "missing" else set())
+        assert ours["tensors"].keys() == expected["tensors"].keys()
+        for part in ("tensors", "buffers"):
+            assert [
+                key
+                for key, tensor in expected[part].items()
+                if key not in missing
+                and (tensor.dtype != ours[part][key].dtype or not torch.equal(tensor, ours[part][key]))
+            ] == []
+        for fact in ("config", "training", "dtype", "info"):
+            assert ours[fact] == expected[fact]
+
+
+def refused(path: Path) -> None:
+    from diffusers import WanTransformer3DModel
+
+    with zerostart.enabled(engine="fsdp2"):
+        WanTransformer3DModel.from_pretrained(path, device_map={"": 0})
+
+
+def test_arguments_that_cannot_be_honoured_are_refused_by_name(folder: Path) -> None:
+    outcomes = rank_outcomes(refused, 2, folder / "one")
+    assert {o.error for o in outcomes} == {"zerostart.errors.ConfigError"}
+    assert {o.message for o in outcomes} == {outcomes[0].message}
+    assert "from_pretrained(device_map=...) is not available" in outcomes[0].message

@@ -1,0 +1,263 @@
+"""What ``from_pretrained`` gives while zerostart is enabled is what it gives without, in shards."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import zerostart
+from tests.ranks import RankError, rank_outcomes, run_ranks
+from tests.tiny import TinyCheckpoints, edit_tensors
+
+ENGINES = ("deepspeed", "fsdp2")
+Findings = dict[str, Any]
+
+
+def facts(model: Any) -> Findings:
+    """What a later library call may look at."""
+    generation = model.generation_config.to_dict() if model.can_generate() else None
+    return {
+        "class": model.config.__class__.__name__,
+        "config": model.config.to_dict(),
+        "dtype": model.config.dtype,
+        "name": model.name_or_path,
+        "generation": generation,
+        "training": model.training,
+        "conversions": [type(c).__name__ for c in getattr(model, "_weight_conversions", ())],
+        "buffers": {n: b.clone() for n, b in model.named_buffers()},
+    }
+
+
+def alike(ours: Findings, stock: Findings) -> None:
+    for name, tensor in stock.pop("buffers").items():
+        assert torch.equal(ours["buffers"][name], tensor), name
+    ours.pop("buffers")
+    assert ours == stock
+
+
+def loaded(
+    name: str, path: Path, settings: dict[str, Any], loading: dict[str, Any]
+) -> tuple[Findings, dict[str, torch.Tensor], Any]:
+    """Facts, whole tensors, loading info of a model of the class ``name``."""
+    import transformers
+
+    kind = getattr(transformers, name)
+    with zerostart.enabled(**settings):
+        model, info = kind.from_pretrained(path, output_loading_info=True, **loading)
+    assert zerostart.report(model).engine == settings["engine"]
+    return facts(model), dict(zerostart.full_tensors(model, rank=None)), info
+
+
+def compare(engine: str, name: str, path: Path, **loading: Any) -> Any:
+    """Load on two ranks and alone without zerostart; returns the loading info."""
+    import transformers
+
+    found = run_ranks(loaded, 2, name, path, {"engine": engine}, loading)
+    stock, info = getattr(transformers, name).from_pretrained(path, output_loading_info=True, **loading)
+    expected = dict(stock.state_dict())
+    reference = facts(stock)
+    for ours, tensors, seen in found:
+        alike(ours, dict(reference))
+        assert tensors.keys() == expected.keys()
+        missing = set(seen["missing_keys"]) | {key for key, *_ in seen["mismatched_keys"]}
+        assert [n for n in expected if n not in missing and not torch.equal(tensors[n], expected[n])] == []
+        assert [n for n in expected if tensors[n].dtype != expected[n].dtype] == []
+        assert seen == info
+    return info
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("name", ["qwen3", "gpt_oss"])
+def test_as_without_zerostart(engine: str, name: str, checkpoints: TinyCheckpoints) -> None:
+    info = compare(engine, "AutoModelForCausalLM", checkpoints(name))
+    assert not any(info.values())
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_dtype_that_is_asked_for(engine: str, checkpoints: TinyCheckpoints) -> None:
+    # flint keeps modules in fp32 when it is loaded in bf16.
+    compare(engine, "AutoModelForCausalLM", checkpoints("flint"), dtype=torch.bfloat16)
+    compare(engine, "AutoModelForCausalLM", checkpoints("qwen3"), torch_dtype="bfloat16")
+
+
+def test_missing_and_unexpected_weights(checkpoints: TinyCheckpoints) -> None:
+    info = compare("deepspeed", "AutoModelForSequenceClassification", checkpoints("mixtral"))
+    assert info["missing_keys"] == {"score.weight"}
+    assert info["unexpected_keys"] == {"lm_head.weight"}
+
+
+def test_shapes_that_do_not_fit(checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
+    import transformers
+
+    path = tmp_path / "classifier"
+    kind = transformers.AutoModelForSequenceClassification
+    kind.from_pretrained(checkpoints("mixtral"), num_labels=3).save_pretrained(path)
+    name = "AutoModelForSequenceClassification"
+    info = compare("fsdp2", name, path, num_labels=5, ignore_mismatched_sizes=True)
+    assert info["mismatched_keys"] == {("score.weight", (3, 20), (5, 20))}
+    outcomes = rank_outcomes(loaded, 2, name, path, {"engine": "fsdp2"}, {"num_labels": 5})
+    assert {o.error for o in outcomes} == {"zerostart.errors.CoverageError"}
+    assert len({o.message for o in outcomes}) == 1
+    assert "score.weight is [3, 20] in the checkpoint and [5, 20] in the model" in outcomes[0].message
+
+
+def test_subfolder_key_mapping_and_attention(checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
+    shutil.copytree(checkpoints("qwen3"), tmp_path / "inner")
+
+    def rename(tensors: dict[str, torch.Tensor]) -> None:
+        for key in list(tensors):
+            tensors[key.replace("model.", "old.", 1)] = tensors.pop(key)
+
+    edit_tensors(tmp_path / "inner", rename)
+    compare(
+        "fsdp2",
+        "Qwen3ForCausalLM",
+        tmp_path,
+        subfolder="inner",
+        key_mapping={"^old.": "model."},
+        attn_implementation="eager",
+    )
+
+
+REFUSED = {
+    "device_map": {"": 0},
+    "gguf_file": "weights.gguf",
+    "quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True},
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_arguments_that_cannot_be_honoured_are_refused_by_name(
+    name: str, checkpoints: TinyCheckpoints
+) -> None:
+    with pytest.raises(RankError) as caught:
+        run_ranks(
+            loaded,
+            2,
+            "Qwen3ForCausalLM",
+            checkpoints("qwen3"),
+            {"engine": "fsdp2"},
+            {name: REFUSED[name]},
+        )
+    assert {o.error for o in caught.value.outcomes} == {"zerostart.errors.ConfigError"}
+    assert all(f"from_pretrained({name}=...) is not" in o.message for o in caught.value.outcomes)
+
+
+def fails_on_one(path: Path, gone: Path) -> str:
+    import torch.distributed as dist
+    from transformers import AutoConfig, Qwen3ForCausalLM
+
+    config = AutoConfig.from_pretrained(path)
+    with zerostart.enabled(engine="fsdp2"), pytest.raises(zerostart.ZerostartError) as caught:
+        Qwen3ForCausalLM.from_pretrained(path if dist.get_rank() == 0 else gone, config=config)
+    return str(caught.value)
+
+
+def test_what_fails_on_one_rank_fails_on_all(checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
+    (tmp_path / "gone").mkdir()
+    found = run_ranks(fails_on_one, 2, checkpoints("qwen3"), tmp_path / "gone", timeout=60)
+    assert found[0] == found[1]
+    assert found[0].startswith("rank 1: OSError: ")
+
+
+def fails_alike(gone: Path) -> str:
+    from transformers import AutoConfig, Qwen3ForCausalLM
+
+    config = AutoConfig.for_model("qwen3")
+    with zerostart.enabled(engine="fsdp2"), pytest.raises(OSError, match="no file named") as caught:
+        Qwen3ForCausalLM.from_pretrained(gone, config=config)
+    return type(caught.value).__name__
+
+
+def test_what_fails_everywhere_is_the_librarys_error(tmp_path: Path) -> None:
+    assert run_ranks(fails_alike, 2, tmp_path, timeout=60) == ["OSError"] * 2
+
+
+def saves(path: Path, out: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    with zerostart.enabled(engine="deepspeed", expert_parallel=2):
+        model = AutoModelForCausalLM.from_pretrained(path)
+    whole = {n: t for n, t in zerostart.full_tensors(model) if t is not None}
+    if whole:
+        model.save_pretrained(out, state_dict=whole)
+
+
+def test_experts_shared_out_leave_nothing_in_the_configuration(
+    checkpoints: TinyCheckpoints, tmp_path: Path
+) -> None:
+    from safetensors.torch import load_file
+
+    path = checkpoints("mixtral")
+    run_ranks(saves, 2, path, tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert written == json.loads((path / "config.json").read_text())
+    weights, expected = load_file(tmp_path / "model.safetensors"), load_file(path / "model.safetensors")
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[key], expected[key]) for key in expected)
+
+
+def opened(path: Path) -> tuple[str, set[torch.dtype], bool]:
+    import deepspeed
+    from transformers import AutoModelForCausalLM
+
+    config = {"train_batch_size": 2, "bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}
+    deepspeed.init_distributed("gloo", dist_init_required=False)
+    with zerostart.enabled(), deepspeed.zero.Init(config_dict_or_path=config):
+        model = AutoModelForCausalLM.from_pretrained(path)
+        inside = torch.nn.Linear(4, 4)  # What is made beside it is partitioned, as ever.
+    same = dict(zerostart.full_tensors(model, rank=None))
+    exact = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).state_dict()
+    assert all(torch.equal(same[n], exact[n]) for n in exact)
+    return (
+        zerostart.report(model).engine,
+        {p.dtype for p in model.parameters()},
+        hasattr(inside.weight, "ds_id"),
+    )
+
+
+def test_an_open_zero_init_is_an_active_configuration(checkpoints: TinyCheckpoints) -> None:
+    assert run_ranks(opened, 2, checkpoints("qwen3")) == [("deepspeed", {torch.bfloat16}, True)] * 2
+
+
+def idle(path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    with zerostart.enabled():
+        model = AutoModelForCausalLM.from_pretrained(path)
+        with pytest.raises(zerostart.ZerostartError, match="was not loaded by zerostart"):
+            zerostart.report(model)
+    no_engine = pytest.raises(zerostart.ZerostartError, match=r"expert_parallel=2.* no engine is set up")
+    with zerostart.enabled(expert_parallel=2), no_engine:
+        AutoModelForCausalLM.from_pretrained(path)
+
+
+def test_without_a_configuration_nothing_changes(checkpoints: TinyCheckpoints) -> None:
+    run_ranks(idle, 1, checkpoints("qwen3"))
+
+
+def test_methods_are_put_back() -> None:
+    from transformers import PreTrainedModel
+
+    names = ("from_pretrained", "get_init_context", "_load_pretrained_model", "_finalize_model_loading")
+    before = [vars(PreTrainedModel)[name] for name in names]
+    with zerostart.enabled(), zerostart.enabled(engine="fsdp2"):
+        assert all(vars(PreTrainedModel)[n] is not b for n, b in zip(names, before, strict=True))
+    assert [vars(PreTrainedModel)[name] for name in names] == before
+    with pytest.raises(zerostart.ZerostartError, match="zerostart is not enabled"):
+        zerostart.disable()
+    with pytest.raises(zerostart.ZerostartError, match="engine='jax' is unknown"):
+        zerostart.enable(engine="jax")
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="the host is not all there is")
+@pytest.mark.parametrize("device_map", ["auto", {"": "cpu"}], ids=["auto", "cpu"])
+def test_a_device_map_of_the_host_is_none_where_there_is_nothing_else(
+    device_map: Any, checkpoints: TinyCheckpoints
+) -> None:
+    compare("fsdp2", "Qwen3ForCausalLM", checkpoints("qwen3"), device_map=device_map)

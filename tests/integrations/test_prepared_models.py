@@ -1,0 +1,160 @@
+"""A training loop over accelerate with one added line trains as without it, whatever is made first."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.integrations.scripts import accelerate_script, fsdp2, zero3
+from tests.ranks import rank_outcomes, run_ranks
+from tests.tiny import TinyCheckpoints
+
+ENGINES = ("deepspeed", "zero2", "fsdp2")
+
+
+def environment_of(engine: str, folder: Path) -> dict[str, str]:
+    if engine == "fsdp2":
+        return fsdp2()
+    # accelerate's optimizer is the script's own, and its batches are told nowhere else.
+    more = {"train_micro_batch_size_per_gpu": 2, "gradient_clipping": 1.0, "bf16": {"enabled": "auto"}}
+    if engine == "zero2":
+        more["zero_optimization"] = {"stage": 2}
+    return zero3(folder, **more)
+
+
+def run(path: Path, environment: dict[str, str], adopt: Any, *options: Any) -> dict[str, Any]:
+    found = run_ranks(
+        accelerate_script, 2, path, environment, adopt, *options, process_group=False, timeout=200
+    )
+    assert found[0]["losses"] == found[1]["losses"]
+    first: dict[str, Any] = found[0]
+    return first
+
+
+def agree(ours: dict[str, Any], stock: dict[str, Any], tolerance: float) -> None:
+    assert ours["losses"] == pytest.approx(stock["losses"], rel=tolerance)
+    assert ours["norms"] == pytest.approx(stock["norms"], rel=tolerance)
+    assert ours["dtypes"] == stock["dtypes"]
+    assert ours["weights"].keys() == stock["weights"].keys()
+    for name, tensor in stock["weights"].items():
+        torch.testing.assert_close(ours["weights"][name], tensor, rtol=10 * tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_mixed_precision_and_either_order(engine: str, checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
+    path, environment = checkpoints("qwen3", torch.bfloat16), environment_of(engine, tmp_path)
+    environment["ACCELERATE_MIXED_PRECISION"] = "bf16"
+    stock = run(path, environment, None, "bf16")
+    agree(run(path, environment, {}, "bf16"), stock, 1e-6)
+    agree(run(path, environment, {}, "bf16", True), stock, 1e-6)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_adapters_on_top(engine: str, checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
+    path, environment = checkpoints("qwen3"), environment_of(engine, tmp_path)
+    stock = run(path, environment, None, "no", False, True)
+    agree(run(path, environment, {}, "no", False, True), stock, 1e-5)
+
+
+def test_shards_on_the_host(checkpoints: TinyCheckpoints) -> None:
+    """On CPU ranks accelerate itself cannot offload: it asks for pinned memory."""
+    path = checkpoints("qwen3")
+    stock = run(path, fsdp2(), None, "no")
+    for adapter in (False, True):
+        expected = run(path, fsdp2(), None, "no", False, True) if adapter else stock
+        agree(run(path, fsdp2(FSDP_OFFLOAD_PARAMS="true"), {}, "no", False, adapter), expected, 1e-5)
+
+
+def test_a_model_of_another_stage_is_refused(checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
+    path, adopt = checkpoints("qwen3"), {"engine": "deepspeed", "engine_config": {}}
+    outcomes = rank_outcomes(
+        accelerate_script, 2, path, environment_of("zero2", tmp_path), adopt, "no", process_group=False
+    )
+    assert {o.error for o in outcomes} == {"zerostart.errors.ConfigError"}
+    assert "was loaded for DeepSpeed ZeRO-3, and accelerate prepares it for DeepSpeed ZeRO-2" in (
+        outcomes[0].message
+    )
+
+
+def test_a_model_that_is_whole_on_every_rank_is_refused(checkpoints: TinyCheckpoints) -> None:
+    path, adopt = checkpoints("qwen3"), {"engine": "fsdp2", "zero_stage": 0, "engine_config": {}}
+    outcomes = rank_outcomes(accelerate_script, 2, path, fsdp2(), adopt, "no", process_group=False)
+    assert {o.error for o in outcomes} == {"zerostart.errors.ConfigError"}
+    assert "was loaded with zero_stage=0, whole on every rank" in outcomes[0].message
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("ignored_modules", ["a"]),
+        ("activation_checkpointing", True),
+        ("auto_wrap_policy", "SIZE_BASED_WRAP"),
+    ],
+)
+def test_settings_that_cannot_be_honoured_are_refused_by_name(setting: str, value: Any) -> None:
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    from zerostart.errors import ZerostartError
+    from zerostart.integrations.engine_setup import fsdp2_config
+    from zerostart.upstream.accelerate.plugins import FSDP2Plugin
+
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, **{setting: value})
+    with pytest.raises(ZerostartError, match=r"is not available under zerostart\.enabled\(\)"):
+        fsdp2_config(FSDP2Plugin(plugin, "no"), torch.nn.Linear)
+
+
+def test_settings_that_change_between_load_and_preparation_are_refused(
+    checkpoints: TinyCheckpoints,
+) -> None:
+    path, environment = checkpoints("qwen3"), fsdp2()
+    outcomes = rank_outcomes(accelerate_script, 2, path, environment, {}, "bf16", True, process_group=False)
+    assert {o.error for o in outcomes} == {"zerostart.errors.ConfigError"}
+    assert "other FSDP2 settings than accelerate has now (mp_policy)" in outcomes[0].message
+
+
+def late(path: Path) -> str:
+    from accelerate import Accelerator
+    from accelerate.utils import FullyShardedDataParallelPlugin
+    from transformers import AutoModelForCausalLM
+
+    import zerostart
+
+    zerostart.enable()
+    model = AutoModelForCausalLM.from_pretrained(path)
+    accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2), cpu=True)
+    with pytest.raises(zerostart.ZerostartError) as caught:
+        accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    return str(caught.value)
+
+
+def aside() -> list[str]:
+    from accelerate import Accelerator
+
+    import zerostart
+
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("zerostart").addHandler(handler)
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    zerostart.enable()
+    Accelerator(cpu=True)
+    return told
+
+
+def test_a_launchers_deepspeed_that_is_left_aside_is_told_of() -> None:
+    (told,) = run_ranks(aside, 1, process_group=False)
+    assert ["accelerate trains without the DeepSpeed" in text for text in told].count(True) == 1
+
+
+def test_a_model_that_came_before_any_configuration_is_named(checkpoints: TinyCheckpoints) -> None:
+    for message in run_ranks(late, 2, checkpoints("qwen3"), process_group=False):
+        assert message.startswith(
+            "every rank has read Qwen3ForCausalLM whole, since FSDP2 was not yet set up"
+        )
+        assert "zerostart.enable(engine='fsdp2')" in message

@@ -1,0 +1,203 @@
+"""Embeddings of a model that is in shards, resized by transformers' method, train as in one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import zerostart
+from tests.parity import checkpoint
+from tests.ranks import run_ranks
+from tests.tiny import TinyCheckpoints, minilm_path
+
+MODELS = {
+    "qwen3": "AutoModelForCausalLM",
+    "qwen3_moe_aligned": "AutoModelForCausalLM",
+    "minilm": "AutoModelForMaskedLM",
+}
+#: New number of tokens, relative to the old one; multiple; and whether new rows have the mean of the old.
+CHANGES = {"more": (9, None, True), "fewer": (-8, None, True), "padded": (3, 64, False)}
+
+
+def change(model: Any, more: int, multiple: int | None, mean: bool, seed: int) -> Any:
+    torch.manual_seed(seed)
+    count = model.config.get_text_config().vocab_size + more  # for partitions have no shape of their own
+    return model.resize_token_embeddings(count, pad_to_multiple_of=multiple, mean_resizing=mean)
+
+
+def trained(model: Any, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> list[float]:
+    losses = []
+    for _ in range(3):
+        loss = model(input_ids=batch, labels=batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def batch_of(model: Any) -> torch.Tensor:
+    """Tokens up to the last one, which is new where some were added."""
+    count = model.config.get_text_config().vocab_size
+    return torch.arange(count - 32, count).reshape(4, 8)
+
+
+def ours(path: Path, kind: str, edit: tuple[Any, ...], config: dict[str, Any]) -> dict[str, Any]:
+    import transformers
+
+    rank = torch.distributed.get_rank()
+    torch.manual_seed(3)  # for the head that a checkpoint may lack
+    with zerostart.enabled(engine="fsdp2", engine_config=config):
+        model = getattr(transformers, MODELS[kind]).from_pretrained(path)
+    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
+    resized = change(model, *edit, seed=7 + rank)  # What rank 0 draws is everyone's.
+    assert resized is model.get_input_embeddings() is embeddings
+    assert model.get_output_embeddings() is head
+    start = {name: tensor.clone() for name, tensor in zerostart.full_tensors(model, rank=None)}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.eval()
+    losses = trained(model, optimizer, batch_of(model))
+    end = dict(zerostart.full_tensors(model, rank=None))
+    with pytest.raises(zerostart.ZerostartError, match="once FSDP2 has run a forward"):
+        model.resize_token_embeddings(len(embeddings.weight) + 1)
+    sizes = [embeddings.num_embeddings, getattr(head, "out_features", None), model.config.vocab_size]
+    return {"start": start, "losses": losses, "end": end, "sizes": sizes}
+
+
+SOME = {("qwen3", "fewer"), ("qwen3", "padded"), ("qwen3_moe_aligned", "more")}
+
+
+@pytest.mark.parametrize(
+    ("kind", "edit"),
+    [
+        pytest.param(kind, edit, marks=() if (kind, edit) in SOME else pytest.mark.slow)
+        for kind in MODELS
+        for edit in CHANGES
+    ],
+)
+def test_resized_as_the_unsharded_model(kind: str, edit: str, checkpoints: TinyCheckpoints) -> None:
+    compare(minilm_path() if kind == "minilm" else checkpoints(kind), kind, CHANGES[edit], 2, {})
+
+
+@pytest.mark.parametrize(
+    "config",
+    [pytest.param({"replicate": 2}, marks=pytest.mark.slow), {"wrap": ["Embedding", "Linear"]}],
+    ids=["HSDP", "units"],
+)
+def test_placements(config: dict[str, Any], checkpoints: TinyCheckpoints) -> None:
+    compare(
+        checkpoints("qwen3_moe_aligned"),
+        "qwen3_moe_aligned",
+        CHANGES["more"],
+        4 if "replicate" in config else 2,
+        config,
+    )
+
+
+def compare(path: Path, kind: str, edit: tuple[Any, ...], ranks: int, config: dict[str, Any]) -> None:
+    import transformers
+
+    torch.manual_seed(3)
+    model = getattr(transformers, MODELS[kind]).from_pretrained(path)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as on the ranks: the covariance of the rows depends on it
+    change(model, *edit, seed=7)
+    torch.set_num_threads(threads)
+    start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = trained(model.eval(), optimizer, batch_of(model))
+    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
+    for found in run_ranks(ours, ranks, path, kind, edit, config):
+        assert {n for n in start if not torch.equal(start[n], found["start"][n])} == set()
+        assert found["losses"] == pytest.approx(losses, rel=1e-5)
+        for name, tensor in model.state_dict().items():
+            torch.testing.assert_close(found["end"][name], tensor, rtol=1e-4, atol=1e-6)
+        expected = [embeddings.num_embeddings, getattr(head, "out_features", None), model.config.vocab_size]
+        assert found["sizes"] == expected
+
+
+def cut(path: Path) -> None:
+    import transformers
+
+    with zerostart.enabled(engine="fsdp2", tensor_parallel=2):
+        model = transformers.AutoModelForCausalLM.from_pretrained(path)
+    count = len(model.get_input_embeddings().weight)
+    assert model.resize_token_embeddings(count) is model.get_input_embeddings()
+    with pytest.raises(zerostart.ZerostartError, match="tensor parallel has cut them; use tensor_parallel=1"):
+        model.resize_token_embeddings(count - 8)
+
+
+def test_not_where_tensor_parallel_has_cut_them(tmp_path: Path) -> None:
+    run_ranks(cut, 2, checkpoint("qwen3", tmp_path))
+
+
+def fails_on_one(path: Path) -> str:
+    """One rank fails when all have begun: every rank says so, and keeps a model that trains."""
+    import transformers
+
+    with zerostart.enabled(engine="fsdp2"):
+        model = transformers.AutoModelForCausalLM.from_pretrained(path)
+    before = {name: tensor.clone() for name, tensor in zerostart.full_tensors(model, rank=None)}
+    if torch.distributed.get_rank() == 1:
+        model.tie_weights = lambda *_, **__: 1 / 0  # after the weights have their new size
+    with pytest.raises(zerostart.ZerostartError) as caught:
+        change(model, 9, None, True, seed=7)
+    after = dict(zerostart.full_tensors(model, rank=None))
+    assert {name for name in before if not torch.equal(before[name], after[name])} == set()
+    assert torch.isfinite(model(input_ids=torch.arange(8)[None], labels=torch.arange(8)[None]).loss)
+    return str(caught.value)
+
+
+def test_a_failure_on_one_rank_loses_nothing(checkpoints: TinyCheckpoints) -> None:
+    told = run_ranks(fails_on_one, 2, checkpoints("qwen3_moe_aligned"))
+    assert len(set(told)) == 1
+    assert "rank 1" in told[0]
+
+
+def partitions(path: Path, folder: Path, edits: list[str]) -> None:
+    """At ZeRO-3, of which transformers is told nothing: by ``load``, or by ``enabled(engine=...)``."""
+    import deepspeed
+    import transformers
+
+    for number, edit in enumerate(edits):
+        plain = transformers.AutoModelForCausalLM.from_pretrained(path)
+        change(plain, *CHANGES[edit], seed=7)
+        expected = plain.state_dict()
+        if number % 2:
+            model: Any = zerostart.load(path, progress=False)
+        else:
+            with zerostart.enabled(engine="deepspeed", zero_stage=3):
+                model = transformers.AutoModelForCausalLM.from_pretrained(path)
+        resized = change(model, *CHANGES[edit], seed=7 + torch.distributed.get_rank())
+        assert resized is model.get_input_embeddings()
+        config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
+        config["zero_allow_untested_optimizer"] = True
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+        found = dict(zerostart.full_tensors(engine, rank=None))
+        assert {name for name in expected if not torch.equal(found[name], expected[name])} == set()
+        zerostart.save(engine, folder / edit)
+        again = transformers.AutoModelForCausalLM.from_pretrained(folder / edit).state_dict()
+        assert {name for name in expected if not torch.equal(again[name], expected[name])} == set()
+        batch = batch_of(model)
+        loss = engine(input_ids=batch, labels=batch).loss
+        assert loss.item() == pytest.approx(plain(input_ids=batch, labels=batch).loss.item(), rel=1e-5)
+        engine.backward(loss)
+        engine.step()
+        with pytest.raises(zerostart.ZerostartError, match="resize them before initialize"):
+            model.resize_token_embeddings(len(expected) + 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "edits"),
+    [
+        ("qwen3", ["more"]),
+        pytest.param("qwen3", ["fewer", "padded"], marks=pytest.mark.slow),
+        pytest.param("qwen3_moe_aligned", ["more", "fewer", "padded"], marks=pytest.mark.slow),
+    ],
+)
+def test_partitions(kind: str, edits: list[str], checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
+    run_ranks(partitions, 2, checkpoints(kind), tmp_path, edits)

@@ -1,0 +1,147 @@
+"""What scripts save by their own calls, and resume from, with the one added line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.integrations.saving_scripts import alone, resumed, saved_every_way
+from tests.integrations.scripts import fsdp2, zero3
+from tests.ranks import run_ranks
+from tests.tiny import TinyCheckpoints
+
+ENGINES = ("deepspeed", "fsdp2")
+
+
+def environment_of(engine: str, folder: Path) -> dict[str, str]:
+    if engine == "fsdp2":
+        return fsdp2()
+    more: dict[str, Any] = {"train_micro_batch_size_per_gpu": 2, "gradient_clipping": 1.0}
+    if engine == "zero2":
+        more["zero_optimization"] = {"stage": 2}
+    return zero3(folder, **more)
+
+
+def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for file in folder.glob("*.safetensors"):
+        found |= load_file(file)
+    return found
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def run(function: Any, ranks: int, *arguments: Any) -> Any:
+    found = run_ranks(function, ranks, *arguments, process_group=False, timeout=200)
+    assert all(one == found[0] for one in found)
+    return found[0]
+
+
+def unsharded(weights: Path, out: Path) -> None:
+    """Save, with plain transformers, the unsharded model that has ``weights``."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(weights)
+    model.save_pretrained(out / "whole")
+    model.save_pretrained(out / "cut", max_shard_size="100KB")
+
+
+def settings_in(folder: Path) -> dict[str, Any]:
+    """All JSON files but the marker: the index, which says what lies where, too."""
+    files = [file for file in folder.glob("*.json") if file.name != "zerostart.json"]
+    return {file.name: _in_order(json.loads(file.read_text())) for file in files}
+
+
+def _in_order(settings: dict[str, Any]) -> dict[str, Any]:
+    """PEFT keeps names of modules as a set, whose order is another one in each process."""
+    names = settings.get("target_modules")
+    return settings | ({"target_modules": sorted(names)} if isinstance(names, list) else {})
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_accelerate_saves_and_resumes(engine: str, checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
+    path, environment = checkpoints("qwen3_moe_aligned"), environment_of(engine, tmp_path / "zero")
+    out = tmp_path / "out"
+    _, losses = run(saved_every_way, 2, path, out, environment, {})
+    # What accelerate gathers, and transformers saves of that, is what all ranks have written.
+    gathered = tensors_in(out / "documented")
+    assert same(tensors_in(out / "main"), gathered)
+    unsharded(out / "documented", tmp_path)
+    for ours, theirs in (("whole", "whole"), ("cut", "cut"), ("over", "whole")):
+        assert same(tensors_in(out / ours), gathered)
+        assert settings_in(out / ours) == settings_in(tmp_path / theirs)
+        assert {f.name for f in (out / ours).glob("*.safetensors")} == {
+            f.name for f in (tmp_path / theirs).glob("*.safetensors")
+        }
+    check_own_names(path, out / "model", gathered)
+    assert run(resumed, 2, path, out / "state", environment, {}) == losses
+
+
+def check_own_names(path: Path, model: Path, gathered: dict[str, torch.Tensor]) -> None:
+    """accelerate's ``save_model`` has the model's own names, which ``load_checkpoint_in_model`` takes."""
+    from accelerate import load_checkpoint_in_model
+    from transformers import AutoModelForCausalLM
+
+    whole: Any = AutoModelForCausalLM.from_pretrained(path)
+    load_checkpoint_in_model(whole, str(model), strict=True)
+    whole.save_pretrained(model / "again")
+    assert same(tensors_in(model / "again"), gathered)
+
+
+def test_adapters_are_saved_and_resumed(checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
+    path, environment = checkpoints("qwen3"), environment_of("deepspeed", tmp_path / "zero")
+    out = tmp_path / "out"
+    _, losses = run(saved_every_way, 2, path, out, environment, {}, True)
+    gathered = tensors_in(out / "documented")
+    assert gathered
+    assert all("lora" in name for name in gathered)
+    assert same(tensors_in(out / "whole"), gathered)
+    assert settings_in(out / "whole") == settings_in(out / "documented")
+    assert run(resumed, 2, path, out / "state", environment, {}, True) == losses
+
+
+@pytest.mark.parametrize("waits", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_call_of_one_rank_alone_is_an_error(
+    waits: bool, checkpoints: TinyCheckpoints, tmp_path: Path
+) -> None:
+    """At once where the others wait for everyone; else by the time-out of the process group."""
+    arguments = (checkpoints("qwen3"), tmp_path / "out", fsdp2(), waits)
+    seconds = run_ranks(alone, 2, *arguments, process_group=False, timeout=100)[0]
+    assert seconds < 5 if waits else 19 < seconds < 25
+
+
+#: How it was saved, by how many; how it goes on, by how many.
+MOVES = [
+    ("deepspeed", 2, "fsdp2", 2),
+    ("fsdp2", 2, "deepspeed", 1),
+    ("deepspeed", 4, "zero2", 2),
+    ("zero2", 2, "fsdp2", 4),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("saved", "before", "engine", "after"), MOVES)
+def test_it_goes_on_elsewhere(
+    saved: str, before: int, engine: str, after: int, checkpoints: TinyCheckpoints, tmp_path: Path
+) -> None:
+    path, out = checkpoints("qwen3"), tmp_path / "out"
+    _, losses = run(saved_every_way, before, path, out, environment_of(saved, tmp_path / "a"), {})
+    found = run(resumed, after, path, out / "state", environment_of(engine, tmp_path / "b"), {})
+    assert found == pytest.approx(losses, rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ENGINES)
+def test_what_accelerate_has_written_is_read_as_before(
+    engine: str, checkpoints: TinyCheckpoints, tmp_path: Path
+) -> None:
+    path, environment, out = checkpoints("qwen3"), environment_of(engine, tmp_path / "zero"), tmp_path / "out"
+    _, losses = run(saved_every_way, 2, path, out, environment, None)
+    assert run(resumed, 2, path, out / "state", environment, {}) == pytest.approx(losses, rel=1e-5)

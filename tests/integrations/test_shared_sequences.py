@@ -1,0 +1,156 @@
+"""Scripts whose ranks share sequences, by accelerate's ``ParallelismConfig``, with one added line."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import BertConfig, BertModel
+
+import zerostart
+from tests.integrations.scripts import fsdp2, sequences, trainer_script, zero3
+from tests.ranks import run_ranks
+from tests.tiny import TinyCheckpoints
+from zerostart.live.record import record_of
+
+MODEL = "qwen3_even"
+
+
+def run(path: Path, out: Path, environment: dict[str, str], adopt: Any, world: int = 2, **more: Any) -> Any:
+    found = run_ranks(
+        trainer_script, world, path, out, environment, more, adopt, {}, process_group=False, timeout=200
+    )
+    assert all(one["losses"] == found[0]["losses"] for one in found)
+    return found[0]
+
+
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
+def test_trainer_on_deepspeed(stage: int, checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
+    zero = {"stage": stage}
+    if stage == 3:
+        zero["stage3_gather_16bit_weights_on_model_save"] = True
+    environment = {**zero3(tmp_path, zero_optimization=zero), **sequences("SP")}
+    # One row: on the CPU DeepSpeed's own cutting of more leaves labels that transformers cannot look at.
+    stock = run(checkpoints(MODEL), tmp_path / "stock", environment, None, batch_size=1)
+    ours = run(checkpoints(MODEL), tmp_path / "ours", environment, {}, batch_size=1)
+    assert ours["losses"] == stock["losses"]
+    assert ours["norms"] == pytest.approx(stock["norms"], rel=1e-6)
+
+
+@pytest.mark.slow
+def test_what_the_trainer_does_otherwise_is_told(checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
+    found = {}
+    for stage in (2, 3):
+        zero = {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True}
+        environment = {**zero3(tmp_path / str(stage), zero_optimization=zero), **sequences("SP")}
+        found[stage] = run_ranks(
+            told, 2, checkpoints(MODEL), tmp_path, environment, process_group=False, timeout=200
+        )
+    norms = {stage: ranks[0][0][0] for stage, ranks in found.items()}
+    assert norms[2] == pytest.approx(2 * norms[3], rel=1e-5)
+    for stage, ((_, first), (_, second)) in found.items():
+        assert second == []
+        assert sum("the gradients of the 2 ranks that share a sequence" in one for one in first) == (
+            stage == 2
+        )
+        assert sum("takes the mean of the means of 2 micro-batches" in one for one in first) == 1
+
+
+def told(path: Path, out: Path, environment: dict[str, str]) -> tuple[list[float], list[str]]:
+    """The Trainer on rows of two lengths: norms, and what zerostart warns of."""
+    from tests.integrations import scripts
+
+    warnings: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("zerostart").addHandler(handler)
+    own = scripts.Data.__getitem__
+
+    def shorter(self: Any, index: int) -> dict[str, torch.Tensor]:
+        item = own(self, index)
+        labels = item["labels"].clone()
+        labels[6 if index % 2 else 12 :] = -100
+        return {**item, "labels": labels}
+
+    scripts.Data.__getitem__ = shorter  # type: ignore[method-assign]
+    options = {"batch_size": 1, "gradient_accumulation_steps": 2}
+    found = trainer_script(path, out, environment, options, {}, {})
+    return found["norms"], [one for one in warnings if "transformers' Trainer" in one]
+
+
+@pytest.mark.slow
+def test_trainer_on_fsdp2(checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
+    """accelerate's own cannot be compared: torch has no context parallelism on the CPU by itself."""
+    environment = {**fsdp2(), **sequences("CP")}
+    ours = run(checkpoints(MODEL), tmp_path / "ours", environment, {}, use_cpu=True)
+    alone = run(checkpoints(MODEL), tmp_path / "alone", {}, None, 1, use_cpu=True)
+    assert ours["losses"] == pytest.approx(alone["losses"], rel=1e-5)
+    assert ours["norms"] == pytest.approx(alone["norms"], rel=1e-5)
+
+
+def refusals(path: Path, folder: Path, environment: dict[str, str]) -> dict[str, str]:
+    """What a script is told whose settings contradict each other, and how it is loaded where they do not."""
+    os.environ.update(environment)
+    from accelerate import Accelerator, ParallelismConfig
+    from accelerate.utils import DeepSpeedSequenceParallelConfig, InitProcessGroupKwargs
+    from transformers import AutoModel, AutoModelForCausalLM, TrainingArguments
+
+    from zerostart.integrations.engine_setup import check_sharing
+
+    def shared(**handler: Any) -> ParallelismConfig:
+        return ParallelismConfig(sp_size=2, sp_handler=DeepSpeedSequenceParallelConfig(**handler))
+
+    def loaded(parallelism: ParallelismConfig, **loading: Any) -> Any:
+        settings = {"ddp_backend": "gloo", "report_to": [], "parallelism_config": parallelism}
+        arguments = TrainingArguments(output_dir=str(folder), **settings)
+        assert arguments is not None
+        return AutoModelForCausalLM.from_pretrained(path, **loading)
+
+    told = {}
+
+    def note(name: str, call: Any) -> None:
+        with pytest.raises(zerostart.errors.ConfigError) as caught:
+            call()
+        told[name] = str(caught.value)
+
+    with zerostart.enabled():
+        note("unnamed", lambda: loaded(shared()))
+        uneven = {"sp_seq_length": 5, "sp_seq_length_is_variable": False, "sp_attn_implementation": "sdpa"}
+        note("uneven", lambda: loaded(shared(**uneven)))
+        other = shared(sp_attn_implementation="flash_attention_2")
+        note("other attention", lambda: loaded(other))
+        with zerostart.enabled(sequence_parallel=4):
+            note("twice", lambda: loaded(shared(sp_attn_implementation="sdpa")))
+        model = loaded(shared(sp_attn_implementation="sdpa"))
+        told["loaded"] = str(record_of(model).engine.mesh)
+        beside = shared(sp_attn_implementation="sdpa")
+        arguments = TrainingArguments(output_dir=str(folder), ddp_backend="gloo", parallelism_config=beside)
+        encoder = AutoModel.from_pretrained(folder / "encoder")
+        told["beside"] = str(record_of(encoder).engine.mesh)
+        note("encoder prepared", lambda: check_sharing(encoder))
+        del arguments
+        accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")])
+        optimizer = torch.optim.AdamW(model.parameters())
+        note("prepared", lambda: accelerator.prepare(model, optimizer))
+    return told
+
+
+def test_what_contradicts_itself_is_told(checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
+    environment = zero3(tmp_path, train_micro_batch_size_per_gpu=1)
+    sizes = {"hidden_size": 12, "num_attention_heads": 3, "num_hidden_layers": 1, "intermediate_size": 8}
+    BertModel(BertConfig(vocab_size=11, **sizes)).save_pretrained(tmp_path / "encoder")
+    arguments = (checkpoints(MODEL), tmp_path, environment)
+    first, second = run_ranks(refusals, 2, *arguments, process_group=False, timeout=200)
+    assert first == second
+    assert "names no attention implementation; pass sp_handler" in first["unnamed"]
+    assert "does not divide sp_seq_length=5" in first["uneven"]
+    assert "'flash_attention_2' of ParallelismConfig, and Qwen3ForCausalLM has" in first["other attention"]
+    assert "sequence_parallel=4 is asked for, and accelerate's" in first["twice"]
+    assert "sequence_parallel=2" in first["loaded"]
+    assert "sequence_parallel=1" in first["beside"]
+    assert "BertModel has attention that looks ahead, so that no ranks can share" in first["encoder prepared"]
+    assert "was loaded with sequence_parallel=2, and accelerate has 1 ranks share" in first["prepared"]

@@ -1,0 +1,185 @@
+"""Limits, advice, times, and the forms of a plan."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from typer.testing import CliRunner
+
+import zerostart
+from tests.tiny import TinyCheckpoints
+from zerostart.cli.memory_view import show_comparison, show_plan
+from zerostart.errors import ConfigError
+from zerostart.loading.forecast import PHASES
+
+ZERO = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1, "reduce_bucket_size": 1000}}
+
+
+def peak(made: Any, where: str) -> int:
+    return max(getattr(m, f"{where}_bytes") for rank in made.ranks for m in rank.memory.values())
+
+
+def shown(made: Any) -> str:
+    console = Console(record=True, width=120, file=io.StringIO())
+    show_plan(made, "source", console)
+    return console.export_text()
+
+
+def test_components_add_up_to_the_peaks(checkpoints: TinyCheckpoints) -> None:
+    made = zerostart.plan(checkpoints("qwen3_moe"), world_size=3, device_memory=10**9)
+    plain = made.as_dict()
+    assert made.accelerator
+    assert list(made.ranks[0].memory) == list(PHASES)
+    for rank, told in zip(made.ranks, plain["ranks"], strict=True):
+        assert rank.peak_host_bytes == rank.memory["load"].host_bytes
+        assert rank.peak_device_bytes == rank.memory["load"].device_bytes >= rank.device_bytes > 0
+        for phase, memory in rank.memory.items():
+            assert told["peaks"][phase] == {"host": memory.host_bytes, "device": memory.device_bytes}
+    of_classes = [number for kind in plain["memory"] for number in kind["ranks"]]
+    assert sorted(of_classes) == [0, 1, 2]
+    assert json.loads(json.dumps(plain)) == json.loads(json.dumps(made.as_dict()))
+
+
+def test_without_an_accelerator_all_memory_is_the_hosts(checkpoints: TinyCheckpoints) -> None:
+    made = zerostart.plan(checkpoints("qwen3_moe"), world_size=2)
+    assert not made.accelerator
+    assert all(not memory.device for rank in made.ranks for memory in rank.memory.values())
+    assert [fit.where for fit in made.fits] == ["host"]
+    assert made.fits[0].found
+    assert made.fits[0].ranks == 2
+    assert "the device is the CPU: its memory is host memory" in shown(made)
+
+
+def test_a_machine_is_no_measure_of_a_job_that_it_cannot_run(checkpoints: TinyCheckpoints) -> None:
+    made = zerostart.plan(checkpoints("qwen3_moe"), world_size=9)
+    assert made.fits == ()
+    assert made.fit is None
+
+
+@pytest.mark.parametrize("of", [0.999, 0.8, 0.6, 0.4, 0.1])
+def test_advice_fits(checkpoints: TinyCheckpoints, of: float) -> None:
+    """What is advised, done by hand, fits: a higher stage, offloading, more ranks."""
+    path = checkpoints("qwen3", torch.bfloat16)
+    given: dict[str, Any] = {"world_size": 2, "zero_stage": 1, "engine_config": ZERO}
+    limit = int(peak(zerostart.plan(path, **given, device_memory=1), "device") * of)
+    made = zerostart.plan(path, **given, device_memory=limit)
+    assert made.fit is False
+    assert "Does not fit: device memory" in shown(made)
+    assert len(made.advice) == 1
+    words = made.advice[0]
+    assert f"To make it fit: {words}" in shown(made).replace("\n", " ").replace("  ", " ")
+    zero: dict[str, Any] = dict(ZERO["zero_optimization"])
+    for stage in (2, 3):
+        if f"zero_stage={stage}" in words:
+            given["zero_stage"] = zero["stage"] = stage
+    for name in ("offload_optimizer", "offload_param"):
+        if name in words:
+            zero[name] = {"device": "cpu"}
+    if " ranks" in words:
+        given["world_size"] = int(words.split(" ranks")[0])
+    if "no change known" not in words:
+        given["engine_config"] = {**ZERO, "zero_optimization": zero}
+        assert zerostart.plan(path, **given, device_memory=limit).fit is True
+
+
+def test_the_smallest_change_comes_first(checkpoints: TinyCheckpoints) -> None:
+    path = checkpoints("qwen3", torch.bfloat16)
+    free = zerostart.plan(path, world_size=2, device_memory=10**10)
+    memory = free.ranks[0].memory
+    staging = memory["load"].host_bytes
+    assert staging > 2 * (1 << 20) > 2 * memory["initialize"].host_bytes
+    short = zerostart.plan(path, world_size=2, device_memory=10**10, host_memory=2 * staging - 1)
+    assert short.advice[0].startswith("memory_limit=1048576 (then ")
+    # DeepSpeed's own bucket of 500 million elements is most of what a small model takes.
+    tight = zerostart.plan(path, world_size=2, device_memory=10**9, host_memory=2 * staging - 1)
+    assert tight.advice[0].startswith("reduce_bucket_size=50000000 and memory_limit=1048576 (then ")
+
+
+def test_times_follow_the_rates(checkpoints: TinyCheckpoints) -> None:
+    """Two ranks of a machine get half of what storage gives to it, each."""
+    path = checkpoints("qwen3_moe", torch.bfloat16)
+    slow = zerostart.plan(path, world_size=2, storage_rate=1e3, interconnect_rate=1e3)
+    fast = zerostart.plan(path, world_size=2, storage_rate=2e3, interconnect_rate=1e3)
+    for rank, other in zip(slow.ranks, fast.ranks, strict=True):
+        assert rank.read_seconds == pytest.approx(rank.read_bytes / 500, rel=0.02)
+        assert rank.read_seconds == pytest.approx(2 * other.read_seconds)
+    assert slow.read_seconds == max(rank.read_seconds for rank in slow.ranks)
+    assert slow.rates["storage"] == 1e3
+
+
+def test_replicas_share_what_storage_gives(checkpoints: TinyCheckpoints) -> None:
+    path = checkpoints("qwen3", torch.bfloat16)
+    config = {"replicate": 4}
+    made = zerostart.plan(path, world_size=4, engine="fsdp2", engine_config=config, storage_rate=1e3)
+    assert made.read_seconds == pytest.approx(made.checkpoint_bytes / 1e3, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("device_memory", 0),
+        ("host_memory", "80GB"),
+        ("storage_rate", -1.0),
+        ("interconnect_rate", float("inf")),
+        ("optimizer", "adamm"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(name: str, value: Any, checkpoints: TinyCheckpoints) -> None:
+    with pytest.raises(ConfigError, match=name):
+        zerostart.plan(checkpoints("qwen3"), world_size=2, **{name: value})
+
+
+def test_the_optimizer_of_a_configuration_is_taken(checkpoints: TinyCheckpoints) -> None:
+    path = checkpoints("qwen3")
+    for section, name in (
+        ({"type": "AdamW"}, "fused_adamw"),
+        ({"type": "AdamW", "params": {"torch_adam": True}}, "adamw"),
+        ({"type": "SGD"}, "sgd"),
+    ):
+        made = zerostart.plan(path, world_size=2, engine_config={"optimizer": section})
+        assert made.optimizer == name
+
+
+def command(*arguments: object) -> Any:
+    import typer
+
+    from zerostart.cli.plan import command as plan
+
+    app = typer.Typer()
+    app.command()(plan)
+    return CliRunner().invoke(app, list(map(str, arguments)))
+
+
+def test_the_command_line(checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
+    path = checkpoints("qwen3", torch.bfloat16)
+    config = tmp_path / "ds.json"
+    config.write_text(json.dumps({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}))
+    common = (path, "--world-size", 2, "--engine-config", config, "--storage-rate", "7GB/s")
+    fits = command(*common, "--device-memory", "80GB", "--must-fit", "--json")
+    assert fits.exit_code == 0, fits.output
+    made = json.loads(fits.output)
+    assert made["rates"]["storage"] == 7e9
+    assert made["fit"] is True
+    assert made["memory"][0]["step"]["host"]["optimizer state"] > 0
+    tight = command(*common, "--device-memory", "1KB")
+    assert tight.exit_code == 0
+    assert "Does not fit" in tight.output
+    assert command(*common, "--device-memory", "1KB", "--must-fit").exit_code == 1
+    assert command(path, "--world-size", 2, "--device-memory", "much").exit_code == 2
+
+
+def test_forecast_and_measurement_side_by_side() -> None:
+    told = [{"read_bytes": 100, "peak_host_bytes": 2 * 10**9, "peak_device_bytes": 0, "read_seconds": 0.5}]
+    found = [{**told[0], "peak_host_bytes": 22 * 10**8, "seconds": {"read": 1.0}}]
+    console = Console(record=True, width=100, file=io.StringIO())
+    show_comparison(told, found, console)
+    lines = console.export_text().splitlines()
+    assert any("host peak" in line and "110.0%" in line for line in lines)
+    assert any("read, all ranks" in line and "100.0%" in line for line in lines)
+    assert not any("device peak" in line for line in lines)

@@ -1,0 +1,286 @@
+"""Offloaded models: the values of the whole model, out of a window that keeps its limit."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from transformers import (
+    CLIPTextConfig,
+    CLIPTextModel,
+    CLIPVisionConfig,
+    CLIPVisionModel,
+    UMT5EncoderModel,
+)
+
+import zerostart
+from tests.contract.test_oversized import capped
+from tests.integrations.pipelines.tiny_pipelines import umt5
+from tests.ranks import run_ranks
+from zerostart.checkpoint.source import open_catalog
+from zerostart.errors import ConfigError, EngineError, ReadError
+from zerostart.loading.offload import load_offloaded, release
+from zerostart.loading.request import Request
+from zerostart.loading.window import Window
+from zerostart.models.synth import synthesise
+from zerostart.transfer import PeakMeter
+
+MIB = 1 << 20
+CPU = torch.device("cpu")
+IDS = torch.tensor([[4, 5, 119, 0, 0], [7, 7, 1, 2, 3]])
+
+
+def offloaded(
+    source: Path,
+    model: Any,
+    limit: int | Window | None,
+    dtype: torch.dtype | None = None,
+    kind: str = "offload",
+    **placed: Any,
+) -> tuple[Any, Window]:
+    window = limit if isinstance(limit, Window) else Window(limit or 0, CPU)
+    placement = zerostart.Placement(kind, **placed)
+    request = Request(
+        source=str(source), model=model, engine="fsdp2", zero_stage=0, dtype=dtype, progress=False
+    )
+    return load_offloaded(request, placement, window, limit is None), window
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, nn.Module]:
+    torch.manual_seed(0)
+    model, path = umt5().eval().requires_grad_(False), tmp_path_factory.mktemp("offload") / "umt5"
+    model.save_pretrained(path)
+    return path, model
+
+
+def nbytes(module: nn.Module) -> int:
+    return sum(p.numel() * p.element_size() for p in module.parameters())
+
+
+@pytest.mark.parametrize("store", ["disk", "host"])
+@pytest.mark.parametrize("share", [None, 2.0, 0.6, 0.25, 0.18])
+def test_values_are_those_of_the_whole_model_within_any_limit(
+    share: float | None, store: str, encoder: tuple[Path, nn.Module]
+) -> None:
+    """Down to a limit below the size of one block, which comes in parts then."""
+    path, whole = encoder
+    limit = None if share is None else int(share * nbytes(whole))
+    model, window = offloaded(path, UMT5EncoderModel, limit, store=store)
+    assert {n: (p.shape, p.dtype, p.device) for n, p in model.named_parameters()} == {
+        n: (p.shape, p.dtype, p.device) for n, p in whole.named_parameters()
+    }
+    fetches = []
+    for grad in (torch.no_grad(), torch.inference_mode(), torch.enable_grad()):
+        with grad:
+            made = model(IDS).last_hidden_state
+        assert torch.equal(made, whole(IDS).last_hidden_state)
+        assert window.used <= window.highest <= window.limit
+        fetches.append(window.fetches)
+    assert limit is None or window.limit == limit
+    if share == 2.0:
+        assert fetches[0] == fetches[2]  # all of it stays
+    if share == 0.18:
+        assert limit is not None
+        assert limit < nbytes(whole.encoder.block[0])
+        assert fetches[2] - fetches[1] < fetches[0]  # what is needed next has stayed
+    release(model)
+    assert window.used == 0
+
+
+def test_vectors_and_kept_parameters_and_positions(tmp_path: Path) -> None:
+    """CLIP has tables of tokens and of positions, and buffers."""
+    torch.manual_seed(1)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    whole = CLIPTextModel(CLIPTextConfig(vocab_size=50, bos_token_id=1, eos_token_id=2, **sizes)).eval()
+    whole.save_pretrained(tmp_path)
+    model, _ = offloaded(tmp_path, CLIPTextModel, nbytes(whole) // 3)
+    with torch.no_grad():
+        ids = torch.arange(3, 13).view(2, 5)
+        assert torch.equal(model(ids).last_hidden_state, whole(ids).last_hidden_state)
+
+
+def test_models_share_a_window(encoder: tuple[Path, nn.Module], tmp_path: Path) -> None:
+    """What one always has, another cannot have: told before anything is computed."""
+    torch.manual_seed(1)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    whole = CLIPVisionModel(CLIPVisionConfig(image_size=8, patch_size=4, **sizes)).eval()
+    whole.save_pretrained(tmp_path)
+    path, text = encoder
+    pixels = torch.randn(1, 3, 8, 8)
+    kept = whole.get_parameter("embeddings.class_embedding").numel() * 4
+    for limit in (None, nbytes(text) // 4):
+        window = Window(limit or 0, CPU)
+        request = {"engine": "fsdp2", "zero_stage": 0, "progress": False}
+        first, second = (
+            load_offloaded(
+                Request(source=str(source), model=kind, **request),
+                zerostart.Placement("offload"),
+                window,
+                limit is None,
+            )
+            for source, kind in ((tmp_path, CLIPVisionModel), (path, UMT5EncoderModel))
+        )
+        with torch.no_grad():
+            for _ in range(2):
+                assert torch.equal(second(IDS).last_hidden_state, text(IDS).last_hidden_state)
+                assert torch.equal(first(pixels).last_hidden_state, whole(pixels).last_hidden_state)
+        assert window.highest <= window.limit
+    largest = 24 * 16 * 4 if limit else 0
+    with pytest.raises(ConfigError, match=r"of which \d+ are always taken; raise it by \d+"):
+        offloaded(tmp_path, CLIPVisionModel, Window(kept + 1, CPU))
+    offloaded(tmp_path, CLIPVisionModel, tight := Window(nbytes(whole), CPU))
+    tight.limit = largest + kept - 1
+    with pytest.raises(ConfigError, match=rf"of which {kept} are always taken; raise it by \d+"):
+        offloaded(path, UMT5EncoderModel, tight)
+
+
+def test_what_rests_on_the_device_counts() -> None:
+    window = Window(100, CPU)
+    assert window.claim(kept=10, least=20, wanted=30, grows=False) == 0
+    assert window.cede(60) == 0
+    assert (window.limit, window.free) == (40, 30)
+    assert window.cede(15) == 5
+
+
+@pytest.mark.parametrize("kind", ["offload", "replicate"])
+def test_precision_at_rest_and_in_computing(kind: str, encoder: tuple[Path, nn.Module]) -> None:
+    """fp8 at rest, bf16 in computing: the numbers of the matrices rounded so."""
+    path, _ = encoder
+    eight = torch.float8_e4m3fn
+    plain = UMT5EncoderModel.from_pretrained(path, dtype=torch.bfloat16)
+    stored = UMT5EncoderModel.from_pretrained(path)
+    with torch.no_grad():
+        for (name, parameter), (_, before) in zip(
+            plain.named_parameters(), stored.named_parameters(), strict=True
+        ):
+            if parameter.dim() > 1 and parameter.dtype == torch.bfloat16:
+                parameter.copy_(before.to(eight).to(torch.bfloat16))
+                assert not torch.equal(parameter.float(), before), name
+    store = {"store": "host"} if kind == "offload" else {}
+    model, _ = offloaded(
+        path,
+        UMT5EncoderModel,
+        nbytes(plain) // 2,
+        torch.bfloat16,
+        kind=kind,
+        storage_dtype=eight,
+        compute_dtype=torch.bfloat16,
+        **store,
+    )
+    with torch.no_grad():
+        assert torch.equal(model(IDS).last_hidden_state, plain(IDS).last_hidden_state)
+
+
+def test_what_cannot_be_is_told(encoder: tuple[Path, nn.Module], tmp_path: Path) -> None:
+    path, whole = encoder
+    with pytest.raises(ConfigError, match=r"wi_0|SelfAttention.*needs \d+ bytes at once.*raise it by \d+"):
+        offloaded(path, UMT5EncoderModel, 400)
+    model, window = offloaded(path, UMT5EncoderModel, nbytes(whole) // 3)
+    inputs = torch.randn(1, 3, 16, requires_grad=True)
+    with pytest.raises(EngineError, match="given what needs a gradient: its weights are not kept"):
+        model(inputs_embeds=inputs)
+    with torch.no_grad():
+        assert torch.equal(
+            model(inputs_embeds=inputs).last_hidden_state, whole(inputs_embeds=inputs).last_hidden_state
+        )
+    weight = model.encoder.block[0].layer[1].DenseReluDense.wo.weight
+    with pytest.raises(EngineError, match=r"block\.0.*wo\.weight is offloaded and not there now"):
+        weight.sum()
+    with pytest.raises(EngineError, match="offloaded and not there now"):
+        model.to(torch.bfloat16)
+    with pytest.raises(EngineError, match="offloaded and not there now"):
+        model.save_pretrained(tmp_path / "saved")
+    assert model.to("cpu") is model
+    with pytest.raises(IndexError, match=r"120 rows; asked for 5 to 120"), torch.no_grad():
+        model(torch.tensor([[5, 120]]))
+    with torch.no_grad():
+        assert torch.equal(model(IDS).last_hidden_state, whole(IDS).last_hidden_state)
+    assert all(unit.users == 0 for unit in window._resident if unit.name != "what is always there")
+
+
+def test_a_file_that_is_changed_is_told(encoder: tuple[Path, nn.Module], tmp_path: Path) -> None:
+    _, whole = encoder
+    whole.save_pretrained(tmp_path)
+    model, _ = offloaded(tmp_path, UMT5EncoderModel, nbytes(whole) // 3)
+    file = tmp_path / "model.safetensors"
+    os.utime(file, ns=(1, 1))
+    with pytest.raises(ReadError, match=r"model\.safetensors was changed.*keep it as it is"), torch.no_grad():
+        model(IDS)
+
+
+def test_what_a_checkpoint_lacks_is_refused(encoder: tuple[Path, nn.Module], tmp_path: Path) -> None:
+    _, whole = encoder
+    whole.config.save_pretrained(tmp_path)
+    state = {n: t.clone() for n, t in whole.state_dict().items() if "block.1" not in n and "embed" not in n}
+    save_file(state, tmp_path / "model.safetensors")
+    with pytest.raises(zerostart.ZerostartError, match=r"block\.1"):
+        offloaded(tmp_path, UMT5EncoderModel, 1 << 20)
+
+
+def sparse_encoder(path: Path, **sizes: Any) -> Path:
+    """A UMT5 encoder of zeros that take no place on the disk."""
+    from transformers import UMT5Config
+
+    config = UMT5Config(**sizes)
+    config.architectures = ["UMT5EncoderModel"]
+    config.save_pretrained(path / "config")
+    synthesise(path / "config", path / "model", sparse=True, dtype=sizes.get("dtype", "float32"))
+    return path / "model"
+
+
+def run_measured(path: Path, limit: int, cap: int) -> tuple[int, int]:
+    """The most anonymous memory that a load and two forwards took, and what the window held at most."""
+    small = sparse_encoder(
+        path / f"small-{os.getpid()}", vocab_size=8, d_model=8, d_kv=4, d_ff=8, num_layers=1
+    )
+    for source, most in ((small, 1 << 20), (path / "model", limit)):  # what is imported is no part of it
+        with capped(cap), PeakMeter(CPU, interval=0.005) as meter, torch.no_grad():
+            model, window = offloaded(source, UMT5EncoderModel, most, store="disk")
+            for _ in range(2):
+                assert model(torch.tensor([[1, 2, 3]])).last_hidden_state.isfinite().all()
+    return meter.host_bytes, window.highest
+
+
+def test_resident_memory_keeps_the_limit(tmp_path: Path) -> None:
+    """134 MB in blocks of 33 MB, of which 24 may be resident."""
+    sizes = {"vocab_size": 64, "d_model": 1024, "d_kv": 64, "num_heads": 8, "d_ff": 2048, "num_layers": 4}
+    sparse_encoder(tmp_path, **sizes)
+    ((peak, highest),) = run_ranks(run_measured, 1, tmp_path, 24 * MIB, 160 * MIB)
+    assert 12 * MIB < highest <= 24 * MIB
+    assert peak <= (24 + 64) * MIB
+
+
+def embed_at_real_size(path: Path) -> tuple[int, bool, bool]:
+    """UMT5-XXL's table of 2003 MiB, looked up under a cap of 512 MiB; and a block of 386 MB, in parts."""
+    peak, highest = run_measured(path, 192 * MIB, 512 * MIB)
+    source = path / "model"
+    entry = open_catalog(source).tensors["shared.weight"]
+    assert entry.nbytes == 256384 * 4096 * 2
+    rows = {0: 1.5, 77777: -2.0, 256383: 3.25}
+    file = open_catalog(source).files[entry.file]
+    with Path(file).open("r+b") as out:
+        for row, value in rows.items():
+            out.seek(entry.offset + row * 4096 * 2)
+            out.write(torch.full((4096,), value, dtype=torch.bfloat16).view(torch.uint8).numpy().tobytes())
+    with capped(512 * MIB), torch.no_grad():
+        model, _ = offloaded(source, UMT5EncoderModel, 192 * MIB, store="disk")
+        found = model.get_input_embeddings()(torch.tensor([[256383, 0, 77777], [5, 0, 256382]]))
+    expected = [[3.25, 1.5, -2.0], [0.0, 1.5, 0.0]]
+    exact = torch.equal(found, torch.tensor(expected, dtype=torch.bfloat16)[..., None].expand(2, 3, 4096))
+    return peak, highest <= 192 * MIB, exact
+
+
+@pytest.mark.slow
+def test_the_largest_embedding_at_real_size(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 256384, "d_model": 4096, "d_kv": 64, "num_heads": 64, "d_ff": 10240}
+    sparse_encoder(tmp_path, num_layers=2, dtype="bfloat16", **sizes)
+    ((peak, kept, exact),) = run_ranks(embed_at_real_size, 1, tmp_path, timeout=280)
+    assert kept
+    assert exact
+    assert peak <= (192 + 64) * MIB

@@ -1,0 +1,218 @@
+"""Two checkpoints, two live models, or one of each, tensor by tensor."""
+
+from __future__ import annotations
+
+import json
+import math
+import traceback
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import zerostart
+from tests.ranks import run_ranks
+from tests.tiny import TinyCheckpoints
+from zerostart.cli import main
+from zerostart.state.comparing.difference import Difference
+
+Tensors = dict[str, torch.Tensor]
+
+
+def made(path: Path, tensors: Tensors) -> Path:
+    path.mkdir()
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+def a_few() -> Tensors:
+    torch.manual_seed(0)
+    return {
+        "same": torch.randn(7, 5),
+        "values": torch.randn(300, 5000),
+        "zeros": torch.zeros(4),
+        "nan": torch.tensor([1.0, math.nan, math.inf]),
+        "shape": torch.randn(6, 2),
+        "dtype": torch.arange(6, dtype=torch.float32),
+        "counts": torch.arange(5),
+        "flags": torch.tensor([True, False]),
+        "small": torch.randn(40).to(torch.float8_e4m3fn),
+        "waves": torch.randn(4, dtype=torch.complex64),
+        "gone": torch.randn(2),
+    }
+
+
+def changed() -> Tensors:
+    tensors = a_few()
+    tensors["values"][250, 3] += 0.5
+    tensors["values"][0, 0] -= 2.0
+    tensors["zeros"][1] = -0.0
+    tensors["nan"][0] = math.nan
+    tensors["shape"] = tensors["shape"].reshape(2, 6).clone()
+    tensors["dtype"] = tensors["dtype"].to(torch.bfloat16)
+    tensors["counts"][4] = 14
+    tensors["flags"][1] = True
+    tensors["waves"][2] += 3j
+    tensors["new"] = tensors.pop("gone")
+    return tensors
+
+
+def test_two_checkpoints(tmp_path: Path) -> None:
+    a, b = made(tmp_path / "a", a_few()), made(tmp_path / "b", changed())
+    found = zerostart.diff(a, b)
+    assert sorted(found.equal) == ["same", "small"]
+    assert found.only_a == ("gone",)
+    assert found.only_b == ("new",)
+    assert found.differing["values"].elements == 2
+    assert found.differing["values"].largest == pytest.approx(2.0, abs=1e-6)
+    assert found.differing["zeros"][:2] == (0.0, 1)
+    assert math.isnan(found.differing["nan"].largest)
+    assert found.differing["nan"].elements == 1
+    assert found.differing["shape"].note == "shapes [6, 2] and [2, 6]"
+    assert found.differing["dtype"] == (0.0, 0, "dtypes F32 and BF16")
+    assert found.differing["counts"][:2] == (10.0, 1)
+    assert found.differing["flags"][:2] == (1.0, 1)
+    assert found.differing["waves"][0] == pytest.approx(3.0, abs=1e-6)
+    assert not found.same
+    assert zerostart.diff(a, a).same
+    assert set(zerostart.diff(b, b).equal) == set(changed())
+
+
+def test_other_files_same_tensors(checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
+    """In one file, in many, or in torch's own with transposed views: it is the tensors that are compared."""
+    one, many = checkpoints("qwen3_moe"), checkpoints("qwen3_moe", sharded=True)
+    tensors: Tensors = {}
+    for file in one.glob("*.safetensors"):
+        tensors |= load_file(file)
+    turned = {n: t.t().contiguous().t() if t.dim() == 2 else t for n, t in tensors.items()}
+    torch.save(turned, tmp_path / "pytorch_model.bin")
+    for other in (many, tmp_path, one / "model.safetensors"):
+        assert zerostart.diff(one, other).same
+        assert zerostart.diff(str(other), one).same
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a, b = made(tmp_path / "a", a_few()), made(tmp_path / "b", changed())
+    for arguments, code in (([a, a], 0), ([a, b], 1), ([a, b, "--json"], 1), ([a, tmp_path / "none"], 1)):
+        with pytest.raises(SystemExit) as ended:
+            main(["diff", *map(str, arguments)])
+        assert ended.value.code == code
+        out, error = capsys.readouterr()
+        if "--json" in arguments:
+            document = json.loads(out)
+            assert document["only_b"] == ["new"]
+            assert document["differing"]["values"]["elements"] == 2
+            assert document["differing"]["nan"]["largest"] is None
+        elif code and b in arguments:
+            assert "values: 2 elements differ, by 2 at most" in out
+        elif code:
+            assert error.startswith("error: ")
+        else:
+            assert out == "11 equal, 0 differing, 0 only in a, 0 only in b\n"
+
+
+def test_what_cannot_be_compared(tmp_path: Path) -> None:
+    with pytest.raises(zerostart.errors.ConfigError, match="a dict cannot be compared"):
+        zerostart.diff({}, tmp_path)  # type: ignore[arg-type]
+
+
+def test_training_states(checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
+    """Each other by what lies in their folders; models, and checkpoints of models, with their model alone."""
+    source = checkpoints("qwen3")
+    model = zerostart.load(source, engine="fsdp2", progress=False)
+    a, b = tmp_path / "a", tmp_path / "b"
+    zerostart.save_state(a, model)
+    zerostart.verify(a)
+    assert zerostart.diff(a, model).same
+    assert zerostart.diff(a, source).same
+    with torch.no_grad():
+        next(model.parameters()).add_(1)
+    zerostart.save_state(b, model)
+    found = zerostart.diff(a, b)
+    assert list(found.differing) == ["model/model.embed_tokens.weight"]
+    assert {name.partition("/")[0] for name in found.equal} >= {"model"}
+    assert list(zerostart.diff(source, b).differing) == ["model.embed_tokens.weight"]
+    assert zerostart.diff(model, b).same
+
+
+Options = dict[str, Any]
+DEEPSPEED3: Options = {"engine": "deepspeed", "zero_stage": 3}
+DEEPSPEED2: Options = {"engine": "deepspeed", "zero_stage": 2}
+FSDP2: Options = {"engine": "fsdp2", "zero_stage": 3}
+LOADS: dict[str, Options] = {
+    "zero3": DEEPSPEED3,
+    "zero2": DEEPSPEED2,
+    "fsdp2": FSDP2,
+    "replicas": {**FSDP2, "engine_config": {"replicate": 2}},
+    "experts": {**FSDP2, "expert_parallel": 2},
+}
+CHANGED = "model.layers.1.self_attn.o_proj.weight"
+
+
+def compare_loads(kind: Path, edited: Path, plain: Path) -> dict[str, Difference | str]:
+    """Models with the file that they are of and another, in both orders, and with each other."""
+    models = {name: zerostart.load(kind, **options, progress=False) for name, options in LOADS.items()}
+    found: dict[str, Difference | str] = {}
+
+    def note(name: str, a: Any, b: Any) -> None:
+        try:
+            found[name] = zerostart.diff(a, b)
+        except Exception:
+            found[name] = traceback.format_exc()
+
+    for name, model in models.items():
+        note(f"with a file: {name}", model, kind)
+        note(f"with a file: edited, {name}", edited, model)
+        note(f"{name}, own names", model, plain)
+    note("zero3, fsdp2", models["zero3"], models["fsdp2"])
+    other = zerostart.load(edited, **FSDP2, progress=False)
+    note("replicas, edited", models["replicas"], other)
+    note("edited, zero2", other, models["zero2"])
+    try:
+        zerostart.diff(models["zero3"], kind / "nowhere")
+    except Exception as error:
+        found["nowhere"] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def edit(tensors: Tensors) -> None:
+    if CHANGED in tensors:
+        tensors[CHANGED][2, 1] += 0.25
+        tensors[CHANGED][0, 3] -= 1.0
+
+
+def test_live_models(checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
+    kind = checkpoints("mixtral")
+    edited = checkpoints.edited(kind, "mixtral-differing", edit)
+    from transformers import AutoModelForCausalLM
+
+    state = AutoModelForCausalLM.from_pretrained(kind).state_dict()
+    plain = made(tmp_path / "plain", {name: t.clone() for name, t in state.items()})
+    outcomes = run_ranks(compare_loads, 2, kind, edited, plain)
+    assert outcomes[0] == outcomes[1]
+    found = outcomes[0]
+    assert found.pop("nowhere").startswith("CheckpointNotFoundError: ")
+    stored = {n for file in kind.glob("*.safetensors") for n in load_file(file)}
+    for name, one in found.items():
+        assert isinstance(one, Difference), one
+        assert one.only_a == one.only_b == (), name
+        expected = stored if name.startswith("with a file") else set(state)
+        if "edited" in name:
+            assert set(one.equal) == expected - {CHANGED}, name
+            assert one.differing[CHANGED].elements == 2
+            assert one.differing[CHANGED].largest == pytest.approx(1.0, abs=1e-6)
+        else:
+            assert one.same, (name, str(one))
+            assert set(one.equal) == expected, name
+
+
+def test_a_folder_of_somebodys_own_in_a_state_is_none_of_it(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    zerostart.save_state(tmp_path / "a", model)
+    zerostart.save_state(tmp_path / "b", model)
+    made(tmp_path / "a" / "own", a_few())
+    found = zerostart.diff(tmp_path / "a", tmp_path / "b")
+    assert not found.only_a
+    assert "model/weight" in found.equal

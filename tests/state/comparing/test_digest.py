@@ -1,0 +1,270 @@
+"""Digests that know no layout: the formula, any pieces in any order, and what must not go unnoticed."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from tests.ranks import run_ranks
+from zerostart.checkpoint.digest import Digests
+from zerostart.distributed.world import current_world
+from zerostart.errors import CheckpointError
+from zerostart.recipe.dtypes import spelling
+
+WORDS = 8192
+MASK = (1 << 64) - 1
+
+
+def mixed(number: int) -> int:
+    """The finaliser of SplitMix64, made odd."""
+    z = (number + 1) * 0x9E3779B97F4A7C15 & MASK
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & MASK
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB & MASK
+    return (z ^ (z >> 31)) | 1
+
+
+def by_the_formula(dtype: str, shape: Sequence[int], data: bytes) -> str:
+    """The digest as docs/verify.md writes it down, in integers of Python alone."""
+    words = [int.from_bytes(data[at : at + 8], "little") for at in range(0, len(data), 8)]
+    lanes = []
+    for lane in range(2):
+        total = 0
+        for number, word in enumerate(words):
+            block, place = divmod(number, WORDS)
+            high = word >> 32 if word < 1 << 63 else (word >> 32) - (1 << 32)
+            a, c = mixed(place + ((1 + lane) << 48)), mixed(place + ((3 + lane) << 48))
+            total += mixed(block + ((5 + lane) << 48)) * (a * word + c * high)
+        lanes.append((total & MASK).to_bytes(8, "little"))
+    return hashlib.blake2b(f"{dtype} {list(shape)} ".encode() + b"".join(lanes), digest_size=16).hexdigest()
+
+
+def octets(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def digest(tensor: torch.Tensor) -> str:
+    sums = Digests([("t", spelling(tensor.dtype), tensor.shape)])
+    sums.add("t", 0, tensor.contiguous().view(-1))
+    return sums.summed()["t"]
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.bool,
+        torch.uint8,
+        torch.float8_e4m3fn,
+        torch.bfloat16,
+        torch.float32,
+        torch.int64,
+        torch.complex64,
+    ],
+)
+def test_the_formula(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    for shape in ((), (0,), (3,), (7, 5), (37, 601), (150_001,)):
+        values = torch.randn(shape) * 5
+        tensor = values.to(dtype)
+        assert digest(tensor) == by_the_formula(spelling(dtype), shape, bytes(octets(tensor).numpy())), shape
+
+
+@pytest.mark.parametrize("place", [0, 3, 65_536])
+def test_as_accelerators_compute_it(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Block by block at once, from any place on: checked on the host, which has the same operators."""
+    torch.manual_seed(6)
+    tensor = torch.randn(150_000 + place)
+    expected = digest(tensor)
+    monkeypatch.setattr("zerostart.checkpoint.digest._on_host", lambda device: False)
+    monkeypatch.setattr("zerostart.checkpoint.digest.has_byte_products", lambda: False)
+    sums = Digests([("t", "F32", tensor.shape)])
+    sums.add("t", place, tensor[place:])
+    sums.add("t", 0, tensor[:place])
+    assert sums.summed()["t"] == expected
+
+
+def extremes() -> list[torch.Tensor]:
+    """Bytes of which products and their sums are largest, and noise; not whole blocks."""
+    torch.manual_seed(7)
+    size = 8 * WORDS * 19 + 77
+    values = (0, 127, 128, 255)
+    alike = [torch.full((size,), value, dtype=torch.uint8) for value in values]
+    return [*alike, torch.randint(0, 256, (size,), dtype=torch.uint8)]
+
+
+def test_bytes_as_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks that are multiplied byte by byte have the sums that they have word by word."""
+    found = [digest(tensor) for tensor in extremes()]
+    monkeypatch.setattr("zerostart.checkpoint.digest.has_byte_products", lambda: False)
+    assert found == [digest(tensor) for tensor in extremes()]
+
+
+OLDER = [pytest.param(limit, marks=pytest.mark.slow) for limit in ("AVX2", "SSE41")]
+
+
+@pytest.mark.parametrize("limit", ["AVX512_CORE", *OLDER])
+def test_without_instructions_for_bytes(limit: str) -> None:
+    """Older processors add up pairs of products in 16 bits, where nothing may be lost."""
+    script = (
+        "from tests.state.comparing import test_digest\n"
+        "import zerostart.checkpoint.digest\n"
+        "zerostart.checkpoint.digest.has_byte_products = lambda: True\n"
+        "assert zerostart.checkpoint.digest.bytes_agree()\n"
+        "print(*map(test_digest.digest, test_digest.extremes()))"
+    )
+    environment = os.environ | {"ONEDNN_MAX_CPU_ISA": limit, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", script]
+    told = subprocess.run(
+        command, env=environment, stdout=subprocess.PIPE, text=True, timeout=300, check=True
+    )
+    assert told.stdout.split() == [digest(tensor) for tensor in extremes()]
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.float64])
+def test_pieces_in_any_order(dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    chosen = random.Random(0)
+    tensor = (torch.randn(411, 757) * 50).to(dtype)
+    flat = tensor.view(-1)
+    for _ in range(5):
+        cuts = sorted({0, flat.numel(), *(chosen.randrange(flat.numel()) for _ in range(9))})
+        pieces = list(itertools.pairwise(cuts))
+        chosen.shuffle(pieces)
+        sums = Digests([("t", spelling(dtype), tensor.shape)])
+        for first, end in pieces:
+            data = flat[first:end]
+            sums.add("t", first, data if chosen.random() < 0.5 else bytes(octets(data).numpy()))
+        assert sums.summed()["t"] == digest(tensor)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.int64])
+@pytest.mark.parametrize("shape", [(411, 757), (5, 70_003), (3001, 8)])
+def test_rows(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    """Columns as tensor parallelism cuts them: wide and narrow, near each other and far apart."""
+    torch.manual_seed(2)
+    tensor = (torch.randn(shape) * 50).to(dtype)
+    sums = Digests([("t", spelling(dtype), shape)])
+    cuts = [0, 1, 4, shape[1] // 2, shape[1]]
+    for first, end in itertools.pairwise(cuts):
+        sums.add_rows("t", first, shape[1], tensor[:, first:end])
+    assert sums.summed()["t"] == digest(tensor)
+
+
+def test_what_is_left_out_or_added_twice_is_told() -> None:
+    tensor = torch.zeros(100)
+    for pieces in ([(0, 99)], [(0, 60), (40, 100)]):
+        sums = Digests([("t", "F32", (100,))])
+        for first, end in pieces:
+            sums.add("t", first, tensor[first:end])
+        with pytest.raises(CheckpointError, match=r"t: (99|120) elements were counted .* it has 100"):
+            sums.summed()
+
+
+def corrupted(data: torch.Tensor, chosen: random.Random) -> list[torch.Tensor]:
+    """What becomes of the bytes of a tensor by accident, all of it different from what they were."""
+    count = data.numel()
+    found = []
+
+    def changed() -> torch.Tensor:
+        found.append(data.clone())
+        return found[-1]
+
+    for bit in (*range(8), *range(8)):
+        changed()[chosen.randrange(count)] ^= 1 << bit
+    for distance in (2, 4, 8, 64, 4096, 8 * WORDS, 16 * WORDS):  # the top bits of two elements
+        at = chosen.randrange((count - distance) // 8) * 8 + 7
+        both = changed()
+        both[at] ^= 0x80
+        both[at + distance] ^= 0x80
+    for length in (2, 4, 8, 512, 4096, 8 * WORDS):  # elements, rows and blocks that change places
+        one, other = (number * length for number in chosen.sample(range(count // length), 2))
+        both = changed()
+        both[one : one + length] = data[other : other + length]
+        both[other : other + length] = data[one : one + length]
+        changed()[one : one + length] = 0
+        changed()[one : one + length] = data[other : other + length]
+        found.append(torch.cat([data[length:], data[:length]]))
+    changed()[-4096:] = 0
+    return found
+
+
+@pytest.mark.parametrize("kind", ["noise", "alike", "sparse"])
+def test_accidents_are_noticed(kind: str) -> None:
+    torch.manual_seed(3)
+    chosen = random.Random(4)
+    data = torch.randint(0, 256, (8 * WORDS * 5 + 24,), dtype=torch.uint8)
+    if kind == "alike":  # most of the high bytes are one, as those of weights are
+        data[1::2] = 0x3C
+    elif kind == "sparse":
+        data[chosen.randrange(64) :: 61] = 0
+    right = digest(data)
+    different = [wrong for wrong in corrupted(data, chosen) if not torch.equal(wrong, data)]
+    assert len(different) > 30
+    assert all(digest(wrong) != right for wrong in different)
+
+
+def test_dtype_and_shape_count() -> None:
+    tensor = torch.arange(24, dtype=torch.int16)
+    alike = [
+        tensor,
+        tensor.view(2, 12),
+        tensor.view(12, 2),
+        tensor.view(torch.bfloat16),
+        tensor.view(torch.int32),
+    ]
+    assert len({digest(one) for one in alike}) == len(alike)
+    assert digest(tensor.view(4, 6).t().contiguous()) != digest(tensor.view(6, 4))
+
+
+@pytest.mark.parametrize("nbytes", [64, pytest.param(512, marks=pytest.mark.slow)])
+def test_many_single_bits(nbytes: int) -> None:
+    """Each bit of a tensor, flipped alone, gives another digest, and no two of them the same."""
+    data = torch.zeros(nbytes, dtype=torch.uint8)
+    seen = {digest(data)}
+    for at in range(data.numel()):
+        for bit in range(8):
+            data[at] ^= 1 << bit
+            seen.add(digest(data))
+            data[at] ^= 1 << bit
+    assert len(seen) == 1 + 8 * data.numel()
+
+
+def share_of(rank: int, size: int, total: int) -> tuple[int, int]:
+    return rank * total // size, (rank + 1) * total // size
+
+
+def sum_over_ranks(shapes: list[tuple[int, ...]]) -> tuple[dict[str, str], str]:
+    world = current_world()
+    torch.manual_seed(5)
+    tensors = {f"t{n}": torch.randn(shape) for n, shape in enumerate(shapes)}
+    sums = Digests([(name, "F32", tensor.shape) for name, tensor in tensors.items()])
+    for name, tensor in tensors.items():
+        first, end = share_of(world.rank, world.size, tensor.numel())
+        sums.add(name, first, tensor.view(-1)[first:end])
+    found = sums.summed(world)
+    uneven = Digests([("t", "F32", ())] * (world.rank + 1))
+    if world.rank:
+        uneven = Digests([(f"t{n}", "F32", ()) for n in range(2)])
+    try:
+        uneven.summed(world)
+    except Exception as error:
+        return found, f"{type(error).__name__}: {error}"
+    return found, ""
+
+
+def test_ranks_sum_up() -> None:
+    shapes: list[tuple[int, ...]] = [(3,), (101, 77), (), (40_000, 3), (1,)]
+    torch.manual_seed(5)
+    expected = {f"t{n}": digest(torch.randn(shape)) for n, shape in enumerate(shapes)}
+    outcomes = run_ranks(sum_over_ranks, 3, shapes)
+    for found, failure in outcomes:
+        assert found == expected
+        assert failure == outcomes[0][1]
+        assert failure.startswith("ConfigError: the ranks do not do the same")

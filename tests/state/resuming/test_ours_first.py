@@ -1,0 +1,148 @@
+"""A directory with a training state of ours and a checkpoint of another library: ours is taken."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import zerostart
+from tests.parity import checkpoint
+from tests.ranks import run_ranks
+from tests.state.resuming.trainings import Case, Run
+from zerostart.checkpoint.source import open_catalog
+from zerostart.errors import CheckpointError, ConfigError
+
+
+def linear(value: float) -> tuple[torch.nn.Linear, torch.optim.Optimizer]:
+    model = torch.nn.Linear(2, 2)
+    torch.nn.init.constant_(model.weight, value)
+    return model, torch.optim.SGD(model.parameters(), lr=value, momentum=0.5)
+
+
+def dcp(path: Path, value: float) -> None:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    weights, states = get_state_dict(*linear(value))
+    dcp.save({"model": weights, "optim": states}, checkpoint_id=path, no_dist=True)
+
+
+@pytest.mark.parametrize("folder", ["", "pytorch_model_fsdp_0"])
+def test_ours_goes_before_torchs(tmp_path: Path, caplog: pytest.LogCaptureFixture, folder: str) -> None:
+    place = tmp_path / "run"
+    dcp(place / folder, 1.0)
+    zerostart.save_state(place / folder, *linear(2.0), extra="ours")
+    for how in ("older", "newer"):
+        if how == "newer":
+            dcp(place / folder, 3.0)
+            os.utime(place / folder / "state.json", (1, 1))
+        for _ in range(2):
+            model, optimizer = linear(0.0)
+            assert zerostart.load_state(place, model, optimizer) == "ours"
+            assert (model.weight == 2.0).all()
+            assert optimizer.param_groups[0]["lr"] == 2.0
+        loaded: Any = zerostart.load(
+            place, lambda: torch.nn.Linear(2, 2), engine="fsdp2", zero_stage=0, progress=False
+        )
+        assert (loaded.weight == 2.0).all()
+    told = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert len([text for text in told if "another library" in text and str(place) in text]) == 1
+    (place / folder / "state.json").unlink()
+    model, optimizer = linear(0.0)
+    assert zerostart.load_state(place, model, optimizer) is None
+    assert (model.weight == 3.0).all()
+
+
+def test_of_two_of_ours_the_one_saved_last_is_taken(tmp_path: Path) -> None:
+    for number, name in enumerate(("pytorch_model_fsdp_0", "pytorch_model")):
+        zerostart.save_state(tmp_path / name, *linear(2.0), extra=name)
+        os.utime(tmp_path / name / "state.json", (9 - number, 9 - number))  # as copied in another order
+    assert zerostart.load_state(tmp_path, *linear(0.0)) == "pytorch_model"
+
+
+def adopted(path: Path, folder: Path) -> tuple[float, float, float, Any]:
+    """A run that DeepSpeed saves after one step, and zerostart after two; the third step of each."""
+    run = Run(path, Case("deepspeed", 2, stock=True, top={"gradient_clipping": 0.0}))
+    run.step(0)
+    run.model.save_checkpoint(str(folder))
+    run.step(1)
+    zerostart.save_state(folder, *run.state, extra={"client_state": {"by": "ours"}})
+    wanted = run.step(2)[0]
+    with zerostart.enabled():
+        place, client = run.model.load_checkpoint(str(folder))
+    assert place == str(folder)
+    found = run.step(2)[0]
+    run.step(3)
+    zerostart.load_state(folder, *run.state)
+    again = run.step(2)[0]
+    # Its own folder means DeepSpeed's.
+    with zerostart.enabled():
+        tag, _ = run.model.load_checkpoint(str(folder), tag="global_step1")
+    assert "global_step1" in tag
+    zerostart.load_state(folder / "global_step1", *run.state)
+    assert run.model.global_steps == 1
+    run.end()
+    return wanted, found, again, client
+
+
+def test_ours_goes_before_deepspeeds(tmp_path: Path) -> None:
+    path = checkpoint("qwen3", tmp_path)
+    wanted, found, again, client = run_ranks(adopted, 2, path, tmp_path / "run")[0]
+    assert found == wanted
+    assert again == wanted
+    assert client == {"by": "ours"}
+
+
+def clients(path: Path, folder: Path) -> None:
+    """A client's state of the types that stock pickles, and a window of accumulation resumed in another."""
+    import argparse
+
+    import numpy as np
+
+    case = Case("deepspeed", 2, accumulate=2)
+    run = Run(path, case)
+    run.step(0)
+    client = {"args": argparse.Namespace(out=Path("x")), "numpy": np.random.get_state(), "seen": {1, "a"}}
+    with zerostart.enabled():
+        run.model.save_checkpoint(str(folder / "client"), client_state=client)
+        _, found = run.model.load_checkpoint(str(folder / "client"))
+    assert found["args"] == client["args"]
+    assert found["seen"] == client["seen"]
+    assert (found["numpy"][1] == client["numpy"][1]).all()
+    assert not list((folder / "client").rglob("*.pt"))
+    run.step(1, range(1))
+    zerostart.save_state(folder / "window", *run.state)
+    run.end()
+    other = Run(path, Case("deepspeed", 2, accumulate=4))
+    before = zerostart.digest(other.model)
+    with pytest.raises(ConfigError, match=r"gradient_accumulation_steps=2, and the engine has 4"):
+        zerostart.load_state(folder / "window", *other.state)
+    assert zerostart.digest(other.model) == before
+    other.end()
+
+
+def test_client_states_and_windows(tmp_path: Path) -> None:
+    run_ranks(clients, 2, checkpoint("qwen3", tmp_path), tmp_path)
+
+
+def stages(path: Path, folder: Path, stage: int) -> None:
+    run = Run(path, Case("deepspeed", stage, top={"gradient_clipping": 0.0}))
+    for number in range(2):
+        run.step(number)
+        run.model.save_checkpoint(str(folder / str(number)), tag="tag")
+    run.end()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "kind"), [(2, "optim"), (3, "optim"), (3, "model")])
+def test_files_of_two_moments_are_refused(tmp_path: Path, stage: int, kind: str) -> None:
+    run_ranks(stages, 2, checkpoint("qwen3", tmp_path), tmp_path, stage)
+    (newer,) = (tmp_path / "1" / "tag").glob(f"*zero_pp_rank_1_mp_rank_00_{kind}_states.pt")
+    newer.rename(tmp_path / "0" / "tag" / newer.name)
+    with pytest.raises(CheckpointError, match=r"rank_1_.*two moments are mixed"):
+        open_catalog(tmp_path / "0")

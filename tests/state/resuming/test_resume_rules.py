@@ -1,0 +1,206 @@
+"""What comes back beside weights and moments, and what is refused by name."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import zerostart
+from tests.parity import checkpoint
+from tests.ranks import run_ranks
+from tests.state.resuming.trainings import FSDP2, OFFLOADED, RATE, ZERO, Case, Run
+from zerostart.state.resuming.load_state import load_state
+
+
+def window(path: Path, cases: dict[str, Case], folder: Path) -> list[str]:
+    """Saved after the first of three batches that make up a step."""
+    wrong = []
+    for number, (name, case) in enumerate(cases.items()):
+        place = folder / str(number)
+        run = Run(path, case)
+        run.step(0)
+        run.step(1, range(1))
+        zerostart.save_state(place, *run.state)
+        wanted = run.step(1, range(1, 3)) + run.step(2)
+        run.end()
+        run = Run(path, case)
+        zerostart.load_state(place, *run.state)
+        found = run.step(1, range(1, 3)) + run.step(2)
+        if case.engine == "deepspeed":  # without gradients no window goes on: the next one begins
+            load_state(place, run.state[0], None, stepped=False)
+            if run.state[0].micro_steps % case.accumulate:
+                wrong.append(f"{name}: {run.state[0].micro_steps} of a window without gradients")
+        run.end()
+        if found != wanted:
+            wrong.append(f"{name}: {found} for {wanted}")
+    return wrong
+
+
+WINDOWS = {
+    "FSDP2": Case("fsdp2", accumulate=3),
+    "ZeRO-3": Case("deepspeed", accumulate=3, bf16=True),
+    "ZeRO-3, offloaded": Case("deepspeed", zero=OFFLOADED, accumulate=3),
+    "ZeRO-2": Case("deepspeed", 2, accumulate=3, groups="two"),
+    "ZeRO-2, gradients in fp32": Case(
+        "deepspeed", 2, bf16=True, accumulate=3, top={"data_types": {"grad_accum_dtype": "fp32"}}
+    ),
+}
+
+
+def test_gradients_of_a_window_are_added_to(paths: dict[str, Path], tmp_path: Path) -> None:
+    assert run_ranks(window, 2, paths["qwen3"], WINDOWS, tmp_path) == [[], []]
+
+
+def not_in_a_window(path: Path, folder: Path) -> None:
+    for case in (Case("deepspeed", 1, accumulate=3), Case("deepspeed", 2, OFFLOADED, accumulate=3)):
+        run = Run(path, case)
+        run.step(0, range(1))
+        with pytest.raises(zerostart.ZerostartError, match="middle of a window of gradient accumulation"):
+            zerostart.save_state(folder, *run.state)
+        assert not folder.exists()
+        run.end()
+
+
+def before_a_step(path: Path, folder: Path) -> None:
+    """No moments are there yet: there are none afterwards, and no step is taken."""
+    for engine in ("fsdp2", "deepspeed"):
+        place = folder / engine
+        run = Run(path, Case(engine))
+        zerostart.save_state(place, *run.state)
+        wanted = run.step(0) + run.step(1)
+        run.end()
+        run = Run(path, Case(engine))
+        run.step(5)
+        zerostart.load_state(place, *run.state)
+        steps = run.optimizer.state
+        assert not any(steps.values())
+        assert run.step(0) + run.step(1) == wanted
+        run.end()
+
+
+def test_a_state_without_moments_has_none_afterwards(paths: dict[str, Path], tmp_path: Path) -> None:
+    run_ranks(before_a_step, 2, paths["qwen3"], tmp_path)
+
+
+def another_folder(run: Run, folder: Path) -> None:
+    """A relative path is where rank 0 runs, for the others too, as it was when the state was saved."""
+    here = folder / f"rank{dist.get_rank()}"
+    here.mkdir()
+    os.chdir(here)
+    zerostart.save_state("state", *run.state, extra="found")
+    assert zerostart.load_state("state", *run.state) == "found"
+    assert (folder / "rank0" / "state").is_dir()
+    assert not (folder / "rank1" / "state").exists()
+
+
+def random_states(path: Path, folder: Path) -> None:
+    """Each rank has its own, of three generators."""
+    import random
+
+    import numpy as np
+
+    run = Run(path, FSDP2)
+    seed = 17 + dist.get_rank()
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    random.gauss(0, 1), np.random.randn(), torch.randn(3)
+
+    def draws() -> list[Any]:
+        return [random.gauss(0, 1), random.random(), *np.random.randn(3).tolist(), *torch.randn(5).tolist()]
+
+    zerostart.save_state(folder, *run.state)
+    wanted = draws()
+    assert zerostart.load_state(folder, *run.state) is None
+    assert draws() == wanted
+    another_folder(run, folder.parent)
+
+
+def test_random_states_of_each_rank_come_back_and_relative_paths_are_one_place(
+    paths: dict[str, Path], tmp_path: Path
+) -> None:
+    run_ranks(random_states, 2, paths["qwen3"], tmp_path / "state")
+
+
+def settings(path: Path, folder: Path) -> None:
+    """Groups are found by their parameters; how a step is computed stays a matter of the optimizer."""
+    run = Run(path, Case("deepspeed", groups="two"))
+    run.optimizer.param_groups[0].update(lr=0.25, betas=(0.5, 0.75))
+    zerostart.save_state(folder, *run.state)
+    run.end()
+    turned = Run(path, Case("fsdp2", groups="turned"))
+    norms, projections = turned.optimizer.param_groups
+    norms["foreach"] = projections["foreach"] = False
+    zerostart.load_state(folder, *turned.state)
+    assert (projections["lr"], projections["betas"], projections["weight_decay"]) == (0.25, (0.5, 0.75), 0.1)
+    assert (norms["lr"], norms["betas"], norms["weight_decay"]) == (RATE, (0.9, 0.999), 0.0)
+    assert not norms["foreach"]
+    one = Run(path, FSDP2)
+    with pytest.raises(zerostart.errors.CheckpointError, match="were in groups with other settings"):
+        zerostart.load_state(folder, *one.state)
+
+
+def test_settings_of_groups_go_with_their_parameters(paths: dict[str, Path], tmp_path: Path) -> None:
+    run_ranks(settings, 1, paths["qwen3"], tmp_path / "state")
+
+
+def tied(path: Path) -> Any:
+    """The model of ``path`` with a head that is the embeddings."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(path, tie_word_embeddings=True)
+    model = partial(AutoModelForCausalLM.from_config, config)
+    return zerostart.load(None, model=model, engine="fsdp2", progress=False)
+
+
+def refusals(path: Path, folder: Path) -> None:
+    """By name, on every rank."""
+    run = Run(path, FSDP2)
+    zerostart.save_state(folder / "state", *run.state)
+    with pytest.raises(zerostart.errors.ConfigError, match=r"extra\.a is a object"):
+        zerostart.save_state(folder / "other", *run.state, extra={"a": object()})
+    whole = Run(path, Case("fsdp2", 0))
+    whole.optimizer = factored = torch.optim.Adafactor(whole.model.parameters())
+    whole.step(0)
+    zerostart.save_state(folder / "factored", whole.model, factored)
+    fresh = Run(path, FSDP2)
+    factored = torch.optim.Adafactor(fresh.model.parameters())
+    with pytest.raises(zerostart.ZerostartError, match=r"row_var.* of model\.embed_tokens\.weight are"):
+        zerostart.load_state(folder / "factored", fresh.model, factored)
+    head = torch.optim.AdamW(fresh.model.lm_head.parameters())
+    zerostart.save_state(folder / "frozen", fresh.model, head)
+    with pytest.raises(zerostart.ZerostartError, match="optimized now and were not"):
+        zerostart.load_state(folder / "frozen", *fresh.state)
+    other = torch.optim.SGD(fresh.model.parameters(), lr=RATE, momentum=0.9)
+    with pytest.raises(zerostart.ZerostartError, match="has no momentum, dampening as torch"):
+        zerostart.load_state(folder / "state", fresh.model, other)
+    with pytest.raises(zerostart.ZerostartError, match=r"1 unexpected, .* among them lm_head\.weight"):
+        zerostart.load_state(folder / "state", tied(path))
+    assert sorted(p.name for p in folder.iterdir()) == ["factored", "frozen", "state"]
+    if dist.get_rank() == 0:
+        (folder / "state" / "state.json").rename(folder / "state" / "aside.json")
+    dist.barrier()
+    with pytest.raises(FileNotFoundError, match="not a complete training checkpoint"):
+        zerostart.load_state(folder / "state", *run.state)
+    engine = Run(path, ZERO)
+    with pytest.raises(zerostart.errors.ConfigError, match=r"pass what deepspeed\.initialize"):
+        zerostart.save_state(folder / "other", engine.model.module)
+    engine.end()
+
+
+def test_what_cannot_be_saved_or_restored_is_named(paths: dict[str, Path], tmp_path: Path) -> None:
+    run_ranks(
+        refusals, 2, checkpoint("qwen3", tmp_path, tie_word_embeddings=False), _made(tmp_path / "states")
+    )
+    run_ranks(not_in_a_window, 2, paths["qwen3"], tmp_path / "window")
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir()
+    return folder

@@ -1,0 +1,144 @@
+"""Models of unusual tensors under DeepSpeed, resumed at another stage; and its own calls for checkpoints."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zerostart
+from tests.ranks import run_ranks
+from zerostart.errors import WriteError
+from zerostart.upstream.deepspeed.state.steps import base_optimizer
+
+
+class Odd(nn.Module):
+    """Parameters without dimensions, frozen, unused; buffers of all kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 5), nn.Linear(5, 2)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.one = nn.Parameter(torch.ones(1))
+        self.frozen = nn.Parameter(torch.randn(7), requires_grad=False)
+        self.unused = nn.Parameter(torch.randn(3))
+        self.register_buffer("count", torch.tensor(3))
+        self.register_buffer("flags", torch.tensor([True, False]))
+        self.register_buffer("nothing", torch.empty(0))
+        self.register_buffer("passing", torch.randn(2), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.last(self.first(x) * self.scale) * self.one
+        return out.square().mean()
+
+
+def engine_at(stage: int) -> Any:
+    import deepspeed
+
+    torch.manual_seed(0)
+    weights = {name: tensor.clone() for name, tensor in Odd().state_dict().items()}
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    model = zerostart.load(
+        weights, Odd, engine="deepspeed", zero_stage=stage, engine_config=config, progress=False
+    )
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [{"params": trained[::2], "lr": 0.02}, {"params": trained[1::2]}]
+    optimizer = torch.optim.AdamW(groups, lr=0.01)
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+
+
+def losses(engine: Any, count: int) -> list[float]:
+    found = []
+    for number in range(count):
+        loss = engine(torch.randn(2, 3, generator=torch.Generator().manual_seed(number)))
+        engine.backward(loss)
+        engine.step()
+        found.append(loss.item())
+    return found
+
+
+def digests(path: Path) -> dict[str, str]:
+    found = json.loads((path / "state.json").read_text())["digests"]
+    return {n: d for folder in found.values() for n, d in folder.items() if not n.startswith("random/")}
+
+
+def unusual(folder: Path) -> list[list[float]]:
+    """What follows a save at stage 3, and the same after it is resumed at stage 2 and 3."""
+    engine = engine_at(3)
+    losses(engine, 2)
+    zerostart.save_state(folder / "3", engine)
+    found = [losses(engine, 2)]
+    engine.destroy()
+    for stage, before, after in ((2, "3", "2"), (3, "2", "again")):
+        engine = engine_at(stage)
+        zerostart.load_state(folder / before, engine)
+        zerostart.save_state(folder / after, engine)
+        found.append(losses(engine, 2))
+        engine.destroy()
+    return found
+
+
+def test_unusual_tensors_go_from_stage_to_stage(tmp_path: Path) -> None:
+    found = run_ranks(unusual, 2, tmp_path)[0]
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
+    assert found[2] == found[0]
+    wanted = digests(tmp_path / "3")
+    assert {"scale", "nothing", "optimizer/exp_avg/scale", "optimizer/exp_avg/unused"} <= wanted.keys()
+    assert digests(tmp_path / "2") == digests(tmp_path / "again") == wanted
+
+
+def parts_of_it(folder: Path, engine: Any) -> None:
+    """Of a checkpoint the weights alone, or all but what the optimizer keeps, as asked by arguments."""
+    losses(engine, 1)
+    engine.save_checkpoint(str(folder))
+    weights, following = zerostart.digest(engine), losses(engine, 2)
+    kept = base_optimizer(engine).state
+    moments = [value.clone() for state in kept.values() for value in state.values()]
+    for arguments, count in (({"load_module_only": True}, 3), ({"load_optimizer_states": False}, 1)):
+        engine.load_checkpoint(str(folder), **arguments)
+        assert zerostart.digest(engine) == weights
+        assert engine.global_steps == count
+        assert all(map(torch.equal, moments, (v for state in kept.values() for v in state.values())))
+    assert losses(engine, 1)[0] == following[0]
+    engine.load_checkpoint(str(folder))
+    assert losses(engine, 2) == following
+
+
+def own_calls(folder: Path, stage: int) -> tuple[Any, Any]:
+    """DeepSpeed's calls: what each rank's client state comes back as, and of the first save's."""
+    zerostart.enable()
+    rank, engine = dist.get_rank(), engine_at(stage)
+    engine.save_checkpoint(str(folder), "one", {"step": 1, "rank": rank})
+    named = (folder / "latest").read_text()
+    if rank == 0:  # so that nothing can be written there
+        (folder / ".latest.part").mkdir()
+    dist.barrier()
+    with pytest.raises(WriteError, match="two is saved, and not named as the last"):
+        engine.save_checkpoint(str(folder), "two", {"step": 2})
+    assert named == (folder / "latest").read_text() == "one"
+    assert zerostart.load_state(folder, engine) == zerostart.load_state(folder / "one", engine)
+    found = [engine.load_checkpoint(str(folder), tag=tag)[1] for tag in (None, "two")]
+    parts_of_it(folder / "parts", engine)
+    engine.destroy()
+    return found[0], found[1]
+
+
+def test_what_a_script_keeps_with_deepspeeds_checkpoints(tmp_path: Path) -> None:
+    assert run_ranks(own_calls, 2, tmp_path / "3", 3) == [
+        ({"step": 1, "rank": r}, {"step": 2}) for r in (0, 1)
+    ]
+
+
+@pytest.mark.slow
+def test_below_stage_3_the_first_ranks_counts(tmp_path: Path) -> None:
+    assert run_ranks(own_calls, 2, tmp_path / "2", 2) == [({"step": 1, "rank": 0}, {"step": 2})] * 2

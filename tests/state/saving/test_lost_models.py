@@ -1,0 +1,156 @@
+"""What users do to keep a model that is in shards: it is kept, or they are told; never a file without it."""
+
+from __future__ import annotations
+
+import copy
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from peft import LoraConfig
+from safetensors.torch import load_file, save_file, save_model
+from torch import nn
+
+import zerostart
+from tests.conformance.checkpoints import randomise
+from tests.conformance.diffusion_suite import family
+from tests.ranks import rank_outcomes, run_ranks
+from zerostart.errors import ConfigError, EngineError
+
+CONFIG = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
+WAYS: dict[str, dict[str, Any]] = {
+    "ZeRO-3": {"engine": "deepspeed", "zero_stage": 3, "engine_config": CONFIG},
+    "ZeRO-2": {"engine": "deepspeed", "zero_stage": 2},
+    "FSDP2": {"engine": "fsdp2", "zero_stage": 3},
+}
+
+
+def habits(out: Path) -> dict[str, Callable[[Any], object]]:
+    """By name; each would write, or be, a model without weights."""
+    return {
+        "torch.save of a state dict": lambda m: torch.save(m.state_dict(), out / "a.pt"),
+        "of one on the CPU": lambda m: torch.save(
+            {k: v.detach().cpu().clone() for k, v in m.state_dict().items()}, out / "a.pt"
+        ),
+        "of parameters": lambda m: torch.save(dict(m.named_parameters()), out / "a.pt"),
+        "of a layer": lambda m: torch.save(m.x_embedder.state_dict(), out / "a.pt"),
+        "of the model": lambda m: torch.save(m, out / "a.pt"),
+        "save_model": lambda m: save_model(m, str(out / "a.safetensors")),
+        "save_file": lambda m: save_file(dict(m.state_dict()), out / "a.safetensors"),
+        "deepcopy": copy.deepcopy,
+        "deepcopy of a state dict": lambda m: copy.deepcopy(m.state_dict()),
+        "upload": lambda m: m.push_to_hub("nobody/nothing"),
+    }
+
+
+def engine_of(model: nn.Module) -> Any:
+    import deepspeed
+
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_allow_untested_optimizer": True, **CONFIG}
+    config["zero_optimization"] = {"stage": 3, **CONFIG["zero_optimization"]}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+
+
+def keep(path: Path, out: Path) -> list[str]:
+    """What goes unsaid, and what does not work that should."""
+    wrong = []
+    rank = torch.distributed.get_rank()
+    for way, options in WAYS.items():
+        model: Any = zerostart.load(path, progress=False, **options)
+        model.save_pretrained(out / way)
+        if way != "ZeRO-3":
+            continue
+        for name, habit in habits(out).items():
+            try:
+                habit(model)
+                wrong.append(f"{way}: {name}")
+            except ValueError as error:  # save_model makes one of its own of it, with its text
+                if "save_pretrained" not in str(error):
+                    wrong.append(f"{way}: {name}: {error}")
+            except Exception:
+                wrong.append(f"{way}: {name}: {traceback.format_exc()}")
+        weight = next(n for n, _ in model.named_parameters() if n.endswith("to_q.weight"))
+        with zerostart.gathered(model, weight) as whole:
+            torch.save(whole, out / f"{rank}.pt")
+        model.load_state_dict(model.state_dict())
+        for called in (model, model.x_embedder):
+            with pytest.raises(EngineError, match=r"nothing gathers yet: call deepspeed\.initialize"):
+                called(torch.ones(1, model.config.in_channels))
+        engine = engine_of(model)
+        engine.save_checkpoint(str(out / "checkpoint"))
+        file = next((out / "checkpoint").rglob("zero_pp_rank_0*_model_states.pt"))
+        stored = torch.load(file, weights_only=False)
+        if {type(t) for t in stored["module"].values()} != {torch.Tensor}:
+            wrong.append("DeepSpeed's checkpoint has tensors of another class")
+        engine.load_checkpoint(str(out / "checkpoint"))
+        model.x_embedder(torch.ones(1, model.config.in_channels))
+        model.save_pretrained(out / way)
+    return wrong + adapters(path, out / f"{rank}.pt")
+
+
+def adapters(path: Path, file: Path) -> list[str]:
+    """What of an adapter goes unsaid: whole and alike until DeepSpeed has it, in shards afterwards."""
+    model: Any = zerostart.load(path, progress=False, **WAYS["ZeRO-3"])
+    model.requires_grad_(False)
+    torch.manual_seed(torch.distributed.get_rank())
+    model.add_adapter(LoraConfig(target_modules=["x_embedder"], init_lora_weights=False))
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    torch.save(trained, file)
+    saved = torch.load(file, weights_only=True)
+    wrong = [name for name, p in trained.items() if not torch.equal(saved[name], p)]
+    sums: list[Any] = [None, None]
+    torch.distributed.all_gather_object(sums, [float(p.sum()) for p in copy.deepcopy(trained).values()])
+    wrong += ["adapters differ"] if sums[0] != sums[1] else []
+    engine_of(model)
+    for kept in (trained, model.x_embedder.state_dict()):
+        try:
+            torch.save(kept, file)
+            wrong.append(f"{list(kept)}: {[t.numel() for t in kept.values()]}")
+        except ConfigError:
+            pass
+    return wrong
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small transformer of diffusers."""
+    one = family("flux")
+    model = getattr(diffusers, one.kind).from_config(one.config)
+    randomise(model)
+    found = tmp_path_factory.mktemp("lost") / "model"
+    model.save_pretrained(found)
+    return found
+
+
+def test_a_model_in_shards_is_not_lost(path: Path, tmp_path: Path) -> None:
+    assert run_ranks(keep, 2, path, tmp_path) == [[], []]
+    original = load_file(next(path.glob("*.safetensors")))
+    for way in WAYS:
+        saved = load_file(next((tmp_path / way).glob("*.safetensors")))
+        assert saved.keys() == original.keys()
+        assert all(torch.equal(saved[name], tensor) for name, tensor in original.items()), way
+        written = diffusers.FluxTransformer2DModel.load_config(tmp_path / way)
+        assert written["_class_name"] == diffusers.FluxTransformer2DModel.load_config(path)["_class_name"]
+
+
+def failing(path: Path) -> None:
+    """What serves the model's later calls fails on one rank."""
+    from zerostart.integrations import later_calls as serving
+
+    if torch.distributed.get_rank() == 1:
+        serving._pretrained.hold = lambda model: (_ for _ in ()).throw(ConfigError("not on this rank"))  # type: ignore[method-assign]
+    zerostart.load(path, engine="fsdp2", progress=False)
+
+
+@pytest.mark.slow
+def test_a_rank_that_cannot_serve_later_saves_tells_the_others(path: Path) -> None:
+    for outcome in rank_outcomes(failing, 2, path, timeout=60):
+        assert (outcome.error, "not on this rank" in outcome.message) == (
+            "zerostart.errors.ConfigError",
+            True,
+        )

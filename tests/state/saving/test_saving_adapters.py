@@ -1,0 +1,130 @@
+"""Adapters of a sharded model in PEFT's own format, and merged into the weights; models loaded by others."""
+
+from __future__ import annotations
+
+import shutil
+import traceback
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM
+
+import zerostart
+from tests.ranks import run_ranks
+from tests.state.saving.test_saving import DEEPSPEED3, FSDP2, Options, assert_same_tensors, tensors_in
+from tests.tiny import TinyCheckpoints
+
+TARGETS = ["q_proj", "v_proj", "k_proj"]
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {"target_modules": TARGETS},
+    "embedding": {"target_modules": ["embed_tokens", "o_proj"]},
+    "whole head": {"target_modules": TARGETS, "modules_to_save": ["lm_head"]},
+}
+
+
+def _adapted(model: torch.nn.Module, kind: str) -> Any:
+    """``model`` with an adapter whose weights all differ from zero, the same wherever it is made."""
+    torch.manual_seed(7)
+    adapted = get_peft_model(model, LoraConfig(r=3, lora_alpha=8, **KINDS[kind]))
+    torch.manual_seed(8)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_" in name or "modules_to_save" in name:
+                parameter.copy_(torch.randn(parameter.shape).to(parameter.dtype) * 0.1)
+    return adapted
+
+
+def _engine(model: torch.nn.Module) -> torch.nn.Module:
+    import deepspeed
+
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
+    return deepspeed.initialize(model=model, config=config, optimizer=optimizer)[0]
+
+
+def _save_adapted(path: Path, out: Path, options: Options, kinds: list[str]) -> str:
+    """On one rank: adapters on a loaded model, saved both ways; an error's traceback, or nothing."""
+    try:
+        for kind in kinds:
+            model = zerostart.load(path, progress=False, **options)
+            if kind == "plain":
+                model.save_pretrained(out / kind / "by its library")
+            adapted = _adapted(model, kind)
+            if kind == "plain":
+                adapted.save_pretrained(out / kind / "by PEFT")
+            with pytest.raises(zerostart.errors.ConfigError, match="adapters_only"):
+                zerostart.save(adapted, out / "neither")
+            zerostart.save(adapted, out / kind / "adapter", adapters_only=True)
+            zerostart.save(adapted, out / kind / "merged", merge_adapters=True)
+        if options == DEEPSPEED3:  # whose engine has every attribute of what is inside
+            model = zerostart.load(path, dtype=torch.float32, progress=False, **options)
+            zerostart.save(_engine(_adapted(model, "plain")), out / "plain" / "engine", adapters_only=True)
+    except Exception:
+        return traceback.format_exc()
+    return ""
+
+
+@pytest.mark.parametrize("options", [DEEPSPEED3, FSDP2], ids=["deepspeed", "fsdp2"])
+def test_adapters(options: Options, checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
+    """The files are those that PEFT writes of the unsharded model, and of what it merges."""
+    path = checkpoints("mixtral", torch.bfloat16)
+    kinds = list(KINDS) if options is DEEPSPEED3 else ["plain"]
+    assert run_ranks(_save_adapted, 2, path, tmp_path / "out", options, kinds, timeout=240) == ["", ""]
+    for kind in kinds:
+        reference = _adapted(AutoModelForCausalLM.from_pretrained(path, dtype="auto"), kind)
+        reference.save_pretrained(tmp_path / "reference")
+        got = tmp_path / "out" / kind
+        assert_same_tensors(got / "adapter", tmp_path / "reference")
+        if kind == "plain":
+            # By the libraries' own calls too, though nothing was enabled.
+            assert_same_tensors(got / "by PEFT", tmp_path / "reference")
+            assert_same_tensors(got / "by its library", path)
+        if (got / "engine").exists():
+            assert_same_tensors(got / "engine", tmp_path / "reference")
+        again = PeftModel.from_pretrained(
+            AutoModelForCausalLM.from_pretrained(path, dtype="auto"), got / "adapter"
+        )
+        assert again.peft_config["default"].r == 3
+        reference.merge_and_unload().save_pretrained(tmp_path / "whole")
+        assert_same_tensors(got / "merged", tmp_path / "whole")
+        AutoModelForCausalLM.from_pretrained(got / "merged", dtype="auto")
+        for folder in ("reference", "whole"):
+            shutil.rmtree(tmp_path / folder)
+
+
+def _save_unknown(path: Path, out: Path) -> str:
+    """On one rank: models that others have sharded."""
+    try:
+        import deepspeed
+        from torch.distributed.fsdp import fully_shard
+
+        model = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
+        zerostart.save(model, out / "whole")
+        for layer in model.model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+        assert not zerostart.save(model, out / "fsdp2").own_names
+        config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
+        with deepspeed.zero.Init(config_dict_or_path=config, dtype=torch.bfloat16):
+            torch.manual_seed(2)
+            partitioned = torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.Linear(5, 3))
+        zerostart.save(partitioned, out / "zero3")
+    except Exception:
+        return traceback.format_exc()
+    return ""
+
+
+def test_models_that_others_have_loaded(checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
+    """Whole, FSDP2 and ZeRO-3 models come out as ``save_pretrained`` writes them, experts one by one."""
+    path = checkpoints("mixtral", torch.bfloat16)
+    assert run_ranks(_save_unknown, 2, path, tmp_path, timeout=240) == ["", ""]
+    AutoModelForCausalLM.from_pretrained(path, dtype="auto").save_pretrained(tmp_path / "reference")
+    for name in ("whole", "fsdp2"):
+        assert_same_tensors(tmp_path / name, tmp_path / "reference")
+        AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype="auto")
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors_in(tmp_path / "zero3").items()}
+    assert shapes == {"0.weight": (5, 7), "0.bias": (5,), "1.weight": (3, 5), "1.bias": (3,)}
+    assert all(tensor.isfinite().all() for tensor in tensors_in(tmp_path / "zero3").values())

@@ -1,0 +1,383 @@
+"""What a LoRA adapts, what DiffSynth calls it, files that are gone on from, averages and tables: alone."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from tests.diffusion.components import COMPONENTS
+from zerostart.distributed.world import current_world
+from zerostart.errors import CheckpointError, CheckpointNotFoundError, ConfigError
+from zerostart.training.adapt import ema
+from zerostart.training.adapt.diffsynth_names import names_for
+from zerostart.training.adapt.ema import Ema
+from zerostart.training.adapt.export import check_export
+from zerostart.training.adapt.lora import PRESETS, add_lora, highest_rank, lora_targets
+from zerostart.training.adapt.lora_files import start_from
+from zerostart.training.adapt.trained import train_only
+from zerostart.training.config.configuration import EmaConfig, LoraConfig
+from zerostart.training.config.load import parse_config
+from zerostart.training.loop.session import Table, check_trackers, log_images, made_trackers
+
+#: The lists of DiffSynth's scripts, by what they train here, and how many layers of these they adapt.
+SCRIPTS = {
+    "wan2.1 t2v": ("q,k,v,o,ffn.0,ffn.2", 2 * 10),
+    "wan2.1 i2v": ("q,k,v,o,ffn.0,ffn.2", 2 * 10),
+    "qwen-image": (
+        "to_q,to_k,to_v,add_q_proj,add_k_proj,add_v_proj,to_out.0,to_add_out,img_mlp.net.2,img_mod.1,"
+        "txt_mlp.net.2,txt_mod.1",
+        2 * 12,
+    ),
+    "flux.1": (
+        "a_to_qkv,b_to_qkv,ff_a.0,ff_a.2,ff_b.0,ff_b.2,a_to_out,b_to_out,proj_out,norm.linear,norm1_a.linear,"
+        "norm1_b.linear,to_qkv_mlp",
+        (6 + 2 + 4 + 2) + (4 + 1 + 1),
+    ),
+    "flux.2 dev": (
+        "to_q,to_k,to_v,add_q_proj,add_k_proj,add_v_proj,to_qkv_mlp_proj,to_out.0,to_add_out,linear_in,"
+        "linear_out,single_transformer_blocks.0.attn.to_out",
+        (8 + 4) + 2,
+    ),
+    "z-image": ("to_q,to_k,to_v,to_out.0,w1,w2,w3", 3 * 7),
+}
+
+
+def test_the_rank_that_adds_nothing_more() -> None:
+    """Of a matrix the shorter side; of a convolution, whose kernel is a row, the same."""
+    model = nn.Sequential(nn.Linear(3, 5), nn.Conv2d(1, 9, 2), nn.Linear(50, 60))
+    adapted = add_lora(model, LoraConfig(targets=["0", "1"], rank=7), 0)
+    assert highest_rank(model, adapted) == 4
+    assert highest_rank(model, ["2"]) == 50
+
+
+@pytest.mark.parametrize("family", SCRIPTS)
+def test_lists_of_diffsynths_scripts(family: str) -> None:
+    """As they are, and as what a family is given where nothing is said."""
+    model, (targets, count) = COMPONENTS[family].build(), SCRIPTS[family]
+    named = lora_targets(model, LoraConfig(targets=targets))
+    assert len(named) == count
+    assert lora_targets(model, LoraConfig()) == named
+    assert add_lora(model, LoraConfig(targets=targets, rank=2), 0) == named
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    assert len(trained) == 2 * count
+    assert all(".lora_" in name for name in trained)
+
+
+def test_the_preset_of_the_npu_script() -> None:
+    """Every entry of the list in ``FLUX.2-dev-Lora-NPU.sh``, in its order."""
+    first = "to_q to_k to_v add_q_proj add_k_proj add_v_proj to_qkv_mlp_proj to_out.0 to_add_out"
+    singles = [f"single_transformer_blocks.{number}.attn.to_out" for number in range(48)]
+    assert PRESETS["flux2-npu"].split(",") == [*first.split(), "linear_in", "linear_out", *singles]
+    model = COMPONENTS["flux.2 dev"].build()
+    assert lora_targets(model, LoraConfig(targets="flux2-npu")) == lora_targets(model, LoraConfig())
+
+
+def test_patterns() -> None:
+    model = COMPONENTS["wan2.1 t2v"].build()
+    one = lora_targets(model, LoraConfig(targets=["blocks.*.attn1.to_q"]))
+    assert one == ("blocks.0.attn1.to_q", "blocks.1.attn1.to_q")
+    assert lora_targets(model, LoraConfig(targets=["to_q"], exclude=["blocks.1.*", "attn2.to_q"])) == one[:1]
+    with pytest.raises(ConfigError, match=r"lora\.targets has 'to_qq', which no layer"):
+        lora_targets(model, LoraConfig(targets=["to_q", "to_qq"]))
+    with pytest.raises(ConfigError, match=r"lora\.exclude has 'nobody'"):
+        lora_targets(model, LoraConfig(targets=["to_q"], exclude=["nobody"]))
+    plain = nn.Sequential(
+        nn.Embedding(3, 4), nn.ModuleList([nn.Linear(4, 4), nn.LayerNorm(4)]), nn.Linear(4, 2)
+    )
+    assert lora_targets(plain, LoraConfig()) == ("1.0",)
+
+
+@pytest.mark.parametrize("family", ["wan2.1 t2v", "wan2.1 i2v"])
+def test_names_of_wan_are_those_of_its_release(family: str) -> None:
+    """What diffusers makes of DiffSynth's names are the model's own."""
+    from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffusers
+
+    model = COMPONENTS[family].build()
+    names = names_for(model)
+    assert names is not None
+    state = model.state_dict()
+    theirs = {names.of(name): tensor for name, tensor in state.items()}
+    assert len(theirs) == len(state)
+    back = convert_wan_transformer_to_diffusers(dict(theirs))
+    assert {name: tuple(t.shape) for name, t in back.items()} == {n: tuple(t.shape) for n, t in state.items()}
+    assert all(back[name] is tensor for name, tensor in state.items())
+    # Of two frames (FLF2V) diffusers' converter for single files knows nothing; DiffSynth calls it so.
+    assert names.of("condition_embedder.image_embedder.pos_embed") == "img_emb.emb_pos"
+
+
+def adapted(rank: int = 2, alpha: float | None = None) -> tuple[nn.Module, LoraConfig, tuple[str, ...]]:
+    model = COMPONENTS["wan2.1 t2v"].build()
+    config = LoraConfig(rank=rank, alpha=alpha, targets=["attn1.to_q"])
+    return model, config, add_lora(model, config, 3)
+
+
+def test_files_that_are_gone_on_from(tmp_path: Path) -> None:
+    """Names of every library, and what the factors are scaled by; other adapters are refused by name."""
+    model, config, names = adapted(alpha=4)
+    factors = {n: (torch.randn(2, 24), torch.randn(24, 2)) for n in names}
+    diffsynth = {n: n.replace("attn1.to_q", "self_attn.q") for n in names}
+    files = {
+        "peft": {"base_model.model.{}.lora_A.weight": 0, "base_model.model.{}.lora_B.weight": 1},
+        "diffusers": {"transformer.{}.lora_A.weight": 0, "transformer.{}.lora_B.weight": 1},
+        "diffsynth": {"pipe.dit.{}.lora_A.default.weight": 0, "pipe.dit.{}.lora_B.default.weight": 1},
+        "removed": {"{}.lora_A.default.weight": 0, "{}.lora_B.default.weight": 1},
+        "older": {"diffusion_model.{}.lora_down.weight": 0, "diffusion_model.{}.lora_up.weight": 1},
+        "kohya": {"lora_unet_{}.lora_down.weight": 0, "lora_unet_{}.lora_up.weight": 1},
+        "configured": {"base_model.model.{}.lora_A.weight": 0, "base_model.model.{}.lora_B.weight": 1},
+    }
+    for kind, keys in files.items():
+        shown = diffsynth if kind in ("diffsynth", "removed", "older") else {n: n for n in names}
+        if kind == "kohya":
+            shown = {n: n.replace(".", "_") for n in names}
+        tensors = {key.format(shown[n]): factors[n][at] for n in names for key, at in keys.items()}
+        if kind == "older":
+            tensors |= {f"diffusion_model.{shown[n]}.alpha": torch.tensor(6.0) for n in names}
+        if kind == "kohya":
+            tensors |= {f"lora_unet_{shown[n]}.alpha": torch.tensor(1.0) for n in names}
+        (tmp_path / kind).mkdir()
+        if kind == "configured":
+            (tmp_path / kind / "adapter_config.json").write_text(json.dumps({"r": 2, "lora_alpha": 5}))
+        metadata = {"transformer.r": 2, "transformer.lora_alpha": 8}
+        header = {"lora_adapter_metadata": json.dumps(metadata)} if kind == "diffusers" else None
+        save_file(tensors, tmp_path / kind / "file.safetensors", header)
+        scaling = {"diffusers": 4.0, "older": 3.0, "kohya": 0.5, "configured": 2.5}.get(kind, 1.0)
+        given = config.model_copy(update={"start_from": str(tmp_path / kind)})
+        start_from(model, names, given, current_world())
+        for name in names:
+            layer = model.get_submodule(name)
+            delta = layer.get_delta_weight("default")
+            torch.testing.assert_close(delta, factors[name][1] @ factors[name][0] * scaling)
+    other, narrow, _ = adapted(rank=1)
+    cases = [
+        (other, names, narrow, "peft", CheckpointError, r"lora\.rank 1 gives .* set lora\.rank to 2"),
+        (
+            model,
+            [*names, "proj_out"],
+            config,
+            "peft",
+            CheckpointError,
+            r"than lora\.targets gives: 1 of these",
+        ),
+        (model, names, config, "no", CheckpointNotFoundError, "is neither a LoRA file"),
+    ]
+    for refused, wanted, how, file, error, message in cases:
+        given = how.model_copy(update={"start_from": str(tmp_path / file)})
+        with pytest.raises(error, match=message):
+            start_from(refused, wanted, given, current_world())
+
+
+def test_a_checkpoint_of_a_run_is_gone_on_from(tmp_path: Path) -> None:
+    """By its directory or what is in it; a training state that says nothing of alpha is refused."""
+    model, config, names = adapted(alpha=4)
+    factors = {n: (torch.randn(2, 24), torch.randn(24, 2)) for n in names}
+    tensors = {f"{n}.lora_A.default.weight": factors[n][0] for n in names}
+    tensors |= {f"{n}.lora_B.default.weight": factors[n][1] for n in names}
+    (tmp_path / "model").mkdir()
+    save_file(tensors, tmp_path / "model" / "model.safetensors")
+    # Beside it what a killed save left, or somebody else: the document does not name it.
+    save_file({n: t + 1 for n, t in tensors.items()}, tmp_path / "model" / "others.safetensors")
+    files = {"model/model.safetensors": {}}
+    written = {"extra": {"course": {"lora.alpha": 8.0}}, "files": files}
+    (tmp_path / "state.json").write_text(json.dumps(written))
+    for place in (".", "model", "model/model.safetensors"):
+        given = config.model_copy(update={"start_from": str(tmp_path / place)})
+        start_from(model, names, given, current_world())
+        for name in names:
+            delta = model.get_submodule(name).get_delta_weight("default")
+            torch.testing.assert_close(delta, factors[name][1] @ factors[name][0] * 4.0)
+    (tmp_path / "state.json").write_text(json.dumps({"extra": {"mine": 1}, "files": files}))
+    with pytest.raises(ConfigError, match="is a training state without lora"):
+        start_from(model, names, given, current_world())
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        {"decay": 0.99},
+        {"decay": 0.99, "use_ema_warmup": True, "power": 0.8, "inv_gamma": 1.5, "update_after_step": 3},
+        {"decay": 0.5, "min_decay": 0.4},
+    ],
+)
+def test_an_average_is_diffusers(rules: dict[str, float]) -> None:
+    """To the bit, over twenty steps of AdamW."""
+    from diffusers.training_utils import EMAModel
+
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    ema, expected = (
+        Ema(_config(rules), model, optimizer, current_world()),
+        EMAModel(model.parameters(), **rules),
+    )
+    for step in range(20):
+        model(torch.randn(4, 7)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.step(model.parameters())
+        ema.update()
+        assert ema.updates == step + 1
+    averages = {kept.name: kept.shard.storage for kept in ema.kept}
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for (name, parameter), shadow in zip(model.named_parameters(), expected.shadow_params, strict=True):
+        assert torch.equal(averages[name], shadow.reshape(-1))
+        assert not torch.equal(shadow, parameter)
+    with ema.applied(model, current_world()):
+        for parameter, shadow in zip(model.parameters(), expected.shadow_params, strict=True):
+            assert torch.equal(parameter, shadow)
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+def _config(rules: dict[str, float]) -> EmaConfig:
+    given = dict(rules)
+    return EmaConfig(warmup=bool(given.pop("use_ema_warmup", False)), **given)
+
+
+def test_freezing() -> None:
+    model = COMPONENTS["wan2.1 t2v"].build()
+    trained = train_only(model, ["blocks.*.attn1", "proj_out.bias"])
+    assert {name.split(".to_")[0].split(".norm_")[0] for name in trained} == {
+        "blocks.0.attn1",
+        "blocks.1.attn1",
+        "proj_out.bias",
+    }
+    assert set(trained) == {n for n, p in model.named_parameters() if p.requires_grad}
+    with pytest.raises(ConfigError, match=r"train\.trainable has 'block\.0'"):
+        train_only(model, ["blocks.0", "block.0"])
+
+
+def test_what_cannot_be_saved_is_told_before_the_training() -> None:
+    class FluxTransformer2DModel(nn.Module):
+        """Some of whose modules are one module in DiffSynth-Studio."""
+
+    base = {"model": {"source": "a"}, "data": {"source": "b"}, "task": {"name": "causal-lm"}}
+    base |= {"train": {"steps": 1}}
+
+    def check(model: nn.Module, **changed: object) -> None:
+        sections = {"output": {"directory": "c", **changed}, "lora": {"targets": ["0"]}}
+        if "merge" not in changed:
+            del sections["lora"]
+        check_export(model, parse_config({**base, **sections}))
+
+    check(FluxTransformer2DModel())
+    with pytest.raises(ConfigError, match="DiffSynth has no FluxTransformer2DModel"):
+        check(FluxTransformer2DModel(), format="diffsynth")
+    with pytest.raises(ConfigError, match="'5 gigs' is not a size"):
+        check(FluxTransformer2DModel(), max_shard_size="5 gigs")
+    for layer, merged in ((nn.Linear(2, 2), True), (nn.Conv2d(2, 2, 1), False)):
+        model = nn.Sequential(layer)
+        add_lora(model, LoraConfig(rank=1, targets=["0"]), 0)
+        if merged:
+            check(model, merge=True)
+        else:
+            with pytest.raises(ConfigError, match=r"0\.lora_A\.default\.weight is of a convolution"):
+                check(model, merge=True)
+
+
+def test_a_layer_whose_name_ends_another_is_adapted_alone() -> None:
+    """To PEFT a target is the end of a name: it would adapt what is excluded."""
+    blocks = nn.ModuleList([nn.ModuleDict({"proj_out": nn.Linear(2, 2)})])
+    model = nn.ModuleDict({"blocks": blocks, "proj_out": nn.Linear(2, 2)})
+    config = LoraConfig(rank=1, targets=["proj_out"], exclude=["blocks.*.proj_out"])
+    assert add_lora(model, config, 0) == ("proj_out",)
+    adapted = {name for name, _ in model.named_parameters() if "lora_A" in name}
+    assert adapted == {"proj_out.lora_A.default.weight"}
+
+
+def test_an_error_with_averaged_weights_is_no_collective(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be that of one rank alone, for which the others wait in a forward."""
+    averaged, put = Ema.__new__(Ema), []
+    averaged._followed = []
+    monkeypatch.setattr(ema, "_put", lambda *given: put.append(given))
+    with averaged.applied(nn.Linear(1, 1), current_world()):
+        pass
+    assert len(put) == 2
+    with pytest.raises(MemoryError), averaged.applied(nn.Linear(1, 1), current_world()):
+        raise MemoryError
+    assert len(put) == 3
+
+
+def test_contradictions_are_told() -> None:
+    base = {
+        "model": {"source": "a"},
+        "data": {"source": "b"},
+        "task": {"name": "causal-lm"},
+        "train": {"steps": 1},
+        "output": {"directory": "c"},
+    }
+    lora = {"lora": {"rank": 2}}
+    cases = [
+        ({**lora, "train": {"steps": 1, "trainable": ["a"]}}, "train.trainable and lora both say"),
+        ({**lora, "train": {"steps": 1, "trainable": []}}, "train.trainable: List should have at least 1"),
+        ({"output": {"directory": "c", "merge": True}}, "output.merge merges a LoRA"),
+        ({**lora, "ema": {}, "output": {"directory": "c", "merge": True}}, "output.merge with ema"),
+        (
+            {"output": {"directory": "c", "format": "diffsynth", "pipeline": True}},
+            "output.pipeline wants a whole model",
+        ),
+        (
+            {**lora, "output": {"directory": "c", "merge": True, "remove_prefix": "a."}},
+            "output.remove_prefix is for files",
+        ),
+        ({"output": {"directory": "c", "format": "peft"}}, "output.format peft is for adapters"),
+        ({"output": {"directory": "c", "remove_prefix": "a."}}, "output.remove_prefix is for files"),
+        ({"lora": {"ranks": 2}}, "unknown key lora.ranks; did you mean lora.rank?"),
+        ({"ema": {"decays": 2}}, "unknown key ema.decays; did you mean ema.decay?"),
+        ({"ema": {"decay": 0.1, "min_decay": 0.9}}, "ema: min_decay 0.9 is more than decay 0.1"),
+        (
+            {"ema": {"evaluate": True}},
+            "ema.evaluate needs examples that are held out, and none are: set data.h",
+        ),
+        (
+            {"train": {"steps": 1, "evaluate_every": 5}},
+            "train.evaluate_every needs examples that are held out",
+        ),
+        ({"output": {"directory": "c", "pipeline": True}}, "output.pipeline is for pipelines of diffusers"),
+        ({**lora, "engine": {"name": "fsdp2", "expert_parallel": 2}}, "expert_parallel 2 is not available"),
+    ]
+    for changed, message in cases:
+        with pytest.raises(ConfigError) as caught:
+            parse_config({**base, **changed})
+        assert message in str(caught.value)
+
+
+def test_a_table_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.csv"
+    table = Table(path)
+    for step in (1, 2, 3):
+        table.add(step, {"loss": step / 2, "learning_rate": 0.5})
+    again = Table(path)
+    again.add(3, {"loss": 7.0})
+    assert path.read_text().splitlines() == [
+        "step,key,value",
+        *("1,loss,0.5", "1,learning_rate,0.5", "2,loss,1.0", "2,learning_rate,0.5", "3,loss,7.0"),
+    ]
+    Table(path).add(0, {"loss": 1.0})
+    assert path.read_text().splitlines() == ["step,key,value", "0,loss,1.0"]
+    check_trackers(["csv"])
+    for writes, rows in ((False, 2), (True, 3)):
+        (tracker,) = made_trackers(["csv"], tmp_path, writes)
+        tracker.log({"loss": 2.0}, step=1)
+        assert len(path.read_text().splitlines()) == rows
+    assert log_images([table], {}, 1) == []
+
+
+def test_trackers_that_are_not_installed():
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
+
+    for name in LOGGER_TYPE_TO_CLASS.keys() - set(map(str, get_available_trackers())):
+        with pytest.raises(ConfigError, match=rf"tracking\.trackers: {name} is not installed: pip install"):
+            check_trackers(["csv", name])
+
+
+def test_the_class_of_a_saved_transformer_is_that_of_diffusers(tmp_path: Path) -> None:
+    """FSDP2 gives what it shards a class of its own, which nobody could open."""
+    import zerostart
+
+    COMPONENTS["z-image"].build().save_pretrained(tmp_path / "model")
+    model = zerostart.load(tmp_path / "model", engine="fsdp2", progress=False)
+    zerostart.save(model, tmp_path / "saved")
+    expected, written = (json.loads((tmp_path / n / "config.json").read_text()) for n in ("model", "saved"))
+    assert written["_class_name"] == expected["_class_name"] == "ZImageTransformer2DModel"

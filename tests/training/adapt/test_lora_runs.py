@@ -1,0 +1,363 @@
+"""Runs that train a LoRA, and average it: what PEFT, torch and diffusers' EMAModel make of the same data."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from tests.ranks import rank_outcomes, run_ranks
+from tests.training.loop.test_run import losses, run
+from zerostart.errors import ConfigError
+from zerostart.state.saving.export import export
+
+__all__: list[str] = []
+
+TARGETS = ["q_proj", "v_proj", "down_proj"]
+RATE, STEPS, SEED = 1e-2, 4, 42
+AVERAGED = {"decay": 0.9, "warmup": True, "power": 0.7, "evaluate": True}
+SENTENCES = (
+    "the cat sat on the mat",
+    "the dog sat on the cat, and sat",
+    "a mat, a cat.",
+    "and the mat sat on the dog",
+    "the dog sat on a mat",
+    "cat and dog",
+)
+
+
+@pytest.fixture
+def given(tmp_path, tokenizer_path):
+    """Builds the configuration of a run whose steps see all four examples; two are held out."""
+    text = tmp_path / "text.jsonl"
+    text.write_text("".join(json.dumps({"text": sentence}) + "\n" for sentence in SENTENCES))
+
+    def make(source, engine, folder, ranks=2, **sections):
+        train = {
+            "steps": STEPS,
+            "batch_size": 4 // ranks,
+            "learning_rate": RATE,
+            "schedule": "constant",
+            "seed": SEED,
+            **sections.pop("train", {}),
+        }
+        return {
+            "model": {"source": str(source)},
+            "data": {
+                "source": str(text),
+                "tokenizer": str(tokenizer_path),
+                "sequence_length": 32,
+                "packing": False,
+                "held_out": 0.34,
+            },
+            "task": {"name": "causal-lm"},
+            "engine": engine,
+            "train": train,
+            "output": {"directory": str(tmp_path / folder), **sections.pop("output", {})},
+            **sections,
+        }
+
+    return make
+
+
+def examples(config):
+    """The batches that are trained on and held out, padded."""
+    from transformers import AutoTokenizer
+
+    from zerostart.training.config.load import parse_config
+    from zerostart.training.tasks.text import iter_documents, tokenize
+
+    data = parse_config(config).data
+    tokenizer = AutoTokenizer.from_pretrained(data.tokenizer)
+    ids = [item["input_ids"] for item in tokenize(iter_documents(data), tokenizer, data)]
+    assert len(ids) == len(SENTENCES)
+    return padded(ids[:4]), padded(ids[4:])
+
+
+def padded(ids):
+    length = max(map(len, ids))
+    rows = [torch.nn.functional.pad(row, (0, length - len(row))) for row in ids]
+    mask = torch.stack([(torch.arange(length) < len(row)).long() for row in ids])
+    inputs = torch.stack(rows)
+    return {"input_ids": inputs, "attention_mask": mask, "labels": inputs.masked_fill(mask == 0, -100)}
+
+
+def alone(path, config, rank=3, alpha=6):
+    """Losses, adapters, their average, and the held-out loss with that, of one process with plain PEFT."""
+    from diffusers.training_utils import EMAModel
+    from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+    from transformers import AutoModelForCausalLM
+
+    training, held_out = examples(config)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    torch.manual_seed(SEED)
+    adapted = get_peft_model(model, LoraConfig(r=rank, lora_alpha=alpha, target_modules=TARGETS))
+    parameters = [p for p in adapted.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=RATE, weight_decay=0.0)
+    rules = {key: AVERAGED[key] for key in ("decay", "power")}
+    ema = EMAModel(parameters, use_ema_warmup=True, **rules)
+    found = []
+    for _ in range(config["train"]["steps"]):
+        loss = adapted(**training, use_cache=False).loss
+        found.append(float(loss))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        ema.step(parameters)
+    trained = {name: tensor.clone() for name, tensor in get_peft_model_state_dict(adapted).items()}
+    ema.copy_to(parameters)
+    with torch.no_grad():
+        after = float(adapted(**held_out, use_cache=False).loss)
+    return found, trained, get_peft_model_state_dict(adapted), after, adapted
+
+
+def assert_near(path, expected, tolerance=2e-5):
+    found = load_file(path)
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        torch.testing.assert_close(tensor, expected[name], rtol=0, atol=tolerance, msg=name)
+
+
+def data_bytes(path):
+    """Bytes of the tensors in a file, by its length and that of its header."""
+    length = int.from_bytes(path.read_bytes()[:8], "little")
+    return path.stat().st_size - 8 - length
+
+
+LORA = {"rank": 3, "alpha": 6, "targets": TARGETS}
+ENGINES = [{"name": "deepspeed"}, {"name": "fsdp2"}]
+
+
+@pytest.mark.parametrize("engine", ["deepspeed", "fsdp2"])
+def test_a_lora_is_trained_as_peft_trains_it(engine, checkpoints, given):
+    """Two ranks; the average too, and its held-out loss; and the file has what is trained and no more."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    path = checkpoints("qwen3")
+    config = given(path, {"name": engine}, "out", lora=LORA, ema=AVERAGED)
+    results = run_ranks(run, 2, config)
+    expected, trained, averaged, after, reference = alone(path, config)
+    assert losses(results[0]) == pytest.approx(expected, rel=1e-5)
+    out = Path(results[0].directory)
+    assert_near(out / "adapter_model.safetensors", trained)
+    assert_near(out / "ema" / "adapter_model.safetensors", averaged)
+    assert results[0].held_out[STEPS] == pytest.approx(after, rel=1e-5)
+    assert data_bytes(out / "adapter_model.safetensors") == 4 * sum(t.numel() for t in trained.values())
+    assert not list(out.glob("model*.safetensors"))
+    again = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(path), out / "ema")
+    _, held_out = examples(config)
+    with torch.no_grad():
+        logits = again(**held_out).logits
+        torch.testing.assert_close(logits, reference(**held_out).logits, rtol=0, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(
+    ("engine", "stage"), [("deepspeed", s) for s in range(4)] + [("fsdp2", s) for s in range(4)]
+)
+def test_a_lora_on_every_engine(engine, stage, checkpointing, checkpoints, given):
+    path = checkpoints("qwen3")
+    chosen = {"name": engine, "zero_stage": stage}
+    more = {"train": {"checkpoint_blocks": checkpointing}}
+    config = given(path, chosen, "out", lora=LORA, ema={**AVERAGED, "place": "host"}, **more)
+    results = run_ranks(run, 2, config)
+    expected, trained, averaged, after, _ = alone(path, config)
+    assert losses(results[0]) == pytest.approx(expected, rel=1e-5)
+    out = Path(results[0].directory)
+    assert_near(out / "adapter_model.safetensors", trained)
+    assert_near(out / "ema" / "adapter_model.safetensors", averaged)
+    for folder in (out, out / "ema"):
+        assert data_bytes(folder / "adapter_model.safetensors") == 4 * sum(
+            t.numel() for t in trained.values()
+        )
+    assert results[0].held_out[STEPS] == pytest.approx(after, rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["deepspeed", "fsdp2"])
+def test_merged_and_every_so_many_steps(engine, checkpoints, given):
+    """The merged model is PEFT's ``merge_and_unload``; what is left at a step is what was trained by then."""
+    from transformers import AutoModelForCausalLM
+
+    path = checkpoints("qwen3")
+    config = given(path, {"name": engine}, "out", lora=LORA, output={"merge": True, "every": 2})
+    out = Path(run_ranks(run, 2, config)[0].directory)
+    short = {**config, "train": {**config["train"], "steps": 2}}
+    for folder, run_of in ((out, config), (out / "exports" / "step-2", short)):
+        merged = alone_without_average(path, run_of).merge_and_unload()
+        found = AutoModelForCausalLM.from_pretrained(folder)
+        for name, tensor in found.state_dict().items():
+            torch.testing.assert_close(tensor, merged.state_dict()[name], rtol=0, atol=1e-4, msg=name)
+    assert sorted(p.name for p in (out / "exports").iterdir()) == ["step-2", "step-4"]
+
+
+def alone_without_average(path, config):
+    from peft import set_peft_model_state_dict
+
+    _, trained, _, _, adapted = alone(path, config)
+    set_peft_model_state_dict(adapted, trained)
+    return adapted
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "engine", [{"name": "deepspeed"}, {"name": "fsdp2"}, {"name": "deepspeed", "zero_stage": 2}]
+)
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_a_lora_goes_on_elsewhere(engine, ranks, checkpoints, given):
+    """From its checkpoint on another number of ranks, with its average; and the checkpoint has no base."""
+    path = checkpoints("qwen3")
+    sections = {"lora": LORA, "ema": AVERAGED, "checkpoint": {"every": 2, "keep": 9}}
+    straight = run_ranks(run, 2, given(path, engine, "straight", **sections))[0]
+    first = Path(straight.directory, "checkpoints", "step-00000002")
+    assert all(
+        "lora_" in name for file in (first / "model").glob("*.safetensors") for name in load_file(file)
+    )
+    with pytest.raises(ConfigError, match="holds only what was trained"):
+        export(first, Path(straight.directory, "exported"))
+    config = given(path, engine, "resumed", ranks, **sections, resume=str(first))
+    resumed = run_ranks(run, ranks, config)[0]
+    assert losses(resumed) == pytest.approx(losses(straight)[2:], rel=1e-5)
+    for folder in (".", "ema"):
+        expected = load_file(Path(straight.directory, folder, "adapter_model.safetensors"))
+        assert_near(Path(resumed.directory, folder, "adapter_model.safetensors"), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "engine", [{"name": "deepspeed"}, {"name": "fsdp2"}, {"name": "deepspeed", "zero_stage": 1}]
+)
+def test_resuming_on_the_same_ranks_is_exact(engine, checkpoints, given):
+    path = checkpoints("qwen3")
+    sections = {"ema": AVERAGED, "checkpoint": {"every": 2, "keep": 9}}
+    straight = run_ranks(run, 2, given(path, engine, "straight", **sections))[0]
+    first = Path(straight.directory, "checkpoints", "step-00000002")
+    resumed = run_ranks(run, 2, given(path, engine, "resumed", **sections, resume=str(first)))[0]
+    assert losses(resumed) == losses(straight)[2:]
+    assert resumed.held_out[STEPS] == straight.held_out[STEPS]
+    for folder in (".", "ema"):
+        expected = load_file(Path(straight.directory, folder, "model.safetensors"))
+        assert_near(Path(resumed.directory, folder, "model.safetensors"), expected, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["checkpoint", "peft", "diffusers", "model"])
+def test_training_goes_on_from_a_lora_file(form, checkpoints, given):
+    """Files of any format, and a run's own checkpoint, of another alpha, give the model that was saved."""
+    path = checkpoints("qwen3")
+    inside = {"checkpoint": f"checkpoints/step-{STEPS:08d}", "model": f"checkpoints/step-{STEPS:08d}/model"}
+    more = {"checkpoint": {"every": STEPS}} if form in inside else {"output": {"format": form}}
+    first = given(path, {"name": "fsdp2"}, "first", lora=LORA, **more)
+    result = run_ranks(run, 2, first)[0]
+    after = result.held_out[STEPS]
+    second = {**LORA, "alpha": 12, "start_from": str(Path(result.directory, inside.get(form, "")))}
+    going_on = given(path, {"name": "deepspeed"}, "second", lora=second)
+    assert run_ranks(run, 2, going_on)[0].held_out[0] == pytest.approx(after, rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bf16"])
+def test_a_lora_in_mixed_precision_is_trained(precision, checkpoints, given):
+    for engine in ("deepspeed", "fsdp2"):
+        config = given(
+            checkpoints("qwen3"),
+            {"name": engine},
+            f"out-{engine}",
+            lora=LORA,
+            ema={"decay": 0.5},
+            train={"mixed_precision": precision},
+        )
+        result = run_ranks(run, 2, config)[0]
+        assert losses(result)[-1] < losses(result)[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("engine", "stage"), [("deepspeed", 3), ("deepspeed", 2), ("deepspeed", 1), ("fsdp2", 3), ("fsdp2", 0)]
+)
+def test_a_part_of_the_model_is_trained(engine, stage, checkpoints, given):
+    """As torch trains it with the rest frozen; the file has what was trained, without the prefix."""
+    from transformers import AutoModelForCausalLM
+
+    path = checkpoints("qwen3")
+    config = given(
+        path,
+        {"name": engine, "zero_stage": stage},
+        "out",
+        train={"trainable": ["model.layers.*.mlp", "model.norm"]},
+        output={"trainable_only": True, "remove_prefix": "model."},
+    )
+    result = run_ranks(run, 2, config)[0]
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(".mlp." in name or name == "model.norm.weight")
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    optimizer = torch.optim.AdamW(trained.values(), lr=RATE, weight_decay=0.0)
+    training, _ = examples(config)
+    expected = []
+    for _ in range(STEPS):
+        loss = model(**training, use_cache=False).loss
+        expected.append(float(loss))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(list(trained.values()), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses(result) == pytest.approx(expected, rel=1e-5)
+    stripped = {name.removeprefix("model."): p.detach() for name, p in trained.items()}
+    assert_near(Path(result.directory, "model.safetensors"), stripped)
+
+
+@pytest.mark.slow
+def test_trackers_get_what_a_step_is(checkpoints, given, monkeypatch):
+    """TensorBoard where it is installed, and our table, which goes on with a run; in somebody's home."""
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    sections = {
+        "tracking": {"trackers": ["csv", "tensorboard"], "project": "mine"},
+        "checkpoint": {"every": 2},
+        "resume": "auto",
+    }
+    config = given(checkpoints("qwen3"), {"name": "fsdp2"}, "out", **sections)
+    home = Path(config["output"]["directory"])
+    monkeypatch.setenv("HOME", str(home.parent))
+    config["output"] = {**config["output"], "directory": f"~/{home.name}"}
+    short = {**config, "train": {**config["train"], "steps": 2}}
+    run_ranks(run, 2, short)
+    result = run_ranks(run, 2, config)[0]
+    rows = [line.split(",") for line in Path(result.directory, "metrics.csv").read_text().splitlines()]
+    assert rows[0] == ["step", "key", "value"]
+    told = [(int(step), float(value)) for step, key, value in rows[1:] if key == "loss"]
+    assert told == list(enumerate(losses(result), start=1))
+    found = EventAccumulator(str(Path(result.directory, "mine")))
+    found.Reload()
+    assert len(found.Scalars("loss")) == STEPS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", [{"name": "fsdp2"}, {"name": "deepspeed", "zero_stage": 2}])
+def test_a_tracker_that_cannot_begin_ends_the_run_on_all_ranks(engine, checkpoints, given):
+    """One rank alone begins it."""
+    pytest.importorskip("tensorboard")
+    tracking = {"trackers": ["tensorboard"], "project": "../file/mine"}
+    config = given(checkpoints("qwen3"), engine, "out", tracking=tracking)
+    Path(config["output"]["directory"]).with_name("file").touch()
+    outcomes = rank_outcomes(run, 2, config, timeout=200)
+    assert "tracking.trackers: tensorboard cannot begin for tracking.project" in outcomes[0].message
+    assert "NotADirectoryError" in outcomes[0].message
+    assert {outcome.error for outcome in outcomes} == {"zerostart.errors.ConfigError"}
+    assert outcomes[0].message == outcomes[1].message
+
+
+@pytest.mark.slow
+def test_a_header_of_diffusers_tells_the_configuration(checkpoints, given):
+    config = given(checkpoints("qwen3"), {"name": "fsdp2"}, "out", lora=LORA, output={"format": "diffusers"})
+    out = Path(run_ranks(run, 2, config)[0].directory, "pytorch_lora_weights.safetensors")
+    with safe_open(out, "pt") as file:
+        assert json.loads(file.metadata()["lora_adapter_metadata"])["transformer.lora_alpha"] == 6
+        assert all(name.startswith("transformer.model.layers.") for name in file.keys())  # noqa: SIM118

@@ -1,0 +1,207 @@
+"""Tiny pipelines through whose encoders media go, the media, and a task that wants nothing but that."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from tests.conformance.checkpoints import randomise
+from tests.integrations.pipelines import tiny_pipelines as tiny
+from zerostart.training import Task
+
+__all__ = ["PROMPTS", "Encoding", "bytes_of", "configured", "make", "picture", "write_media"]
+
+PROMPTS = ("a cat sees the sea", "a cat", "the sea", "and a cat sleeps", "the cat and the sea sleeps")
+
+
+class Encoding(Task):
+    """Takes encoded media; not to be trained."""
+
+    sections: ClassVar[frozenset[str]] = frozenset({"media", "cache"})
+
+    def open(self) -> None:
+        raise NotImplementedError
+
+    def items(self, world: Any) -> Any:
+        raise NotImplementedError
+
+    def builder(self) -> Any:
+        raise NotImplementedError
+
+    def collator(self, seed: int) -> Any:
+        raise NotImplementedError
+
+    def seen(self, batch: Any) -> int:
+        raise NotImplementedError
+
+    def loss(self, model: Any, batch: Any) -> torch.Tensor:
+        raise NotImplementedError
+
+
+def configured(pipeline: Path, media: Mapping[str, Any] | None, out: Path, **cache: Any) -> dict[str, Any]:
+    """The configuration of a run that trains on ``media``, encoded by ``pipeline``."""
+    values: dict[str, Any] = {
+        "model": {"source": str(pipeline)},
+        "task": {"name": "tests.training.encoded:Encoding"},
+        "engine": {"name": "fsdp2"},
+        "train": {"steps": 1},
+        "output": {"directory": str(out)},
+        "cache": cache,
+    }
+    return values if media is None else {**values, "media": media}
+
+
+def picture(height: int, width: int, seed: int) -> Any:
+    """A smooth random picture."""
+    from PIL import Image
+
+    draws = np.random.default_rng(seed)
+    small = Image.fromarray(draws.integers(0, 256, (4, 4, 3), dtype=np.uint8))
+    return small.resize((width, height), Image.Resampling.BICUBIC)
+
+
+def write_media(
+    folder: Path, columns: Mapping[str, str], sizes: Sequence[tuple[int, int]], frames: int = 5
+) -> dict[str, Any]:
+    """A table of as many rows as ``sizes`` (height, width); ``columns`` by name: image, images or video."""
+    folder.mkdir(parents=True)
+    rows = []
+    for number, (height, width) in enumerate(sizes):
+        row: dict[str, Any] = {"prompt": PROMPTS[number % len(PROMPTS)]}
+        for place, (name, kind) in enumerate(columns.items()):
+            seed = 100 * number + 10 * place
+            row[name] = f"{name}-{number}" + (".png" if kind == "image" else "")
+            if kind == "image":
+                picture(height, width, seed).save(folder / row[name])
+                continue
+            count = frames if kind == "video" else 2
+            names = [f"{row[name]}/{frame}.png" for frame in range(count)]
+            (folder / row[name]).mkdir()
+            for frame, file in enumerate(names):
+                picture(height, width, seed + frame).save(folder / file)
+            if kind == "images":
+                row[name] = names
+        rows.append(row)
+    table = folder / "metadata.csv"
+    if "images" in columns.values():
+        import json
+
+        table = folder / "metadata.json"
+        table.write_text(json.dumps(rows))
+    else:
+        with table.open("w", newline="") as lines:
+            writer = csv.DictWriter(lines, list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
+    return {"source": str(table), "multiple_of": 16, "num_frames": frames}
+
+
+def bytes_of(directory: Path) -> dict[str, bytes]:
+    """Every file of a cache, its document without what tells one save from another."""
+    found = {file.name: file.read_bytes() for file in sorted(directory.iterdir())}
+    document = json.loads(found.get("zerostart.json", b"{}"))
+    told = {key: value for key, value in document.items() if key not in ("save", "saved_at_ns")}
+    return found | {"zerostart.json": json.dumps(told).encode()} if document else found
+
+
+def make(key: str, path: Path) -> Path:
+    """The directory of a tiny pipeline; every weight is random."""
+    if key in tiny.FAMILIES:
+        return tiny.make_pipeline(key, path)
+    torch.manual_seed(5)
+    made = MORE[key]()
+    for part in made.components.values():
+        if isinstance(part, torch.nn.Module):
+            randomise(part)
+            if hasattr(part, "bn"):
+                part.bn.running_var.abs_()
+    made.save_pretrained(path)
+    return path
+
+
+def wan_vae() -> Any:
+    return tiny.component(
+        "wan_vae", z_dim=4, latents_mean=[0.5, 0.25, 0.1, 0], latents_std=[1.5, 1.25, 1.1, 1]
+    )
+
+
+def wan_i2v() -> Any:
+    import diffusers
+    from transformers import CLIPVisionConfig, CLIPVisionModel
+    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return diffusers.WanImageToVideoPipeline(
+        tokenizer=tiny.tokenizer(),
+        text_encoder=tiny.umt5(),
+        vae=wan_vae(),
+        scheduler=tiny.scheduler(shift=3.0),
+        image_processor=CLIPImageProcessorPil(size={"shortest_edge": 8}, crop_size={"height": 8, "width": 8}),
+        image_encoder=CLIPVisionModel(CLIPVisionConfig(image_size=8, patch_size=4, **sizes)),
+        transformer=tiny.component("wan_i2v", in_channels=12, out_channels=4, text_dim=16, image_dim=16),
+    )
+
+
+def wan_vace() -> Any:
+    import diffusers
+
+    return diffusers.WanVACEPipeline(
+        tokenizer=tiny.tokenizer(),
+        text_encoder=tiny.umt5(),
+        vae=wan_vae(),
+        scheduler=tiny.scheduler(shift=3.0),
+        transformer=tiny.component(
+            "wan_vace", in_channels=4, out_channels=4, text_dim=16, vace_in_channels=72
+        ),
+    )
+
+
+def flux_kontext() -> Any:
+    import diffusers
+
+    return diffusers.FluxKontextPipeline(
+        **{
+            name: part
+            for name, part in tiny.flux().components.items()
+            if name not in ("image_encoder", "feature_extractor")
+        }
+    )
+
+
+def flux2_klein() -> Any:
+    import diffusers
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    encoder = Qwen3Config(
+        vocab_size=tiny.VOCABULARY,
+        hidden_size=8,
+        intermediate_size=12,
+        num_hidden_layers=28,  # the pipeline takes what comes out of the 9th, the 18th and the 27th
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=4,
+    )
+    vae = tiny.component("flux2_vae", use_quant_conv=False, use_post_quant_conv=False)
+    return diffusers.Flux2KleinPipeline(
+        tokenizer=tiny.tokenizer(template=True),
+        text_encoder=Qwen3ForCausalLM(encoder),
+        vae=vae,
+        scheduler=tiny.scheduler(use_dynamic_shifting=True),
+        transformer=tiny.component(
+            "flux2", in_channels=4 * vae.config.latent_channels, joint_attention_dim=24, guidance_embeds=False
+        ),
+    )
+
+
+MORE = {
+    "wan_i2v": wan_i2v,
+    "wan_vace": wan_vace,
+    "flux_kontext": flux_kontext,
+    "flux2_klein": flux2_klein,
+}

@@ -1,0 +1,352 @@
+"""Tables of media: formats, columns, what is wrong with them, and the same media on every rank."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tests.ranks import rank_outcomes
+from tests.training.data.media_files import CHINA, FLOWER
+from zerostart.distributed.world import World
+from zerostart.errors import ConfigError
+from zerostart.training.config.load import parse_config
+from zerostart.training.data.items import MediaItems, as_float, as_picture, read_media
+from zerostart.training.data.media_config import MediaConfig
+
+ALONE = World(0, 1, None)
+ROWS = [
+    {
+        "image": "china.jpg",
+        "edit_image": ["flower.jpg", "china.jpg"],
+        "prompt": "roofs, and a sky",
+        "note": "1",
+    },
+    {"image": "flower.jpg", "edit_image": None, "prompt": None, "note": "2"},
+]
+AS_CSV = """image,edit_image,prompt,note
+china.jpg,"[""flower.jpg"", ""china.jpg""]","roofs, and a sky",1
+
+flower.jpg,,,2
+"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    shutil.copy(CHINA, tmp_path)
+    shutil.copy(FLOWER, tmp_path)
+    return tmp_path
+
+
+def small(source, **more):
+    return MediaConfig(source=str(source), **{"height": 32, "width": 48, **more})
+
+
+def same(one, other):
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(value, other[name])
+        elif isinstance(value, list):
+            assert all(torch.equal(*pair) for pair in zip(value, other[name], strict=True))
+        else:
+            assert value == other[name]
+
+
+def test_one_table_in_three_formats(folder):
+    (folder / "a.csv").write_text(AS_CSV, encoding="utf-8-sig")
+    (folder / "b.json").write_text(json.dumps(ROWS))
+    (folder / "c.jsonl").write_text("\n".join(map(json.dumps, ROWS)) + "\n\n")
+    csv, *others = [read_media(small(folder / name), ALONE) for name in ("a.csv", "b.json", "c.jsonl")]
+    for other in others:
+        assert other.digest() == csv.digest()
+        assert other.shapes() == csv.shapes()
+        for index in range(2):
+            same(csv[index], other[index])
+    first, second = csv[0], csv[1]
+    assert (first["prompt"], second["prompt"], first["note"]) == ("roofs, and a sky", "", "1")
+    assert first["image"].dtype == torch.uint8
+    assert first["image"].shape == (3, 32, 48)
+    assert [picture.shape for picture in first["edit_image"]] == [(3, 32, 48)] * 2
+    assert second["edit_image"] == []
+    assert torch.equal(first["edit_image"][1], first["image"])
+    with Image.open(FLOWER) as flower:
+        mean = torch.from_numpy(np.array(flower)).float().mean((0, 1))
+    assert torch.allclose(second["image"].float().mean((1, 2)), mean, atol=6.0)
+    with pytest.raises(IndexError):
+        csv[2]
+
+
+def test_a_folder_without_a_table_has_its_texts_beside_the_files(folder):
+    (folder / "china.txt").write_text("roofs\n")
+    (folder / "more").mkdir()
+    (folder / ".hidden").mkdir()
+    shutil.copy(FLOWER, folder / ".hidden")
+    (folder / "flower.jpg").rename(folder / "more" / "flower.jpg")
+    with pytest.raises(
+        ConfigError, match=r"1 files have no \.txt .*\(more/flower\.jpg\).*media\.prompt to null"
+    ):
+        MediaItems(small(folder))
+    shutil.copy(FLOWER, folder / "z.jpg")
+    (folder / "z.txt").write_text("the next one")
+    with pytest.raises(ConfigError, match=r"1 files have no \.txt"):
+        MediaItems(small(folder, items=2))  # and does not take the next one
+    (folder / "z.jpg").unlink()
+    (folder / "more" / "flower.txt").write_text("a flower")
+    items = MediaItems(small(folder))
+    assert [items[index]["prompt"] for index in range(2)] == ["roofs", "a flower"]
+    assert MediaItems(small(folder, prompt=None))[1]["prompt"] == ""
+    (folder / "metadata.jsonl").write_text(json.dumps({"image": "china.jpg", "prompt": "by the table"}))
+    assert [item["prompt"] for item in MediaItems(small(folder))] == ["by the table"]
+    (folder / "metadata.csv").write_text("image,prompt\n")
+    with pytest.raises(ConfigError, match=r"metadata\.csv and metadata\.jsonl; name the one"):
+        MediaItems(small(folder))
+
+
+def test_columns_by_other_names(folder):
+    table = folder / "pairs.jsonl"
+    table.write_text(
+        json.dumps({"after": "china.jpg", "before": "flower.jpg", "caption": "x", "image": "no file"})
+    )
+    columns = {"image": "after", "edit_image": "before", "depth": {"column": "before", "kind": "image"}}
+    items = read_media(small(table, columns=columns, prompt="caption"), ALONE)
+    assert {name for name, value in items[0].items() if not isinstance(value, str)} == set(columns)
+    assert items[0]["prompt"] == "x"
+    assert torch.equal(items[0]["depth"], items[0]["edit_image"][0])
+
+
+def test_the_digest_is_of_contents_wherever_they_lie(folder, tmp_path_factory):
+    (folder / "a.json").write_text(json.dumps(ROWS))
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    for name in ("china", "flower"):
+        shutil.copy(folder / f"{name}.jpg", elsewhere / f"other-{name}.jpg")
+    (folder / "b.json").write_text(
+        json.dumps(ROWS).replace("china.jpg", "other-china.jpg").replace('"flo', '"other-flo')
+    )
+    here, there = (
+        MediaItems(small(folder / "a.json")),
+        MediaItems(small(folder / "b.json", base=str(elsewhere))),
+    )
+    assert here.digest() == there.digest()
+    assert here.digest() == MediaItems(small(folder / "a.json", repeats=3, workers=1)).digest()
+    assert here.contents() == MediaItems(small(folder / "a.json", width=32)).contents()
+    assert here.digest() != MediaItems(small(folder / "a.json", width=32)).digest()
+    picture = elsewhere / "other-flower.jpg"
+    data = bytearray(picture.read_bytes())
+    data[-100] ^= 1  # of the same length
+    picture.write_bytes(data)
+    assert here.digest() != MediaItems(small(folder / "b.json", base=str(elsewhere))).digest()
+
+
+def test_the_digest_sees_the_middle_of_what_is_not_compressed(folder):
+    picture = Image.new("RGB", (400, 400))
+    picture.save(folder / "a.bmp")
+    (folder / "a.json").write_text(json.dumps([{"image": "a.bmp", "prompt": "x"}]))
+    before = MediaItems(small(folder / "a.json")).digest()
+    picture.paste((255, 0, 0), (150, 190, 250, 210))
+    picture.save(folder / "a.bmp")
+    assert MediaItems(small(folder / "a.json")).digest() != before
+
+
+def test_what_columns_leaves_out_is_no_picture(folder):
+    row = {"image": "china.jpg", "video": "clip.mp4", "edit_image": None, "note": 3, "prompt": "x"}
+    (folder / "a.json").write_text(json.dumps([row]))
+    item = MediaItems(small(folder / "a.json", columns={"image": "image"}))[0]
+    assert item.keys() == {"image", "note", "prompt"}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.csv", "image,prompt\nx.png,one,two\n", r"a\.csv, line 2: 3 cells under 2 columns.*quotes"),
+        ("a.csv", 'image,prompt\nx.png,"one\n', r"a\.csv, line 2: not valid CSV"),
+        ("a.csv", "image,image\nx,y\n", r"a\.csv, line 1: the names of the columns"),
+        ("a.csv", "image,prompt\n", r"a\.csv is empty: it has no row"),
+        ("a.csv", "image,promt\nx,y\n", r"no column 'prompt' but image, promt .*did you mean promt\?"),
+        (
+            "a.csv",
+            "file,prompt\nx,y\n",
+            r"none of its columns \(file, prompt\) is one of video, image,.*file_name",
+        ),
+        ("a.csv", b"image,prompt\n\xff\xfe,y\n", r"a\.csv is not UTF-8"),
+        ("a.json", '{"image": "x"}', r"a\.json: a table is a list of objects, not a JSON dict"),
+        ("a.json", '[{"image": "x"}, 3]', r"a\.json, entry 2: a row is an object"),
+        ("a.jsonl", '{"image": "x"}\n{', r"a\.jsonl, line 2: not valid JSON"),
+        ("a.jsonl", f'{{"seed": {"9" * 5000}}}', r"a\.jsonl, line 1: not valid JSON: Exceeds the limit"),
+        ("a.jsonl", '{"image": "~$x.png", "prompt": "y"}', r"~\$x\.png: no such file"),
+        ("a.csv", "\n\nimage,image\n", r"a\.csv, line 3: the names of the columns"),
+        ("a.jsonl", '{"image": "x", "prompt": 3}', r"line 1, column 'prompt': 3 is not a text"),
+        ("a.jsonl", '{"image": ["x"], "prompt": "y"}', r"column 'image': a list, where one picture belongs"),
+        ("a.jsonl", '{"image": 7, "prompt": "y"}', r"column 'image': 7 is not the name of a file"),
+        (
+            "a.jsonl",
+            '{"image": "https://a/b.png", "prompt": "y"}',
+            r"https://a/b\.png is an address; download",
+        ),
+        ("a.jsonl", '{"image": "", "prompt": "y"}', r"line 1: its cells under image are all empty"),
+        ("a.txt", "image", r"a table is a \.csv, \.json or \.jsonl file, not \.txt"),
+    ],
+)
+def test_bad_tables_are_told_by_line(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ConfigError, match=message):
+        read_media(small(tmp_path / name), ALONE).shapes()
+
+
+def test_absent_and_damaged_files_are_told_by_row(folder):
+    rows = [{"image": f"{name}.jpg", "prompt": ""} for name in ("a", "china", "b", "c", "d", "e")]
+    (folder / "t.json").write_text(json.dumps(rows))
+    with pytest.raises(ConfigError) as caught:
+        read_media(small(folder / "t.json"), ALONE)
+    text = str(caught.value)
+    assert f"t.json, entry 1, column 'image': {folder}/a.jpg: no such file; media.base says" in text
+    assert text.endswith("; and 2 more rows")
+    (folder / "a.jpg").write_bytes(CHINA.read_bytes()[:5000])
+    (folder / "b.jpg").write_text("no picture")
+    items = MediaItems(small(folder / "t.json", items=3))
+    assert len(items) == 3
+    for index, entry in ((0, 1), (2, 3)):
+        with pytest.raises(
+            ConfigError, match=rf"entry {entry}, column 'image': .*cannot be read as a picture.*replace it"
+        ):
+            items[index]
+    with pytest.raises(ConfigError, match="no such file or directory"):
+        MediaItems(small(folder / "absent.csv"))
+    (folder / "empty").mkdir()
+    with pytest.raises(ConfigError, match=r"no metadata\.csv.*picture or video"):
+        MediaItems(small(folder / "empty"))
+    with pytest.raises(ConfigError, match=r"media\.base .*no such directory"):
+        MediaItems(small(folder / "t.json", base=str(folder / "nowhere")))
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"height": 64}, "media: height and width go together"),
+        ({"height": 60, "width": 64}, "a size of 60 x 64 is not made of multiples of multiple_of 16"),
+        ({"buckets": [[64, 64], [64, 65]]}, "a size of 64 x 65 is not"),
+        ({"buckets": []}, "buckets is empty"),
+        ({"height": 64, "width": 64, "buckets": "standard"}, "no meaning beside height and width"),
+        ({"num_frames": 80}, r"num_frames 80 does not leave 1 when divided by 4 .*; 77 or 81 does"),
+        ({"time_division_remainder": 4}, "not below the factor 4"),
+        ({"frames": "even", "frame_rate": 8}, "leave one out"),
+        ({"columns": {"depth": "d"}}, r"columns\.depth is none of video, image"),
+        ({"columns": {"prompt": "d"}}, "'prompt' names no files"),
+        ({"background": [0, 0, 256]}, "numbers from 0 to 255"),
+        ({"hight": 3}, r"unknown key media\.hight; did you mean media\.height\?"),
+    ],
+)
+def test_bad_settings_are_told_by_key(keys, message):
+    values = {
+        "model": {"source": "x"},
+        "task": {"name": "causal-lm"},
+        "train": {"steps": 1},
+        "output": {"directory": "y"},
+        "media": {"source": "z", **keys},
+    }
+    with pytest.raises(ConfigError, match=message):
+        parse_config(values)
+
+
+def test_values_for_encoders_are_those_of_diffusers():
+    from diffusers.image_processor import VaeImageProcessor
+
+    with Image.open(CHINA) as picture:
+        expected = VaeImageProcessor(do_resize=False).preprocess(picture)[0]
+        pixels = torch.from_numpy(np.array(picture)).permute(2, 0, 1)
+    assert torch.equal(as_float(pixels), expected)
+    assert (np.array(as_picture(pixels)).transpose(2, 0, 1) == pixels.numpy()).all()
+
+
+def read_own(folder, rows):
+    """This rank's copy of the table; of its media the digest, or what is raised."""
+    from zerostart.distributed.world import current_world
+
+    rank = int(os.environ["RANK"])
+    found = []
+    for case in rows:
+        table = Path(folder, f"rank{rank}.json")
+        table.write_text(json.dumps(case[rank]))
+        try:
+            found.append(read_media(small(table), current_world()).digest())
+        except ConfigError as error:
+            found.append(str(error))
+    return found
+
+
+def test_ranks_with_other_media_are_told_so(folder):
+    row, other, absent = (
+        {"image": name, "prompt": "x"} for name in ("china.jpg", "flower.jpg", "absent.jpg")
+    )
+    cases = [([row], [row]), ([row], [other]), ([row], [row, other]), ([row], [absent])]
+    outcomes = rank_outcomes(read_own, 2, str(folder), cases, timeout=60)
+    assert all(outcome.ok for outcome in outcomes), outcomes
+    first, second = (outcome.value for outcome in outcomes)
+    assert first == second
+    assert first[0] == MediaItems(small(folder / "rank0.json")).digest()
+    assert "rank 1 (1 rows) from rank 0 (1 rows), first in" in first[1]
+    assert "rank0.json, entry 1 as rank 0 reads it" in first[1]
+    assert "rank1.json, entry 2 as rank 1 reads it" in first[2]
+    assert "absent.jpg: no such file" in first[3]
+
+
+def test_datasets_that_hugging_face_saved(folder):
+    datasets = pytest.importorskip("datasets")
+    columns = {
+        "image": [str(folder / "china.jpg"), str(folder / "flower.jpg")],
+        "edit_image": [[str(folder / "flower.jpg")] * 2, []],
+        "text": ["roofs", "a flower"],
+    }
+    features = {"image": datasets.Image(), "edit_image": datasets.List(datasets.Image())}
+    features = datasets.Features({**features, "text": datasets.Value("string")})
+    made = datasets.Dataset.from_dict(columns, features)
+    (folder / "t.json").write_text(
+        json.dumps([{"image": "china.jpg", "edit_image": ["flower.jpg"] * 2, "prompt": "roofs"}])
+    )
+    expected = MediaItems(small(folder / "t.json"))[0]
+    datasets.DatasetDict({"train": made}).save_to_disk(folder / "several")
+    made.save_to_disk(folder / "one")
+    for name in ("several", "one"):
+        items = read_media(small(folder / name, prompt="text"), ALONE)
+        assert len(items) == 2
+        same(items[0], expected)
+    with pytest.raises(ConfigError, match=r"no split 'test'; media\.split is one of train"):
+        MediaItems(small(folder / "several", split="test"))
+
+
+def test_without_the_library_a_dataset_is_refused_by_name():
+    try:
+        import datasets  # noqa: F401
+    except ImportError:
+        with pytest.raises(
+            ConfigError, match=r"media\.source hf:a/b is a dataset of Hugging Face.*pip install datasets"
+        ):
+            MediaItems(small("hf:a/b"))
+
+
+def test_what_a_directory_has_besides_is_told(folder, caplog):
+    """Extensions that it is not looked through for, with their number and a name."""
+    for name in ("a.avif", "b.AVIF", "c.heic", "d.jfif", "notes", ".hidden.heic"):
+        (folder / name).write_bytes(b"x")
+    for picture in ("china", "flower"):
+        (folder / f"{picture}.txt").write_text("text")
+    assert len(read_media(small(folder), ALONE)) == 2
+    (told,) = (record.getMessage() for record in caplog.records)
+    assert "skipped: 2 .avif (a.avif), 1 .heic (c.heic), 1 .jfif (d.jfif), 1 no extension (notes):" in told
+    assert "pictures are known by .jpg" in told
+
+
+@pytest.mark.parametrize("form", ["json", "jsonl"])
+def test_a_row_without_its_text_is_refused_by_row(folder, form):
+    """An empty one is meant; one that is not there may be written otherwise."""
+    rows = [*ROWS, {"image": "china.jpg"}, {"image": "china.jpg", "Prompt": "a"}]
+    text = json.dumps(rows) if form == "json" else "\n".join(map(json.dumps, rows))
+    (folder / f"rows.{form}").write_text(text)
+    place = "entry" if form == "json" else "line"
+    with pytest.raises(ConfigError, match=rf"rows\.{form}, {place} 3: no 'prompt'; .*{place} 4: no 'prompt'"):
+        read_media(small(folder / f"rows.{form}"), ALONE)
+    assert len(read_media(small(folder / f"rows.{form}", prompt=None), ALONE)) == 4

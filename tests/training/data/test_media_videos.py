@@ -1,0 +1,144 @@
+"""Videos: which frames are taken, from files, animations and frames that lie side by side."""
+
+import json
+import struct
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.training.data.media_files import (
+    CHINA,
+    frame_numbers,
+    numbered_frames,
+    write_animation,
+    write_video,
+)
+from zerostart.errors import ConfigError
+from zerostart.training.data.items import MediaItems
+from zerostart.training.data.media_config import MediaConfig
+
+pytest.importorskip("av")
+
+
+def items(folder, rows, **keys):
+    (folder / "table.json").write_text(json.dumps([{"prompt": "", **row} for row in rows]))
+    return MediaItems(MediaConfig(source=str(folder / "table.json"), **keys))
+
+
+def taken(folder, name, **keys):
+    """The numbers of the frames that are taken of one video; its shape is told beforehand."""
+    found = items(folder, [{"video": name}], **{"height": 32, "width": 48, **keys})
+    video = found[0]["video"]
+    assert dict(found.shapes()[0])["video"] == video.shape
+    return frame_numbers(video)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The same 30 frames at 24 a second in every form."""
+    path = tmp_path_factory.mktemp("videos")
+    frames = numbered_frames(30)
+    write_video(path / "v.mkv", frames)
+    write_animation(path / "v.gif", frames, milliseconds=40)
+    write_animation(path / "v.webp", frames, milliseconds=40)
+    (path / "stills").mkdir()
+    for index, frame in enumerate(frames):
+        Image.fromarray(frame).save(path / "stills" / f"frame{index}.png")
+    return path
+
+
+@pytest.mark.parametrize("name", ["v.mkv", "v.gif", "v.webp", "stills"])
+def test_first_frames_of_every_form(folder, name):
+    assert taken(folder, name, num_frames=9) == list(range(9))
+    # All but the last one: 29 leaves 1 when divided by 4, as DiffSynth counts down.
+    assert taken(folder, name, num_frames=81) == list(range(29))
+    assert taken(folder, name, num_frames=16, time_division_remainder=0) == list(range(16))
+    assert taken(folder, name, num_frames=5, frames="even") == [0, 7, 14, 22, 29]
+
+
+def test_lists_of_frames_and_pictures(folder):
+    names = [f"stills/frame{index}.png" for index in (3, 1, 2, 0, 4, 5)]
+    assert taken(folder, names, num_frames=81) == [3, 1, 2, 0, 4]
+    assert taken(folder, json.dumps(names), num_frames=1) == [3]
+    assert taken(folder, "stills/frame7.png") == [7]
+
+
+def test_frames_at_a_rate(folder):
+    """As DiffSynth's ``map_single_frame_id`` has it: the nearest frame in time."""
+    for rate, count in ((12, 13), (16, 17), (30, 37), (24, 29), (7.5, 9)):
+        expected = [min(round(index / rate * 24), 29) for index in range(count)]
+        assert taken(folder, "v.mkv", frame_rate=rate) == expected, rate
+    assert taken(folder, "v.gif", frame_rate=12.5, num_frames=5) == [0, 2, 4, 6, 8]  # 40 ms are 25 a second
+    assert taken(folder, "stills", frame_rate=12, num_frames=5) == list(range(5))  # they have no rate
+
+
+def test_short_videos_are_refused_with_their_row(folder):
+    found = items(folder, [{"video": "stills/frame7.png"}], num_frames=8, time_division_remainder=0)
+    with pytest.raises(ConfigError, match=r"entry 1, column 'video': 1 frames are too few"):
+        found[0]
+    with pytest.raises(ConfigError, match=r"entry 1, column 'video': 0 frames are too few"):
+        items(folder, [{"video": "v.mkv"}], frame_rate=0.5)[0]
+
+
+def test_videos_of_an_item_have_one_size_and_number_of_frames(folder):
+    write_video(folder / "short.mkv", numbered_frames(7, 64, 64))
+    row = {
+        "video": "v.mkv",
+        "control_video": "short.mkv",
+        "first_frame": str(CHINA),
+        "edit_image": str(CHINA),
+    }
+    item = items(folder, [row], max_pixels=32 * 32)[0]
+    assert item["video"].shape == item["control_video"].shape == (3, 5, 16, 32)
+    assert item["first_frame"].shape == (3, 16, 32)
+    assert item["edit_image"][0].shape == (3, 16, 32)  # 26 x 39 by itself
+    columns = {"video": "video", "control_video": {"size": "own"}, "edit_image": {"size": "item"}}
+    item = items(folder, [row], columns=columns, max_pixels=64 * 64)[0]
+    assert item["video"].shape == (3, 29, 32, 48)
+    assert item["control_video"].shape == (3, 5, 64, 64)
+    assert item["edit_image"][0].shape == (3, 32, 48)
+
+
+def test_h264_and_a_camera_that_was_held_upright(folder, tmp_path):
+    """The matrix in the header of a track: a quarter turn clockwise, as ISO 14496-12 writes it."""
+    left = np.zeros((32, 64, 3), dtype=np.uint8)
+    left[:, :32] = 255
+    path = write_video(tmp_path / "v.mp4", [left] * 5, codec="libx264", pixels="yuv420p")
+    keys = {"num_frames": 5, "max_pixels": 64 * 64}
+    flat = items(tmp_path, [{"video": "v.mp4"}], **keys)[0]["video"]
+    assert flat.shape == (3, 5, 32, 64)
+    assert flat[..., :24].min() > 240
+    assert flat[..., 40:].max() < 16
+    data = path.read_bytes()
+    straight = struct.pack(">9i", 0x10000, 0, 0, 0, 0x10000, 0, 0, 0, 0x40000000)
+    at = data.index(straight, data.index(b"tkhd"))
+    turned = struct.pack(">9i", 0, 0x10000, 0, -0x10000, 0, 0, 32 * 0x10000, 0, 0x40000000)
+    path.write_bytes(data[:at] + turned + data[at + len(turned) :])
+    found = items(tmp_path, [{"video": "v.mp4"}], **keys)
+    upright = found[0]["video"]
+    assert dict(found.shapes()[0])["video"] == upright.shape == (3, 5, 64, 32)
+    assert upright[..., :24, :].min() > 240  # left is up now
+    assert upright[..., 40:, :].max() < 16
+
+
+def test_damaged_videos_are_told_by_row(folder, tmp_path):
+    whole = (folder / "v.mkv").read_bytes()
+    (tmp_path / "cut.mkv").write_bytes(whole[:200])
+    (tmp_path / "text.mp4").write_text("no video")
+    (tmp_path / "frames").mkdir()
+    Image.new("RGB", (32, 32)).save(tmp_path / "frames" / "1.png")
+    Image.new("RGB", (32, 48)).save(tmp_path / "frames" / "2.png")
+    (tmp_path / "none").mkdir()
+    rows = [{"video": name} for name in ("cut.mkv", "text.mp4", "frames", "none")]
+    found = items(tmp_path, rows, num_frames=2, time_division_factor=1, time_division_remainder=0)
+    for index, message in enumerate(
+        [
+            r"cut\.mkv .*replace it",
+            r"text\.mp4 cannot be read as a video",
+            "make them alike",
+            "no frame in this",
+        ]
+    ):
+        with pytest.raises(ConfigError, match=rf"entry {index + 1}, column 'video': .*{message}"):
+            found[index]

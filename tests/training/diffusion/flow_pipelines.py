@@ -1,0 +1,88 @@
+"""Tiny pipelines of diffusers around the tiny transformers: a VAE, a scheduler, and texts as embeddings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.diffusion.components import COMPONENTS
+from tests.training.diffusion.flow_items import build, examples, noise
+
+__all__ = ["drawn_by", "save_pipeline"]
+
+#: The pipeline of each family, its VAE with what is changed there, its scheduler, and the size of a picture.
+_EULER = "FlowMatchEulerDiscreteScheduler"
+PIPELINES: dict[str, tuple[str, str, dict[str, Any], str, dict[str, Any]]] = {
+    "wan": ("WanPipeline", "wan2.1 vae", {}, "UniPCMultistepScheduler", {"height": 32, "num_frames": 9}),
+    "qwen-image": ("QwenImagePipeline", "qwen-image vae", {}, _EULER, {"height": 64}),
+    "flux": (
+        "FluxPipeline",
+        "flux.1 vae",
+        {"latent_channels": 1, "shift_factor": 0.1},
+        _EULER,
+        {"height": 16},
+    ),
+    "flux2": ("Flux2Pipeline", "flux.2 vae", {"latent_channels": 1}, _EULER, {"height": 16}),
+    "z-image": (
+        "ZImagePipeline",
+        "flux.1 vae",
+        {"latent_channels": 16, "shift_factor": 0.1},
+        _EULER,
+        {"height": 16},
+    ),
+}
+
+
+def save_pipeline(folder: Path, family: str) -> Path:
+    """The pipeline of a family with its tiny transformer, saved by diffusers."""
+    import diffusers
+
+    kind, vae, changed, scheduler, _ = PIPELINES[family]
+    flow = {"use_flow_sigmas": True, "prediction_type": "flow_prediction"} if family == "wan" else {}
+    torch.manual_seed(11)
+    component = COMPONENTS[vae]
+    parts = {
+        "transformer": build(family),
+        "vae": component.find()(**{**component.config, **changed}),
+        "scheduler": getattr(diffusers, scheduler)(**flow),
+    }
+    getattr(diffusers, kind)(**parts, **_absent(family)).save_pretrained(folder)
+    return folder
+
+
+def _absent(family: str) -> dict[str, None]:
+    """What a pipeline is without."""
+    names = ["text_encoder", "tokenizer", *(["text_encoder_2", "tokenizer_2"] if family == "flux" else [])]
+    more = ["image_encoder", "feature_extractor"] if family == "flux" else []
+    return dict.fromkeys([*names, *more])
+
+
+def drawn_by(folder: Any, family: str, weights: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
+    """What the pipeline in ``folder`` draws for a text, with other ``weights`` in it if given."""
+    import diffusers
+
+    kind, _, _, _, size = PIPELINES[family]
+    pipe = getattr(diffusers, kind).from_pretrained(folder, **_absent(family))
+    if weights is not None:
+        pipe.transformer.load_state_dict(weights)
+    pipe.set_progress_bar_config(disable=True)
+    item = examples(family, 1)[0]
+    text = item["prompt_embeds"]
+    given: dict[str, Any] = {"prompt_embeds": [text] if family == "z-image" else text[None]}
+    if family == "flux":
+        given["pooled_prompt_embeds"] = item["pooled_prompt_embeds"][None]
+    if family == "wan":
+        given["negative_prompt_embeds"] = noise(*text.shape, seed=77)[None]
+    if family == "z-image":
+        given["negative_prompt_embeds"] = [noise(4, 16, seed=77)]
+    result = pipe(
+        **given,
+        **size,
+        width=size["height"],
+        num_inference_steps=3,
+        generator=torch.Generator().manual_seed(5),
+        output_type="pt",
+    )
+    return result.frames if family == "wan" else result.images

@@ -1,0 +1,127 @@
+"""The order of examples that differ in shape: one shape a batch, the same for any number of ranks."""
+
+import logging
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate.data_loader import BatchSamplerShard, SeedableRandomSampler
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.drawn import examples
+from zerostart.training.config.configuration import CheckpointConfig
+from zerostart.training.loop import checkpoints
+from zerostart.training.loop.batches import Buckets
+from zerostart.training.loop.checkpoints import Checkpoints
+
+SHAPES = st.lists(st.integers(0, 4), min_size=1, max_size=60)
+SIZES = {"batch_size": st.integers(1, 3), "step": st.integers(1, 12), "seed": st.integers(0, 2**40)}
+
+
+def epoch_of(buckets, epoch):
+    buckets.set_epoch(epoch)
+    return list(buckets)
+
+
+@given(shapes=SHAPES, epoch=st.integers(0, 5), **SIZES)
+@settings(max_examples=examples(100))
+def test_whole_steps_of_batches_of_one_shape(shapes, batch_size, step, seed, epoch):
+    buckets = Buckets(shapes, batch_size, step, seed)
+    batches = epoch_of(buckets, epoch)
+    assert len(batches) == len(buckets)
+    assert len(batches) % step == 0
+    assert all(len(batch) == batch_size for batch in batches)
+    assert all(len({shapes[index] for index in batch}) == 1 for batch in batches)
+    seen = Counter(index for batch in batches for index in batch)
+    assert set(seen.values()) <= {1}
+    # Left out: less than a batch of each shape, and less than a step of batches.
+    left = Counter(shapes) - Counter(shapes[index] for index in seen)
+    assert sum(count // batch_size for count in left.values()) < step
+    # Steps of several shapes come last, and are no more than are needed.
+    mixed = [
+        len({shapes[batch[0]] for batch in batches[at : at + step]}) > 1
+        for at in range(0, len(batches), step)
+    ]
+    assert mixed == sorted(mixed)
+    assert buckets.never_seen() == sum(count for count in Counter(shapes).values() if count < batch_size)
+
+
+@given(shapes=SHAPES, epoch=st.integers(0, 3), start=st.integers(0, 40), **SIZES)
+@settings(max_examples=examples(100))
+def test_a_step_has_the_same_examples_on_any_number_of_ranks(shapes, batch_size, step, seed, epoch, start):
+    """As accelerate divides them; and from where a run on another number of ranks has stopped."""
+    whole = epoch_of(Buckets(shapes, batch_size, step, seed), epoch)
+    for ranks in (1, 2, 3, 4):
+        if step % ranks:
+            continue
+        steps = start % (len(whole) // step + 1)
+        own = []
+        for rank in range(ranks):
+            buckets = Buckets(shapes, batch_size, step, seed)
+            buckets.pass_over(steps * step)
+            shard = BatchSamplerShard(buckets, ranks, rank) if ranks > 1 else buckets
+            own.append(epoch_of(shard if ranks == 1 else _Told(shard, buckets), epoch))
+            assert epoch_of(buckets, epoch) == whole  # one pass alone begins later
+        together = [batch for batches in zip(*own, strict=True) for batch in batches]
+        assert together == whole[steps * step :]
+
+
+class _Told:
+    """A shard whose sampler of batches is told the epoch, as accelerate's loader does it."""
+
+    def __init__(self, shard, buckets):
+        self.shard, self.buckets = shard, buckets
+
+    def set_epoch(self, epoch):
+        self.shard.batch_sampler.sampler.set_epoch(epoch)
+
+    def __iter__(self):
+        return iter(self.shard)
+
+
+@given(count=st.integers(1, 50), epoch=st.integers(0, 3), **SIZES)
+@settings(max_examples=examples(100))
+def test_examples_of_one_shape_come_as_accelerate_shuffles_them(count, batch_size, step, seed, epoch):
+    sampler = SeedableRandomSampler(range(count), data_seed=seed)
+    sampler.set_epoch(epoch)
+    order = [
+        index for batch in epoch_of(Buckets([0] * count, batch_size, step, seed), epoch) for index in batch
+    ]
+    assert order == list(sampler)[: count // (batch_size * step) * batch_size * step]
+
+
+def test_each_epoch_has_another_order_and_leaves_out_others():
+    buckets = Buckets([0] * 10 + [1] * 5, 2, 2, seed=3)
+    random_state = torch.get_rng_state()
+    epochs = [epoch_of(buckets, epoch) for epoch in range(20)]
+    assert torch.equal(random_state, torch.get_rng_state())
+    assert len({str(epoch) for epoch in epochs}) == 20
+    assert epochs[3] == epoch_of(buckets, 3)
+    assert {index for epoch in epochs for batch in epoch for index in batch} == set(range(15))
+
+
+@pytest.mark.parametrize(
+    ("shapes", "batch_size", "step", "warned"),
+    [(["a"] * 12, 3, 1, False), (["a"] * 12, 3, 2, True), (["a", "b"] * 6, 3, 1, True)],
+)
+def test_going_on_in_another_order_is_told(shapes, batch_size, step, warned, monkeypatch, caplog):
+    """A run that did 3 batches of 1 a step goes on with 1 of 3, or with another number of examples."""
+    before = Buckets(shapes, 1, 3, 0)
+    now = Buckets(shapes, batch_size, step, 0)
+    monkeypatch.setattr(checkpoints, "load_state", lambda *given: None)
+    extra = {"data": "d", "order": before.order, "epoch": 0, "sequences": 3, "step": 1, "schedule": {}}
+    monkeypatch.setattr(checkpoints, "_extra", lambda path: extra | {"losses": [1.0, 1.0], "held_out": []})
+    session = SimpleNamespace(
+        buckets=now,
+        model=None,
+        ema=None,
+        engine=SimpleNamespace(wraps=True),
+        scheduler=SimpleNamespace(load_state_dict=lambda state: None),
+        batches_after=lambda epoch, items: iter(()),
+    )
+    with caplog.at_level(logging.WARNING, "zerostart"):
+        Checkpoints(CheckpointConfig(), Path("x"), session, {"data": "d"}).resume(Path("x", "step-00000001"))
+    assert ("of another order" in caplog.text) == warned

@@ -1,0 +1,268 @@
+"""The output directory of a run: what an earlier one has left there, and two runs at the same time."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoint.shared_directory import save_model
+from tests.ranks import run_ranks
+from tests.training.loop.held_locks import lock_held
+from tests.training.loop.test_resumed_runs import going_on, interrupted, steps_in
+from tests.training.loop.test_run import losses, metrics, run, values
+from zerostart.checkpoint.write.folders import Folder
+from zerostart.distributed.world import World
+from zerostart.errors import ConfigError, WriteError
+from zerostart.state.resuming.retention import complete
+from zerostart.state.resuming.values import encoded
+from zerostart.training.config.load import parse_config
+from zerostart.training.loop.output_directory import claimed, clear, counts, set_aside, standing
+
+__all__ = ["values"]
+
+ALONE = World(0, 1, None)
+
+
+def overwritten(old, new, straight):
+    """A run that never stops; an old one; and one that overwrites that and dies before its checkpoint."""
+    result = run(straight)
+    run(old)
+    Path(old["output"]["directory"], "checkpoints", "notes.txt").write_text("the user's own")
+    interrupted({**new, "resume": None, "output": {**new["output"], "overwrite": True}}, 1)
+    return result
+
+
+def test_nothing_goes_on_from_what_was_overwritten(checkpoints, values):
+    """The old run's weights are other ones: whoever went on from them would have other losses."""
+    old = going_on(values(checkpoints("qwen3"), steps=2, learning_rate=0.3), every=2)
+    new = going_on(values(checkpoints("qwen3"), steps=3), every=3)
+    (straight,) = run_ranks(
+        overwritten, 1, old, new, values(checkpoints("qwen3"), output="straight", steps=3)
+    )
+    assert steps_in(old["output"]["directory"]) == ["notes.txt"]
+    (again,) = run_ranks(run, 1, new)
+    assert [entry["step"] for entry in metrics(again) if "loss" in entry] == [1, 2, 3]
+    assert losses(again) == losses(straight)
+    directory = Path(again.directory)
+    assert steps_in(directory) == ["notes.txt", "step-00000003"]
+    assert not [entry.name for entry in directory.iterdir() if entry.name.startswith(".")]
+
+
+def checkpoint(folder, name, saved_at):
+    (folder / name).mkdir(parents=True)
+    extra = (
+        {"step": saved_at, "sequences": 0, "schedule": {}} if name.startswith("step-") else {"step": saved_at}
+    )
+    document = {"format": 1, "saved_at_ns": saved_at, "extra": extra, "files": {"weights": {"bytes": 0}}}
+    (folder / name / "weights").touch()
+    (folder / name / "state.json").write_text(json.dumps(document))
+    return folder / name
+
+
+def untouched(path):
+    """What changes when somebody else writes, replaces or moves it; being read does not count."""
+    found = path.stat()
+    return found.st_ino, found.st_mode, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+
+def test_what_another_run_made_goes_and_nothing_else(tmp_path):
+    """Killed before it begins, a run has removed nothing, and left nothing to go on from."""
+    folder = tmp_path / "checkpoints"
+    checkpoint(folder, "step-00000001", 1)
+    checkpoint(folder, "by-hand", 1)  # a script's own, by save_state
+    (folder / ".step-00000002.0123456789ab.saving").mkdir()
+    own = [tmp_path / "samples" / "mine", tmp_path / "exports" / "mine", tmp_path / "ema-notes"]
+    for path in (*own, tmp_path / "samples" / "step-00000000", tmp_path / "ema", folder / "mine"):
+        path.mkdir(parents=True)
+    for path in (tmp_path / "exports" / "step-1", tmp_path / "ema"):
+        path.mkdir(parents=True, exist_ok=True)
+        (path / "weights").touch()
+        (path / "zerostart.json").write_text(json.dumps({"format": 1, "files": {"weights": {"bytes": 0}}}))
+    (folder / "log").write_text("another process appends")
+    before = {path: untouched(path) for path in (folder, *folder.rglob("*"))}
+    with set_aside(tmp_path, None, ALONE):
+        assert standing(tmp_path) == []
+        assert {path: untouched(path) for path in (folder, *folder.rglob("*"))} == before
+    assert standing(tmp_path) == []  # killed here
+    later = checkpoint(folder, "step-00000009", 2)  # of an older zerostart, say
+    assert standing(tmp_path) == [later]
+    with set_aside(tmp_path, None, ALONE):
+        assert standing(tmp_path) == []
+        clear(tmp_path, None)
+    assert sorted(path.name for path in folder.iterdir()) == ["by-hand", "log", "mine"]
+    assert all(path.is_dir() for path in own)
+    assert sorted(path.name for path in tmp_path.rglob("*")) == sorted(
+        [
+            "checkpoints",
+            "log",
+            "by-hand",
+            "state.json",
+            "weights",
+            "mine",
+            "samples",
+            "mine",
+            "exports",
+            "mine",
+            "ema-notes",
+        ]
+    )
+
+
+def test_going_on_from_an_earlier_checkpoint_leaves_no_later_one(tmp_path):
+    folder = tmp_path / "checkpoints"
+    first, second, third = (checkpoint(folder, f"step-0000000{n}", n) for n in (1, 2, 3))
+    own = checkpoint(folder, "by-hand", 9)
+    (tmp_path / "samples" / "step-00000000").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(folder)
+    given = tmp_path / "link" / second.name
+    with set_aside(tmp_path, given, ALONE):
+        assert third.is_dir()
+        clear(tmp_path, given)
+    assert sorted(folder.iterdir()) == [own, first, second]
+    assert (tmp_path / "samples" / "step-00000000").is_dir()
+
+
+def test_a_run_that_fails_before_it_begins_puts_checkpoints_back(tmp_path):
+    """Else the next one with resume=auto would find none, begin anew, and remove those that are aside."""
+    folder = tmp_path / "checkpoints"
+    first = checkpoint(folder, "step-00000001", 1)
+    with pytest.raises(FileNotFoundError), set_aside(tmp_path, None, ALONE):
+        (first / "missing").stat()  # set aside, and here a mistake in the configuration
+    assert list(tmp_path.iterdir()) == [folder]
+    assert standing(tmp_path) == [first]
+    with set_aside(tmp_path, None, ALONE):
+        pass  # killed
+    second = checkpoint(folder, "step-00000002", 2)
+    with pytest.raises(FileNotFoundError), set_aside(tmp_path, None, ALONE):
+        (first / "missing").stat()
+    assert standing(tmp_path) == [second]
+    note = tmp_path / ".checkpoints.replaced"
+    (tmp_path / "state.json").write_text((second / "state.json").read_text())
+    for made_up in ("[]", "{", '{"..": 2, "step-00000002/../..": 2, "step-00000002": null}'):
+        note.write_text(made_up)
+        assert standing(tmp_path) == [first, second]
+        clear(tmp_path, second)
+    assert (tmp_path / "state.json").is_file()
+    assert standing(tmp_path) == [first, second]
+
+
+def test_of_checkpoints_that_could_not_be_removed_none_looks_whole(tmp_path, monkeypatch):
+    folder = tmp_path / "checkpoints"
+    checkpoint(folder, "step-00000001", 1)
+
+    def fails(self, name, known=None):
+        if name == "weights":
+            raise PermissionError(13, "not allowed", name)
+        return removed(self, name, known)
+
+    removed = Folder.remove
+    monkeypatch.setattr(Folder, "remove", fails)
+    with pytest.raises(WriteError, match="cannot be removed"), set_aside(tmp_path, None, ALONE):
+        clear(tmp_path, None)
+    assert complete(folder) == []
+
+
+def test_files_of_others_stay_wherever_they_are(tmp_path):
+    """Beside those of a checkpoint, of an export, of an average, of samples; and of what is damaged all."""
+    folder = tmp_path / "checkpoints"
+    first, second, damaged = (checkpoint(folder, f"step-0000000{n}", n) for n in (1, 2, 3))
+    places = [first, second, tmp_path / "samples" / "step-00000001", tmp_path / "exports" / "step-1"]
+    for place in (*places, tmp_path / "ema"):
+        place.mkdir(parents=True, exist_ok=True)
+        (place / "notes").write_text("mine")
+    (damaged / "state.json").write_text("{")
+    (places[2] / "0-a-dog.png").touch()
+    (tmp_path / "samples" / ".git").mkdir()
+    (folder / ".cache").mkdir()
+    save_model(tmp_path / "exports" / "step-1", 1.0)
+    with set_aside(tmp_path, None, ALONE):
+        clear(tmp_path, None)
+    files = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
+    assert files == {
+        *(str((place / "notes").relative_to(tmp_path)) for place in (*places, tmp_path / "ema")),
+        f"checkpoints/{damaged.name}/state.json",
+        f"checkpoints/{damaged.name}/weights",
+    }
+    assert (tmp_path / "samples" / ".git").is_dir()
+    assert (folder / ".cache").is_dir()
+    again = checkpoint(folder, "step-00000005", 5)
+    clear(tmp_path, checkpoint(folder, "step-00000004", 4))
+    assert not again.exists()
+
+
+def test_two_runs_are_not_in_one_directory(values, tmp_path):
+    config = parse_config(values("nowhere"))
+    directory = Path(config.output.directory)
+    with claimed(config, ALONE):
+        pass
+    assert list(directory.iterdir()) == []
+    lock = directory / ".run.lock"
+    with lock_held(lock), pytest.raises(WriteError, match="another run is at work in"):
+        claimed(config, ALONE).__enter__()
+    with claimed(config, ALONE):  # what a killed run has left locks nobody out
+        assert lock.is_file()
+
+
+@pytest.mark.parametrize(
+    ("source", "output"), [("base", "base"), ("out/base", "out"), ("link", "base"), ("base", "base/vae")]
+)
+def test_what_is_trained_from_is_not_overwritten(source, output, values, tmp_path, monkeypatch):
+    """The place itself, one around it, one of its parts, and by another name; a run's own in it may go."""
+    monkeypatch.chdir(tmp_path)
+    for folder in (source.replace("link", "base"), output):
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        Path(folder, "config.json").write_text("{}")
+    Path("link").symlink_to("base")
+    before = sorted(tmp_path.rglob("*"))
+    given = values(source) | {"output": {"directory": output, "overwrite": True}}
+    with pytest.raises(ConfigError, match="what is trained from"), claimed(parse_config(given), ALONE):
+        pass
+    assert sorted(tmp_path.rglob("*")) == before
+    Path("base", "run").mkdir(parents=True, exist_ok=True)
+    Path("base", "run", "metrics.jsonl").touch()
+    given["output"]["directory"] = "base/run"
+    with claimed(parse_config(given), ALONE):
+        pass
+
+
+def test_checkpoints_of_before_that_ended_in_nan_do_not_count():
+    """What is saved now says that it is finite, whatever the loss of its last step was."""
+    run_of_before = {
+        "step": 3,
+        "schedule": {},
+        "sequences": 12,
+        "losses": encoded([2.0, float("nan")], "losses", {}),
+    }
+    assert not counts(run_of_before)
+    assert counts({**run_of_before, "losses": [2.0, 1.0]})
+    assert counts({**run_of_before, "losses": [2.0, None]})
+    assert counts({**run_of_before, "finite": True})
+    assert not counts({"losses": [2.0, 1.0]})
+
+
+@pytest.mark.parametrize("section", ["data", "media"])
+def test_an_output_directory_within_the_data_is_refused(section, values, tmp_path):
+    """By whatever way it leads there; beside them it may be, and beside a table."""
+    given = values("model")
+    (tmp_path / "data" / "deep").mkdir(parents=True)
+    (tmp_path / "data" / "metadata.csv").write_text("image,prompt\n")
+    (tmp_path / "link").symlink_to(tmp_path / "data" / "deep")
+    if section == "media":
+        given["task"] = {"name": "flow-matching"}
+        del given["data"]
+        given["media"] = {}
+    source = str(tmp_path / "data")
+    given[section]["source"] = [source] if section == "data" else source
+    for inside in ("data", "data/out", "link/out"):
+        given["output"] = {"directory": str(tmp_path / inside)}
+        with (
+            pytest.raises(ConfigError, match=rf"output\.directory .* lies in {section}\.source"),
+            claimed(parse_config(given), ALONE),
+        ):
+            pass
+    assert not (tmp_path / "data" / "out").exists()
+    for beside, named in (("database", source), ("data/out", f"{source}/metadata.csv")):
+        given["output"] = {"directory": str(tmp_path / beside)}
+        given[section]["source"] = named
+        with claimed(parse_config(given), ALONE):
+            pass

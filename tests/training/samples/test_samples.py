@@ -1,0 +1,225 @@
+"""What a run draws is what diffusers' own pipeline draws, and the training knows nothing of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.integrations.pipelines.tiny_pipelines import CALLS, make_pipeline
+from tests.ranks import run_ranks
+from tests.training.samples.sampled import encode, run
+from zerostart.errors import ConfigError
+from zerostart.training.config.configuration import SamplesConfig
+from zerostart.training.config.load import parse_config
+from zerostart.training.loop.runner import train
+from zerostart.training.samples.pipeline import Drawing
+from zerostart.training.samples.sampler import batches_of, open_drawing, write_drawn
+
+PROMPTS = ["a cat", "the sea", "the cat sleeps"]
+ENGINES: dict[str, dict[str, Any]] = {
+    "ZeRO-3": {"name": "deepspeed", "zero_stage": 3},
+    "ZeRO-2": {"name": "deepspeed", "zero_stage": 2},
+    "FSDP2": {"name": "fsdp2"},
+    "DDP": {"name": "fsdp2", "zero_stage": 0},
+}
+
+
+@pytest.fixture(scope="module")
+def flux(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return encode(make_pipeline("flux", tmp_path_factory.mktemp("flux")), *PROMPTS)
+
+
+def configured(path: Path, engine: str, output: Path, **samples: Any) -> dict[str, Any]:
+    return {
+        "model": {"source": str(path)},
+        "task": {"name": "tests.training.sampled:Drawn"},
+        "engine": ENGINES[engine],
+        "train": {"steps": 3, "batch_size": 2, "learning_rate": 1e-2},
+        "output": {"directory": str(output)},
+        **({"samples": {"prompts": PROMPTS, "steps": 2, "seed": 5, **samples}} if samples else {}),
+    }
+
+
+def losses(output: Path) -> list[float]:
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines if "loss" in line]
+
+
+def by_diffusers(path: Path, key: str, trained: Path | None, **options: Any) -> list[torch.Tensor]:
+    """The same prompts and noise by the whole pipeline in one process, [F, 3, H, W] each."""
+    import diffusers
+
+    pipe = diffusers.DiffusionPipeline.from_pretrained(path)
+    if trained is not None:
+        pipe.transformer = type(pipe.transformer).from_pretrained(trained)
+    pipe.set_progress_bar_config(disable=True)
+    found = []
+    for number, prompt in enumerate(PROMPTS):
+        arguments = {**CALLS[key], "num_inference_steps": 2, "output_type": "pt", **options}
+        made = pipe(prompt, generator=torch.Generator().manual_seed(5 + number), **arguments)[0]
+        found.append(made[0] if made.dim() == 5 else made)
+    return found
+
+
+def pictures(folder: Path) -> list[torch.Tensor]:
+    from PIL import Image
+
+    rows = [np.asarray(Image.open(path)) for path in sorted(folder.glob("*.png"))]
+    return [torch.tensor(row).permute(2, 0, 1)[None] / 255 for row in rows]
+
+
+def check_alike(found: list[torch.Tensor], expected: list[torch.Tensor], within: float = 1.01 / 255) -> None:
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        assert one.shape == other.shape
+        assert float((one - other).abs().max()) <= within
+
+
+def compare_with_diffusers(key: str, path: Path, engine: str, root: Path, size: dict[str, Any]) -> None:
+    """Pictures before and after, on two ranks; and the losses of a run that draws none."""
+    with_samples = configured(path, engine, root / "drawing", every=2, **size)
+    run_ranks(run, 2, with_samples)
+    run_ranks(run, 2, configured(path, engine, root / "plain"))
+    assert losses(root / "drawing") == losses(root / "plain")
+    drawn = root / "drawing" / "samples"
+    steps = [f"step-{step:08d}" for step in (0, 2, 3)]
+    assert sorted(folder.name for folder in drawn.iterdir()) == steps
+    before, _, after = (pictures(drawn / step) for step in steps)
+    check_alike(before, by_diffusers(path, key, None))
+    check_alike(after, by_diffusers(path, key, root / "drawing"))
+    assert not all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+    assert min(float(one.std()) for one in before) > 0.01
+
+
+def test_samples_are_what_diffusers_draws_and_disturb_nothing(flux: Path, tmp_path: Path) -> None:
+    """Three prompts on two ranks: one rank draws one of them for nothing."""
+    compare_with_diffusers("flux", flux, "ZeRO-3", tmp_path, {"height": 16, "width": 16})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["ZeRO-2", "FSDP2", "DDP"])
+def test_samples_on_other_engines(flux: Path, tmp_path: Path, engine: str) -> None:
+    size = {"height": 16, "width": 16, "batch_size": 2}
+    compare_with_diffusers("flux", flux, engine, tmp_path, size)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["ZeRO-3", "FSDP2"])
+@pytest.mark.parametrize("key", ["qwen_image", "z_image"])
+def test_samples_of_other_families(key: str, engine: str, tmp_path: Path) -> None:
+    """Prompts of other lengths, masked or in lists, and what is guided away from."""
+    path = encode(make_pipeline(key, tmp_path / "pipeline"), *PROMPTS)
+    away = {"negative_prompt": CALLS[key].get("negative_prompt", "")}
+    compare_with_diffusers(key, path, engine, tmp_path, {"height": 16, "width": 16, **away})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["ZeRO-3", "ZeRO-2", "FSDP2"])
+def test_samples_of_averaged_weights(flux: Path, tmp_path: Path, engine: str) -> None:
+    """The last are what diffusers draws with the average that is saved; the training goes on as it was."""
+    values = configured(flux, engine, tmp_path / "out", with_ema=True, every=2, height=16, width=16)
+    averaged = {"ema": {"decay": 0.5}}
+    run_ranks(run, 2, values | averaged)
+    run_ranks(run, 2, configured(flux, engine, tmp_path / "plain") | averaged)
+    assert losses(tmp_path / "out") == losses(tmp_path / "plain")
+    found = pictures(tmp_path / "out" / "samples" / "step-00000003")
+    check_alike(found, by_diffusers(flux, "flux", tmp_path / "out" / "ema"))
+    live = by_diffusers(flux, "flux", tmp_path / "out")
+    assert max(float((one - other).abs().max()) for one, other in zip(found, live, strict=True)) > 2 / 255
+
+
+def test_videos_are_written_to_be_played(tmp_path: Path) -> None:
+    av = pytest.importorskip("av")
+    frames = torch.zeros(5, 3, 33, 48)
+    frames[:, 0] = torch.linspace(0, 1, 5).view(5, 1, 1)
+    path = write_drawn(tmp_path / "clip", frames, fps=8)
+    assert path.suffix == ".mp4"
+    with av.open(str(path)) as container:
+        stream = container.streams.video[0]
+        read = [frame.to_ndarray(format="rgb24") for frame in container.decode(stream)]
+        assert stream.average_rate == 8
+    assert len(read) == 5
+    reds = [float(row[:33, :48, 0].mean()) / 255 for row in read]
+    assert reds == pytest.approx([0, 0.25, 0.5, 0.75, 1], abs=0.05)
+
+
+def test_videos_are_written_by_what_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A build of FFmpeg without x264, and one that encodes nothing that we know: told before the training."""
+    av = pytest.importorskip("av")
+    from zerostart.training.samples import sampler
+
+    known = dict(sampler._ENCODERS)
+    monkeypatch.setattr(sampler, "_ENCODERS", {"libx265-of-nobody": {}, "mpeg4": known["mpeg4"]})
+    sampler.check_writers(True)
+    path = write_drawn(tmp_path / "clip", torch.rand(3, 3, 16, 16), fps=8)
+    with av.open(str(path)) as container:
+        assert container.streams.video[0].codec_context.name == "mpeg4"
+        assert len(list(container.decode(video=0))) == 3
+    monkeypatch.setattr(sampler, "_ENCODERS", {"libx265-of-nobody": {}, "gif-of-nobody": {}})
+    sampler.check_writers(False)
+    with pytest.raises(ConfigError, match="no encoder of libx265-of-nobody, gif-of-nobody"):
+        sampler.check_writers(True)
+
+
+def test_batches_have_prompts_of_one_shape() -> None:
+    lengths = [3, 4, 3, 3, 4, 5]
+    prompts = [{"prompt_embeds": torch.zeros(length, 2)} for length in lengths]
+    batches = batches_of(prompts, 2)
+    assert sorted(number for batch in batches for number in batch) == list(range(6))
+    assert all(len({lengths[number] for number in batch}) == 1 and len(batch) <= 2 for batch in batches)
+
+
+@pytest.mark.parametrize(
+    ("index", "settings", "words"),
+    [
+        ({"_class_name": "WanImageToVideoPipeline"}, {}, "WanImageToVideoPipeline takes more .image"),
+        ({"_class_name": "WanVACEPipeline"}, {}, "WanVACEPipeline takes more .video"),
+        (
+            {"_class_name": "WanPipeline", "boundary_ratio": 0.9},
+            {},
+            "two experts, of which transformer alone",
+        ),
+        ({"_class_name": "FluxPipeline"}, {"num_frames": 5}, "num_frames: FluxPipeline draws pictures"),
+        ({"_class_name": "FluxPipeline", "vae": [None, None]}, {}, "has no vae to draw with"),
+        ({"_class_name": "FluxPipeline"}, {}, "has no scheduler to draw with"),
+    ],
+)
+def test_what_cannot_be_drawn_is_refused(
+    index: dict[str, Any], settings: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    parts = {"transformer": ["diffusers", "FluxTransformer2DModel"], "vae": ["diffusers", "AutoencoderKL"]}
+    for name in parts:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+    (tmp_path / "model_index.json").write_text(json.dumps({**parts, **index}))
+    with pytest.raises(ConfigError, match=words):
+        Drawing(str(tmp_path), "transformer", SamplesConfig(prompts=["a"], **settings))
+
+
+def test_one_model_draws_nothing(flux: Path) -> None:
+    with pytest.raises(ConfigError, match=r"has no model_index\.json"):
+        Drawing(str(flux / "transformer"), "transformer", SamplesConfig(prompts=["a"]))
+
+
+def test_averaged_weights_have_to_be_there(flux: Path, tmp_path: Path) -> None:
+    config = parse_config(configured(flux, "FSDP2", tmp_path, with_ema=True))
+    with pytest.raises(ConfigError, match=r"samples\.with_ema: no weights are averaged; add the section ema"):
+        open_drawing(config)
+
+
+def test_what_cannot_be_drawn_is_refused_before_anything_is_encoded(flux: Path, tmp_path: Path) -> None:
+    from PIL import Image
+
+    values = configured(flux, "FSDP2", tmp_path / "out", num_frames=5)
+    folder = tmp_path / "pictures"
+    folder.mkdir()
+    Image.new("RGB", (16, 16)).save(folder / "one.png")
+    values |= {"task": {"name": "flow-matching"}, "media": {"source": str(folder)}}
+    with pytest.raises(ConfigError, match=r"num_frames: FluxPipeline draws pictures"):
+        train(parse_config(values))
+    assert not (tmp_path / "out" / "cache").exists()

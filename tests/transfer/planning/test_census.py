@@ -1,0 +1,122 @@
+"""Counting all ranks' reads at once against planning each rank, and the rule that both follow."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from tests.drawn import examples
+from zerostart.checkpoint.source import open_catalog
+from zerostart.geometry.layout import Layout, dimension_shard, flat_partition, packed, replicated
+from zerostart.recipe import Recipe, SymbolicTensor, Target
+from zerostart.transfer.planning import Count, Destination, PlanOptions, Share, count_reads, join
+from zerostart.transfer.planning.reads import read_starts, read_starts_of_many
+
+LAYERS = 3
+THREADS = 2
+
+
+def _conversions(symbols: dict[str, SymbolicTensor], experts: int) -> dict[str, SymbolicTensor]:
+    """Of every layer: fused experts, a matrix as it is stored, one turned, and one that is computed."""
+    made = {}
+    for layer in range(LAYERS):
+        stacks = [torch.stack([symbols[f"{layer}.{k}.{i}"] for i in range(experts)]) for k in "ab"]
+        made[f"{layer}.fused"] = torch.cat(stacks, 1)
+        made[f"{layer}.plain"] = symbols[f"{layer}.plain"]
+        made[f"{layer}.turned"] = symbols[f"{layer}.other"].t()
+        made[f"{layer}.scaled"] = symbols[f"{layer}.plain"] * 2
+    return made
+
+
+@settings(max_examples=examples(40, 1500))
+@given(data=st.data(), world=st.integers(1, 9), direct=st.booleans())
+def test_counts_equal_the_plans(tmp_path: Path, data: st.DataObject, world: int, direct: bool) -> None:
+    experts, rows, columns = (data.draw(st.integers(1, n)) for n in (5, 7, 9))
+    stored = {"buffer": torch.zeros(rows)}
+    # Layers whose tensors do not lie in one order, so that what is merged differs from layer to layer.
+    for layer in data.draw(st.permutations(range(LAYERS))):
+        layer_tensors = {f"{kind}.{i}": torch.zeros(rows, columns) for kind in "ab" for i in range(experts)}
+        layer_tensors |= {
+            "plain": torch.zeros(rows * 3, columns),
+            "other": torch.zeros(columns, rows),
+            "small": torch.zeros(data.draw(st.integers(0, 40)), dtype=torch.uint8),
+        }
+        stored |= {f"{layer}.{name}": tensor for name, tensor in layer_tensors.items()}
+    path = tmp_path / "model.safetensors"
+    save_file(stored, path)
+    catalog = open_catalog(path)
+    symbols = {n: SymbolicTensor.of(n, tuple(t.shape), t.dtype) for n, t in stored.items()}
+    dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16]))
+    options = PlanOptions(chunk_size=data.draw(st.sampled_from([32, 100, 4096])))
+    recipes = [
+        Recipe(Target(name, tuple(tensor.shape), dtype), tensor.pieces)
+        for name, tensor in _conversions(symbols, experts).items()
+    ]
+    across = data.draw(st.sampled_from([n for n in range(1, world + 1) if world % n == 0]))
+    packs, dim = data.draw(st.sampled_from([1, 2])), data.draw(st.sampled_from([0, 1]))
+    flat = data.draw(st.booleans())
+
+    def cut(shape: tuple[int, ...], rank: int) -> Layout:
+        parts = (shape[dim] // packs, shape[dim] - shape[dim] // packs) if packs == 2 else (shape[dim],)
+        section = packed(shape, dim, parts, rank % across, across)
+        shard = flat_partition if flat else partial(dimension_shard, dim=dim)
+        return section.holds(shard(section.shape, rank=rank // across, world_size=world // across))
+
+    whole = Recipe(Target("buffer", (rows,), dtype), symbols["buffer"].pieces)
+    alike = {r.target.shape: [(n, cut(r.target.shape, n)) for n in range(world)] for r in recipes}
+    shares = [Share(whole, [(n, replicated((rows,))) for n in range(world)], direct)]
+    shares += [Share(recipe, alike[recipe.target.shape], direct) for recipe in recipes]
+    # As a forecast asks: not of all ranks, where some hold the same.
+    ranks = data.draw(st.lists(st.integers(0, world - 1), min_size=1, unique=True).map(sorted))
+    held = {id(s.layouts): [s.layouts[rank] for rank in ranks if s.layouts[rank][1].boxes] for s in shares}
+    asked = [Share(s.recipe, held[id(s.layouts)], direct) for s in shares]
+    for rank, count in zip(ranks, count_reads(catalog, asked, ranks, options, THREADS), strict=True):
+        wanted = []
+        for share in shares:
+            layout = share.layouts[rank][1]
+            destination = Destination(share.recipe.target.name, layout.numel, layout.owned, dtype, direct)
+            wanted.append((share.recipe, layout, destination))
+        plan = join(catalog, wanted, options)
+        reads = [*plan.all_reads()]
+        scratch = sum(sorted((c.nbytes for c in plan.computations), reverse=True)[:THREADS])
+        assert count == Count(plan.read_bytes, len(reads), plan.staged, scratch)
+
+
+SEGMENT = st.tuples(st.integers(0, 2), st.integers(0, 400), st.integers(1, 60), st.booleans())
+
+
+@settings(max_examples=examples(170, 5000))
+@given(
+    found=st.lists(st.tuples(SEGMENT, st.sampled_from([1, 1, 1, 3])), max_size=60),
+    chunk=st.sampled_from([64, 100, 1000]),
+    share=st.sampled_from([0.04, 0.5]),
+    floor=st.sampled_from([0, 8, 64]),
+    straight=st.booleans(),
+)
+def test_the_rule_of_merging_is_one(
+    found: list[tuple[tuple[int, int, int, bool], int]], chunk: int, share: float, floor: int, straight: bool
+) -> None:
+    options = PlanOptions(chunk, share, floor)
+    segments = sorted((*segment, rows) for segment, rows in found)
+    if straight:  # one after the other, as the shards of a rank often lie
+        ends = np.cumsum([0, *(s[2] for s in segments)]).tolist()
+        segments = [(0, at, *s[2:]) for s, at in zip(segments, ends, strict=False)]
+    file, offset, nbytes, direct, rows = np.array(segments, np.int64).reshape(-1, 5).T
+    place = file * (1000 + chunk) + offset
+    starts = read_starts_of_many(place, nbytes, direct, rows, options)
+    assert starts.tolist() == [*read_starts(segments, options)]
+
+
+@pytest.mark.parametrize(("gap", "reads"), [(0, 1), (40, 1), (41, 2)])
+def test_a_small_gap_is_read_through_where_a_buffer_takes_it(gap: int, reads: int) -> None:
+    found = [(0, 0, 1000, False, 1), (0, 1000 + gap, 1000, False, 1)]
+    assert len([*read_starts(found, PlanOptions(4096, gap_share=0.04, gap_floor=512))]) == reads
+    direct = [(*segment[:3], True, 1) for segment in found]
+    assert len([*read_starts(direct, PlanOptions(4096))]) == (1 if gap == 0 else 2)
