@@ -11,7 +11,7 @@ from torch import nn
 from zerostart.distributed.world import World
 from zerostart.errors import ConfigError
 from zerostart.geometry import Box
-from zerostart.geometry.layout import Layout, Placed, replicated
+from zerostart.geometry.layout import Layout, LocalBox, replicated
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def _as_it_lies(name: str, tensor: torch.Tensor) -> tuple[Layout, torch.Tensor]:
         return replicated(shape), tensor.view(-1)
     span = 1 + sum((size - 1) * stride for size, stride in zip(shape, tensor.stride(), strict=True))
     # All of the span counts as real: what lies between may be another tensor's.
-    layout = Layout(shape, span, span, (Placed(Box((0,) * len(shape), shape), 0, tensor.stride()),))
+    layout = Layout(shape, span, span, (LocalBox(Box((0,) * len(shape), shape), 0, tensor.stride()),))
     return layout, tensor.as_strided((span,), (1,))
 
 

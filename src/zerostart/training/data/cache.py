@@ -88,16 +88,13 @@ def _place(config: TrainConfig, settings: CacheConfig) -> Path:
 def _media(config: TrainConfig, place: Path, cached: bool, world: World) -> MediaItems | None:
     """The media; None where there are none any more, and a cache that was made of them."""
     from zerostart.training.data.items import KnownRows, read_media
-    from zerostart.training.data.table import is_dataset, is_gone
+    from zerostart.training.data.table import is_gone
 
     if config.media is None:
         return None
     given = config.media.source
 
-    def gone() -> bool:
-        return not is_dataset(given) and is_gone(given)
-
-    if cached and world.broadcast_object(gone, "looking for the media"):
+    if cached and world.broadcast_object(lambda: is_gone(given), "looking for the media"):
         if world.rank == 0:
             logger.warning(
                 "media.source %s is not there any more: its items are those of the cache %s", given, place
@@ -126,8 +123,8 @@ def _texts(config: TrainConfig, settings: CacheConfig) -> list[str]:
 
 def _check_alike(config: TrainConfig, settings: CacheConfig, texts: list[str], world: World) -> None:
     """Raise ConfigError where ranks would encode otherwise, and what they make be mixed up in one cache."""
-    media = None if config.media is None else config.media.model_dump(exclude=set(config.media.places))
-    told = repr((media, settings.model_dump(exclude=set(settings.places)), texts))
+    media = None if config.media is None else config.media.model_dump(exclude=set(config.media.path_keys))
+    told = repr((media, settings.model_dump(exclude=set(settings.path_keys)), texts))
     checksum = f"{zlib.crc32(told.encode('utf-8', 'surrogatepass')):08x}"
     world.raise_together(None, f"opening the cache (media, cache and texts have the checksum {checksum})")
 
