@@ -14,10 +14,10 @@ import torch
 from zerostart.checkpoint.paths import expanded
 from zerostart.distributed.world import World, current_world
 from zerostart.errors import ConfigError
+from zerostart.live.training import StateTensor
 from zerostart.state.resuming.background import Saving
 from zerostart.state.resuming.document import read_document
 from zerostart.state.resuming.load_state import load_state
-from zerostart.state.resuming.optimizer import Kept
 from zerostart.state.resuming.retention import complete, prune
 from zerostart.state.resuming.save_state import save_state
 from zerostart.state.resuming.values import decoded
@@ -98,7 +98,7 @@ class Checkpoints:
         return None if self._session.engine.owns_optimizer else self._session.optimizer
 
     @property
-    def _averages(self) -> list[Kept]:
+    def _averages(self) -> list[StateTensor]:
         return [] if self._session.ema is None else self._session.ema.kept
 
     @property

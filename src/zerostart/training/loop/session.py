@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 
 from zerostart.checkpoint.paths import expanded
 from zerostart.distributed.world import current_world
-from zerostart.engines import Engine
+from zerostart.engines import Engine, full_shape
 from zerostart.errors import ConfigError, WriteError
 from zerostart.live.record import record_of
 from zerostart.training.adapt.ema import Ema
@@ -298,7 +298,7 @@ def _parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, A
     others: list[nn.Parameter] = []
     for parameter in model.parameters():
         if parameter.requires_grad:
-            shape = getattr(parameter, "ds_shape", parameter.shape)  # a ZeRO-3 placeholder is empty
+            shape = full_shape(parameter)
             (decayed if len(shape) > 1 else others).append(parameter)
     groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
