@@ -21,7 +21,7 @@ from zerostart.state.resuming.load_state import load_state
 from zerostart.state.resuming.retention import complete, prune
 from zerostart.state.resuming.save_state import save_state
 from zerostart.state.resuming.values import decoded
-from zerostart.training.config.configuration import CheckpointConfig, TrainConfig
+from zerostart.training.config.configuration import CheckpointConfig, ResumeConfig
 from zerostart.training.loop.fingerprint import ACCEPTED, DATA, departures
 from zerostart.training.loop.output_directory import FOLDER, counts, of_a_run, standing
 from zerostart.training.loop.session import Session, reschedule
@@ -46,18 +46,18 @@ class Past:
         self.last_loss = loss
 
 
-def newest(config: TrainConfig, directory: Path, world: World) -> Path | None:
+def newest(resume: ResumeConfig | None, directory: Path, world: World) -> Path | None:
     """The checkpoint that the run goes on from, the same on every rank; None to start anew.
 
     Raises :class:`ConfigError` for a ``resume`` that is not a complete checkpoint.
     """
 
     def find() -> Path | None:
-        if config.resume is None:
+        if resume is None:
             return None
-        if config.resume.path == "auto":
+        if resume.path == "auto":
             return next(reversed(standing(directory)), None)
-        path = expanded(config.resume.path).absolute()
+        path = expanded(resume.path).absolute()
         if path not in complete(path.parent):
             raise ConfigError(f"resume: {path} is not a complete checkpoint; write auto for the newest one")
         return path

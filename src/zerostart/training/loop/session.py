@@ -174,16 +174,6 @@ class Session:
         self.accelerator.end_training()
 
 
-def check_surroundings(config: TrainConfig) -> None:
-    """Find out before the load whether accelerate will be able to do its part.
-
-    Raises :class:`ConfigError` for a tracker that is unknown or not installed, :class:`EngineError` when
-    ``accelerate launch`` has set up another engine, which would wrap the sharded model a second time, or has
-    ranks share what the configuration of the run does not know of.
-    """
-    check_trackers(config.tracking.trackers)
-
-
 def open_session(config: TrainConfig, model: nn.Module, task: Task, items: Items) -> Session:
     """Make the optimizer, schedule and loader for the loaded ``model`` and let accelerate prepare them.
 
@@ -193,7 +183,7 @@ def open_session(config: TrainConfig, model: nn.Module, task: Task, items: Items
     accelerator = _accelerator(config, engine)
     place, count = engine.mesh.batch(accelerator.process_index)
     needed = train.batch_size * count
-    order, buckets = order_of(items, task, count)
+    order, buckets = order_of(items, task, train, count)
     optimizer = torch.optim.AdamW(
         _parameter_groups(model, train.weight_decay), lr=train.learning_rate, betas=train.betas
     )
