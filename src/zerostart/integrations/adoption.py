@@ -31,7 +31,7 @@ from zerostart.integrations.later_calls import SAVE_PRETRAINED, serve_adapters, 
 from zerostart.integrations.transformers import trainer
 from zerostart.integrations.transformers.loading import Call, Start
 from zerostart.live.full_tensors import full_tensors
-from zerostart.live.record import loaded_models, record_of
+from zerostart.live.model import loaded_models, record_of
 from zerostart.loading.arguments import EnabledArguments, config_of
 from zerostart.upstream.accelerate import preparing as accelerate_parts
 from zerostart.upstream.accelerate.plugins import join_ranks
