@@ -25,7 +25,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
 from torch.utils.data import Dataset
@@ -36,6 +36,9 @@ from zerostart.training.data.decoding import ColumnMedia, media_of_row
 from zerostart.training.data.files import MediaFile, files_of, needed
 from zerostart.training.data.media_config import KNOWN_COLUMNS, MediaConfig
 from zerostart.training.data.table import Column, media_columns, read_table
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 T = TypeVar("T")
 
@@ -278,7 +281,7 @@ def as_float(pixels: torch.Tensor) -> torch.Tensor:
     return 2.0 * (pixels.to(torch.float32) / 255.0) - 1.0
 
 
-def as_picture(pixels: torch.Tensor) -> Any:
+def as_picture(pixels: torch.Tensor) -> Image:
     """uint8 [3, H, W] as a Pillow image of mode RGB. Raises :class:`ConfigError` where Pillow is absent."""
     return needed("PIL.Image").fromarray(pixels.permute(1, 2, 0).contiguous().numpy())
 
