@@ -130,6 +130,7 @@ class _Call:
     def run(self, *tensors: torch.Tensor) -> object:
         """The function; the first time, what it did to containers is done to the caller's too."""
         args, kwargs = self.arguments(tensors)
+        # The pytree takes plain containers apart; those of classes of their own are leaves, and stay shared.
         whole = [leaf for leaf in self.leaves if isinstance(leaf, (dict, list))]  # of classes of their own
         before = [_parts(leaf) for leaf in whole]
         made = self.function(*args, **kwargs)

@@ -281,9 +281,11 @@ class CachedItems:
         lengths = np.array([len(kind) for kind in self._kinds], dtype=np.int64)
         if len(kinds) != self._count or (len(kinds) and int(kinds.max()) >= len(lengths)):
             raise ReadError(f"{path} is not the index of this cache; {self._remedy()}")
+        # Offsets of all items follow one another: an item has as many as its kind has tensors.
         ends = np.cumsum(lengths[kinds])
         if len(found["offsets"]) != (int(ends[-1]) if len(ends) else 0):
             raise ReadError(f"{path} is not the index of this cache; {self._remedy()}")
+        # Version 1: files of equally many items, one after the other.
         files = found.get("files", np.arange(self._count) // self._per_file)
         rows, numbers = found.get("rows"), found.get("numbers")
         if any(one is not None and len(one) != self._count for one in (files, rows, numbers)):

@@ -258,6 +258,7 @@ def picked_frames(config: MediaConfig, frames: int, rate: Fraction | None, most:
     Raises :class:`ConfigError` where there are too few.
     """
     wanted = _wanted_rate(config, rate)
+    # As many as the video lasts at the wanted rate, then down to a number that the model can take.
     available = frames if wanted is None or rate is None else math.floor(frames / rate * wanted)
     factor, remainder = config.time_division_factor, config.time_division_remainder
     count = min(available, most)

@@ -89,6 +89,7 @@ class MediaFile:
                     while data := content.read(_LOOKED_AT):
                         state.update(data)
                     continue
+                # A compressed file does not change in its middle alone.
                 for start in sorted({0, max(0, length - _LOOKED_AT)}):
                     content.seek(start)
                     state.update(content.read(_LOOKED_AT))

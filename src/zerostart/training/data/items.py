@@ -134,6 +134,7 @@ class MediaItems(Dataset[dict[str, Any]]):
 
     def _describe(self, index: int) -> Described:
         """Digests of a row by its names, by lengths and times of its files too, and by its contents."""
+        # Three digests, each of more: the names, then lengths and times of the files, then what is in them.
         names = hashlib.blake2b(repr(sorted(self._other_cells(index).items())).encode(), digest_size=16)
         files = self._files(index)
         for name, some in files.items():
@@ -255,6 +256,7 @@ def read_media(config: MediaConfig, world: World, earlier: RowDigests | None = N
         if world.rank == 0:
             for note in items.notes:
                 logger.warning("%s", note)
+    # One digest a rank first; the digests of all rows are exchanged where these differ alone.
     ranks = world.all_gather_object(mine, "comparing the media")
     if len(set(ranks)) == 1:
         return items
