@@ -36,7 +36,7 @@ from zerostart.live.record import loaded_models, record_of
 from zerostart.loading.arguments import EnabledArguments, config_of
 from zerostart.upstream.accelerate.plugins import join_ranks
 from zerostart.upstream.accelerate.preparing import AcceleratorPatches
-from zerostart.upstream.deepspeed.state.saving import Consolidation
+from zerostart.upstream.deepspeed.consolidation import Consolidation
 from zerostart.upstream.diffsynth.loading import DiffSynthSeam
 from zerostart.upstream.diffusers.loading import DiffusersSeam
 from zerostart.upstream.saving_calls import SavingCalls

@@ -92,20 +92,19 @@ class InterceptedLoad:
 
     def _load(self, source: Source, built: Built, converter: Converter, ignore_mismatched: bool) -> Findings:
         """Load; what has another shape is mismatched where that is to be ignored, and else an error."""
-        mismatched: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
         obstacle = library_of(built.model).attention(built.model).obstacle
         request = replace(
             self._request(source, built, obstacle),
             converter=converter,
             strict=False,
-            reinitialised=mismatched if ignore_mismatched else None,
+            reinitialise_mismatched=ignore_mismatched,
         )
         run(request)
         report = record_of(built.model).report
         return (
-            set(report.missing) - mismatched.keys(),
+            set(report.missing) - report.reinitialised.keys(),
             set(report.unexpected),
-            {(name, have, want) for name, (have, want) in mismatched.items()},
+            {(name, have, want) for name, (have, want) in report.reinitialised.items()},
         )
 
     def _request(self, source: Source, model: Any, obstacle: str) -> Request:

@@ -1,7 +1,5 @@
 """The parts of a training checkpoint by themselves: values in JSON, random states, which checkpoints stay."""
 
-from __future__ import annotations
-
 import enum
 import json
 import math
@@ -18,8 +16,8 @@ import torch
 from zerostart.errors import ConfigError
 from zerostart.geometry.layout import replicated
 from zerostart.geometry.layout.flat import flat_run, narrowed
-from zerostart.state.resuming.random_states import random_rows, set_random_rows
 from zerostart.state.resuming.retention import complete, prune
+from zerostart.state.resuming.training_state import random_rows, set_random_rows
 from zerostart.state.resuming.values import decoded, encoded_whole
 
 

@@ -9,12 +9,15 @@ the second run finds in it what the first has found.
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, MutableSequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, MutableSequence, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
+from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils import checkpoint as torch_checkpoint
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
@@ -41,7 +44,7 @@ def checkpointed(
         return torch_checkpoint.checkpoint(call.run, *call.tensors, use_reentrant=False)
 
 
-class _Kept(torch.autograd.Function):
+class _SavedLast(torch.autograd.Function):
     """A node that saves a tensor, and is part of nothing that is computed."""
 
     @staticmethod
@@ -54,7 +57,7 @@ class _Kept(torch.autograd.Function):
         raise AssertionError("nothing leads here")
 
 
-def _ask_first(results: list[torch.Tensor], inputs: Iterable[torch.Tensor]) -> None:
+def _recompute_first(results: list[torch.Tensor], inputs: Iterable[torch.Tensor]) -> None:
     """Have the function run again, to its end, before the backward of anything in it begins.
 
     An engine's hooks gather a module's parameters for its forward and give them back after it. That must not
@@ -65,8 +68,8 @@ def _ask_first(results: list[torch.Tensor], inputs: Iterable[torch.Tensor]) -> N
     made = [tensor for tensor in results if tensor.grad_fn not in outside]
     if not made:
         return
-    keep: Any = _Kept.apply
-    kept = keep(torch.zeros((), device="cpu", requires_grad=True), made[0].detach()).grad_fn
+    save: Any = _SavedLast.apply
+    saved_last = save(torch.zeros((), device="cpu", requires_grad=True), made[0].detach()).grad_fn
     asked = False
 
     def begin(_: Any) -> None:
@@ -77,7 +80,7 @@ def _ask_first(results: list[torch.Tensor], inputs: Iterable[torch.Tensor]) -> N
         nonlocal asked
         if not asked:
             asked = True
-            _ = kept.saved_tensors
+            _ = saved_last.saved_tensors  # whose unpacking runs the function again
 
     # Once in each backward: a graph may be retained for several. Hooks of tensors come before those of nodes,
     # among which are an engine's, which gathers for a backward what running again needs, too.
@@ -89,24 +92,26 @@ def _ask_first(results: list[torch.Tensor], inputs: Iterable[torch.Tensor]) -> N
 
 @dataclass
 class _Call:
-    """A call taken apart: ``leaves`` of its arguments as ``spec`` has them, tensors as None in them."""
+    """A call taken apart: the ``leaves`` of its arguments in the order of ``spec``, None in place of tensors.
+
+    ``tensors[i]`` belongs at ``leaves[places[i]]``; ``callers`` are the arguments as the caller has them.
+    """
 
     function: Callable[..., Any]
-    given: tuple[tuple[Any, ...], Mapping[str, Any]]
+    callers: tuple[tuple[Any, ...], Mapping[str, Any]] | None
     leaves: list[Any]
     spec: TreeSpec
     tensors: list[torch.Tensor]
     places: list[int]
-    first: bool = True
 
     @classmethod
     def of(cls, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Call:
-        given = (args, dict(kwargs))
-        leaves, spec = tree_flatten(given, is_leaf=_is_cache)
+        callers = (args, dict(kwargs))
+        leaves, spec = tree_flatten(callers, is_leaf=_is_cache)
         places = [n for n, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         tensors = [leaves[n] for n in places]
-        kept = [None if isinstance(leaf, torch.Tensor) else _without_past(leaf) for leaf in leaves]
-        return cls(function, given, kept, spec, tensors, places)
+        others = [None if isinstance(leaf, torch.Tensor) else _without_past(leaf) for leaf in leaves]
+        return cls(function, callers, others, spec, tensors, places)
 
     def arguments(self, tensors: tuple[torch.Tensor, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Arguments in new containers, with these tensors in their places."""
@@ -124,11 +129,10 @@ class _Call:
         made = self.function(*args, **kwargs)
         for leaf, parts in zip(whole, before, strict=True):
             _check_unchanged(leaf, parts)
-        if self.first:
-            self.first = False
-            _give_back(self.given, (args, kwargs))
-            self.given = ((), {})  # not needed any more, and not to be kept alive
-        _ask_first([leaf for leaf in tree_leaves(made) if isinstance(leaf, torch.Tensor)], tensors)
+        if self.callers is not None:  # the first run; later ones compute for a backward alone
+            _give_back(self.callers, (args, kwargs))
+            self.callers = None  # not to be kept alive
+        _recompute_first([leaf for leaf in tree_leaves(made) if isinstance(leaf, torch.Tensor)], tensors)
         return made
 
     def through_deepspeed(self, checkpoint: Callable[..., Any]) -> Any:
@@ -144,7 +148,7 @@ class _Call:
             before = tree_flatten((args, kwargs), is_leaf=_is_cache)
             leaves, spec = tree_flatten(self.function(*args, **kwargs))
             after = tree_flatten((args, kwargs), is_leaf=_is_cache)
-            if before[1] != after[1] or any(a is not b for a, b in zip(before[0], after[0], strict=True)):
+            if before[1] != after[1] or not _same_objects(before[0], after[0]):
                 raise ConfigError(
                     "a function under DeepSpeed's checkpointing changed a list or dictionary that it was "
                     "given, and what it put there would have no gradient; do without "
@@ -171,8 +175,7 @@ def _parts(container: dict[Any, Any] | list[Any]) -> list[Any]:
 
 def _check_unchanged(container: dict[Any, Any] | list[Any], before: list[Any]) -> None:
     """Raise ConfigError where a function has changed what is not made anew for its second run."""
-    now = _parts(container)
-    if len(now) != len(before) or any(a is not b for a, b in zip(now, before, strict=True)):
+    if not _same_objects(_parts(container), before):
         raise ConfigError(
             f"a function under gradient checkpointing changed a {type(container).__name__} that it was "
             "given, which its second run would find changed; pass a list, a dict or a deque"
@@ -206,7 +209,11 @@ def _has_past(cache: Any) -> bool:
 
 
 def _give_back(own: Any, used: Any) -> Any:
-    """Make the caller's containers what those that the function was given in their place have become."""
+    """Give the caller's containers ``own`` what the function has made of their copies ``used``.
+
+    Containers inside of containers stay the caller's, too. Returns what stands for ``used`` then: ``own``
+    where it can hold it, else ``used`` itself.
+    """
     if _is_cache(own):
         return own
     if own is used or type(own) is not type(used):
@@ -217,13 +224,89 @@ def _give_back(own: Any, used: Any) -> Any:
             own.clear()
             own.update(merged)
         return own
-    if isinstance(own, MutableSequence):
-        items = [_give_back(own[n], value) if n < len(own) else value for n, value in enumerate(used)]
-        if len(items) != len(own) or any(a is not b for a, b in zip(own, items, strict=True)):
-            own.clear()  # a deque has no slices
-            own.extend(items)
+    if not isinstance(own, (MutableSequence, tuple)):
+        return used
+    items = [_give_back(own[n], value) if n < len(own) else value for n, value in enumerate(used)]
+    if _same_objects(own, items):
         return own
     if isinstance(own, tuple):
-        items = [_give_back(mine, theirs) for mine, theirs in zip(own, used, strict=False)]
-        return own if all(a is b for a, b in zip(own, items, strict=False)) else used
-    return used
+        return used
+    own.clear()  # a deque has no slices
+    own.extend(items)
+    return own
+
+
+def _same_objects(one: Sequence[object], other: Sequence[object]) -> bool:
+    return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
+
+
+class CheckpointedForward:
+    """Stands for the ``forward`` of one module.
+
+    Hooks stay outside: what an engine gathers before a module's forward it gathers for its backward as well,
+    in which the forward runs again.
+    """
+
+    def __init__(self, module: nn.Module, offload: bool) -> None:
+        functools.update_wrapper(self, module.forward)  # its signature, for whoever asks
+        self.original = module.forward
+        self.offload = offload
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The block's forward, as a checkpoint."""
+        return checkpointed(self.original, args, kwargs, self.offload)
+
+
+def checkpoint_blocks(
+    model: nn.Module,
+    blocks: Sequence[str | type[nn.Module]] | None = None,
+    offload: bool = False,
+    every: int = 1,
+) -> tuple[str, ...]:
+    """See ``zerostart.checkpoint_blocks``. Raises ConfigError where there is nothing to checkpoint."""
+    if not all(isinstance(one, (str, type)) for one in blocks or ()):
+        raise ConfigError(f"blocks={blocks!r} must be a list of classes or names, such as ['EncoderLayer']")
+    if every < 1:
+        raise ConfigError(f"every={every} must be 1 (each block) or more (each second, third, ...)")
+    found = _blocks(model, blocks)
+    if not found:
+        raise ConfigError(
+            f"{type(model).__name__} does not say which modules are its blocks; name them: "
+            "blocks=['EncoderLayer'] (a class) or blocks=['encoder.layers.*'] (names of modules)"
+        )
+    chosen = dict(list(found.items())[::every])
+    for module in chosen.values():
+        if isinstance(module.forward, CheckpointedForward):
+            module.forward = module.forward.original  # again, with other settings
+        module.forward = CheckpointedForward(module, offload)
+    return tuple(chosen)
+
+
+def _blocks(model: nn.Module, wanted: Sequence[str | type[nn.Module]] | None) -> dict[str, nn.Module]:
+    """The blocks by name: no block inside another."""
+    named = dict(model.named_modules())
+    if wanted is None:
+        kinds = [kind for part in named.values() for kind in getattr(part, "_no_split_modules", None) or ()]
+        lists = [name for name, part in named.items() if isinstance(part, nn.ModuleList)]
+        wanted = kinds or [f"{name}.*" for name in lists]
+    else:
+        for entry in wanted:
+            if not any(_matches(name, module, entry) for name, module in named.items()):
+                shown = entry if isinstance(entry, str) else entry.__name__
+                raise ConfigError(f"blocks has {shown!r}, which no module has as its class or name")
+    found: dict[str, nn.Module] = {}
+    for name, module in named.items():
+        inside = any(name.startswith(f"{outer}.") for outer in found)
+        if name and not inside and any(_matches(name, module, entry) for entry in wanted):
+            found[name] = module
+    return found
+
+
+def _matches(name: str, module: nn.Module, entry: str | type[nn.Module]) -> bool:
+    if isinstance(entry, type):
+        return isinstance(module, entry)
+    # By any base: FSDP2 gives the modules that it shards a class of its own.
+    if any(kind.__name__ == entry for kind in type(module).__mro__):
+        return True
+    parts, patterns = name.split("."), entry.split(".")
+    return len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))
