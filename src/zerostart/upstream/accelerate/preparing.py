@@ -200,11 +200,8 @@ class AcceleratorPatches(RefCountedPatches):
         return get_state_dict
 
 
-def _prepares_fsdp2(original: Any) -> Any:
+def _keeps_parameters(original: Any) -> Any:
     def prepare_fsdp2(accelerator: Any, *args: Any) -> Any:
-        for item in args:
-            if isinstance(item, nn.Module):
-                _name_sharded_classes(accelerator.state.fsdp_plugin, item)
         # Whole ones are replaced, and are not to be held meanwhile.
         before = [
             [
@@ -221,6 +218,18 @@ def _prepares_fsdp2(original: Any) -> Any:
                 pairs = zip(sharded, group["params"], strict=True)
                 group["params"] = [new if old is None or id(old) not in stays else old for old, new in pairs]
         return result
+
+    return prepare_fsdp2
+
+
+def _prepares_fsdp2(original: Any) -> Any:
+    keeping = _keeps_parameters(original)
+
+    def prepare_fsdp2(accelerator: Any, *args: Any) -> Any:
+        for item in args:
+            if isinstance(item, nn.Module):
+                _name_sharded_classes(accelerator.state.fsdp_plugin, item)
+        return keeping(accelerator, *args)
 
     return prepare_fsdp2
 
