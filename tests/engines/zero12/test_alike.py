@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from tests.ranks import run_ranks
 from zerostart.upstream.deepspeed.zero12 import alike as hashing
-from zerostart.upstream.deepspeed.zero12.alike import alike, fingerprint, place_weights
+from zerostart.upstream.deepspeed.zero12.buffers import alike, fingerprint, place_weights
 
 WEIGHTS = place_weights(1 << 22, torch.device("cpu"))
 

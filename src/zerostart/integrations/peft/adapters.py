@@ -20,7 +20,7 @@ from zerostart.live.record import loaded_around, loaded_models, record_of
 from zerostart.live.shards import found_shards
 from zerostart.state.editing import take
 from zerostart.upstream.deepspeed.state.editing import master_of
-from zerostart.upstream.deepspeed.zero3.edits import is_gathered
+from zerostart.upstream.deepspeed.zero3.gathering import is_gathered
 
 #: The loaded model that a layer with adapters is in.
 _parts: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()

@@ -10,7 +10,7 @@ Three things are done otherwise for parameters that carry a mark of zerostart, a
 - Masters. They are made from the partitions, without the copy between that the constructor makes; those of
   rounded parameters are then read from the checkpoint. Gradients that it makes to drop are left out.
 
-The way in is the constructors of both optimizers (``deepspeed_stage12_optimizers``) and of the engine, and
+The way in is the constructors of both optimizers (``optimizers.py``) and of the engine, and
 that one method of it, replaced as long as a marked parameter lives. Where a construction fails, the hooks
 that it left are removed, and the client's optimizer gets its parameters back. A DeepSpeed that is not as
 declared here takes the stock route.
@@ -23,18 +23,17 @@ import functools
 import inspect
 import logging
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from zerostart.upstream.deepspeed.zero3.partitions import import_deepspeed
-from zerostart.upstream.deepspeed.zero12.adoption import TOUCHED as ADOPTION
-from zerostart.upstream.deepspeed.zero12.alike import alike
-from zerostart.upstream.deepspeed.zero12.grouping import TOUCHED as GROUPING
-from zerostart.upstream.deepspeed.zero12.grouping import grouping
+from zerostart.upstream.deepspeed.zero12.groups import TOUCHED as GROUPING
+from zerostart.upstream.deepspeed.zero12.groups import grouping
 from zerostart.upstream.deepspeed.zero12.marks import Keeper, Mark, RunReader, marked, remark
 from zerostart.upstream.deepspeed.zero12.optimizers import TOUCHED as OPTIMIZERS
 from zerostart.upstream.deepspeed.zero12.optimizers import enter_constructors
@@ -99,7 +98,7 @@ TOUCHED = (_CONSTRUCTION, _BROADCAST)
 def known() -> bool:
     """Whether the installed DeepSpeed is as this module knows it; warns once if it is not."""
     import_deepspeed()
-    wrong = misfit((*TOUCHED, *ADOPTION, *GROUPING, *OPTIMIZERS))
+    wrong = misfit((*TOUCHED, *GROUPING, *OPTIMIZERS))
     if wrong:
         logger.warning("%s. deepspeed.initialize will flatten the parameters of stages 1 and 2 itself", wrong)
     return not wrong
@@ -217,3 +216,77 @@ def _spared(engine: Any) -> Iterator[None]:
 def _experts_of(parameter: Any) -> str | None:
     """The name of the expert group of a parameter of experts (``moe.utils.is_moe_param``), else None."""
     return None if getattr(parameter, "allreduce", True) else parameter.group_name
+
+
+# Which parameters are the same on all ranks, found without sending them.
+# What each rank did to a model since the load cannot be known from outside. So each hashes the bits of its
+# parameters, at the speed of memory, and the hashes are compared in one small message.
+
+#: Words of 8 bytes that are hashed at a time: what the CPU's cache holds, and enough to keep others busy.
+_WORDS, _MANY = 1 << 16, 1 << 20
+#: Odd, as all factors here, so that no factor loses a bit: 2**64 over the golden ratio, and the like.
+_STEP, _MIX = -7046029254386353131, -4417276706812531889
+
+
+def alike(parameters: Sequence[torch.Tensor], group: Any) -> list[Any]:
+    """Those that hold the same bits on all ranks of ``group``; collective, with one small message."""
+    if not parameters or dist.get_world_size(group=group) == 1:
+        return list(parameters)
+    weights = place_weights(max(p.numel() * p.itemsize for p in parameters), parameters[0].device)
+    own = torch.stack([fingerprint(parameter.detach(), weights) for parameter in parameters])
+    extremes = torch.stack([own, ~own])  # ~ reverses the order: the least of it is the greatest.
+    dist.all_reduce(extremes, op=dist.ReduceOp.MIN, group=group)
+    same = (extremes[0] == ~extremes[1]).tolist()
+    return [parameter for parameter, one in zip(parameters, same, strict=True) if one]
+
+
+def fingerprint(tensor: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """A 64-bit hash of a tensor's bits in row-major order, wherever in memory they lie: an integer, [].
+
+    ``weights`` are ``place_weights`` for at least as many bytes.
+
+    Words of 8 bytes, each weighted by its place, are summed up, chunk after chunk as in a polynomial; and so
+    are their upper halves, whose products would lose most bits otherwise. Any difference shows, elements that
+    changed places included, but for one case in some 2**47.
+    """
+    data = tensor.contiguous().view(-1).view(torch.uint8)
+    found = torch.zeros((), dtype=torch.int64, device=data.device)
+    upper = torch.empty_like(weights)
+    step = 8 * _chunk(data.device)
+    for start in range(0, data.numel(), step):
+        words = _words(data[start : start + step])
+        count = words.numel()
+        torch.bitwise_right_shift(words, 32, out=upper[:count])
+        both = _weighted(words, weights[:count]) + _MIX * _weighted(upper[:count], weights[:count])
+        found = found * _STEP + both
+    return found
+
+
+def _weighted(words: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """The sum of the words, each times its weight."""
+    if words.device.type == "cpu":
+        return torch.dot(words, weights)  # At the speed of memory; accelerators have it for floats alone.
+    return (words * weights).sum()
+
+
+def _words(data: torch.Tensor) -> torch.Tensor:
+    """Bytes as 64-bit words, the last one filled up with zeros."""
+    rest = -data.numel() % 8
+    if rest:
+        data = torch.cat([data, data.new_zeros(rest)])
+    elif data.storage_offset() % 8:
+        data = data.clone()
+    return data.view(torch.int64)
+
+
+def _chunk(device: torch.device) -> int:
+    return _WORDS if device.type == "cpu" else _MANY
+
+
+def place_weights(nbytes: int, device: torch.device) -> torch.Tensor:
+    """Odd 64-bit numbers without a pattern, the same everywhere (as the finaliser of SplitMix64 mixes)."""
+    count = min(_chunk(device), -(-nbytes // 8))
+    mixed = torch.arange(1, count + 1, dtype=torch.int64, device=device) * _STEP
+    mixed = (mixed ^ (mixed >> 30)) * _MIX
+    mixed = (mixed ^ (mixed >> 27)) * _STEP
+    return (mixed ^ (mixed >> 31)) | 1
