@@ -21,6 +21,7 @@ from zerostart.training.loop.task import known_tasks, task_class
 
 __all__ = ["markdown"]
 
+_HEADS = ("key", "values", "default", "meaning")
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
@@ -64,11 +65,11 @@ def _configuration() -> Iterator[str]:
             plain.append((name, field))
             continue
         yield from (f"## {name}", "", _docstring(section), "")
-        yield from _table(("key", "values", "default"), (_key(f"{name}.{k}", f) for k, f in _fields(section)))
+        yield from _table(_HEADS, (_key(f"{name}.{k}", f) for k, f in _fields(section)))
         if section is TaskConfig:
             yield from _tasks()
     yield from ("## Keys without a section", "", _docstring(TrainConfig), "")
-    yield from _table(("key", "values", "default"), (_key(name, field) for name, field in plain))
+    yield from _table(_HEADS, (_key(name, field) for name, field in plain))
 
 
 def _tasks() -> Iterator[str]:
@@ -78,7 +79,7 @@ def _tasks() -> Iterator[str]:
         own = [(key, field) for key, field in settings.model_fields.items() if key != "name"]
         if own:
             yield from (f"### task.name: {name}", "", _docstring(settings), "")
-            yield from _table(("key", "values", "default"), (_key(f"task.{k}", f) for k, f in own))
+            yield from _table(_HEADS, (_key(f"task.{k}", f) for k, f in own))
 
 
 def _section(annotation: Any) -> type[BaseModel] | None:
@@ -98,12 +99,12 @@ def _fields(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, A
             yield from _fields(inner, f"{prefix}{name}.")
 
 
-def _key(name: str, field: Any) -> tuple[str, str, str]:
-    values = _spoken(field.annotation)
+def _key(name: str, field: Any) -> tuple[str, str, str, str]:
+    values, meaning = _spoken(field.annotation), _prose(field.description or "")
     if field.is_required():
-        return f"`{name}`", values, "must be given"
+        return f"`{name}`", values, "must be given", meaning
     default = field.get_default(call_default_factory=True)
-    return f"`{name}`", values, "" if default is PydanticUndefined else f"`{_yaml(default)}`"
+    return f"`{name}`", values, "" if default is PydanticUndefined else f"`{_yaml(default)}`", meaning
 
 
 def _yaml(value: Any) -> str:

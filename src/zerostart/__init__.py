@@ -112,16 +112,18 @@ def load(
         from zerostart.loading.request import Request
         from zerostart.loading.run import run
 
-        request = Request(
+        config, floating = config_of(engine_config), dtype_of(dtype)
+    return run(
+        Request(
             source,
             model=model,
             engine=engine,
             zero_stage=zero_stage,
-            engine_config=config_of(engine_config),
+            engine_config=config,
             expert_parallel=expert_parallel,
             tensor_parallel=tensor_parallel,
             sequence_parallel=sequence_parallel,
-            dtype=dtype_of(dtype),
+            dtype=floating,
             converter=converter,
             memory_limit=memory_limit,
             chunk_size=chunk_size,
@@ -130,8 +132,9 @@ def load(
             fp32_masters=fp32_masters,
             exchange=exchange,
             trust_remote_code=trust_remote_code,
-        )
-    return run(request, serve)
+        ),
+        serve,
+    )
 
 
 @documented(ForecastArguments)
@@ -322,12 +325,14 @@ def enabled(
         'fsdp2'
     """
     with checked_arguments(enabled, locals(), collective=False):
-        from zerostart.integrations.adoption import enabled as enabled_with
+        from zerostart.integrations import adoption
 
-        settings = EnabledArguments(
+        config = config_of(engine_config)
+    return adoption.enabled(
+        EnabledArguments(
             engine=engine,
             zero_stage=zero_stage,
-            engine_config=config_of(engine_config),
+            engine_config=config,
             expert_parallel=expert_parallel,
             tensor_parallel=tensor_parallel,
             sequence_parallel=sequence_parallel,
@@ -336,7 +341,7 @@ def enabled(
             progress=progress,
             fp32_masters=fp32_masters,
         )
-    return enabled_with(settings)
+    )
 
 
 def enable(
@@ -359,12 +364,14 @@ def enable(
         >>> zerostart.disable()
     """
     with checked_arguments(enable, locals(), collective=False):
-        from zerostart.integrations.adoption import enable as enable_with
+        from zerostart.integrations import adoption
 
-        settings = EnabledArguments(
+        config = config_of(engine_config)
+    adoption.enable(
+        EnabledArguments(
             engine=engine,
             zero_stage=zero_stage,
-            engine_config=config_of(engine_config),
+            engine_config=config,
             expert_parallel=expert_parallel,
             tensor_parallel=tensor_parallel,
             sequence_parallel=sequence_parallel,
@@ -373,7 +380,7 @@ def enable(
             progress=progress,
             fp32_masters=fp32_masters,
         )
-    enable_with(settings)
+    )
 
 
 def disable() -> None:
@@ -385,6 +392,6 @@ def disable() -> None:
         Traceback (most recent call last):
         zerostart.errors.ConfigError: zerostart is not enabled; call zerostart.enable() before ...
     """
-    from zerostart.integrations.adoption import disable as end
+    from zerostart.integrations import adoption
 
-    end()
+    adoption.disable()

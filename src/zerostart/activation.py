@@ -80,6 +80,6 @@ def checkpoint_blocks(
         ('0', '2')
     """
     check_arguments(checkpoint_blocks, locals(), collective=False)
-    from zerostart.engines.activation.blocks import checkpoint_blocks as checkpoint
+    from zerostart.engines.activation.gradient_checkpoint import checkpoint_blocks as checkpoint
 
     return checkpoint(model, blocks, offload, every)

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from zerostart.checkpoint.digest import Digests
+from zerostart.checkpoint.formats.saved_state import open_saved_state
 from zerostart.checkpoint.manifest import documents
-from zerostart.checkpoint.source import open_saved_state
 from zerostart.checkpoint.write.shards import plan_shards
 from zerostart.checkpoint.write.writer import CheckpointWriter
 from zerostart.distributed.world import World

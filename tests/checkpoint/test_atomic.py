@@ -19,15 +19,14 @@ import zerostart
 from tests.checkpoint.shared_directory import ENTRIES, KINDS, SHARDS, SINGLE, described, save_model, value_of
 from tests.ranks import rank_outcomes
 from tests.syscalls import FAILURES, Calls
-from zerostart.checkpoint import source
 from zerostart.checkpoint.catalog import Catalog
+from zerostart.checkpoint.formats import weights
 from zerostart.checkpoint.source import open_catalog
 from zerostart.checkpoint.verifying import verify
 from zerostart.checkpoint.write import folders
 from zerostart.checkpoint.write import staging as publishing_of_checkpoints
 from zerostart.checkpoint.write.folders import Folder
-from zerostart.checkpoint.write.staging import finish_switched
-from zerostart.checkpoint.write.switching import Plan
+from zerostart.checkpoint.write.switching import Plan, finish_switched
 from zerostart.distributed.world import World, current_world
 from zerostart.errors import ReadError
 from zerostart.state.saving.publishing import publishing
@@ -197,7 +196,7 @@ def test_a_save_that_switches_while_a_reader_opens_what_is_there(
     """The reader has new weights then, and reads the configuration next: it waits for that of the save."""
     path, switched = tmp_path / "saved", threading.Event()
     KINDS["model"](path, 1.0, SINGLE)
-    finish, catalog = publishing_of_checkpoints.finish, source._catalog
+    finish, catalog = publishing_of_checkpoints.finish, weights.catalog_of
 
     def later(*given: Any) -> None:
         switched.set()
@@ -205,14 +204,14 @@ def test_a_save_that_switches_while_a_reader_opens_what_is_there(
         finish(*given)
 
     def meanwhile(*given: Any, **named: Any) -> Catalog:
-        monkeypatch.setattr(source, "_catalog", catalog)
+        monkeypatch.setattr(weights, "catalog_of", catalog)
         saving.start()
         assert switched.wait(20)
         return catalog(*given, **named)
 
     saving = threading.Thread(target=KINDS["model"], args=(path, 2.0, SINGLE))
     monkeypatch.setattr(publishing_of_checkpoints, "finish", later)
-    monkeypatch.setattr(source, "_catalog", meanwhile)
+    monkeypatch.setattr(weights, "catalog_of", meanwhile)
     open_catalog(path if named == "the directory" else path / "model.safetensors")
     assert configured(path, "model") == 2.0
     saving.join()

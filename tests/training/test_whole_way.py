@@ -16,7 +16,7 @@ import torch
 
 from tests.documents.folders import make_folders
 from tests.training.samples.test_samples import check_alike, pictures
-from zerostart.training.samples.files import write_drawn
+from zerostart.training.samples.sampler import write_drawn
 
 ZEROSTART = [sys.executable, "-c", "from zerostart.cli import main; main()"]
 PROMPTS = ["a cat", "the sea sleeps"]

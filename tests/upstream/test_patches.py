@@ -18,7 +18,7 @@ import zerostart
 from tests.ranks import run_ranks
 from tests.tiny import TinyCheckpoints
 from zerostart.errors import UnsupportedVersionError
-from zerostart.upstream.patches import Held, active, note, replaced
+from zerostart.upstream.patches import RefCountedPatches, active, note, replaced
 from zerostart.upstream.refusals import fits
 from zerostart.upstream.registry import Lasts, PatchPoint, touched
 from zerostart.upstream.versions import TORCH
@@ -74,7 +74,7 @@ def test_held_while_one_of_the_holders_lives() -> None:
     def put(stack: ExitStack) -> None:
         stack.enter_context(replaced(POINT, Something, "name", "ours"))
 
-    held = Held(put)
+    held = RefCountedPatches(put)
     one, two = Something(), Something()
     held.hold(one)
     held.hold(two)
@@ -96,7 +96,7 @@ def test_held_while_a_ticket_goes_round() -> None:
     def put(stack: ExitStack) -> None:
         stack.enter_context(replaced(POINT, Something, "name", "ours"))
 
-    held = Held(put)
+    held = RefCountedPatches(put)
     first, second = torch.nn.Parameter(torch.ones(1)), torch.nn.Parameter(torch.ones(1))
     first.mark = held.ticket()  # type: ignore[attr-defined]
     assert held.ticket() is first.mark  # type: ignore[attr-defined]
@@ -114,7 +114,7 @@ def test_what_cannot_be_put_leaves_nothing() -> None:
         stack.enter_context(replaced(POINT, Something, "name", "ours"))
         raise OSError("no room")
 
-    held = Held(put)
+    held = RefCountedPatches(put)
     for _ in range(2):
         with pytest.raises(OSError, match="no room"):
             held.open()
@@ -134,7 +134,7 @@ def test_calls_that_do_not_fit_are_refused_for_loaded_models_alone() -> None:
     def put(stack: ExitStack) -> None:
         assert not fits(stack, held, (point,), "Do otherwise")
 
-    held = Held(put)
+    held = RefCountedPatches(put)
     ours, others = torch.nn.Sequential(torch.nn.Linear(1, 1)), torch.nn.Linear(1, 1)
     held.hold(ours)
     pipeline, tokenizer = Something(), Something()

@@ -1,78 +1,29 @@
-"""From what a user names (file, directory, hub id) to the catalog of its tensors.
+"""From what a user names (file, directory, hub id) to the catalog of its tensors; whether files have changed.
 
 Hub ids are looked up in the local cache only; nothing is downloaded.
 """
 
 from __future__ import annotations
 
-import json
+import hashlib
 import os
-import re
-from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path, PurePosixPath, PureWindowsPath
+from pathlib import Path
 from typing import Any
 
 from zerostart.checkpoint.catalog import Catalog, TensorEntry
-from zerostart.checkpoint.finding import state_in
-from zerostart.checkpoint.formats.pipeline import choose, components
-from zerostart.checkpoint.formats.safetensors import read_header
-from zerostart.checkpoint.formats.torch_zip import NOTED_VERSIONS, read_torch_file
-from zerostart.checkpoint.formats.training import training_checkpoint
-from zerostart.checkpoint.manifest import (
-    MARKER,
-    SAVED_AT,
-    STATE_MARKER,
-    contents_of,
-    current,
-    is_inside,
-    is_state,
-)
+from zerostart.checkpoint.formats.base import CONFIG_NAME, catalog_at
+from zerostart.checkpoint.formats.weights import SUFFIX, catalog_of, read_files, storage_catalog
 from zerostart.checkpoint.paths import expanded, wait_for
-from zerostart.checkpoint.storage import Storage, storage_at
+from zerostart.checkpoint.storage import storage_at
 from zerostart.checkpoint.storage.files import FileState
 from zerostart.checkpoint.storage.local import LocalFiles
-from zerostart.checkpoint.strict_json import (
-    DAMAGED,
-    MAX_CONFIG_BYTES,
-    MAX_DOCUMENT_BYTES,
-    OTHER_FORMATS,
-    read_json,
-    shown,
-)
-from zerostart.checkpoint.write.staging import finish_switched
-from zerostart.errors import CheckpointError, CheckpointNotFoundError, ReadError, VerifyError
+from zerostart.checkpoint.strict_json import MAX_CONFIG_BYTES, read_json
+from zerostart.errors import CheckpointNotFoundError, ReadError
 
-SUFFIX = ".safetensors"
-INDEX_SUFFIX = ".index.json"
-#: How an index is called; diffusers puts the name of a variant before the last dot.
-INDEX_NAME = re.compile(r"(?P<weights>.+\.(safetensors|bin))\.index(\.[\w-]+)?\.json")
-#: Suffixes of files that torch.save writes; an index is written for the first kind only.
-TORCH_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
-#: The names that transformers and diffusers look for, in their order: safetensors before torch files.
-STANDARD_NAMES = tuple(
-    f"{stem}{suffix}{index}"
-    for stem, suffix in (
-        ("model", SUFFIX),
-        ("diffusion_pytorch_model", SUFFIX),
-        ("pytorch_model", ".bin"),
-        ("diffusion_pytorch_model", ".bin"),
-    )
-    for index in ("", INDEX_SUFFIX)
-)
-#: What training leaves beside weights, by the names of transformers' Trainer and of accelerate.
-NO_WEIGHTS = (
-    *("training_args.bin", "optimizer.pt", "scheduler.pt", "scaler.pt"),
-    *("optimizer.bin", "scheduler.bin", "sampler.bin"),
-)
-CONFIG_NAME = "config.json"
-#: Headers are small and parsing holds the interpreter lock: threads hide the latency of opening only.
-HEADER_THREADS = 8
-#: How often a checkpoint is opened that a save replaces meanwhile.
-_TRIES = 3
-#: The model in a directory of ``save_state``.
-_MODEL = "model"
+#: Samples of a file, and bytes of each.
+_SAMPLES, _SAMPLED = 9, 1 << 12
 
 
 @dataclass(frozen=True)
@@ -108,100 +59,10 @@ def open_catalog(source: str | os.PathLike[str] | Files, classes: Collection[str
     file is malformed or contradicts the index, ReadError if reading fails.
     """
     if (storage := storage_at(source)) is not None:
-        return _stored(storage)
+        return storage_catalog(storage)
     if isinstance(source, Files):
-        return replace(_catalog(Path(), [Path(path) for path in source.paths], wanted=None), root="")
-    path = resolve_source(source)
-    places = (path, path.parent) if path.is_dir() else (path.parent,)  # a state's model lies in a folder
-    for _ in range(_TRIES):
-        for place in places:
-            finish_switched(place)
-        before = _configurations(path)
-        catalog = _opened(path, classes)
-        for place in places:  # a save may have made its switch since: its configuration is waited for
-            finish_switched(place)
-        if _configurations(path) == before:
-            break
-    return replace(catalog, configured=catalog.configured or before.get(catalog.root))
-
-
-def _configurations(path: Path) -> dict[str, FileState | None]:
-    places = (path, path / _MODEL) if path.is_dir() else (path.parent,)
-    return {str(place): FileState.at(str(place / CONFIG_NAME)) for place in places}
-
-
-def check_configuration(catalog: Catalog) -> None:
-    """Raise ReadError where another configuration lies beside the weights now than when they were opened.
-
-    Of a save that has made its switch since the old weights are there for a moment longer.
-    """
-    known, path = catalog.configured, Path(catalog.root) / CONFIG_NAME
-    if known is not None and (now := FileState.at(str(path))) != known:
-        raise ReadError(
-            f"{path} was changed while the checkpoint was opened (it {known.changed_to(now)}); load again "
-            "when nobody writes to it"
-        )
-
-
-def _opened(path: Path, classes: Collection[str]) -> Catalog:
-    if path.is_dir() and _is_saved_state(path):
-        return open_saved_state(path, [_MODEL])[1][0]
-    found = components(path) if path.is_dir() else None
-    if found is not None:
-        component = choose(path, found, classes)
-        return replace(open_catalog(component.path), component=component.name)
-    if path.is_dir() and not _has_weights(path):
-        if (own := state_in(path)) is not None:  # in a directory of accelerate's
-            return open_saved_state(own, [_MODEL])[1][0]
-        if (trained := training_checkpoint(path)) is not None:
-            return trained
-    for _ in range(_TRIES):
-        weights = _weights_in(path) if path.is_dir() else path
-        if suffix := _other(weights.name):
-            raise CheckpointError(f"{weights}: {OTHER_FORMATS[suffix]}")
-        before = FileState.at(str(weights))
-        try:
-            if INDEX_NAME.fullmatch(weights.name):
-                return _open_index(weights)
-            return _catalog(weights.parent, [weights], wanted=None)
-        except CheckpointNotFoundError as error:  # unless a save has replaced it meanwhile
-            if FileState.at(str(weights)) == before:
-                raise
-            missing = error
-    raise missing
-
-
-def _read_state(path: Path) -> dict[str, Any]:
-    return read_json(path / STATE_MARKER, "training state", MAX_DOCUMENT_BYTES)
-
-
-def open_saved_state(
-    path: Path, folders: Sequence[str], read: Callable[[Path], dict[str, Any]] = _read_state
-) -> tuple[dict[str, Any], list[Catalog]]:
-    """The document of the training state in ``path``, and the catalogs of some of its ``folders``.
-
-    Of the files that the document names, whatever else lies there. ``read`` gives the document, and may raise
-    for one that it does not take. Raises as ``open_catalog`` does.
-    """
-    finish_switched(path)
-    for _ in range(_TRIES):
-        document = read(path)
-        try:
-            return document, [_listed(path, document, folder) for folder in folders]
-        except CheckpointNotFoundError as error:  # unless a save has replaced it meanwhile
-            if read(path) == document:
-                raise
-            missing = error
-    raise missing
-
-
-def _listed(path: Path, document: dict[str, Any], folder: str) -> Catalog:
-    files = document.get("files")
-    names = [name for name in files if is_inside(name)] if isinstance(files, dict) else []
-    names = sorted(n for n in names if n.endswith(SUFFIX) and str(PurePosixPath(n).parent) == folder)
-    if not names:
-        return open_catalog(path / folder)
-    return _catalog(path / folder, [path / name for name in names], wanted=None)
+        return replace(catalog_of(Path(), [Path(path) for path in source.paths]), root="")
+    return catalog_at(resolve_source(source), classes)
 
 
 def resolve_source(source: str | os.PathLike[str]) -> Path:
@@ -265,174 +126,103 @@ def _cached_snapshot(name: str, looked_for: Path) -> Path:
         ) from error
 
 
-def _has_weights(directory: Path) -> bool:
-    """Whether the directory has weights under one of the names of transformers or diffusers."""
-    return any((directory / name).exists() for name in STANDARD_NAMES)
+def check_configuration(catalog: Catalog) -> None:
+    """Raise ReadError where another configuration lies beside the weights now than when they were opened.
 
-
-def _is_saved_state(directory: Path) -> bool:
-    """Whether the model that counts is that of ``save_state``, and none that was saved beside it later."""
-    if not is_state(directory) or not (directory / _MODEL).is_dir():
-        return False
-    try:
-        document = current(directory, MARKER) if _has_weights(directory) else None
-        beside = contents_of(document).values() if document is not None else ()
-        weights = _weights_in(directory).name if beside else ""
-        when = _read_state(directory).get(SAVED_AT) if beside else 0
-    except (CheckpointError, ReadError, VerifyError):
-        return True
-    times = [one.get(SAVED_AT) for one in beside if weights in one["files"]]
-    return not any(type(time) is int and type(when) is int and time > when for time in times)
-
-
-def _weights_in(directory: Path) -> Path:
-    """The one weights or index file of a directory, by the rules of transformers and diffusers."""
-    for name in STANDARD_NAMES:
-        if (directory / name).exists():
-            return directory / name
-    names = sorted(entry.name for entry in directory.iterdir() if entry.name not in NO_WEIGHTS)
-    indexes = {name: m["weights"] for name in names if (m := INDEX_NAME.fullmatch(name))}
-    for suffix in (SUFFIX, TORCH_SUFFIXES):
-        found = [name for name, weights in indexes.items() if weights.endswith(suffix)]
-        found = found or [name for name in names if name.endswith(suffix)]
-        if len(found) == 1:
-            return directory / found[0]
-        if found:
-            raise CheckpointError(
-                f"{directory}: which checkpoint is meant? It holds {', '.join(map(shown, found[:8]))}"
-                f"{' and more' if len(found) > 8 else ''}; name one file, or add an index"
-            )
-    others = next((f"; {shown(n)}: {OTHER_FORMATS[s]}" for n in names if (s := _other(n))), "")
-    raise CheckpointNotFoundError(
-        f"{directory}: no checkpoint here; looked for {', '.join(STANDARD_NAMES)}, any other *{SUFFIX}, and "
-        f"{', '.join(f'*{suffix}' for suffix in TORCH_SUFFIXES)}{others}"
-    )
-
-
-def _other(name: str) -> str:
-    """The suffix of a file of weights that is not read; empty for any other."""
-    return next((suffix for suffix in OTHER_FORMATS if name.lower().endswith(suffix)), "")
-
-
-def _open_index(index: Path) -> Catalog:
-    document = read_json(index, "index")
-    wanted = document.get("weight_map")
-    if not isinstance(wanted, dict) or not wanted:
-        raise CheckpointError(
-            f"{index}: there is no weight_map that says which file holds which tensor: {DAMAGED}"
-        )
-    checked: set[object] = set()
-    for name, file in wanted.items():
-        if not isinstance(file, str) or file not in checked:
-            _check_shard_name(index, name, file)
-            checked.add(file)
-    names = sorted(set(wanted.values()))
-    for file in names:
-        if not (index.parent / file).exists():
-            raise CheckpointNotFoundError(
-                f"{index.parent / file}: this shard is missing, but {index.name} lists it; download it again"
-            )
-    return _catalog(index.parent, [index.parent / file for file in names], wanted, index)
-
-
-def _check_shard_name(index: Path, name: str, file: object) -> None:
-    """A shard has to lie below its index, by its name.
-
-    By its name only: in the hub cache every shard is a link out of the directory, to a blob.
+    Of a save that has made its switch since the old weights are there for a moment longer.
     """
-    if not isinstance(file, str):
-        raise CheckpointError(f"{index}: tensor {shown(name)} is not mapped to a file name: {DAMAGED}")
-    parts = PurePosixPath(file).parts
-    outside = file.startswith("/") or ".." in parts or bool(PureWindowsPath(file).drive) or "\\" in file
-    if outside or "\0" in file:
-        raise CheckpointError(
-            f"{index}: tensor {shown(name)} is said to lie in {shown(file)}, outside the checkpoint's "
-            "directory; do not load this checkpoint"
-        )
-    match = INDEX_NAME.fullmatch(index.name)
-    suffix = PurePosixPath(match["weights"]).suffix if match else ""
-    if not file.endswith(suffix):
-        raise CheckpointError(
-            f"{index}: tensor {shown(name)} is said to lie in {shown(file)}, which is not a {suffix} file"
-        )
-
-
-def _read_file(
-    path: str, number: int, storage: Storage | None = None
-) -> tuple[list[TensorEntry], dict[str, str], FileState | None]:
-    """Entries, metadata and state of one file, by its suffix; a local one unless a ``storage`` has it.
-
-    A local one is one and the same from the beginning to the end, which nobody writes meanwhile.
-    """
-    read = read_torch_file if path.endswith(TORCH_SUFFIXES) else read_header
-    if storage is not None:
-        return (*read(path, number, lambda *_: storage.opened(number))[:2], None)
-    before = FileState.at(path)
-    entries, metadata, _ = read(path, number)
-    if before is None or (now := FileState.at(path)) != before:
-        what = before.changed_to(now) if before is not None else "was made"
+    known, path = catalog.configured, Path(catalog.root) / CONFIG_NAME
+    if known is not None and (now := FileState.at(str(path))) != known:
         raise ReadError(
-            f"{path} was changed while its header was read (it {what}); load again when nobody writes to it"
+            f"{path} was changed while the checkpoint was opened (it {known.changed_to(now)}); load again "
+            "when nobody writes to it"
         )
-    return entries, metadata, before
 
 
-def _catalog(
-    root: Path, files: Sequence[Path], wanted: dict[str, str] | None, index: Path | None = None
-) -> Catalog:
-    """Parse all headers and join them; ``wanted`` maps each name that an index lists to its file."""
-    paths = [str(file) for file in files]
-    tensors, metadata, versions, states = _joined(paths)
-    if wanted is not None and index is not None:
-        _check_index(index, wanted, files, tensors)
-    return Catalog(str(root), LocalFiles.known(paths, states), tensors, metadata, versions=versions)
+def states_of(catalog: Catalog) -> tuple[FileState | None, ...]:
+    """What the files of a catalog were when their headers were read; () where they are no files."""
+    return catalog.storage.states if isinstance(catalog.storage, LocalFiles) else ()
 
 
-def _stored(storage: Storage) -> Catalog:
-    """Parse the headers of all files of a storage that is reached by a URL."""
-    tensors, metadata, versions, _ = _joined(storage.files, storage)
-    return Catalog("", storage, tensors, metadata, versions=versions)
+def seen_here(catalog: Catalog, states: Sequence[FileState | None], copied: Iterable[int]) -> Catalog:
+    """The catalog with the ``states`` of its files on this machine; some other has ``copied`` for itself."""
+    storage = catalog.storage
+    assert isinstance(storage, LocalFiles), "what has states are files"
+    return replace(catalog, storage=replace(storage, identities=tuple(states), copied=frozenset(copied)))
 
 
-def _joined(
-    paths: Sequence[str], storage: Storage | None = None
-) -> tuple[dict[str, TensorEntry], dict[str, str], dict[str, Any] | None, tuple[FileState, ...]]:
-    """Tensors, metadata and versions of all files together, and the states of local files."""
-    headers = read_files(paths, range(len(paths)), storage)
-    tensors: dict[str, TensorEntry] = {}
-    metadata: dict[str, str] = {}
-    versions: dict[str, Any] | None = None
-    for (entries, own, _), path in zip(headers, paths, strict=True):
-        for entry in entries:
-            if (other := tensors.setdefault(entry.name, entry)) is not entry:
-                raise CheckpointError(
-                    f"{path}: tensor {shown(entry.name)} is also in {paths[other.file]}; which one counts? "
-                    "Remove one of the two files, or write the checkpoint again"
-                )
-        if path.endswith(TORCH_SUFFIXES) and NOTED_VERSIONS in own:
-            versions = {**json.loads(own.pop(NOTED_VERSIONS)), **(versions or {})}
-        metadata = {**own, **metadata}
-    return tensors, metadata, versions, tuple(state for *_, state in headers if state is not None)
+def states_here(catalog: Catalog) -> tuple[FileState, ...]:
+    """The states of the files of another machine's catalog on this one, which may have copies of its own.
+
+    Raises CheckpointNotFoundError for a file that is not here, ReadError for a copy whose header says
+    anything else.
+    """
+    states = [FileState.at(path) for path in catalog.files]
+    for path, state in zip(catalog.files, states, strict=True):
+        if state is None:
+            raise CheckpointNotFoundError(f"{path} is not there on this machine, and it is where rank 0 runs")
+    known = states_of(catalog)
+    copies = [number for number, state in enumerate(states) if state != known[number]]
+    if catalog.assembled is not None:  # parts of files of many kinds: their lengths have to do
+        _check_lengths(catalog, states)
+        return tuple(state for state in states if state is not None)
+    expected: dict[int, list[TensorEntry]] = {number: [] for number in copies}
+    for entry in catalog.tensors.values():
+        if entry.file in expected:
+            expected[entry.file].append(entry)
+    read = read_files([catalog.files[number] for number in copies], copies)
+    for number, (entries, _, state) in zip(copies, read, strict=True):
+        if state is None or state.size != catalog.sizes[number] or entries != expected[number]:
+            raise ReadError(
+                f"{catalog.files[number]} on this machine is not the file that rank 0 has: its header or its "
+                "length differs; copy the checkpoint to every machine again"
+            )
+        states[number] = state
+    return tuple(state for state in states if state is not None)
 
 
-def read_files(
-    paths: Sequence[str], numbers: Sequence[int], storage: Storage | None = None
-) -> list[tuple[list[TensorEntry], dict[str, str], FileState | None]]:
-    """Entries, which call their file by its number of ``numbers``, metadata and state of each file."""
-    with ThreadPoolExecutor(max(1, min(HEADER_THREADS, len(paths)))) as pool:
-        return list(pool.map(_read_file, paths, numbers, [storage] * len(paths)))
+def samples_of(catalog: Catalog, files: Iterable[int]) -> dict[int, str]:
+    """By number of the file, a digest of its length and of samples of its bytes, the same ones in any copy.
+
+    Two checkpoints of one architecture have files of one length with one header; they differ everywhere.
+    """
+    return {number: _sample(catalog.files[number], catalog.sizes[number]) for number in sorted(files)}
 
 
-def _check_index(
-    index: Path, wanted: dict[str, str], files: Sequence[Path], tensors: dict[str, TensorEntry]
-) -> None:
-    number = {str(file.relative_to(index.parent)): position for position, file in enumerate(files)}
-    spelled = {file: number[str(PurePosixPath(file))] for file in set(wanted.values())}
-    for name, file in wanted.items():
-        entry = tensors.get(name)
-        if entry is None or entry.file != spelled[file]:
-            where = "no shard has it" if entry is None else f"{shown(files[entry.file].name)} has it"
-            raise CheckpointError(
-                f"{index}: tensor {shown(name)} is said to lie in {shown(file)}, but {where}; "
-                "shards of different checkpoints are mixed: download them again"
+def _sample(path: str, size: int) -> str:
+    digest = hashlib.blake2b(size.to_bytes(8, "little"), digest_size=16)
+    with Path(path).open("rb", buffering=0) as file:
+        for sample in range(_SAMPLES):
+            file.seek(max(0, size - _SAMPLED) * sample // (_SAMPLES - 1))
+            digest.update(file.read(_SAMPLED))
+    return digest.hexdigest()
+
+
+def _check_lengths(catalog: Catalog, states: Sequence[FileState | None]) -> None:
+    for path, size, state in zip(catalog.files, catalog.sizes, states, strict=True):
+        if state is None or state.size != size:
+            raise ReadError(
+                f"{path} on this machine has another length than on rank 0's; copy the checkpoint to every "
+                "machine again"
+            )
+
+
+def check_unchanged(catalog: Catalog) -> None:
+    """Raise ReadError if a file is not as it was when its header was read.
+
+    One that was replaced is still read as it was by who has opened it; but not where machines have copies of
+    their own, of which one may be what it was replaced by.
+    """
+    storage = catalog.storage
+    copied = storage.copied if isinstance(storage, LocalFiles) else frozenset()
+    for number, before in enumerate(states_of(catalog)):
+        path = catalog.files[number]
+        now = FileState.at(path)
+        if before is None or now == before:
+            continue
+        replaced = now is None or now.number != before.number
+        if not replaced or number in copied:
+            raise ReadError(
+                f"{path} was changed during the load (it {before.changed_to(now)}), and what was read may be "
+                "a mixture; load again when nobody writes to it"
             )

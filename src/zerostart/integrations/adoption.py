@@ -17,8 +17,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from zerostart import engines
 from zerostart.distributed.world import current_world
+from zerostart.engines import check_choice, family_of
 from zerostart.errors import ConfigError
 from zerostart.integrations import barrier, saving
 from zerostart.integrations.accelerate import checkpoints
@@ -110,7 +110,7 @@ def enabled(settings: EnabledArguments) -> Iterator[None]:
 
 def _check(settings: EnabledArguments) -> None:
     if settings.engine is not None:
-        engines.check_choice(settings.engine, 3 if settings.zero_stage is None else settings.zero_stage)
+        check_choice(settings.engine, 3 if settings.zero_stage is None else settings.zero_stage)
         return
     for name in ("zero_stage", "engine_config"):
         if getattr(settings, name) is not None:
@@ -147,7 +147,7 @@ def _resolved(settings: EnabledArguments, kind: type) -> Active | None:
     if settings.engine_config is not None or found is None or found.engine != settings.engine:
         config, stage = dict(config_of(settings.engine_config) or {}), settings.zero_stage
         if stage is None:
-            configured = engines.family_of(settings.engine).configured_stage(config)
+            configured = family_of(settings.engine).configured_stage(config)
             stage = 3 if configured is None else configured
         return Active.asked(settings.engine, stage, config)
     return found if settings.zero_stage is None else found.at(settings.zero_stage)

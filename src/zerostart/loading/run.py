@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from zerostart.checkpoint.source import Files
-from zerostart.checkpoint.states import check_unchanged
+from zerostart.checkpoint.source import Files, check_unchanged
 from zerostart.distributed.world import World, joined_world
 from zerostart.engines import Engine, Placements, Residence, Shard, ShardMaker
 from zerostart.errors import ConfigError

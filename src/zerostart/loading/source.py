@@ -12,8 +12,14 @@ from torch import nn
 from zerostart import models
 from zerostart.checkpoint.catalog import Catalog
 from zerostart.checkpoint.memory import memory_catalog, signature
-from zerostart.checkpoint.source import Files, open_catalog
-from zerostart.checkpoint.states import samples_of, seen_here, states_here, states_of
+from zerostart.checkpoint.source import (
+    Files,
+    open_catalog,
+    samples_of,
+    seen_here,
+    states_here,
+    states_of,
+)
 from zerostart.distributed.machine import files_view
 from zerostart.distributed.world import World
 from zerostart.errors import ConfigError, ReadError

@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from zerostart.checkpoint.source import CONFIG_NAME, read_config
+from zerostart.checkpoint.formats.base import CONFIG_NAME
+from zerostart.checkpoint.source import read_config
 from zerostart.checkpoint.strict_json import read_json
 from zerostart.checkpoint.write.shards import SaveLayout, plan_shards
 from zerostart.checkpoint.write.staging import Staging

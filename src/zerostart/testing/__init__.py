@@ -1,12 +1,19 @@
-"""What an engine, a storage or a model library of somebody else's has to pass: suites for pytest to collect.
+"""What an engine, a storage, a format or a model library of somebody else's has to pass: suites for pytest.
 
 An outsider subclasses one of them in a test module of their own, and says there what is to be tested. Needs
 pytest, and nothing else that zerostart does not need itself.
 """
 
 from zerostart.testing.engines import EngineConformance
+from zerostart.testing.formats import FormatConformance
 from zerostart.testing.libraries import ModelLibraryConformance
 from zerostart.testing.ranks import on_ranks
 from zerostart.testing.storages import StorageConformance
 
-__all__ = ["EngineConformance", "ModelLibraryConformance", "StorageConformance", "on_ranks"]
+__all__ = [
+    "EngineConformance",
+    "FormatConformance",
+    "ModelLibraryConformance",
+    "StorageConformance",
+    "on_ranks",
+]

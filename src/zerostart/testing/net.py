@@ -1,4 +1,4 @@
-"""A small model with what engines and storages have to cope with, and a file of its weights."""
+"""A small model with what engines, storages and formats have to cope with, and a file of its weights."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from pathlib import Path
 
 import torch
 from torch import nn
+
+import zerostart
 
 
 class Net(nn.Module):
@@ -55,3 +57,16 @@ def imported(modules: tuple[str, ...]) -> None:
 
     for name in modules:
         importlib.import_module(name)
+
+
+def loaded_from(modules: tuple[str, ...], source: str, engine: str) -> tuple[list[str], int]:
+    """What differs from the unsharded model on this rank, and the bytes that it has read; collective."""
+    imported(modules)
+    model = zerostart.load(source, model=Net, engine=engine, progress=False)
+    wanted = reference().state_dict()
+    wrong = []
+    for name, tensor in zerostart.full_tensors(model, rank=None):
+        assert tensor is not None, "every rank asked for it"
+        if not torch.equal(tensor, wanted.pop(name)):
+            wrong.append(f"{name} differs")
+    return wrong + [f"{name} is not there" for name in wanted], zerostart.report(model).read_bytes

@@ -22,13 +22,12 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
-import torch
 
 import zerostart
 from zerostart.checkpoint.source import open_catalog
 from zerostart.checkpoint.storage import Reader, Rows, Storage
 from zerostart.errors import CheckpointNotFoundError, ReadError
-from zerostart.testing.net import Net, imported, reference, save
+from zerostart.testing.net import Net, loaded_from, save
 from zerostart.testing.ranks import on_ranks
 
 NAME = "model.safetensors"
@@ -144,7 +143,7 @@ class StorageConformance(ABC):
         """On real ranks: the weights of the file, and bytes as planned."""
         for world_size in self.worlds:
             plan = zerostart.plan(source, world_size, self.engine, model=Net)
-            found = on_ranks(_loaded, world_size, self.imports, source, self.engine)
+            found = on_ranks(loaded_from, world_size, self.imports, source, self.engine)
             for rank, (wrong, read) in enumerate(found):
                 assert wrong == [], f"rank {rank} of {world_size}"
                 assert read == plan.ranks[rank].read_bytes
@@ -164,16 +163,3 @@ def _change(path: Path, how: str) -> None:
     new = {"shorter": content[:-1], "longer": content + b"x", "other bytes": bytes(len(content))}[how]
     path.write_bytes(new)
     os.utime(path, ns=(before + 10**9, before + 10**9))
-
-
-def _loaded(modules: tuple[str, ...], source: str, engine: str) -> tuple[list[str], int]:
-    """What differs from the unsharded model on this rank, and the bytes that it has read."""
-    imported(modules)
-    model = zerostart.load(source, model=Net, engine=engine, progress=False)
-    wanted = reference().state_dict()
-    wrong = []
-    for name, tensor in zerostart.full_tensors(model, rank=None):
-        assert tensor is not None, "every rank asked for it"
-        if not torch.equal(tensor, wanted.pop(name)):
-            wrong.append(f"{name} differs")
-    return wrong + [f"{name} is not there" for name in wanted], zerostart.report(model).read_bytes

@@ -1,7 +1,8 @@
 """Putting something in the place of a name of another library, for a time, with a list of what is in place.
 
-Nothing of another library is replaced but by :func:`replaced`, which ends with its block, or by a
-:class:`Held`, which ends with the last of what asked for it. :func:`active` tells what is in place now.
+Nothing of another library is replaced but by :func:`replaced`, which ends with its block, or by
+:class:`RefCountedPatches`, which end with the last of what asked for them. :func:`active` tells what is in
+place now.
 """
 
 from __future__ import annotations
@@ -110,14 +111,14 @@ class Ticket:
         return type(None), ()
 
 
-class Held:
+class RefCountedPatches:
     """Replacements that are in place as long as one of those that asked for them is there.
 
-    ``put(stack)`` enters them (:func:`replaced`) on the stack that ends them.
+    ``enter(stack)`` puts them in place (:func:`replaced`) on the stack that ends them.
     """
 
-    def __init__(self, put: Callable[[ExitStack], None]) -> None:
-        self._put = put
+    def __init__(self, enter: Callable[[ExitStack], None]) -> None:
+        self._enter_on = enter
         self._stack: ExitStack | None = None
         self._count = 0
         self._ticket: weakref.ref[Ticket] | None = None
@@ -137,7 +138,7 @@ class Held:
                 return
             try:
                 with ExitStack() as stack:
-                    self._put(stack)
+                    self._enter_on(stack)
                     self._stack = stack.pop_all()
             except BaseException:
                 self._count -= 1

@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from zerostart.upstream.on_import import when_imported
-from zerostart.upstream.patches import Held, replaced
+from zerostart.upstream.patches import RefCountedPatches, replaced
 from zerostart.upstream.refusals import fits
 from zerostart.upstream.registry import Lasts, PatchPoint
 from zerostart.upstream.shapes import Shape, found
@@ -320,7 +320,7 @@ _REMEDY = "zerostart cannot take over this call; use zerostart.save and save_sta
 Replacement = Callable[..., Any]
 
 
-class SavingCalls(Held):
+class SavingCalls(RefCountedPatches):
     """Sends calls to ``replacements``, by names as in "PreTrainedModel.save_pretrained"."""
 
     def __init__(self, replacements: Mapping[str, Replacement]) -> None:

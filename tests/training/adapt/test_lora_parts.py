@@ -14,11 +14,10 @@ from zerostart.errors import CheckpointError, CheckpointNotFoundError, ConfigErr
 from zerostart.training.adapt import ema
 from zerostart.training.adapt.diffsynth_names import names_for
 from zerostart.training.adapt.ema import Ema
-from zerostart.training.adapt.exporting import check_export
-from zerostart.training.adapt.freezing import train_only
-from zerostart.training.adapt.lora import add_lora, highest_rank, lora_targets
+from zerostart.training.adapt.export import check_export
+from zerostart.training.adapt.lora import PRESETS, add_lora, highest_rank, lora_targets
 from zerostart.training.adapt.lora_files import start_from
-from zerostart.training.adapt.lora_presets import PRESETS
+from zerostart.training.adapt.trained import train_only
 from zerostart.training.config.configuration import EmaConfig, LoraConfig
 from zerostart.training.config.load import parse_config
 from zerostart.training.loop.session import Table, check_trackers, log_images, made_trackers

@@ -17,7 +17,7 @@ from zerostart.geometry.layout import Mesh
 from zerostart.training.config.configuration import TrainConfig
 from zerostart.training.config.engine_config import engine_config
 from zerostart.training.config.load import load_config, parse_config
-from zerostart.training.config.templates import COMMENTS, LORA, TEMPLATES, described, template_of
+from zerostart.training.config.templates import LORA, TEMPLATES, described, template_of
 from zerostart.training.loop.task import task_class
 
 ENGINES = [(name, stage) for name in ("deepspeed", "fsdp2") for stage in range(4)]
@@ -67,7 +67,7 @@ def test_keys_are_those_of_a_configuration() -> None:
     tasks = {str(template.values["task.name"]) for template in TEMPLATES.values()}
     for template in TEMPLATES.values():
         assert [key for key in template.values if not known(key, str(template.values["task.name"]))] == []
-    assert [key for key in (*COMMENTS, *LORA) if not any(known(key, task) for task in tasks)] == []
+    assert [key for key in LORA if not any(known(key, task) for task in tasks)] == []
 
 
 def test_files_for_launchers_and_no_file_twice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

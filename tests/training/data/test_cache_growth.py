@@ -58,19 +58,19 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 def encoded_rows(values: dict[str, Any]) -> int:
     """How many items are encoded when the cache is opened."""
-    from zerostart.training.diffusion import z_image_encoding as z_image
+    from zerostart.training.diffusion import z_image
 
-    count, encode = [], z_image.ZImage.encode
+    count, encode = [], z_image.ZImageEncoder.encode
 
     def counted(self: Any, example: Any, generator: Any) -> Any:
         count.append(1)
         return encode(self, example, generator)
 
-    z_image.ZImage.encode = counted  # type: ignore[method-assign]  # put back below
+    z_image.ZImageEncoder.encode = counted  # type: ignore[method-assign]  # put back below
     try:
         cached(values)
     finally:
-        z_image.ZImage.encode = encode  # type: ignore[method-assign]
+        z_image.ZImageEncoder.encode = encode  # type: ignore[method-assign]
     return len(count)
 
 
@@ -267,12 +267,12 @@ def test_a_first_cache_goes_on_from_any_kill(name: str, made: dict[str, Any], tm
 def test_what_is_known_of_a_cache_that_failed_is_not_in_its_way(
     own: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from zerostart.training.diffusion import z_image_encoding as z_image
+    from zerostart.training.diffusion import z_image
 
     shutil.rmtree(own["cache"]["directory"])
     Path(own["cache"]["directory"]).mkdir()
     with monkeypatch.context() as patched:
-        patched.setattr(z_image.ZImage, "encode", lambda *_: 1 / 0)
+        patched.setattr(z_image.ZImageEncoder, "encode", lambda *_: 1 / 0)
         with pytest.raises(ZerostartError, match="ZeroDivisionError"):
             cached(own)
     assert [file.name for file in Path(own["cache"]["directory"]).glob("*")]

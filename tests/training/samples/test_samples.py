@@ -14,12 +14,11 @@ from tests.integrations.pipelines.tiny_pipelines import CALLS, make_pipeline
 from tests.ranks import run_ranks
 from tests.training.samples.sampled import encode, run
 from zerostart.errors import ConfigError
+from zerostart.training.config.configuration import SamplesConfig
 from zerostart.training.config.load import parse_config
 from zerostart.training.loop.runner import train
-from zerostart.training.samples.files import write_drawn
 from zerostart.training.samples.pipeline import Drawing
-from zerostart.training.samples.sampler import batches_of, open_drawing
-from zerostart.training.samples.settings import SamplesConfig
+from zerostart.training.samples.sampler import batches_of, open_drawing, write_drawn
 
 PROMPTS = ["a cat", "the sea", "the cat sleeps"]
 ENGINES: dict[str, dict[str, Any]] = {
@@ -152,19 +151,19 @@ def test_videos_are_written_to_be_played(tmp_path: Path) -> None:
 def test_videos_are_written_by_what_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A build of FFmpeg without x264, and one that encodes nothing that we know: told before the training."""
     av = pytest.importorskip("av")
-    from zerostart.training.samples import files
+    from zerostart.training.samples import sampler
 
-    known = dict(files._ENCODERS)
-    monkeypatch.setattr(files, "_ENCODERS", {"libx265-of-nobody": {}, "mpeg4": known["mpeg4"]})
-    files.check_writers(True)
+    known = dict(sampler._ENCODERS)
+    monkeypatch.setattr(sampler, "_ENCODERS", {"libx265-of-nobody": {}, "mpeg4": known["mpeg4"]})
+    sampler.check_writers(True)
     path = write_drawn(tmp_path / "clip", torch.rand(3, 3, 16, 16), fps=8)
     with av.open(str(path)) as container:
         assert container.streams.video[0].codec_context.name == "mpeg4"
         assert len(list(container.decode(video=0))) == 3
-    monkeypatch.setattr(files, "_ENCODERS", {"libx265-of-nobody": {}, "gif-of-nobody": {}})
-    files.check_writers(False)
+    monkeypatch.setattr(sampler, "_ENCODERS", {"libx265-of-nobody": {}, "gif-of-nobody": {}})
+    sampler.check_writers(False)
     with pytest.raises(ConfigError, match="no encoder of libx265-of-nobody, gif-of-nobody"):
-        files.check_writers(True)
+        sampler.check_writers(True)
 
 
 def test_batches_have_prompts_of_one_shape() -> None:

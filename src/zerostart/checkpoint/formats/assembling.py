@@ -15,12 +15,12 @@ from zerostart.errors import CheckpointError
 from zerostart.geometry import Piece
 from zerostart.geometry.boxes import row_major_strides
 
-#: What separates the name of an optimizer's state from that of its parameter, in ``Found.assembled``.
+#: What separates the name of an optimizer's state from that of its parameter in ``assembled``.
 STATE = ":"
 
 
 @dataclass(frozen=True)
-class Group:
+class ParameterGroup:
     """One parameter group of an optimizer: its ``settings`` as they were pickled, and its parameters."""
 
     settings: dict[str, Any]
@@ -28,7 +28,7 @@ class Group:
 
 
 @dataclass
-class Found:
+class TrainingContents:
     """Stored tensors, what they make up, and what is no tensor.
 
     ``assembled`` has weights by their names, and states of an optimizer as ``exp_avg:NAME`` and the like.
@@ -39,7 +39,7 @@ class Found:
     tensors: dict[str, TensorEntry] = field(default_factory=dict)
     assembled: dict[str, Assembled] = field(default_factory=dict)
     numbers: dict[str, dict[str, float]] = field(default_factory=dict)
-    groups: list[Group] = field(default_factory=list)
+    groups: list[ParameterGroup] = field(default_factory=list)
     engine: dict[str, Any] = field(default_factory=dict)
     schedule: dict[str, Any] | None = None
     ties: dict[str, str] = field(default_factory=dict)

@@ -13,10 +13,17 @@ from pathlib import Path
 from typing import Any
 
 from zerostart.checkpoint.catalog import TORCH_NAMES, TensorEntry
-from zerostart.checkpoint.formats.assembling import STATE, Found, Group, from_boxes, is_shape, names_of
-from zerostart.checkpoint.formats.inert_pickle import Made, Opaque, StoredTensor, read_inert_pickle
-from zerostart.checkpoint.formats.parts import PartFiles, Window
+from zerostart.checkpoint.formats.assembling import (
+    STATE,
+    ParameterGroup,
+    TrainingContents,
+    from_boxes,
+    is_shape,
+    names_of,
+)
+from zerostart.checkpoint.formats.inert_pickle import InertObject, Opaque, StoredTensor, read_inert_pickle
 from zerostart.checkpoint.formats.torch_zip import WRAPPERS, TorchArchive
+from zerostart.checkpoint.formats.training import PartFiles, TrainingFormat, Window
 from zerostart.checkpoint.strict_json import DAMAGED, shown
 from zerostart.errors import CheckpointError
 
@@ -27,12 +34,21 @@ _FLAT_STATE, _FLAT_GROUPS = "state.", "param_groups."
 MAX_METADATA_BYTES = 1 << 29
 
 
-def is_dcp(directory: Path) -> bool:
-    """Whether ``directory`` was written by ``torch.distributed.checkpoint``."""
-    return (directory / METADATA).is_file()
+class TorchDistributed(TrainingFormat):
+    """What ``torch.distributed.checkpoint`` writes, by itself or for accelerate."""
+
+    name = "dcp"
+
+    def holds(self, directory: Path) -> bool:
+        """Whether there is its description."""
+        return (directory / METADATA).is_file()
+
+    def read(self, directory: Path, files: PartFiles) -> TrainingContents:
+        """The tensors that the description speaks of."""
+        return _read(directory, files)
 
 
-def read_dcp(directory: Path, files: PartFiles) -> Found:
+def _read(directory: Path, files: PartFiles) -> TrainingContents:
     """What the files of all ranks hold together; ``files`` takes what is read.
 
     Weights are at the top, or one of several entries (``{"model": ..., "optim": ...}``); the states of an
@@ -49,7 +65,7 @@ def read_dcp(directory: Path, files: PartFiles) -> Found:
         value = read_inert_pickle(handle.read(size, 0), str(path))
     described = _described(value, path)
     stored, pickled = _stored(directory, value, described, files)
-    found = Found()
+    found = TrainingContents()
     found.add(stored.values())
     for key, name in _names(described, value, path).items():
         shape, dtype, boxes = described[key]
@@ -63,7 +79,7 @@ def read_dcp(directory: Path, files: PartFiles) -> Found:
     return found
 
 
-def _add_groups(value: Made, pickled: Mapping[str, Any], found: Found) -> None:
+def _add_groups(value: InertObject, pickled: Mapping[str, Any], found: TrainingContents) -> None:
     """Parameter groups out of entries ``optim.param_groups.0.lr`` and so on."""
     groups: dict[Any, dict[str, Any]] = {}
     alone: dict[str, dict[str, Any]] = {}
@@ -75,11 +91,11 @@ def _add_groups(value: Made, pickled: Mapping[str, Any], found: Found) -> None:
             alone.setdefault(flat[0], {})[flat[1]] = item
         elif len(route) == 2 and type(item) in (int, float) and (flat := _flat(route[1], _FLAT_STATE)):
             found.numbers.setdefault(flat[1], {})[flat[0]] = item
-    found.groups += [Group(settings, (name,)) for name, settings in alone.items()]
+    found.groups += [ParameterGroup(settings, (name,)) for name, settings in alone.items()]
     for group in groups.values():
         names = group.pop("params", None)
         if type(names) is list:
-            found.groups.append(Group(group, names_of(names)))
+            found.groups.append(ParameterGroup(group, names_of(names)))
 
 
 def _flat(name: str, kind: str) -> tuple[str, str] | None:
@@ -94,22 +110,24 @@ Described = tuple[tuple[int, ...], str, list[tuple[int, ...]]]
 
 def _described(value: Any, path: Path) -> dict[str, Described]:
     """The tensors that the description speaks of."""
-    entries = value.get("state_dict_metadata") if isinstance(value, Made) else None
+    entries = value.get("state_dict_metadata") if isinstance(value, InertObject) else None
     if not isinstance(entries, dict):
         raise CheckpointError(f"{path}: not a metadata file of torch.distributed.checkpoint: {DAMAGED}")
     out: dict[str, Described] = {}
     for key, entry in entries.items():
-        if not isinstance(entry, Made) or not entry.name.endswith("TensorStorageMetadata"):
+        if not isinstance(entry, InertObject) or not entry.name.endswith("TensorStorageMetadata"):
             continue  # what is pickled: counters, groups of parameters
         properties, chunks = entry.get("properties"), entry.get("chunks")
-        given = properties.state if isinstance(properties, Made) else None
+        given = properties.state if isinstance(properties, InertObject) else None
         dtype = given.get("dtype") if isinstance(given, dict) else given[0] if type(given) is tuple else None
         spelled = TORCH_NAMES.get(dtype.name.removeprefix("torch.")) if type(dtype) is Opaque else None
         if spelled is None:
             raise CheckpointError(
                 f"{path}: tensor {shown(str(key))} has a type that this version does not read"
             )
-        boxes = [_sizes(chunk.get("offsets"), path) for chunk in chunks or () if isinstance(chunk, Made)]
+        boxes = [
+            _sizes(chunk.get("offsets"), path) for chunk in chunks or () if isinstance(chunk, InertObject)
+        ]
         out[str(key)] = (_sizes(entry.get("size"), path), spelled, boxes)
     return out
 
@@ -123,7 +141,7 @@ class _Place:
 
 
 def _stored(
-    directory: Path, value: Made, described: Mapping[str, Described], files: PartFiles
+    directory: Path, value: InertObject, described: Mapping[str, Described], files: PartFiles
 ) -> tuple[dict[tuple[str, tuple[int, ...]], TensorEntry], dict[str, Any]]:
     """The boxes, by the tensor's key and the box's origin, and what is no tensor, by its key."""
     by_file: dict[str, list[_Place]] = {}
@@ -157,12 +175,12 @@ def _stored(
     return out, pickled
 
 
-def _places(value: Made, path: Path) -> Iterator[tuple[str, _Place]]:
+def _places(value: InertObject, path: Path) -> Iterator[tuple[str, _Place]]:
     storage = value.get("storage_data")
     if not isinstance(storage, dict):
         raise CheckpointError(f"{path}: does not say where tensors are stored: {DAMAGED}")
     for index, info in storage.items():
-        if not isinstance(index, Made) or not isinstance(info, Made):
+        if not isinstance(index, InertObject) or not isinstance(info, InertObject):
             raise CheckpointError(f"{path}: does not say where tensors are stored: {DAMAGED}")
         origin = index.get("offset") or ()  # what is no tensor has none
         if info.get("transform_descriptors"):
@@ -175,7 +193,7 @@ def _places(value: Made, path: Path) -> Iterator[tuple[str, _Place]]:
         yield file, _Place(index.get("fqn"), _sizes(origin, path), offset, length)
 
 
-def _names(described: Mapping[str, Described], value: Made, path: Path) -> dict[str, str]:
+def _names(described: Mapping[str, Described], value: InertObject, path: Path) -> dict[str, str]:
     """What each tensor is called here: weights by their names, an optimizer's states by theirs before it."""
     routes = _routes(value)
     keyed = {key: _route(routes.get(key), key) for key in described}
@@ -201,7 +219,7 @@ def _names(described: Mapping[str, Described], value: Made, path: Path) -> dict[
     return out
 
 
-def _routes(value: Made) -> dict[Any, Any]:
+def _routes(value: InertObject) -> dict[Any, Any]:
     routes = value.get("planner_data")
     return routes if isinstance(routes, dict) else {}
 

@@ -1,9 +1,9 @@
 """Pickles out of files that nobody vouches for, read as data: nothing that they name is imported or called.
 
 Python's own unpickler runs them over inert classes: a global is its name (``Opaque``), an object a record of
-what it was made from (``Made``), a tensor a view of a storage (``StoredTensor``). Three things that it leaves
-open are settled before it starts (``_checked``): it allocates as many entries of its memo as an instruction
-says, it knows no limit on instructions, and it hashes keys in C, tuples in tuples by recursion.
+what it was made from (``InertObject``), a tensor a view of a storage (``StoredTensor``). Three things that
+it leaves open are settled before it starts (``_checked``): it allocates as many entries of its memo as an
+instruction says, it knows no limit on instructions, and it hashes keys in C, tuples in tuples by recursion.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Opaque(type):
     free: list[int]
 
     def __call__(cls, *arguments: Any) -> Any:
-        """What one of the known calls makes of records, else a ``Made``."""
+        """What one of the known calls makes of records, else a ``InertObject``."""
         if (call := _CALLS.get(cls.name)) is not None:
             return call(*arguments)
         if not cls.callable:
@@ -90,7 +90,7 @@ class Opaque(type):
         return super().__call__(*arguments)
 
 
-class Made:
+class InertObject:
     """What calling ``name`` with ``arguments`` would have made, with the ``state`` that it was then given."""
 
     __slots__ = ("arguments", "state")
@@ -99,7 +99,7 @@ class Made:
     name: str
     free: list[int]
 
-    def __new__(cls, *arguments: Any, **keywords: Any) -> Made:
+    def __new__(cls, *arguments: Any, **keywords: Any) -> InertObject:
         """Copy no more of arguments than the whole pickle may."""
         cls.free[0] -= len(arguments) + len(keywords)
         if cls.free[0] < 0:
@@ -158,7 +158,7 @@ class _Dict(dict[Any, Any]):
 def _hashes_soon(key: Any) -> bool:
     if type(key) is int:
         return key.bit_length() <= 64  # of longer ones any number have the same hash
-    return type(key) in (str, float, bool, bytes, type(None), Opaque) or isinstance(key, Made)
+    return type(key) in (str, float, bool, bytes, type(None), Opaque) or isinstance(key, InertObject)
 
 
 def plain_versions(noted: Mapping[Any, Any]) -> dict[str, dict[str, Any]]:
@@ -182,7 +182,7 @@ _DAMAGE = (
 
 
 def read_inert_pickle(raw: bytes, path: str, weights: bool = False) -> Any:
-    """The object in a pickle: containers, primitives, StoredTensor, Storage, Opaque, and Made.
+    """The object in a pickle: containers, primitives, StoredTensor, Storage, Opaque, and InertObject.
 
     Sets are lists, a ``torch.Size`` is a ``tuple``. ``path`` serves messages. Of a file of ``weights`` it is
     nothing but what ``torch.save`` writes of tensors and plain containers, and no other global is named.
@@ -221,7 +221,7 @@ class _Unpickler(pickle.Unpickler):
                 raise _Refused(f"names more than {MAX_NAMES} classes")
             callable_ = not self._weights or name in _HARMLESS
             about = {"__slots__": (), "name": name, "callable": callable_, "free": self._free}
-            self._named[name] = Opaque("Opaque", (Made,), about)
+            self._named[name] = Opaque("Opaque", (InertObject,), about)
         return self._named[name]
 
     def persistent_load(self, pid: Any) -> Storage | _Dict:
@@ -319,13 +319,13 @@ def _parameter(tensor: Any = None, *_: Any) -> StoredTensor:
     return tensor
 
 
-def _typed(function: Any, kind: Any, arguments: Any, attributes: Any) -> StoredTensor | Made:
+def _typed(function: Any, kind: Any, arguments: Any, attributes: Any) -> StoredTensor | InertObject:
     """_rebuild_from_type_v2: a tensor with Python attributes; one of a class of its own is a record."""
     if type(function) is type(kind) is Opaque and type(arguments) is tuple:
         if kind.name in _PLAIN and function.name in _TENSORS:
             return _TENSORS[function.name](*arguments)
         if kind.callable and kind.name not in _HARMLESS:
-            made: Made = type.__call__(kind, *arguments)
+            made: InertObject = type.__call__(kind, *arguments)
             made.state = attributes
             return made
     raise _Refused("makes a tensor of a class of its own")

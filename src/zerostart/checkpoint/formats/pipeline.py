@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from zerostart.checkpoint.catalog import Catalog
+from zerostart.checkpoint.formats.base import CONFIG_NAME, Format, catalog_at
 from zerostart.checkpoint.strict_json import read_json
 from zerostart.errors import CheckpointError, printable
 
 PIPELINE_INDEX = "model_index.json"
-CONFIG_NAME = "config.json"
 #: A component is an argument of the pipeline's constructor.
 NAME = re.compile(r"\w+")
 
@@ -34,16 +35,35 @@ class Component:
     library: str = ""
 
 
+class Pipeline(Format):
+    """The model of a pipeline that is asked for by its class, or its only one."""
+
+    name = "pipeline"
+
+    def recognises(self, path: Path) -> bool:
+        """Whether there is an index of a pipeline."""
+        return is_pipeline(path)
+
+    def describe(self, path: Path, classes: Collection[str]) -> Catalog:
+        """That of the component, in whatever format it is."""
+        component = choose(path, components(path) or (), classes)
+        return replace(catalog_at(component.path), component=component.name)
+
+
+def is_pipeline(path: Path) -> bool:
+    """Whether ``path`` is a directory with the index of a pipeline."""
+    return (path / PIPELINE_INDEX).is_file()
+
+
 def components(root: Path) -> tuple[Component, ...] | None:
     """The models of the pipeline in directory ``root``, in the order of its index; None if it is none.
 
     Raises CheckpointError if the index is no JSON object.
     """
-    index = root / PIPELINE_INDEX
-    if not index.is_file():
+    if not is_pipeline(root):
         return None
     found = []
-    for name, value in read_json(index, "pipeline index").items():
+    for name, value in read_json(root / PIPELINE_INDEX, "pipeline index").items():
         named = isinstance(value, list) and len(value) == 2 and all(isinstance(v, str) for v in value)
         # A folder below the root only, whatever a stranger's index says.
         if named and NAME.fullmatch(name):

@@ -13,9 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from zerostart.checkpoint.catalog import TensorEntry
-from zerostart.checkpoint.formats.assembling import STATE, Found, Group, from_boxes, is_shape, names_of
-from zerostart.checkpoint.formats.inert_pickle import Made, StoredTensor
-from zerostart.checkpoint.formats.parts import PartFiles, Placing, local_tensor
+from zerostart.checkpoint.formats.assembling import (
+    STATE,
+    ParameterGroup,
+    TrainingContents,
+    from_boxes,
+    is_shape,
+    names_of,
+)
+from zerostart.checkpoint.formats.inert_pickle import InertObject, StoredTensor
+from zerostart.checkpoint.formats.training import PartFiles, Placing, TrainingFormat, local_tensor
 from zerostart.checkpoint.strict_json import DAMAGED, shown
 from zerostart.errors import CheckpointError
 
@@ -25,18 +32,27 @@ _REMEDY = "load it where it was saved, and save it again with use_dcp=True or by
 _Parts = dict[str, list[tuple[Any, Placing, str]]]
 
 
-def has_rank_files(directory: Path) -> bool:
-    """Whether the ranks have written weights in ``directory``, each into a file of its own."""
-    return (directory / f"{_WEIGHTS}0.bin").is_file()
+class RankFiles(TrainingFormat):
+    """What accelerate writes of FSDP2, each rank into a file of its own."""
+
+    name = "rank_files"
+
+    def holds(self, directory: Path) -> bool:
+        """Whether there is the file of the first rank's weights."""
+        return (directory / f"{_WEIGHTS}0.bin").is_file()
+
+    def read(self, directory: Path, files: PartFiles) -> TrainingContents:
+        """The files of all ranks."""
+        return _read(directory, files)
 
 
-def read_rank_files(directory: Path, files: PartFiles) -> Found:
+def _read(directory: Path, files: PartFiles) -> TrainingContents:
     """What the files of all ranks hold together; ``files`` takes what is read.
 
     Raises CheckpointError for what is not whole, or was cut by a
     mesh of several dimensions, or by anything else than FSDP2.
     """
-    found = Found()
+    found = TrainingContents()
     weights: _Parts = {}
     moments: _Parts = {}
     groups: list[Any] = []
@@ -52,7 +68,7 @@ def read_rank_files(directory: Path, files: PartFiles) -> Found:
         _assemble(name, parts, found, files)
     for group in groups:
         settings = dict(_dict(group, str(directory)))
-        found.groups.append(Group(settings, names_of(settings.pop("params", ()))))
+        found.groups.append(ParameterGroup(settings, names_of(settings.pop("params", ()))))
     return found
 
 
@@ -74,12 +90,14 @@ def _dict(value: Any, path: str) -> dict[Any, Any]:
     return value
 
 
-def _assemble(name: str, parts: list[tuple[Any, Placing, str]], found: Found, files: PartFiles) -> None:
+def _assemble(
+    name: str, parts: list[tuple[Any, Placing, str]], found: TrainingContents, files: PartFiles
+) -> None:
     """Add a tensor, or a number, of which each rank has a part, or each has the whole."""
     item, place, path = parts[0]
     files.reading, files.record = path, name
     key, separator, parameter = name.partition(STATE)
-    if not isinstance(item, Made):
+    if not isinstance(item, InertObject):
         if type(item) is not StoredTensor:
             return  # what modules keep beside tensors
         entry = place(f"{name} of rank 0", item)
@@ -93,7 +111,7 @@ def _assemble(name: str, parts: list[tuple[Any, Placing, str]], found: Found, fi
     boxes: list[tuple[TensorEntry, tuple[int, ...]]] = []
     at = 0
     for rank, (box, place_of, path_of) in enumerate(parts if dim is not None else parts[:1]):
-        cut = _cut(box, name, path_of) if isinstance(box, Made) else None
+        cut = _cut(box, name, path_of) if isinstance(box, InertObject) else None
         if cut is None or cut[:2] != (shape, dim):
             raise CheckpointError(f"{path_of}: {shown(name)} is cut otherwise than on rank 0: {DAMAGED}")
         entry = place_of(f"{name} of rank {rank}", cut[2])
@@ -104,15 +122,15 @@ def _assemble(name: str, parts: list[tuple[Any, Placing, str]], found: Found, fi
     found.assembled[name] = from_boxes(name, shape, place(name, first).dtype, boxes)
 
 
-def _cut(item: Made, name: str, path: str) -> tuple[tuple[int, ...], int | None, StoredTensor]:
+def _cut(item: InertObject, name: str, path: str) -> tuple[tuple[int, ...], int | None, StoredTensor]:
     """The shape of a tensor as a whole, where ranks cut it (None: each has all), and what this one has."""
     spec = item.get("_spec")
-    placements = spec.get("placements") if isinstance(spec, Made) else None
+    placements = spec.get("placements") if isinstance(spec, InertObject) else None
     sizes = item.arguments[2] if len(item.arguments) > 2 else None
     local = local_tensor(item)
     if local is None or type(placements) is not tuple or not is_shape(sizes):
         raise CheckpointError(f"{path}: {shown(name)} is a {item.name} and no part of FSDP2's; {_REMEDY}")
-    kinds = [one.name.rpartition(".")[2] if isinstance(one, Made) else "" for one in placements]
+    kinds = [one.name.rpartition(".")[2] if isinstance(one, InertObject) else "" for one in placements]
     if kinds == ["Shard"] and type(dim := placements[0].get("dim")) is int and 0 <= dim < len(sizes):
         return sizes, dim, local
     if kinds == ["Replicate"]:

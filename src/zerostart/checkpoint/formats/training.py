@@ -1,22 +1,30 @@
-"""Directories that a training run left: recognising them, and their catalogs."""
+"""Directories that the ranks of a training job wrote: what holds their shares, and the catalogs of these.
+
+A format of such directories is a ``TrainingFormat``: the model in it is loaded like any other checkpoint, and
+``load_state`` goes on from its optimizer.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import struct
-from collections.abc import Iterator
+from abc import abstractmethod
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
+from typing import Any
 
-from zerostart.checkpoint.catalog import Assembled, Catalog
-from zerostart.checkpoint.formats import dcp, rank_files, universal, zero
-from zerostart.checkpoint.formats.assembling import STATE, Found, check_whole
-from zerostart.checkpoint.formats.parts import PartFiles
-from zerostart.checkpoint.storage.files import read_small
+from zerostart.checkpoint.catalog import Assembled, Catalog, TensorEntry
+from zerostart.checkpoint.formats.assembling import STATE, TrainingContents, check_whole
+from zerostart.checkpoint.formats.base import CONFIG_NAME, Format, formats
+from zerostart.checkpoint.formats.inert_pickle import InertObject, StoredTensor
+from zerostart.checkpoint.formats.torch_zip import TorchArchive
+from zerostart.checkpoint.formats.weights import has_weights
+from zerostart.checkpoint.storage.base import HeaderBytes
+from zerostart.checkpoint.storage.files import FileState, open_regular, read_small
 from zerostart.checkpoint.storage.local import LocalFiles
 from zerostart.checkpoint.strict_json import DAMAGED, shown
 from zerostart.errors import CheckpointError, CheckpointNotFoundError, ReadError, ZerostartError
 
-CONFIG_NAME = "config.json"
 #: The folders in which accelerate's ``save_state`` leaves a sharded model's weights, and FSDP2's optimizer.
 _ACCELERATE, _OPTIMIZER = ("pytorch_model_fsdp_0", "pytorch_model"), "optimizer_0"
 #: The files that name the newest checkpoint of a DeepSpeed directory.
@@ -25,23 +33,147 @@ _LATEST = ("latest", "latest_universal")
 _DEEPEST = 8
 
 
-def training_checkpoint(directory: Path) -> Catalog | None:
-    """The weights in a directory of DeepSpeed's, of ``torch.distributed.checkpoint`` or of accelerate's.
+#: How a number of a type is packed.
+_NUMBERS = {"F32": "<f", "F64": "<d", "I64": "<q", "I32": "<i"}
+#: Makes the entry of a tensor (of the name given) that a pickle in a file speaks of.
+Placing = Callable[[str, StoredTensor], TensorEntry]
 
-    None if it is none of these. Raises CheckpointError and CheckpointNotFoundError where it is not whole, and
-    ReadError if reading fails.
+
+#: What readers stumble over where a record is not what it has to be.
+_STUMBLES = (
+    *(ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError),
+    *(TypeError, ValueError, struct.error),
+)
+
+
+class PartFiles:
+    """Local files, by the numbers that entries call them by.
+
+    ``reading`` is the file that was opened last and ``record`` what of it is looked at: for messages.
     """
-    files = PartFiles()
-    with _damage_named(directory, files):
-        place = _found(directory)
-        if place is None:
-            return None
-        found = _read(place, files)
-    weights = {name: tensor for name, tensor in found.assembled.items() if STATE not in name}
-    return _catalog(found, files, weights, _root(directory, place))
+
+    def __init__(self) -> None:
+        self.paths: list[str] = []
+        self.states: list[FileState] = []
+        self.reading = self.record = ""
+
+    @contextlib.contextmanager
+    def opened(self, path: Path) -> Iterator[tuple[HeaderBytes, int, int]]:
+        """Bytes, size and number of a file; raises ReadError if somebody writes to it meanwhile."""
+        before = FileState.at(str(path))
+        self.reading, self.record = str(path), ""
+        with open_regular(str(path), "training") as (handle, size):
+            number = len(self.paths)
+            yield handle, size, number
+        if before is None or FileState.at(str(path)) != before:
+            raise ReadError(f"{path} was changed while it was read; load again when nobody writes to it")
+        self.paths.append(str(path))
+        self.states.append(before)
+
+    def number(self, entry: TensorEntry) -> float:
+        """The value of a stored tensor of one element; raises CheckpointError for another type."""
+        form = _NUMBERS.get(entry.dtype)
+        self.reading, self.record = self.paths[entry.file], entry.name
+        if form is None or entry.numel != 1:
+            raise CheckpointError(f"{self.reading}: {shown(entry.name)} is not a number")
+        with open_regular(self.reading, "training") as (handle, _):
+            return float(struct.unpack(form, handle.read(struct.calcsize(form), entry.offset))[0])
+
+    def torch_file(self, path: Path) -> tuple[Any, Placing]:
+        """What a file of ``torch.save`` holds, and what places its tensors."""
+        with self.opened(path) as (handle, size, number):
+            archive = TorchArchive(handle, size, str(path))
+            value = archive.value()
+            entries = {id(tensor): _entry(archive, tensor, number) for tensor in _tensors(value)}
+
+        def place(name: str, tensor: StoredTensor) -> TensorEntry:
+            self.reading, self.record = str(path), name
+            found = entries[id(tensor)]
+            if isinstance(found, CheckpointError):
+                raise found
+            return TensorEntry(
+                name, found.dtype, found.shape, number, found.offset, found.nbytes, found.strides
+            )
+
+        return value, place
 
 
-def training_states(directory: Path) -> tuple[Found, Catalog, Catalog] | None:
+class Window:
+    """``length`` bytes of an open file from ``base`` on, as a file of their own."""
+
+    def __init__(self, handle: HeaderBytes, base: int, length: int) -> None:
+        self._handle, self._base, self._length = handle, base, length
+
+    def read(self, length: int, offset: int) -> bytes:
+        """As of a file that has no more than the window."""
+        return self._handle.read(max(0, min(length, self._length - offset)), self._base + offset)
+
+
+def _entry(archive: TorchArchive, tensor: StoredTensor, number: int) -> TensorEntry | CheckpointError:
+    """Where a tensor lies, or why it cannot be read, which matters only if somebody wants it."""
+    try:
+        return archive.entry("", tensor, number)
+    except CheckpointError as error:
+        return error
+
+
+def local_tensor(made: InertObject) -> StoredTensor | None:
+    """The part of a DTensor that its rank has; None for an object that is none."""
+    local = made.get("_local_tensor")
+    return local if type(local) is StoredTensor else None
+
+
+def _tensors(value: Any) -> Iterator[StoredTensor]:
+    """Every tensor in what a pickle holds, in containers of any depth."""
+    seen: set[int] = set()
+    open_ones = [value]
+    while open_ones:
+        item = open_ones.pop()
+        if type(item) is StoredTensor:
+            yield item
+        elif isinstance(item, InertObject) and (local := local_tensor(item)) is not None:
+            yield local
+        elif isinstance(item, (dict, list, tuple)) and id(item) not in seen:
+            seen.add(id(item))
+            open_ones += item.values() if isinstance(item, dict) else item
+
+
+class TrainingFormat(Format):
+    """A format of directories in which each rank of a job has its share of weights and optimizer."""
+
+    @abstractmethod
+    def holds(self, directory: Path) -> bool:
+        """Whether the files of the ranks lie in ``directory`` itself."""
+
+    @abstractmethod
+    def read(self, directory: Path, files: PartFiles) -> TrainingContents:
+        """What the files of all ranks hold together; ``files`` takes note of each that is read.
+
+        Raises CheckpointError and CheckpointNotFoundError where they are not whole, ReadError if reading
+        fails.
+        """
+
+    def recognises(self, path: Path) -> bool:
+        """Whether such files lie in ``path`` or in a directory that it names, and no whole weights beside."""
+        if not path.is_dir() or has_weights(path):
+            return False
+        with _damage_named(path, PartFiles()):
+            located = _locate(path)
+        return located is not None and located[1] is self
+
+    def describe(self, path: Path, classes: Collection[str]) -> Catalog:
+        """The weights alone; the states of an optimizer are for ``training_states``."""
+        files = PartFiles()
+        with _damage_named(path, files):
+            located = _locate(path)
+            if located is None:
+                raise CheckpointNotFoundError(f"{path}: the checkpoint was removed while it was opened")
+            contents = _read(*located, files)
+        weights = {name: tensor for name, tensor in contents.assembled.items() if STATE not in name}
+        return _catalog(contents, files, weights, _root(path, located[0]))
+
+
+def training_states(directory: Path) -> tuple[TrainingContents, Catalog, Catalog] | None:
     """All that such a directory holds, with the catalogs of weights and of an optimizer's states.
 
     In the second a state has the name ``optimizer/KEY/NAME``. None where the directory is none of these.
@@ -50,23 +182,25 @@ def training_states(directory: Path) -> tuple[Found, Catalog, Catalog] | None:
     """
     files = PartFiles()
     with _damage_named(directory, files):
-        place = _found(directory)
-        if place is None:
+        located = _locate(directory)
+        if located is None:
             return None
-        found = _read(place, files)
-        if place.name == _ACCELERATE[0] and dcp.is_dcp(place.parent / _OPTIMIZER):
-            beside = _read(place.parent / _OPTIMIZER, files)
-            found.add(beside.tensors.values())
-            found.assembled |= beside.assembled
-            found.numbers, found.groups = beside.numbers, beside.groups
-    weights = {name: tensor for name, tensor in found.assembled.items() if STATE not in name}
+        contents = _read(*located, files)
+        # accelerate leaves FSDP2's optimizer in a folder beside that of the weights.
+        beside = located[0].parent / _OPTIMIZER
+        if located[0].name == _ACCELERATE[0] and (format_ := _held_by(beside)) is not None:
+            optimizer = _read(beside, format_, files)
+            contents.add(optimizer.tensors.values())
+            contents.assembled |= optimizer.assembled
+            contents.numbers, contents.groups = optimizer.numbers, optimizer.groups
+    weights = {name: tensor for name, tensor in contents.assembled.items() if STATE not in name}
     states = {}
-    for name, tensor in found.assembled.items():
+    for name, tensor in contents.assembled.items():
         key, separator, parameter = name.partition(STATE)
         if separator:
             states[f"optimizer/{key}/{parameter}"] = tensor
-    root = _root(directory, place)
-    return found, _catalog(found, files, weights, root), _catalog(found, files, states, root)
+    root = _root(directory, located[0])
+    return contents, _catalog(contents, files, weights, root), _catalog(contents, files, states, root)
 
 
 def stock_time(directory: Path) -> tuple[Path, float] | None:
@@ -74,34 +208,20 @@ def stock_time(directory: Path) -> tuple[Path, float] | None:
 
     None where there is none. Raises what looking for it does.
     """
-    place = _found(directory)
-    if place is None:
+    located = _locate(directory)
+    if located is None:
         return None
+    place = located[0]
     files = (entry for entry in place.iterdir() if entry.suffix != ".json" and entry.is_file())
     return place, max((entry.stat().st_mtime for entry in files), default=place.stat().st_mtime)
 
 
-def _read(place: Path, files: PartFiles) -> Found:
+def _read(place: Path, format_: TrainingFormat, files: PartFiles) -> TrainingContents:
     """What the files hold, all of it proved to be there."""
-    if dcp.is_dcp(place):
-        read = dcp.read_dcp
-    elif universal.is_universal(place):
-        read = universal.read_universal
-    elif rank_files.has_rank_files(place):
-        read = rank_files.read_rank_files
-    else:
-        read = zero.read_zero
-    found = read(place, files)
+    contents = format_.read(place, files)
     files.reading, files.record = str(place), ""
-    check_whole(found.tensors, found.assembled, [state.size for state in files.states])
-    return found
-
-
-#: What readers stumble over where a record is not what it has to be.
-_STUMBLES = (
-    *(ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError),
-    *(TypeError, ValueError, struct.error),
-)
+    check_whole(contents.tensors, contents.assembled, [state.size for state in files.states])
+    return contents
 
 
 @contextlib.contextmanager
@@ -128,21 +248,30 @@ def _damage_named(directory: Path, files: PartFiles) -> Iterator[None]:
     raise CheckpointError(f"{files.reading or directory}: {told}") from cause
 
 
-def _catalog(found: Found, files: PartFiles, tensors: dict[str, Assembled], root: str) -> Catalog:
+def _catalog(
+    contents: TrainingContents, files: PartFiles, tensors: dict[str, Assembled], root: str
+) -> Catalog:
     """A catalog of some of the tensors, with what is stored of these."""
     parts = {source for tensor in tensors.values() for piece in tensor.pieces for source in piece.source}
-    stored = {name: entry for name, entry in found.tensors.items() if name in parts}
+    stored = {name: entry for name, entry in contents.tensors.items() if name in parts}
     storage = LocalFiles.known(files.paths, files.states)
     return Catalog(root, storage, stored, {"format": "pt"}, assembled=tensors)
 
 
-def _found(directory: Path, depth: int = 0) -> Path | None:
+def _held_by(directory: Path) -> TrainingFormat | None:
+    """The format whose files lie in ``directory`` itself."""
+    if not directory.is_dir():
+        return None
+    training = (format_ for format_ in formats() if isinstance(format_, TrainingFormat))
+    return next((format_ for format_ in training if format_.holds(directory)), None)
+
+
+def _locate(directory: Path, depth: int = 0) -> tuple[Path, TrainingFormat] | None:
     """The directory itself, the newest one that it names, or the one within that accelerate makes."""
     if depth > _DEEPEST:
         raise CheckpointError(f"{directory}: directories name each other in a circle: {DAMAGED}")
-    kinds = (dcp.is_dcp, universal.is_universal, zero.is_zero, rank_files.has_rank_files)
-    if any(is_one(directory) for is_one in kinds):
-        return directory
+    if (format_ := _held_by(directory)) is not None:
+        return directory, format_
     for name in _LATEST:
         if (directory / name).is_file():
             tag = read_small(str(directory / name)).decode("utf-8", "replace").strip()
@@ -152,14 +281,14 @@ def _found(directory: Path, depth: int = 0) -> Path | None:
                 )
             if not (directory / tag).is_dir():
                 raise CheckpointNotFoundError(f"{directory / tag}: not there, but {name} names it")
-            return _found(directory / tag, depth + 1)
+            return _locate(directory / tag, depth + 1)
     for name in _ACCELERATE:
-        if (directory / name).is_dir() and (inner := _found(directory / name, depth + 1)) is not None:
+        if (directory / name).is_dir() and (inner := _locate(directory / name, depth + 1)) is not None:
             return inner
     return None
 
 
-def _root(given: Path, found: Path) -> str:
+def _root(directory: Path, located: Path) -> str:
     """Where the configuration is: beside the weights, or above them."""
-    places = [given, found, *found.parents[:2]]
-    return str(next((place for place in places if (place / CONFIG_NAME).is_file()), given))
+    places = [directory, located, *located.parents[:2]]
+    return str(next((place for place in places if (place / CONFIG_NAME).is_file()), directory))

@@ -6,21 +6,36 @@ from math import prod
 from pathlib import Path
 
 from zerostart.checkpoint.catalog import Assembled, TensorEntry
-from zerostart.checkpoint.formats.assembling import STATE, Found, Group, from_boxes, from_runs
+from zerostart.checkpoint.formats.assembling import (
+    STATE,
+    ParameterGroup,
+    TrainingContents,
+    from_boxes,
+    from_runs,
+)
 from zerostart.checkpoint.formats.inert_pickle import StoredTensor
-from zerostart.checkpoint.formats.parts import PartFiles
+from zerostart.checkpoint.formats.training import PartFiles, TrainingFormat
 from zerostart.checkpoint.formats.zero import MASTERS, Base, ModelStates, read_model_states
 from zerostart.checkpoint.strict_json import DAMAGED
 from zerostart.errors import CheckpointError
 
 
-def is_universal(directory: Path) -> bool:
-    """Whether ``directory`` is what ds_to_universal.py writes."""
-    zero = directory / "zero"
-    return zero.is_dir() and any((entry / f"{MASTERS}.pt").is_file() for entry in zero.iterdir())
+class Universal(TrainingFormat):
+    """What DeepSpeed's ds_to_universal.py writes."""
+
+    name = "universal"
+
+    def holds(self, directory: Path) -> bool:
+        """Whether a parameter has a folder with its masters."""
+        zero = directory / "zero"
+        return zero.is_dir() and any((entry / f"{MASTERS}.pt").is_file() for entry in zero.iterdir())
+
+    def read(self, directory: Path, files: PartFiles) -> TrainingContents:
+        """The folders of all parameters."""
+        return _read(directory, files)
 
 
-def read_universal(directory: Path, files: PartFiles) -> Found:
+def _read(directory: Path, files: PartFiles) -> TrainingContents:
     """What the folders of all parameters hold; ``files`` takes what is read.
 
     Raises CheckpointError for files that are not as ds_to_universal.py writes them.
@@ -50,7 +65,7 @@ def read_universal(directory: Path, files: PartFiles) -> Found:
     return states.ended(found)
 
 
-def _add_groups(path: Path, states: ModelStates, found: Found, files: PartFiles) -> None:
+def _add_groups(path: Path, states: ModelStates, found: TrainingContents, files: PartFiles) -> None:
     """The settings of the parameter groups, which one file has for all; at stage 3 numbers of theirs, too."""
     value, place = files.torch_file(path) if path.is_file() else (None, None)
     if not isinstance(value, dict) or place is None:
@@ -61,7 +76,7 @@ def _add_groups(path: Path, states: ModelStates, found: Found, files: PartFiles)
     for settings, shapes in zip(groups, states.groups, strict=False):
         if isinstance(settings, dict):
             kept = {key: item for key, item in settings.items() if key != "params"}
-            found.groups.append(Group(kept, tuple(shapes)))
+            found.groups.append(ParameterGroup(kept, tuple(shapes)))
 
 
 def _shaped(key: str, entry: TensorEntry, shape: tuple[int, ...], path: Path) -> Assembled:

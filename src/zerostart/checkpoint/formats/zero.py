@@ -17,9 +17,16 @@ from pathlib import Path
 from typing import Any
 
 from zerostart.checkpoint.catalog import TensorEntry
-from zerostart.checkpoint.formats.assembling import STATE, Found, Group, from_boxes, from_runs, is_shape
-from zerostart.checkpoint.formats.inert_pickle import Made, StoredTensor
-from zerostart.checkpoint.formats.parts import PartFiles, Placing
+from zerostart.checkpoint.formats.assembling import (
+    STATE,
+    ParameterGroup,
+    TrainingContents,
+    from_boxes,
+    from_runs,
+    is_shape,
+)
+from zerostart.checkpoint.formats.inert_pickle import InertObject, StoredTensor
+from zerostart.checkpoint.formats.training import PartFiles, Placing, TrainingFormat
 from zerostart.checkpoint.strict_json import DAMAGED, shown
 from zerostart.errors import CheckpointError
 
@@ -33,12 +40,21 @@ _PARTITIONED, _FLAT = "fp32_flat_groups", "single_partition_of_fp32_groups"
 Run = tuple[int, int, int, int]
 
 
-def is_zero(directory: Path) -> bool:
-    """Whether ``directory`` holds the files of ZeRO's ranks."""
-    return any(_OPTIMIZER.fullmatch(entry.name) for entry in directory.iterdir())
+class Zero(TrainingFormat):
+    """What DeepSpeed writes at ZeRO stages 1 to 3."""
+
+    name = "zero"
+
+    def holds(self, directory: Path) -> bool:
+        """Whether a rank's optimizer states are there."""
+        return any(_OPTIMIZER.fullmatch(entry.name) for entry in directory.iterdir())
+
+    def read(self, directory: Path, files: PartFiles) -> TrainingContents:
+        """The files of all ranks."""
+        return _read(directory, files)
 
 
-def read_zero(directory: Path, files: PartFiles) -> Found:
+def _read(directory: Path, files: PartFiles) -> TrainingContents:
     """What the files of all ranks hold together; ``files`` takes what is read.
 
     Raises CheckpointError for files that are not whole, or not of one job.
@@ -126,7 +142,7 @@ class Base:
             and all(item[key].shape == shape for item, shape in zip(self.held, shapes, strict=True))
         }
 
-    def describe(self, found: Found, states: ModelStates, files: PartFiles) -> None:
+    def describe(self, found: TrainingContents, states: ModelStates, files: PartFiles) -> None:
         """Add the states that are one number, and the groups."""
         # A group of stage 3 has several buffers, its sub-groups, and ``states.groups`` are these.
         for item, shapes in zip(self.held, states.groups, strict=False):
@@ -137,7 +153,7 @@ class Base:
                     found.numbers.setdefault(str(key), {}).update(dict.fromkeys(shapes, float(value)))
         for group, settings in enumerate(self.settings):
             held = [names for names, own in zip(states.groups, self.grouped, strict=False) if own == group]
-            found.groups.append(Group(settings, tuple(name for names in held for name in names)))
+            found.groups.append(ParameterGroup(settings, tuple(name for names in held for name in names)))
 
 
 @dataclass(frozen=True)
@@ -208,7 +224,7 @@ def _paddings(value: Any) -> Sequence[Sequence[int]] | None:
 
 def _scale(scaler: Any) -> dict[str, Any]:
     """The numbers in a loss scaler's state."""
-    state = scaler.state if isinstance(scaler, Made) and isinstance(scaler.state, dict) else {}
+    state = scaler.state if isinstance(scaler, InertObject) and isinstance(scaler.state, dict) else {}
     return {str(key): value for key, value in state.items() if type(value) in (int, float)}
 
 
@@ -250,7 +266,7 @@ def _partitioned(
 
 def _number(value: Any) -> int:
     """An integer, or that of an enumeration's member."""
-    if isinstance(value, Made) and len(value.arguments) == 1:
+    if isinstance(value, InertObject) and len(value.arguments) == 1:
         value = value.arguments[0]
     if type(value) is not int:
         raise CheckpointError(f"a {type(value).__name__} stands where a number is expected: {DAMAGED}")
@@ -287,12 +303,12 @@ class ModelStates:
         """The shapes of all trained parameters."""
         return {name: shape for group in self.groups for name, shape in group.items()}
 
-    def begun(self) -> Found:
+    def begun(self) -> TrainingContents:
         """What there is beside the trained parameters: frozen ones and buffers, counters.
 
         Raises CheckpointError where a part of one is not there.
         """
-        found = Found(engine=dict(self.counters), schedule=self.schedule, ties=dict(self.shared))
+        found = TrainingContents(engine=dict(self.counters), schedule=self.schedule, ties=dict(self.shared))
         found.add(self.plain.values())
         for name, entry in self.plain.items():
             found.assembled[name] = from_boxes(
@@ -314,7 +330,7 @@ class ModelStates:
                 found.assembled[name] = from_runs(name, shape, parts[0].dtype, runs)
         return found
 
-    def ended(self, found: Found) -> Found:
+    def ended(self, found: TrainingContents) -> TrainingContents:
         """``found`` with tied parameters under all of their names."""
         for name, other in self.shared.items():
             if other in found.assembled:

@@ -18,38 +18,27 @@ import dataclasses
 import hashlib
 import json
 import os
-import re
-import shutil
 import socket
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 from zerostart.checkpoint.manifest import (
     FORMAT,
     HIDDEN,
     MARKER,
-    MARKERS,
     SAVED_AT,
     contents_of,
     current,
-    documents,
     grouped,
     is_foreign,
-    lies_at,
 )
 from zerostart.checkpoint.paths import expanded
 from zerostart.checkpoint.write.folders import Folder, lock, sync, sync_handle, write_whole
-from zerostart.checkpoint.write.switching import CONTENT, Plan, finish, planned, settle, switch
-from zerostart.errors import CheckpointError, VerifyError, WriteError, ZerostartError
-
-_LOCK = re.compile(r"(?P<token>[0-9a-f]{12})\.lock")
-#: A list of more bytes is none that a save has written.
-_MOST = 100 << 20
-#: Most directories beside a place that are looked at for what killed saves have left.
-_NEIGHBOURS = 10_000
+from zerostart.checkpoint.write.switching import Plan, clean_up, clear_killed, finish, planned, switch
+from zerostart.errors import WriteError, ZerostartError
 
 
 class Staging:
@@ -81,7 +70,7 @@ class Staging:
         self._folder: Folder | None = None
         self._lock = -1
         try:
-            with told(self.path, "nothing was saved"):
+            with write_errors(self.path, "nothing was saved"):
                 if self.path.exists() and not self.path.is_dir():
                     raise WriteError(f"{self.path} is a file; save to a directory, or remove it")
                 if marker and is_foreign(self.path / marker):
@@ -89,7 +78,7 @@ class Staging:
                         f"{self.path / marker} was not written by zerostart, which would replace it: rename "
                         "it, or save to another directory"
                     )
-                _clear(self.path)
+                clear_killed(self.path)
                 self._begin()
         except BaseException:
             self.discard()
@@ -127,7 +116,7 @@ class Staging:
         assert self._folder is not None, "not yet discarded"
         document = {SAVED_AT: time.time_ns(), **document} if self._marker == MARKER else document
         state, names = "nothing was saved, and what was there is as it was", dict[str, str]()
-        with told(self.path, state):
+        with write_errors(self.path, state):
             known = document.get("files", {})
             below = _files_below(self.directory)
             for name in below:
@@ -136,7 +125,7 @@ class Staging:
             files = {**known, **files}
             contents = {"": list(files)} if self._by_document else grouped(files, staged=True)
         with contextlib.ExitStack() as stack:
-            with told(self.path, state):
+            with write_errors(self.path, state):
                 stack.enter_context(self._folder.alone())
             for key, of in contents.items():
                 described = {**document, "format": FORMAT, "files": {name: files[name] for name in of}}
@@ -152,7 +141,7 @@ class Staging:
     def _publish(self, key: str, document: dict[str, Any], state: str) -> dict[str, str]:
         folder = self._folder
         assert folder is not None, "not yet discarded"
-        with told(self.path, state):
+        with write_errors(self.path, state):
             plan = planned(folder, self._token, self._marker, self._by_document, key, document)
             plan.folders = _above([*plan.puts.values(), *plan.deliver, plan.switch])
             plan.folders = [name for name in plan.folders if folder.identity(name) is None]
@@ -164,7 +153,7 @@ class Staging:
             for name in plan.folders:
                 folder.make(name)
             switch(folder, self._staged, plan)
-        with told(self.path, "all is there, but may be lost if the machine stops now: save again"):
+        with write_errors(self.path, "all is there, but may be lost if the machine stops now: save again"):
             finish(folder, self._staged, plan)
         self._plan = None
         return plan.puts
@@ -183,7 +172,7 @@ class Staging:
         if folder is not None:
             try:
                 if handle >= 0:
-                    _settled(folder, self._token, handle, self._plan)
+                    clean_up(folder, self._token, handle, self._plan)
             finally:
                 if handle >= 0:
                     os.close(handle)
@@ -227,7 +216,7 @@ def remove(path: Path, marker: str) -> None:
                 _note(handle, dataclasses.asdict(plan))
                 folder.remove(marker)
                 folder.sync(marker)
-                _settled(folder, token, handle, plan)
+                clean_up(folder, token, handle, plan)
             finally:
                 os.close(handle)
     finally:
@@ -265,127 +254,6 @@ def _note(handle: int, line: Mapping[str, Any]) -> None:
     os.fsync(handle)
 
 
-def _settled(folder: Folder, token: str, handle: int, plan: Plan | None, copied: bool = False) -> None:
-    """Finish a save, or take it back; then remove what it has written besides, its lock last."""
-    if plan is not None:
-        settle(folder, f"{HIDDEN}/{token}/", plan, copied)
-        # What goes now tells no more how far it had come.
-        os.ftruncate(handle, os.pread(handle, _MOST, 0).find(b"\n") + 1)
-    for marker in MARKERS:  # first: what they describe may not be there any more
-        folder.remove(f"{HIDDEN}/{token}/{marker}")
-    with folder.parent(f"{HIDDEN}/{token}") as (parent, last):
-        shutil.rmtree(last, ignore_errors=True, dir_fd=parent)
-    if folder.identity(f"{HIDDEN}/{token}") is None:  # else whoever saves next removes it
-        folder.remove(f"{HIDDEN}/{token}.lock")
-        folder.remove_empty(HIDDEN)
-
-
-def _clear(path: Path) -> None:
-    """Settle what killed saves have left in ``path`` and the directories beside it, as far as that can be."""
-    with contextlib.suppress(OSError):
-        with os.scandir(path.parent) as entries:
-            beside = [Path(entry) for entry, _ in zip(entries, range(_NEIGHBOURS), strict=False)]
-        for place in {path, *beside}:
-            with contextlib.suppress(OSError, ZerostartError):
-                if os.path.lexists(place / HIDDEN):
-                    _clear_one(Folder(place, follow=False))
-
-
-def finish_switched(path: Path) -> None:
-    """Before a reader: finish what a save had left to do in ``path`` when it was killed after its switch.
-
-    That a save is about to do so by itself is waited for. Raises CheckpointError where a configuration is
-    still that of the checkpoint before, and cannot be replaced from here.
-    """
-    if not os.path.lexists(path / HIDDEN) or not _unnamed(path):
-        return
-    with contextlib.suppress(OSError, ZerostartError):
-        _clear_one(Folder(path), wait=True)
-    if left := _unnamed(path):
-        raise CheckpointError(
-            f"{path / left[0]} is that of an earlier checkpoint: the save of the weights that are there was "
-            "killed before it had replaced it, which cannot be done from here; save again where this is "
-            "allowed, or beside it"
-        )
-
-
-def _unnamed(path: Path) -> list[str]:
-    """What says how weights are to be read that are there already, and lies with the save still."""
-    with contextlib.suppress(VerifyError):
-        return [
-            name
-            for document in documents(path)
-            for name in document["files"]
-            if PurePosixPath(name).name in CONTENT and lies_at(path, document, name) != path / name
-        ]
-    return []
-
-
-def _clear_one(folder: Folder, wait: bool = False) -> None:
-    made = False
-    with contextlib.closing(folder), folder.alone(wait) as mine:
-        found = folder.path.stat()
-        for entry in sorted((folder.path / HIDDEN).iterdir()) if mine else ():
-            if not (match := _LOCK.fullmatch(entry.name)):
-                continue
-            with folder.parent(f"{HIDDEN}/{entry.name}") as (parent, last):
-                handle = os.open(
-                    last, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=parent
-                )
-            try:
-                lines = _lines(handle)
-                if _is_free(handle, lines):
-                    made = made or bool(lines and lines[0].get("new"))
-                    inode = os.fstat(handle).st_ino
-                    copied = bool(lines) and lines[0].get("inode", inode) != inode
-                    _settled(folder, match["token"], handle, _noted(lines), copied)
-            finally:
-                os.close(handle)
-        folder.remove_empty(HIDDEN)
-        if mine and not os.path.lexists(
-            folder.path / HIDDEN
-        ):  # what a save has left has gone, and the directory is as old as it was
-            os.utime(folder.path, ns=(found.st_atime_ns, found.st_mtime_ns))
-    if made:
-        with contextlib.suppress(OSError):
-            folder.path.rmdir()
-
-
-def _lines(handle: int) -> list[dict[str, Any]]:
-    """What a save has noted in its lock first, and last; a line that a kill has cut off is none."""
-    raw = os.pread(handle, _MOST, 0)
-    end = raw.rfind(b"\n")
-    begin = raw.rfind(b"\n", 0, max(end, 0)) + 1
-    texts = [raw[: raw.find(b"\n")], raw[begin:end]] if begin else [raw[: max(end, 0)]]
-    with contextlib.suppress(ValueError, RecursionError):
-        lines = [json.loads(text.decode("utf-8", "replace")) for text in texts]
-        return lines if all(isinstance(line, dict) for line in lines) else []
-    return []
-
-
-def _noted(lines: list[dict[str, Any]]) -> Plan | None:
-    """What the save was doing last, having done all before it."""
-    with contextlib.suppress(TypeError, AttributeError):
-        plan = Plan(**lines[-1]) if len(lines) > 1 else None
-        return plan if plan is not None and plan.is_safe() else None
-    return None
-
-
-def _is_free(handle: int, lines: list[dict[str, Any]]) -> bool:
-    """Whether the process of a lock is no more; where a file system has no locks, as far as can be told."""
-    if (locked := lock(handle)) is not None:
-        return locked
-    if not lines or lines[0].get("host") != socket.gethostname():
-        return False
-    try:
-        os.kill(int(lines[0]["pid"]), 0)
-    except ProcessLookupError:
-        return True
-    except (OSError, ValueError, KeyError, TypeError, OverflowError):
-        return False
-    return False
-
-
 def _above(names: Iterable[str]) -> list[str]:
     """All directories that files are in, those above first."""
     return sorted({parent.as_posix() for name in names for parent in Path(name).parents} - {"."})
@@ -400,7 +268,7 @@ def _files_below(directory: Path) -> list[str]:
 
 
 @contextlib.contextmanager
-def told(path: Path, state: str) -> Iterator[None]:
+def write_errors(path: Path, state: str) -> Iterator[None]:
     """Raise an error of the system as a WriteError, with what it means for the place."""
     try:
         yield

@@ -1,10 +1,17 @@
-"""From the files of one content, as a save has staged them, to their names: what is done, in which order."""
+"""From the files of one content, as a save has staged them, to their names: what is done, in which order;
+
+and finishing, or taking back, what a save had done of that when it was killed.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
 import json
+import os
+import re
+import shutil
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -22,13 +29,19 @@ from zerostart.checkpoint.manifest import (
     group_of,
     grouped,
     is_inside,
+    lies_at,
 )
 from zerostart.checkpoint.strict_json import MAX_DOCUMENT_BYTES, read_json
-from zerostart.checkpoint.write.folders import Folder, Identity, write_whole
-from zerostart.errors import ZerostartError
+from zerostart.checkpoint.write.folders import Folder, Identity, lock, write_whole
+from zerostart.errors import CheckpointError, VerifyError, ZerostartError
 
 #: What says how weights are to be read, and is theirs; other files beside them may be a script's own.
 CONTENT = ("config.json", "adapter_config.json")
+_LOCK = re.compile(r"(?P<token>[0-9a-f]{12})\.lock")
+#: A list of more bytes is none that a save has written.
+_MOST = 100 << 20
+#: Most directories beside a place that are looked at for what killed saves have left.
+_NEIGHBOURS = 10_000
 
 
 @dataclass
@@ -350,3 +363,124 @@ def _describe(folder: Folder, staged: str, marker: str, lost: Sequence[str]) -> 
     if there:
         folder.replace(staged + marker, marker)
         folder.sync(marker)
+
+
+def clean_up(folder: Folder, token: str, handle: int, plan: Plan | None, copied: bool = False) -> None:
+    """Finish a save, or take it back; then remove what it has written besides, its lock last."""
+    if plan is not None:
+        settle(folder, f"{HIDDEN}/{token}/", plan, copied)
+        # What goes now tells no more how far it had come.
+        os.ftruncate(handle, os.pread(handle, _MOST, 0).find(b"\n") + 1)
+    for marker in MARKERS:  # first: what they describe may not be there any more
+        folder.remove(f"{HIDDEN}/{token}/{marker}")
+    with folder.parent(f"{HIDDEN}/{token}") as (parent, last):
+        shutil.rmtree(last, ignore_errors=True, dir_fd=parent)
+    if folder.identity(f"{HIDDEN}/{token}") is None:  # else whoever saves next removes it
+        folder.remove(f"{HIDDEN}/{token}.lock")
+        folder.remove_empty(HIDDEN)
+
+
+def clear_killed(path: Path) -> None:
+    """Settle what killed saves have left in ``path`` and the directories beside it, as far as that can be."""
+    with contextlib.suppress(OSError):
+        with os.scandir(path.parent) as entries:
+            beside = [Path(entry) for entry, _ in zip(entries, range(_NEIGHBOURS), strict=False)]
+        for place in {path, *beside}:
+            with contextlib.suppress(OSError, ZerostartError):
+                if os.path.lexists(place / HIDDEN):
+                    _clear_one(Folder(place, follow=False))
+
+
+def finish_switched(path: Path) -> None:
+    """Before a reader: finish what a save had left to do in ``path`` when it was killed after its switch.
+
+    That a save is about to do so by itself is waited for. Raises CheckpointError where a configuration is
+    still that of the checkpoint before, and cannot be replaced from here.
+    """
+    if not os.path.lexists(path / HIDDEN) or not _unnamed(path):
+        return
+    with contextlib.suppress(OSError, ZerostartError):
+        _clear_one(Folder(path), wait=True)
+    if left := _unnamed(path):
+        raise CheckpointError(
+            f"{path / left[0]} is that of an earlier checkpoint: the save of the weights that are there was "
+            "killed before it had replaced it, which cannot be done from here; save again where this is "
+            "allowed, or beside it"
+        )
+
+
+def _unnamed(path: Path) -> list[str]:
+    """What says how weights are to be read that are there already, and lies with the save still."""
+    with contextlib.suppress(VerifyError):
+        return [
+            name
+            for document in documents(path)
+            for name in document["files"]
+            if PurePosixPath(name).name in CONTENT and lies_at(path, document, name) != path / name
+        ]
+    return []
+
+
+def _clear_one(folder: Folder, wait: bool = False) -> None:
+    made = False
+    with contextlib.closing(folder), folder.alone(wait) as mine:
+        found = folder.path.stat()
+        for entry in sorted((folder.path / HIDDEN).iterdir()) if mine else ():
+            if not (match := _LOCK.fullmatch(entry.name)):
+                continue
+            with folder.parent(f"{HIDDEN}/{entry.name}") as (parent, last):
+                handle = os.open(
+                    last, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=parent
+                )
+            try:
+                lines = _lines(handle)
+                if _is_free(handle, lines):
+                    made = made or bool(lines and lines[0].get("new"))
+                    inode = os.fstat(handle).st_ino
+                    copied = bool(lines) and lines[0].get("inode", inode) != inode
+                    clean_up(folder, match["token"], handle, _noted(lines), copied)
+            finally:
+                os.close(handle)
+        folder.remove_empty(HIDDEN)
+        if mine and not os.path.lexists(
+            folder.path / HIDDEN
+        ):  # what a save has left has gone, and the directory is as old as it was
+            os.utime(folder.path, ns=(found.st_atime_ns, found.st_mtime_ns))
+    if made:
+        with contextlib.suppress(OSError):
+            folder.path.rmdir()
+
+
+def _lines(handle: int) -> list[dict[str, Any]]:
+    """What a save has noted in its lock first, and last; a line that a kill has cut off is none."""
+    raw = os.pread(handle, _MOST, 0)
+    end = raw.rfind(b"\n")
+    begin = raw.rfind(b"\n", 0, max(end, 0)) + 1
+    texts = [raw[: raw.find(b"\n")], raw[begin:end]] if begin else [raw[: max(end, 0)]]
+    with contextlib.suppress(ValueError, RecursionError):
+        lines = [json.loads(text.decode("utf-8", "replace")) for text in texts]
+        return lines if all(isinstance(line, dict) for line in lines) else []
+    return []
+
+
+def _noted(lines: list[dict[str, Any]]) -> Plan | None:
+    """What the save was doing last, having done all before it."""
+    with contextlib.suppress(TypeError, AttributeError):
+        plan = Plan(**lines[-1]) if len(lines) > 1 else None
+        return plan if plan is not None and plan.is_safe() else None
+    return None
+
+
+def _is_free(handle: int, lines: list[dict[str, Any]]) -> bool:
+    """Whether the process of a lock is no more; where a file system has no locks, as far as can be told."""
+    if (locked := lock(handle)) is not None:
+        return locked
+    if not lines or lines[0].get("host") != socket.gethostname():
+        return False
+    try:
+        os.kill(int(lines[0]["pid"]), 0)
+    except ProcessLookupError:
+        return True
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
+        return False
+    return False

@@ -13,9 +13,9 @@ from typing import Any
 
 from torch import nn
 
-from zerostart.checkpoint.finding import DEEPSPEED, FSDP, LATEST, state_in, tell_of_newer
+from zerostart.checkpoint.formats.saved_state import DEEPSPEED, FSDP, LATEST, state_in, tell_of_newer
 from zerostart.checkpoint.write.folders import sync_directory, write_whole
-from zerostart.checkpoint.write.staging import told
+from zerostart.checkpoint.write.staging import write_errors
 from zerostart.distributed.world import World, current_world
 from zerostart.errors import ConfigError, ZerostartError
 from zerostart.integrations.saving import in_shards
@@ -41,7 +41,10 @@ def save_checkpoint(original: Original, **call: Any) -> Any:
     extra = _client_states(call["client_state"], engine, world)
     frozen = not call["exclude_frozen_parameters"]
     save_state(path / tag, engine, None, extra, wait=True, frozen=frozen, saved=path)
-    with world.phase("naming the last checkpoint"), told(path, f"{tag} is saved, and not named as the last"):
+    with (
+        world.phase("naming the last checkpoint"),
+        write_errors(path, f"{tag} is saved, and not named as the last"),
+    ):
         if call["save_latest"] and world.rank == 0:
             write_whole(path / LATEST, tag.encode(), path / f".{LATEST}.part")
             sync_directory(path)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zerostart.checkpoint.finding import state_in
+from zerostart.checkpoint.formats.saved_state import state_in
 from zerostart.checkpoint.strict_json import read_json
 from zerostart.distributed.world import current_world
 from zerostart.errors import CheckpointError, ReadError

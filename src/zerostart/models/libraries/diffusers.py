@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from zerostart.checkpoint.catalog import Catalog
-from zerostart.checkpoint.source import CONFIG_NAME, read_config
+from zerostart.checkpoint.formats.base import CONFIG_NAME
+from zerostart.checkpoint.source import read_config
 from zerostart.errors import BuildError, ConversionError
 from zerostart.models.library import Built, Construction, ModelLibrary, OwnLoading, Stored
 from zerostart.models.tensors import state_names

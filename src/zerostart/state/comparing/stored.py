@@ -20,8 +20,9 @@ from zerostart.checkpoint.catalog import (
     contiguous_strides,
 )
 from zerostart.checkpoint.formats.pipeline import components
+from zerostart.checkpoint.formats.saved_state import open_saved_state
 from zerostart.checkpoint.paths import expanded, wait_for
-from zerostart.checkpoint.source import open_catalog, open_saved_state, resolve_source
+from zerostart.checkpoint.source import open_catalog, resolve_source
 from zerostart.checkpoint.storage import Reader, storage_at
 from zerostart.geometry.layout.flat import flat_run
 from zerostart.recipe import Recipe, Target, torch_dtype

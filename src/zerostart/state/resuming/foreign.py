@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from zerostart.checkpoint.catalog import Catalog
-from zerostart.checkpoint.formats.assembling import Found
+from zerostart.checkpoint.formats.assembling import TrainingContents
 from zerostart.checkpoint.formats.training import training_states
 from zerostart.state.resuming.values import encoded
 
@@ -29,7 +29,7 @@ def foreign_state(path: Path) -> tuple[dict[str, Any], Catalog, Catalog] | None:
     return _document(found), model, state
 
 
-def _document(found: Found) -> dict[str, Any]:
+def _document(found: TrainingContents) -> dict[str, Any]:
     engine: dict[str, Any] = {"name": "deepspeed", **found.engine} if found.engine else {"name": "torch"}
     if found.schedule is not None:
         engine["schedule"] = _simple(found.schedule)

@@ -16,9 +16,8 @@ import torch
 from torch import nn
 
 from zerostart.checkpoint.catalog import Catalog
-from zerostart.checkpoint.finding import state_in, tell_of_newer
+from zerostart.checkpoint.formats.saved_state import open_saved_state, state_in, tell_of_newer
 from zerostart.checkpoint.manifest import SAVED_AT
-from zerostart.checkpoint.source import open_saved_state
 from zerostart.distributed.world import World, current_world
 from zerostart.engines import Shard, plain_name, whole_shard
 from zerostart.errors import CheckpointError, CheckpointNotFoundError, ConfigError, CoverageError

@@ -11,7 +11,7 @@ from typing import Any
 
 from zerostart.checkpoint.manifest import MARKER
 from zerostart.checkpoint.paths import expanded
-from zerostart.checkpoint.write.staging import Staging, told
+from zerostart.checkpoint.write.staging import Staging, write_errors
 from zerostart.distributed.world import World
 from zerostart.errors import ConfigError, WriteError
 
@@ -31,7 +31,7 @@ class Publication:
     @contextmanager
     def written(self, world: World, name: str) -> Iterator[None]:
         """A phase in which a rank writes there; what the system answers is a WriteError on all."""
-        with world.phase(name), told(self.directory.parents[1], "nothing was saved"):
+        with world.phase(name), write_errors(self.directory.parents[1], "nothing was saved"):
             yield
 
     def add_digests(self, digests: Mapping[str, str], folder: str = ".") -> None:

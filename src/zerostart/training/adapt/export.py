@@ -1,16 +1,143 @@
-"""What a run leaves in its output directory: at the end, and every so many steps before."""
+"""What a run leaves: a whole model, its trained tensors alone, or a LoRA, as those have it who open it.
+
+Nothing is gathered: each rank writes its own bytes, whatever the format (``zerostart.save``).
+"""
 
 from __future__ import annotations
 
+import functools
+import json
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from zerostart.distributed.world import current_world
-from zerostart.state.saving.save import SaveReport, save
+from zerostart.errors import ConfigError
+from zerostart.live.record import bare_model
+from zerostart.models import library_of
+from zerostart.state.saving.adapters import PEFT_FORMAT, AdapterFormat
+from zerostart.state.saving.overrides import Instead
+from zerostart.state.saving.save import SaveReport, SaveRequest, save
+from zerostart.training.adapt.diffsynth_names import PREFIX, names_for
 from zerostart.training.adapt.ema import Ema
-from zerostart.training.adapt.exporting import save_request, step_folder
 from zerostart.training.loop.task import Task
+
+if TYPE_CHECKING:
+    from zerostart.training.config.configuration import TrainConfig
+
+#: In the output directory: what is saved before the end, a folder for each step.
+EXPORTS = "exports"
+#: Of diffusers' LoRA files: the name, what names begin with, and where PEFT's configuration is in the header.
+_LORA_WEIGHTS, _COMPONENT, _METADATA = "pytorch_lora_weights", "transformer.", "lora_adapter_metadata"
+
+
+def step_folder(directory: Path, step: int) -> Path:
+    """Where in the output directory the export after ``step`` goes."""
+    return directory / EXPORTS / f"step-{step}"
+
+
+def check_export(model: nn.Module, config: TrainConfig) -> None:
+    """Raise ConfigError for what ``model`` could not be saved as once it is trained.
+
+    ``model`` is as it will be trained, adapters and all: at the end the training would be lost.
+    """
+    save_request(model, config, 0).check()
+    if not config.output.merge:
+        return
+    for name, parameter in model.named_parameters():
+        shape = getattr(parameter, "ds_shape", parameter.shape)  # a ZeRO-3 placeholder is empty
+        if ".lora_" in name and len(shape) != 2:
+            raise ConfigError(
+                f"output.merge: {name} is of a convolution, whose adapters are not merged shard by shard; "
+                "leave it out of lora.targets, or output.merge out"
+            )
+
+
+def save_request(
+    model: nn.Module,
+    config: TrainConfig,
+    step: int,
+    beside: Callable[[Path], object] | None = None,
+    instead: Instead | None = None,
+) -> SaveRequest:
+    """How ``model``, as it is trained, is saved after ``step`` steps.
+
+    ``instead`` are values to save in the place of its own. Raises ConfigError for names that DiffSynth has
+    not.
+    """
+    output = config.output
+    request = SaveRequest(output.max_shard_size, beside=beside, instead=instead)
+    if config.lora is not None:
+        if output.merge:
+            return replace(request, merge_adapters=True)
+        return replace(request, adapters_only=True, adapter_format=_adapter_format(model, config, step))
+    if output.format == "diffsynth":
+        names = _diffsynth(model)
+        return replace(
+            request,
+            trainable_only=True,
+            renamed=_without(output.remove_prefix, lambda name: PREFIX + names(name)),
+            stem=f"step-{step}",
+            max_shard_size=2**62,  # one file, as there
+        )
+    if output.trainable_only:
+        prefix = output.remove_prefix
+        renamed = _without(prefix, lambda name: name) if prefix else None
+        return replace(request, trainable_only=True, renamed=renamed)
+    return request
+
+
+def _adapter_format(model: nn.Module, config: TrainConfig, step: int) -> AdapterFormat:
+    output, inner = config.output, bare_model(model)
+    kind, prefix = output.format or library_of(inner).adapter_format, output.remove_prefix
+    if kind == "peft":
+        return replace(PEFT_FORMAT, renamed=_without(prefix, lambda name: name))
+    component = _without(prefix, lambda name: _COMPONENT + name)
+    if kind != "diffsynth":
+        described = functools.partial(_described, component)
+        return AdapterFormat(_LORA_WEIGHTS, component, False, described, configured=False)
+    names = names_for(inner)
+    if names is not None and names.fused:
+        made = (
+            component  # modules that are one there: its loader puts together what diffusers' names stand for
+        )
+    else:
+        of = _diffsynth(model)
+        made = _without(prefix, lambda name: PREFIX + _with_adapter(of(name)))
+    return AdapterFormat(f"step-{step}", made, False, configured=False, folded=True)
+
+
+def _with_adapter(name: str) -> str:
+    """DiffSynth's names have that of the adapter in them, as the parameters of PEFT's layers have."""
+    return name.replace(".lora_A.", ".lora_A.default.").replace(".lora_B.", ".lora_B.default.")
+
+
+def _diffsynth(model: nn.Module) -> Callable[[str], str]:
+    inner = bare_model(model)
+    names = names_for(inner)
+    if names is None or names.fused:
+        raise ConfigError(
+            f"output.format diffsynth: DiffSynth has no {type(inner).__name__} with the same modules; leave "
+            "it out, for the model's own library"
+        )
+    return names.of
+
+
+def _without(prefix: str, named: Callable[[str], str]) -> Callable[[str], str]:
+    return lambda name: named(name).removeprefix(prefix)
+
+
+def _described(named: Callable[[str], str], config: Any) -> dict[str, str]:
+    """PEFT's configuration as diffusers writes it into the header of a LoRA file."""
+    values = {
+        named(key): sorted(value) if isinstance(value, set) else value
+        for key, value in config.to_dict().items()
+    }
+    return {"format": "pt", _METADATA: json.dumps(values, indent=2, sort_keys=True)}
+
 
 #: Where the average of the weights goes, beside the model or in the folder of a step.
 AVERAGE = "ema"

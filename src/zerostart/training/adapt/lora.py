@@ -17,12 +17,23 @@ from torch import nn
 
 from zerostart.errors import ConfigError
 from zerostart.training.adapt.diffsynth_names import names_for
-from zerostart.training.adapt.lora_presets import PRESETS
 from zerostart.training.config.configuration import LoraConfig
 
 #: PEFT's name for the one adapter.
 ADAPTER = "default"
 _ADAPTABLE = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding)
+#: Lists of targets by name, as DiffSynth-Studio's scripts have them after ``--lora_target_modules``.
+#: ``flux2-npu`` is that of its FLUX.2-dev script for NPUs (``FLUX.2-dev-Lora-NPU.sh``), which has the last
+#: projection of each of the 48 single blocks. Entries that a smaller model does not have are passed over.
+PRESETS = {
+    "flux2-npu": ",".join(
+        (
+            "to_q,to_k,to_v,add_q_proj,add_k_proj,add_v_proj,to_qkv_mlp_proj,to_out.0,to_add_out,linear_in",
+            "linear_out",
+            *(f"single_transformer_blocks.{block}.attn.to_out" for block in range(48)),
+        )
+    ),
+}
 
 
 def add_lora(model: nn.Module, config: LoraConfig, seed: int) -> tuple[str, ...]:

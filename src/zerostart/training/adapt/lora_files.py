@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from zerostart.checkpoint.formats.saved_state import open_saved_state
 from zerostart.checkpoint.paths import expanded
-from zerostart.checkpoint.source import open_saved_state
 from zerostart.checkpoint.strict_json import load_json, read_json
 from zerostart.distributed.world import World
 from zerostart.errors import CheckpointError, CheckpointNotFoundError, ConfigError

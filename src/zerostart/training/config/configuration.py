@@ -1,6 +1,8 @@
 """The configuration of ``zerostart train``, typed: its sections, what each key means, and the defaults.
 
-It is read, and its sections held against each other, in ``training/config/load.py``.
+The text below a key is its description: the first sentence is the comment in the files that ``zerostart
+config`` writes, all of it stands in the reference. A file is read, and its sections held against each other,
+in ``training/config/load.py``.
 """
 
 from __future__ import annotations
@@ -12,9 +14,8 @@ from pydantic import BeforeValidator, Field, SerializeAsAny, field_validator, mo
 from zerostart.checkpoint.write.shards import parse_size
 from zerostart.errors import ConfigError
 from zerostart.loading.arguments import LoadArguments
-from zerostart.training.config.sections import Count, Positive, Section, TaskConfig
+from zerostart.training.config.sections import Count, Positive, Proportion, Section, TaskConfig
 from zerostart.training.data.media_config import MediaConfig
-from zerostart.training.samples.settings import SamplesConfig
 
 if TYPE_CHECKING:
     from zerostart.engines import Engine
@@ -30,13 +31,14 @@ Schedule = Literal[
     "constant_with_warmup",
     "inverse_sqrt",
 ]
-Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 # NumPy's seeds have 32 bits, and each rank has one of its own, of 65536 at most.
 Seed = Annotated[int, Field(ge=0, le=2**32 - 2**16)]
 # YAML reads a bare `no` as false.
 Precision = Annotated[
     Literal["no", "bf16", "fp16"], BeforeValidator(lambda value: "no" if value is False else value)
 ]
+Dtype = Literal["float32", "bfloat16", "float16"]
+Placement = Literal["shard", "replicate", "offload"]
 
 
 def _as_path(value: object) -> object:
@@ -44,69 +46,89 @@ def _as_path(value: object) -> object:
     return {"path": value} if isinstance(value, str) else value
 
 
+def _size(value: int | str) -> int:
+    """Bytes in ``value``. Raises ValueError where it is no size."""
+    try:
+        return parse_size(value)
+    except ConfigError as error:
+        raise ValueError(str(error)) from error
+
+
 class ModelConfig(Section):
-    """Which pretrained weights: a directory, a file or a hub id, and the type they train in.
+    """Which pretrained weights, and the type in which they are trained."""
 
-    ``component`` is the one that is trained where ``source`` is a pipeline of diffusers (transformer).
-    ``dtype`` None means float32, or bfloat16 / float16 where DeepSpeed's mixed precision keeps the model
-    in that type. ``bfloat16`` on FSDP2 is what the model computes in: what is trained is held in float32,
-    and of a LoRA the frozen model in bfloat16. ``strict`` False initialises parameters that the checkpoint
-    lacks (a new head). ``fp32_masters`` False has mixed precision start from weights that were rounded to 16
-    bits first. ``trust_remote_code`` runs the code of a model or a tokenizer that lies beside its files;
-    nobody is asked.
-    """
-
-    places: ClassVar[frozenset[str]] = frozenset({"source"})
+    path_keys: ClassVar[frozenset[str]] = frozenset({"source"})
 
     source: str
+    """What is trained: a directory, a file, or a hub id in the local cache."""
     component: str | None = None
-    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Of a pipeline of diffusers: the component that is trained (transformer, transformer_2)."""
+    dtype: Dtype | None = None
+    """Type of the weights; null: float32, or the type of mixed precision.
+
+    On DeepSpeed null is the 16 bits of mixed precision, where the engine keeps the model in them. On FSDP2
+    ``bfloat16`` is what the model computes in: what is trained is held in float32, and the frozen model of a
+    LoRA in bfloat16.
+    """
     strict: bool = LoadArguments.strict
+    """false: initialise parameters that the checkpoint lacks, such as a new head."""
     fp32_masters: bool = LoadArguments.fp32_masters
+    """false: start mixed precision from weights that were rounded to 16 bits first."""
     trust_remote_code: bool = False
+    """true: run the code of a model or a tokenizer that lies beside its files. Nobody is asked."""
 
 
 class DataConfig(Section):
-    """Text to train on.
+    """Text to train on."""
 
-    ``source`` is a text file, a ``.jsonl`` file with ``text_field`` in every line, a directory of both, a
-    list of those, or ``stdlib-docstrings``: the docstrings of the running Python's standard library. A
-    text file is one document; ``documents`` limits how many are taken (0: all). ``tokenizer`` defaults to
-    the model's. ``packing`` joins documents and cuts them into sequences of ``sequence_length`` tokens
-    (special tokens included); without it each document is one sequence, cut at that length. A part
-    ``held_out`` of the sequences is kept out of training and evaluated before and after.
-    """
-
-    places: ClassVar[frozenset[str]] = frozenset({"source", "tokenizer"})
+    path_keys: ClassVar[frozenset[str]] = frozenset({"source", "tokenizer"})
 
     source: str | list[str]
+    """Text files, .jsonl files, or directories of both; one or a list.
+
+    A text file is one document, and so is ``text_field`` of each line of a ``.jsonl`` file.
+    ``stdlib-docstrings`` are the docstrings of the running Python's standard library.
+    """
     text_field: str = "text"
+    """The field of each line of a .jsonl file that holds its text."""
     documents: Count = 0
+    """How many documents are read; 0: all."""
     tokenizer: str | None = None
+    """The directory or hub id of a tokenizer; null: the model's."""
     sequence_length: Annotated[int, Field(ge=8)] = 512
+    """Tokens of a sequence, special ones included."""
     packing: bool = True
-    held_out: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    """Join documents and cut them into sequences of equal length; false: each document is one, padded.
+
+    Without packing a document is cut off at ``sequence_length``.
+    """
+    held_out: Proportion = 0.0
+    """The part of the sequences that is not trained on, but evaluated before and after."""
 
 
 class EngineConfig(Section):
-    """Which engine shards the model. ``config`` is its own configuration, merged over ours.
+    """Which engine shards the model. An engine that another package has registered is known by its name."""
 
-    For DeepSpeed that is a ``ds_config`` dictionary (or the path of a JSON file), in which the batch
-    sizes, clipping, stage and precision are filled in and ``auto`` means just that; for FSDP2,
-    ``reshard_after_forward``, ``replicate`` (the number of replicas) and ``wrap`` (names of the module
-    classes to shard as units). ``zero_stage`` 0 keeps the model whole on every rank: with ``fsdp2`` that is
-    DistributedDataParallel. ``expert_parallel`` ranks share the experts of a mixture, each with batches of
-    its own; ``sequence_parallel`` ranks share each sequence, and see one batch. An engine that another
-    package has registered is known by its name, too.
-    """
-
-    places: ClassVar[frozenset[str]] = frozenset({"config"})  # whose content is compared
+    path_keys: ClassVar[frozenset[str]] = frozenset({"config"})  # whose content is compared
 
     name: str = "deepspeed"
+    """deepspeed, fsdp2, or what another package registers."""
     zero_stage: int = LoadArguments.zero_stage
+    """3: weights in shards; 1, 2: gradients and optimizer; 0: nothing.
+
+    At 0 the model is whole on every rank: with ``fsdp2`` that is DistributedDataParallel.
+    """
     expert_parallel: Positive = LoadArguments.expert_parallel
+    """Ranks that share the experts of a mixture, each with batches of its own."""
     sequence_parallel: Positive = LoadArguments.sequence_parallel
+    """Ranks that share each sequence, and see one batch."""
     config: dict[str, Any] | str = Field(default_factory=dict)
+    """The engine's own configuration, or the path of a JSON file with it, merged over ours.
+
+    For DeepSpeed a ``ds_config``, in which the batch sizes, clipping, stage and precision are filled in and
+    ``auto`` means just that; for FSDP2 ``reshard_after_forward``, ``replicate`` (the number of replicas) and
+    ``wrap`` (names of the module classes to shard as units).
+    """
 
     def chosen(self) -> Engine:
         """The engine at its stage, not configured yet; raises :class:`ConfigError` for an unknown one."""
@@ -117,132 +139,148 @@ class EngineConfig(Section):
 
 
 class TrainingConfig(Section):
-    """The optimisation: ``steps`` optimizer steps of AdamW.
-
-    A step sees ``batch_size`` sequences a rank, ``accumulation`` times over. ``schedule`` (as
-    ``transformers.get_scheduler`` knows it) shapes the learning rate, after ``warmup_steps`` that rise evenly
-    to ``learning_rate``, the first of them above 0; ``max_grad_norm`` 0 turns clipping off.
-    ``evaluate_every`` 0 evaluates at the start and the end only. With ``checkpoint_blocks`` the model's
-    blocks are run again in the backward in the place of keeping their activations; ``offload``: with what is
-    kept of them in host memory. After ``patience_nonfinite`` steps on end whose loss or gradient norm is not
-    finite the run fails. ``trainable`` names the modules or parameters (``blocks.*.attn1``) that are
-    trained, all others being frozen; None: all are trained, or a LoRA.
-    """
+    """The optimisation: AdamW on ``batch_size * accumulation`` examples of each rank in a step."""
 
     steps: Positive
+    """Steps of the optimizer."""
     batch_size: Positive = 8
+    """Examples of a batch, on each rank."""
     accumulation: Positive = 1
+    """Batches of each rank in one step."""
     learning_rate: Annotated[float, Field(gt=0.0)] = 5e-5
+    """The highest rate, after the warm-up."""
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
-    betas: tuple[Beta, Beta] = (0.9, 0.999)
+    """AdamW's, of matrices; biases and norms have none."""
+    betas: tuple[Proportion, Proportion] = (0.9, 0.999)
+    """AdamW's."""
     schedule: Schedule = "linear"
+    """Of the learning rate: linear, cosine, constant, ... as transformers.get_scheduler has them."""
     warmup_steps: Count = 0
+    """Steps in which the rate rises evenly to learning_rate, the first of them above 0."""
     max_grad_norm: Annotated[float, Field(ge=0.0)] = 1.0
+    """Gradients are clipped to this norm; 0: no clipping."""
     mixed_precision: Precision = "no"
+    """no, bf16; fp16 with deepspeed."""
     seed: Seed = 42
+    """Of the order of the data, noise, dropout and new weights."""
     evaluate_every: Count = 0
+    """Steps between evaluations; 0: at the start and the end alone."""
     checkpoint_blocks: bool | Literal["offload"] = False
+    """true: run blocks again in the backward, to keep no activations; offload: and keep less on the device.
+
+    With ``offload`` what is still kept of the blocks is in host memory.
+    """
     patience_nonfinite: Positive = 3
+    """Steps in a row without a finite loss or gradient norm after which the run fails."""
     trainable: Annotated[list[str], Field(min_length=1)] | None = None
+    """Names of what is trained, all else being frozen; null: everything, or a LoRA.
+
+    A name is that of a module or a parameter, with ``*`` for any characters (``blocks.*.attn1``).
+    """
 
 
 class OutputConfig(Section):
-    """Where the trained model goes, in files of at most ``max_shard_size`` (such as ``5GB``).
+    """Where the trained model goes, and in what form."""
 
-    A directory that holds anything is refused, unless ``overwrite`` says that a model in it may go.
-    ``pipeline`` puts the trained component into a whole pipeline there, whose other parts are copied.
-    ``format`` is how trained tensors alone, or a LoRA, are written: for diffusers, for PEFT or for
-    DiffSynth-Studio; None: as the library of the model has it. ``trainable_only`` leaves out what was frozen,
-    ``remove_prefix`` takes this from the beginning of the names in such a file, and ``merge`` saves the whole
-    model with the LoRA in its weights. ``every`` so many steps there is an export in ``exports`` (0: none).
-    """
-
-    places: ClassVar[frozenset[str]] = frozenset({"directory"})
+    path_keys: ClassVar[frozenset[str]] = frozenset({"directory"})
 
     directory: str
+    """The trained model, metrics.jsonl and checkpoints."""
     max_shard_size: str = "5GB"
+    """Most bytes of one file."""
     overwrite: bool = False
+    """true: a model that is in the directory may be replaced. Without it a directory has to be empty."""
     pipeline: bool = False
+    """true: save the whole pipeline, with what is trained in it."""
     format: Literal["diffusers", "peft", "diffsynth"] | None = None
+    """Of a LoRA or of trained tensors alone: diffusers, peft, diffsynth; null: the model's library."""
     trainable_only: bool = False
+    """true: leave out what is frozen."""
     remove_prefix: str = ""
+    """Removed from the beginning of names in a file of what was trained."""
     merge: bool = False
+    """true: save the whole model, with the LoRA in its weights."""
     every: Count = 0
+    """Steps between exports, in exports; 0: at the end alone."""
 
     @field_validator("max_shard_size")
     @classmethod
     def _bytes(cls, value: str) -> str:
-        try:
-            parse_size(value)
-        except ConfigError as error:
-            raise ValueError(str(error)) from error
+        _size(value)
         return value
 
 
 class CheckpointConfig(Section):
-    """Training checkpoints, from which ``resume`` goes on: one ``every`` so many steps (0: none).
-
-    They are in ``checkpoints`` of the output directory, of which the last ``keep`` stay, and the ``best``
-    ones by held-out loss, which then has to be known of each (``train.evaluate_every``). ``background``
-    writes them while training goes on, from copies in host memory.
-    """
+    """Training checkpoints, from which ``resume`` goes on, in ``checkpoints`` of the output directory."""
 
     every: Count = 0
+    """Steps between checkpoints; 0: none."""
     keep: Positive = 2
+    """How many of the last checkpoints stay."""
     best: Count = 0
+    """How many of the lowest held-out loss stay besides; see train.evaluate_every."""
     background: bool = False
+    """true: write them while training goes on, from copies in host memory."""
 
 
 class ResumeConfig(Section):
-    """The checkpoint that a run goes on from, and in what it may be another run than the one that saved it.
-
-    ``path`` ``auto`` is the newest complete one in the output directory; there is none yet: the run starts
-    anew. ``accept`` ``data``: it goes on with other data, from the beginning of the next epoch; ``lr``: with
-    another ``train.learning_rate``, ``schedule``, ``warmup_steps`` or ``steps``. A text alone is the
-    ``path``.
-    """
+    """The checkpoint that a run goes on from; a text alone is its ``path``."""
 
     path: str = "auto"
+    """auto: the newest complete checkpoint in the output directory, or none if there is none."""
     accept: list[Literal["data", "lr"]] = Field(default_factory=list)
+    """In what the run may differ from that of the checkpoint: data, lr.
+
+    ``data``: it goes on with other data, from the beginning of the next epoch; ``lr``: with another
+    ``train.learning_rate``, ``schedule``, ``warmup_steps`` or ``steps``.
+    """
 
 
 class TrackingConfig(Section):
-    """accelerate's trackers by name (``tensorboard``, ``wandb``, ...) and the project they log to."""
+    """Where figures go besides ``metrics.jsonl``."""
 
-    places: ClassVar[frozenset[str]] = frozenset({"project"})
+    path_keys: ClassVar[frozenset[str]] = frozenset({"project"})
 
     trackers: list[str] = Field(default_factory=list)
+    """csv, and accelerate's trackers by name, such as tensorboard and wandb."""
     project: str = "zerostart"
+    """The project that they log to."""
 
 
 class LoggingConfig(Section):
-    """A plain log line every ``every`` steps where no terminal shows the live display."""
+    """Where no terminal shows the live display."""
 
     every: Positive = 10
+    """Steps between plain lines."""
 
 
 class LoraConfig(Section):
     """Low-rank adapters, trained in the place of the model, which stays as it was loaded.
 
-    Each gives its module ``alpha / rank`` times the product of two factors of rank ``rank``; ``alpha`` None:
-    as much. ``targets`` is ``auto`` (those of DiffSynth's scripts for its families, else every linear layer
-    of the model's repeated blocks), the name of a preset, a list of names (``to_q`` is every module that is
-    called so, ``blocks.*.attn1.to_q`` one of each block), or DiffSynth's comma-separated list as it is, in
-    the names of DiffSynth's model. What ``exclude`` names is left out. ``init``: the first factor is drawn as
-    PEFT draws it, or from a normal distribution; the second is zero, so that training starts from the model.
-    ``start_from`` is a LoRA file, or its directory, that training goes on from: of PEFT, diffusers or
-    DiffSynth.
+    Each gives its module ``alpha / rank`` times the product of two factors of rank ``rank``.
     """
 
-    places: ClassVar[frozenset[str]] = frozenset({"start_from"})
+    path_keys: ClassVar[frozenset[str]] = frozenset({"start_from"})
 
     rank: Positive = 32
+    """Of the adapters."""
     alpha: Annotated[float, Field(gt=0.0)] | None = None
-    dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    """The factor of an adapter times its rank; null: as rank."""
+    dropout: Proportion = 0.0
+    """Of what goes into an adapter."""
     targets: str | list[str] = "auto"
+    """Layers that have an adapter: auto, names, a preset, or DiffSynth's comma-separated list.
+
+    ``auto`` is those of DiffSynth's scripts for its families, else every linear layer of the model's repeated
+    blocks. Of names, ``to_q`` is every module that is called so, ``blocks.*.attn1.to_q`` one of each block.
+    DiffSynth's list is taken as it is, in the names of DiffSynth's model.
+    """
     exclude: list[str] = Field(default_factory=list)
+    """Names of layers that are left out."""
     init: Literal["default", "gaussian"] = "default"
+    """The first factor: as PEFT draws it, or gaussian. The second is zero: training starts from the model."""
     start_from: str | None = None
+    """A LoRA file, or its directory, to go on from. It may be of PEFT, diffusers or DiffSynth."""
 
     @property
     def scaling(self) -> float:
@@ -255,20 +293,28 @@ class EmaConfig(Section):
 
     Update ``n`` (from 1) keeps the part ``d`` of what there was: ``d`` is 0 up to update
     ``update_after_step + 1``, then, with ``k = n - update_after_step - 1``, ``(1 + k) / (10 + k)``, or with
-    ``warmup`` ``1 - (1 + k / inv_gamma) ** -power``; at most ``decay``, at least ``min_decay``. There is one
-    update ``every`` so many steps. The average is in fp32, where the weights are or in host memory
-    (``place``). ``evaluate``: the held-out loss is that of the average.
+    ``warmup`` ``1 - (1 + k / inv_gamma) ** -power``; at most ``decay``, at least ``min_decay``. The average
+    is in fp32.
     """
 
     decay: Annotated[float, Field(ge=0.0, le=1.0)] = 0.9999
+    """The highest part of the average that an update keeps."""
     min_decay: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
-    update_after_step: Annotated[int, Field(ge=0)] = 0
+    """The lowest part of the average that an update keeps."""
+    update_after_step: Count = 0
+    """Updates before which the average is the weights themselves."""
     warmup: bool = False
+    """true: the decay rises by inv_gamma and power."""
     inv_gamma: Annotated[float, Field(gt=0.0)] = 1.0
+    """Updates by which a warm-up is stretched."""
     power: Annotated[float, Field(gt=0.0)] = 2 / 3
+    """The exponent of a warm-up."""
     every: Positive = 1
+    """Steps between updates."""
     place: Literal["device", "host"] = "device"
+    """Where the average is: device, host."""
     evaluate: bool = False
+    """true: the held-out loss is that of the average."""
 
     @model_validator(mode="after")
     def _ordered(self) -> EmaConfig:
@@ -285,50 +331,46 @@ class EmaConfig(Section):
         return max(min(rising, self.decay), self.min_decay)
 
 
-Dtype = Literal["float32", "bfloat16", "float16"]
-Kind = Literal["shard", "replicate", "offload"]
-
-
 class CacheConfig(Section):
-    """Latents and embeddings, computed once.
+    """Latents and embeddings of media, computed once, by ``zerostart cache`` or before training."""
 
-    ``directory`` None is ``cache`` in the output directory. ``source`` is the pipeline whose encoders are
-    used; None: that of ``model.source``. Text and image encoders are placed as ``placement`` says
-    (``shard``, ``replicate`` or ``offload``, or one for each by name), None: ``replicate`` on one rank,
-    ``shard`` by ``engine`` on several; the autoencoder is whole on every rank unless it is offloaded.
-    ``device_memory_limit`` is as for a pipeline, in bytes or as ``24GB``.
-
-    ``dtype`` is that of the encoders, ``vae_dtype`` that of the autoencoder; None: that of their files.
-    ``max_sequence_length`` None is the pipeline's own default. ``posterior`` ``sample`` draws latents from
-    what the autoencoder gives, by ``seed`` and the number of the item; ``mode`` takes the most likely ones.
-    ``last_frame`` gives a model of image to video the last frame of each video, too. ``prompts`` are
-    further texts whose embeddings are kept; that of the empty text always is. ``file_size`` is what the
-    items of one file take, which a rank holds until they are written.
-    """
-
-    places: ClassVar[frozenset[str]] = frozenset({"directory", "source"})
+    path_keys: ClassVar[frozenset[str]] = frozenset({"directory", "source"})
 
     directory: str | None = None
+    """Latents and embeddings, made by `zerostart cache` or before training; null: cache, in the output."""
     source: str | None = None
-    placement: Kind | dict[str, Kind] | None = None
+    """The pipeline with the encoders; null: model.source."""
+    placement: Placement | dict[str, Placement] | None = None
+    """Of the encoders: shard, replicate, offload, or one for each by name.
+
+    Null: ``replicate`` on one rank, ``shard`` by ``engine`` on several. The autoencoder is whole on every
+    rank unless it is offloaded.
+    """
     engine: str = "fsdp2"
+    """The engine of encoders in shards."""
     device_memory_limit: int | str | None = None
+    """Most device memory of a rank for the encoders, in bytes or as 24GB."""
     dtype: Dtype | None = None
+    """Of the text and image encoders; null: that of their files."""
     vae_dtype: Dtype | None = None
+    """Of the autoencoder; null: that of its files."""
     max_sequence_length: Positive | None = None
+    """Tokens of a text; null: the pipeline's own default."""
     posterior: Literal["sample", "mode"] = "sample"
+    """Latents are drawn from what the autoencoder gives (sample), or the likeliest ones (mode)."""
     seed: Count = 0
+    """Of these draws, together with the number of the item."""
     last_frame: bool = False
+    """Of image to video: give the model the last frame of each video, too."""
     prompts: list[str] = Field(default_factory=list)
+    """Further texts whose embeddings are kept; that of the empty text always is."""
     file_size: int | str = "256MB"
+    """Most bytes of one file of items, which a rank holds until they are written."""
 
     @field_validator("device_memory_limit", "file_size")
     @classmethod
-    def _bytes(cls, value: int | str | None) -> int | str | None:
-        try:
-            return value if value is None else parse_size(value)
-        except ConfigError as error:
-            raise ValueError(str(error)) from error
+    def _bytes(cls, value: int | str | None) -> int | None:
+        return value if value is None else _size(value)
 
     @field_validator("placement")
     @classmethod
@@ -351,12 +393,46 @@ class CacheConfig(Section):
         return parse_size(self.file_size)
 
 
-class TrainConfig(Section):
-    """All of it.
+class SamplesConfig(Section):
+    """What a run draws with the model in training: before the first step, after the last, and in between.
 
-    ``data`` and the sections after ``logging`` are taken by some tasks and refused by others. ``resume`` None
-    starts anew.
+    The pipeline of ``model.source`` draws. What is null is the pipeline's own default.
     """
+
+    prompts: Annotated[list[str], Field(min_length=1)]
+    """What is drawn with the model in training."""
+    every: Count = 0
+    """Steps between samples; 0: at the start and the end alone."""
+    negative_prompt: str = ""
+    """What guidance leads away from."""
+    steps: Positive = 28
+    """Steps of the pipeline for one sample."""
+    guidance: Annotated[float, Field(ge=0.0)] | None = None
+    """null: the pipeline's own.
+
+    It is the ``true_cfg_scale``, or the ``guidance_scale`` where the pipeline has no such or the transformer
+    embeds its guidance.
+    """
+    height: Positive | None = None
+    """Pixels."""
+    width: Positive | None = None
+    """Pixels."""
+    num_frames: Positive | None = None
+    """Of a video."""
+    seed: Count = 0
+    """Of the noise: that of sample i is drawn from seed + i, the same every time."""
+    count: Positive = 1
+    """How often the prompts are gone through."""
+    batch_size: Positive = 1
+    """Samples that are drawn at once."""
+    with_ema: bool = False
+    """true: draw with the averaged weights of the section ema."""
+    fps: Positive = 16
+    """Frames a second at which videos are played."""
+
+
+class TrainConfig(Section):
+    """All sections. Each task takes some of ``data``, ``media``, ``cache`` and ``samples``, no others."""
 
     #: The sections that each task says for itself whether it takes.
     of_tasks: ClassVar[tuple[str, ...]] = ("data", "media", "cache", "samples")
@@ -369,6 +445,7 @@ class TrainConfig(Section):
     engine: EngineConfig = EngineConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     resume: Annotated[ResumeConfig | None, BeforeValidator(_as_path)] = None
+    """auto: from the newest checkpoint, if there is one; a path; null; or a section with accept."""
     tracking: TrackingConfig = TrackingConfig()
     logging: LoggingConfig = LoggingConfig()
     media: MediaConfig | None = None

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 
 Count = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
+Proportion = Annotated[float, Field(ge=0.0, lt=1.0)]
 #: The most that a number in torch holds (int64, float32).
 _MOST_INT, _MOST_FLOAT = 2**63 - 1, 3.4028234663852886e38
 
@@ -16,12 +17,19 @@ _MOST_INT, _MOST_FLOAT = 2**63 - 1, 3.4028234663852886e38
 class Section(BaseModel):
     """One section: no key that it does not know, and no change once it is read.
 
-    ``places`` are the keys that hold paths, which may differ from rank to rank; what lies there may not.
+    The text below a key in the class describes it: its first sentence in a word or two, for a comment beside
+    the key. ``path_keys`` hold paths, which may differ from rank to rank; what lies there may not.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        protected_namespaces=(),
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+    )
 
-    places: ClassVar[frozenset[str]] = frozenset()
+    path_keys: ClassVar[frozenset[str]] = frozenset()
 
     @field_validator("*", mode="before")
     @classmethod
@@ -44,7 +52,7 @@ class Section(BaseModel):
                 raise ValueError("Input should be a number that float32 holds, up to 3.4e38")
             if isinstance(one, str) and "\0" in one:
                 raise ValueError("Input should have no NUL")
-        if value == "" and info.field_name in cls.places:  # pathlib takes it for the working directory
+        if value == "" and info.field_name in cls.path_keys:  # pathlib takes it for the working directory
             raise ValueError("Input should be a path")
         return value
 
@@ -57,9 +65,7 @@ def _kinds(annotation: Any) -> Iterator[Any]:
 
 
 class TaskConfig(Section):
-    """What is learnt: the ``name`` of a task that is registered, or ``package.module:Class`` of one.
-
-    The further keys are the task's own (``Task.Settings``).
-    """
+    """What is learnt. The further keys are the task's own (``Task.Settings``)."""
 
     name: str
+    """What is learnt: the name of a registered task, or package.module:Class of one."""

@@ -6,6 +6,7 @@ here, by dotted keys, each of which a test holds to be one of ``TrainConfig``.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -118,92 +119,6 @@ LORA: Mapping[str, Any] = {
     "lora.targets": "auto",
     "train.learning_rate": 1e-4,
 }
-#: What keys mean, for who has the file before them. The rest is told in the classes of the sections.
-COMMENTS: Mapping[str, str] = {
-    "model.source": "what is trained: a directory, or a hub id that the local cache has",
-    "model.component": "of a pipeline: what is trained (transformer, transformer_2)",
-    "model.dtype": "bfloat16 on fsdp2: computed in, what is frozen held in; what is trained has fp32 masters",
-    "model.strict": "false: initialise what the checkpoint lacks, such as a new head",
-    "model.fp32_masters": "false: start mixed precision from weights rounded to 16 bits",
-    "model.trust_remote_code": "true: run the code of a model or a tokenizer that lies beside its files",
-    "data.source": "text files, .jsonl files, directories of both",
-    "data.text_field": "of each line of a .jsonl file",
-    "data.documents": "how many are taken; 0: all",
-    "data.tokenizer": "null: the model's",
-    "data.sequence_length": "tokens",
-    "data.packing": "documents joined and cut; false: each is one sequence, padded",
-    "data.held_out": "the part that is kept out of training, and evaluated",
-    "media.source": "a table (.csv, .json, .jsonl), or a directory of pictures and texts",
-    "media.base": "what names of files are relative to; null: the table's directory",
-    "media.prompt": "the column of texts",
-    "media.columns": "which columns name files, where they have other names",
-    "media.height": "pixels; null: by max_pixels and buckets",
-    "media.width": "pixels",
-    "media.max_pixels": "of sizes that are chosen for each picture",
-    "media.buckets": "own, standard, or a list of sizes [height, width]",
-    "media.num_frames": "of videos",
-    "media.repeats": "how often an epoch goes over the rows",
-    "media.workers": "processes that decode, beside each rank",
-    "cache.directory": "latents and embeddings, made by `zerostart cache` or before training",
-    "cache.source": "the pipeline with the encoders; null: model.source",
-    "cache.placement": "of the encoders: shard, replicate, offload",
-    "cache.last_frame": "of image to video: the last frame is given, too",
-    "task.name": "what is learnt",
-    "task.mask_probability": "of a token to be hidden",
-    "task.family": "null: by the class of the transformer",
-    "task.sampling": "of times: uniform, logit-normal",
-    "task.shift": "of times towards noise; null: the family's, resolution: the pipeline's",
-    "task.boundaries": "lowest and highest time; null: those of the expert",
-    "task.weighting": "none; bell is DiffSynth's",
-    "task.drop_prompt": "probability of an example without its text",
-    "task.held_out": "the part that is kept out of training, and evaluated",
-    "train.steps": "of the optimizer",
-    "train.batch_size": "on each rank",
-    "train.accumulation": "batches on each rank in one step",
-    "train.learning_rate": "after the warm-up",
-    "train.weight_decay": "of matrices; biases and norms have none",
-    "train.schedule": "linear, cosine, constant, ...",
-    "train.warmup_steps": "steps that rise to learning_rate",
-    "train.max_grad_norm": "0: no clipping",
-    "train.mixed_precision": "no, bf16; fp16 with deepspeed",
-    "train.seed": "of order, noise and new weights",
-    "train.evaluate_every": "steps; 0: at the start and the end",
-    "train.checkpoint_blocks": "true: run blocks again in the backward; offload: and keep less on the device",
-    "train.patience_nonfinite": "steps on end without a finite loss or gradient norm, after which the run "
-    "fails",
-    "train.trainable": "names of what is trained, all else being frozen; null: everything",
-    "output.directory": "the trained model, metrics.jsonl and checkpoints",
-    "output.max_shard_size": "of a file",
-    "output.overwrite": "true: a model in the directory may go",
-    "output.pipeline": "true: the whole pipeline, with what is trained in it",
-    "output.format": "of a LoRA: diffusers, peft, diffsynth",
-    "output.merge": "true: the LoRA goes into the weights of a whole model",
-    "output.every": "steps between exports; 0: at the end alone",
-    "engine.name": "deepspeed, fsdp2, or what another package registers",
-    "engine.zero_stage": "3: weights in shards; 1, 2: gradients and optimizer; 0: nothing",
-    "engine.expert_parallel": "ranks that share the experts of a mixture",
-    "engine.sequence_parallel": "ranks that share each sequence",
-    "engine.config": "the engine's own configuration, merged over ours",
-    "checkpoint.every": "steps; 0: none",
-    "checkpoint.keep": "how many stay",
-    "checkpoint.best": "and of the lowest held-out loss",
-    "checkpoint.background": "true: written while training goes on",
-    "resume": "auto: from the newest checkpoint, if there is one; a path; null; or a section with accept",
-    "tracking.trackers": "tensorboard, wandb, ...",
-    "tracking.project": "that they log to",
-    "logging.every": "steps between plain lines",
-    "samples.prompts": "what is drawn with the model in training",
-    "samples.every": "steps; 0: at the start and the end",
-    "samples.guidance": "null: the pipeline's own",
-    "lora.rank": "of the adapters",
-    "lora.alpha": "null: as rank",
-    "lora.targets": "auto, names, a preset, or DiffSynth's comma-separated list",
-    "lora.start_from": "a LoRA file to go on from",
-    "ema.decay": "of the average of the weights",
-    "ema.place": "device, host",
-}
-
-
 #: Where the comments of a file begin, if a line is not longer.
 _COLUMN = 40
 
@@ -251,15 +166,16 @@ def described(template: Template, values: Mapping[str, Any], engine: Engine, lor
 
 def _section(name: str, chosen: Mapping[str, Any]) -> Iterator[str]:
     """The lines of a section, or of a value that stands by itself."""
-    kind = _kind(TrainConfig.model_fields[name], chosen)
+    described = TrainConfig.model_fields[name]
+    kind = _kind(described, chosen)
     if kind is None or name in chosen:  # a section that one value stands for
-        yield _line(name, chosen[name], COMMENTS.get(name))
+        yield _line(name, chosen[name], _comment(described))
         return
     yield f"{name}:"
     for key, described in kind.model_fields.items():
         dotted = f"{name}.{key}"
         value = chosen.get(dotted, _default(described))
-        line = _line(key, value, COMMENTS.get(dotted), 2 if dotted in chosen else 4)
+        line = _line(key, value, _comment(described), 2 if dotted in chosen else 4)
         yield f"  {line}" if dotted in chosen else f"  # {line}"
 
 
@@ -271,6 +187,12 @@ def _kind(described: FieldInfo, chosen: Mapping[str, Any]) -> type[BaseModel] | 
     if TaskConfig in kinds:
         return task_class(chosen["task.name"]).Settings
     return kinds[0] if kinds else None
+
+
+def _comment(described: FieldInfo) -> str | None:
+    """The first sentence of a key's description."""
+    first = re.match(r".*?[^.]\.(?=\s|$)", described.description or "", re.DOTALL)
+    return None if first is None else " ".join(first[0].removesuffix(".").replace("``", "`").split())
 
 
 def _default(described: FieldInfo) -> Any:

@@ -126,8 +126,8 @@ def _texts(config: TrainConfig, settings: CacheConfig) -> list[str]:
 
 def _check_alike(config: TrainConfig, settings: CacheConfig, texts: list[str], world: World) -> None:
     """Raise ConfigError where ranks would encode otherwise, and what they make be mixed up in one cache."""
-    media = None if config.media is None else config.media.model_dump(exclude=set(config.media.places))
-    told = repr((media, settings.model_dump(exclude=set(settings.places)), texts))
+    media = None if config.media is None else config.media.model_dump(exclude=set(config.media.path_keys))
+    told = repr((media, settings.model_dump(exclude=set(settings.path_keys)), texts))
     checksum = f"{zlib.crc32(told.encode('utf-8', 'surrogatepass')):08x}"
     world.raise_together(None, f"opening the cache (media, cache and texts have the checksum {checksum})")
 

@@ -25,7 +25,7 @@ from zerostart.checkpoint.catalog import TORCH_NAMES
 from zerostart.checkpoint.strict_json import read_json
 from zerostart.checkpoint.write.folders import sync_directory, write_whole
 from zerostart.checkpoint.write.shards import plan_shards
-from zerostart.checkpoint.write.staging import told
+from zerostart.checkpoint.write.staging import write_errors
 from zerostart.distributed.world import World
 from zerostart.errors import WriteError, ZerostartError
 from zerostart.state.saving.publishing import Publication, publishing
@@ -97,7 +97,7 @@ class Draft:
         numbers = [self.numbers[place] for place in self.items(file)]
         made = [(n, item) for n, item in zip(numbers, items, strict=True) if not isinstance(item, str)]
         named = {f"{n:08d}.{key}": t for n, item in made for key, t in item.items()}
-        with told(
+        with write_errors(
             self.directory, "what is complete of the cache stays: start again, and it goes on from there"
         ):
             offsets, described = _write_tensors(self.directory / items_file(self.name(file)), named)
@@ -194,7 +194,7 @@ def drafted(
     stack = contextlib.ExitStack()
 
     def begin() -> bool:
-        with told(place, "nothing was encoded"):
+        with write_errors(place, "nothing was encoded"):
             place.parent.mkdir(parents=True, exist_ok=True)
             _lock(stack, place)
             _check_unchanged(place, growth)

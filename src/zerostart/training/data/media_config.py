@@ -13,16 +13,14 @@ Fitted = Literal["item", "own"]
 
 
 class ColumnConfig(Section):
-    """A column of the table whose cells name files.
-
-    ``column`` is its name there; None: that in the items. ``kind`` ``images`` is a list of any number,
-    ``image`` exactly one. ``size`` ``item`` crops to the size of the item's ``video`` or ``image``, ``own``
-    to a size that is chosen for each picture by itself. A kind or size of None is that of `KNOWN_COLUMNS`.
-    """
+    """A column of the table whose cells name files."""
 
     column: str | None = None
+    """Its name in the table; null: that in the items."""
     kind: Kind | None = None
+    """What a cell names: image, images (a list of any number), video; null: as `KNOWN_COLUMNS` says."""
     size: Fitted | None = None
+    """The size it is cropped to: item (of the item's video or image), own; null: as `KNOWN_COLUMNS` says."""
 
 
 #: What the tasks know: in an item by these names, with their kinds and sizes.
@@ -42,51 +40,60 @@ KNOWN_COLUMNS: dict[str, tuple[Kind, Fitted]] = {
 class MediaConfig(Section):
     """Pictures and videos to train on.
 
-    ``source`` is a table (``.csv``, ``.json``, ``.jsonl``), a directory with a ``metadata`` table in it or
-    with files and texts side by side, a directory that Hugging Face ``datasets`` saved, or ``hf:NAME`` for
-    a dataset that it loads, of which ``split`` is taken. Names of files are relative to ``base``, by
-    default the table's own directory. ``prompt`` is the column of texts; None: there are none. ``columns``
-    says which columns name files, by their names in the items; without it those of `KNOWN_COLUMNS` do.
-    ``items`` limits how many rows are taken (0: all).
-
     A picture is scaled until it covers its target, and cropped around its centre. The target is ``height``
-    by ``width``; without them what is nearest to its own shape among ``buckets``, sizes [height, width].
-    ``standard`` are sizes of about ``max_pixels`` from 1:2 to 2:1; ``own`` is each picture's own size,
-    scaled down to ``max_pixels`` where it has more. All sizes are multiples of ``multiple_of``.
-
-    A video gives ``num_frames`` frames, or where it is shorter the largest number that leaves
-    ``time_division_remainder`` when divided by ``time_division_factor``: its ``first`` ones, or some in
-    ``even`` distances from its first to its last. ``frame_rate`` (a second) has them picked by their times;
-    None takes them as they follow.
-
-    Transparent parts become ``background`` (red, green, blue of 0 to 255). An epoch goes over the rows
-    ``repeats`` times. ``workers`` processes decode beside each rank (0: the rank itself does). A file that a
-    cache has seen is what it was where its length and time are; with ``check`` ``contents`` it is read
-    nevertheless.
+    by ``width``; without them what is nearest to its own shape among ``buckets``.
     """
 
-    places: ClassVar[frozenset[str]] = frozenset({"source", "base"})
+    path_keys: ClassVar[frozenset[str]] = frozenset({"source", "base"})
 
     source: str
+    """A table (.csv, .json, .jsonl), or a directory of pictures and texts.
+
+    Also a directory with a ``metadata`` table in it, one that Hugging Face ``datasets`` saved, or ``hf:NAME``
+    for a dataset that it loads.
+    """
     base: str | None = None
+    """What names of files are relative to; null: the table's directory."""
     split: str = "train"
+    """The part of a dataset of Hugging Face that is taken."""
     prompt: str | None = "prompt"
+    """The column of texts; null: there are none."""
     columns: dict[str, str | ColumnConfig] = Field(default_factory=dict)
+    """Which columns name files, by their names in the items; without it those of `KNOWN_COLUMNS` do."""
     items: Count = 0
+    """How many rows are taken; 0: all."""
     height: Positive | None = None
+    """Pixels; null: by max_pixels and buckets."""
     width: Positive | None = None
+    """Pixels."""
     max_pixels: Positive = 1024 * 1024
+    """Most pixels of a size that is chosen for each picture."""
     multiple_of: Positive = 16
+    """All sizes are multiples of this number of pixels."""
     buckets: Literal["own", "standard"] | list[tuple[Positive, Positive]] = "own"
+    """own, standard, or a list of sizes [height, width].
+
+    ``standard`` are sizes of about ``max_pixels`` from 1:2 to 2:1; ``own`` is each picture's own size, scaled
+    down to ``max_pixels`` where it has more.
+    """
     num_frames: Positive = 81
+    """Most frames of a video. A shorter one gives the largest number that time_division_factor allows."""
     time_division_factor: Positive = 4
+    """The number of frames, divided by this, leaves time_division_remainder."""
     time_division_remainder: Count = 1
+    """See time_division_factor."""
     frame_rate: Annotated[float, Field(gt=0.0)] | None = None
+    """Frames a second, picked by their times; null: frames are taken as they follow."""
     frames: Literal["first", "even"] = "first"
+    """The first frames of a video, or some in even distances from its first to its last."""
     background: tuple[Count, Count, Count] = (255, 255, 255)
+    """Red, green and blue (0 to 255) of transparent parts."""
     repeats: Positive = 1
+    """How often an epoch goes over the rows."""
     workers: Count = 0
+    """Processes that decode, beside each rank; 0: the rank itself does."""
     check: Literal["times", "contents"] = "times"
+    """How a file is compared with what a cache has seen: by its length and time (times), or contents."""
 
     @model_validator(mode="after")
     def _sizes(self) -> MediaConfig:

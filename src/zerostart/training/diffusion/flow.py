@@ -35,30 +35,30 @@ Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
 class FlowConfig(TaskConfig):
-    """The velocity from data to noise, at times between 0 (data) and 1 (noise).
-
-    ``family`` is found by the class of the transformer, and needed for one that is derived from it. Times are
-    drawn evenly (``uniform``), or as the logistic function of normal numbers (``logit-normal``, with
-    ``logit_mean`` and ``logit_std``), then moved towards noise by ``shift``: a number, ``resolution`` for
-    that of the family's pipeline at so many tokens, or the one that the family is trained with.
-    ``boundaries`` are the lowest and the highest time that is drawn; of the two experts of a pipeline with a
-    boundary each has its own by itself. ``weighting``: ``none``; ``bell``, DiffSynth's; ``sigma-sqrt`` or
-    ``cosmap``, diffusers'. ``guidance`` is told to transformers that take it. An example is trained without
-    its text with probability ``drop_prompt``. The last part ``held_out`` of the examples is kept out of
-    training and evaluated before and after.
-    """
+    """The velocity from data to noise, at times between 0 (data) and 1 (noise)."""
 
     name: str = "flow-matching"
+    """What is learnt."""
     family: str | None = None
+    """null: by the class of the transformer. Needed for a class that is derived from that of a family."""
     sampling: Literal["uniform", "logit-normal"] = "uniform"
+    """How times are drawn: uniform, logit-normal (the logistic function of normal numbers)."""
     logit_mean: float = 0.0
+    """Mean of these normal numbers."""
     logit_std: Annotated[float, Field(gt=0.0)] = 1.0
+    """Standard deviation of these normal numbers."""
     shift: Annotated[float, Field(gt=0.0)] | Literal["resolution"] | None = None
+    """Of times towards noise; null: the family's, resolution: the pipeline's at so many tokens."""
     boundaries: tuple[Fraction, Fraction] | None = None
+    """Lowest and highest time; null: those of the expert, of a pipeline that has two."""
     weighting: Literal["none", "bell", "sigma-sqrt", "cosmap"] = "none"
+    """Of the loss at a time: none; bell is DiffSynth's; sigma-sqrt and cosmap are diffusers'."""
     guidance: float = 1.0
+    """The guidance that transformers are called with which take it."""
     drop_prompt: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    """Probability of an example without its text."""
     held_out: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    """The part of the examples that is not trained on, but evaluated before and after."""
 
     @model_validator(mode="after")
     def _in_order(self) -> FlowConfig:

@@ -82,7 +82,7 @@ def _facts(config: TrainConfig, task: Task) -> dict[str, str]:
             continue
         values: dict[str, Any] = {name: section}
         if isinstance(section, Section):
-            values = {name: section.model_dump(exclude=set(section.places))}
+            values = {name: section.model_dump(exclude=set(section.path_keys))}
         facts |= {key: repr(value) for key, value in _flat(values)}
     facts |= {key: repr(value) for key, value in _flat({"engine": {"config": own_config(config)}})}
     return facts | task.facts()
@@ -195,7 +195,7 @@ def course_of(config: TrainConfig, model: nn.Module, data: str, world: World) ->
     for name, free in _FREE.items():
         section = getattr(config, name)
         if section is not None:
-            values = section.model_dump(mode="json", exclude=set(free | section.places))
+            values = section.model_dump(mode="json", exclude=set(free | section.path_keys))
             course |= {f"{name}.{key}": value for key, value in values.items()}
     if config.train.schedule in _ENDLESS:
         del course["train.steps"]

@@ -32,13 +32,12 @@ from zerostart.errors import (
 from zerostart.state.resuming.retention import complete
 from zerostart.state.resuming.training_state import MARKER
 from zerostart.state.resuming.values import decoded
-from zerostart.training.adapt.export import AVERAGE
-from zerostart.training.adapt.exporting import EXPORTS
+from zerostart.training.adapt.export import AVERAGE, EXPORTS
 from zerostart.training.config.configuration import TrainConfig
 from zerostart.training.data.cached import is_of_cache
 from zerostart.training.loop.locks import hold
-from zerostart.training.samples.files import clear_drawn
 from zerostart.training.samples.sampler import FOLDER as SAMPLES
+from zerostart.training.samples.sampler import clear_drawn
 
 #: In the output directory: the checkpoints, and what a run writes first.
 FOLDER, METRICS = "checkpoints", "metrics.jsonl"

@@ -18,8 +18,7 @@ from zerostart.distributed.world import World, current_world
 from zerostart.errors import DivergedError, PeerError
 from zerostart.geometry.layout import Mesh
 from zerostart.loading.arguments import LoadArguments, keys
-from zerostart.training.adapt.export import export_model, export_step
-from zerostart.training.adapt.exporting import check_export
+from zerostart.training.adapt.export import check_export, export_model, export_step
 from zerostart.training.adapt.trained import choose_trained, round_to
 from zerostart.training.config.configuration import TrainConfig
 from zerostart.training.config.engine_config import with_launched

@@ -15,7 +15,7 @@ from zerostart.checkpoint.formats.pipeline import PIPELINE_INDEX, components
 from zerostart.checkpoint.source import resolve_source
 from zerostart.checkpoint.strict_json import read_json
 from zerostart.errors import ConfigError
-from zerostart.training.samples.settings import SamplesConfig
+from zerostart.training.config.configuration import SamplesConfig
 from zerostart.upstream.diffusers.pipelines import assembled, component_class, pipeline_class
 
 #: What encoders have made of a prompt: tensors of one item, [L, D] and the like, by the pipelines' names.

@@ -40,9 +40,10 @@ class LanguageConfig(TaskConfig):
 
 
 class MaskedConfig(TaskConfig):
-    """Tokens hidden with probability ``mask_probability``."""
+    """Tokens that are hidden."""
 
     mask_probability: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.15
+    """Probability of a token to be hidden."""
 
 
 class _Language(Task):

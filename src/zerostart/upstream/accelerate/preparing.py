@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from zerostart.upstream.accelerate.plugins import SHARDED, is_set, remember, remember_parallelism, require
-from zerostart.upstream.patches import Held, replaced
+from zerostart.upstream.patches import RefCountedPatches, replaced
 from zerostart.upstream.refusals import fits
 from zerostart.upstream.registry import Lasts, Otherwise, PatchPoint, misfit
 from zerostart.upstream.shapes import Shape, found
@@ -146,7 +146,7 @@ TOUCHED = (
 _REMEDY = "accelerate cannot prepare models in shards so: use deepspeed.initialize or a plain FSDP2 loop"
 
 
-class Override(Held):
+class Override(RefCountedPatches):
     """Replaces the functions above while it is open.
 
     ``sharded(model)`` is asked for a model to prepare for FSDP2: True where it is ready as it

@@ -29,7 +29,7 @@ from torch import nn
 from zerostart.errors import EngineError
 from zerostart.upstream.deepspeed.parallel.tensors import slices_of
 from zerostart.upstream.deepspeed.zero3 import partitions as upstream
-from zerostart.upstream.patches import Held, Ticket, replaced
+from zerostart.upstream.patches import RefCountedPatches, Ticket, replaced
 from zerostart.upstream.registry import Lasts, Otherwise, PatchPoint, Use, demand, misfit
 from zerostart.upstream.shapes import Shape
 from zerostart.upstream.versions import DEEPSPEED
@@ -219,7 +219,7 @@ def _enter(stack: ExitStack) -> None:
     stack.enter_context(replaced(_CONSTRUCTION, DeepSpeedEngine, name, configure_expert_parallel))
 
 
-_seam = Held(_enter)
+_seam = RefCountedPatches(_enter)
 
 
 def _check_stage(stage: int, model: nn.Module) -> None:

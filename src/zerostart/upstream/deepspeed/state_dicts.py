@@ -20,7 +20,7 @@ from torch import nn
 
 from zerostart.errors import ConfigError, EngineError
 from zerostart.upstream.deepspeed.zero12.marks import expert_of
-from zerostart.upstream.patches import Held, note, replaced
+from zerostart.upstream.patches import RefCountedPatches, note, replaced
 from zerostart.upstream.refusals import fits
 from zerostart.upstream.registry import Lasts, PatchPoint, Use, misfit
 from zerostart.upstream.shapes import Shape
@@ -192,4 +192,4 @@ def _enter(stack: ExitStack) -> None:
 
 
 #: In place while a model lives whose own state dict is not all of it.
-own_state_dicts = Held(_enter)
+own_state_dicts = RefCountedPatches(_enter)

@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any, Protocol
 
 from zerostart.upstream.on_import import when_imported
-from zerostart.upstream.patches import Held, replaced, replaced_wherever_imported
+from zerostart.upstream.patches import RefCountedPatches, replaced, replaced_wherever_imported
 from zerostart.upstream.registry import Lasts, PatchPoint, demand
 from zerostart.upstream.shapes import Shape
 from zerostart.upstream.versions import DIFFSYNTH
@@ -101,7 +101,7 @@ class Load(Protocol):
         ...
 
 
-class Override(Held):
+class Override(RefCountedPatches):
     """Replaces the functions while it is open, from the import of DiffSynth on.
 
     ``choose(class, arguments by name)`` is asked at each call: None leaves it to DiffSynth, and

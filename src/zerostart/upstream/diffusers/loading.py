@@ -24,7 +24,7 @@ import torch
 from zerostart.errors import BuildError
 from zerostart.upstream.diffusers.weights import require as require_version
 from zerostart.upstream.on_import import when_imported
-from zerostart.upstream.patches import Held, replaced
+from zerostart.upstream.patches import RefCountedPatches, replaced
 from zerostart.upstream.registry import Lasts, PatchPoint, demand
 from zerostart.upstream.served import Served, current_call, serving
 from zerostart.upstream.shapes import Shape
@@ -95,7 +95,7 @@ def require() -> None:
     demand(TOUCHED, "zerostart.enabled() cannot take over its loading; use zerostart.load")
 
 
-class Override(Held):
+class Override(RefCountedPatches):
     """Replaces the seams while it is open, from the import of diffusers on.
 
     ``choose(class, keyword arguments)`` is asked at each call of ``from_pretrained``: None leaves the call to

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from zerostart.upstream.on_import import when_imported
-from zerostart.upstream.patches import Held, replaced
+from zerostart.upstream.patches import RefCountedPatches, replaced
 from zerostart.upstream.registry import Lasts, PatchPoint, demand
 from zerostart.upstream.shapes import Shape
 from zerostart.upstream.versions import DIFFUSERS
@@ -40,7 +40,7 @@ TOUCHED = (_FLUX,)
 Shown = Callable[[nn.Module, Mapping[str, Any]], AbstractContextManager[None]]
 
 
-class LoraShapes(Held):
+class LoraShapes(RefCountedPatches):
     """Has both comparisons run in ``shown(transformer, what is loaded)``."""
 
     def __init__(self, shown: Shown) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from zerostart.upstream.on_import import when_imported
-from zerostart.upstream.patches import Held, replaced, replaced_wherever_imported
+from zerostart.upstream.patches import RefCountedPatches, replaced, replaced_wherever_imported
 from zerostart.upstream.refusals import fits
 from zerostart.upstream.registry import Lasts, PatchPoint
 from zerostart.upstream.shapes import Shape
@@ -121,7 +121,7 @@ Surrounding = Callable[[Callable[[], Any], nn.Module], Any]
 Reading = Callable[..., Any]
 
 
-class AdapterCalls(Held):
+class AdapterCalls(RefCountedPatches):
     """Has the calls go to functions that are given the original, and told when a layer is switched off."""
 
     def __init__(

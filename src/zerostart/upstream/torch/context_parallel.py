@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from zerostart.errors import ConfigError, EngineError
-from zerostart.upstream.patches import Held, replaced
+from zerostart.upstream.patches import RefCountedPatches, replaced
 from zerostart.upstream.registry import Lasts, PatchPoint, Use, demand
 from zerostart.upstream.shapes import Shape
 from zerostart.upstream.versions import ACCELERATE, TORCH
@@ -145,7 +145,7 @@ def _enter(stack: ExitStack) -> None:
     stack.enter_context(replaced(_CPU_KERNEL, module, "custom_ops", {**module.custom_ops, **ours}))
 
 
-_held = Held(_enter)
+_held = RefCountedPatches(_enter)
 
 
 def _forward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTensor, ...]:

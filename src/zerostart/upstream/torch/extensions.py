@@ -33,7 +33,7 @@ from types import FrameType
 from typing import Any
 
 from zerostart.errors import EngineError
-from zerostart.upstream.patches import Held, replaced
+from zerostart.upstream.patches import RefCountedPatches, replaced
 from zerostart.upstream.registry import Lasts, Otherwise, PatchPoint, Use, is_first_rank, misfit
 from zerostart.upstream.shapes import Shape
 from zerostart.upstream.versions import DEEPSPEED, TORCH
@@ -128,7 +128,7 @@ def _enter(stack: contextlib.ExitStack) -> None:
 
 
 #: Operations are compiled with care while it is open: for as long as a loaded model lives.
-compiling = Held(_enter)
+compiling = RefCountedPatches(_enter)
 
 
 @contextlib.contextmanager

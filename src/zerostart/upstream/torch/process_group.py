@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.distributed import distributed_c10d
 
-from zerostart.upstream.patches import Held, replaced_wherever_imported
+from zerostart.upstream.patches import RefCountedPatches, replaced_wherever_imported
 from zerostart.upstream.registry import Lasts, PatchPoint, misfit
 from zerostart.upstream.shapes import Shape
 from zerostart.upstream.versions import TORCH
@@ -25,7 +25,7 @@ _DESTROY = PatchPoint(
 TOUCHED = (_DESTROY,)
 
 
-class BeforeTheEnd(Held):
+class BeforeTheEnd(RefCountedPatches):
     """Calls ``finish`` before all process groups go; what it raises is raised when they are gone."""
 
     def __init__(self, finish: Callable[[], None]) -> None:

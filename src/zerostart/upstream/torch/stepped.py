@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
-from zerostart.upstream.patches import Held
+from zerostart.upstream.patches import RefCountedPatches
 
 #: On a gradient that a step has taken: how often its memory had been written to by then.
 _ATTRIBUTE = "_zerostart_taken"
@@ -112,7 +112,7 @@ def _remove(handle: RemovableHandle) -> None:
     handle.remove()
 
 
-_all_steps = Held(_enter)
+_all_steps = RefCountedPatches(_enter)
 
 
 def _adopt(stack: ExitStack) -> None:
@@ -121,7 +121,7 @@ def _adopt(stack: ExitStack) -> None:
 
 
 #: As long as it is open, steps of all that FSDP2 shards are watched, whoever has loaded it.
-adopted_steps = Held(_adopt)
+adopted_steps = RefCountedPatches(_adopt)
 #: Of an optimizer what it was judged by, and whether it steps what is watched.
 _judged: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[object, bool]] = weakref.WeakKeyDictionary()
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zerostart.errors import ConfigError
-from zerostart.upstream.patches import Held, replaced
+from zerostart.upstream.patches import RefCountedPatches, replaced
 from zerostart.upstream.registry import Lasts, PatchPoint, Use, demand
 from zerostart.upstream.shapes import Shape
 from zerostart.upstream.versions import TRANSFORMERS
@@ -77,7 +77,7 @@ class AxesAsked:
         return (self.experts, self.tensors, self.data, self.replicas, self.stages) == (1, 1, 1, 1, 1)
 
 
-class Noting(Held):
+class Noting(RefCountedPatches):
     """Notes the flag in each ``DistributedConfig`` that is made while it is open."""
 
     def __init__(self) -> None:

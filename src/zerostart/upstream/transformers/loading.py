@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from zerostart.errors import BuildError
-from zerostart.upstream.patches import Held, note, replaced
+from zerostart.upstream.patches import RefCountedPatches, note, replaced
 from zerostart.upstream.registry import Lasts, PatchPoint, Use, demand
 from zerostart.upstream.served import Served, current_call, serving
 from zerostart.upstream.shapes import Shape
@@ -224,7 +224,7 @@ class Starting(Protocol):
         ...
 
 
-class Override(Held):
+class Override(RefCountedPatches):
     """Replaces the seams while it is open.
 
     ``choose(class, keyword arguments)`` is asked at each call of ``from_pretrained``: None leaves the call to

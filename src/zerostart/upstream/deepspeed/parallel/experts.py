@@ -15,7 +15,7 @@ from zerostart.upstream.deepspeed.zero3 import partitions as upstream
 from zerostart.upstream.deepspeed.zero12.groups import TOUCHED as GROUPING
 from zerostart.upstream.deepspeed.zero12.groups import grouping
 from zerostart.upstream.deepspeed.zero12.marks import mark_expert_of
-from zerostart.upstream.patches import Held
+from zerostart.upstream.patches import RefCountedPatches
 from zerostart.upstream.registry import Lasts, PatchPoint, Use, demand
 from zerostart.upstream.shapes import Shape
 from zerostart.upstream.versions import DEEPSPEED
@@ -152,4 +152,4 @@ def _enter(stack: ExitStack) -> None:
         stack.callback(held.close)
 
 
-_held = Held(_enter)
+_held = RefCountedPatches(_enter)

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from zerostart.errors import ConfigError
-from zerostart.upstream.patches import Held, replaced
+from zerostart.upstream.patches import RefCountedPatches, replaced
 from zerostart.upstream.registry import Lasts, PatchPoint, Use, demand
 from zerostart.upstream.shapes import Shape
 from zerostart.upstream.transformers.attention import packed_documents, require
@@ -51,9 +51,9 @@ _REGISTERING = PatchPoint(
             f"{_ULYSSES}.forward",
             leads=("module", "query", "key", "value", "attention_mask"),
             has=(
+                "not module.training and self.disable_in_eval",
                 "kwargs['position_ids'] = torch.cat(P, dim=1)",
                 "X = self.attn(module, Q, K, V, attention_mask, *args, **kwargs)",
-                "not module.training and self.disable_in_eval",
             ),
         ),
     ),
@@ -160,7 +160,7 @@ def _enter(stack: ExitStack) -> None:
     stack.enter_context(replaced(_REGISTERING, UlyssesSPAttentionHF, name, classmethod(register)))
 
 
-_held = Held(_enter)
+_held = RefCountedPatches(_enter)
 
 
 def _take_over() -> None:

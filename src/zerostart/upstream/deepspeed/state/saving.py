@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from zerostart.upstream.patches import Held, replaced
+from zerostart.upstream.patches import RefCountedPatches, replaced
 from zerostart.upstream.registry import Lasts, PatchPoint, demand
 from zerostart.upstream.shapes import Shape
 from zerostart.upstream.versions import DEEPSPEED
@@ -42,7 +42,7 @@ TOUCHED = (_METHOD,)
 Whole = Callable[[torch.nn.Module, bool], Any]
 
 
-class Consolidation(Held):
+class Consolidation(RefCountedPatches):
     """Asks ``whole`` first, while one of the models that it is held for lives; others are as before."""
 
     def __init__(self, whole: Whole) -> None:

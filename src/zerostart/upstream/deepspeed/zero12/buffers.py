@@ -37,7 +37,7 @@ from zerostart.upstream.deepspeed.zero12.groups import grouping
 from zerostart.upstream.deepspeed.zero12.marks import Keeper, Mark, RunReader, marked, remark
 from zerostart.upstream.deepspeed.zero12.optimizers import TOUCHED as OPTIMIZERS
 from zerostart.upstream.deepspeed.zero12.optimizers import enter_constructors
-from zerostart.upstream.patches import Held, replaced
+from zerostart.upstream.patches import RefCountedPatches, replaced
 from zerostart.upstream.registry import Lasts, Otherwise, PatchPoint, misfit
 from zerostart.upstream.shapes import Shape
 from zerostart.upstream.versions import DEEPSPEED
@@ -146,7 +146,7 @@ def _enter(stack: ExitStack) -> None:
     stack.enter_context(replaced(_CONSTRUCTION, DeepSpeedEngine, "__init__", construct_engine))
 
 
-_held = Held(_enter)
+_held = RefCountedPatches(_enter)
 
 
 def _keepers(model: object) -> list[Keeper]:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from zerostart.upstream.deepspeed.zero12.marks import expert_of, marked
-from zerostart.upstream.patches import Held, replaced
+from zerostart.upstream.patches import RefCountedPatches, replaced
 from zerostart.upstream.registry import Lasts, PatchPoint
 from zerostart.upstream.shapes import Shape
 from zerostart.upstream.versions import DEEPSPEED, TORCH
@@ -78,7 +78,7 @@ def _enter(stack: ExitStack) -> None:
 
 
 #: In place while a parameter lives that needs it.
-grouping = Held(_enter)
+grouping = RefCountedPatches(_enter)
 
 
 def _kind(parameter: Any) -> Kind:
@@ -227,7 +227,7 @@ def _twin(
     twin: Any = object.__new__(type(client))
     vars(twin).update({name: value for name, value in vars(client).items() if name != "step"})
     twin.param_groups = groups
-    owner: Any = client  # Held by the hooks: some optimizers free what they share with the twin at their end.
+    owner: Any = client  # RefCountedPatches by the hooks: some optimizers free what they share with the twin at their end.
 
     def before(*_: Any) -> None:
         for group in followers():

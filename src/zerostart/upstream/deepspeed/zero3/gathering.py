@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from zerostart.errors import ConfigError
 from zerostart.upstream.on_import import when_imported
-from zerostart.upstream.patches import Held, replaced
+from zerostart.upstream.patches import RefCountedPatches, replaced
 from zerostart.upstream.registry import Lasts, Otherwise, PatchPoint, misfit
 from zerostart.upstream.shapes import Shape
 from zerostart.upstream.versions import DEEPSPEED
@@ -146,7 +146,7 @@ def _raise_outside(names: Sequence[str]) -> None:
         )
 
 
-def watching(call: Callable[[Any], str]) -> Held:
+def watching(call: Callable[[Any], str]) -> RefCountedPatches:
     """What watches ``GatheredParameters`` while it is held, of parameters that were noted.
 
     ``call`` says what a parameter is called.
@@ -157,7 +157,7 @@ def watching(call: Callable[[Any], str]) -> Held:
         module, _, _ = _GATHERED.partition(":")
         stack.callback(when_imported(module, functools.partial(_watch_edits, later, call)))
 
-    return Held(enter)
+    return RefCountedPatches(enter)
 
 
 def _watch_edits(stack: ExitStack, call: Callable[[Any], str], module: ModuleType) -> None:
@@ -260,14 +260,14 @@ def _listed(names: Sequence[str], shown: int = 5) -> str:
 BYTES = 16
 
 
-def aligning(is_loaded: Callable[[Any], bool]) -> Held:
+def aligning(is_loaded: Callable[[Any], bool]) -> RefCountedPatches:
     """What aligns gathered experts while it is held, of parameters for which ``is_loaded`` is true."""
 
     def enter(stack: ExitStack) -> None:
         later = stack.enter_context(ExitStack())
         stack.callback(when_imported(_MODULE, functools.partial(_align, later, is_loaded)))
 
-    return Held(enter)
+    return RefCountedPatches(enter)
 
 
 def _align(stack: ExitStack, is_loaded: Callable[[Any], bool], module: ModuleType) -> None:

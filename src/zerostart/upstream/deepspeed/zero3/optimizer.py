@@ -33,7 +33,7 @@ from zerostart.upstream.deepspeed.zero3 import start as starting
 from zerostart.upstream.deepspeed.zero3.gathering import aligning, check_step, watching
 from zerostart.upstream.deepspeed.zero3.gathering import note as note_edits
 from zerostart.upstream.deepspeed.zero3.partitions import require
-from zerostart.upstream.patches import Held, Ticket, note, replaced
+from zerostart.upstream.patches import RefCountedPatches, Ticket, note, replaced
 from zerostart.upstream.registry import Lasts, PatchPoint, Use, demand
 from zerostart.upstream.shapes import Shape
 from zerostart.upstream.versions import DEEPSPEED
@@ -172,7 +172,7 @@ def called(parameter: Any) -> str:
     return f"parameter {parameter.ds_id} of shape {list(parameter.ds_shape)}" if found is None else found.name
 
 
-#: Held while a marked parameter lives, or by others.
+#: RefCountedPatches while a marked parameter lives, or by others.
 watch = watching(called)
 aligned = aligning(lambda parameter: _mark_of(parameter) is not None)
 
@@ -196,7 +196,7 @@ def _enter(stack: ExitStack) -> None:
     stack.enter_context(replaced(_ENTRY, optimizer, name, get_groups))
 
 
-_held = Held(_enter)
+_held = RefCountedPatches(_enter)
 
 
 @functools.cache

@@ -28,7 +28,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from zerostart.upstream.patches import Held, replaced
+from zerostart.upstream.patches import RefCountedPatches, replaced
 from zerostart.upstream.registry import Lasts, Otherwise, PatchPoint, demand, misfit
 from zerostart.upstream.shapes import Shape
 from zerostart.upstream.versions import DEEPSPEED
@@ -273,4 +273,4 @@ def _put(stack: ExitStack) -> None:
     stack.enter_context(replaced(_BEGINNING, owner, "__init__", __init__))
 
 
-_printable = Held(_put)
+_printable = RefCountedPatches(_put)

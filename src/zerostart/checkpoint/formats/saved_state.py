@@ -1,0 +1,168 @@
+"""Directories of ``save_state``: the model in one, and ours among those of other libraries."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from zerostart.checkpoint.catalog import Catalog
+from zerostart.checkpoint.formats.base import MODEL_FOLDER, TRIES, Format, catalog_at
+from zerostart.checkpoint.formats.pipeline import is_pipeline
+from zerostart.checkpoint.formats.training import stock_time
+from zerostart.checkpoint.formats.weights import SUFFIX, catalog_of, has_weights, weights_in
+from zerostart.checkpoint.manifest import (
+    MARKER,
+    SAVED_AT,
+    STATE_MARKER,
+    contents_of,
+    current,
+    is_inside,
+    is_state,
+    saved_at,
+)
+from zerostart.checkpoint.storage.files import read_small
+from zerostart.checkpoint.strict_json import MAX_DOCUMENT_BYTES, read_json
+from zerostart.checkpoint.write.switching import finish_switched
+from zerostart.errors import CheckpointError, CheckpointNotFoundError, ReadError, VerifyError, ZerostartError
+
+logger = logging.getLogger("zerostart")
+
+#: The name of DeepSpeed's file that names its last checkpoint.
+LATEST = "latest"
+#: accelerate's names of a model's checkpoint, on DeepSpeed and on FSDP2.
+DEEPSPEED, FSDP = "pytorch_model", "pytorch_model_fsdp"
+#: Directories of which somebody was told that they hold a newer checkpoint of another library.
+_told: set[tuple[Path, Path]] = set()
+
+
+class SavedState(Format):
+    """The model of a training state of ours: of the directory itself, or of one that accelerate has in it."""
+
+    name = "state"
+
+    def recognises(self, path: Path) -> bool:
+        """Whether the state's model is what counts, and not weights that were saved beside it later."""
+        if not path.is_dir():
+            return False
+        return _is_saved_state(path) or _state_within(path) is not None
+
+    def describe(self, path: Path, classes: Collection[str]) -> Catalog:
+        """The model in the state's own folder."""
+        state = path if _is_saved_state(path) else _state_within(path)
+        if state is None:
+            raise CheckpointNotFoundError(f"{path}: the training state was removed while it was opened")
+        return open_saved_state(state, [MODEL_FOLDER])[1][0]
+
+
+def _state_within(path: Path) -> Path | None:
+    """A state in a directory of accelerate's, which has neither weights of its own nor is a pipeline."""
+    return None if is_pipeline(path) or has_weights(path) else state_in(path)
+
+
+def _is_saved_state(directory: Path) -> bool:
+    """Whether the model that counts is that of ``save_state``, and none that was saved beside it later."""
+    if not is_state(directory) or not (directory / MODEL_FOLDER).is_dir():
+        return False
+    try:
+        document = current(directory, MARKER) if has_weights(directory) else None
+        beside = contents_of(document).values() if document is not None else ()
+        weights = weights_in(directory).name if beside else ""
+        when = _read_state(directory).get(SAVED_AT) if beside else 0
+    except (CheckpointError, ReadError, VerifyError):
+        return True
+    times = [one.get(SAVED_AT) for one in beside if weights in one["files"]]
+    return not any(type(time) is int and type(when) is int and time > when for time in times)
+
+
+def _read_state(path: Path) -> dict[str, Any]:
+    return read_json(path / STATE_MARKER, "training state", MAX_DOCUMENT_BYTES)
+
+
+def open_saved_state(
+    path: Path, folders: Sequence[str], read: Callable[[Path], dict[str, Any]] = _read_state
+) -> tuple[dict[str, Any], list[Catalog]]:
+    """The document of the training state in ``path``, and the catalogs of some of its ``folders``.
+
+    Of the files that the document names, whatever else lies there. ``read`` gives the document, and may raise
+    for one that it does not take. Raises as ``open_catalog`` does.
+    """
+    finish_switched(path)
+    for _ in range(TRIES):
+        document = read(path)
+        try:
+            return document, [_listed(path, document, folder) for folder in folders]
+        except CheckpointNotFoundError as error:  # unless a save has replaced it meanwhile
+            if read(path) == document:
+                raise
+            missing = error
+    raise missing
+
+
+def _listed(path: Path, document: dict[str, Any], folder: str) -> Catalog:
+    files = document.get("files")
+    names = [name for name in files if is_inside(name)] if isinstance(files, dict) else []
+    names = sorted(n for n in names if n.endswith(SUFFIX) and str(PurePosixPath(n).parent) == folder)
+    if not names:
+        return catalog_at(Path(os.path.abspath(path / folder)))  # noqa: PTH100
+    return catalog_of(path / folder, [path / name for name in names])
+
+
+def state_in(directory: str | os.PathLike[str], number: int = 0, tag: str | None = None) -> Path | None:
+    """The training state of ours in ``directory``: itself, or that of model ``number`` of accelerate's.
+
+    The newest one of ours, whatever other libraries have left beside it; None where there is none. ``tag`` is
+    DeepSpeed's name for one of several, and then that one alone is meant.
+    """
+    folder = Path(directory)
+    own = f"{DEEPSPEED}_{number}" if number else DEEPSPEED
+    names = [own, f"{FSDP}_{number}"] if tag in (None, own) else [str(tag)]
+    latest = folder / LATEST
+    if not number and tag is None:
+        names.append(".")
+        if latest.is_file():
+            named = read_small(str(latest)).decode("utf-8", "replace").strip()
+            names += [named] if is_tag(named) else []
+    found = [folder / name for name in names if is_state(folder / name)]
+    return max(found, key=_saved_at) if len(found) > 1 else next(iter(found), None)
+
+
+def _saved_at(state: Path) -> int:
+    marker, document = state / STATE_MARKER, dict[str, object]()
+    with contextlib.suppress(ZerostartError):  # a damaged one does not say
+        document = read_json(marker, "training state", MAX_DOCUMENT_BYTES)
+    return saved_at(document, marker)
+
+
+def tell_of_newer(directory: Path, own: Path) -> None:
+    """Warn, once, where ``directory`` has a checkpoint of another library that is newer than our ``own``."""
+    try:
+        stock = stock_time(directory)
+        saved = (own / STATE_MARKER).stat().st_mtime
+    except (ZerostartError, OSError):
+        return  # nobody has asked for it
+    if stock is None or stock[1] <= saved or (stock[0], own) in _told:
+        return
+    _told.add((stock[0], own))
+    logger.warning(
+        "%s is taken, which zerostart saved at %s; %s has a checkpoint of another library of %s: to take "
+        "that one, name its own folder, or remove %s",
+        own,
+        _clock(saved),
+        stock[0],
+        _clock(stock[1]),
+        own / STATE_MARKER,
+    )
+
+
+def _clock(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+
+
+def is_tag(name: str) -> bool:
+    """Whether ``name`` is one of a folder beside the file that names it."""
+    return name not in ("", ".", "..") and "/" not in name and "\\" not in name and "\0" not in name

@@ -1,0 +1,230 @@
+"""Files of weights, of safetensors or of torch.save: one, or several with an index, as the hub has them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any
+
+from zerostart.checkpoint.catalog import Catalog, TensorEntry
+from zerostart.checkpoint.formats.base import TRIES, Format
+from zerostart.checkpoint.formats.safetensors import read_header
+from zerostart.checkpoint.formats.torch_zip import NOTED_VERSIONS, read_torch_file
+from zerostart.checkpoint.storage import Storage
+from zerostart.checkpoint.storage.files import FileState
+from zerostart.checkpoint.storage.local import LocalFiles
+from zerostart.checkpoint.strict_json import DAMAGED, OTHER_FORMATS, read_json, shown
+from zerostart.errors import CheckpointError, CheckpointNotFoundError, ReadError
+
+SUFFIX = ".safetensors"
+INDEX_SUFFIX = ".index.json"
+#: How an index is called; diffusers puts the name of a variant before the last dot.
+INDEX_NAME = re.compile(r"(?P<weights>.+\.(safetensors|bin))\.index(\.[\w-]+)?\.json")
+#: Suffixes of files that torch.save writes; an index is written for the first kind only.
+TORCH_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
+#: The names that transformers and diffusers look for, in their order: safetensors before torch files.
+STANDARD_NAMES = tuple(
+    f"{stem}{suffix}{index}"
+    for stem, suffix in (
+        ("model", SUFFIX),
+        ("diffusion_pytorch_model", SUFFIX),
+        ("pytorch_model", ".bin"),
+        ("diffusion_pytorch_model", ".bin"),
+    )
+    for index in ("", INDEX_SUFFIX)
+)
+#: What training leaves beside weights, by the names of transformers' Trainer and of accelerate.
+NO_WEIGHTS = (
+    *("training_args.bin", "optimizer.pt", "scheduler.pt", "scaler.pt"),
+    *("optimizer.bin", "scheduler.bin", "sampler.bin"),
+)
+#: Headers are small and parsing holds the interpreter lock: threads hide the latency of opening only.
+HEADER_THREADS = 8
+
+
+class Weights(Format):
+    """What transformers and diffusers write, and any one file of weights."""
+
+    name = "weights"
+
+    def recognises(self, path: Path) -> bool:
+        """It is asked last, and takes any path: its errors say what is wrong with one."""
+        return True
+
+    def describe(self, path: Path, classes: Collection[str]) -> Catalog:
+        """The file at ``path``, or the one that stands for a directory: its index, or the only one in it."""
+        for _ in range(TRIES):
+            weights = weights_in(path) if path.is_dir() else path
+            if suffix := _other(weights.name):
+                raise CheckpointError(f"{weights}: {OTHER_FORMATS[suffix]}")
+            before = FileState.at(str(weights))
+            try:
+                if INDEX_NAME.fullmatch(weights.name):
+                    return _open_index(weights)
+                return catalog_of(weights.parent, [weights])
+            except CheckpointNotFoundError as error:  # unless a save has replaced it meanwhile
+                if FileState.at(str(weights)) == before:
+                    raise
+                missing = error
+        raise missing
+
+
+def has_weights(directory: Path) -> bool:
+    """Whether the directory has weights under one of the names of transformers or diffusers."""
+    return any((directory / name).exists() for name in STANDARD_NAMES)
+
+
+def weights_in(directory: Path) -> Path:
+    """The one weights or index file of a directory, by the rules of transformers and diffusers."""
+    for name in STANDARD_NAMES:
+        if (directory / name).exists():
+            return directory / name
+    names = sorted(entry.name for entry in directory.iterdir() if entry.name not in NO_WEIGHTS)
+    indexes = {name: m["weights"] for name in names if (m := INDEX_NAME.fullmatch(name))}
+    for suffix in (SUFFIX, TORCH_SUFFIXES):
+        found = [name for name, weights in indexes.items() if weights.endswith(suffix)]
+        found = found or [name for name in names if name.endswith(suffix)]
+        if len(found) == 1:
+            return directory / found[0]
+        if found:
+            raise CheckpointError(
+                f"{directory}: which checkpoint is meant? It holds {', '.join(map(shown, found[:8]))}"
+                f"{' and more' if len(found) > 8 else ''}; name one file, or add an index"
+            )
+    others = next((f"; {shown(n)}: {OTHER_FORMATS[s]}" for n in names if (s := _other(n))), "")
+    raise CheckpointNotFoundError(
+        f"{directory}: no checkpoint here; looked for {', '.join(STANDARD_NAMES)}, any other *{SUFFIX}, and "
+        f"{', '.join(f'*{suffix}' for suffix in TORCH_SUFFIXES)}{others}"
+    )
+
+
+def _other(name: str) -> str:
+    """The suffix of a file of weights that is not read; empty for any other."""
+    return next((suffix for suffix in OTHER_FORMATS if name.lower().endswith(suffix)), "")
+
+
+def _open_index(index: Path) -> Catalog:
+    document = read_json(index, "index")
+    wanted = document.get("weight_map")
+    if not isinstance(wanted, dict) or not wanted:
+        raise CheckpointError(
+            f"{index}: there is no weight_map that says which file holds which tensor: {DAMAGED}"
+        )
+    checked: set[object] = set()
+    for name, file in wanted.items():
+        if not isinstance(file, str) or file not in checked:
+            _check_shard_name(index, name, file)
+            checked.add(file)
+    names = sorted(set(wanted.values()))
+    for file in names:
+        if not (index.parent / file).exists():
+            raise CheckpointNotFoundError(
+                f"{index.parent / file}: this shard is missing, but {index.name} lists it; download it again"
+            )
+    return catalog_of(index.parent, [index.parent / file for file in names], wanted, index)
+
+
+def _check_shard_name(index: Path, name: str, file: object) -> None:
+    """A shard has to lie below its index, by its name.
+
+    By its name only: in the hub cache every shard is a link out of the directory, to a blob.
+    """
+    if not isinstance(file, str):
+        raise CheckpointError(f"{index}: tensor {shown(name)} is not mapped to a file name: {DAMAGED}")
+    parts = PurePosixPath(file).parts
+    outside = file.startswith("/") or ".." in parts or bool(PureWindowsPath(file).drive) or "\\" in file
+    if outside or "\0" in file:
+        raise CheckpointError(
+            f"{index}: tensor {shown(name)} is said to lie in {shown(file)}, outside the checkpoint's "
+            "directory; do not load this checkpoint"
+        )
+    match = INDEX_NAME.fullmatch(index.name)
+    suffix = PurePosixPath(match["weights"]).suffix if match else ""
+    if not file.endswith(suffix):
+        raise CheckpointError(
+            f"{index}: tensor {shown(name)} is said to lie in {shown(file)}, which is not a {suffix} file"
+        )
+
+
+def _read_file(
+    path: str, number: int, storage: Storage | None = None
+) -> tuple[list[TensorEntry], dict[str, str], FileState | None]:
+    """Entries, metadata and state of one file, by its suffix; a local one unless a ``storage`` has it.
+
+    A local one is one and the same from the beginning to the end, which nobody writes meanwhile.
+    """
+    read = read_torch_file if path.endswith(TORCH_SUFFIXES) else read_header
+    if storage is not None:
+        return (*read(path, number, lambda *_: storage.opened(number))[:2], None)
+    before = FileState.at(path)
+    entries, metadata, _ = read(path, number)
+    if before is None or (now := FileState.at(path)) != before:
+        what = before.changed_to(now) if before is not None else "was made"
+        raise ReadError(
+            f"{path} was changed while its header was read (it {what}); load again when nobody writes to it"
+        )
+    return entries, metadata, before
+
+
+def catalog_of(
+    root: Path, files: Sequence[Path], wanted: dict[str, str] | None = None, index: Path | None = None
+) -> Catalog:
+    """Parse all headers and join them; ``wanted`` maps each name that an index lists to its file."""
+    paths = [str(file) for file in files]
+    tensors, metadata, versions, states = _joined(paths)
+    if wanted is not None and index is not None:
+        _check_index(index, wanted, files, tensors)
+    return Catalog(str(root), LocalFiles.known(paths, states), tensors, metadata, versions=versions)
+
+
+def storage_catalog(storage: Storage) -> Catalog:
+    """Parse the headers of all files of a storage that is reached by a URL."""
+    tensors, metadata, versions, _ = _joined(storage.files, storage)
+    return Catalog("", storage, tensors, metadata, versions=versions)
+
+
+def _joined(
+    paths: Sequence[str], storage: Storage | None = None
+) -> tuple[dict[str, TensorEntry], dict[str, str], dict[str, Any] | None, tuple[FileState, ...]]:
+    """Tensors, metadata and versions of all files together, and the states of local files."""
+    headers = read_files(paths, range(len(paths)), storage)
+    tensors: dict[str, TensorEntry] = {}
+    metadata: dict[str, str] = {}
+    versions: dict[str, Any] | None = None
+    for (entries, own, _), path in zip(headers, paths, strict=True):
+        for entry in entries:
+            if (other := tensors.setdefault(entry.name, entry)) is not entry:
+                raise CheckpointError(
+                    f"{path}: tensor {shown(entry.name)} is also in {paths[other.file]}; which one counts? "
+                    "Remove one of the two files, or write the checkpoint again"
+                )
+        if path.endswith(TORCH_SUFFIXES) and NOTED_VERSIONS in own:
+            versions = {**json.loads(own.pop(NOTED_VERSIONS)), **(versions or {})}
+        metadata = {**own, **metadata}
+    return tensors, metadata, versions, tuple(state for *_, state in headers if state is not None)
+
+
+def read_files(
+    paths: Sequence[str], numbers: Sequence[int], storage: Storage | None = None
+) -> list[tuple[list[TensorEntry], dict[str, str], FileState | None]]:
+    """Entries, which call their file by its number of ``numbers``, metadata and state of each file."""
+    with ThreadPoolExecutor(max(1, min(HEADER_THREADS, len(paths)))) as pool:
+        return list(pool.map(_read_file, paths, numbers, [storage] * len(paths)))
+
+
+def _check_index(
+    index: Path, wanted: dict[str, str], files: Sequence[Path], tensors: dict[str, TensorEntry]
+) -> None:
+    number = {str(file.relative_to(index.parent)): position for position, file in enumerate(files)}
+    spelled = {file: number[str(PurePosixPath(file))] for file in set(wanted.values())}
+    for name, file in wanted.items():
+        entry = tensors.get(name)
+        if entry is None or entry.file != spelled[file]:
+            where = "no shard has it" if entry is None else f"{shown(files[entry.file].name)} has it"
+            raise CheckpointError(
+                f"{index}: tensor {shown(name)} is said to lie in {shown(file)}, but {where}; "
+                "shards of different checkpoints are mixed: download them again"
+            )
