@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from tests.ranks import run_ranks
-from zerostart.upstream.deepspeed.zero12 import alike as hashing
+from zerostart.upstream.deepspeed.zero12 import buffers as hashing
 from zerostart.upstream.deepspeed.zero12.buffers import alike, fingerprint, place_weights
 
 WEIGHTS = place_weights(1 << 22, torch.device("cpu"))

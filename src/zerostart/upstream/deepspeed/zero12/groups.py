@@ -227,7 +227,7 @@ def _twin(
     twin: Any = object.__new__(type(client))
     vars(twin).update({name: value for name, value in vars(client).items() if name != "step"})
     twin.param_groups = groups
-    owner: Any = client  # RefCountedPatches by the hooks: some optimizers free what they share with the twin at their end.
+    owner: Any = client  # Held by the hooks: some optimizers free what they share with the twin at their end.
 
     def before(*_: Any) -> None:
         for group in followers():
