@@ -102,8 +102,6 @@ _SUMS = Use(
 )
 TOUCHED = (_CONSTRUCTION, _STAGE, _EXPERTS, _SHARED, _GROUPS, _SUMS)
 
-#: On a parameter of shared experts: how many ranks share them.
-_SHARED_BY = "_zerostart_shared_expert"
 #: On a model in slices: how many ranks share its tensors, by which rules.
 _SLICED = "_zerostart_tensors"
 _SUMMED = "_ds_grad_allreduce_registered"
@@ -125,7 +123,7 @@ def keep_stage(model: nn.Module, title: str, takes: Takes) -> None:
 def note_shared(parameter: Any, ranks: int) -> None:
     """Have the engine of ``parameter``, of experts that ``ranks`` ranks share, leave them as they are."""
     demand((_CONSTRUCTION, _EXPERTS), "Use engine='fsdp2'")
-    setattr(parameter, _SHARED_BY, (ranks, _seam.ticket()))
+    parameter._zerostart_shared_expert = (ranks, _seam.ticket())
 
 
 class TensorGroups:
@@ -238,7 +236,7 @@ def _has_its_experts(engine: Any, model: nn.Module) -> bool:
 
     Raises EngineError where it asks for another number of ranks.
     """
-    shared = {mark[0] for p in model.parameters() if (mark := getattr(p, _SHARED_BY, None))}
+    shared = {mark[0] for p in model.parameters() if (mark := getattr(p, "_zerostart_shared_expert", None))}
     section = engine._config.expert_parallel_config if shared else None
     if section is None or not section.enabled:
         return False
