@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from cells import ROOT
@@ -131,22 +132,24 @@ def timed(plan: Callable[[], Any]) -> tuple[Any, dict[str, Any]]:
 def saved(known: Any, weights: list[Any]) -> dict[str, Any]:
     """``zerostart.save``, back into the layout that the model came from."""
     from zerostart.checkpoint.write.shards import plan_shards
+    from zerostart.live.model import LogicalTensor
     from zerostart.live.record import LoadRecord
     from zerostart.recipe import Recipe
-    from zerostart.state.saving.contents import Held, contents_of
+    from zerostart.state.saving.contents import contents_of
     from zerostart.state.saving.writing import CHUNK, planned
 
     recipes = {name: r for name, r in known.origins.parameters.items() if isinstance(r, Recipe)}
     record: Any = LoadRecord(known.catalog, recipes, known.engine, known.parallelism, None, None)  # type: ignore[arg-type]
-    held = [Held(shard.name, shard.name, shard, True, True) for shard in weights]
+    live: Any = SimpleNamespace(module=known.built.model, record=record)
+    tensors = [LogicalTensor(shard.name, shard.name, shard, True, True) for shard in weights]
 
     def plan() -> Any:
-        contents = contents_of(known.built.model, held, record, None)
+        contents = contents_of(live, tensors, None)
         return planned(plan_shards(contents.entries), contents.outgoing, CHUNK)[0]
 
     made, cell = timed(plan)
-    tensors = len(made.layout.tensors)
-    return cell | {"tensors": tensors, "bytes": made.nbytes, "wire_bytes": 2 * DIGEST * tensors}
+    count = len(made.layout.tensors)
+    return cell | {"tensors": count, "bytes": made.nbytes, "wire_bytes": 2 * DIGEST * count}
 
 
 def saved_state(weights: list[Any], state: list[Any]) -> dict[str, Any]:

@@ -53,7 +53,7 @@ def held_out_loss(model, tokenizer, config) -> float:
     task.open()
     task.tokenizer = tokenizer  # the one that was saved
     _, held_out = task.split(task.items(None))
-    batches = held_out_batches(task, held_out, config.train.batch_size)
+    batches = held_out_batches(task, held_out, config.train.batch_size, config.train.seed)
     total = sum(float(model.eval()(**batch).loss) * predicted for batch, predicted in batches)
     return total / sum(predicted for _, predicted in batches)
 

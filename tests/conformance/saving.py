@@ -19,9 +19,10 @@ from zerostart.checkpoint.write.shards import plan_shards
 from zerostart.checkpoint.write.writer import CheckpointWriter
 from zerostart.distributed.world import World
 from zerostart.engines import Shard
+from zerostart.live.model import LiveModel
 from zerostart.live.record import keep
 from zerostart.recipe import Recipe
-from zerostart.state.saving.contents import contents_of, held_tensors
+from zerostart.state.saving.contents import contents_of
 from zerostart.state.saving.writing import planned
 from zerostart.transfer.writing import write_out
 from zerostart.upstream.transformers.models import keep_conversions
@@ -86,8 +87,8 @@ def _save(loaded: Any, values: dict[str, torch.Tensor], size: int, flat: bool, o
         }
         record: Any = _Record(loaded.catalog, recipes, shards)
         keep(model, record)
-        held, _ = held_tensors(model, record, World(rank, size, None))
-        contents = contents_of(model, held, record, None)
+        live = LiveModel(model, World(rank, size, None))
+        contents = contents_of(live, live.tensors()[0], None)
         layout = plan_shards(contents.entries, "300KB")
         if writer is None:
             writer, own = CheckpointWriter(out, layout, durable=False), contents.own_names

@@ -8,7 +8,7 @@ import torch
 
 import zerostart
 from zerostart.distributed.world import default_device
-from zerostart.state.resuming.random_states import random_rows, set_random_rows
+from zerostart.state.resuming.training_state import random_rows, set_random_rows
 
 
 def gradient(checkpointed: bool, offload: bool = False) -> torch.Tensor:

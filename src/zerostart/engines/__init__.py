@@ -11,6 +11,7 @@ from zerostart.engines.placements import DEVICE, HOST, RANKS_OF_A_MACHINE, STORA
 from zerostart.engines.registry import (
     check_choice,
     default_engine,
+    engine_families,
     engine_names,
     family_of,
     register_engine,
@@ -18,7 +19,16 @@ from zerostart.engines.registry import (
     titled,
 )
 from zerostart.engines.residence import Residence
-from zerostart.engines.shard import Shard, check_own_memory, first_rank_shard, laid_out, whole_shard
+from zerostart.engines.shard import (
+    Shard,
+    check_own_memory,
+    first_rank_shard,
+    full_shape,
+    laid_out,
+    whole_shard,
+)
+from zerostart.engines.state import Gradient, Master, OptimizerState, TrainingState
+from zerostart.upstream.torch.stepped import Member, Stepped
 
 __all__ = [
     "DEVICE",
@@ -26,18 +36,26 @@ __all__ = [
     "RANKS_OF_A_MACHINE",
     "STORAGE",
     "Engine",
+    "Gradient",
+    "Master",
     "MasterReader",
+    "Member",
+    "OptimizerState",
     "Placements",
     "Residence",
     "Shard",
     "ShardMaker",
+    "Stepped",
+    "TrainingState",
     "check_choice",
     "check_own_memory",
     "contexts_aside",
     "default_engine",
+    "engine_families",
     "engine_names",
     "family_of",
     "first_rank_shard",
+    "full_shape",
     "laid_out",
     "plain_name",
     "register_engine",

@@ -66,6 +66,11 @@ def family_of(name: str) -> type[Engine]:
     return family
 
 
+def engine_families() -> list[type[Engine]]:
+    """The families of all engines that can be asked for; raises ConfigError as ``family_of`` does."""
+    return [family_of(name) for name in engine_names()]
+
+
 def default_engine() -> str:
     """The name of the engine of a load that names none.
 

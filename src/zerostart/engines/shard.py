@@ -11,7 +11,7 @@ from torch import nn
 from zerostart.distributed.world import World
 from zerostart.errors import ConfigError
 from zerostart.geometry import Box
-from zerostart.geometry.layout import Layout, Placed, replicated
+from zerostart.geometry.layout import Layout, LocalBox, replicated
 
 
 @dataclass(frozen=True)
@@ -63,14 +63,23 @@ def laid_out(shard: Shard, tensor: torch.Tensor) -> Shard:
 
 
 def check_own_memory(name: str, tensor: torch.Tensor) -> None:
-    """Raise ConfigError for a tensor of which several elements are one (``expand``), or that is lazily one.
+    """Raise ConfigError for a tensor that is not dense, or has not memory of its own for each element.
 
     Such a tensor can be read, and cannot be written to.
     """
+    _check_dense(name, tensor)
     if not _has_own_memory(tensor):
         raise ConfigError(
             f"{name} is an expanded, conjugate or negative view, which cannot be restored: make it a tensor "
             "of its own (clone(), resolve_conj()) before training"
+        )
+
+
+def _check_dense(name: str, tensor: torch.Tensor) -> None:
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        raise ConfigError(
+            f"{name} is not a dense tensor ({'nested' if tensor.is_nested else tensor.layout}), and cannot "
+            "be saved or restored; convert it (to_dense())"
         )
 
 
@@ -88,11 +97,7 @@ def _has_own_memory(tensor: torch.Tensor) -> bool:
 
 def _as_it_lies(name: str, tensor: torch.Tensor) -> tuple[Layout, torch.Tensor]:
     """The layout of a whole tensor in its memory, and that as a row of elements."""
-    if tensor.layout is not torch.strided or tensor.is_nested:
-        raise ConfigError(
-            f"{name} is not a dense tensor ({'nested' if tensor.is_nested else tensor.layout}), and cannot "
-            "be saved or restored; convert it (to_dense())"
-        )
+    _check_dense(name, tensor)
     if not _has_own_memory(tensor):
         tensor = tensor.resolve_conj().resolve_neg().contiguous()
     shape = tuple(tensor.shape)
@@ -100,7 +105,7 @@ def _as_it_lies(name: str, tensor: torch.Tensor) -> tuple[Layout, torch.Tensor]:
         return replicated(shape), tensor.view(-1)
     span = 1 + sum((size - 1) * stride for size, stride in zip(shape, tensor.stride(), strict=True))
     # All of the span counts as real: what lies between may be another tensor's.
-    layout = Layout(shape, span, span, (Placed(Box((0,) * len(shape), shape), 0, tensor.stride()),))
+    layout = Layout(shape, span, span, (LocalBox(Box((0,) * len(shape), shape), 0, tensor.stride()),))
     return layout, tensor.as_strided((span,), (1,))
 
 
@@ -112,3 +117,12 @@ def first_rank_shard(name: str, tensor: torch.Tensor, world: World) -> Shard:
     shard = whole_shard(name, tensor, world)
     layout = shard.layout if world.rank == 0 else Layout(shard.layout.shape, 0, 0, ())
     return replace(shard, layout=layout, held=(0, 1))
+
+
+def full_shape(parameter: torch.Tensor) -> torch.Size:
+    """The shape of the whole of a parameter, also where this rank has a part of it alone.
+
+    A DTensor has it as its own; a placeholder of ZeRO-3 is empty, and has it beside.
+    """
+    shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
+    return shape

@@ -1,21 +1,56 @@
-"""What an engine tells of a live model: the shards in which it holds the parameters."""
+"""The state side of an engine: the shards of a live model, and what is kept for it while it is trained.
+
+Saving, resuming, comparing and editing ask no more than this of an engine.
+"""
 
 from __future__ import annotations
 
 import abc
+import contextlib
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import nn
 
 from zerostart.distributed.world import World
 from zerostart.engines.base import EngineBase
 from zerostart.engines.shard import Shard
+from zerostart.errors import ConfigError
 from zerostart.geometry.layout import Parallelism
+from zerostart.upstream.torch.stepped import Member, Stepped, has_taken, plain_steps, watch_steps
+
+#: ``(first, values)``: element ``i`` of the 1-D ``values`` is the fp32 master of element ``first + i`` of
+#: what this rank holds of a parameter.
+Master = tuple[int, torch.Tensor]
+#: A gradient, and the run of a parameter's elements that it is of.
+Gradient = tuple[Member, torch.Tensor]
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """A schedule, or a gradient scaler."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Its state."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> object:
+        """Take over the state of another one."""
+        ...
 
 
 @dataclass(frozen=True)
 class StateEngine(EngineBase):
-    """The part of an engine that saving, resuming and comparing ask of a live model."""
+    """The part of an engine that saving, resuming and comparing ask of a live model.
+
+    All but ``shards_of`` is asked of every engine that is installed, of models of whatever origin: what is
+    not this kind of engine's is answered by the defaults.
+    """
+
+    # Where the parameters are.
 
     @abc.abstractmethod
     def shards_of(self, model: nn.Module, parallelism: Parallelism, rank: int) -> dict[str, Shard]:
@@ -38,3 +73,190 @@ class StateEngine(EngineBase):
 
         Every rank by itself. Nothing is to be done where the parameters stay the same objects.
         """
+
+    @classmethod
+    def has_own_values(cls, parameter: torch.Tensor) -> bool:
+        """Whether other ranks have other values under the name of ``parameter``, and no shard of it."""
+        return False
+
+    # What is kept for them.
+
+    @classmethod
+    def training_state(cls, model: nn.Module, optimizer: Any) -> TrainingState | None:
+        """What is kept for ``model`` in training; None where this kind of engine does not keep it.
+
+        Raises ConfigError where an engine trains the model and is not what is given, and ConfigError or
+        EngineError for a state that cannot be read where it is.
+        """
+        return None
+
+    # What follows when parameters are changed or replaced.
+
+    @classmethod
+    def drop_gathered(cls, parameters: Iterable[torch.Tensor]) -> None:
+        """Drop gathered copies of those ``parameters`` whose shards have been written to."""
+
+    @classmethod
+    def is_gathered(cls, parameter: torch.Tensor) -> bool:
+        """Whether a script has gathered ``parameter`` itself, and the engine takes its values afterwards."""
+        return False
+
+    @classmethod
+    def check_editable(cls, parameter: torch.Tensor, name: str) -> None:
+        """Raise ConfigError where the trained values of a parameter are not where they would be changed."""
+
+    @classmethod
+    def master_of(cls, parameter: torch.Tensor) -> AbstractContextManager[Master | None]:
+        """The fp32 master of this rank's share of ``parameter``, to be changed in place; None without one.
+
+        Not collective, but every rank that has a share must come through it.
+        """
+        return contextlib.nullcontext()
+
+    @classmethod
+    def check_replaceable(cls, model: nn.Module, parameter: torch.Tensor, action: str) -> None:
+        """Raise EngineError, which begins with ``action``, once ``parameter`` cannot be replaced any more."""
+
+    @classmethod
+    def whole_for_a_while(
+        cls, model: nn.Module, modules: Sequence[nn.Module]
+    ) -> AbstractContextManager[None]:
+        """Inside, the parameters of ``modules`` are whole on every rank and may be replaced; collective.
+
+        Afterwards what the modules then have is sharded again, with the values of rank 0.
+        """
+        return contextlib.nullcontext()
+
+
+class TrainingState(abc.ABC):
+    """The live training state of one model: what is stepped, counted and accumulated for it.
+
+    ``steps`` are the tensors that an optimizer steps: the parameters themselves, or fp32 masters of runs of
+    them. Nothing here copies: what it hands out is the engine's own memory, to be saved or to be filled.
+    ``saved`` is always the ``engine`` entry of a saved state's document, as ``counters`` made it.
+    """
+
+    #: Whether the engine has an optimizer of its own, that steps tensors which it makes itself, and ends
+    #: windows of gradient accumulation.
+    owns_optimizer: bool = False
+    steps: Sequence[Stepped]
+
+    @property
+    def parameters(self) -> list[torch.Tensor]:
+        """The parameters that are stepped themselves."""
+        return [step.tensor for step in self.steps if step.is_parameter]
+
+    def watch(self) -> bool:
+        """Note from now on which gradients a step has used; whether that was noted before."""
+        return True
+
+    @abc.abstractmethod
+    def counters(self) -> dict[str, Any]:
+        """What is counted, as JSON values under the keys of the saved document, ``name`` first."""
+
+    @abc.abstractmethod
+    def restore_counters(self, saved: Mapping[str, Any]) -> None:
+        """Go on counting from ``saved``; its ``window`` is missing where no window is resumed."""
+
+    def components(self) -> Mapping[str, Stateful]:
+        """The objects whose own state dicts are saved, by their keys in the document."""
+        return {}
+
+    @abc.abstractmethod
+    def gradients(self, is_replicated: Callable[[torch.Tensor], bool]) -> Sequence[Gradient]:
+        """The reduced gradients that no step has used yet.
+
+        ``is_replicated`` tells whether several ranks have a parameter whole. Raises ConfigError where
+        gradients are not reduced yet.
+        """
+
+    @abc.abstractmethod
+    def make_gradients(self, wanted: Collection[int], saved: Mapping[str, Any]) -> Sequence[Gradient] | None:
+        """Room for the saved gradients of the parameters with the ids ``wanted``; others have none after it.
+
+        None where gradients were saved in the middle of a window that only another engine can end.
+        """
+
+    @abc.abstractmethod
+    def check_window(self, saved: Mapping[str, Any], with_gradients: bool, source: str) -> None:
+        """Raise ConfigError for a window of another number of batches than accumulate here."""
+
+
+class OptimizerState(TrainingState):
+    """The state of a model whose own parameters a torch optimizer steps; without one, nothing is stepped."""
+
+    def __init__(self, model: nn.Module, optimizer: Any) -> None:
+        """``optimizer`` may be in accelerate's wrapper. Raises ConfigError for what is no optimizer."""
+        self._model = model
+        self._scaler: Stateful | None = None
+        self._accumulation: int | None = None
+        while type(optimizer).__module__.partition(".")[0] == "accelerate":
+            self._scaler = getattr(optimizer, "scaler", None)
+            self._accumulation = getattr(getattr(optimizer, "gradient_state", None), "num_steps", None)
+            optimizer = optimizer.optimizer
+        if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+            raise ConfigError(f"optimizer is a {type(optimizer).__name__}, and not a torch optimizer")
+        self.steps = plain_steps(optimizer) if optimizer is not None else []
+
+    def watch(self) -> bool:
+        """By hooks of the optimizer."""
+        return watch_steps({step.optimizer for step in self.steps})
+
+    def counters(self) -> dict[str, Any]:
+        """What accelerate counts."""
+        return {"name": "torch", "scaler": None, "accumulation": self._accumulation}
+
+    def restore_counters(self, saved: Mapping[str, Any]) -> None:
+        """Nothing is counted."""
+
+    def components(self) -> Mapping[str, Stateful]:
+        """The gradient scaler of accelerate."""
+        return {} if self._scaler is None else {"scaler": self._scaler}
+
+    def check_reduced(self) -> None:
+        """Raise ConfigError where gradients are held that are not reduced yet."""
+
+    def gradients(self, is_replicated: Callable[[torch.Tensor], bool]) -> Sequence[Gradient]:
+        """Of shards, and of what one rank alone has."""
+        self.check_reduced()
+        found = [(p, p.grad) for p in self.parameters if p.grad is not None]
+        if found and all(has_taken(gradient) for _, gradient in found):
+            return []  # between step() and zero_grad(): nothing is to be added to them
+        # Of a replica nobody knows whether its gradient has met those of the other ranks.
+        return [(_whole(p), gradient) for p, gradient in found if not is_replicated(p)]
+
+    def make_gradients(self, wanted: Collection[int], saved: Mapping[str, Any]) -> Sequence[Gradient] | None:
+        """New gradients of zeros, or none; no window can be ended."""
+        if "window" in saved:
+            return None if wanted else []
+        made = []
+        for parameter in self.parameters:
+            parameter.grad = None
+            if id(parameter) in wanted:
+                parameter.grad = torch.zeros_like(parameter.detach())
+                made.append((_whole(parameter), parameter.grad))
+        return made
+
+    def check_window(self, saved: Mapping[str, Any], with_gradients: bool, source: str) -> None:
+        """As accelerate counts batches; raises ConfigError."""
+        before = saved.get("accumulation")
+        if with_gradients and before is not None and self._accumulation not in (None, before):
+            check_accumulation(before, self._accumulation, "accelerate", source)
+
+
+def check_accumulation(before: object, now: object, who: str, source: str) -> None:
+    """Raise ConfigError where a window was saved that has another number of batches than ``who`` has now."""
+    if before not in (None, now):
+        raise ConfigError(
+            f"{source} was saved in the middle of a window of gradient_accumulation_steps={before}, and "
+            f"{who} has {now}: resume with {before}, or save after an optimizer step"
+        )
+
+
+def members_of(steps: Iterable[Stepped]) -> list[Member]:
+    """The runs of parameters that are stepped, in the order in which engines list their gradients."""
+    return [member for step in steps for member in step.members]
+
+
+def _whole(parameter: torch.Tensor) -> Member:
+    return Member(parameter, 0, parameter.numel())

@@ -13,11 +13,10 @@ from torch import nn
 from zerostart.distributed.world import current_world
 from zerostart.errors import ConfigError
 from zerostart.integrations.barrier import given, together
+from zerostart.live.model import find_shards
 from zerostart.live.record import bare_model, kept_record, loaded_models
-from zerostart.live.shards import found_shards
 from zerostart.state.saving.adapters import adapted_model, has_adapters
-from zerostart.state.saving.own_names import save_own_names
-from zerostart.state.saving.save import SaveRequest, save
+from zerostart.state.saving.save import SaveRequest, save, save_own_names
 from zerostart.upstream.diffusers.pipelines import name_classes
 
 Original = Callable[[], Any]
@@ -47,7 +46,7 @@ def in_shards(model: nn.Module) -> bool:
     config = getattr(model, "config", None)
     if record is None and (getattr(config, "distributed_config", None) or getattr(model, "_tp_size", None)):
         return False  # transformers has sharded it, and gathers it
-    return bool(found_shards(model, current_world()))
+    return bool(find_shards(model, current_world()))
 
 
 def save_pretrained(original: Original, **call: Any) -> Any:

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import nn
 
 from zerostart.distributed.world import current_world, default_device
-from zerostart.engines import Shard, plain_name
+from zerostart.engines import Shard
 from zerostart.errors import ConfigError
 from zerostart.geometry.layout import Layout
-from zerostart.live.parts import live_shards, loaded_parts, whole_of_parts
+from zerostart.live.model import LiveModel
 from zerostart.models import state_names
 
 #: Elements of each rank's share that travel in one message.
@@ -22,21 +22,21 @@ MESSAGE = 1 << 22
 
 def full_tensors(model: nn.Module, rank: int | None) -> Iterator[tuple[str, torch.Tensor | None]]:
     """See ``zerostart.full_tensors``; raises ConfigError when called, and not at the first step."""
-    inner = whole_of_parts(model)
-    size = current_world().size
+    world = current_world()
+    LiveModel(model, world).check_loaded()
+    size = world.size
     if rank is not None and not 0 <= rank < size:
         raise ConfigError(f"rank={rank} is not one of the {size} ranks")
-    return _walk(inner, rank)
+    return _walk(model, rank)
 
 
 def _walk(model: nn.Module, rank: int | None) -> Iterator[tuple[str, torch.Tensor | None]]:
     world = current_world()
     with world.phase(f"giving whole tensors to {_receiver(rank)}"):
-        shards = live_shards(model, world)
-        known = {prefix + name for prefix, _, record in loaded_parts(model) for name in record.recipes}
-        for name, tensor, _ in state_names(model):
-            shard = shards.get(name)
-            plain = name if name in known else plain_name(name)
+        live = LiveModel(model, world)
+        plain_names = live.plain_names
+        for name, tensor, _ in state_names(live.module):
+            shard, plain = live.sharded.get(id(tensor)), plain_names[name]
             if shard is not None and shard.held == (world.rank, world.size):
                 # Every rank has the same share: all of it.
                 tensor, shard = shard.storage.view(shard.layout.shape), None

@@ -1,10 +1,13 @@
-"""The record of a load: the join that it made, kept with the model for whatever comes later."""
+"""The record of a load: the join that it made, kept with the model for whatever comes later.
+
+A model may be wrapped by libraries, and be put together out of several loads: both are looked through here.
+"""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
 
 from torch import nn
 
@@ -37,6 +40,11 @@ class LoadRecord:
         return self.engine.shards_of(model, self.parallelism, self.report.rank)
 
 
+#: Figures of a report that add up over loads one after the other; peaks too, as each begins where the last
+#: one ended.
+_SUMMED = ("read_bytes", "planned_bytes", "exchanged_bytes", "peak_host_bytes", "peak_device_bytes")
+#: What is the same of all loads, or not said of the whole.
+_SHARED = ("reading", "engine", "tier")
 #: Packages whose modules wrap models.
 _WRAPPERS = ("torch", "deepspeed", "accelerate", "peft")
 _records: weakref.WeakKeyDictionary[nn.Module, LoadRecord] = weakref.WeakKeyDictionary()
@@ -98,3 +106,54 @@ def record_of(model: nn.Module) -> LoadRecord:
             f"this {type(model).__name__} was not loaded by zerostart, so there is no report of it"
         )
     return found
+
+
+def loaded_parts(model: nn.Module) -> list[tuple[str, nn.Module, LoadRecord]]:
+    """Prefix, module and record of each load that is part of ``model``: of the model itself, it alone."""
+    found: list[tuple[str, nn.Module, LoadRecord]] = []
+    inside: set[int] = set()
+    for name, module in model.named_modules():
+        record = kept_record(module)
+        if record is not None and id(module) not in inside:
+            found.append((f"{name}." if name else "", module, record))
+            inside.update(id(part) for part in module.modules())
+    return found
+
+
+def report_of(model: nn.Module) -> Report:
+    """What the load of ``model`` did, or all loads of its parts together.
+
+    Raises ConfigError where no part of it was loaded.
+    """
+    inner = bare_model(model)
+    parts = loaded_parts(inner)
+    if not parts:
+        return record_of(inner).report  # which raises
+    if len(parts) == 1 and not parts[0][0]:
+        return parts[0][2].report
+    reports = [(prefix, record.report) for prefix, _, record in parts]
+    first = reports[0][1]
+    joined = {
+        field.name: tuple(prefix + name for prefix, report in reports for name in getattr(report, field.name))
+        for field in fields(Report)
+        if isinstance(getattr(first, field.name), tuple)
+    }
+    every = [report for _, report in reports]
+    sums = {name: _sum([getattr(report, name) for report in every]) for name in _SUMMED}
+    shared = {name: _common(getattr(report, name) for report in every) for name in _SHARED}
+    phases = {key: sum(report.phases[key] for report in every) for key in first.phases}
+    # Each figure is of its own field's type, which a dictionary of them all cannot say.
+    return replace(first, **joined, **sums, **shared, phases=phases)  # type: ignore[arg-type]
+
+
+def _sum(values: list[int | None]) -> int | None:
+    """The sum; None where one of them is not known."""
+    known = [value for value in values if value is not None]
+    return sum(known) if len(known) == len(values) else None
+
+
+def _common(values: Iterable[object]) -> object:
+    found = list(dict.fromkeys(values))
+    if len(found) == 1:
+        return found[0]
+    return ", ".join(map(str, found)) if isinstance(found[0], str) else None

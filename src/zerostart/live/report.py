@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -38,6 +38,8 @@ class Report:
 
     Names are state-dict names of the unsharded model. ``computed`` are those that a conversion calculated,
     ``computed_whole`` those of them that needed whole tensors, which no memory limit bounds;
+    ``reinitialised`` has the shapes, in the checkpoint and in the model, of those that were initialised since
+    they differ, which ``from_pretrained(ignore_mismatched_sizes=True)`` asks for;
     ``dequantised`` is the method with which the checkpoint is quantised, for they were dequantised then.
     ``phases`` are seconds (``plan, build, read, total``);
     ``read_bytes`` were read by this rank, for others too, and ``exchanged_bytes`` came from other ranks;
@@ -50,6 +52,7 @@ class Report:
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
     mismatched: tuple[str, ...] = ()
+    reinitialised: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
     initialised: tuple[str, ...] = ()
     converted: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()

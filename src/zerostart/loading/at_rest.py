@@ -11,7 +11,7 @@ import torch
 
 from zerostart.checkpoint.catalog import Catalog
 from zerostart.geometry import Box
-from zerostart.geometry.layout import Layout, Placed, replicated
+from zerostart.geometry.layout import Layout, LocalBox, replicated
 from zerostart.recipe import Recipe
 from zerostart.recipe.computed import leaves_of
 from zerostart.transfer import Arena, Progress, Tuning, execute, page_locked
@@ -62,7 +62,7 @@ class InFiles(AtRest):
         shape = self._recipes[name].target.shape
         (columns,) = shape[1:]
         boxes = [
-            Placed(Box((first, 0), (count, columns)), at * columns, (columns, 1))
+            LocalBox(Box((first, 0), (count, columns)), at * columns, (columns, 1))
             for first, count, at in _runs(rows)
         ]
         layout = Layout(shape, into.numel(), into.numel(), tuple(boxes))

@@ -70,11 +70,11 @@ class Destinations:
         return [*read, *(buffer.view(-1) for _, buffer in self.buffers.values())]
 
     def read(
-        self, plan: Plan, tuning: Tuning, sharing: ReadStrategy | None, shown: bool, world: World
+        self, plan: Plan, tuning: Tuning, strategy: ReadStrategy | None, shown: bool, world: World
     ) -> TransferStats:
         """Bring what the checkpoint has, with a progress bar if ``shown``; collective."""
         return execute_together(
-            plan, self.storages(), Progress(plan.read_bytes, shown), tuning, world, sharing
+            plan, self.storages(), Progress(plan.read_bytes, shown), tuning, world, strategy
         )
 
     def initialise_missing(self, world: World) -> None:

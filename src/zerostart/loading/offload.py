@@ -54,15 +54,17 @@ def load_offloaded(request: Request, placement: Placement, window: Window, grows
         with world.phase("loading"):
             clock = Clock()
             engine = request.resolve(world.size)
-            known = prepare(request, engine, world, clock, strict=True)
+            prepared = prepare(request, engine, world, clock, strict=True)
             with world.phase("offloading the model"):
-                model = known.built.model
-                _check(known, request)
-                _load_buffers(known, window.device, request)
-                source = _source(known, placement, window, grows, request)
+                model = prepared.built.model
+                _check(prepared, request)
+                _load_buffers(prepared, window.device, request)
+                source = _source(prepared, placement, window, grows, request)
                 held = _attach(model, source, window, grows)
             model.eval()
-            known.built.library.finish(known.built, known.recipes, str(request.source), known.catalog)
+            prepared.built.library.finish(
+                prepared.built, prepared.recipes, str(request.source), prepared.catalog
+            )
     _offloaded[model] = held
     return model
 
@@ -76,51 +78,55 @@ def release(model: nn.Module) -> None:
             held.window.forget(unit)
 
 
-def _check(known: Prepared, request: Request) -> None:
-    lacking = [name for name, origin in known.origins.parameters.items() if not isinstance(origin, Recipe)]
+def _check(prepared: Prepared, request: Request) -> None:
+    lacking = [name for name, origin in prepared.origins.parameters.items() if not isinstance(origin, Recipe)]
     if lacking:
         raise ConfigError(
             f"{request.source} lacks {len(lacking)} parameters ({lacking[0]}, ...), which would be "
             "initialised: what is at rest in files cannot be; place the component 'replicate'"
         )
-    parameters = {name for name, _ in known.built.model.named_parameters(remove_duplicate=False)}
-    kept = [alias.name for alias in known.aliases.kept if alias.name in parameters]
+    parameters = {name for name, _ in prepared.built.model.named_parameters(remove_duplicate=False)}
+    kept = [alias.name for alias in prepared.aliases.kept if alias.name in parameters]
     if kept:
         raise ConfigError(
-            f"{type(known.built.model).__name__} keeps {kept[0]} in a second place beside its module, where "
-            "it could not come and go; place the component 'replicate'"
+            f"{type(prepared.built.model).__name__} keeps {kept[0]} in a second place beside its module, "
+            "where it could not come and go; place the component 'replicate'"
         )
     if request.resolve(1).cast_dtype is not None:
         raise AssertionError("parameters at rest are in the model's own dtypes")
 
 
-def _load_buffers(known: Prepared, device: torch.device, request: Request) -> None:
+def _load_buffers(prepared: Prepared, device: torch.device, request: Request) -> None:
     """Buffers stay: they are small, and read whole."""
-    buffers = Origins({}, known.origins.buffers, ())
-    destinations = Destinations.of(known.built.model, buffers, [], device)
-    known.aliases.join(list(known.recipes.by_name))
-    known.aliases.follow(known.built.model)
-    tuning = _tuning(known, device, request)
-    plan = join(known.catalog, destinations.wanted(), PlanOptions(tuning.chunk_size))
+    buffers = Origins({}, prepared.origins.buffers, ())
+    destinations = Destinations.of(prepared.built.model, buffers, [], device)
+    prepared.aliases.join(list(prepared.recipes.by_name))
+    prepared.aliases.follow(prepared.built.model)
+    tuning = _tuning(prepared, device, request)
+    plan = join(prepared.catalog, destinations.wanted(), PlanOptions(tuning.chunk_size))
     if plan.reads or plan.computations:
         destinations.read(plan, tuning, None, False, joined_world())
 
 
-def _tuning(known: Prepared, device: torch.device, request: Request) -> Any:
+def _tuning(prepared: Prepared, device: torch.device, request: Request) -> Any:
     limited = request if request.memory_limit is not None else replace(request, memory_limit=STAGING)
-    return limited.tuning(known.engine, known.catalog, device, bool(known.recipes.computed))
+    return limited.tuning(prepared.engine, prepared.catalog, device, bool(prepared.recipes.computed))
 
 
-def _source(known: Prepared, placement: Placement, window: Window, grows: bool, request: Request) -> AtRest:
+def _source(
+    prepared: Prepared, placement: Placement, window: Window, grows: bool, request: Request
+) -> AtRest:
     device = window.device
-    recipes = {n: o for n, o in known.origins.parameters.items() if isinstance(o, Recipe)}
+    recipes = {n: o for n, o in prepared.origins.parameters.items() if isinstance(o, Recipe)}
     accelerator = device.type != "cpu"
     host = placement.kind == "offload" and (placement.store or ("host" if accelerator else "disk")) == "host"
     at = device if placement.kind != "offload" else torch.device("cpu")
-    files = InFiles(known.catalog, recipes, _tuning(known, at if host or at == device else device, request))
+    files = InFiles(
+        prepared.catalog, recipes, _tuning(prepared, at if host or at == device else device, request)
+    )
     if not host and placement.kind == "offload":
         return files
-    model = known.built.model
+    model = prepared.built.model
     main = placement.compute_dtype or request.dtype
     shapes = {
         name: (tuple(p.shape), _resting(p, placement.storage_dtype, main))

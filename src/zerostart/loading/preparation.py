@@ -7,7 +7,7 @@ import gc
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -51,18 +51,18 @@ def prepare(
     clock: Clock,
     strict: bool,
     importing: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
-    taking: bool = False,
+    take_values: bool = False,
 ) -> Prepared:
     """The start of a load for ``engine``; collective over ``world``, which is one process in a plan.
 
     Libraries that the model needs are imported inside ``importing()``. A module with values, where there is
-    no source, is emptied if ``taking``, and else an error. Raises CoverageError where ``strict`` and a name
-    is missing or too much, and every error that can be told before weights are read.
+    no source, is emptied if ``take_values``, and else an error. Raises CoverageError where ``strict`` and a
+    name is missing or too much, and every error that can be told before weights are read.
     """
     with clock.phase("plan"):
         catalog = source_or_none(request.source, world, request.model)
     if catalog is None:
-        return start(request, engine, world, clock, importing, taking)
+        return start(request, engine, world, clock, importing, take_values)
     with clock.phase("build"), world.phase("building the model"):
         check_model(request.model, request.source, catalog)
         with importing():
@@ -73,13 +73,27 @@ def prepare(
         parallelism = engine.parallelism(built.model)
     with clock.phase("plan"), world.phase("planning"):
         recipes = _recipes(request, engine, catalog, built)
+        reinitialised: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+        if request.reinitialise_mismatched:
+            reinitialised = recipes.coverage.mismatched
+            recipes = replace(recipes, coverage=replace(recipes.coverage, mismatched={}))
         coverage = models.tie_names(built, recipes, equal_in(catalog, world))
         coverage.check(described(request.source, catalog), type(built.model).__name__, strict)
         origins = models.resolve_origins(built, recipes, aliases)
-    return Prepared(engine, catalog, built, aliases, parallelism, recipes, coverage, origins)
+    return Prepared(
+        engine,
+        catalog,
+        built,
+        aliases,
+        parallelism,
+        recipes,
+        coverage,
+        origins,
+        reinitialised=reinitialised,
+    )
 
 
-def agree(request: Request, known: Prepared, world: World) -> None:
+def agree(request: Request, prepared: Prepared, world: World) -> None:
     """Raise ConfigError where ranks are about to load different models, or for different engines; collective.
 
     Each rank reads its arguments itself, and a configuration that is a file may be another on another
@@ -87,12 +101,12 @@ def agree(request: Request, known: Prepared, world: World) -> None:
     """
     if world.size == 1:
         return
-    engine, mesh = known.engine, known.engine.mesh
+    engine, mesh = prepared.engine, prepared.engine.mesh
     own = [f"engine {engine.title}", f"fp32_masters={request.fp32_masters}"]
     own += [f"{name}={getattr(mesh, name)}" for name in _SHARED_BY]
     own += [f"engine_config {setting}" for setting in _settings(engine.common_config)]
-    own.append(f"a configuration of the model with digest {_configuration(known.catalog)}")
-    own += [f"{n} ({p.dtype}, {tuple(p.shape)})" for n, p in known.built.model.named_parameters()]
+    own.append(f"a configuration of the model with digest {_configuration(prepared.catalog)}")
+    own += [f"{n} ({p.dtype}, {tuple(p.shape)})" for n, p in prepared.built.model.named_parameters()]
     digest = hashlib.blake2b("\n".join(own).encode(), digest_size=16).digest()
     if len(set(world.all_gather_object(digest, "planning"))) == 1:
         return
@@ -157,11 +171,7 @@ def _build(request: Request, engine: Engine, catalog: Catalog) -> tuple[Built, A
 
 def _recipes(request: Request, engine: Engine, catalog: Catalog, built: Built) -> Recipes:
     targets = _as_cast(built.library.expectations(built), engine.cast_dtype)
-    recipes = built.recipes(catalog, targets, request.converter)
-    if request.reinitialised is not None:
-        request.reinitialised.update(recipes.coverage.mismatched)
-        recipes = replace(recipes, coverage=replace(recipes.coverage, mismatched={}))
-    return recipes
+    return built.recipes(catalog, targets, request.converter)
 
 
 def _as_cast(targets: dict[str, Target], dtype: torch.dtype | None) -> dict[str, Target]:
@@ -196,9 +206,11 @@ class Prepared:
     coverage: Coverage
     origins: Origins
     #: Whether there is a checkpoint.
-    stored: bool = True
+    from_checkpoint: bool = True
     #: What a module has given up for its shards; None where no module with values is sharded.
     values: Values | None = None
+    #: Shapes in the checkpoint and in the model, by name, of what is initialised because they differ.
+    reinitialised: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
 
 
 @contextlib.contextmanager
@@ -261,17 +273,17 @@ def start(
     world: World,
     clock: Clock,
     importing: Callable[[], AbstractContextManager[None]],
-    taking: bool,
+    take_values: bool,
 ) -> Prepared:
     """What ``prepare`` gives where no rank has a source; collective.
 
-    A module with values is emptied if ``taking``. Raises ConfigError, and what building a model raises.
+    A module with values is emptied if ``take_values``. Raises ConfigError, and what building a model raises.
     """
     with clock.phase("build"), world.phase("arguments"):
         _check(request)
     if any(world.all_gather_object(models.has_values(request.model), "arguments")):
         with clock.phase("plan"):
-            values = Values.of(request.model, world, taking)
+            values = Values.of(request.model, world, take_values)
         try:
             with clock.phase("plan"), world.phase("planning"):
                 return _existing(request, engine, values)
@@ -306,7 +318,15 @@ def _fresh(request: Request, engine: Engine, world: World) -> Prepared:
     catalog = memory_catalog({}, tuple(range(world.size)))
     recipes = Recipes({}, Coverage())
     return Prepared(
-        engine, catalog, built, aliases, parallelism, recipes, recipes.coverage, origins, stored=False
+        engine,
+        catalog,
+        built,
+        aliases,
+        parallelism,
+        recipes,
+        recipes.coverage,
+        origins,
+        from_checkpoint=False,
     )
 
 
@@ -328,7 +348,7 @@ def _existing(request: Request, engine: Engine, values: Values) -> Prepared:
         recipes,
         recipes.coverage,
         origins,
-        stored=False,
+        from_checkpoint=False,
         values=values,
     )
 

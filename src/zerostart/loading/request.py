@@ -24,9 +24,8 @@ class Request(LoadArguments):
 
     dtype: torch.dtype | None = None
     engine_config: Mapping[str, object] | None = None
-    #: Takes names and shapes of what has another shape in the checkpoint, which is then initialised as if it
-    #: were missing; None: a mismatch is an error.
-    reinitialised: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] | None = None
+    #: Whether a tensor of another shape in the checkpoint is initialised as if it were missing, or an error.
+    reinitialise_mismatched: bool = False
 
     @property
     def device(self) -> torch.device:
@@ -53,6 +52,12 @@ class Request(LoadArguments):
             experts = family.configured_expert_parallel(self.engine_config) if experts == 1 else experts
         mesh = Mesh(world_size, experts, tensors, self.sequence_parallel)
         return engines.resolve_engine(name, self.zero_stage, self.engine_config, mesh, self.exchange)
+
+    def exchange_of_reads(self, engine: Engine) -> bool | None:
+        """What is asked for of the exchange between reading ranks; None leaves it to the estimate."""
+        # An engine with flat buffers gathers them itself: there ``exchange`` asks for that, and each rank
+        # reads a share that nobody else wants.
+        return None if engine.replicates_parameters and self.exchange else self.exchange
 
     def _check(self) -> None:
         if self.dtype is not None and not self.dtype.is_floating_point:

@@ -1,6 +1,6 @@
-"""The way of a load: catalog, model, recipes, shards, plan, transfer. Read from the top.
+"""The way of a load: catalog, model, recipes, shards, plan, transfer. Read ``_Load.execute`` from the top.
 
-A rehearsal is the same way with another end: one process plays a rank, and nothing is handed over.
+A rehearsal goes the same way: one process does what a rank of another job does, and hands nothing over.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from torch import nn
 
@@ -36,7 +36,7 @@ def run(request: Request, then: Callable[[nn.Module], None] | None = None) -> nn
     """Load, collectively; see ``zerostart.load``. ``then`` is called with the model as the last of it."""
     with undisturbed():
         world = joined_world(request.device)
-        model = _Load(request, world, world, then).through()[0]
+        model = _Load(request, world, world).execute(then)[0]
         release_locked()
         return model
 
@@ -51,199 +51,248 @@ def rehearse(request: Request, world_size: int, rank: int) -> tuple[Report, list
     ``zerostart.load`` raises, and ConfigError for a rank that is not there.
     """
     with undisturbed():
-        _, record, shards = _Load(request, World(0, 1, None), World(rank, world_size, None)).through()
+        _, record, shards = _Rehearsal(request, World(0, 1, None), World(rank, world_size, None)).execute()
     return record.report, shards
 
 
-@dataclass
 class _Load:
-    """One load. ``world`` are the ranks that agree; ``place`` is the rank that is loaded, and of how many."""
+    """One load: each rank of ``world`` gets its shards, and the engine the model.
 
-    request: Request
-    world: World
-    place: World
-    then: Callable[[nn.Module], None] | None = None
+    ``job`` has the rank whose shards are loaded, and the number of ranks; in a load these are the same
+    ranks as ``world``, those that agree.
+    """
 
-    def __post_init__(self) -> None:
+    #: Whether the values of a module that exists may be moved into its shards.
+    takes_values = True
+
+    def __init__(self, request: Request, world: World, job: World) -> None:
+        self.request = request
+        self.world = world
+        self.job = job
         self.clock = Clock()
 
-    @property
-    def played(self) -> bool:
-        """Whether this process plays a rank of a job whose other ranks are not there."""
-        return self.world is not self.place
-
-    def through(self) -> tuple[nn.Module, LoadRecord, list[Shard]]:
+    def execute(
+        self, then: Callable[[nn.Module], None] | None = None
+    ) -> tuple[nn.Module, LoadRecord, list[Shard]]:
         """All of it: the model, its record, and this rank's shards."""
         request, world, clock = self.request, self.world, self.clock
         # Phases inside tell a rank's error early; this one has what lies between them, and the end.
         with world.phase("loading"):
             with PeakMeter(request.device) as meter:
                 with clock.phase("build"), world.phase("arguments"):
-                    engine = self._engine(meter)
-                taking = not self.played
-                known = prepare(request, engine, world, clock, request.strict, meter.paused, taking)
-                with _kept_on_failure(known):
+                    engine = self.resolve_engine(meter)
+                prepared = prepare(
+                    request, engine, world, clock, request.strict, meter.paused, self.takes_values
+                )
+                with _values_returned_on_failure(prepared):
                     with clock.phase("plan"):
-                        agree(request, known, world)
-                    placements, shards, destinations, maker, residence = self._shard(known)
-                tuning = request.tuning(engine, known.catalog, maker.device, bool(known.recipes.computed))
-                moved = self._fill(known, destinations, tuning)
-                if not self.played:
-                    with clock.phase("build"):
-                        moved = _gathered(moved, maker.finish(known.built.model))
-                        _keep_aliases(known)
-                        known.engine.enable_sequence_parallel(known.built.model)
-                        _keep_calls(known)
-                        self._offer_masters(known, destinations, tuning)
-                        if known.stored:
-                            _finish(request, known)
-            report = replace(self._report(known, moved, meter), tier=residence)
-            record = self._record(known, placements, report)
-            keep(known.built.model, record)
-            if not self.played:
-                watch_model(known.built.model)
-            if self.then is not None:
-                self.then(known.built.model)
-        return known.built.model, record, shards
+                        agree(request, prepared, world)
+                    # From here on ranks hold memory of their own; each of the steps is collective.
+                    placements, shards, destinations, maker, residence = self._shard(prepared)
+                tuning = request.tuning(
+                    engine, prepared.catalog, maker.device, bool(prepared.recipes.computed)
+                )
+                stats = self._fill(prepared, destinations, tuning)
+                with clock.phase("build"):
+                    stats = self.hand_over(prepared, destinations, maker, tuning, stats)
+            report = replace(self._report(prepared, stats, meter), tier=residence)
+            record = self._record(prepared, placements, report)
+            keep(prepared.built.model, record)
+            self.watch(prepared.built.model)
+            if then is not None:
+                then(prepared.built.model)
+        return prepared.built.model, record, shards
 
-    def _engine(self, meter: PeakMeter) -> Engine:
-        request = self.request
-        engine = request.resolve(self.place.size, self.place.rank if self.played else None)
-        if self.played and request.exchange and not engine.replicates_parameters:
-            raise ConfigError("exchange=True needs all ranks, and a rehearsal has one; leave it out")
-        if not self.played:
-            with meter.paused():
-                engine.require()
+    def resolve_engine(self, meter: PeakMeter) -> Engine:
+        """The engine of the request, whose libraries are there. Raises ConfigError and EngineError."""
+        engine = self.request.resolve(self.job.size)
+        with meter.paused():
+            engine.require()
         return engine
 
+    def make_shard_maker(self, prepared: Prepared, placements: Placements) -> ShardMaker:
+        """What makes this rank's empty shards."""
+        return prepared.engine.shard_maker(self.world, prepared.built.dtype, prepared.parallelism, placements)
+
+    def hand_over(
+        self,
+        prepared: Prepared,
+        destinations: Destinations,
+        maker: ShardMaker,
+        tuning: Tuning,
+        stats: TransferStats,
+    ) -> TransferStats:
+        """Make the model the engine's, with its filled shards; collective."""
+        model, engine = prepared.built.model, prepared.engine
+        # The order matters: aliases follow the parameters that the engine's end of sharding has put in
+        # place, and hooks of calls come after those of sequences, which they leave alone.
+        stats = _with_gathered(stats, maker.finish(model))
+        _keep_aliases(prepared)
+        engine.enable_sequence_parallel(model)
+        _keep_calls(prepared)
+        self._offer_masters(prepared, destinations, tuning)
+        if prepared.from_checkpoint:
+            _finish(self.request, prepared)
+        return stats
+
+    def watch(self, model: nn.Module) -> None:
+        """Note the optimizer's steps from now on."""
+        watch_model(model)
+
     def _shard(
-        self, known: Prepared
+        self, prepared: Prepared
     ) -> tuple[Placements, list[Shard], Destinations, ShardMaker, Residence | None]:
-        """Empty shards, made by the engine; played, memory as they would have."""
-        engine, model, parallelism = known.engine, known.built.model, known.parallelism
-        names = list(known.origins.parameters)
+        """Empty shards."""
+        model = prepared.built.model
+        names = list(prepared.origins.parameters)
         with self.clock.phase("build"), self.world.phase("sharding the model"):
-            placements = engine.placements(model, parallelism)
-            maker = (
-                engine.rehearsal_maker(self.place, parallelism, placements)
-                if self.played
-                else engine.shard_maker(self.world, known.built.dtype, parallelism, placements)
-            )
+            placements = prepared.engine.placements(model, prepared.parallelism)
+            maker = self.make_shard_maker(prepared, placements)
             residence = maker.agree_on_residence(model, names)
             shards = maker.shard(model, names)
-            destinations = Destinations.of(model, known.origins, shards, maker.device)
+            destinations = Destinations.of(model, prepared.origins, shards, maker.device)
         return placements, shards, destinations, maker, residence
 
-    def _fill(self, known: Prepared, destinations: Destinations, tuning: Tuning) -> TransferStats:
+    def _fill(self, prepared: Prepared, destinations: Destinations, tuning: Tuning) -> TransferStats:
         """Plan the reads, agree with the other ranks on who does them, and read."""
         world, clock, request = self.world, self.clock, self.request
-        # In flat buffers an exchange that is asked for is the engine's: each rank wants a share alone.
-        forced = None if known.engine.replicates_parameters and request.exchange else request.exchange
         with clock.phase("plan"), world.phase("planning"):
             wanted = destinations.wanted()
-            plan = join(known.catalog, wanted, PlanOptions(tuning.chunk_size))
-            own = ReadDemand.of(plan, tuning, forced)
+            plan = join(prepared.catalog, wanted, PlanOptions(tuning.chunk_size))
+            own = ReadDemand.of(plan, tuning, request.exchange_of_reads(prepared.engine))
         with clock.phase("plan"):
             strategy = agree_on_strategy(own, plan, world)
             if strategy is not None and strategy.once:
                 with world.phase("planning"):
-                    plan = join(known.catalog, wanted, PlanOptions(strategy.chunk_size))
+                    plan = join(prepared.catalog, wanted, PlanOptions(strategy.chunk_size))
         with clock.phase("read"), world.phase("reading"):
             shown = request.progress and world.rank == 0
-            if known.values is None:
-                moved = destinations.read(plan, tuning, strategy, shown, world)
+            if prepared.values is None:
+                stats = destinations.read(plan, tuning, strategy, shown, world)
             else:
-                moved = known.values.through(
+                stats = prepared.values.execute(
                     plan, lambda part: destinations.read(part, tuning, strategy, False, world)
                 )
             if world.rank == 0:
-                check_unchanged(known.catalog)  # those that it has not opened, too
+                check_unchanged(prepared.catalog)  # those that it has not opened, too
         with clock.phase("read"), world.phase("initialising"):
             destinations.initialise_missing(world)
-        return moved
+        return stats
 
-    def _offer_masters(self, known: Prepared, destinations: Destinations, tuning: Tuning) -> None:
+    def _offer_masters(self, prepared: Prepared, destinations: Destinations, tuning: Tuning) -> None:
         """Leave with the parameters what an engine needs to make fp32 masters of what is stored."""
         rounded: list[str] = []
         masters = None
-        if self.request.fp32_masters and known.stored:
+        if self.request.fp32_masters and prepared.from_checkpoint:
             rounded, masters = masters_of(
-                known.catalog, known.origins.parameters, destinations.shards, tuning
+                prepared.catalog, prepared.origins.parameters, destinations.shards, tuning
             )
-        known.engine.offer_masters(known.built.model, rounded, masters)
+        prepared.engine.offer_masters(prepared.built.model, rounded, masters)
 
-    def _report(self, known: Prepared, moved: TransferStats, meter: PeakMeter) -> Report:
-        origins, coverage, built = known.origins, known.coverage, known.built
+    def _report(self, prepared: Prepared, stats: TransferStats, meter: PeakMeter) -> Report:
+        origins, coverage, built = prepared.origins, prepared.coverage, prepared.built
         whole = (n for n, p in origins.parameters.items() if isinstance(p, Program) and p.whole)
         return Report(
             missing=coverage.missing,
             unexpected=coverage.unexpected,
             mismatched=tuple(coverage.mismatched),
+            reinitialised=prepared.reinitialised,
             ignored=coverage.ignored,
             initialised=origins.initialised,
             initialised_whole=tuple(whole),
-            converted=known.recipes.converted,
-            computed=known.recipes.computed,
-            computed_whole=known.recipes.computed_whole,
+            converted=prepared.recipes.converted,
+            computed=prepared.recipes.computed,
+            computed_whole=prepared.recipes.computed_whole,
             dequantised="" if built.quantizer is None else built.library.quantisation(built.quantizer),
             phases=self.clock.stop(),
-            read_bytes=moved.read,
-            planned_bytes=moved.planned,
-            exchanged_bytes=moved.received,
-            reading=moved.how,
+            read_bytes=stats.read,
+            planned_bytes=stats.planned,
+            exchanged_bytes=stats.received,
+            reading=stats.how,
             peak_host_bytes=meter.host_bytes,
             peak_device_bytes=meter.device_bytes,
-            rank=self.place.rank,
-            world_size=self.place.size,
-            engine=known.engine.name,
+            rank=self.job.rank,
+            world_size=self.job.size,
+            engine=prepared.engine.name,
         )
 
-    def _record(self, known: Prepared, placements: Placements, report: Report) -> LoadRecord:
-        catalog = known.catalog
+    def _record(self, prepared: Prepared, placements: Placements, report: Report) -> LoadRecord:
+        catalog = prepared.catalog
         catalog = replace(catalog, storage=catalog.storage.kept())
-        read = {n: r for n, r in known.origins.parameters.items() if isinstance(r, Recipe)}
-        recipes = {**read, **known.origins.buffers} if known.stored else {}
-        return LoadRecord(catalog, recipes, known.engine, known.parallelism, placements, report)
+        read = {n: r for n, r in prepared.origins.parameters.items() if isinstance(r, Recipe)}
+        recipes = {**read, **prepared.origins.buffers} if prepared.from_checkpoint else {}
+        return LoadRecord(catalog, recipes, prepared.engine, prepared.parallelism, placements, report)
+
+
+class _Rehearsal(_Load):
+    """One process does what one rank of ``job`` does: it agrees with itself alone, and has no engine."""
+
+    takes_values = False
+
+    def resolve_engine(self, meter: PeakMeter) -> Engine:
+        """The engine whose layout is followed; it need not be installed. Raises ConfigError, too."""
+        engine = self.request.resolve(self.job.size, self.job.rank)
+        if self.request.exchange and not engine.replicates_parameters:
+            raise ConfigError("exchange=True needs all ranks, and a rehearsal has one; leave it out")
+        return engine
+
+    def make_shard_maker(self, prepared: Prepared, placements: Placements) -> ShardMaker:
+        """What makes plain memory as the rank of the job would have it."""
+        return prepared.engine.rehearsal_maker(self.job, prepared.parallelism, placements)
+
+    def hand_over(
+        self,
+        prepared: Prepared,
+        destinations: Destinations,
+        maker: ShardMaker,
+        tuning: Tuning,
+        stats: TransferStats,
+    ) -> TransferStats:
+        """Nothing: the shards are looked at, and dropped."""
+        return stats
+
+    def watch(self, model: nn.Module) -> None:
+        """Nothing: it takes no steps."""
 
 
 @contextlib.contextmanager
-def _kept_on_failure(known: Prepared) -> Iterator[None]:
-    """What fails inside leaves a module that exists with its values."""
+def _values_returned_on_failure(prepared: Prepared) -> Iterator[None]:
+    """Where something inside fails, a module that had values has them again."""
     try:
         yield
     except BaseException:
-        if known.values is not None:
-            known.values.give_back()
+        if prepared.values is not None:
+            prepared.values.give_back()
         raise
 
 
-def _gathered(moved: TransferStats, nbytes: int) -> TransferStats:
-    """With the bytes that the engine has got from other ranks besides."""
+def _with_gathered(stats: TransferStats, nbytes: int) -> TransferStats:
+    """``stats`` and the bytes that the engine has gathered from other ranks."""
     if not nbytes:
-        return moved
-    how = f"{moved.how}; each rank a share of the flat buffers, gathered from all"
-    return replace(moved, received=moved.received + nbytes, how=how)
+        return stats
+    how = f"{stats.how}; each rank a share of the flat buffers, gathered from all"
+    return replace(stats, received=stats.received + nbytes, how=how)
 
 
-def _keep_aliases(known: Prepared) -> None:
+def _keep_aliases(prepared: Prepared) -> None:
     """Let places that hold parameters and buffers a second time have what has been loaded, and keep to it."""
-    model, aliases = known.built.model, known.aliases
-    aliases.join(list(known.recipes.by_name))
+    model, aliases = prepared.built.model, prepared.aliases
+    aliases.join(list(prepared.recipes.by_name))
     aliases.follow(model)
-    known.engine.follow_aliases(model, aliases.kept)
+    prepared.engine.follow_aliases(model, aliases.kept)
 
 
-def _keep_calls(known: Prepared) -> None:
+def _keep_calls(prepared: Prepared) -> None:
     """Keep the engine's hooks and classes from changing what a call of the model means."""
-    model, library = known.built.model, known.built.library
-    known.engine.preserve_calls(model, library.entries(model))
+    model, library = prepared.built.model, prepared.built.library
+    prepared.engine.preserve_calls(model, library.entries(model))
     library.keep_outputs(model)
 
 
-def _finish(request: Request, known: Prepared) -> None:
+def _finish(request: Request, prepared: Prepared) -> None:
     """Leave a model as its library's own loading leaves it."""
-    built, catalog = known.built, known.catalog
+    built, catalog = prepared.built, prepared.catalog
     built.model.eval()
     named = isinstance(request.source, (str, os.PathLike, Files))
     name = described(request.source, catalog) if named else None
-    built.library.finish(built, known.recipes, name, catalog)
+    built.library.finish(built, prepared.recipes, name, catalog)

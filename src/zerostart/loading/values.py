@@ -52,28 +52,28 @@ class Values:
         self.catalog = replace(catalog, storage=storage.kept())
 
     @staticmethod
-    def of(model: Any, world: World, taking: bool) -> Values:
+    def of(model: Any, world: World, take: bool) -> Values:
         """Look at the module on every rank, agree on whose values count, and take them; collective.
 
         Raises ConfigError for what is no module on a rank, is sharded already, or differs in more than
-        values; where not ``taking``, for any.
+        values; where it is not to ``take`` them, for any.
         """
         own, digest = None, ""
         with world.phase("looking at the module"):
-            _check(model, taking)
+            _check(model, take)
             if models.has_values(model):
                 own = memory_catalog({name: t.detach() for name, t, _ in models.named_tensors(model)})
                 digest = _digest(own)
-        told = world.all_gather_object((_form(model), digest), "looking at the module")
-        for rank, (form, _) in enumerate(told):
-            if form != told[0][0]:
+        forms = world.all_gather_object((_form(model), digest), "looking at the module")
+        for rank, (form, _) in enumerate(forms):
+            if form != forms[0][0]:
                 raise ConfigError(
                     f"the modules of ranks 0 and {rank} differ in names, order, dtypes or shapes of their "
                     "tensors; build the same on each"
                 )
-        first = next(rank for rank, (_, found) in enumerate(told) if found)
-        holders = tuple(rank for rank, (_, found) in enumerate(told) if found == told[first][1])
-        others = [rank for rank, (_, found) in enumerate(told) if found not in ("", told[first][1])]
+        first = next(rank for rank, (_, found) in enumerate(forms) if found)
+        holders = tuple(rank for rank, (_, found) in enumerate(forms) if found == forms[first][1])
+        others = [rank for rank, (_, found) in enumerate(forms) if found not in ("", forms[first][1])]
         shared = own
         if len(holders) < world.size:
             shared = world.broadcast_object(lambda: own, "looking at the module", first)
@@ -101,7 +101,7 @@ class Values:
         """Put the module's parameters back, unless shards have been made of some."""
         self._taken.give_back()
 
-    def through(self, plan: Plan, read: Callable[[Plan], TransferStats]) -> TransferStats:
+    def execute(self, plan: Plan, read: Callable[[Plan], TransferStats]) -> TransferStats:
         """``read`` the plan in parts, and free the tensors of each part when it is done; collective."""
         self._taken.release()
         reads: dict[int, list[Read]] = {number: [] for number in range(len(self._groups))}
@@ -130,14 +130,14 @@ class Values:
         return replace(plan, storage=storage, reads=reads)
 
 
-def _check(model: Any, taking: bool) -> None:
+def _check(model: Any, take: bool) -> None:
     """Raise ConfigError for what cannot be sharded as it is."""
     if not isinstance(model, nn.Module):
         raise ConfigError(
             "another rank passes a module with values, so every rank has to pass that module: with the same "
             "values, or on the meta device"
         )
-    if not taking:
+    if not take:
         raise ConfigError(
             "model has values, which a plan would leave where they are; pass it on the meta device, or a "
             "callable that builds it"
@@ -164,7 +164,7 @@ def _form(model: nn.Module) -> str:
 
 
 def _digest(catalog: Catalog) -> str:
-    """A digest of the bytes in memory, not of the order of dimensions: a hint, and all that ranks compare."""
+    """A digest of the bytes in memory and of how tensors lie there, by which ranks compare their values."""
     storage = catalog.storage
     assert isinstance(storage, MemoryStorage), "the tensors of a module are in memory"
     names = [str(number) for number in range(len(storage.buffers))]

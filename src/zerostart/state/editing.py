@@ -12,19 +12,13 @@ import torch.distributed as dist
 from torch import nn
 
 from zerostart.distributed.world import World, current_world
-from zerostart.engines import Shard, plain_name
+from zerostart.engines import Master, Shard, engine_families, plain_name
 from zerostart.errors import ConfigError
 from zerostart.geometry.layout import Layout, replicated
 from zerostart.live.full_tensors import MESSAGE, carried, whole_tensor
-from zerostart.live.parts import live_shards, whole_of_parts
+from zerostart.live.model import LiveModel
 from zerostart.state.resuming.background import settle_last
-from zerostart.upstream.deepspeed.state.editing import (
-    Master,
-    check_editable,
-    has_own_values,
-    master_of,
-    row_major,
-)
+from zerostart.upstream.torch.tensors import row_major
 
 #: Integers as wide as an element, in which two elements of one dtype are compared bit for bit.
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
@@ -33,24 +27,25 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 @contextlib.contextmanager
 def gathered(model: nn.Module, name: str, modifier_rank: int | None) -> Iterator[torch.Tensor]:
     """See ``zerostart.gathered``; raises ConfigError as it says there."""
-    inner = whole_of_parts(model)
     world = current_world()
+    LiveModel(model, world).check_loaded()
     if modifier_rank is not None and not 0 <= modifier_rank < world.size:
         raise ConfigError(f"modifier_rank={modifier_rank} is not one of the {world.size} ranks")
     change = f"changing {name} with modifier_rank={modifier_rank}"
     with world.phase(change):
         # Before anything is looked up: this leaves no gathered copy in the place of a parameter.
-        shards = live_shards(inner, world)
-        given = _current_name(inner, name)
-        parameter = inner.get_parameter(given)
+        live = LiveModel(model, world)
+        parameter = live.module.get_parameter(_current_name(live.module, name))
+        shard = live.sharded.get(id(parameter))
         if modifier_rank is not None:
-            check_editable(parameter, name)
-            if given not in shards and has_own_values(parameter):
+            for engine in engine_families():
+                engine.check_editable(parameter, name)
+            if shard is None and any(e.has_own_values(parameter) for e in engine_families()):
                 raise ConfigError(
                     f"{name} is of an expert of DeepSpeed's MoE, and other ranks have other experts under "
                     "that name: it is not one tensor; use deepspeed.utils.safe_set_full_fp32_param"
                 )
-        whole = _whole(shards.get(given), parameter)
+        whole = _whole(shard, parameter)
         form, before = _form(whole), _fingerprint(whole)
         yield whole
         now = _form(whole)
@@ -68,7 +63,7 @@ def gathered(model: nn.Module, name: str, modifier_rank: int | None) -> Iterator
             )
         if modifier_rank is not None and changed[modifier_rank]:
             settle_last()
-            with master_of(parameter) as master, _held(shards.get(given), parameter) as (layout, storage):
+            with master_of(parameter) as master, _memory(shard, parameter) as (layout, storage):
                 _write_back(layout, storage, master, whole, world, modifier_rank)
 
 
@@ -93,7 +88,7 @@ def _whole(shard: Shard | None, parameter: nn.Parameter) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def _held(shard: Shard | None, parameter: nn.Parameter) -> Iterator[tuple[Layout, torch.Tensor]]:
+def _memory(shard: Shard | None, parameter: nn.Parameter) -> Iterator[tuple[Layout, torch.Tensor]]:
     """What this rank holds of ``parameter``, which part it is, and as 1-D memory to be changed."""
     if shard is not None:
         yield shard.layout, shard.storage
@@ -122,10 +117,21 @@ def _write_back(
             for first, length, place in runs:
                 low, high = max(first, start), min(first + length, start + part.numel())
                 if low < high:
-                    take(storage, master, part[low - start : high - start], place + low - first)
+                    put_elements(storage, master, part[low - start : high - start], place + low - first)
 
 
-def take(storage: torch.Tensor, master: Master | None, new: torch.Tensor, place: int) -> None:
+@contextlib.contextmanager
+def master_of(parameter: torch.Tensor) -> Iterator[Master | None]:
+    """The fp32 master of this rank's share of ``parameter``, to be changed in place; None without one.
+
+    Not collective, but every rank that has a share must come through it.
+    """
+    with contextlib.ExitStack() as stack:
+        masters = [stack.enter_context(engine.master_of(parameter)) for engine in engine_families()]
+        yield next((master for master in masters if master is not None), None)
+
+
+def put_elements(storage: torch.Tensor, master: Master | None, new: torch.Tensor, place: int) -> None:
     """Put ``new`` at ``place`` of ``storage``, and into the master what is not there already.
 
     A master has more bits than its parameter: where that stays as it is, so does the master.

@@ -53,10 +53,10 @@ class ReadDemand:
     chunk: int
     rates: Rates
     machine: str
-    forced: bool | None
+    exchange: bool | None
 
     @classmethod
-    def of(cls, plan: Plan, tuning: Tuning, forced: bool | None, machine: str | None = None) -> ReadDemand:
+    def of(cls, plan: Plan, tuning: Tuning, exchange: bool | None, machine: str | None = None) -> ReadDemand:
         """What a rank with this plan for own slices tells; ``machine`` is this one unless it is named."""
         chunk = tuning.exchange_chunk
         nbytes = got = requests = 0
@@ -68,7 +68,7 @@ class ReadDemand:
             else:
                 got += Rows(read.rows, read.nbytes // read.rows, read.stride).fetched
                 requests += pieces_within(read, chunk or read.nbytes)
-        return cls(nbytes, got, requests, chunk, tuning.rates, machine or machine_name(), forced)
+        return cls(nbytes, got, requests, chunk, tuning.rates, machine or machine_name(), exchange)
 
 
 def agree_on_strategy(own: ReadDemand, plan: Plan, world: World) -> ReadStrategy | None:
@@ -88,7 +88,7 @@ def chosen(wants: Sequence[ReadDemand], stored: int) -> ReadStrategy | None:
 
     Raises ConfigError for an exchange that is asked for and cannot be.
     """
-    forced, chunk = wants[0].forced, min(want.chunk for want in wants)
+    exchange, chunk = wants[0].exchange, min(want.chunk for want in wants)
     wanted, got = sum(want.nbytes for want in wants), sum(want.fetched for want in wants)
     traffic = Traffic(
         wanted=wanted,
@@ -99,19 +99,19 @@ def chosen(wants: Sequence[ReadDemand], stored: int) -> ReadStrategy | None:
         chunk=chunk,
         fetched=got,
     )
-    if forced is None and got <= traffic.differ:
+    if exchange is None and got <= traffic.differ:
         return None
-    sharing = choose(traffic, Rates.slowest([want.rates for want in wants]), forced)
+    strategy = choose(traffic, Rates.slowest([want.rates for want in wants]), exchange)
     requests = sum(want.requests for want in wants)
-    if not sharing.once or (chunk >= MIN_CHUNK and requests <= MOST_REQUESTS):
-        return sharing
-    if forced:
+    if not strategy.once or (chunk >= MIN_CHUNK and requests <= MOST_REQUESTS):
+        return strategy
+    if exchange:
         raise ConfigError(
             "exchange=True needs room for eight buffers of 64 KiB on each rank, and at most "
             f"{MOST_REQUESTS} requests of all ranks (here {requests}); raise memory_limit or chunk_size, or "
             "leave exchange to be chosen"
         )
-    return replace(sharing, once=False, chunk_size=0)
+    return replace(strategy, once=False, chunk_size=0)
 
 
 def execute_together(
@@ -120,17 +120,17 @@ def execute_together(
     progress: Progress,
     tuning: Tuning,
     world: World,
-    sharing: ReadStrategy | None = None,
+    strategy: ReadStrategy | None = None,
 ) -> TransferStats:
     """``transfer.execute`` wherever the bytes are; collective.
 
-    Where ``sharing`` says so, bytes that several ranks want are read by one of them and sent to the others.
+    Where ``strategy`` says so, bytes that several ranks want are read by one of them and sent to the others.
     Raises PeerError if a rank that serves or is served dies, ReadError for bytes that are not as planned.
     """
     reader = tuning.reader(plan)
     if len(plan.storage.readers(world.size)) < world.size:
         moved = _from_holder(plan, storages, progress, tuning, world)
-    elif sharing is not None and sharing.once:
+    elif strategy is not None and strategy.once:
         tuning = tuning.exchanging(plan.chunk_size)
         reader = tuning.reader(plan)
         moved = _once(plan, storages, progress, tuning, reader, world)
@@ -143,7 +143,7 @@ def execute_together(
             f"and {plan.read_bytes}; this is a bug in zerostart"
         )
     how = tuning.describe(reader)
-    return replace(moved, how=f"{how}; {sharing}" if sharing is not None else how)
+    return replace(moved, how=f"{how}; {strategy}" if strategy is not None else how)
 
 
 def _once(
@@ -158,19 +158,19 @@ def _once(
     plan = spans_within(plan, plan.chunk_size)
     table = table_of(plan.reads)
     tables = world.all_gather_object(table, "planning the exchange")
-    exchange = exchange_schedule(tables, plan.chunk_size, BETWEEN)
-    alone = frozenset(exchange.alone[world.rank])
+    schedule = exchange_schedule(tables, plan.chunk_size, BETWEEN)
+    alone = frozenset(schedule.alone[world.rank])
     # Computations make their reads in no order that ranks could agree on.
     own = replace(plan, reads=tuple(r for n, r in enumerate(plan.reads) if n in alone))
     others = tuple(r for n, r in enumerate(plan.reads) if n not in alone)
     rest = replace(plan, reads=others, computations=())
     execute(own, storages, progress, tuning.threads, reader, tuning.depth)
     read = progress.done
-    reader = ExchangeReader(exchange.steps, tables, reader, world, tuning.threads)
+    reader = ExchangeReader(schedule.steps, tables, reader, world, tuning.threads)
     execute(rest, storages, progress, 1, reader, tuning.depth)
     return TransferStats(
         read=read + reader.read_bytes,
-        planned=own.read_bytes + exchange.served[world.rank],
+        planned=own.read_bytes + schedule.served[world.rank],
         received=reader.received_bytes,
     )
 

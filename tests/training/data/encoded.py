@@ -48,7 +48,7 @@ def configured(pipeline: Path, media: Mapping[str, Any] | None, out: Path, **cac
     """The configuration of a run that trains on ``media``, encoded by ``pipeline``."""
     values: dict[str, Any] = {
         "model": {"source": str(pipeline)},
-        "task": {"name": "tests.training.encoded:Encoding"},
+        "task": {"name": "tests.training.data.encoded:Encoding"},
         "engine": {"name": "fsdp2"},
         "train": {"steps": 1},
         "output": {"directory": str(out)},

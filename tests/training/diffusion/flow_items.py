@@ -124,7 +124,7 @@ def configured(
         torch.save(examples(family, count, sizes), source / "examples.pt")
     return {
         "model": {"source": str(source)},
-        "task": {"name": "tests.training.flow_items:Stored", "path": str(source / "examples.pt")},
+        "task": {"name": "tests.training.diffusion.flow_items:Stored", "path": str(source / "examples.pt")},
         "engine": {"name": engine, "zero_stage": stage},
         "train": {"steps": 3, "batch_size": 2, "learning_rate": 1e-3, "schedule": "constant", **train},
         "output": {"directory": str(folder / "out"), "overwrite": True},

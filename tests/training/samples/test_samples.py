@@ -37,7 +37,7 @@ def flux(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def configured(path: Path, engine: str, output: Path, **samples: Any) -> dict[str, Any]:
     return {
         "model": {"source": str(path)},
-        "task": {"name": "tests.training.sampled:Drawn"},
+        "task": {"name": "tests.training.samples.sampled:Drawn"},
         "engine": ENGINES[engine],
         "train": {"steps": 3, "batch_size": 2, "learning_rate": 1e-2},
         "output": {"directory": str(output)},

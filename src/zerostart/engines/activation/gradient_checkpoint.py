@@ -44,7 +44,7 @@ def checkpointed(
         return torch_checkpoint.checkpoint(call.run, *call.tensors, use_reentrant=False)
 
 
-class _Kept(torch.autograd.Function):
+class _SavedLast(torch.autograd.Function):
     """A node that saves a tensor, and is part of nothing that is computed."""
 
     @staticmethod
@@ -57,7 +57,7 @@ class _Kept(torch.autograd.Function):
         raise AssertionError("nothing leads here")
 
 
-def _ask_first(results: list[torch.Tensor], inputs: Iterable[torch.Tensor]) -> None:
+def _recompute_first(results: list[torch.Tensor], inputs: Iterable[torch.Tensor]) -> None:
     """Have the function run again, to its end, before the backward of anything in it begins.
 
     An engine's hooks gather a module's parameters for its forward and give them back after it. That must not
@@ -68,8 +68,8 @@ def _ask_first(results: list[torch.Tensor], inputs: Iterable[torch.Tensor]) -> N
     made = [tensor for tensor in results if tensor.grad_fn not in outside]
     if not made:
         return
-    keep: Any = _Kept.apply
-    kept = keep(torch.zeros((), device="cpu", requires_grad=True), made[0].detach()).grad_fn
+    save: Any = _SavedLast.apply
+    saved_last = save(torch.zeros((), device="cpu", requires_grad=True), made[0].detach()).grad_fn
     asked = False
 
     def begin(_: Any) -> None:
@@ -80,7 +80,7 @@ def _ask_first(results: list[torch.Tensor], inputs: Iterable[torch.Tensor]) -> N
         nonlocal asked
         if not asked:
             asked = True
-            _ = kept.saved_tensors
+            _ = saved_last.saved_tensors  # whose unpacking runs the function again
 
     # Once in each backward: a graph may be retained for several. Hooks of tensors come before those of nodes,
     # among which are an engine's, which gathers for a backward what running again needs, too.
@@ -92,24 +92,26 @@ def _ask_first(results: list[torch.Tensor], inputs: Iterable[torch.Tensor]) -> N
 
 @dataclass
 class _Call:
-    """A call taken apart: ``leaves`` of its arguments as ``spec`` has them, tensors as None in them."""
+    """A call taken apart: the ``leaves`` of its arguments in the order of ``spec``, None in place of tensors.
+
+    ``tensors[i]`` belongs at ``leaves[places[i]]``; ``callers`` are the arguments as the caller has them.
+    """
 
     function: Callable[..., Any]
-    given: tuple[tuple[Any, ...], Mapping[str, Any]]
+    callers: tuple[tuple[Any, ...], Mapping[str, Any]] | None
     leaves: list[Any]
     spec: TreeSpec
     tensors: list[torch.Tensor]
     places: list[int]
-    first: bool = True
 
     @classmethod
     def of(cls, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Call:
-        given = (args, dict(kwargs))
-        leaves, spec = tree_flatten(given, is_leaf=_is_cache)
+        callers = (args, dict(kwargs))
+        leaves, spec = tree_flatten(callers, is_leaf=_is_cache)
         places = [n for n, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         tensors = [leaves[n] for n in places]
-        kept = [None if isinstance(leaf, torch.Tensor) else _without_past(leaf) for leaf in leaves]
-        return cls(function, given, kept, spec, tensors, places)
+        others = [None if isinstance(leaf, torch.Tensor) else _without_past(leaf) for leaf in leaves]
+        return cls(function, callers, others, spec, tensors, places)
 
     def arguments(self, tensors: tuple[torch.Tensor, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Arguments in new containers, with these tensors in their places."""
@@ -127,11 +129,10 @@ class _Call:
         made = self.function(*args, **kwargs)
         for leaf, parts in zip(whole, before, strict=True):
             _check_unchanged(leaf, parts)
-        if self.first:
-            self.first = False
-            _give_back(self.given, (args, kwargs))
-            self.given = ((), {})  # not needed any more, and not to be kept alive
-        _ask_first([leaf for leaf in tree_leaves(made) if isinstance(leaf, torch.Tensor)], tensors)
+        if self.callers is not None:  # the first run; later ones compute for a backward alone
+            _give_back(self.callers, (args, kwargs))
+            self.callers = None  # not to be kept alive
+        _recompute_first([leaf for leaf in tree_leaves(made) if isinstance(leaf, torch.Tensor)], tensors)
         return made
 
     def through_deepspeed(self, checkpoint: Callable[..., Any]) -> Any:
@@ -147,7 +148,7 @@ class _Call:
             before = tree_flatten((args, kwargs), is_leaf=_is_cache)
             leaves, spec = tree_flatten(self.function(*args, **kwargs))
             after = tree_flatten((args, kwargs), is_leaf=_is_cache)
-            if before[1] != after[1] or any(a is not b for a, b in zip(before[0], after[0], strict=True)):
+            if before[1] != after[1] or not _same_objects(before[0], after[0]):
                 raise ConfigError(
                     "a function under DeepSpeed's checkpointing changed a list or dictionary that it was "
                     "given, and what it put there would have no gradient; do without "
@@ -174,8 +175,7 @@ def _parts(container: dict[Any, Any] | list[Any]) -> list[Any]:
 
 def _check_unchanged(container: dict[Any, Any] | list[Any], before: list[Any]) -> None:
     """Raise ConfigError where a function has changed what is not made anew for its second run."""
-    now = _parts(container)
-    if len(now) != len(before) or any(a is not b for a, b in zip(now, before, strict=True)):
+    if not _same_objects(_parts(container), before):
         raise ConfigError(
             f"a function under gradient checkpointing changed a {type(container).__name__} that it was "
             "given, which its second run would find changed; pass a list, a dict or a deque"
@@ -209,7 +209,11 @@ def _has_past(cache: Any) -> bool:
 
 
 def _give_back(own: Any, used: Any) -> Any:
-    """Make the caller's containers what those that the function was given in their place have become."""
+    """Give the caller's containers ``own`` what the function has made of their copies ``used``.
+
+    Containers inside of containers stay the caller's, too. Returns what stands for ``used`` then: ``own``
+    where it can hold it, else ``used`` itself.
+    """
     if _is_cache(own):
         return own
     if own is used or type(own) is not type(used):
@@ -220,16 +224,20 @@ def _give_back(own: Any, used: Any) -> Any:
             own.clear()
             own.update(merged)
         return own
-    if isinstance(own, MutableSequence):
-        items = [_give_back(own[n], value) if n < len(own) else value for n, value in enumerate(used)]
-        if len(items) != len(own) or any(a is not b for a, b in zip(own, items, strict=True)):
-            own.clear()  # a deque has no slices
-            own.extend(items)
+    if not isinstance(own, (MutableSequence, tuple)):
+        return used
+    items = [_give_back(own[n], value) if n < len(own) else value for n, value in enumerate(used)]
+    if _same_objects(own, items):
         return own
     if isinstance(own, tuple):
-        items = [_give_back(mine, theirs) for mine, theirs in zip(own, used, strict=False)]
-        return own if all(a is b for a, b in zip(own, items, strict=False)) else used
-    return used
+        return used
+    own.clear()  # a deque has no slices
+    own.extend(items)
+    return own
+
+
+def _same_objects(one: Sequence[object], other: Sequence[object]) -> bool:
+    return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
 
 
 class CheckpointedForward:

@@ -37,13 +37,13 @@ def on_host(offload: bool) -> Iterator[None]:
     if not offload:
         yield
         return
-    sent: list[tuple[torch.Tensor, _Away]] = []
+    sent: list[tuple[torch.Tensor, _HostCopy]] = []
 
-    def pack(tensor: torch.Tensor) -> _Stayed | _Away:
+    def pack(tensor: torch.Tensor) -> _OnDevice | _HostCopy:
         # What needs no gradient is the caller's, for all layers alike, and parameters are the model's.
         if not has_streams(tensor.device) or not tensor.requires_grad or isinstance(tensor, nn.Parameter):
-            return _Stayed(tensor)
-        copy = _lane(tensor.device).away(tensor)
+            return _OnDevice(tensor)
+        copy = _copy_stream(tensor.device).send(tensor)
         sent.append((tensor, copy))
         return copy
 
@@ -53,7 +53,7 @@ def on_host(offload: bool) -> Iterator[None]:
         copy.settle(tensor)
 
 
-def _value(packed: _Stayed | _Away) -> torch.Tensor:
+def _value(packed: _OnDevice | _HostCopy) -> torch.Tensor:
     return packed.value()
 
 
@@ -64,7 +64,7 @@ def _written(shape: torch.Size) -> ConfigError:
     )
 
 
-class _Stayed:
+class _OnDevice:
     """A tensor that is kept where it is."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -76,39 +76,39 @@ class _Stayed:
         return self._tensor
 
 
-class _Away:
+class _HostCopy:
     """One tensor in host memory, and its copy on the device once that is on its way back."""
 
-    def __init__(self, lane: _Lane, tensor: torch.Tensor, before: _Away | None) -> None:
-        self.lane, self.host = lane, lane.room_for(tensor, self)
-        self._writes, self._torn = tensor._version, False
+    def __init__(self, copies: _CopyStream, tensor: torch.Tensor, before: _HostCopy | None) -> None:
+        self.copies, self.host = copies, copies.room_for(tensor, self)
+        self._writes, self._overwritten = tensor._version, False
         #: What was packed before it is unpacked after it.
         self.before = None if before is None else weakref.ref(before)
         self.returned: tuple[torch.Tensor, torch.Event] | None = None
 
     def settle(self, tensor: torch.Tensor) -> None:
         """The function is over: what is written from now on comes after the copy."""
-        self._torn = tensor._version != self._writes
-        self.lane.wait()
+        self._overwritten = tensor._version != self._writes
+        self.copies.wait()
 
     def value(self) -> torch.Tensor:
-        if self._torn:
+        if self._overwritten:
             raise _written(self.host.shape)
-        return self.lane.back(self)
+        return self.copies.fetch(self)
 
 
-class _Lane:
+class _CopyStream:
     """The copies of one device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.Stream(device)
-        self._last: weakref.ref[_Away] | None = None
+        self._last: weakref.ref[_HostCopy] | None = None
         #: Page-locked memory in which nothing is, by address. Any thread may add to it, or take from it.
         self._idle: dict[int, torch.Tensor] = {}
 
-    def away(self, tensor: torch.Tensor) -> _Away:
-        packed = _Away(self, tensor, None if self._last is None else self._last())
+    def send(self, tensor: torch.Tensor) -> _HostCopy:
+        packed = _HostCopy(self, tensor, None if self._last is None else self._last())
         self._stream.wait_stream(torch.accelerator.current_stream(self._device))
         with self._stream:
             packed.host.copy_(tensor.detach(), non_blocking=True)
@@ -116,7 +116,7 @@ class _Lane:
         self._last = weakref.ref(packed)
         return packed
 
-    def room_for(self, tensor: torch.Tensor, packed: _Away) -> torch.Tensor:
+    def room_for(self, tensor: torch.Tensor, packed: _HostCopy) -> torch.Tensor:
         """A host tensor like ``tensor``, whose memory is used again when ``packed`` is no more.
 
         Copies out of it may be under way then: all are on one stream, and the next comes after them.
@@ -146,7 +146,7 @@ class _Lane:
         """What is computed from now on comes after the copies that were asked for."""
         torch.accelerator.current_stream(self._device).wait_stream(self._stream)
 
-    def back(self, packed: _Away) -> torch.Tensor:
+    def fetch(self, packed: _HostCopy) -> torch.Tensor:
         tensor, arrived = self._bring(packed)
         packed.returned = None
         current = torch.accelerator.current_stream(self._device)
@@ -156,7 +156,7 @@ class _Lane:
             self._bring(following)
         return tensor
 
-    def _bring(self, packed: _Away) -> tuple[torch.Tensor, torch.Event]:
+    def _bring(self, packed: _HostCopy) -> tuple[torch.Tensor, torch.Event]:
         if packed.returned is None:
             with self._stream:
                 tensor = packed.host.to(self._device, non_blocking=True)
@@ -165,5 +165,5 @@ class _Lane:
 
 
 @functools.cache
-def _lane(device: torch.device) -> _Lane:
-    return _Lane(device)
+def _copy_stream(device: torch.device) -> _CopyStream:
+    return _CopyStream(device)

@@ -15,6 +15,7 @@ from zerostart.distributed.world import World
 from zerostart.engines.deepspeed import memory3, memory12
 from zerostart.engines.deepspeed.cutting import cutter
 from zerostart.engines.deepspeed.settings import DeepSpeedSettings
+from zerostart.engines.deepspeed.state import DeepSpeedStateEngine
 from zerostart.engines.deepspeed.training import HOST_BACKEND, KEPT, accelerate_setup, training_config
 from zerostart.engines.engine import Engine
 from zerostart.engines.flat_buffers import FlatBufferShards, placed_whole
@@ -48,7 +49,7 @@ def _without_path(value: object) -> object:
     return {k: v for k, v in value.items() if k != "nvme_path"} if isinstance(value, Mapping) else value
 
 
-class DeepSpeed(Engine):
+class DeepSpeed(DeepSpeedStateEngine, Engine):
     """What its stages have in common; ``config`` is DeepSpeed's own configuration."""
 
     name = "deepspeed"
@@ -80,13 +81,6 @@ class DeepSpeed(Engine):
     def configured_expert_parallel(cls, config: Mapping[str, Any]) -> int:
         """See ``Engine``; it is ``autoep_size`` of an enabled section ``expert_parallel``."""
         return DeepSpeedSettings.of(config).autoep_size or 1
-
-    @classmethod
-    def find_shards(cls, model: nn.Module, world: World) -> dict[str, Shard]:
-        """See ``Engine``: ZeRO-3 partitions; the other stages keep parameters whole."""
-        from zerostart.engines.deepspeed.partitioning import current_shards
-
-        return current_shards(model)
 
     @cached_property
     def settings(self) -> DeepSpeedSettings:

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from zerostart.errors import ConfigError
-from zerostart.geometry.layout import cut_of, expand
+from zerostart.geometry.layout import expand, shard_spec_of
 
 REMEDY = "use engine='fsdp2', which runs it by its own plan, or tensor_parallel=1"
 _GATHERED = ("colwise_gather_output", "colwise_rep")
@@ -53,12 +53,12 @@ def _wrong(
             yield f"sum no gradients behind {name}, of whose result each rank uses a part"
         elif style in _GATHERED and name in partial and not _complete(model, became, name):
             yield f"cut {name}, and do not gather its result, which is used whole"
-        elif isinstance(module, nn.Linear) and name not in cut and cut_of(style, name, 2) is not None:
+        elif isinstance(module, nn.Linear) and name not in cut and shard_spec_of(style, name, 2) is not None:
             yield f"leave {name} whole, and cut what is beside it"
     for name, parameter in model.named_parameters():
         style, owner = plan.get(name) or expand(plan, name, parameter=True), name.rpartition(".")[0]
         whole = style is not None and owner in beside and name not in sliced
-        if whole and cut_of(str(style), name, parameter.dim()) is not None:
+        if whole and shard_spec_of(str(style), name, parameter.dim()) is not None:
             yield f"leave {name} whole, and cut what is beside it"
 
 

@@ -21,12 +21,13 @@ from zerostart.engines.fsdp2 import memory
 from zerostart.engines.fsdp2.layouts import MeshShares
 from zerostart.engines.fsdp2.settings import FSDP2Settings
 from zerostart.engines.fsdp2.stages import begin_batch
+from zerostart.engines.fsdp2.state import FSDP2StateEngine
 from zerostart.engines.loading import ShardMaker
 from zerostart.engines.placements import DEVICE, HOST, Placements
 from zerostart.engines.sequences import check_ring
 from zerostart.engines.shard import Shard
 from zerostart.engines.training import AccelerateSetup, LauncherSetup, TrainingJob
-from zerostart.errors import ConfigError, EngineError
+from zerostart.errors import ConfigError
 from zerostart.geometry.layout import Mesh, Parallelism, dimension_shard
 from zerostart.geometry.layout.flat import FlatRules
 from zerostart.models import Alias
@@ -36,7 +37,7 @@ from zerostart.upstream.accelerate.plugins import launched_fsdp_version
 PLAIN = ("replicate", "reshard_after_forward", "wrap")
 
 
-class FSDP2(Engine):
+class FSDP2(FSDP2StateEngine, Engine):
     """DTensors over the mesh; ``config`` has keyword arguments of ``fully_shard`` and zerostart's own."""
 
     name = "fsdp2"
@@ -70,28 +71,6 @@ class FSDP2(Engine):
         if not zero_stage:
             return "DistributedDataParallel"
         return "FSDP2" if zero_stage == 3 else f"FSDP2 as ZeRO-{zero_stage}"
-
-    @classmethod
-    def put_to_rest(cls, model: nn.Module) -> None:
-        """See ``Engine``: units that were not resharded after their forward."""
-        from zerostart.engines.fsdp2.engine import reshard
-
-        reshard(model)
-
-    @classmethod
-    def find_shards(cls, model: nn.Module, world: World) -> dict[str, Shard]:
-        """See ``Engine``: DTensors. Raises EngineError for a mesh that is not of all ranks."""
-        from zerostart.engines.fsdp2.engine import current_shards
-
-        shards = current_shards(model)
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            mesh = getattr(parameter, "device_mesh", None)
-            if name in shards and mesh is not None and mesh.size() != world.size:
-                raise EngineError(
-                    f"{name} lies on {mesh.size()} of the {world.size} ranks, and nothing says what the "
-                    "others have; load the model with zerostart, or shard it over a mesh of all ranks"
-                )
-        return shards
 
     @cached_property
     def settings(self) -> FSDP2Settings:

@@ -13,7 +13,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from zerostart.engines.shard import replace_everywhere
 from zerostart.errors import EngineError
-from zerostart.geometry.layout import Cut, Parallelism, Ranges
+from zerostart.geometry.layout import Parallelism, Ranges, ShardSpec
 from zerostart.upstream.transformers.tensor import run_in_style
 
 #: The style of modules with whole parameters that see part of the activations, such as norms of heads.
@@ -50,7 +50,7 @@ def _beside_a_cut(name: str, parallelism: Parallelism) -> bool:
     return leaf == "bias" and f"{module}.weight" in parallelism.tensors.cuts
 
 
-def _placement(cut: Cut | Ranges, dimensions: int) -> Placement:
+def _placement(cut: ShardSpec | Ranges, dimensions: int) -> Placement:
     """DTensor's name for a cut."""
     dim = cut.dim % dimensions
     if isinstance(cut, Ranges) or isinstance(cut.parts, tuple):

@@ -1,31 +1,31 @@
 """Layouts: which elements of a parameter a rank holds, and where in its local storage. Pure integers."""
 
-from zerostart.geometry.layout.layout import Layout, Placed, dimension_shard, flat_partition, replicated
+from zerostart.geometry.layout.layout import Layout, LocalBox, dimension_shard, flat_partition, replicated
 from zerostart.geometry.layout.mesh import Mesh
 from zerostart.geometry.layout.parallel_plans import (
-    Cut,
     Parallelism,
     ParallelPlan,
     Ranges,
-    cut_of,
+    ShardSpec,
     expand,
     expert_plan,
     rules_without,
+    shard_spec_of,
     tensor_plan,
 )
 from zerostart.geometry.layout.section import Section, chunk, entire, packed, ranged
 
 __all__ = [
-    "Cut",
+    "ShardSpec",
     "Layout",
     "Mesh",
     "ParallelPlan",
     "Parallelism",
-    "Placed",
+    "LocalBox",
     "Ranges",
     "Section",
     "chunk",
-    "cut_of",
+    "shard_spec_of",
     "dimension_shard",
     "entire",
     "expand",

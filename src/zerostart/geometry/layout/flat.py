@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import gcd, prod
 
 from zerostart.geometry import Box, row_major_boxes, row_major_strides
-from zerostart.geometry.layout.layout import Layout, Placed
+from zerostart.geometry.layout.layout import Layout, LocalBox
 
 #: A partition begins at a multiple of this many elements (DeepSpeed's ``nccl_start_alignment_factor``).
 START_ALIGNMENT = 2
@@ -95,7 +95,7 @@ def flat_run(shape: Sequence[int], start: int, stop: int) -> Layout:
     placed = []
     for box in row_major_boxes(shape, start, min(stop, prod(shape))):
         first = sum(o * s for o, s in zip(box.origin, strides, strict=True))
-        placed.append(Placed(box, first - start, strides))
+        placed.append(LocalBox(box, first - start, strides))
     return Layout(tuple(shape), stop - start, stop - start, tuple(placed))
 
 
@@ -108,12 +108,12 @@ def narrowed(layout: Layout, start: int, stop: int) -> Layout:
         for inner in row_major_boxes(placed.box.extent, low, max(low, high)):
             origin = tuple(a + b for a, b in zip(placed.box.origin, inner.origin, strict=True))
             moved = sum(o * s for o, s in zip(inner.origin, placed.strides, strict=True))
-            kept.append(Placed(Box(origin, inner.extent), placed.to + moved - start, placed.strides))
+            kept.append(LocalBox(Box(origin, inner.extent), placed.to + moved - start, placed.strides))
     owned = min(max(layout.owned - start, 0), stop - start)
     return Layout(layout.shape, stop - start, owned, tuple(kept))
 
 
-def _unbroken(placed: Placed) -> Iterator[Placed]:
+def _unbroken(placed: LocalBox) -> Iterator[LocalBox]:
     """Boxes that make up ``placed``, each of which is one unbroken run of the storage."""
     extent, step, split = placed.box.extent, 1, len(placed.box.extent)
     while split and (extent[split - 1] == 1 or placed.strides[split - 1] == step):
@@ -124,4 +124,4 @@ def _unbroken(placed: Placed) -> Iterator[Placed]:
             o + i for o, i in zip(placed.box.origin, (*index, *[0] * len(extent[split:])), strict=True)
         )
         moved = sum(i * stride for i, stride in zip(index, placed.strides, strict=False))
-        yield Placed(Box(origin, (1,) * split + tuple(extent[split:])), placed.to + moved, placed.strides)
+        yield LocalBox(Box(origin, (1,) * split + tuple(extent[split:])), placed.to + moved, placed.strides)

@@ -14,7 +14,7 @@ from zerostart.geometry import Box, copies_between, row_major_boxes, row_major_s
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class LocalBox:
     """``box`` of the parameter; its element ``origin + index`` lies at ``to + sum(index * strides)``."""
 
     box: Box
@@ -29,20 +29,20 @@ class Layout:
     shape: tuple[int, ...]
     numel: int
     owned: int
-    boxes: tuple[Placed, ...]
+    boxes: tuple[LocalBox, ...]
 
     def part(self, number: int, count: int) -> Layout:
         """Part ``number`` of ``count`` nearly equal ones without overlap; the storage stays the same."""
         total = sum(placed.box.numel for placed in self.boxes)
         first, stop = total * number // count, total * (number + 1) // count
-        kept: list[Placed] = []
+        kept: list[LocalBox] = []
         begin = 0
         for placed in self.boxes:
             box, end = placed.box, begin + placed.box.numel
             for inner in row_major_boxes(box.extent, max(first - begin, 0), min(stop, end) - begin):
                 origin = tuple(a + b for a, b in zip(box.origin, inner.origin, strict=True))
                 moved = sum(o * s for o, s in zip(inner.origin, placed.strides, strict=True))
-                kept.append(Placed(Box(origin, inner.extent), placed.to + moved, placed.strides))
+                kept.append(LocalBox(Box(origin, inner.extent), placed.to + moved, placed.strides))
             begin = end
         return Layout(self.shape, self.numel, stop - first, tuple(kept))
 
@@ -70,7 +70,7 @@ def flat_partition(shape: Sequence[int], rank: int, world_size: int) -> Layout:
     placed = []
     for box in row_major_boxes(shape, start, stop):
         first = sum(o * s for o, s in zip(box.origin, strides, strict=True))
-        placed.append(Placed(box, first - start, strides))
+        placed.append(LocalBox(box, first - start, strides))
     return Layout(tuple(shape), size, stop - start, tuple(placed))
 
 
@@ -86,17 +86,17 @@ def dimension_shard(shape: Sequence[int], dim: int, rank: int, world_size: int) 
     start, stop = min(rank * chunk, shape[dim]), min((rank + 1) * chunk, shape[dim])
     padded = (*shape[:dim], chunk, *shape[dim + 1 :])
     local = (*shape[:dim], stop - start, *shape[dim + 1 :])
-    boxes: tuple[Placed, ...] = ()
+    boxes: tuple[LocalBox, ...] = ()
     if prod(local):
         origin = (0,) * dim + (start,) + (0,) * (len(shape) - dim - 1)
-        boxes = (Placed(Box(origin, local), 0, row_major_strides(local)),)
+        boxes = (LocalBox(Box(origin, local), 0, row_major_strides(local)),)
     return Layout(tuple(shape), prod(padded), prod(local), boxes)
 
 
 def replicated(shape: Sequence[int]) -> Layout:
     """The whole parameter on every rank."""
     total = prod(shape)
-    box = Placed(Box((0,) * len(shape), tuple(shape)), 0, row_major_strides(shape))
+    box = LocalBox(Box((0,) * len(shape), tuple(shape)), 0, row_major_strides(shape))
     return Layout(tuple(shape), total, total, (box,) if total else ())
 
 

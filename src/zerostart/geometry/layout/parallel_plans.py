@@ -1,7 +1,8 @@
 """Expert and tensor parallel plans in one form: for each parameter, how a mesh axis cuts it.
 
 Whatever declares a plan (transformers' styles, DeepSpeed's ``partition_config``, the caller's mapping), it
-becomes a ``ParallelPlan``: parameter names with a ``Cut``, and module names with the style in which they run.
+becomes a ``ParallelPlan``: parameter names with a ``ShardSpec``, and module names with the style in which
+they run.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from zerostart.geometry.layout.section import Section, entire, packed, ranged
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class ShardSpec:
     """A cut along ``dim``, which may be negative; ``parts`` fused parts of equal or of given sizes."""
 
     dim: int
@@ -55,23 +56,23 @@ class Ranges:
 class ParallelPlan:
     """A plan for one mesh axis: cuts by parameter name, and styles of forward by module name."""
 
-    cuts: Mapping[str, Cut | Ranges] = field(default_factory=dict)
+    cuts: Mapping[str, ShardSpec | Ranges] = field(default_factory=dict)
     modules: Mapping[str, str] = field(default_factory=dict)
 
 
 #: transformers' styles that cut parameters: (cut of a weight, cut of a bias); None: every rank has it whole.
 #: Source: ``transformers/distributed/tensor_parallel.py``, ``shard_param`` of each style.
-TENSOR_STYLES: Mapping[str, tuple[Cut | None, Cut | None]] = {
-    "colwise": (Cut(-2), Cut(-1)),
-    "colwise_gather_output": (Cut(-2), Cut(-1)),
-    "colwise_rep": (Cut(-2), Cut(-1)),
-    "rowwise": (Cut(-1), None),
-    "rowwise_split_input": (Cut(-1), None),
-    "rowwise_rep": (Cut(-1), None),
-    "embedding_rowwise": (Cut(0), None),
-    "embedding_colwise": (Cut(1), None),
-    "packed_colwise": (Cut(-2, 2), Cut(-1)),
-    "packed_rowwise": (Cut(-1, 2), None),
+TENSOR_STYLES: Mapping[str, tuple[ShardSpec | None, ShardSpec | None]] = {
+    "colwise": (ShardSpec(-2), ShardSpec(-1)),
+    "colwise_gather_output": (ShardSpec(-2), ShardSpec(-1)),
+    "colwise_rep": (ShardSpec(-2), ShardSpec(-1)),
+    "rowwise": (ShardSpec(-1), None),
+    "rowwise_split_input": (ShardSpec(-1), None),
+    "rowwise_rep": (ShardSpec(-1), None),
+    "embedding_rowwise": (ShardSpec(0), None),
+    "embedding_colwise": (ShardSpec(1), None),
+    "packed_colwise": (ShardSpec(-2, 2), ShardSpec(-1)),
+    "packed_rowwise": (ShardSpec(-1, 2), None),
     **dict.fromkeys(
         (
             *("sequence_parallel", "replicated_with_grad_allreduce", "mla_kv_a_proj", "all_reduce"),
@@ -87,7 +88,7 @@ EXPERT_STYLES: Mapping[str, bool] = {"grouped_gemm": True, "ep_dispatch_experts"
 _FORMER_STYLES = ("ep_router", "moe_tp_experts")
 
 
-def cut_of(style: str, name: str, dimensions: int) -> Cut | None:
+def shard_spec_of(style: str, name: str, dimensions: int) -> ShardSpec | None:
     """The cut of the parameter ``name`` under a tensor-parallel style; None where every rank has it whole.
 
     Raises ConfigError for a style that is not known.
@@ -131,10 +132,10 @@ def tensor_plan(
 
     Raises ConfigError for a style that is not known.
     """
-    cuts: dict[str, Cut | Ranges] = {}
+    cuts: dict[str, ShardSpec | Ranges] = {}
     for name, dimensions in parameters.items():
         style = expand(rules, name, parameter=True)
-        if style is not None and (cut := cut_of(style, name, dimensions)) is not None:
+        if style is not None and (cut := shard_spec_of(style, name, dimensions)) is not None:
             cuts[name] = cut
     styles = {name: style for name in modules if (style := expand(rules, name, parameter=False)) is not None}
     return ParallelPlan(cuts, styles)
@@ -155,7 +156,7 @@ def expert_plan(
             f"known are {', '.join(EXPERT_STYLES)}"
         )
     cuts = {
-        name: Cut(0)
+        name: ShardSpec(0)
         for name in parameters
         if EXPERT_STYLES.get(expand(rules, name, parameter=True) or "", False)
     }
@@ -176,7 +177,7 @@ class Parallelism:
         """Whether the parameter ``name`` is cut by experts."""
         return name in self.experts.cuts
 
-    def cut(self, name: str) -> Cut | Ranges | None:
+    def cut(self, name: str) -> ShardSpec | Ranges | None:
         """The cut of ``name``; parameters with an equal one and an equal shape lie alike on every rank."""
         return self.experts.cuts.get(name) or self.tensors.cuts.get(name)
 

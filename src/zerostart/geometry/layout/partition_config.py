@@ -14,7 +14,7 @@ from math import prod
 from typing import Any
 
 from zerostart.errors import ConfigError
-from zerostart.geometry.layout.parallel_plans import Cut, ParallelPlan
+from zerostart.geometry.layout.parallel_plans import ParallelPlan, ShardSpec
 
 Shape = tuple[int | tuple[int, ...], ...]
 _KEYS = {"partition_config", "preset_model", "autotp_size", "tp_size", "enabled"}
@@ -124,7 +124,7 @@ def partition_plan(
     shape that does not fit, and a part that ``size`` does not divide (DeepSpeed cuts it by rules of its own).
     """
     rules, strict, heads = _rules(section)
-    cuts: dict[str, Cut] = {}
+    cuts: dict[str, ShardSpec] = {}
     styles: dict[str, str] = {}
     for name, linear in linears.items():
         rule = next((r for r in rules if r.matches(f"{name}.weight", model_type)), None)
@@ -155,11 +155,12 @@ def _style(name: str, rule: _Rule, heads: Sequence[str]) -> str:
     return "colwise" if rule.shape is None else "packed_colwise"
 
 
-def _cut(name: str, weight: tuple[int, int], rule: _Rule, size: int) -> Cut:
+def _cut(name: str, weight: tuple[int, int], rule: _Rule, size: int) -> ShardSpec:
     """The cut of a weight; sub-parameters and leading dimensions of a view become fused parts."""
     parts: tuple[int, ...]
     if rule.shape is None:
-        cut, parts = Cut(0 if rule.kind == "column" else 1), (weight[0 if rule.kind == "column" else 1],)
+        dim = 0 if rule.kind == "column" else 1
+        cut, parts = ShardSpec(dim), (weight[dim],)
     else:
         cut, parts = _fused(name, weight, rule, rule.shape)
     for part in parts:
@@ -171,34 +172,49 @@ def _cut(name: str, weight: tuple[int, int], rule: _Rule, size: int) -> Cut:
     return cut
 
 
-def _fused(name: str, weight: tuple[int, int], rule: _Rule, shape: Shape) -> tuple[Cut, tuple[int, ...]]:
+def _fused(
+    name: str, weight: tuple[int, int], rule: _Rule, shape: Shape
+) -> tuple[ShardSpec, tuple[int, ...]]:
+    """The cut of a weight that ``shape`` views as fused parts, and the sizes of the parts in that view."""
     dim = rule.dim if rule.dim is not None else (0 if rule.kind == "column" else 1)
     what = f"partition_config gives {name}.weight {list(weight)} the shape {shape}"
     if not 0 <= dim < len(shape):
         raise ConfigError(f"{what}, which has no dimension {dim}")
-    entry = shape[dim]
-    sizes = entry if isinstance(entry, tuple) else None
-    known = [
-        sum(s) if isinstance(s, tuple) else (None if s == -1 or i == dim else s) for i, s in enumerate(shape)
-    ]
-    unknown = [i for i, value in enumerate(known) if value is None]
-    rest = prod(value for value in known if value is not None)
-    if len(unknown) == 1 and prod(weight) % rest == 0:
-        known[unknown[0]] = prod(weight) // rest
-    elif len(shape) == len(weight):
-        known = [weight[i] if value is None else value for i, value in enumerate(known)]
-    logical = [value or 0 for value in known]
+    logical = _logical_shape(shape, weight, dim)
+    # DeepSpeed views [rows, columns] as the logical shape: its last dimension has to be the columns.
     if prod(logical) != prod(weight) or logical[-1] != weight[1]:
         raise ConfigError(f"{what}, which does not fit")
-    if sizes is None:
-        count = 1 if entry == -1 else int(str(entry))
+    entry = shape[dim]
+    if isinstance(entry, tuple):
+        sizes = entry
+    else:
+        count = 1 if entry == -1 else entry
         if logical[dim] % count:
             raise ConfigError(f"{what}, but {logical[dim]} is not made of {count} equal parts")
         sizes = (logical[dim] // count,) * count
     if dim == len(logical) - 1:
-        return Cut(1, _simplest(sizes)), sizes
+        return ShardSpec(1, _simplest(sizes)), sizes
+    # Back to rows: those of a part follow each other in each of the ``outer`` blocks before the dimension,
+    # and one step along it is ``inner`` rows.
     outer, inner = prod(logical[:dim]), prod(logical[dim + 1 : -1])
-    return Cut(0, _simplest(tuple(part * inner for part in sizes) * outer)), sizes
+    return ShardSpec(0, _simplest(tuple(part * inner for part in sizes) * outer)), sizes
+
+
+def _logical_shape(shape: Shape, weight: tuple[int, int], dim: int) -> list[int]:
+    """The shape of a view of ``weight``, with what ``shape`` leaves open worked out; 0 where nothing says.
+
+    Open are -1, and ``dim``, where a number is that of equal parts and not a size.
+    """
+    sizes = [
+        sum(s) if isinstance(s, tuple) else (None if s == -1 or i == dim else s) for i, s in enumerate(shape)
+    ]
+    unknown = [i for i, value in enumerate(sizes) if value is None]
+    rest = prod(value for value in sizes if value is not None)
+    if len(unknown) == 1 and prod(weight) % rest == 0:
+        sizes[unknown[0]] = prod(weight) // rest
+    elif len(shape) == len(weight):
+        sizes = [weight[i] if value is None else value for i, value in enumerate(sizes)]
+    return [value or 0 for value in sizes]
 
 
 def _simplest(parts: tuple[int, ...]) -> int | tuple[int, ...]:

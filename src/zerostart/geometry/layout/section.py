@@ -16,7 +16,7 @@ from itertools import accumulate
 from math import prod
 
 from zerostart.geometry import Box
-from zerostart.geometry.layout.layout import Layout, Placed
+from zerostart.geometry.layout.layout import Layout, LocalBox
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Section:
                 moved = sum(
                     (s - o) * t for s, o, t in zip(start, inner.box.origin, inner.strides, strict=True)
                 )
-                placed.append(Placed(Box(origin, extent), inner.to + moved, inner.strides))
+                placed.append(LocalBox(Box(origin, extent), inner.to + moved, inner.strides))
         return Layout(self.whole, layout.numel, layout.owned, tuple(placed))
 
     def section(self, inner: Section) -> Section:

@@ -20,10 +20,10 @@ from zerostart.distributed.world import World, current_world
 from zerostart.errors import ConfigError, ZerostartError
 from zerostart.integrations.saving import in_shards
 from zerostart.live.record import loaded_models
+from zerostart.live.training import training_state
 from zerostart.state.resuming.load_state import load_state
 from zerostart.state.resuming.save_state import save_state
 from zerostart.state.resuming.values import checksum, encoded_whole
-from zerostart.upstream.deepspeed.state.steps import check_movable, steps_of
 
 Original = Callable[[], Any]
 _CLIENT, _CLIENTS = "client_state", "client_states"
@@ -111,8 +111,7 @@ def _movable(engine: Any) -> bool:
     if not engine.zero_optimization() or engine.has_moe_layers or engine.mpu is not None:
         return False
     try:
-        check_movable(engine)
-        steps_of(engine)
+        training_state(engine, None)
     except ZerostartError:
         return False
     return True

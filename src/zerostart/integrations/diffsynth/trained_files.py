@@ -13,8 +13,8 @@ from zerostart.distributed.world import World, current_world
 from zerostart.engines import Shard, first_rank_shard
 from zerostart.errors import ConfigError, CoverageError
 from zerostart.integrations.saving import in_shards
-from zerostart.live.parts import live_shards, loaded_parts
-from zerostart.live.shards import with_whole
+from zerostart.live.model import LiveModel
+from zerostart.live.record import loaded_parts
 from zerostart.loading.source import open_source
 from zerostart.recipe import spelling
 from zerostart.state.resuming.load_state import planned_reads
@@ -22,7 +22,6 @@ from zerostart.state.saving.publishing import agreed_place, publishing
 from zerostart.state.saving.writing import plain, write_tensors
 from zerostart.transfer import Progress
 from zerostart.transfer.collective import execute_together
-from zerostart.upstream.deepspeed.state.engine import drop_gathered
 
 Original = Callable[[], Any]
 
@@ -40,7 +39,8 @@ def resume(original: Original, **call: Any) -> Any:
     with world.phase("resuming from a file of weights"):
         catalog = open_source(path, world)
         with world.phase("looking at what is resumed"):
-            shards = with_whole(module, live_shards(module, world), world)
+            live = LiveModel(module, world)
+            shards = live.named_shards()
             unexpected = sorted(name for name in catalog.weights if prefix + name not in shards)
             if unexpected:
                 raise CoverageError(
@@ -56,7 +56,7 @@ def resume(original: Original, **call: Any) -> Any:
             plan, storages, tuning = planned_reads(catalog, wanted)
         with torch.no_grad():
             execute_together(plan, storages, Progress(plan.read_bytes, False), tuning, world)
-        drop_gathered(module.parameters())
+        live.drop_gathered()
     return None
 
 
@@ -114,7 +114,7 @@ def save_trained(original: Callable[[], Any], **call: Any) -> Any:
 
 def _stored(logger: Any, module: nn.Module, world: World) -> Mapping[str, Shard]:
     """What the file has, by the names that it has there."""
-    shards = with_whole(module, live_shards(module, world), world)
+    shards = LiveModel(module, world).named_shards()
     twins: dict[str, torch.Tensor] = {}
     by_twin: dict[int, Shard] = {}
     for name, parameter in module.named_parameters():

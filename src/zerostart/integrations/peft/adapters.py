@@ -12,15 +12,13 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from zerostart.distributed.world import current_world
-from zerostart.engines import Shard
+from zerostart.engines import Shard, engine_families
 from zerostart.errors import ConfigError
 from zerostart.integrations.barrier import all_come
 from zerostart.live.full_tensors import whole_tensor
+from zerostart.live.model import find_shards
 from zerostart.live.record import loaded_around, loaded_models, record_of
-from zerostart.live.shards import found_shards
-from zerostart.state.editing import take
-from zerostart.upstream.deepspeed.state.editing import master_of
-from zerostart.upstream.deepspeed.zero3.gathering import is_gathered
+from zerostart.state.editing import master_of, put_elements
 
 #: The loaded model that a layer with adapters is in.
 _parts: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
@@ -100,8 +98,9 @@ def merged(original: Callable[[], Any], layer: Any, what: str) -> Any:
     for unit in _home(layer).modules():
         if isinstance(unit, FSDPModule):
             unit.reshard()  # what a forward has left gathered would be changed, and lost
-    shards = found_shards(layer, world)
-    if not shards or any(is_gathered(layer.get_parameter(name)) for name in shards):
+    shards = find_shards(layer, world)
+    parameters = [layer.get_parameter(name) for name in shards]
+    if not shards or any(e.is_gathered(p) for e in engine_families() for p in parameters):
         return original()  # inside GatheredParameters, whose modifier's values are kept, or nobody's
     return _merged_whole(original, layer, shards, what)
 
@@ -153,7 +152,7 @@ def _write(shard: Shard, parameter: nn.Parameter, whole: torch.Tensor) -> None:
     flat = whole.reshape(-1)
     with torch.no_grad(), master_of(parameter) as master:
         for first, length, place in shard.layout.runs():
-            take(shard.storage, master, flat[first : first + length], place)
+            put_elements(shard.storage, master, flat[first : first + length], place)
 
 
 def read(original: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -165,7 +164,7 @@ def read(original: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: A
     world = current_world()
     if given.get("state_dict") is not None:
         return original(model, *args, **kwargs)
-    shards = found_shards(model, world)
+    shards = find_shards(model, world)
     twins: dict[str, torch.Tensor] = {}
     by_twin: dict[int, Shard] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -196,7 +195,7 @@ def shown(transformer: nn.Module, given: Mapping[str, Any]) -> Iterator[None]:
 
     Raises ConfigError where what is ``given`` would change these weights, and not stand beside them.
     """
-    shards = found_shards(transformer, current_world())
+    shards = find_shards(transformer, current_world())
     if not shards:
         yield
         return

@@ -116,16 +116,14 @@ class Call:
 
     def _run(self, source: Any, built: Built, converter: Any, ignore_mismatched: bool) -> Findings:
         """Load; what has another shape is mismatched where that is to be ignored, and else an error."""
-        mismatched: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
-        reinitialised = mismatched if ignore_mismatched else None
         obstacle = library_of(built.model).attention(built.model).obstacle
-        given = {**self._given(obstacle), "strict": False, "reinitialised": reinitialised}
+        given = {**self._given(obstacle), "strict": False, "reinitialise_mismatched": ignore_mismatched}
         run(Request(source, model=built, converter=converter, **given))
         made = record_of(built.model).report
         return (
-            set(made.missing) - mismatched.keys(),
+            set(made.missing) - made.reinitialised.keys(),
             set(made.unexpected),
-            {(name, have, want) for name, (have, want) in mismatched.items()},
+            {(name, have, want) for name, (have, want) in made.reinitialised.items()},
         )
 
     def _given(self, obstacle: str) -> dict[str, Any]:

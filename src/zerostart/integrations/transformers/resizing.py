@@ -9,10 +9,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from zerostart.distributed.world import current_world
+from zerostart.engines import engine_families, full_shape
 from zerostart.errors import EngineError
 from zerostart.live.record import record_of
-from zerostart.upstream.deepspeed.state.editing import optimizer_of
-from zerostart.upstream.torch.fsdp2 import has_run, whole_for_a_while
 from zerostart.upstream.transformers.loading import knowing_partitions
 
 #: What a model, its configuration and its layers say of their size.
@@ -31,16 +30,12 @@ def resize_token_embeddings(
     optimizer, and where tensor parallel has cut the embeddings.
     """
     arguments = (new_num_tokens, pad_to_multiple_of, mean_resizing)
-    have = _rows(model.get_input_embeddings().weight)
+    have = full_shape(model.get_input_embeddings().weight)[0]
     if new_num_tokens in (None, have) and pad_to_multiple_of is None:
         return model.get_input_embeddings()
     _check(model, have, new_num_tokens)
     resize = _resize_units if record_of(model).engine.uses_fully_shard else _resize_partitions
     return resize(model, arguments)
-
-
-def _rows(weight: Any) -> int:
-    return int(getattr(weight, "ds_shape", weight.shape)[0])
 
 
 def _resize_partitions(model: Any, arguments: tuple[Any, ...]) -> Any:
@@ -68,7 +63,7 @@ def _resize_units(model: Any, arguments: tuple[Any, ...]) -> Any:
     layers = [layer for layer in (embeddings, head) if layer is not None]
     told = [model, model.config.get_text_config(), *layers]
     sizes = [(one, name, getattr(one, name)) for one in told for name in _SIZES if hasattr(one, name)]
-    with whole_for_a_while(model, layers):
+    with record_of(model).engine.whole_for_a_while(model, layers):
         try:
             with current_world().phase("resizing the embeddings"):
                 original(model, *arguments)
@@ -90,10 +85,8 @@ def _resize_units(model: Any, arguments: tuple[Any, ...]) -> Any:
 def _check(model: Any, have: int, wanted: int | None) -> None:
     what = f"the embeddings of {type(model).__name__} cannot be resized from {have} to {wanted}"
     weight = model.get_input_embeddings().weight
-    if has_run(model):
-        raise EngineError(f"{what} once FSDP2 has run a forward; resize them right after from_pretrained")
-    if optimizer_of(weight) is not None:
-        raise EngineError(f"{what} once DeepSpeed has an optimizer of them; resize them before initialize")
+    for engine in engine_families():
+        engine.check_replaceable(model, weight, what)
     record = record_of(model)
     whole = record.engine.uses_fully_shard and not isinstance(weight, DTensor)
     if whole or record.parallelism.mesh.tensor_parallel > 1:

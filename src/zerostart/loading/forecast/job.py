@@ -44,9 +44,9 @@ def foresee(
     ranks: Sequence[int],
     tuning: Tuning,
     asked: ForecastArguments,
-    forced: bool | None,
+    exchange: bool | None,
 ) -> WorldPlan:
-    """The plan of ``ranks``; ``forced``: whether bytes that several want must be read once.
+    """The plan of ``ranks``; ``exchange``: whether bytes that several want must be read once.
 
     Raises ConfigError for arguments out of range, or an exchange that does not fit into the memory limit.
     """
@@ -77,7 +77,7 @@ def foresee(
         0.0,
     )
     foreseen = Foreseen(subject.catalog, subject.origins, placed, tuning, rates, not target.accelerator)
-    made = foreseen.exchanged(made, forced)
+    made = foreseen.exchanged(made, exchange)
     fits = fits_of([rank.memory for rank in made.ranks], limits, made.world_size)
     return replace(
         made,
@@ -127,10 +127,8 @@ def _forecast(request: Request, world_size: int, rank: int | None, asked: Foreca
     here = min(world_size, RANKS_OF_A_MACHINE)
     tuning = request.tuning(engine, known.catalog, default_device(), bool(known.recipes.computed), here)
     subject = Subject(known.catalog, known.built.model, known.recipes, known.coverage, known.origins)
-    # In flat buffers an exchange that is asked for is the engine's: each rank wants a share alone.
-    forced = None if engine.replicates_parameters and request.exchange else request.exchange
     of = range(world_size) if rank is None else [rank]
-    made = foresee(subject, engine, of, tuning, asked, forced)
+    made = foresee(subject, engine, of, tuning, asked, request.exchange_of_reads(engine))
     return replace(made, planning_seconds=clock.stop()["total"])
 
 

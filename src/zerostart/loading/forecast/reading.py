@@ -104,26 +104,26 @@ class Foreseen:
     rates: Rates
     on_host: bool
 
-    def exchanged(self, made: WorldPlan, forced: bool | None) -> WorldPlan:
+    def exchanged(self, made: WorldPlan, exchange: bool | None) -> WorldPlan:
         """The plan ``made`` for own slices, as it is or as it becomes if bytes are read once.
 
         Raises ConfigError as ``serving.agree_on_strategy`` does.
         """
         if self.placed.gathered:
             made = replace(made, exchanged_bytes=(self.placed.gathered,) * len(made.ranks))
-        if made.world_size == 1 or not self.catalog.storage.worth_exchanging or forced is False:
+        if made.world_size == 1 or not self.catalog.storage.worth_exchanging or exchange is False:
             return made
-        if forced is None and not (self.tuning.cold and made.world_size > RANKS_OF_A_MACHINE):
+        if exchange is None and not (self.tuning.cold and made.world_size > RANKS_OF_A_MACHINE):
             return made  # one machine's page cache serves all its ranks
-        if forced is None and self._plainly_own(made):
+        if exchange is None and self._plainly_own(made):
             return made
         plans = [self._plan(rank, self.tuning.chunk_size) for rank in range(made.world_size)]
-        sharing = chosen(
-            [self._wants(r, plan, forced) for r, plan in enumerate(plans)], sum(self.catalog.sizes)
+        strategy = chosen(
+            [self._wants(r, plan, exchange) for r, plan in enumerate(plans)], sum(self.catalog.sizes)
         )
-        if sharing is None or not sharing.once:
-            return replace(made, sharing=sharing)
-        return self._once(made, sharing, plans)
+        if strategy is None or not strategy.once:
+            return replace(made, sharing=strategy)
+        return self._once(made, strategy, plans)
 
     def _plainly_own(self, made: WorldPlan) -> bool:
         """Whether own slices are sure to be chosen, found without planning every rank's reads."""
@@ -136,28 +136,28 @@ class Foreseen:
             return False
         return all(read.rows == 1 for read in self._plan(0, self.tuning.chunk_size).all_reads())
 
-    def _wants(self, rank: int, plan: Plan, forced: bool | None) -> ReadDemand:
-        told = ReadDemand.of(plan, self.tuning, forced, str(rank // RANKS_OF_A_MACHINE))
+    def _wants(self, rank: int, plan: Plan, exchange: bool | None) -> ReadDemand:
+        told = ReadDemand.of(plan, self.tuning, exchange, str(rank // RANKS_OF_A_MACHINE))
         return replace(told, rates=self.rates)
 
-    def _once(self, made: WorldPlan, sharing: ReadStrategy, own: Sequence[Plan]) -> WorldPlan:
-        chunk = sharing.chunk_size
+    def _once(self, made: WorldPlan, strategy: ReadStrategy, own: Sequence[Plan]) -> WorldPlan:
+        chunk = strategy.chunk_size
         plans = [spans_within(self._plan(rank, chunk), chunk) for rank in range(made.world_size)]
-        exchange = exchange_schedule([table_of(plan.reads) for plan in plans], chunk)
+        schedule = exchange_schedule([table_of(plan.reads) for plan in plans], chunk)
         served = [0] * made.world_size
-        for step in exchange.steps:
+        for step in schedule.steps:
             if isinstance(step, ExchangeStep):
                 served[step.server] += 1
 
         def becomes(rank: RankForecast) -> RankForecast:
             number, plan = rank.rank, plans[rank.rank]
-            alone = [plan.reads[n] for n in exchange.alone[number]]
+            alone = [plan.reads[n] for n in schedule.alone[number]]
             computed = [read for computation in plan.computations for read in computation.reads]
             staged = self.tuning.ring_bytes if own[number].staged else 0
             more = self.tuning.exchange_bytes(chunk) - staged
             return replace(
                 rank,
-                read_bytes=sum(r.nbytes for r in [*alone, *computed]) + exchange.served[number],
+                read_bytes=sum(r.nbytes for r in [*alone, *computed]) + schedule.served[number],
                 read_ops=len(alone) + len(computed) + served[number],
                 peak_host_bytes=rank.peak_host_bytes + more,
                 memory=_staging(rank.memory, more),
@@ -166,8 +166,8 @@ class Foreseen:
         return replace(
             made,
             ranks=tuple(map(becomes, made.ranks)),
-            sharing=sharing,
-            exchanged_bytes=tuple(exchange.received[rank.rank] for rank in made.ranks),
+            sharing=strategy,
+            exchanged_bytes=tuple(schedule.received[rank.rank] for rank in made.ranks),
         )
 
     def _plan(self, rank: int, chunk_size: int) -> Plan:

@@ -17,12 +17,12 @@ from zerostart.distributed.machine import cores
 from zerostart.distributed.world import World, current_world
 from zerostart.engines import Shard
 from zerostart.errors import ConfigError
-from zerostart.live.record import bare_model, kept_record
+from zerostart.live.model import LiveModel, LogicalTensor
 from zerostart.recipe import spelling
 from zerostart.state.comparing.difference import Difference, Tally, TensorDifference
 from zerostart.state.comparing.digest import digest
 from zerostart.state.comparing.stored import Stored, catalogs_at, is_state
-from zerostart.state.saving.contents import Contents, Held, contents_of, held_tensors
+from zerostart.state.saving.contents import Contents, contents_of
 from zerostart.state.saving.writing import Entry, plain, planned
 from zerostart.transfer.planning.writes import own_part
 from zerostart.transfer.writing import write_out
@@ -139,11 +139,10 @@ def _compare_rows(tally: Tally, stored: Stored, name: str, first: int, step: int
 
 def _contents(model: nn.Module, names: Mapping[str, object], state: bool, world: World) -> Contents:
     """What the model is in files: as it was loaded, but by its own name what only has that there."""
-    inner = bare_model(model)
-    record = kept_record(inner)
-    held, tied = held_tensors(inner, record, world)
-    shards = {item.name: item.shard for item in held}
-    found = _as_they_are(held) if state else contents_of(inner, held, record, None)
+    live = LiveModel(model, world)
+    tensors, tied = live.tensors()
+    shards = {item.name: item.shard for item in tensors}
+    found = _as_they_are(tensors) if state else contents_of(live, tensors, None)
     entries: dict[str, Entry] = {name: (name, dtype, shape) for name, dtype, shape in found.entries}
     outgoing = []
     for item in found.outgoing:
@@ -162,9 +161,9 @@ def _contents(model: nn.Module, names: Mapping[str, object], state: bool, world:
     return Contents(list(entries.values()), outgoing)
 
 
-def _as_they_are(held: Sequence[Held]) -> Contents:
-    entries = [_entry(item.name, item.shard) for item in held]
-    return Contents(entries, [plain(item.name, item.shard) for item in held])
+def _as_they_are(tensors: Sequence[LogicalTensor]) -> Contents:
+    entries = [_entry(item.name, item.shard) for item in tensors]
+    return Contents(entries, [plain(item.name, item.shard) for item in tensors])
 
 
 def _entry(name: str, shard: Shard) -> Entry:
@@ -196,9 +195,8 @@ def _shape(shard: Shard) -> tuple[int, ...]:
 
 def _shards(model: nn.Module, world: World) -> dict[str, Shard]:
     """Shards by all names, tied ones included."""
-    inner = bare_model(model)
-    held, tied = held_tensors(inner, kept_record(inner), world)
-    shards = {item.name: item.shard for item in held}
+    tensors, tied = LiveModel(model, world).tensors()
+    shards = {item.name: item.shard for item in tensors}
     return shards | {name: shards[kept] for name, kept in tied.items()}
 
 

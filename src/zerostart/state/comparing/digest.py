@@ -15,10 +15,9 @@ from zerostart.distributed.world import World, current_world
 from zerostart.engines import Shard, plain_name
 from zerostart.geometry import copies_between, whole
 from zerostart.geometry.layout import Layout
-from zerostart.live.record import bare_model, kept_record
+from zerostart.live.model import LiveModel
 from zerostart.models import state_names
 from zerostart.recipe import spelling
-from zerostart.state.saving.contents import held_tensors
 from zerostart.transfer.planning.writes import GRAIN, own_part
 
 #: Bytes of elements that lie scattered in a storage and are put together at a time.
@@ -30,11 +29,11 @@ def digest(model: nn.Module) -> dict[str, str]:
     world = current_world()
     with world.phase("digesting the model"):
         with world.phase("looking at the model"):
-            inner = bare_model(model)
-            held, tied = held_tensors(inner, kept_record(inner), world)
-            shards = [replace(item.shard, name=item.name) for item in held]
+            live = LiveModel(model, world)
+            tensors, tied = live.tensors()
+            shards = [replace(item.shard, name=item.name) for item in tensors]
         found = digests_of(shards, world)
-    names = (plain_name(name) for name, _, _ in state_names(inner))
+    names = (plain_name(name) for name, _, _ in state_names(live.module))
     return {name: found[tied.get(name, name)] for name in names}
 
 

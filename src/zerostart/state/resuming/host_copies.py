@@ -23,7 +23,7 @@ from zerostart.distributed.world import World
 from zerostart.engines import Shard
 from zerostart.errors import EngineError, InsufficientMemoryError
 from zerostart.geometry.layout import Layout
-from zerostart.geometry.layout.layout import Placed
+from zerostart.geometry.layout.layout import LocalBox
 from zerostart.state.resuming.training_state import Content
 from zerostart.state.saving.writing import Outgoing
 from zerostart.transfer.buffers import Arena, page_locked
@@ -99,7 +99,7 @@ class _Own:
 
     def __init__(self, item: Outgoing, part: Layout | None) -> None:
         self._item = item
-        self._boxes: Sequence[Placed] = part.boxes if part is not None else ()
+        self._boxes: Sequence[LocalBox] = part.boxes if part is not None else ()
         self._low = min((placed.to for placed in self._boxes), default=0)
         high = max((placed.to + _span(placed) for placed in self._boxes), default=0)
         self._storage = item.shard.storage.detach()[self._low : high]
@@ -167,5 +167,5 @@ def _own(outgoing: Sequence[Outgoing]) -> list[_Own]:
     return found
 
 
-def _span(placed: Placed) -> int:
+def _span(placed: LocalBox) -> int:
     return 1 + sum((n - 1) * s for n, s in zip(placed.box.extent, placed.strides, strict=True))

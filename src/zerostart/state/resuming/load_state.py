@@ -6,7 +6,7 @@ import logging
 import os
 import random
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,8 @@ from zerostart.distributed.world import World, current_world
 from zerostart.engines import Shard, plain_name, whole_shard
 from zerostart.errors import CheckpointError, CheckpointNotFoundError, ConfigError, CoverageError
 from zerostart.geometry.layout import Layout, dimension_shard, replicated
+from zerostart.live.model import LiveModel
+from zerostart.live.training import LiveTraining, StateTensor
 from zerostart.loading.source import open_source
 from zerostart.recipe import Recipe, Target
 from zerostart.state.resuming.background import finish_last
@@ -29,18 +31,21 @@ from zerostart.state.resuming.document import read_document
 from zerostart.state.resuming.foreign import OTHERS, foreign_state
 from zerostart.state.resuming.linking import check_unchanged
 from zerostart.state.resuming.local_states import LOCAL, check_local, restored_local
-from zerostart.state.resuming.optimizer import Kept, gradient_of, masters_of, restore_groups, restored_moments
-from zerostart.state.resuming.optimizer_own import check_own, restore_own
-from zerostart.state.resuming.random_states import random_rows, set_random_rows
-from zerostart.state.resuming.rules import check_rule
+from zerostart.state.resuming.optimizer import (
+    check_own,
+    check_rule,
+    optimizers_of,
+    restore_groups,
+    restore_own,
+    restored_moments,
+)
 from zerostart.state.resuming.training_state import (
     MARKER,
     MODEL,
     STATE,
-    Training,
     check_restorable,
-    placed_gradients,
-    training_of,
+    random_rows,
+    set_random_rows,
 )
 from zerostart.state.resuming.values import decoded, dtype_of
 from zerostart.state.saving.publishing import agreed_place
@@ -48,8 +53,6 @@ from zerostart.transfer import Progress, Tuning
 from zerostart.transfer.collective import execute_together
 from zerostart.transfer.planning import Destination, Plan, PlanOptions, join
 from zerostart.transfer.tuning import tune
-from zerostart.upstream.deepspeed.state import engine as deepspeed
-from zerostart.upstream.deepspeed.state import steps as deepspeed_steps
 
 logger = logging.getLogger("zerostart")
 
@@ -116,7 +119,7 @@ def load_state(
     path: str | os.PathLike[str],
     model: nn.Module,
     optimizer: Any,
-    beside: Sequence[Kept] = (),
+    beside: Sequence[StateTensor] = (),
     stepped: bool = True,
     counters: bool = True,
 ) -> Any:
@@ -132,9 +135,9 @@ def load_state(
         finish_last(world, place)
         saved = opened(place, world)
         with world.phase("looking at what is restored"):
-            training = training_of(model, optimizer, world)
-            training.watch()
-            check_restorable(training.places)
+            training = LiveTraining(model, optimizer, world)
+            training.state.watch()
+            check_restorable(training)
             _check_names(training, saved)
             if stepped:
                 _check_optimizers(training, saved, world)
@@ -155,7 +158,7 @@ def load_state(
         with torch.no_grad():
             for plan, storages, tuning in plans:
                 execute_together(plan, storages, Progress(plan.read_bytes, False), tuning, world)
-            deepspeed.drop_gathered(training.places.parameters.values())
+            training.drop_gathered()
         with world.phase("restoring counters and random states"):
             if counters:
                 _restore_engine(training, saved, extra, stepped)
@@ -167,15 +170,14 @@ def load_state(
         return decoded(saved.document["extra"], extra)
 
 
-def _check_names(training: Training, saved: Saved) -> None:
+def _check_names(live: LiveModel, saved: Saved) -> None:
     """Raise CoverageError unless the checkpoint has the model's tensors, with their shapes."""
-    places = training.places
-    shapes = {name: shard.layout.shape for name, shard in places.shards.items()}
-    shapes |= {name: tuple(buffer.shape) for name, buffer in places.buffers.items()}
+    shapes = {name: shard.layout.shape for name, shard in live.shards.items()}
+    shapes |= {name: tuple(buffer.shape) for name, buffer in live.buffers.items()}
     ties = saved.document["ties"]
     known = {_name(name, saved) for name in shapes}
     if saved.document["world_size"] == OTHERS:  # who write a tied tensor under each of its names
-        known |= set(places.ties) | {ties.get(name, name) for name in places.ties}
+        known |= set(live.ties) | {ties.get(name, name) for name in live.ties}
     left_out = set(saved.document["left_out"])
     missing = sorted(n for n in shapes.keys() - left_out if _name(n, saved) not in saved.model.weights)
     unexpected = sorted((saved.model.weights.keys() - known) | (left_out - shapes.keys()))
@@ -198,23 +200,17 @@ def _check_names(training: Training, saved: Saved) -> None:
         )
 
 
-def _check_optimizers(training: Training, saved: Saved, world: World) -> None:
+def _check_optimizers(training: LiveTraining, saved: Saved, world: World) -> None:
     """Raise unless what steps now can go on with what was saved, before anything is changed."""
     document = saved.document["optimizer"]
     if training.steps and not document:
         raise ConfigError(f"{saved.path} was saved without an optimizer; leave optimizer out")
-    for optimizer in {id(step.optimizer): step.optimizer for step in training.steps}.values():
+    for optimizer in optimizers_of(training.steps):
         check_rule(optimizer, document)
-    if training.engine is not None and "window" in saved.document["engine"]:
-        deepspeed.check_window(training.engine, saved.document["engine"]["window"])
-    before, now = saved.document["engine"].get("accumulation"), training.accumulation
-    if None not in (before, now) and before != now and _with_gradients(saved):
-        raise ConfigError(
-            f"{saved.path} was saved in the middle of a window of gradient_accumulation_steps={before}, and "
-            f"accelerate has {now}: resume with {before}, or save after a step of the optimizer"
-        )
+    with_gradients = bool(_with_gradients(saved))
+    training.state.check_window(saved.document["engine"], with_gradients, str(saved.path))
     check_own(training.steps, document)
-    check_local(training.steps, training.places, training.engine is None, document, world)
+    check_local(training, document, world)
 
 
 def _name(name: str, saved: Saved) -> str:
@@ -223,25 +219,25 @@ def _name(name: str, saved: Saved) -> str:
     return found
 
 
-def _parameters(training: Training, saved: Saved, world: World) -> list[_Wanted]:
+def _parameters(training: LiveTraining, saved: Saved, world: World) -> list[_Wanted]:
     """Parameters, those of more bits than were saved from their masters, and buffers."""
     wanted: list[_Wanted] = []
-    for name, shard in training.places.shards.items():
+    for name, shard in training.shards.items():
         if name in saved.document["left_out"]:
             continue  # frozen, and as the model was loaded
         wanted.append((_source(name, shard.storage.dtype, saved), shard.layout, shard.storage))
-    for name, buffer in training.places.buffers.items():
+    for name, buffer in training.buffers.items():
         shard = whole_shard(name, buffer, world)
         wanted.append((f"{MODEL}/{name}", shard.layout, shard.storage))
     return wanted
 
 
-def _tell_of_dtypes(training: Training, saved: Saved) -> None:
+def _tell_of_dtypes(training: LiveTraining, saved: Saved) -> None:
     """Say so where what is stepped has another dtype than it was saved in, and is rounded at other steps."""
-    shards, left_out, stored = training.places.shards, saved.document["left_out"], saved.stored
+    shards, left_out, stored = training.shards, saved.document["left_out"], saved.stored
     other = {
         name: (before, now)
-        for name in training.parameters.keys() - left_out
+        for name in training.stepped_parameters.keys() - left_out
         for now in [shards[name].storage.dtype]
         for before in [dtype_of(stored[_source(name, now, saved)])]
         if before != now
@@ -260,7 +256,7 @@ def _tell_of_dtypes(training: Training, saved: Saved) -> None:
         )
 
 
-def _beside(beside: Sequence[Kept], saved: Saved) -> list[_Wanted]:
+def _beside(beside: Sequence[StateTensor], saved: Saved) -> list[_Wanted]:
     for kept in beside:
         if f"{kept.key}/{kept.name}" not in saved.state.weights:
             raise CheckpointError(
@@ -310,28 +306,26 @@ def planned_reads(catalog: Catalog, wanted: Iterable[_Wanted]) -> tuple[Plan, li
     return join(catalog, parts, PlanOptions(tuning.chunk_size)), storages, tuning
 
 
-def _masters(training: Training, saved: Saved) -> list[_Wanted]:
-    places = training.places
+def _masters(training: LiveTraining, saved: Saved) -> list[_Wanted]:
     return [
         (_source(kept.name, kept.shard.storage.dtype, saved), kept.shard.layout, kept.shard.storage)
-        for kept in masters_of(training.steps, places)
+        for kept in training.masters()
         if kept.name not in saved.document["left_out"]
-        and not _same_memory(kept.shard, places.shards[kept.name])
+        and not _same_memory(kept.shard, training.shards[kept.name])
     ]
 
 
-def _moments(training: Training, saved: Saved, world: World) -> list[_Wanted]:
+def _moments(training: LiveTraining, saved: Saved, world: World) -> list[_Wanted]:
     """What the optimizer keeps, and gradients, for which room is made; its groups get their settings."""
-    places, steps = training.places, training.steps
-    if not steps:
+    if not training.steps:
         return []
     document = saved.document["optimizer"]
-    restore_groups(steps, places, document)
-    moments = restored_moments(steps, places, document, saved.stored)
+    restore_groups(training, document)
+    moments = restored_moments(training, document, saved.stored)
     wanted = [(f"optimizer/{k.key}/{k.name}", k.shard.layout, k.shard.storage) for k in moments]
-    local = restored_local(steps, places, document, world)
+    local = restored_local(training, document, world)
     wanted += [(shard.name, shard.layout, shard.storage) for shard in local]
-    gradients = _gradients(training, saved)
+    gradients = _gradients(training, saved, world)
     return wanted + [(f"gradient/{k.name}", k.shard.layout, k.shard.storage) for k in gradients]
 
 
@@ -339,41 +333,26 @@ def _same_memory(a: Shard, b: Shard) -> bool:
     return a.storage.dtype == b.storage.dtype and a.storage.data_ptr() == b.storage.data_ptr()
 
 
-def _gradients(training: Training, saved: Saved) -> list[Kept]:
+def _gradients(training: LiveTraining, saved: Saved, world: World) -> Iterator[StateTensor]:
     """Room for the gradients that were saved; those that were not are none.
 
     Raises ConfigError for a window that another kind of engine has to end.
     """
-    having = _with_gradients(saved)
-    shards = training.places.shards
-    engine, found = training.engine, saved.document["engine"]
-    if engine is not None or "window" in found:
-        if not having:
-            return []
-        room = (
-            deepspeed_steps.gradients(engine, training.steps, make=True)
-            if engine is not None and "window" in found
-            else None
+    names = _with_gradients(saved)
+    wanted = {id(parameter) for name, parameter in training.parameters.items() if name in names}
+    made = training.state.make_gradients(wanted, saved.document["engine"])
+    if made is None:
+        raise ConfigError(
+            f"{saved.path} was saved in the middle of a window of gradient accumulation, which this "
+            "engine cannot end: resume with the same one, or save after optimizer.step() and zero_grad()"
         )
-        if room is None:
-            raise ConfigError(
-                f"{saved.path} was saved in the middle of a window of gradient accumulation, which this "
-                "engine cannot end: resume with the same one, or save after optimizer.step() and zero_grad()"
-            )
-        return list(placed_gradients(training, room))
-    if having and "seal" not in saved.document and current_world().rank == 0:
+    if made and "window" not in saved.document["engine"] and "seal" not in saved.document and not world.rank:
         logger.warning(
             "%s has gradients, to be added to, and is of a version that did not know whether a step had "
             "taken them: if it was saved between step() and zero_grad(), call zero_grad() after this",
             saved.path,
         )
-    kept = []
-    for name, parameter in training.parameters.items():
-        parameter.grad = None
-        if name in having:
-            parameter.grad = torch.zeros_like(parameter.detach())
-            kept.append(gradient_of(name, parameter, shards[name]))
-    return kept
+    return training.placed_gradients(made)
 
 
 def _with_gradients(saved: Saved) -> set[str]:
@@ -392,34 +371,29 @@ def _extra(saved: Saved) -> dict[str, torch.Tensor]:
 
 
 def _restore_engine(
-    training: Training, saved: Saved, tensors: Mapping[str, torch.Tensor], gradients: bool
+    training: LiveTraining, saved: Saved, tensors: Mapping[str, torch.Tensor], gradients: bool
 ) -> None:
     found = saved.document["engine"]
-    if training.engine is None:
-        if training.scaler is not None and found.get("scaler"):
-            training.scaler.load_state_dict(decoded(found["scaler"], tensors))
-        return
     if not gradients:  # without which no window goes on
         found = {key: value for key, value in found.items() if key != "window"}
-    deepspeed.set_counters(training.engine, found)
-    if "window" in found:
-        deepspeed.set_window(training.engine, found["window"])
-    if training.scheduler is not None and "schedule" in found:
-        training.scheduler.load_state_dict(decoded(found["schedule"], tensors))
+    training.state.restore_counters(found)
+    for key, component in training.state.components().items():
+        if found.get(key):
+            component.load_state_dict(decoded(found[key], tensors))
 
 
-def _restore_around(training: Training, saved: Saved, tensors: Mapping[str, torch.Tensor]) -> None:
+def _restore_around(training: LiveTraining, saved: Saved, tensors: Mapping[str, torch.Tensor]) -> None:
     """Give buffers of what is around the model their values; what is not around it now has none."""
     values = decoded(saved.document.get("around", {}), tensors)
-    for name, buffer in training.places.around.items():
+    for name, buffer in training.wrapper_buffers.items():
         if name in values:
             with torch.no_grad():
                 buffer.copy_(values[name])
 
 
-def _restore_modules(training: Training, saved: Saved, tensors: Mapping[str, torch.Tensor]) -> None:
+def _restore_modules(training: LiveTraining, saved: Saved, tensors: Mapping[str, torch.Tensor]) -> None:
     """Hand modules what they kept beside tensors."""
-    modules = {plain_name(name): module for name, module in training.places.module.named_modules()}
+    modules = {plain_name(name): module for name, module in training.module.named_modules()}
     for name, state in saved.document.get("modules", {}).items():
         if name not in modules:
             raise CoverageError(

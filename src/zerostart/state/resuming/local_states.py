@@ -16,15 +16,14 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from zerostart.distributed.world import World
-from zerostart.engines import Shard
+from zerostart.engines import Shard, Stepped
 from zerostart.errors import CheckpointError, ConfigError
 from zerostart.geometry.layout import replicated
 from zerostart.geometry.layout.flat import flat_run
-from zerostart.live.places import Places
+from zerostart.live.training import LiveTraining, is_elementwise
 from zerostart.recipe import spelling
 from zerostart.state.resuming.values import decoded, dtype_of, encoded
 from zerostart.upstream.torch.optimizer_values import put_together, taken_apart
-from zerostart.upstream.torch.stepped import Stepped
 
 #: The first part of their names in a checkpoint.
 LOCAL = "local"
@@ -35,36 +34,20 @@ def _local(value: torch.Tensor) -> torch.Tensor:
     return value.to_local() if isinstance(value, DTensor) else value
 
 
-def is_element_wise(step: Stepped) -> bool:
-    """Whether each tensor of a state has one plain element for each element that is stepped."""
-    tensors = [value for value in step.state.values() if isinstance(value, torch.Tensor) and value.dim()]
-    if not step.tensor.dim():
-        return True
-    return all(v.shape == step.tensor.shape and not _is_wrapped(v) for v in tensors)
-
-
-def _is_wrapped(value: torch.Tensor) -> bool:
-    """Whether a tensor is of a class that keeps its values in other tensors."""
-    return hasattr(_local(value), "__tensor_flatten__")
-
-
-def local_states(
-    steps: Sequence[Stepped], places: Places, plain: bool, world: World
-) -> tuple[list[Shard], dict[str, Any]]:
+def local_states(training: LiveTraining, world: World) -> tuple[list[Shard], dict[str, Any]]:
     """The states that are kept as they are, by ``local/KEY/NAME``, and what the document says; collective.
 
-    ``plain``: parameters that are no DTensors are whole on every rank. Raises ConfigError for a tensor of an
-    unknown class.
+    Raises ConfigError for a tensor of an unknown class.
     """
     own: dict[str, Any] = {}
     tensors: dict[str, dict[str, torch.Tensor]] = {}
-    for step in steps:
-        if is_element_wise(step):
+    for step in training.steps:
+        if is_elementwise(step):
             continue
-        name = places.name_of(step.members[0].parameter)
+        name = training.name_of(step.members[0].parameter)
         tensors[name] = {}
-        whole = _is_whole(step, plain)
-        own[name] = {"whole": whole, "share": _share(step, places), "states": {}}
+        whole = _is_whole(step, training)
+        own[name] = {"whole": whole, "share": _share(step, training), "states": {}}
         for key, value in step.state.items():
             if isinstance(value, torch.Tensor) and value.dim():
                 kind, parts, context = taken_apart(_local(value), f"the state {key!r} of {name}")
@@ -89,20 +72,21 @@ def local_states(
     return shards, document
 
 
-def _is_whole(step: Stepped, plain: bool) -> bool:
-    return plain and step.is_parameter and not isinstance(step.tensor, DTensor)
+def _is_whole(step: Stepped, training: LiveTraining) -> bool:
+    """Whether every rank has all of a state: of a parameter that is no engine's, nor a DTensor."""
+    return not training.state.owns_optimizer and step.is_parameter and not isinstance(step.tensor, DTensor)
 
 
 def _key(key: str, part: str) -> str:
     return f"{key}.{part}" if part else key
 
 
-def _share(step: Stepped, places: Places) -> int:
+def _share(step: Stepped, training: LiveTraining) -> int:
     """A number that is the same where this rank steps the same elements in the same order."""
     members = [
-        (name, member.at, member.count, member.first, places.shards[name].layout.boxes)
+        (name, member.at, member.count, member.first, training.shards[name].layout.boxes)
         for member in step.members
-        for name in [places.name_of(member.parameter)]
+        for name in [training.name_of(member.parameter)]
     ]
     return zlib.crc32(repr((_local(step.tensor).numel(), members)).encode())
 
@@ -126,16 +110,14 @@ def _shard(name: str, tensor: torch.Tensor, lengths: Sequence[int], whole: bool,
     return Shard(name, run, storage, lambda _: run)
 
 
-def check_local(
-    steps: Sequence[Stepped], places: Places, plain: bool, document: Mapping[str, Any], world: World
-) -> None:
+def check_local(training: LiveTraining, document: Mapping[str, Any], world: World) -> None:
     """Raise CheckpointError unless the states that were kept as they were can go on here as they are."""
-    by_name = {places.name_of(step.members[0].parameter): step for step in steps}
+    by_name = {training.name_of(step.members[0].parameter): step for step in training.steps}
     for name, described in document.get(LOCAL, {}).items():
         step = by_name.get(name)
-        same = step is not None and described[0]["whole"] and _is_whole(step, plain)
+        same = step is not None and described[0]["whole"] and _is_whole(step, training)
         if step is not None and not described[0]["whole"] and len(described) == world.size:
-            same = described[world.rank]["share"] == _share(step, places)
+            same = described[world.rank]["share"] == _share(step, training)
         if not same:
             ranks = "every rank" if described[0]["whole"] else f"{len(described)} ranks"
             raise CheckpointError(
@@ -147,12 +129,10 @@ def check_local(
             )
 
 
-def restored_local(
-    steps: Sequence[Stepped], places: Places, document: Mapping[str, Any], world: World
-) -> Iterator[Shard]:
+def restored_local(training: LiveTraining, document: Mapping[str, Any], world: World) -> Iterator[Shard]:
     """Make the states that were kept as they were; gives the tensors that are to be filled."""
-    for step in steps:
-        name = places.name_of(step.members[0].parameter)
+    for step in training.steps:
+        name = training.name_of(step.members[0].parameter)
         described = document.get(LOCAL, {}).get(name)
         if described is None:
             continue

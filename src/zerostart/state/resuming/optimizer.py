@@ -8,22 +8,18 @@ rank steps; anything with a single element is a number of the parameter.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
-from zerostart.engines import Shard, laid_out
+from zerostart.engines import Stepped
 from zerostart.errors import CheckpointError, ConfigError
-from zerostart.geometry.layout.flat import narrowed
-from zerostart.live.places import Places
+from zerostart.live.training import LiveTraining, StateTensor, is_number, share_of
 from zerostart.recipe import spelling
-from zerostart.state.resuming.local_states import is_element_wise
-from zerostart.state.resuming.rules import class_of
-from zerostart.state.resuming.values import decoded, dtype_of, encoded
-from zerostart.upstream.torch.stepped import Member, Stepped, rule_of
+from zerostart.state.resuming.values import decoded, dtype_of, encoded, encoded_whole
+from zerostart.upstream.torch.optimizer_values import inner_optimizers, own_values, set_own_values
+from zerostart.upstream.torch.stepped import computes, rule_of
 
 logger = logging.getLogger("zerostart")
 
@@ -32,107 +28,18 @@ _OWN = ("params", "param_names", "name", "moe", "_ds_source_param_group_id")
 _HOW = ("foreach", "fused", "capturable", "differentiable")
 
 
-@dataclass(frozen=True)
-class Kept:
-    """One tensor that is kept for the parameter ``name``: ``key`` of its state; this rank's share of it."""
-
-    name: str
-    key: str
-    shard: Shard
-
-
-def masters_of(steps: Iterable[Stepped], places: Places) -> Iterator[Kept]:
-    """The copies that are stepped in the place of parameters, with this rank's share of each."""
-    for step in steps:
-        if not step.is_parameter:
-            for member in step.members:
-                yield Kept(
-                    name := places.name_of(member.parameter),
-                    "master",
-                    like(member, places.shards[name], step.tensor),
-                )
-
-
-def moments_of(steps: Iterable[Stepped], places: Places) -> Iterator[Kept]:
-    """The tensors of the optimizer's state with an element for each of the parameter's, as they are now.
-
-    Raises ConfigError for what is neither a number nor a tensor.
-    """
-    for step in steps:
-        local = not is_element_wise(step)
-        for key, value in step.state.items():
-            if not isinstance(key, str) or "/" in key:
-                raise ConfigError(
-                    f"the optimizer's state {key!r} of {places.name_of(step.members[0].parameter)} cannot be "
-                    "saved: its name is to be a string without slashes"
-                )
-            if _is_number(key, value, step) or (isinstance(value, torch.Tensor) and local):
-                continue
-            if not isinstance(value, torch.Tensor) or value.shape != step.tensor.shape:
-                raise ConfigError(
-                    f"the optimizer's state {key!r} of {places.name_of(step.members[0].parameter)} is "
-                    f"neither a number nor a tensor, but a {type(value).__name__}: it cannot be saved with "
-                    "the parameter. Use an optimizer whose state is tensors and numbers, or save its "
-                    "state_dict() by yourself"
-                )
-            for member in step.members:
-                name = places.name_of(member.parameter)
-                yield Kept(name, key, like(member, places.shards[name], value))
-
-
-def like(member: Member, shard: Shard, values: torch.Tensor) -> Shard:
-    """The share of a member in what is stepped, or in a tensor like it: one of its state, or the gradient.
-
-    Of a whole parameter each lies in memory in an order of its own.
-    """
-    whole = tuple(values.shape) == shard.layout.shape and values.numel() == member.count
-    if whole and member.first is None and not isinstance(values, DTensor):
-        return laid_out(shard, values)
-    return share_of(member, shard, flat(values))
-
-
-def share_of(member: Member, shard: Shard, values: torch.Tensor) -> Shard:
-    """The share of a member in the 1-D ``values``, or these where they are the part already."""
-    part = values.numel() == member.count
-    storage = values if part else values[member.at : member.at + member.count]
-    if member.first is None:
-        return replace(shard, storage=storage)
-    layout = narrowed(shard.layout, member.first, member.first + member.count)
-    # Who has the other runs nobody asks here: they have no elements in common.
-    return Shard(shard.name, layout, storage, lambda _: layout, shard.stepped)
-
-
-def gradient_of(name: str, parameter: torch.Tensor, shard: Shard) -> Kept:
-    """The gradient that a parameter has, which is stepped itself."""
-    assert parameter.grad is not None, "there is one"
-    member = Member(parameter, 0, parameter.numel())
-    return Kept(name, "gradient", like(member, shard, parameter.grad))
-
-
-def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's elements of a tensor, 1-D, where they lie."""
-    held = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return held.detach().view(-1)
-
-
-def _is_number(key: str, value: Any, step: Stepped) -> bool:
-    if isinstance(value, (bool, int, float)) or value is None:
-        return True
-    shaped = step.tensor.dim() == 0 and key != "step"
-    return isinstance(value, torch.Tensor) and value.dim() == 0 and not shaped
-
-
-def taken(steps: Sequence[Stepped], places: Places) -> dict[str, Any]:
+def optimizer_document(training: LiveTraining) -> dict[str, Any]:
     """Everything of the optimizer that is no tensor, as JSON values. Raises ConfigError for other values."""
+    steps = training.steps
     if not steps:
         return {}
     numbers: dict[str, dict[str, tuple[Any, list[str]]]] = {}
     groups: dict[int, list[str]] = {}
     for step in steps:
-        names = [places.name_of(member.parameter) for member in step.members]
+        names = [training.name_of(member.parameter) for member in step.members]
         groups.setdefault(step.group, []).extend(names)
         for key, value in step.state.items():
-            if _is_number(key, value, step):
+            if is_number(key, value, step):
                 held = encoded(value, key, {})
                 numbers.setdefault(key, {}).setdefault(repr(held), (held, []))[1].extend(names)
     base = steps[0].optimizer
@@ -160,8 +67,8 @@ def _settings(group: Mapping[str, Any], number: int) -> dict[str, Any]:
 
 
 def restored_moments(
-    steps: Sequence[Stepped], places: Places, document: Mapping[str, Any], stored: Mapping[str, str]
-) -> Iterator[Kept]:
+    training: LiveTraining, document: Mapping[str, Any], stored: Mapping[str, str]
+) -> Iterator[StateTensor]:
     """Make the state that was saved, and give the tensors that are to be filled; the others are zero.
 
     ``stored`` has the dtypes of the saved tensors, as safetensors spells them, by ``optimizer/KEY/NAME``.
@@ -175,8 +82,8 @@ def restored_moments(
             key, _, name = rest.partition("/")
             keys.setdefault(name, []).append(key)
     numbers = _numbers(document)
-    for step in steps:
-        names = [places.name_of(member.parameter) for member in step.members]
+    for step in training.steps:
+        names = [training.name_of(member.parameter) for member in step.members]
         having = [name for name in names if name in keys or name in numbers]
         if not having:
             step.optimizer.state.pop(step.tensor, None)
@@ -192,7 +99,7 @@ def restored_moments(
             state[key] = values = _room(key, having, state.get(key), step, stored)
             for member, name in zip(step.members, names, strict=True):
                 if f"optimizer/{key}/{name}" in stored:
-                    yield Kept(name, key, like(member, places.shards[name], values))
+                    yield StateTensor(name, key, share_of(member, training.shards[name], values))
 
 
 def _numbers(document: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -264,7 +171,7 @@ def _room(
         return torch.zeros_like(step.tensor.detach(), dtype=dtype)
 
 
-def restore_groups(steps: Sequence[Stepped], places: Places, document: Mapping[str, Any]) -> None:
+def restore_groups(training: LiveTraining, document: Mapping[str, Any]) -> None:
     """Give each group the settings that its parameters had, wherever they stood in the saved groups.
 
     Raises CheckpointError for parameters that were not optimized then, and for a group whose parameters had
@@ -272,8 +179,8 @@ def restore_groups(steps: Sequence[Stepped], places: Places, document: Mapping[s
     """
     saved = {name: group["settings"] for group in document["groups"] for name in group["parameters"]}
     members: dict[int, list[str]] = {}
-    for step in steps:
-        members.setdefault(step.group, []).extend(places.name_of(m.parameter) for m in step.members)
+    for step in training.steps:
+        members.setdefault(step.group, []).extend(training.name_of(m.parameter) for m in step.members)
     new = [name for names in members.values() for name in names if name not in saved]
     if new:
         raise CheckpointError(
@@ -291,7 +198,7 @@ def restore_groups(steps: Sequence[Stepped], places: Places, document: Mapping[s
                 f"{names[0]} and {other} are in one parameter group now, and were in groups with other "
                 "settings when the state was saved; group them as they were"
             )
-        for optimizer in {id(step.optimizer): step.optimizer for step in steps}.values():
+        for optimizer in {id(step.optimizer): step.optimizer for step in training.steps}.values():
             _set(optimizer, number, settings, document["class"])
 
 
@@ -307,3 +214,136 @@ def _set(
             old.copy_(torch.as_tensor(new, device=old.device))
         else:
             group[key] = new if same or not isinstance(new, torch.Tensor) else new.item()
+
+
+# What an optimizer keeps beside the states of its parameters: kept with it, or refused by name.
+
+#: What its class adds to a state dict, and what lies in its ``state`` under no parameter.
+_VALUES, _STATE = "values", "state"
+
+
+def own_of(training: LiveTraining, tensors: dict[str, torch.Tensor]) -> Any:
+    """What the optimizers keep beside, each by its place among them, as ``encoded_whole`` has it.
+
+    Raises ConfigError for what would be lost.
+    """
+    steps = training.steps
+    found = {}
+    for number, optimizer in enumerate(optimizers_of(steps)):
+        check_alone(optimizer)
+        own = own_values(optimizer)
+        state = {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
+        if not training.state.owns_optimizer:
+            stepped = {id(step.tensor) for step in steps}
+            others = [k for k, v in optimizer.state.items() if isinstance(k, torch.Tensor) and v]
+            if any(id(key) not in stepped for key in others):
+                raise ConfigError(
+                    f"the optimizer {type(optimizer).__name__} has a state of a tensor that none of its "
+                    "groups has, and it would be lost: remove it from optimizer.state, or give it a group"
+                )
+        if own or state:
+            found[str(number)] = {_VALUES: own, _STATE: state}
+    return encoded_whole(found, "optimizer", tensors) if found else {}
+
+
+def check_alone(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ConfigError for an optimizer around another one, of which two states would have to be kept."""
+    for name, inner in inner_optimizers(optimizer).items():
+        raise ConfigError(
+            f"the optimizer {type(optimizer).__name__} keeps another one, a {type(inner).__name__}, in its "
+            f"attribute {name}, whose state is not saved with it: give the inner one as optimizer and what "
+            "the outer one keeps in extra, or train with one optimizer"
+        )
+
+
+def check_own(steps: Sequence[Stepped], document: Mapping[str, Any]) -> None:
+    """Raise CheckpointError unless the running optimizers take what the saved ones kept beside.
+
+    ConfigError for an optimizer around another one.
+    """
+    optimizers = optimizers_of(steps)
+    for optimizer in optimizers:
+        check_alone(optimizer)
+    if document.get("own") and any(class_of(one) != document["class"] for one in optimizers):
+        raise CheckpointError(
+            f"the state was saved by {document['class']}, which keeps values of its own beside the states of "
+            "parameters, and cannot be resumed with another class: resume with the optimizer that it was "
+            "saved with"
+        )
+
+
+def restore_own(
+    steps: Sequence[Stepped], document: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
+) -> None:
+    """Give the optimizers what ``own_of`` had of them."""
+    found = decoded(document.get("own", {}), tensors)
+    for number, optimizer in enumerate(optimizers_of(steps)):
+        for key in [key for key in optimizer.state if not isinstance(key, torch.Tensor)]:
+            del optimizer.state[key]
+        if str(number) in found:
+            optimizer.state.update(found[str(number)][_STATE])
+            if found[str(number)][_VALUES]:
+                set_own_values(optimizer, found[str(number)][_VALUES])
+
+
+def optimizers_of(steps: Sequence[Stepped]) -> list[torch.optim.Optimizer]:
+    """The optimizers that step, each once."""
+    return list({id(step.optimizer): step.optimizer for step in steps}.values())
+
+
+# Whether an optimizer can go on with a state that another one kept: only by the same rule.
+
+#: Settings that change the rule, with the values that every class computes with.
+_USUAL = {"amsgrad": False, "maximize": False, "bias_correction": True}
+
+
+def class_of(optimizer: torch.optim.Optimizer) -> str:
+    """The full name of its class."""
+    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+
+
+def check_rule(optimizer: torch.optim.Optimizer, document: Mapping[str, Any]) -> None:
+    """Raise CheckpointError unless ``optimizer`` steps by the rule by which the state was made."""
+    saved_class, own = document["class"], class_of(optimizer)
+    if saved_class in ("", own) and document.get("rule", rule_of(optimizer)) == rule_of(optimizer):
+        return  # others do not say which it was
+    lacking = _lacking(optimizer, document)
+    if lacking:
+        raise CheckpointError(
+            f"the state was saved by {saved_class}, {lacking}, and cannot be resumed: resume "
+            "with the optimizer that it was saved with, or load the weights alone (zerostart.load of the "
+            "checkpoint's folder model/) and begin with a new optimizer"
+        )
+
+
+def _lacking(optimizer: torch.optim.Optimizer, document: Mapping[str, Any]) -> str:
+    """What of the saved one's rule ``optimizer`` has not, in words; empty where it has all."""
+    name = class_of(optimizer)
+    settings = [group["settings"] for group in document["groups"]]
+    numbers = [key for key, value in optimizer.defaults.items() if type(value) in (int, float, tuple)]
+    missing = [key for key in numbers if any(key not in setting for setting in settings)]
+    if missing:
+        return f"which has no {', '.join(missing)} as {name} has"
+    saved, own = document.get("rule"), rule_of(optimizer)  # states of before say no rule
+    if saved not in (None, own) and not _same_with(optimizer, settings, {saved, own}):
+        return f"which steps by the rule of {saved}, and {name} by that of {own}"
+    for key, usual in _USUAL.items():
+        for setting in settings:
+            if setting.get(key, usual) != usual and not computes(optimizer, key):
+                return f"with {key}={setting[key]}, which {name} does not go by"
+        own_values = {group.get(key, usual) for group in optimizer.param_groups} - {usual}
+        if own_values and any(key not in setting for setting in settings):
+            return f"which knows no {key}, and {name} has {key}={own_values.pop()}"
+    return ""
+
+
+def _same_with(
+    optimizer: torch.optim.Optimizer, settings: list[dict[str, Any]], rules: set[str | None]
+) -> bool:
+    """Whether two rules are one with these settings: Adam's two with a setting, or without weight decay."""
+    if rules != {"Adam", "AdamW"}:
+        return False
+    told = all("decoupled_weight_decay" in setting for setting in settings)
+    return (told and computes(optimizer, "decoupled_weight_decay")) or not any(
+        decoded(setting.get("weight_decay"), {}) for setting in settings
+    )

@@ -15,11 +15,11 @@ from torch import nn
 from zerostart.checkpoint.manifest import SAVED_AT, sealed
 from zerostart.distributed.world import World, current_world
 from zerostart.errors import ConfigError, WriteError
+from zerostart.live.training import StateTensor
 from zerostart.state.resuming.background import Saving, begin, finish_last
 from zerostart.state.resuming.document import check_size
 from zerostart.state.resuming.host_copies import kept_on_host
 from zerostart.state.resuming.linking import linked
-from zerostart.state.resuming.optimizer import Kept
 from zerostart.state.resuming.training_state import MARKER, MODEL, STATE, Content, collected
 from zerostart.state.resuming.values import checksum
 from zerostart.state.saving.publishing import agreed_place, publishing
@@ -37,7 +37,7 @@ def save_state(
     wait: bool,
     budget: int | None = None,
     frozen: bool = True,
-    beside: Sequence[Kept] = (),
+    beside: Sequence[StateTensor] = (),
     copy_later: bool = False,
     saved: Path | None = None,
 ) -> Saving:

@@ -10,32 +10,35 @@ from __future__ import annotations
 
 import functools
 import logging
+import random
+import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from zerostart.checkpoint.manifest import STATE_MARKER
-from zerostart.distributed.world import World
-from zerostart.engines import Shard, check_own_memory, first_rank_shard, plain_name, whole_shard
-from zerostart.errors import ConfigError
+from zerostart.distributed.world import World, default_device
+from zerostart.engines import (
+    Shard,
+    TrainingState,
+    check_own_memory,
+    first_rank_shard,
+    plain_name,
+    whole_shard,
+)
 from zerostart.geometry.layout import dimension_shard
-from zerostart.live.places import Places, places_of
-from zerostart.live.record import record_of
+from zerostart.live.model import LiveModel
+from zerostart.live.training import LiveTraining, StateTensor
 from zerostart.recipe import spelling
 from zerostart.state.resuming.local_states import LOCAL, local_states
-from zerostart.state.resuming.optimizer import Kept, gradient_of, masters_of, moments_of, share_of, taken
-from zerostart.state.resuming.optimizer_own import own_of
-from zerostart.state.resuming.random_states import random_rows
+from zerostart.state.resuming.optimizer import optimizer_document, own_of
 from zerostart.state.resuming.values import encoded_whole
 from zerostart.state.saving.writing import Entry, Outgoing, plain
-from zerostart.upstream.deepspeed.state import engine as deepspeed
-from zerostart.upstream.deepspeed.state import steps as deepspeed_steps
-from zerostart.upstream.torch.fsdp2 import has_unreduced
-from zerostart.upstream.torch.stepped import Stepped, has_taken, plain_steps, watch_steps
 
 logger = logging.getLogger("zerostart")
 
@@ -43,58 +46,6 @@ logger = logging.getLogger("zerostart")
 FORMAT = 1
 MARKER = STATE_MARKER
 MODEL, STATE = "model", "state"
-
-
-@dataclass(frozen=True)
-class Training:
-    """A model in training: its places, its engine (None where torch alone steps it), and what is stepped."""
-
-    places: Places
-    engine: Any
-    steps: list[Stepped]
-    scaler: Any = None
-    #: Batches whose gradients accelerate adds up for one step; None where it does not say.
-    accumulation: int | None = None
-
-    @property
-    def parameters(self) -> dict[str, nn.Parameter]:
-        """The parameters that are stepped themselves, by name."""
-        return {
-            name: parameter
-            for step in self.steps
-            if step.is_parameter
-            for name in [self.places.name_of(step.tensor)]
-            for parameter in [self.places.parameters[name]]
-        }
-
-    def watch(self) -> bool:
-        """Have the gradients know which of torch's steps has taken them; whether they did before."""
-        return self.engine is not None or watch_steps({step.optimizer for step in self.steps})
-
-    @property
-    def scheduler(self) -> Any:
-        """The engine's schedule, if it has one that can be saved."""
-        found = getattr(self.engine, "lr_scheduler", None)
-        return found if hasattr(found, "state_dict") else None
-
-
-def training_of(model: nn.Module, optimizer: Any, world: World) -> Training:
-    """What ``save_state`` and ``load_state`` were given, found out. Raises ConfigError and EngineError."""
-    engine = deepspeed.engine_of(model)
-    if engine is not None:
-        deepspeed_steps.check_movable(engine)
-        return Training(places_of(model, world), engine, deepspeed_steps.steps_of(engine))
-    deepspeed.check_engine_given(model.parameters())
-    places = places_of(model, world)
-    scaler = accumulation = None
-    while type(optimizer).__module__.partition(".")[0] == "accelerate":  # its wrapper
-        scaler = getattr(optimizer, "scaler", None)
-        accumulation = getattr(getattr(optimizer, "gradient_state", None), "num_steps", None)
-        optimizer = optimizer.optimizer
-    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-        raise ConfigError(f"optimizer is a {type(optimizer).__name__}, and not a torch optimizer")
-    steps = plain_steps(optimizer) if optimizer is not None else []
-    return Training(places, None, steps, scaler, accumulation)
 
 
 @dataclass(frozen=True)
@@ -125,30 +76,27 @@ def collected(
     extra: Any,
     world: World,
     frozen: bool = True,
-    beside: Sequence[Kept] = (),
+    beside: Sequence[StateTensor] = (),
 ) -> Content:
     """Everything that is saved, where it lies; ``frozen``: with parameters that are not trained.
 
     ``beside`` are further tensors that are kept for parameters. Raises ConfigError for what has no place in a
     checkpoint.
     """
-    training = training_of(model, optimizer, world)
-    known = training.watch()
-    places = training.places
-    check_restorable(places)
-    _tell_of_gradients(training, known, world)
-    left_out = [] if frozen else [n for n, p in places.parameters.items() if not p.requires_grad]
-    kept = places.shards.keys() - left_out
-    shards = [replace(shard, name=name) for name, shard in places.shards.items() if name in kept]
-    shards += [first_rank_shard(name, buffer, world) for name, buffer in places.buffers.items()]
-    masters = [k for k in masters_of(training.steps, places) if _is_copy(k, places)]
+    training = LiveTraining(model, optimizer, world)
+    watched = training.state.watch()
+    check_restorable(training)
+    _tell_of_gradients(training, watched, world)
+    left_out = [] if frozen else [n for n, p in training.parameters.items() if not p.requires_grad]
+    kept = training.shards.keys() - left_out
+    shards = [replace(shard, name=name) for name, shard in training.shards.items() if name in kept]
+    shards += [first_rank_shard(name, buffer, world) for name, buffer in training.buffers.items()]
+    masters = [k for k in training.masters() if _is_copy(k, training)]
     shares = [replace(k.shard, name=f"master/{k.name}") for k in masters]
-    shares += [
-        replace(k.shard, name=f"optimizer/{k.key}/{k.name}") for k in moments_of(training.steps, places)
-    ]
+    shares += [replace(k.shard, name=f"optimizer/{k.key}/{k.name}") for k in training.moments()]
     stepped = frozenset([*kept, *(share.name for share in shares)])
-    shares += [replace(k.shard, name=f"gradient/{k.name}") for k in gradients_of(training)]
-    local, of_ranks = local_states(training.steps, places, training.engine is None, world)
+    shares += [replace(k.shard, name=f"gradient/{k.name}") for k in training.gradients()]
+    local, of_ranks = local_states(training, world)
     shares += [*local, *(replace(k.shard, name=f"{k.key}/{k.name}") for k in beside)]
     shares += _random(world)
     tensors: dict[str, torch.Tensor] = {}
@@ -156,31 +104,33 @@ def collected(
         "format": FORMAT,
         "world_size": world.size,
         "torch": torch.__version__,
-        "model": type(places.module).__name__,
-        "ties": places.ties,
+        "model": type(training.module).__name__,
+        "ties": training.ties,
         "beside": sorted({kept.key for kept in beside}),
         "left_out": left_out,
-        "optimizer": taken(training.steps, places),
-        "engine": _engine(training, tensors),
+        "optimizer": optimizer_document(training),
+        "engine": _engine(training.state, tensors),
         "extra": encoded_whole(extra, "extra", tensors),
     }
-    if own := own_of(training.steps, training.engine is None, tensors):
+    if own := own_of(training, tensors):
         document["optimizer"]["own"] = own
     if of_ranks:
         document["optimizer"][LOCAL] = of_ranks
-    document["around"] = encoded_whole(places.around, "around", tensors)
+    document["around"] = encoded_whole(training.wrapper_buffers, "around", tensors)
     of_modules: dict[str, torch.Tensor] = {}
-    document["modules"] = module_states(places.module, of_modules)
+    document["modules"] = module_states(training.module, of_modules)
     shares += [first_rank_shard(name, tensor, world) for name, tensor in of_modules.items()]
     shares += [whole_shard(name, tensor, world) for name, tensor in tensors.items()]
     return Content(
-        _entries(shards), _entries(shares), document, tensors, places.module, _root(model), stepped
+        _entries(shards), _entries(shares), document, tensors, training.module, _root(training), stepped
     )
 
 
-def _tell_of_gradients(training: Training, known: bool, world: World) -> None:
-    """Say so where nobody can tell whether a step has taken the gradients that are there."""
-    if not known and world.rank == 0 and training.engine is None and _has_gradients(training):
+def _tell_of_gradients(training: LiveTraining, watched: bool, world: World) -> None:
+    """Say so where nobody can tell whether a step has used the gradients that are there."""
+    if watched or world.rank:
+        return
+    if any(parameter.grad is not None for parameter in training.state.parameters):
         logger.warning(
             "gradients are saved with the state, and a resumed run adds to them. If an optimizer step has "
             "already used them, call zero_grad() before saving: steps before this optimizer's first save "
@@ -188,13 +138,9 @@ def _tell_of_gradients(training: Training, known: bool, world: World) -> None:
         )
 
 
-def _has_gradients(training: Training) -> bool:
-    return any(parameter.grad is not None for parameter in training.parameters.values())
-
-
-def check_restorable(places: Places) -> None:
+def check_restorable(live: LiveModel) -> None:
     """Raise ConfigError for a tensor of the model that could be saved, and not be written to again."""
-    for name, tensor in [*places.parameters.items(), *places.buffers.items()]:
+    for name, tensor in [*live.parameters.items(), *live.buffers.items()]:
         if not isinstance(tensor, DTensor):
             check_own_memory(name, tensor)
 
@@ -208,16 +154,13 @@ def module_states(module: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[s
     }
 
 
-def _root(model: nn.Module) -> str:
-    try:
-        return record_of(model).catalog.root
-    except ConfigError:
-        return ""
+def _root(live: LiveModel) -> str:
+    return live.record.catalog.root if live.record is not None else ""
 
 
-def _is_copy(kept: Kept, places: Places) -> bool:
+def _is_copy(kept: StateTensor, training: LiveTraining) -> bool:
     """Whether a master has more bits than its parameter, and is not what the parameter holds anyway."""
-    return kept.shard.storage.dtype != places.shards[kept.name].storage.dtype
+    return kept.shard.storage.dtype != training.shards[kept.name].storage.dtype
 
 
 def _entries(shards: Sequence[Shard]) -> tuple[list[Entry], list[Outgoing]]:
@@ -232,59 +175,52 @@ def _random(world: World) -> Iterator[Shard]:
         yield Shard(f"random/{name}", at(world.rank), row, at)
 
 
-def _engine(training: Training, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+def _engine(state: TrainingState, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
     """What the engine knows beside tensors, and the schedule that it steps."""
-    engine = training.engine
-    if engine is None:
-        scale = training.scaler.state_dict() if training.scaler is not None else None
-        scale = encoded_whole(scale, "the gradient scaler", tensors)
-        return {"name": "torch", "scaler": scale, "accumulation": training.accumulation}
-    found = {"name": "deepspeed", "stage": deepspeed.engine_stage(engine), **deepspeed.counters(engine)}
-    if deepspeed.is_window_open(engine):
-        found["window"] = deepspeed.window(engine)
-    if training.scheduler is not None:
-        found["schedule"] = encoded_whole(training.scheduler.state_dict(), "schedule", tensors)
+    found = state.counters()
+    for key, component in state.components().items():
+        found[key] = encoded_whole(component.state_dict(), key, tensors)
     return found
 
 
-def gradients_of(training: Training) -> Iterator[Kept]:
-    """Gradients that are there and reduced: what a step would take now, in the middle of a window or not.
-
-    Raises ConfigError where an engine has some of which each rank has a part.
-    """
-    places = training.places
-    if training.engine is not None:
-        yield from _engine_gradients(training)
-        return
-    if has_unreduced(places.module):
-        raise ConfigError(
-            "FSDP2 holds gradients that are not yet reduced (set_requires_gradient_sync(False)): save after "
-            "an optimizer step"
-        )
-    having = {n: p for n, p in training.parameters.items() if p.grad is not None}
-    if having and all(p.grad is not None and has_taken(p.grad) for p in having.values()):
-        return  # between step() and zero_grad(): nothing is to be added to them
-    for name, parameter in having.items():
-        if isinstance(parameter.grad, DTensor) or places.alone:
-            yield gradient_of(name, parameter, places.shards[name])
+# The random states of a rank as rows of integers: of Python, NumPy, torch, and torch's device.
 
 
-def _engine_gradients(training: Training) -> Iterator[Kept]:
-    if not deepspeed.is_window_open(training.engine):
-        return
-    found = deepspeed_steps.gradients(training.engine, training.steps)
-    if found is None:
-        raise ConfigError(
-            "the engine is in the middle of a window of gradient accumulation, and its gradients are not yet "
-            "reduced (below ZeRO stage 2, and where stage 2 offloads them): save after an optimizer step"
-        )
-    yield from placed_gradients(training, found)
+def random_rows() -> dict[str, torch.Tensor]:
+    """This rank's state of each generator, as a 1-D CPU tensor whose length is the same on every rank."""
+    version, words, gauss = random.getstate()
+    found = {"python": [version, *words, *_optional(gauss)]}
+    _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    found["numpy"] = [*map(int, keys), int(position), int(has_gauss), _bits(float(cached))]
+    rows = {name: torch.tensor(row, dtype=torch.int64, device="cpu") for name, row in found.items()}
+    rows["torch"] = torch.get_rng_state()
+    device = default_device()
+    if device.type != "cpu":
+        rows["device"] = torch.get_device_module(device).get_rng_state(device)
+    return rows
 
 
-def placed_gradients(training: Training, found: Sequence[torch.Tensor]) -> Iterator[Kept]:
-    """Gradients of the members of what an engine steps, each with its share of the parameter."""
-    places = training.places
-    members = (member for step in training.steps for member in step.members)
-    for member, gradient in zip(members, found, strict=True):
-        name = places.name_of(member.parameter)
-        yield Kept(name, "gradient", share_of(member, places.shards[name], gradient))
+def set_random_rows(rows: dict[str, torch.Tensor]) -> None:
+    """Put back what ``random_rows`` gave; a device's is left out where there is none of its kind."""
+    version, *words, has_gauss, bits = rows["python"].tolist()
+    random.setstate((version, tuple(words), _value(bits) if has_gauss else None))
+    *keys, position, has_gauss, bits = rows["numpy"].tolist()
+    np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, _value(bits)))
+    torch.set_rng_state(rows["torch"])
+    device = default_device()
+    if "device" in rows and device.type != "cpu":
+        torch.get_device_module(device).set_rng_state(rows["device"], device)
+
+
+def _optional(value: float | None) -> tuple[int, int]:
+    return (0, 0) if value is None else (1, _bits(value))
+
+
+def _bits(value: float) -> int:
+    bits: int = struct.unpack("<q", struct.pack("<d", value))[0]
+    return bits
+
+
+def _value(bits: int) -> float:
+    value: float = struct.unpack("<d", struct.pack("<q", bits))[0]
+    return value

@@ -17,9 +17,10 @@ from zerostart.engines import Shard
 from zerostart.errors import ConfigError
 from zerostart.geometry.layout import Layout
 from zerostart.live.full_tensors import whole_tensor
+from zerostart.live.model import LogicalTensor
 from zerostart.live.record import wrapped
 from zerostart.recipe import spelling
-from zerostart.state.saving.contents import Contents, Held
+from zerostart.state.saving.contents import Contents
 from zerostart.state.saving.writing import plain
 
 
@@ -188,35 +189,35 @@ class _Times:
         return (data.float() * self.by).to(data.dtype)
 
 
-def merged(model: nn.Module, held: Sequence[Held]) -> list[Held]:
-    """``held`` without adapters, which are merged into what they adapt; collective.
+def merged(model: nn.Module, tensors: Sequence[LogicalTensor]) -> list[LogicalTensor]:
+    """``tensors`` without adapters, which are merged into what they adapt; collective.
 
     As ``merge_and_unload``, on the fly and shard by shard: the factors of an adapter, which are small, are
     whole on every rank; their product is made of the rows that are being written alone. Raises ConfigError
     for adapters that are no sum of a product.
     """
-    by_given = {item.given: item for item in held}
+    by_name = {item.current_name: item for item in tensors}
     inside: set[str] = set()
-    changed: dict[str, Held] = {}
+    changed: dict[str, LogicalTensor] = {}
     for name, layer in _layers(model):
         own = f"{name}."
-        inside |= {n for n in by_given if n.startswith(own) and not n.startswith(f"{own}base_layer.")}
-        deltas = [_delta(name, layer, adapter, by_given) for adapter in _unmerged(layer)]
-        item = by_given.get(f"{name}.base_layer.weight")
+        inside |= {n for n in by_name if n.startswith(own) and not n.startswith(f"{own}base_layer.")}
+        deltas = [_delta(name, layer, adapter, by_name) for adapter in _unmerged(layer)]
+        item = by_name.get(f"{name}.base_layer.weight")
         if deltas and item is None:
             raise ConfigError(f"{name}: an adapter of this kind cannot be merged; use adapters_only=True")
         if item is not None and deltas:
-            changed[item.given] = replace(item, change=_Merge(tuple(deltas), item.shard.layout))
+            changed[item.current_name] = replace(item, change=_Merge(tuple(deltas), item.shard.layout))
     for name, module in _replacing(model):
         if len(module.active_adapters) != 1:
             raise ConfigError(f"{name} has {module.active_adapters} active; activate one to merge")
         trained = f"{name}.modules_to_save.{module.active_adapters[0]}."
-        for given, item in by_given.items():
-            if given.startswith(trained):
-                changed[given] = replace(item, name=f"{name}.{given.removeprefix(trained)}")
-            elif given.startswith(f"{name}."):
-                inside.add(given)
-    return [changed.get(item.given, item) for item in held if item.given not in inside]
+        for current, item in by_name.items():
+            if current.startswith(trained):
+                changed[current] = replace(item, name=f"{name}.{current.removeprefix(trained)}")
+            elif current.startswith(f"{name}."):
+                inside.add(current)
+    return [changed.get(t.current_name, t) for t in tensors if t.current_name not in inside]
 
 
 def _unmerged(layer: Any) -> list[str]:
@@ -257,10 +258,10 @@ class _Delta:
         return made.to(self.dtype)
 
 
-def _delta(name: str, layer: Any, adapter: str, held: Mapping[str, Held]) -> _Delta:
+def _delta(name: str, layer: Any, adapter: str, tensors: Mapping[str, LogicalTensor]) -> _Delta:
     variant = adapter in getattr(layer, "lora_variant", {}) or layer.lora_bias.get(adapter, False)
     given = _factors(layer, adapter)
-    factors = [held.get(f"{name}.{factor}") for factor in given or ()]
+    factors = [tensors.get(f"{name}.{factor}") for factor in given or ()]
     if variant or len(factors) != 2 or any(f is None or len(f.shard.layout.shape) != 2 for f in factors):
         raise ConfigError(
             f"{name}: the adapter {adapter!r} (DoRA, a bias, or a convolution) cannot be merged shard by "
@@ -276,7 +277,7 @@ def _delta(name: str, layer: Any, adapter: str, held: Mapping[str, Held]) -> _De
     return _Delta(a, b, float(layer.scaling[adapter]), turned, dtype)
 
 
-def _whole(factor: Held) -> torch.Tensor:
+def _whole(factor: LogicalTensor) -> torch.Tensor:
     shard = factor.shard
     boxes, storage = shard.layout.boxes, shard.storage.detach()
     if shard.held[1] > 1 and [placed.box.numel for placed in boxes] == [prod(shard.layout.shape)]:

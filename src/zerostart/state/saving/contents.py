@@ -8,39 +8,22 @@ the model's own name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
 
 from zerostart import geometry
 from zerostart.distributed.world import World
-from zerostart.engines import Shard, first_rank_shard, plain_name
-from zerostart.live.parts import live_shards
+from zerostart.engines import Shard
+from zerostart.geometry.layout import Layout
+from zerostart.live.model import LiveModel, LogicalTensor
 from zerostart.live.record import LoadRecord
-from zerostart.live.shards import with_whole
-from zerostart.models import ModelLibrary, library_of, state_names
+from zerostart.models import ModelLibrary, library_of
 from zerostart.recipe import Recipe, SymbolicTensor, Target, one_thread, spelling
 from zerostart.recipe.inverse import inverted, reversal
 from zerostart.state.saving.writing import Entry, Outgoing
-from zerostart.transfer.writing import Change
-
-
-@dataclass(frozen=True)
-class Held:
-    """One logical tensor of a live model: its name as it was loaded, and this rank's share.
-
-    ``given`` is its name now; ``trained`` says whether it is a ``parameter`` that takes gradients; ``change``
-    is as in ``Outgoing``.
-    """
-
-    name: str
-    given: str
-    shard: Shard
-    parameter: bool
-    trained: bool
-    change: Change | None = None
 
 
 @dataclass
@@ -58,47 +41,11 @@ class Contents:
     before: dict[str, int] = field(default_factory=dict)
 
 
-def held_tensors(
-    model: nn.Module, record: LoadRecord | None, world: World
-) -> tuple[list[Held], dict[str, str]]:
-    """The parameters and persistent buffers of ``model``, ties once, and which name follows which.
-
-    In the order of the state dict. Raises EngineError for what is no one tensor, or lies as nobody knows.
-    """
-    shards = with_whole(model, live_shards(model, world), world)
-    recipes = record.recipes if record is not None else {}
-    followers = set(library_of(model).ties(model))
-    chosen: dict[int, str] = {}
-    named = list(state_names(model))
-    for given, tensor, _ in named:
-        before = chosen.get(id(tensor))
-        # The name that it was loaded under, then one that follows no other, then the first.
-        if (
-            before is None
-            or (plain_name(before) not in recipes and plain_name(given) in recipes)
-            or (before in followers and given not in followers and plain_name(before) not in recipes)
-        ):
-            chosen[id(tensor)] = given
-    found, tied = [], {}
-    for given, tensor, _ in named:
-        kept = chosen[id(tensor)]
-        if kept != given:
-            tied[plain_name(given)] = plain_name(kept)
-        else:
-            parameter = isinstance(tensor, nn.Parameter)
-            trained = parameter and tensor.requires_grad
-            # Ranks may have buffers with other values (statistics of their batches): the first's count.
-            shard = shards[given] if parameter else first_rank_shard(given, tensor, world)
-            found.append(Held(plain_name(given), given, shard, parameter, trained))
-    return found, tied
-
-
-def contents_of(
-    model: nn.Module, held: Iterable[Held], record: LoadRecord | None, dtype: torch.dtype | None
-) -> Contents:
-    """The checkpoint that ``held`` of ``model`` makes, its floating tensors in ``dtype`` (None: as held)."""
+def contents_of(live: LiveModel, tensors: Iterable[LogicalTensor], dtype: torch.dtype | None) -> Contents:
+    """The checkpoint that ``tensors`` of a model make, floating ones in ``dtype`` (None: their own)."""
+    model, record = live.module, live.record
     left_out = set(library_of(model).unsaved(model))
-    wanted = {item.name: item for item in held if item.name not in left_out}
+    wanted = {item.name: item for item in tensors if item.name not in left_out}
     contents = Contents()
     done: set[str] = set()
     reasons: dict[str, str] = {}
@@ -122,11 +69,11 @@ def contents_of(
 
 
 def renamed_contents(
-    held: Iterable[Held], renamed: Callable[[str], str], dtype: torch.dtype | None
+    tensors: Iterable[LogicalTensor], renamed: Callable[[str], str], dtype: torch.dtype | None
 ) -> Contents:
-    """``held`` as it lies in the model, under the names that ``renamed`` gives for the model's own."""
+    """``tensors`` as they lie in the model, under the names that ``renamed`` gives for the model's own."""
     contents = Contents()
-    for item in held:
+    for item in tensors:
         name, kind = renamed(item.name), _out(item.shard.storage.dtype, dtype)
         shape = item.shard.layout.shape
         contents.entries.append((name, spelling(kind, item.name), shape))
@@ -138,7 +85,7 @@ def renamed_contents(
 def _as_loaded(
     contents: Contents,
     done: set[str],
-    wanted: Mapping[str, Held],
+    wanted: Mapping[str, LogicalTensor],
     record: LoadRecord,
     dtype: torch.dtype | None,
 ) -> dict[str, str]:
@@ -177,7 +124,7 @@ def _as_reverted(
     contents: Contents,
     done: set[str],
     model: nn.Module,
-    rest: Mapping[str, Held],
+    rest: Mapping[str, LogicalTensor],
     dtype: torch.dtype | None,
 ) -> None:
     """Name and lay out the ``rest`` as the library's ``save_pretrained`` would, where that is known."""
@@ -217,3 +164,36 @@ def _as_reverted(
 def _out(held: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
     """The dtype in the files of a tensor that is held in another."""
     return dtype if dtype is not None and held.is_floating_point else held
+
+
+@dataclass(frozen=True)
+class TensorOverrides:
+    """Values that stand for those of parameters, by their first names: this rank's share of each.
+
+    ``ties`` has the first name of every other one.
+    """
+
+    shards: Mapping[str, Shard]
+    ties: Mapping[str, str]
+
+
+def overridden(
+    tensors: Sequence[LogicalTensor], overrides: TensorOverrides, world: World
+) -> list[LogicalTensor]:
+    """``tensors`` with this rank's share of the override of each, where any rank has some of one.
+
+    Collective.
+    """
+    firsts = [overrides.ties.get(item.name, item.name) for item in tensors]
+    # A rank may have no element of a master of which others have all.
+    mine = torch.tensor([name in overrides.shards for name in firsts], dtype=torch.int64, device="cpu")
+    holders = world.all_reduce_sum(mine, "looking for what is saved instead").tolist()
+    return [
+        replace(item, shard=overrides.shards.get(name, _nothing(item.shard))) if count else item
+        for item, name, count in zip(tensors, firsts, holders, strict=True)
+    ]
+
+
+def _nothing(shard: Shard) -> Shard:
+    layout = Layout(shard.layout.shape, 0, 0, ())
+    return Shard(shard.name, layout, torch.empty(0, dtype=torch.float32, device="cpu"), lambda _: layout)

@@ -18,7 +18,9 @@ from zerostart.checkpoint.write.shards import parse_size
 from zerostart.distributed.world import World, current_world
 from zerostart.engines import Shard
 from zerostart.errors import ConfigError
-from zerostart.live.record import LoadRecord, bare_model, kept_record
+from zerostart.live.model import LiveModel, LogicalTensor
+from zerostart.live.record import LoadRecord
+from zerostart.live.training import LiveTraining
 from zerostart.models import ModelLibrary, library_of
 from zerostart.state.saving.adapters import (
     PEFT_FORMAT,
@@ -29,8 +31,13 @@ from zerostart.state.saving.adapters import (
     has_adapters,
     merged,
 )
-from zerostart.state.saving.contents import Contents, Held, contents_of, held_tensors, renamed_contents
-from zerostart.state.saving.overrides import Instead, replaced, with_masters
+from zerostart.state.saving.contents import (
+    Contents,
+    TensorOverrides,
+    contents_of,
+    overridden,
+    renamed_contents,
+)
 from zerostart.state.saving.publishing import Publication, publishing
 from zerostart.state.saving.settings import save_settings
 from zerostart.state.saving.writing import Written, write_tensors
@@ -55,7 +62,7 @@ class SaveRequest:
     adapter_format: AdapterFormat = PEFT_FORMAT
     renamed: Callable[[str], str] | None = None
     stem: str | None = None
-    instead: Instead | None = None
+    overrides: TensorOverrides | None = None
 
     def check(self) -> None:
         """Raise ConfigError for what no save can serve."""
@@ -103,19 +110,39 @@ def save(model: nn.Module, path: str | os.PathLike[str], request: SaveRequest) -
     with world.phase("saving the model"):
         with world.phase("arguments"):
             request.check()
-            inner = bare_model(model)
-            record = kept_record(inner)
+            live = LiveModel(model, world)
             adapted = adapted_model(model)
-            _check_adapters(inner, adapted, request)
+            _check_adapters(live.module, adapted, request)
         with publishing(path, world) as publication:
             if request.adapters_only:
                 assert adapted is not None, "checked above"
-                done = _adapters(inner, record, adapted, publication, request, world)
+                done = _adapters(live, adapted, publication, request)
             else:
-                done = [(".", *_model(model, inner, record, publication, request, world))]
+                done = [(".", *_model(model, live, publication, request))]
             for folder, written, _ in done:
                 publication.add_digests(written.digests, folder)
     return _report(path, done, publication.names, time.perf_counter() - begun)
+
+
+def save_own_names(model: nn.Module, path: str | os.PathLike[str], max_shard_size: int | str) -> None:
+    """Save the state dict of ``model``, ties once; collective, each rank its own share.
+
+    What ``load_state_dict`` of the unsharded model takes, where ``save`` has the checkpoint's layout. Raises
+    as ``save`` does.
+    """
+    world = current_world()
+    with world.phase("saving the state dict"):
+        with world.phase("looking at the model"):
+            contents = renamed_contents(LiveModel(model, world).tensors()[0], lambda name: name, None)
+        with publishing(path, world) as publication:
+            written = write_tensors(
+                publication.directory,
+                contents.entries,
+                contents.outgoing,
+                world,
+                max_shard_size=max_shard_size,
+            )
+            publication.add_digests(written.digests)
 
 
 def _check_adapters(inner: nn.Module, adapted: Adapted | None, request: SaveRequest) -> None:
@@ -134,28 +161,24 @@ Done = tuple[str, Written, Contents]
 
 
 def _model(
-    model: nn.Module,
-    inner: nn.Module,
-    record: LoadRecord | None,
-    publication: Publication,
-    request: SaveRequest,
-    world: World,
+    model: nn.Module, live: LiveModel, publication: Publication, request: SaveRequest
 ) -> tuple[Written, Contents]:
     """The model's weights and its settings."""
+    world, inner, record = live.world, live.module, live.record
     with world.phase("looking at the model"):
-        held, tied = held_tensors(inner, record, world)
+        tensors, tied = live.tensors()
         if request.dtype == torch.float32:
-            held = with_masters(model, held, world)
-        if request.instead is not None:
-            held = replaced(held, request.instead, world)
+            tensors = overridden(tensors, _masters(model, world), world)
+        if request.overrides is not None:
+            tensors = overridden(tensors, request.overrides, world)
         if request.merge_adapters:
-            held = merged(inner, held)
+            tensors = merged(inner, tensors)
         if request.trainable_only:
-            held = [item for item in held if item.trained]
+            tensors = [item for item in tensors if item.trained]
         if request.renamed is not None:
-            contents = renamed_contents(held, request.renamed, request.dtype)
+            contents = renamed_contents(tensors, request.renamed, request.dtype)
         else:
-            contents = contents_of(inner, held, record, request.dtype)
+            contents = contents_of(live, tensors, request.dtype)
         contents.tied = tied
         stem = request.stem or _stem(inner, record)
     written = write_tensors(
@@ -165,7 +188,7 @@ def _model(
         world,
         stem=stem,
         max_shard_size=request.max_shard_size,
-        parameters=_parameters(held),
+        parameters=sum(prod(item.shard.layout.shape) for item in tensors if item.is_parameter),
         memory_limit=request.memory_limit,
         before=contents.before,
     )
@@ -179,19 +202,15 @@ def _model(
 
 
 def _adapters(
-    inner: nn.Module,
-    record: LoadRecord | None,
-    adapted: Adapted,
-    publication: Publication,
-    request: SaveRequest,
-    world: World,
+    live: LiveModel, adapted: Adapted, publication: Publication, request: SaveRequest
 ) -> list[Done]:
     """Every adapter in a folder of its name, the one named "default" at the top, as PEFT has it."""
+    world = live.world
     with world.phase("looking at the adapters"):
-        held = held_tensors(inner, record, world)[0]
-        if request.instead is not None:
-            held = replaced(held, request.instead, world)
-        shards = _by_identity(inner, held)
+        tensors, _ = live.tensors()
+        if request.overrides is not None:
+            tensors = overridden(tensors, request.overrides, world)
+        shards = _by_identity(live.module, tensors)
     written_as = request.adapter_format
     done = []
     for adapter in adapted.names:
@@ -218,10 +237,16 @@ def _adapters(
     return done
 
 
-def _by_identity(inner: nn.Module, held: list[Held]) -> dict[int, Shard]:
+def _masters(model: nn.Module, world: World) -> TensorOverrides:
+    """The fp32 masters, to be saved in the place of what is rounded from them."""
+    training = LiveTraining(model, None, world)
+    return TensorOverrides({one.name: one.shard for one in training.masters()}, training.ties)
+
+
+def _by_identity(inner: nn.Module, tensors: list[LogicalTensor]) -> dict[int, Shard]:
     """Shards by the ``id`` of what the model's state dict has of them."""
     state = inner.state_dict(keep_vars=True)
-    return {id(state[item.given]): item.shard for item in held if item.given in state}
+    return {id(state[t.current_name]): t.shard for t in tensors if t.current_name in state}
 
 
 def _stem(model: nn.Module, record: LoadRecord | None) -> str:
@@ -235,10 +260,6 @@ def _stem(model: nn.Module, record: LoadRecord | None) -> str:
     files = (Path(file) for file in record.catalog.files if file.endswith((".safetensors", ".sft")))
     stems = {group for file in files if (group := group_of(f"{file.stem}.safetensors"))}
     return stems.pop() if len(stems) == 1 else "model"
-
-
-def _parameters(held: list[Held]) -> int:
-    return sum(prod(item.shard.layout.shape) for item in held if item.parameter)
 
 
 def _report(

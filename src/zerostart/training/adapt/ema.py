@@ -16,14 +16,11 @@ import torch
 from torch import nn
 
 from zerostart.distributed.world import World
-from zerostart.engines import Shard
-from zerostart.live.places import Places, places_of
-from zerostart.state.resuming.optimizer import Kept, like
-from zerostart.state.resuming.training_state import training_of
-from zerostart.state.saving.overrides import Instead
+from zerostart.engines import Member, Shard, Stepped
+from zerostart.live.model import LiveModel
+from zerostart.live.training import LiveTraining, StateTensor, share_of
+from zerostart.state.saving.contents import TensorOverrides
 from zerostart.training.config.configuration import EmaConfig
-from zerostart.upstream.deepspeed.state import engine as deepspeed
-from zerostart.upstream.torch.stepped import Member, Stepped
 
 #: What averages are called in a training checkpoint.
 KEY = "ema"
@@ -44,7 +41,7 @@ class _Followed:
     @property
     def source(self) -> Shard:
         """What is averaged, as it is now."""
-        return like(self.member, self.shard, self.stepped.tensor)
+        return share_of(self.member, self.shard, self.stepped.tensor)
 
 
 class Ema:
@@ -52,18 +49,18 @@ class Ema:
 
     def __init__(self, config: EmaConfig, model: nn.Module, optimizer: Any, world: World) -> None:
         """``model`` and ``optimizer`` are as ``zerostart.save_state`` takes them."""
-        training = training_of(model, optimizer, world)
+        training = LiveTraining(model, optimizer, world)
         self.config = config
         self.updates = 0
-        self._ties = training.places.ties
+        self._ties = training.ties
         self._followed = [
-            self._follow(step, member, training.places) for step in training.steps for member in step.members
+            self._follow(step, member, training) for step in training.steps for member in step.members
         ]
 
-    def _follow(self, stepped: Stepped, member: Member, places: Places) -> _Followed:
-        name = places.name_of(member.parameter)
-        shard = places.shards[name]
-        storage = like(member, shard, stepped.tensor).storage
+    def _follow(self, stepped: Stepped, member: Member, training: LiveTraining) -> _Followed:
+        name = training.name_of(member.parameter)
+        shard = training.shards[name]
+        storage = share_of(member, shard, stepped.tensor).storage
         kind = torch.promote_types(storage.dtype, torch.float32)
         device = storage.device if self.config.place == "device" else torch.device("cpu")
         average = storage.detach().to(device, kind, copy=True)
@@ -83,14 +80,16 @@ class Ema:
                 average.sub_((average - now).mul_(left))
 
     @property
-    def kept(self) -> list[Kept]:
+    def kept(self) -> list[StateTensor]:
         """The averages, for a training checkpoint: to be written, or to be filled."""
-        return [Kept(one.name, KEY, replace(one.source, storage=one.average)) for one in self._followed]
+        return [
+            StateTensor(one.name, KEY, replace(one.source, storage=one.average)) for one in self._followed
+        ]
 
     @property
-    def instead(self) -> Instead:
+    def overrides(self) -> TensorOverrides:
         """The averages, to be saved in the place of the weights."""
-        return Instead({kept.name: kept.shard for kept in self.kept}, self._ties)
+        return TensorOverrides({kept.name: kept.shard for kept in self.kept}, self._ties)
 
     @contextmanager
     def applied(self, model: nn.Module, world: World) -> Iterator[None]:
@@ -120,17 +119,17 @@ class Ema:
 @torch.no_grad()
 def _put(values: dict[str, tuple[Shard, torch.Tensor]], model: nn.Module, world: World) -> None:
     """Write values, of the shares that are given with them, into the parameters of ``model``; collective."""
-    places = places_of(model, world)
-    deepspeed.drop_gathered(places.parameters.values())
-    trained = [name for name, parameter in places.parameters.items() if parameter.requires_grad]
+    live = LiveModel(model, world)
+    live.drop_gathered()
+    trained = [name for name, parameter in live.parameters.items() if parameter.requires_grad]
     # Where ranks step parts of what each has whole, a part is not all that has to be written.
-    parts = [n for n, (share, _) in values.items() if share.layout.numel != places.shards[n].layout.numel]
+    parts = [n for n, (share, _) in values.items() if share.layout.numel != live.shards[n].layout.numel]
     mine = torch.tensor([name in parts for name in trained], dtype=torch.int64, device="cpu")
     divided = world.all_reduce_sum(mine, "looking for weights that ranks step in parts").tolist()
     for name, count in zip(trained, divided, strict=True):
-        target = places.shards[name].storage
+        target = live.shards[name].storage
         if count:
-            target.copy_(_joined(places.shards[name], values.get(name), world))
+            target.copy_(_joined(live.shards[name], values.get(name), world))
         elif name in values and values[name][1].numel():
             target.copy_(values[name][1])
 

@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from zerostart.distributed.world import current_world
+from zerostart.engines import full_shape
 from zerostart.errors import ConfigError
 from zerostart.live.record import bare_model
 from zerostart.models import library_of
 from zerostart.state.saving.adapters import PEFT_FORMAT, AdapterFormat
-from zerostart.state.saving.overrides import Instead
+from zerostart.state.saving.contents import TensorOverrides
 from zerostart.state.saving.save import SaveReport, SaveRequest, save
 from zerostart.training.adapt.diffsynth_names import PREFIX, names_for
 from zerostart.training.adapt.ema import Ema
@@ -48,7 +49,7 @@ def check_export(model: nn.Module, config: TrainConfig) -> None:
     if not config.output.merge:
         return
     for name, parameter in model.named_parameters():
-        shape = getattr(parameter, "ds_shape", parameter.shape)  # a ZeRO-3 placeholder is empty
+        shape = full_shape(parameter)
         if ".lora_" in name and len(shape) != 2:
             raise ConfigError(
                 f"output.merge: {name} is of a convolution, whose adapters are not merged shard by shard; "
@@ -61,15 +62,15 @@ def save_request(
     config: TrainConfig,
     step: int,
     beside: Callable[[Path], object] | None = None,
-    instead: Instead | None = None,
+    overrides: TensorOverrides | None = None,
 ) -> SaveRequest:
     """How ``model``, as it is trained, is saved after ``step`` steps.
 
-    ``instead`` are values to save in the place of its own. Raises ConfigError for names that DiffSynth has
+    ``overrides`` are values to save in the place of its own. Raises ConfigError for names that DiffSynth has
     not.
     """
     output = config.output
-    request = SaveRequest(output.max_shard_size, beside=beside, instead=instead)
+    request = SaveRequest(output.max_shard_size, beside=beside, overrides=overrides)
     if config.lora is not None:
         if output.merge:
             return replace(request, merge_adapters=True)
@@ -170,5 +171,5 @@ def _save(
 ) -> SaveReport:
     report = save(model, folder, save_request(model, task.config, step, task.beside))
     if ema is not None:
-        save(model, averaged, save_request(model, task.config, step, task.beside, ema.instead))
+        save(model, averaged, save_request(model, task.config, step, task.beside, ema.overrides))
     return report

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zerostart.engines import full_shape
 from zerostart.errors import ConfigError
 from zerostart.training.adapt.diffsynth_names import names_for
 from zerostart.training.config.configuration import LoraConfig
@@ -67,7 +68,7 @@ def highest_rank(model: nn.Module, adapted: Sequence[str]) -> int:
     found = 0
     for name in adapted:
         weight: Any = getattr(model.get_submodule(name), "base_layer", model.get_submodule(name)).weight
-        rows, *columns = getattr(weight, "ds_shape", weight.shape)  # a ZeRO-3 placeholder is empty
+        rows, *columns = full_shape(weight)
         found = max(found, min(rows, prod(columns)))
     return found
 

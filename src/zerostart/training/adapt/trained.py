@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from zerostart.distributed.world import World
-from zerostart.engines import plain_name
+from zerostart.engines import full_shape, plain_name
 from zerostart.errors import ConfigError
 from zerostart.live.record import record_of
 from zerostart.training.adapt.lora import add_lora, highest_rank
@@ -55,7 +55,7 @@ def round_to(model: nn.Module, dtype: torch.dtype) -> None:
 def _counted(model: nn.Module) -> str:
     trained = every = 0
     for parameter in model.parameters():
-        shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)  # a ZeRO-3 placeholder is empty
+        shape = full_shape(parameter)
         every += shape.numel()
         trained += shape.numel() * parameter.requires_grad
     return f"{trained:,} of {every:,} parameters"

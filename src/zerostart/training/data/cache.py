@@ -88,16 +88,13 @@ def _place(config: TrainConfig, settings: CacheConfig) -> Path:
 def _media(config: TrainConfig, place: Path, cached: bool, world: World) -> MediaItems | None:
     """The media; None where there are none any more, and a cache that was made of them."""
     from zerostart.training.data.items import KnownRows, read_media
-    from zerostart.training.data.table import is_dataset, is_gone
+    from zerostart.training.data.table import is_gone
 
     if config.media is None:
         return None
     given = config.media.source
 
-    def gone() -> bool:
-        return not is_dataset(given) and is_gone(given)
-
-    if cached and world.broadcast_object(gone, "looking for the media"):
+    if cached and world.broadcast_object(lambda: is_gone(given), "looking for the media"):
         if world.rank == 0:
             logger.warning(
                 "media.source %s is not there any more: its items are those of the cache %s", given, place

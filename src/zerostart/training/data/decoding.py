@@ -22,14 +22,14 @@ from zerostart.training.data.table import Column
 T = TypeVar("T")
 
 
-class Told(Protocol):
-    """Calls a function; what it raises is to name the column."""
+class InColumn(Protocol):
+    """Calls a function for a column, and names row and column in what it raises."""
 
     def __call__(self, column: Column, act: Callable[[], T]) -> T:
         """What ``act`` gives."""
 
 
-class Part(ABC):
+class ColumnMedia(ABC):
     """What one column gives an item."""
 
     @property
@@ -42,7 +42,7 @@ class Part(ABC):
         """The pixels. Raises :class:`ConfigError` where they cannot be read."""
 
 
-class _Pictures(Part):
+class _Pictures(ColumnMedia):
     def __init__(self, files: Sequence[MediaFile], targets: Sequence[Size], config: MediaConfig) -> None:
         self._files = files
         self._targets = targets
@@ -68,7 +68,7 @@ class _Picture(_Pictures):
         return super().tensors()[0]
 
 
-class _Video(Part):
+class _Video(ColumnMedia):
     def __init__(self, clip: Clip, target: Size, indices: Sequence[int]) -> None:
         self._clip = clip
         self._target = target
@@ -90,56 +90,73 @@ def _pixels(picture: Any) -> torch.Tensor:
     return torch.from_numpy(needed("numpy").array(picture)).permute(2, 0, 1).contiguous()
 
 
-def parts_of(
-    columns: Sequence[Column], files: Mapping[str, Sequence[MediaFile]], config: MediaConfig, told: Told
-) -> dict[str, Part]:
+def media_of_row(
+    columns: Sequence[Column],
+    files: Mapping[str, Sequence[MediaFile]],
+    config: MediaConfig,
+    in_column: InColumn,
+) -> dict[str, ColumnMedia]:
     """By name what the ``files`` of a row give; nothing for a picture or a video that the row lacks.
 
     The first of ``columns`` with files that has no size of its own gives the item its size. All videos of
-    that size have equally many frames. Raises :class:`ConfigError`, by ``told``.
+    that size have equally many frames. Raises :class:`ConfigError`, by ``in_column``.
     """
     present = [column for column in columns if files[column.name] or column.kind == "images"]
     clips = {
-        column.name: told(column, partial(clip_of, files[column.name], config.background))
+        column.name: in_column(column, partial(clip_of, files[column.name], config.background))
         for column in present
         if column.kind == "video"
     }
+    row = _Row(files, clips, config)
+    sharing = [column for column in present if not column.own_size]
+    # Sizes and frames of all come before any column is made: each depends on the others' files.
+    if (leading := next((column for column in sharing if files[column.name]), None)) is not None:
+        row.size = in_column(leading, lambda: target_size(row.sizes(leading)[0], config))
+    for column in sharing:
+        if column.name in clips:
+            row.frames = len(in_column(column, partial(row.picked, column)))  # at most as many as before
+    return {column.name: in_column(column, partial(row.media, column)) for column in present}
 
-    def sizes(column: Column) -> list[Size]:
+
+class _Row:
+    """The files of one row, with the size and the number of frames that its columns share."""
+
+    def __init__(
+        self, files: Mapping[str, Sequence[MediaFile]], clips: Mapping[str, Clip], config: MediaConfig
+    ) -> None:
+        self._files = files
+        self._clips = clips
+        self._config = config
+        self.size: Size | None = None
+        self.frames = config.num_frames
+
+    def sizes(self, column: Column) -> list[Size]:
+        """Those of a column's files."""
         if column.kind == "video":
-            return [clips[column.name].size]
-        return [image_size(file) for file in files[column.name]]
+            return [self._clips[column.name].size]
+        return [image_size(file) for file in self._files[column.name]]
 
-    leading = next((column for column in present if not column.own and files[column.name]), None)
-    size = None
-    if leading is not None:
-        size = told(leading, lambda: target_size(sizes(leading)[0], config))
-    most = min(
-        [told(c, partial(_frames, clips[c.name], config)) for c in present if c.name in clips and not c.own],
-        default=config.num_frames,
-    )
+    def picked(self, column: Column) -> list[int]:
+        """The frames of a column's video that are taken, as many as it has or the row allows."""
+        clip, most = self._clips[column.name], self._config.num_frames if column.own_size else self.frames
+        return picked_frames(
+            self._config, clip.count(frames_needed(self._config, clip.rate)), clip.rate, most
+        )
 
-    def part(column: Column) -> Part:
-        if column.own or size is None:
-            targets = [target_size(own, config) for own in sizes(column)]
+    def media(self, column: Column) -> ColumnMedia:
+        """What a column gives the item."""
+        files = self._files[column.name]
+        if column.own_size or self.size is None:
+            targets = [target_size(size, self._config) for size in self.sizes(column)]
         else:
-            targets = [size] * max(1, len(files[column.name]))
-        if column.kind == "video":
-            clip = clips[column.name]
-            return _Video(clip, targets[0], _picked(clip, config, config.num_frames if column.own else most))
-        if column.kind == "image":
-            return _Picture(files[column.name], targets, config)
-        return _Pictures(files[column.name], targets[: len(files[column.name])], config)
-
-    return {column.name: told(column, partial(part, column)) for column in present}
-
-
-def _picked(clip: Clip, config: MediaConfig, most: int) -> list[int]:
-    return picked_frames(config, clip.count(frames_needed(config, clip.rate)), clip.rate, most)
-
-
-def _frames(clip: Clip, config: MediaConfig) -> int:
-    return len(_picked(clip, config, config.num_frames))
+            targets = [self.size] * len(files)
+        match column.kind:
+            case "video":
+                return _Video(self._clips[column.name], targets[0], self.picked(column))
+            case "image":
+                return _Picture(files, targets, self._config)
+            case "images":
+                return _Pictures(files, targets, self._config)
 
 
 Size = tuple[int, int]  # height, width

@@ -32,16 +32,16 @@ from torch.utils.data import Dataset
 
 from zerostart.distributed.world import World
 from zerostart.errors import ConfigError
-from zerostart.training.data.decoding import Part, parts_of
+from zerostart.training.data.decoding import ColumnMedia, media_of_row
 from zerostart.training.data.files import MediaFile, files_of, needed
 from zerostart.training.data.media_config import KNOWN_COLUMNS, MediaConfig
-from zerostart.training.data.table import Column, is_dataset, media_columns, read_dataset, read_table
+from zerostart.training.data.table import Column, media_columns, read_table
 
 T = TypeVar("T")
 
 _THREADS = 16  # that look at files, which may lie on a network
 _CHUNK = 4096  # rows that are handed to them at a time
-_SHOWN = 3  # bad rows that are told of
+_SHOWN = 3  # bad rows that an error names
 #: Keys that say where the data are, or how an epoch goes over them, not what is in an item.
 _NOT_CONTENT = {"source", "base", "split", "items", "repeats", "workers", "check"}
 
@@ -58,10 +58,7 @@ class MediaItems(Dataset[dict[str, Any]]):
         """
         self.config = config
         self._known = KnownRows() if known is None else known
-        if is_dataset(config.source):
-            self._table = read_dataset(config.source, config.split, config.base, config.items)
-        else:
-            self._table = read_table(config.source, config.base, config.items, config.prompt)
+        self._table = read_table(config)
         self.columns = media_columns(config, self._table.columns)
 
     def __len__(self) -> int:
@@ -72,8 +69,8 @@ class MediaItems(Dataset[dict[str, Any]]):
         if not 0 <= index < len(self):
             raise IndexError(index)
         item = self._other_cells(index)
-        for name, part in self._parts(index).items():
-            item[name] = self._told(index, name, part.tensors)
+        for name, part in self._media(index).items():
+            item[name] = self._in_column(index, name, part.tensors)
         return item
 
     def where(self, index: int) -> str:
@@ -89,7 +86,7 @@ class MediaItems(Dataset[dict[str, Any]]):
 
     @cached_property
     def _shapes(self) -> list[Hashable]:
-        return self._mapped(lambda i: tuple((name, part.shape) for name, part in self._parts(i).items()))
+        return self._mapped(lambda i: tuple((name, part.shape) for name, part in self._media(i).items()))
 
     def contents(self) -> str:
         """A digest of all rows: their cells, and of each file its length, its first and its last 64 KiB.
@@ -104,12 +101,12 @@ class MediaItems(Dataset[dict[str, Any]]):
     def digest(self) -> str:
         """That of `contents` and of how they are decoded. Raises :class:`ConfigError` as `contents` does."""
         settings = self.config.model_dump(exclude=_NOT_CONTENT)
-        told = f"{self.contents()} {sorted(settings.items())!r}"
-        return hashlib.blake2b(told.encode(), digest_size=16).hexdigest()
+        described = f"{self.contents()} {sorted(settings.items())!r}"
+        return hashlib.blake2b(described.encode(), digest_size=16).hexdigest()
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What is to be told of the table, though it can be read."""
+        """Warnings about a table that can be read."""
         return self._table.notes
 
     @property
@@ -161,11 +158,11 @@ class MediaItems(Dataset[dict[str, Any]]):
         for name, files in self._files(index).items():
             state.update(f"{name} {len(files)} ".encode())
             for file in files:
-                state.update(self._told(index, name, partial(_digest, file)))
+                state.update(self._in_column(index, name, partial(_digest, file)))
         return state.digest()
 
     def _mapped(self, function: Callable[[int], T]) -> list[T]:
-        """``function`` of each row; of the rows that fail some are told of in one error."""
+        """``function`` of each row; the rows that fail are one error, which names some."""
         found: list[T] = []
         failures: list[str] = []
         with ThreadPoolExecutor(_THREADS) as threads:
@@ -181,7 +178,7 @@ class MediaItems(Dataset[dict[str, Any]]):
             raise ConfigError("; ".join(failures[:_SHOWN]) + more)
         return found
 
-    def _told(self, index: int, name: str, act: Callable[[], T]) -> T:
+    def _in_column(self, index: int, name: str, act: Callable[[], T]) -> T:
         """``act``, whose error gets the row and the column before it."""
         try:
             return act()
@@ -215,17 +212,17 @@ class MediaItems(Dataset[dict[str, Any]]):
             found[column.name] = files_of(cell, column.kind, self._table.base, where)
         return found
 
-    def _parts(self, index: int) -> dict[str, Part]:
+    def _media(self, index: int) -> dict[str, ColumnMedia]:
         """What of the row is decoded, and to which size."""
         files = self._files(index)
 
         def named(column: Column, act: Callable[[], T]) -> T:
-            return self._told(index, column.name, act)
+            return self._in_column(index, column.name, act)
 
         if not any(files.values()):
             names = ", ".join(column.column for column in self.columns)
             raise ConfigError(f"{self.where(index)}: its cells under {names} are all empty; take the row out")
-        return parts_of(self.columns, files, self.config, named)
+        return media_of_row(self.columns, files, self.config, named)
 
 
 def _outcome(function: Callable[[int], T], row: int) -> T | ConfigError:
@@ -259,7 +256,7 @@ def read_media(config: MediaConfig, world: World, known: KnownRows | None = None
     if len(set(ranks)) == 1:
         return items
     rows = world.all_gather_object(b"".join(items.row_digests), "looking for the rows that differ")
-    other = next(rank for rank, told in enumerate(ranks) if told != ranks[0])
+    other = next(rank for rank, digest in enumerate(ranks) if digest != ranks[0])
     if rows[other] == rows[0]:
         raise ConfigError(
             f"the ranks are configured differently: rank {other} decodes the media otherwise than rank 0; "

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, Protocol
 
 from zerostart.checkpoint.paths import expanded
 from zerostart.errors import ConfigError
@@ -25,28 +25,44 @@ Row = Mapping[str, Any]
 #: Tables that a directory is looked through for, in this order.
 TABLES = ("metadata.csv", "metadata.json", "metadata.jsonl")
 _OF_TABLES = (".csv", ".json", ".jsonl", ".arrow")
+_KNOWN_SUFFIXES = f"pictures are known by {' '.join(IMAGE_SUFFIXES)}, videos by {' '.join(VIDEO_SUFFIXES)}"
+#: What a source begins with that ``datasets`` is to load.
+_PREFIX = "hf:"
+
+
+class Rows(Protocol):
+    """Rows of cells by column; those of a dataset are read when they are asked for."""
+
+    def __len__(self) -> int:
+        """How many there are."""
+
+    def __getitem__(self, index: int, /) -> Row:
+        """One of them."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of cells by column, in an order that is always the same; names of files are relative to ``base``.
+    """Rows in an order that is always the same; names of files in them are relative to ``base``.
 
     ``where(i)`` says in words where row ``i`` is; ``columns`` are those of any row.
     """
 
-    rows: Sequence[Row]
+    rows: Rows
     columns: tuple[str, ...]
     base: Path
     where: Callable[[int], str]
     notes: tuple[str, ...] = ()
 
 
-def read_table(source: str, base: str | None, items: int, prompt: str | None) -> Table:
-    """The first ``items`` rows (0: all) of the table, or of the directory of files, at ``source``.
+def read_table(config: MediaConfig) -> Table:
+    """The first ``config.items`` rows (0: all) of the table, directory or dataset at ``config.source``.
 
-    The texts beside the files of a directory become the column ``prompt``; None asks for none.
+    The texts beside the files of a directory become the column ``config.prompt``; None asks for none.
     Raises :class:`ConfigError` for what is absent, malformed or empty; it names the line.
     """
+    source, base, items = config.source, config.base, config.items
+    if _is_dataset(source):
+        return _read_dataset(source, config.split, base, items)
     path = expanded(source)
     if path.is_dir():
         tables = [path / name for name in TABLES if (path / name).is_file()]
@@ -55,7 +71,7 @@ def read_table(source: str, base: str | None, items: int, prompt: str | None) ->
             raise ConfigError(f"media.source {source} has {names}; name the one that is meant")
         if not tables:
             notes: list[str] = []
-            found = _files_in(path, prompt, items, notes)
+            found = _files_in(path, config.prompt, items, notes)
             table = _table(found, source, path if base is None else Path(base), items)
             return replace(table, notes=tuple(notes))
         path = tables[0]
@@ -83,12 +99,12 @@ def _table(found: Iterator[tuple[str, Row]], source: str, base: Path, items: int
     if not base.is_dir():
         raise ConfigError(f"media.base {base}: no such directory")
     columns = tuple(dict.fromkeys(itertools.chain.from_iterable(row for _, row in pairs)))
-    places = [where for where, _ in pairs]
-    return Table([row for _, row in pairs], columns, base, places.__getitem__)
+    where = [where for where, _ in pairs]
+    return Table([row for _, row in pairs], columns, base, where.__getitem__)
 
 
 def _csv_rows(path: Path) -> Iterator[tuple[str, Row]]:
-    """Cells are text; an empty one is None. A row may take several lines, of which the last is told."""
+    """Cells are text; an empty one is None. A row may take several lines, of which the last is named."""
     with path.open(encoding="utf-8-sig", newline="") as lines:
         reader = csv.reader(lines, strict=True)
         try:
@@ -139,7 +155,9 @@ def _object(value: Any, where: str) -> tuple[str, Row]:
 
 
 def is_gone(source: str) -> bool:
-    """Whether there is nothing at ``source``, a path, that a table could be read from."""
+    """Whether there is nothing at ``source`` that a table could be read from; a dataset is not looked for."""
+    if _is_dataset(source):
+        return False
     path = expanded(source)
     if not path.is_dir():
         return not path.exists()
@@ -153,6 +171,7 @@ def _files_in(folder: Path, prompt: str | None, items: int, notes: list[str]) ->
     """
     without = []
     found = 0
+    # By the whole path below the folder: the order is the same on every machine and file system.
     passed: dict[str, list[str]] = {}
     for path in sorted(folder.rglob("*"), key=lambda path: path.relative_to(folder).as_posix()):
         kind = _kind(path)
@@ -175,16 +194,15 @@ def _files_in(folder: Path, prompt: str | None, items: int, notes: list[str]) ->
             row[prompt] = text.read_text(encoding="utf-8-sig").strip()
         yield str(path), row
     if passed:
-        told = ", ".join(f"{len(names)} {suffix} ({names[0]})" for suffix, names in sorted(passed.items()))
+        skipped = ", ".join(f"{len(names)} {kind} ({names[0]})" for kind, names in sorted(passed.items()))
         notes.append(
-            f"media.source {folder}: skipped: {told}: pictures are known by "
-            f"{' '.join(IMAGE_SUFFIXES)}, "
-            f"videos by {' '.join(VIDEO_SUFFIXES)}; convert them, or name them in a table"
+            f"media.source {folder}: skipped: {skipped}: {_KNOWN_SUFFIXES}; convert them, or name them in a "
+            "table"
         )
     if not found:
         raise ConfigError(
-            f"media.source {folder}: no {', '.join(TABLES)}, picture or video in this directory; pictures "
-            f"are known by {' '.join(IMAGE_SUFFIXES)}, videos by {' '.join(VIDEO_SUFFIXES)}"
+            f"media.source {folder}: no {', '.join(TABLES)}, picture or video in this directory; "
+            f"{_KNOWN_SUFFIXES}"
         )
     if without:
         shown = ", ".join(without[:3]) + (", ..." if len(without) > 3 else "")
@@ -201,12 +219,15 @@ def _kind(path: Path) -> str | None:
 
 @dataclass(frozen=True)
 class Column:
-    """``column`` of the table, ``name`` in the items; ``own``: each picture has a size for itself."""
+    """A column of files: ``column`` in the table, ``name`` in the items.
+
+    ``own_size``: each of its pictures has a size for itself.
+    """
 
     name: str
     column: str
     kind: Kind
-    own: bool
+    own_size: bool
 
 
 def media_columns(config: MediaConfig, columns: Sequence[str]) -> tuple[Column, ...]:
@@ -237,12 +258,8 @@ def _column(name: str, value: str | ColumnConfig) -> Column:
     kind, size = KNOWN_COLUMNS.get(name, (None, None))
     kind = given.kind or kind
     assert kind is not None, "the configuration was checked for it"
-    return Column(
-        name,
-        given.column or name,
-        kind,
-        (given.size or size or ("own" if kind == "images" else "item")) == "own",
-    )
+    size = given.size or size or ("own" if kind == "images" else "item")
+    return Column(name, given.column or name, kind, size == "own")
 
 
 def _absent(column: str, columns: Sequence[str], how: str) -> ConfigError:
@@ -251,17 +268,14 @@ def _absent(column: str, columns: Sequence[str], how: str) -> ConfigError:
     return ConfigError(f"the table of media has no column {column!r} but {', '.join(columns)} ({how}){hint}")
 
 
-_PREFIX = "hf:"
-
-
-def is_dataset(source: str) -> bool:
+def _is_dataset(source: str) -> bool:
     """Whether ``source`` is ``hf:NAME``, or a directory that ``datasets`` saved."""
     path = expanded(source)
     saved = (path / "state.json").is_file() and (path / "dataset_info.json").is_file()
     return source.startswith(_PREFIX) or saved or (path / "dataset_dict.json").is_file()
 
 
-def read_dataset(source: str, split: str, base: str | None, items: int) -> Table:
+def _read_dataset(source: str, split: str, base: str | None, items: int) -> Table:
     """The first ``items`` rows (0: all) of a split, read when they are asked for.
 
     Raises :class:`ConfigError` where the library, the dataset or the split is absent.
@@ -279,10 +293,8 @@ def read_dataset(source: str, split: str, base: str | None, items: int) -> Table
         else:
             found = datasets.load_from_disk(str(expanded(source)))
     except Exception as error:  # of many types
-        told = " ".join(str(error).split())
-        raise ConfigError(
-            f"media.source {source}: no split {split!r} to be loaded from it: {told}"
-        ) from error
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"media.source {source}: cannot load its split {split!r}: {reason}") from error
     if isinstance(found, dict):
         if split not in found:
             raise ConfigError(
@@ -293,7 +305,7 @@ def read_dataset(source: str, split: str, base: str | None, items: int) -> Table
         raise ConfigError(f"media.source {source} is empty: it has no row to train on")
     for name, feature in found.features.items():
         found = found.cast_column(name, _undecoded(feature, datasets))
-    rows = _Rows(found, min(items, len(found)) if items else len(found))
+    rows = found.select(range(min(items, len(found)))) if items else found
     base_path = expanded(base or ".")
     return Table(rows, tuple(found.features), base_path, partial(_place, source, split))
 
@@ -311,24 +323,3 @@ def _undecoded(feature: Any, datasets: Any) -> Any:
     if isinstance(inner, media):
         return replace(feature, feature=replace(inner, decode=False))
     return feature
-
-
-class _Rows(Sequence[Mapping[str, Any]]):
-    def __init__(self, found: Any, count: int) -> None:
-        self._found = found
-        self._count = count
-
-    def __len__(self) -> int:
-        return self._count
-
-    @overload
-    def __getitem__(self, index: int) -> Mapping[str, Any]: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Mapping[str, Any]]: ...
-
-    def __getitem__(self, index: int | slice) -> Any:
-        if isinstance(index, slice):
-            return [self[number] for number in range(*index.indices(self._count))]
-        row: dict[str, Any] = self._found[index]
-        return row

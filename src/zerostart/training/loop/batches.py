@@ -18,6 +18,7 @@ from torch.nn.functional import pad
 from torch.utils.data import Sampler
 
 from zerostart.errors import ConfigError
+from zerostart.training.config.configuration import TrainingConfig
 from zerostart.training.loop.task import Items, Task
 from zerostart.training.tasks.language import IGNORED_LABEL
 
@@ -99,13 +100,14 @@ class Buckets(Sampler[list[int]]):
         return [list(together[start : start + self.batch_size]) for start in starts]
 
 
-def order_of(items: Items, task: Task, count: int) -> tuple[dict[str, Any], Buckets | None]:
+def order_of(
+    items: Items, task: Task, train: TrainingConfig, count: int
+) -> tuple[dict[str, Any], Buckets | None]:
     """In which order a ``DataLoader`` takes ``items``, of which ``count`` batches go to the ranks at a time.
 
     Its arguments for that, and the buckets where ``task`` has them. Raises :class:`ConfigError` for too few
     items.
     """
-    train = task.config.train
     needed, told = train.batch_size * count, f"the data has {len(items)} {task.examples} to train on"
     if not task.whole_steps:
         if len(items) < needed:

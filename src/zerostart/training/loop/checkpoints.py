@@ -14,14 +14,14 @@ import torch
 from zerostart.checkpoint.paths import expanded
 from zerostart.distributed.world import World, current_world
 from zerostart.errors import ConfigError
+from zerostart.live.training import StateTensor
 from zerostart.state.resuming.background import Saving
 from zerostart.state.resuming.document import read_document
 from zerostart.state.resuming.load_state import load_state
-from zerostart.state.resuming.optimizer import Kept
 from zerostart.state.resuming.retention import complete, prune
 from zerostart.state.resuming.save_state import save_state
 from zerostart.state.resuming.values import decoded
-from zerostart.training.config.configuration import CheckpointConfig, TrainConfig
+from zerostart.training.config.configuration import CheckpointConfig, ResumeConfig
 from zerostart.training.loop.fingerprint import ACCEPTED, DATA, departures
 from zerostart.training.loop.output_directory import FOLDER, counts, of_a_run, standing
 from zerostart.training.loop.session import Session, reschedule
@@ -46,18 +46,18 @@ class Past:
         self.last_loss = loss
 
 
-def newest(config: TrainConfig, directory: Path, world: World) -> Path | None:
+def newest(resume: ResumeConfig | None, directory: Path, world: World) -> Path | None:
     """The checkpoint that the run goes on from, the same on every rank; None to start anew.
 
     Raises :class:`ConfigError` for a ``resume`` that is not a complete checkpoint.
     """
 
     def find() -> Path | None:
-        if config.resume is None:
+        if resume is None:
             return None
-        if config.resume.path == "auto":
+        if resume.path == "auto":
             return next(reversed(standing(directory)), None)
-        path = expanded(config.resume.path).absolute()
+        path = expanded(resume.path).absolute()
         if path not in complete(path.parent):
             raise ConfigError(f"resume: {path} is not a complete checkpoint; write auto for the newest one")
         return path
@@ -98,7 +98,7 @@ class Checkpoints:
         return None if self._session.engine.owns_optimizer else self._session.optimizer
 
     @property
-    def _averages(self) -> list[Kept]:
+    def _averages(self) -> list[StateTensor]:
         return [] if self._session.ema is None else self._session.ema.kept
 
     @property

@@ -13,7 +13,7 @@ import torch
 from zerostart.errors import ConfigError
 from zerostart.training.loop.failures import Failures
 from zerostart.training.loop.session import Session
-from zerostart.training.loop.task import Batch, Collator, Items, Task
+from zerostart.training.loop.task import Batch, Collator, Items, TaskBatches
 
 #: The epoch for which a task draws what held-out examples need: none that a run comes to.
 HELD_OUT = -1
@@ -24,7 +24,7 @@ Weighed = tuple[Batch, int]
 class _Made(Sequence[Weighed]):
     """Batches of the examples with the numbers ``chosen``, each made whenever it is asked for."""
 
-    def __init__(self, task: Task, items: Items, collator: Collator, chosen: list[list[int]]) -> None:
+    def __init__(self, task: TaskBatches, items: Items, collator: Collator, chosen: list[list[int]]) -> None:
         self._task = task
         self._items = items
         self._collator = collator
@@ -38,7 +38,7 @@ class _Made(Sequence[Weighed]):
         return self._task.weighed(self._task.drawn(batch, HELD_OUT))
 
 
-def held_out_batches(task: Task, items: Items, batch_size: int) -> Sequence[Weighed]:
+def held_out_batches(task: TaskBatches, items: Items, batch_size: int, seed: int) -> Sequence[Weighed]:
     """Batches of ``batch_size`` examples in their order, with the weight of each.
 
     A batch has fewer where the next example does not go with it. It is made when it is asked for, unless the
@@ -46,7 +46,7 @@ def held_out_batches(task: Task, items: Items, batch_size: int) -> Sequence[Weig
     of them is 0.
     """
     # The same seed on every rank and in every run, so that the same tokens are hidden.
-    collator = task.collator(task.config.train.seed)
+    collator = task.collator(seed)
     batches: Sequence[Weighed] = _Made(task, items, collator, list(_chosen(items, batch_size)))
     # By their numbers: an IndexError of an example is no end of them.
     if getattr(collator, "generator", None) is not None:

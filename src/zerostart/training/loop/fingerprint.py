@@ -69,7 +69,7 @@ def read_inputs(config: TrainConfig, world: World) -> Inputs:
 
 def _held_out(task: Task, items: Items, world: World) -> HeldOut:
     config = task.config
-    batches = held_out_batches(task, items, config.train.batch_size)
+    batches = held_out_batches(task, items, config.train.batch_size, config.train.seed)
     mesh = Mesh(world.size, sequence_parallel=config.engine.sequence_parallel)
     return HeldOut(batches, *mesh.batch(world.rank))
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import functools
 import math
+import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch
@@ -28,8 +31,7 @@ from zerostart.training.loop.failures import Divergence, Failures, is_finite, un
 from zerostart.training.loop.fingerprint import course_of, read_inputs
 from zerostart.training.loop.output_directory import METRICS, claimed, clear, set_aside, standing
 from zerostart.training.loop.progress import Display, Metrics, peak_memory_bytes, shown_loss
-from zerostart.training.loop.session import Session, check_surroundings, open_session
-from zerostart.training.loop.stop import StopSignal
+from zerostart.training.loop.session import Session, check_trackers, open_session
 from zerostart.training.loop.task import Batch
 from zerostart.training.samples.sampler import Sampler, open_sampler
 
@@ -70,10 +72,10 @@ def train(config: TrainConfig) -> TrainResult:
     world = current_world()
     with world.phase("checking the surroundings"):
         Mesh(world.size, sequence_parallel=config.engine.sequence_parallel)
-        check_surroundings(config)
+        check_trackers(config.tracking.trackers)
         config = with_launched(config)
     with claimed(config, world) as directory:
-        resumed = newest(config, directory, world)
+        resumed = newest(config.resume, directory, world)
         with set_aside(directory, resumed, world):
             return _train(config, directory, resumed, world)
 
@@ -108,7 +110,8 @@ def _train(config: TrainConfig, directory: Path, resumed: Path | None, world: Wo
         check_export(model, config)
         session = open_session(config, model, task, inputs.items)
         course = course_of(config, model, inputs.items.digest(), world)
-        checkpoints = Checkpoints(config.checkpoint, directory, session, course, accepted(config))
+        accepted = [] if config.resume is None else config.resume.accept
+        checkpoints = Checkpoints(config.checkpoint, directory, session, course, accepted)
         exports = functools.partial(export_step, model, task, directory, session.ema)
         run = _Run(config, session, inputs.held_out, display, stop, checkpoints, exports, sampler)
         with untold(), _peers_named(directory), checkpoints.ended():
@@ -121,11 +124,6 @@ def _train(config: TrainConfig, directory: Path, resumed: Path | None, world: Wo
         display.say(str(result))
     session.end()
     return result
-
-
-def accepted(config: TrainConfig) -> list[str]:
-    """In what the run may be another one than that of the checkpoint that it goes on from."""
-    return [] if config.resume is None else list(config.resume.accept)
 
 
 def _arguments(config: TrainConfig) -> dict[str, Any]:
@@ -335,3 +333,36 @@ class _Run:
             self._past.last_loss,
             self._past.held_out,
         )
+
+
+class StopSignal:
+    """While entered, the first SIGINT or SIGTERM only sets :attr:`requested`; the next one interrupts.
+
+    A rank must not act on :attr:`requested` alone: the others would wait for it in their next collective.
+    The training loop adds up the wishes of all ranks in every step.
+    """
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._previous: dict[int, object] = {}
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.requested:
+            raise KeyboardInterrupt
+        self.requested = True
+
+    def __enter__(self) -> StopSignal:
+        if threading.current_thread() is threading.main_thread():  # elsewhere Python allows no handler
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._previous[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]  # what signal() itself returned
+        self._previous.clear()

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 
 from zerostart.checkpoint.paths import expanded
 from zerostart.distributed.world import current_world
-from zerostart.engines import Engine
+from zerostart.engines import Engine, full_shape
 from zerostart.errors import ConfigError, WriteError
 from zerostart.live.record import record_of
 from zerostart.training.adapt.ema import Ema
@@ -174,16 +174,6 @@ class Session:
         self.accelerator.end_training()
 
 
-def check_surroundings(config: TrainConfig) -> None:
-    """Find out before the load whether accelerate will be able to do its part.
-
-    Raises :class:`ConfigError` for a tracker that is unknown or not installed, :class:`EngineError` when
-    ``accelerate launch`` has set up another engine, which would wrap the sharded model a second time, or has
-    ranks share what the configuration of the run does not know of.
-    """
-    check_trackers(config.tracking.trackers)
-
-
 def open_session(config: TrainConfig, model: nn.Module, task: Task, items: Items) -> Session:
     """Make the optimizer, schedule and loader for the loaded ``model`` and let accelerate prepare them.
 
@@ -193,7 +183,7 @@ def open_session(config: TrainConfig, model: nn.Module, task: Task, items: Items
     accelerator = _accelerator(config, engine)
     place, count = engine.mesh.batch(accelerator.process_index)
     needed = train.batch_size * count
-    order, buckets = order_of(items, task, count)
+    order, buckets = order_of(items, task, train, count)
     optimizer = torch.optim.AdamW(
         _parameter_groups(model, train.weight_decay), lr=train.learning_rate, betas=train.betas
     )
@@ -308,7 +298,7 @@ def _parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, A
     others: list[nn.Parameter] = []
     for parameter in model.parameters():
         if parameter.requires_grad:
-            shape = getattr(parameter, "ds_shape", parameter.shape)  # a ZeRO-3 placeholder is empty
+            shape = full_shape(parameter)
             (decayed if len(shape) > 1 else others).append(parameter)
     groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]

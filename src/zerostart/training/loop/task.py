@@ -88,38 +88,18 @@ def split_off(items: Items, fraction: float, repeats: int = 1) -> tuple[Items, I
     return Part(items, 0, kept, repeats, count), Part(items, kept, count)
 
 
-class Task(ABC):
-    """What is learnt, for one run: its data, its model, the loss of a batch, and what is saved.
+class TaskData(ABC):
+    """The data of a task. It must give ``open`` and ``items``; what follows them it may give.
 
-    A task is made from the configuration of a run, on every rank. ``Settings`` has the keys of the section
-    ``task``. ``sections`` are those of the sections ``data``, ``media``, ``cache`` and ``samples`` that the
-    task takes, ``needs`` those of them that it cannot do without; others are refused by name.
-    ``whole_steps`` has an epoch be whole steps, of batches whose examples have one shape (`Buckets`);
-    without it all are shuffled together, and an epoch may end within a step.
-    ``shares_sequences`` says whether several ranks may share each example (``engine.sequence_parallel``).
-    ``examples`` is what people call them; ``counted`` is the key in ``metrics.jsonl`` of what a step has
-    seen, and its rate in short; ``data_key`` the key of the configuration that says where the data are.
+    ``sections`` are those of the sections ``data``, ``media``, ``cache`` and ``samples`` that the task takes,
+    ``needs`` those of them that it cannot do without; others are refused by name. ``examples`` is what people
+    call them; ``data_key`` the key of the configuration that says where the data are.
     """
 
-    Settings: ClassVar[type[TaskConfig]] = TaskConfig
     sections: ClassVar[frozenset[str]] = frozenset()
     needs: ClassVar[frozenset[str]] = frozenset()
-    whole_steps: ClassVar[bool] = True
-    shares_sequences: ClassVar[bool] = False
     examples: ClassVar[str] = "items"
-    counted: ClassVar[tuple[str, str]] = ("items", "items/s")
     data_key: ClassVar[str] = "data.source"
-    weightless: ClassVar[str] = "the held-out examples have no weight, so they have no loss"
-
-    def __init__(self, config: TrainConfig) -> None:
-        self.config = config
-
-    @classmethod
-    def check(cls, config: TrainConfig) -> None:
-        """Raise ValueError for a configuration that this task cannot run; before anything is read."""
-        return
-
-    # Before the load.
 
     @abstractmethod
     def open(self) -> None:
@@ -128,15 +108,6 @@ class Task(ABC):
         Every rank does by itself. Raises ZerostartError.
         """
 
-    def facts(self) -> dict[str, str]:
-        """Short digests of what ``open`` has read, by readable names; the same on all ranks."""
-        return {}
-
-    @property
-    def hidden_size(self) -> int | None:
-        """The width of the model, by which engines choose the sizes of buffers; None: not known."""
-        return None
-
     @abstractmethod
     def items(self, world: World) -> Items:
         """All the data; collective. Raises ZerostartError."""
@@ -144,6 +115,10 @@ class Task(ABC):
     def split(self, items: Items) -> tuple[Items, Items | None]:
         """Split ``items`` into what is trained on and what is held out, if anything. Raises ConfigError."""
         return items, None
+
+    def facts(self) -> dict[str, str]:
+        """Short digests of what ``open`` has read, by readable names; the same on all ranks."""
+        return {}
 
     def described(self, items: Items) -> str:
         """The size of ``items`` in words, for the log."""
@@ -160,28 +135,62 @@ class Task(ABC):
         """
         raise ConfigError(f"samples: no encoders have encoded the text {text!r}")
 
-    # The model.
+
+class TaskModel(ABC):
+    """The model of a task. It must give ``builder``; what follows it may give."""
+
+    config: TrainConfig
+
+    @abstractmethod
+    def builder(self) -> type[nn.Module] | Callable[[], nn.Module] | None:
+        """The model, as the argument ``model`` of ``zerostart.load``."""
 
     @property
     def source(self) -> str:
         """Where the weights are, as the argument ``source`` of ``zerostart.load``."""
         return self.config.model.source
 
-    @abstractmethod
-    def builder(self) -> type[nn.Module] | Callable[[], nn.Module] | None:
-        """The model, as the argument ``model`` of ``zerostart.load``."""
+    @property
+    def hidden_size(self) -> int | None:
+        """The width of the model, by which engines choose the sizes of buffers; None: not known."""
+        return None
 
     def begin(self, model: nn.Module) -> None:
         """Called before training with the loaded model, not yet wrapped by an engine. Raises ConfigError."""
         return
 
-    # Batches.
+
+class TaskBatches(ABC):
+    """The batches of a task, and their loss. It must give ``collator``, ``seen`` and ``loss``.
+
+    ``whole_steps`` has an epoch be whole steps, of batches whose examples have one shape (`Buckets`);
+    without it all are shuffled together, and an epoch may end within a step. ``shares_sequences`` says
+    whether several ranks may share each example (``engine.sequence_parallel``). ``counted`` is the key in
+    ``metrics.jsonl`` of what a step has seen, and its rate in short; ``weightless`` is what an error says
+    where no held-out example counts.
+    """
+
+    whole_steps: ClassVar[bool] = True
+    shares_sequences: ClassVar[bool] = False
+    counted: ClassVar[tuple[str, str]] = ("items", "items/s")
+    weightless: ClassVar[str] = "the held-out examples have no weight, so they have no loss"
 
     @abstractmethod
     def collator(self, seed: int) -> Collator:
         """How examples become a batch; ``seed`` is for what is drawn while that is done, one for each rank.
 
         A collator that draws has its generator as the attribute ``generator``. Raises ConfigError.
+        """
+
+    @abstractmethod
+    def seen(self, batch: Batch) -> int:
+        """The size of a batch, in the unit that ``counted`` names."""
+
+    @abstractmethod
+    def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """Mean loss of one batch, []; ``model`` is as the engine wraps it.
+
+        Every rank calls ``model`` equally often for a batch, whatever is in it.
         """
 
     def drawn(self, batch: Batch, epoch: int) -> Batch:
@@ -199,18 +208,9 @@ class Task(ABC):
         """
         return batch, self.seen(batch)
 
-    @abstractmethod
-    def seen(self, batch: Batch) -> int:
-        """The size of a batch, in the unit that ``counted`` names."""
 
-    @abstractmethod
-    def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """Mean loss of one batch, []; ``model`` is as the engine wraps it.
-
-        Every rank calls ``model`` equally often for a batch, whatever is in it.
-        """
-
-    # The end.
+class TaskOutput:
+    """What a task leaves beside the weights. It must give nothing; every rank names the same paths."""
 
     def saved_in(self, directory: Path) -> Path:
         """Where in the output directory the model goes."""
@@ -225,6 +225,25 @@ class Task(ABC):
 
         Raises ZerostartError.
         """
+        return
+
+
+class Task(TaskData, TaskModel, TaskBatches, TaskOutput):
+    """What is learnt, for one run: its data, its model, the loss of a batch, and what is saved.
+
+    A class of one's own must give ``open``, ``items``, ``builder``, ``collator``, ``seen`` and ``loss``, and
+    may give the rest. A task is made from the configuration of a run, on every rank; ``Settings`` has the
+    keys of the section ``task``.
+    """
+
+    Settings: ClassVar[type[TaskConfig]] = TaskConfig
+
+    def __init__(self, config: TrainConfig) -> None:
+        self.config = config
+
+    @classmethod
+    def check(cls, config: TrainConfig) -> None:
+        """Raise ValueError for a configuration that this task cannot run; before anything is read."""
         return
 
 

@@ -22,7 +22,7 @@ from zerostart.geometry import (
     split_region,
 )
 from zerostart.recipe import BLOCK, Computed, Cut, Operand
-from zerostart.transfer.planning.plan import Computation, Destination, Held, Part, Step
+from zerostart.transfer.planning.plan import Computation, Destination, OperandView, Part, Step
 from zerostart.transfer.planning.reads import PlanOptions, Segment, merged_reads, segments
 
 Tensors = Mapping[str, TensorEntry]
@@ -153,12 +153,12 @@ class _Builder:
         )
         self._steps.append(Step(source, factors, box, tuple(operands), parts))
 
-    def _run(self, operand: Operand, run: Box) -> Held:
+    def _run(self, operand: Operand, run: Box) -> OperandView:
         """A run of the operand's row-major order."""
         (start,), (count,) = run.origin, run.extent
         return self._register(operand, run, row_major_boxes(operand.shape, start, start + count), run.extent)
 
-    def _whole(self, operand: Operand) -> Held:
+    def _whole(self, operand: Operand) -> OperandView:
         """All of the operand, in the strides that it has in eager torch."""
         box = Box((0,) * len(operand.shape), operand.shape)
         if operand.strides is None or not operand.numel:
@@ -178,7 +178,7 @@ class _Builder:
         boxes: Sequence[Box],
         shape: tuple[int, ...],
         strides: tuple[int, ...] | None = None,
-    ) -> Held:
+    ) -> OperandView:
         """The register with ``region`` of ``operand``, filled by then: ``boxes``, one after the other."""
         operand = self._operands.one(operand)
         known = self._known.get((id(operand), region))

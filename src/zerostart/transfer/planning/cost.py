@@ -80,8 +80,8 @@ class ReadStrategy:
         return f"{taken}{why} (estimated {first:.2g} s; {other}: {second:.2g} s)"
 
 
-def choose(traffic: Traffic, rates: Rates, forced: bool | None = None) -> ReadStrategy:
-    """The cheaper way, or the one that is asked for."""
+def choose(traffic: Traffic, rates: Rates, exchange: bool | None = None) -> ReadStrategy:
+    """The cheaper way, or the one that is asked for: to ``exchange`` what is read, or not."""
     machines, ranks = max(1, traffic.machines), max(1, traffic.ranks)
     fetched = max(traffic.wanted, traffic.fetched)
     of_machine = min(traffic.differ, fetched / machines)
@@ -99,5 +99,5 @@ def choose(traffic: Traffic, rates: Rates, forced: bool | None = None) -> ReadSt
         2 * received * ranks / machines / rates.copy,
     )
     once += traffic.chunk / rates.link
-    chosen = forced if forced is not None else once < MARGIN * own
-    return ReadStrategy(chosen, own, once, forced is not None, traffic.chunk if chosen else 0)
+    chosen = exchange if exchange is not None else once < MARGIN * own
+    return ReadStrategy(chosen, own, once, exchange is not None, traffic.chunk if chosen else 0)

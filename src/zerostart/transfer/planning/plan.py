@@ -12,7 +12,7 @@ from zerostart.geometry import Box
 from zerostart.recipe import Computed
 
 #: Register of an operand, its shape, and its strides there in elements (None for row-major).
-Held = tuple[int, tuple[int, ...], tuple[int, ...] | None]
+OperandView = tuple[int, tuple[int, ...], tuple[int, ...] | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class Step:
     source: Computed
     factors: tuple[tuple[int, ...], ...]
     box: Box
-    operands: tuple[Held, ...]
+    operands: tuple[OperandView, ...]
     parts: tuple[Part, ...]
 
 

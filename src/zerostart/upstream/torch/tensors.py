@@ -179,3 +179,15 @@ def truncated_normal_goes_to(handler: Callable[..., torch.Tensor]) -> Iterator[N
     new = refuse if wrong else functools.partial(handler, original)
     with replaced(_TRUNCATED_NORMAL, module, "_no_grad_trunc_normal_", new):
         yield
+
+
+@contextlib.contextmanager
+def row_major(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Inside, the elements of ``tensor`` in row-major order as 1-D memory; what is changed there is changed.
+
+    That is a view of it, or a copy where its strides (of ``channels_last``, say) allow none.
+    """
+    flat = tensor.reshape(-1)
+    yield flat
+    if flat.data_ptr() != tensor.data_ptr():
+        tensor.copy_(flat.view(tensor.shape))

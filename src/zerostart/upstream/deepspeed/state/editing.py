@@ -13,6 +13,7 @@ from zerostart.errors import ConfigError, UnsupportedVersionError
 from zerostart.upstream.deepspeed.zero12.marks import marked
 from zerostart.upstream.deepspeed.zero12.optimizers import shares_of
 from zerostart.upstream.registry import Use
+from zerostart.upstream.torch.tensors import row_major
 from zerostart.upstream.versions import DEEPSPEED
 
 TOUCHED = (
@@ -80,18 +81,6 @@ def master_of(parameter: torch.Tensor) -> Iterator[Master | None]:
         else:
             with _in_groups(optimizer, parameter) as found:
                 yield found
-
-
-@contextlib.contextmanager
-def row_major(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Inside, the elements of ``tensor`` in row-major order as 1-D memory; what is changed there is changed.
-
-    That is a view of it, or a copy where its strides (of ``channels_last``, say) allow none.
-    """
-    flat = tensor.reshape(-1)
-    yield flat
-    if flat.data_ptr() != tensor.data_ptr():
-        tensor.copy_(flat.view(tensor.shape))
 
 
 def optimizer_of(parameter: Any) -> Any:

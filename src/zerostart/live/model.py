@@ -1,0 +1,212 @@
+"""The tensors of a live model: one answer, whichever engine holds it and whoever has loaded it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import nn
+
+from zerostart.distributed.world import World
+from zerostart.engines import Shard, engine_families, first_rank_shard, plain_name, whole_shard
+from zerostart.errors import ConfigError, EngineError
+from zerostart.live.record import LoadRecord, bare_model, kept_record, loaded_parts, record_of, wrapped
+from zerostart.models import library_of, state_names
+
+#: Packages whose modules are put around a whole model; PEFT's have parameters of their own.
+_AROUND = ("torch", "deepspeed", "accelerate")
+
+
+@dataclass(frozen=True)
+class LogicalTensor:
+    """One parameter or persistent buffer of a live model, whole by its name, of which a rank has ``shard``.
+
+    ``name`` is the one that it was loaded under, ``current_name`` the one in the model as it is now, where
+    wrappers may have come between. ``trained`` says whether it takes gradients. ``change``, if any, is
+    asked for what is saved in the place of some elements, with the place of the first in the shard's storage.
+    """
+
+    name: str
+    current_name: str
+    shard: Shard
+    is_parameter: bool
+    trained: bool
+    change: Callable[[int, torch.Tensor], torch.Tensor] | None = None
+
+
+def find_shards(module: nn.Module, world: World) -> dict[str, Shard]:
+    """The shards in which any engine holds parameters of ``module``, by name, aliases included."""
+    found: dict[str, Shard] = {}
+    for engine in engine_families():
+        found.update(engine.find_shards(module, world))
+    return found
+
+
+class LiveModel:
+    """The tensors of a model as they are now, ties once, and this rank's share of each.
+
+    ``module`` is the model without what libraries have wrapped around it, ``record`` that of its load, None
+    for a model that zerostart has not loaded. A view: it holds for as long as no forward, step or load
+    replaces parameters.
+    """
+
+    def __init__(self, model: nn.Module, world: World) -> None:
+        """``model`` may be wrapped by an engine, torch, accelerate or PEFT."""
+        # Parameters are told by their objects in all that follows, and a forward may have left others there.
+        for engine in engine_families():
+            engine.put_to_rest(model)
+        self.world = world
+        self.module = bare_model(model)
+        self.record: LoadRecord | None = kept_record(self.module)
+        self._wrapper = model
+        self._outer = model
+        while type(self._outer).__module__.partition(".")[0] in _AROUND:
+            if (inner := wrapped(self._outer)) is None:
+                break
+            self._outer = inner
+
+    # The shards: engines are asked once, and by the parameters' objects all else is looked up.
+
+    @cached_property
+    def sharded(self) -> Mapping[int, Shard]:
+        """This rank's share of each parameter that an engine has sharded, by the parameter's ``id``."""
+        outer, parts = self._outer, loaded_parts(self._outer)
+        named = dict(outer.named_parameters(remove_duplicate=False))
+        loaded = {id(p) for _, part, _ in parts for p in part.parameters()}
+        added = any(id(p) not in loaded for p in named.values())
+        shards = find_shards(outer, self.world) if added else {}
+        # A record knows more than can be seen: experts and slices look like whole tensors.
+        for prefix, part, record in parts:
+            shards.update({prefix + name: shard for name, shard in record.shards(part).items()})
+        return {id(named[name]): shard for name, shard in shards.items()}
+
+    def shard_of(self, name: str, parameter: torch.Tensor) -> Shard:
+        """This rank's share of ``parameter``, which every rank has whole where no engine has sharded it.
+
+        Raises EngineError for an expert that has other values under one name on other ranks.
+        """
+        if (shard := self.sharded.get(id(parameter))) is not None:
+            return shard
+        if any(engine.has_own_values(parameter) for engine in engine_families()):
+            raise EngineError(
+                f"{name} is of an expert of DeepSpeed's MoE, and other ranks have other experts under that "
+                "name: it cannot be saved as one tensor; use DeepSpeed's save_checkpoint"
+            )
+        return whole_shard(name, parameter, self.world)
+
+    def named_shards(self) -> dict[str, Shard]:
+        """This rank's share of every parameter and buffer by its current name, aliases included."""
+        module = self.module
+        shards = {n: self.shard_of(n, p) for n, p in module.named_parameters(remove_duplicate=False)}
+        for name, buffer in module.named_buffers(remove_duplicate=False):
+            shards[name] = whole_shard(name, buffer, self.world)
+        return shards
+
+    # By first names, as training states have them: of tied parameters the first in the model's order.
+
+    @cached_property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Each parameter once, by its first name; of what lies around ``module`` by the name there."""
+        return {name: p for name, p in self._named() if self._names[id(p)] == name}
+
+    @cached_property
+    def shards(self) -> dict[str, Shard]:
+        """This rank's share of each of ``parameters``. Raises EngineError as ``shard_of``."""
+        return {name: self.shard_of(name, p) for name, p in self.parameters.items()}
+
+    @cached_property
+    def ties(self) -> dict[str, str]:
+        """The first name of each other name of a tied parameter."""
+        return {name: first for name, p in self._named() if (first := self._names[id(p)]) != name}
+
+    @cached_property
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """The persistent buffers, whole on every rank."""
+        return {plain_name(name): tensor for name, tensor, buffer in state_names(self.module) if buffer}
+
+    @cached_property
+    def wrapper_buffers(self) -> dict[str, torch.Tensor]:
+        """Buffers of what is wrapped around ``module`` (``AveragedModel.n_averaged``)."""
+        inside = {id(tensor) for _, tensor, buffer in state_names(self.module) if buffer}
+        return {n: t for n, t, buffer in state_names(self._wrapper) if buffer and id(t) not in inside}
+
+    def name_of(self, parameter: torch.Tensor) -> str:
+        """The first name of a parameter; raises ConfigError for one that is not the model's."""
+        if (name := self._names.get(id(parameter))) is not None:
+            return name
+        raise ConfigError(
+            "the optimizer has a parameter that is not the model's; pass the model and the optimizer that "
+            "were trained together, the optimizer made of the model's parameters as they are now"
+        )
+
+    @cached_property
+    def _names(self) -> dict[int, str]:
+        first: dict[int, str] = {}
+        for name, parameter in self._named():
+            first.setdefault(id(parameter), name)
+        return first
+
+    def _named(self) -> Iterator[tuple[str, nn.Parameter]]:
+        inside = set()
+        for name, parameter in self.module.named_parameters(remove_duplicate=False):
+            inside.add(id(parameter))
+            yield plain_name(name), parameter
+        for name, parameter in self._outer.named_parameters():
+            if id(parameter) not in inside:
+                yield plain_name(name), parameter
+
+    # By the names of the checkpoint, as saves and digests have them.
+
+    def tensors(self) -> tuple[list[LogicalTensor], dict[str, str]]:
+        """Parameters and persistent buffers in the order of the state dict, and which name follows which.
+
+        A tied tensor has the name that it was loaded under, so that it goes back to where it was. Raises
+        EngineError as ``shard_of``.
+        """
+        recipes = self.record.recipes if self.record is not None else {}
+        followers = set(library_of(self.module).ties(self.module))
+        chosen: dict[int, str] = {}
+        named = list(state_names(self.module))
+        for name, tensor, _ in named:
+            before = chosen.get(id(tensor))
+            # The name that it was loaded under, then one that follows no other, then the first.
+            if (
+                before is None
+                or (plain_name(before) not in recipes and plain_name(name) in recipes)
+                or (before in followers and name not in followers and plain_name(before) not in recipes)
+            ):
+                chosen[id(tensor)] = name
+        found, tied = [], {}
+        for name, tensor, _ in named:
+            first = chosen[id(tensor)]
+            if first != name:
+                tied[plain_name(name)] = plain_name(first)
+                continue
+            is_parameter = isinstance(tensor, nn.Parameter)
+            # Ranks may have buffers with other values (statistics of their batches): the first's count.
+            shard = (
+                self.shard_of(name, tensor) if is_parameter else first_rank_shard(name, tensor, self.world)
+            )
+            trained = is_parameter and tensor.requires_grad
+            found.append(LogicalTensor(plain_name(name), name, shard, is_parameter, trained))
+        return found, tied
+
+    def drop_gathered(self) -> None:
+        """Drop gathered copies of parameters whose shards have changed, for engines that keep such."""
+        for engine in engine_families():
+            engine.drop_gathered(self.parameters.values())
+
+    @property
+    def plain_names(self) -> Mapping[str, str]:
+        """Of each name of the state dict the one in the unsharded model, tied names included."""
+        # A name that was loaded is one, though it reads like a wrapper's (`base_layer`).
+        parts = loaded_parts(self.module)
+        loaded = {prefix + name for prefix, _, record in parts for name in record.recipes}
+        return {name: name if name in loaded else plain_name(name) for name, _, _ in state_names(self.module)}
+
+    def check_loaded(self) -> None:
+        """Raise ConfigError where no part of the model was loaded by zerostart."""
+        if not loaded_parts(self.module):
+            record_of(self._wrapper)  # which says so
