@@ -5,11 +5,7 @@ stands beside the drawn ones as an ``@example``. ``make conformance`` looks for 
 times as many; a failure there prints the line (``@reproduce_failure``) that brings its case back.
 """
 
-from __future__ import annotations
-
 from hypothesis import HealthCheck, settings
-
-__all__ = ["examples"]
 
 #: A case writes over what the one before it wrote into a fixture of the function; load decides about none.
 _SHARED = {

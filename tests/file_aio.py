@@ -3,15 +3,11 @@
 Only the extension in C++ is replaced, which cannot be compiled there; its callers, the swappers, are real.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-
-__all__ = ["compiled", "install"]
 
 
 class FileHandle:

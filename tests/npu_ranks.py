@@ -4,8 +4,6 @@ torch takes an accelerator when it is imported, DeepSpeed once a process. So a p
 the session, has the environment for it, and its server forks the ranks.
 """
 
-from __future__ import annotations
-
 import atexit
 import os
 import pickle
@@ -17,8 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from tests.ranks import Outcome, RankError
-
-__all__ = ["npu_environment", "npu_outcomes", "run_npu_ranks"]
 
 HERE = Path(__file__).parent
 _driver: subprocess.Popen[bytes] | None = None

@@ -3,8 +3,6 @@
 Tiny models with 8 experts, in fp32, with sizes that torch's grouped product takes and that divide by 4.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -14,20 +12,6 @@ from typing import Any
 import torch
 
 from tests.ranks import run_ranks
-
-__all__ = [
-    "CLIP",
-    "LEARNING_RATE",
-    "ROUNDING",
-    "STEPS",
-    "Trace",
-    "alone",
-    "batches",
-    "checkpoint",
-    "differences",
-    "optimizer",
-    "reference",
-]
 
 STEPS, ROWS, LENGTH, VOCABULARY = 5, 4, 12, 96
 LEARNING_RATE, CLIP = 1e-2, 0.5

@@ -5,8 +5,6 @@ seconds, and the modules under test half a second where byte code is not written
 or touches an accelerator.
 """
 
-from __future__ import annotations
-
 import functools
 import gc
 import importlib

@@ -1,7 +1,5 @@
 """Tiny quantised checkpoints in hub layouts: fp8 with block scales, and mxfp4 blocks and scales."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -11,8 +9,6 @@ from typing import Any
 import torch
 
 from tests.tiny import edit_tensors
-
-__all__ = ["DEEPSEEK", "QUANTISED", "deepseek_v3_fp8", "gpt_oss_mxfp4"]
 
 #: What DeepSeek-V3 leaves unquantised: embeddings, norms, the router, and the head.
 UNQUANTISED = re.compile(r"embed_tokens|norm|mlp\.gate\.|lm_head|bias")

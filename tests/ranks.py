@@ -6,8 +6,6 @@ milliseconds. The parent hosts the rendezvous store, so that the death of rank 0
 than the death of any other rank, and so that no two tests fight for a port.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import multiprocessing
 import os
@@ -28,17 +26,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-__all__ = [
-    "Outcome",
-    "RankError",
-    "build_deepspeed_op",
-    "has_deepspeed_op",
-    "rank_outcomes",
-    "run_ranks",
-    "skip_where_unsupported",
-    "start_server",
-]
 
 GROUP_TIMEOUT = timedelta(seconds=60)
 #: How long the other ranks may take once one has failed in a run that expects no failure.

@@ -1,7 +1,5 @@
 """Training on sequences that ranks share: packed and padded batches, and one process that sees them whole."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,8 +7,6 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from tests.parity import CLIP, STEPS, VOCABULARY, Trace, optimizer
-
-__all__ = ["LENGTH", "ROWS", "alone", "part_of", "steps"]
 
 ROWS, LENGTH = 4, 12
 IGNORED = -100

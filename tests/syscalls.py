@@ -1,14 +1,10 @@
 """What a process does to the file system, call by call: each in turn fails, or is the last that it does."""
 
-from __future__ import annotations
-
 import errno
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
-
-__all__ = ["FAILURES", "Calls", "Killed"]
 
 #: Everything of ``os`` that changes files or directories, or brings them to the disk.
 CHANGING = (
@@ -49,7 +45,7 @@ class Calls:
         raise Killed
 
     @contextmanager
-    def watched(self, chosen: int | None = None, error: int | None = None) -> Iterator[Calls]:
+    def watched(self, chosen: int | None = None, error: int | None = None) -> "Iterator[Calls]":
         """Inside, call number ``chosen`` fails with ``error`` or, without one, is the last one."""
         self.names, self.chosen, self.error, self._dead = [], chosen, error, False
         self.kept = kept = {name: getattr(os, name) for name in CHANGING}

@@ -4,16 +4,12 @@
 norms and biases included: a tensor that is left at its initial value, or swapped with another, shows.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-
-__all__ = ["TINY", "TinyCheckpoints", "edit_tensors", "minilm_path"]
 
 _QWEN3_MOE: Mapping[str, Any] = {
     "vocab_size": 97,

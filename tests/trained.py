@@ -1,14 +1,10 @@
 """Training a small model with other tools, and what they save of it."""
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 
 import torch
 import torch.distributed as dist
-
-__all__ = ["build", "config", "write_dcp", "write_deepspeed"]
 
 SIZES = {
     "hidden_size": 24,

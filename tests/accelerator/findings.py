@@ -1,7 +1,5 @@
 """What ranks do for ``test_findings``."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

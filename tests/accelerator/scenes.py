@@ -1,7 +1,5 @@
 """What ranks on an accelerator do beside the verbs: share sequences, be adopted, draw pictures."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a pretend accelerator found: each of these failed before."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

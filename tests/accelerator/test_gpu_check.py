@@ -1,7 +1,5 @@
 """``benchmarks/gpu_check.py``, tried out on the pretend accelerator."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

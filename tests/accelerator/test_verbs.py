@@ -1,7 +1,5 @@
 """Every verb on an accelerator (the pretend one of ``simulated/npu``), on both engines and all stages."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

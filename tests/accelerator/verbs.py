@@ -1,7 +1,5 @@
 """What a rank on an accelerator does: every verb, on one engine; and what must have come of it."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from datetime import timedelta

@@ -5,8 +5,6 @@ of JSON, for what lies in tensors is any number) or, where a pickle is known, by
 one with zerostart, ``ORACLES`` with the libraries that wrote it, where these have a reader.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import dataclasses
@@ -35,8 +33,6 @@ from zerostart.checkpoint.formats.training import training_states
 from zerostart.checkpoint.source import open_catalog
 from zerostart.errors import ZerostartError
 from zerostart.training.config.parsing import parsed_yaml
-
-__all__ = ["FORMATS", "ORACLES", "OWN", "Files", "damaged", "write"]
 
 Files = dict[str, bytes]
 #: Bytes of the elements of each tensor, by its name.

@@ -1,7 +1,5 @@
 """Saves of small tensors of every kind into one directory, and what readers of every kind see there."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable

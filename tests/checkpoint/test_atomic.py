@@ -1,7 +1,5 @@
 """Saves of which readers see the whole or nothing: killed, and failing, at each call that changes a file."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """Planning files and writing them: names, sizes, errors, and what a crash leaves behind."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

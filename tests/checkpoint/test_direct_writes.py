@@ -1,7 +1,5 @@
 """Writes round the page cache: whole pages alone go this way, and the bytes are the same."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

@@ -4,8 +4,6 @@
 one. The fast suite has a few that are the same every time.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import random

@@ -1,7 +1,5 @@
 """Files from strangers: what is damaged or made up is refused soon, by name, and is never weights."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

@@ -1,7 +1,5 @@
 """Markers and pickles of training states that somebody has made up: refused, soon, nothing else touched."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import pickle

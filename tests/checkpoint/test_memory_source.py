@@ -1,7 +1,5 @@
 """A mapping of tensors as the source: held by every rank, or by some that serve the others."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import signal
@@ -26,6 +24,7 @@ from zerostart.checkpoint.catalog import Catalog
 from zerostart.checkpoint.memory import MemoryStorage, memory_catalog, signature
 from zerostart.distributed.world import World
 from zerostart.geometry.layout import flat_partition
+from zerostart.live.report import Report
 from zerostart.recipe import Recipe, SymbolicTensor, Target, torch_dtype
 from zerostart.transfer import MemoryReader, Progress, execute, peer_readers
 from zerostart.transfer.peer_readers import MappingReader
@@ -123,7 +122,7 @@ class Wrapped(torch.Tensor):
         raise NotImplementedError
 
     @staticmethod
-    def __new__(cls) -> Wrapped:
+    def __new__(cls) -> "Wrapped":
         return torch.Tensor._make_wrapper_subclass(cls, (2,))  # type: ignore[no-any-return]
 
 
@@ -170,9 +169,7 @@ def large() -> nn.Module:
     return nn.Sequential(nn.Linear(1024, 2048, bias=False), nn.Linear(2048, 1024), nn.Linear(1024, 1023))
 
 
-def loaded(
-    source: Any, model: Any, engine: str, **options: Any
-) -> tuple[dict[str, torch.Tensor], zerostart.live.report.Report]:
+def loaded(source: Any, model: Any, engine: str, **options: Any) -> tuple[dict[str, torch.Tensor], Report]:
     made = zerostart.load(source, model, engine=engine, progress=False, **options)
     return dict(zerostart.full_tensors(made, rank=None)), zerostart.report(made)
 

@@ -1,7 +1,5 @@
 """From a path or a hub id to a catalog: what is found, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """A save owns the files that it names: what others have in its directory, or put there, stays as it is."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json

@@ -1,7 +1,5 @@
 """Paths as users write them, in every verb and every key that takes one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

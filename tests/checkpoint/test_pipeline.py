@@ -1,7 +1,5 @@
 """A pipeline directory as source: which model is meant, and what is said where that is not clear."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

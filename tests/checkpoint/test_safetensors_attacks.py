@@ -1,7 +1,5 @@
 """Every way in which a safetensors header can be wrong has to end in a CheckpointError that says so."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource

@@ -1,7 +1,5 @@
 """Damaged headers: our parser either refuses, or agrees with the safetensors library."""
 
-from __future__ import annotations
-
 import json
 import random
 

@@ -1,7 +1,5 @@
 """Files written by the safetensors library, read by us, and the other way round."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

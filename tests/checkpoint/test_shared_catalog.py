@@ -1,7 +1,5 @@
 """The catalog is made by one rank for all: who opens which files, and what becomes of an error."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A directory that many use, step by step at random: a model in memory says what has to be there."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import stat

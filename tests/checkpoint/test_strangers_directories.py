@@ -1,7 +1,5 @@
 """What lies in a directory, made up, linked or of somebody's own, when a save begins there."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """Files of torch.save as catalogs, with torch.load(weights_only=True) as the oracle, and files that lie."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

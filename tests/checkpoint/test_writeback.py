@@ -1,7 +1,5 @@
 """The disk follows what is written; rows go to their places, and nothing beside them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -3,8 +3,6 @@
 The accelerator is ``tests/simulated/npu``: torch's backend for others, found as a vendor's package is.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

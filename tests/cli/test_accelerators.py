@@ -1,7 +1,5 @@
 """Ranks on an accelerator of another kind: found by torch's own functions, whatever its name."""
 
-from __future__ import annotations
-
 import json
 import socket
 import subprocess

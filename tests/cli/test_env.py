@@ -1,7 +1,5 @@
 """``zerostart env``, run as a user runs it."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import os

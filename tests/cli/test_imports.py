@@ -1,7 +1,5 @@
 """What a plan imports: the engine that it is for, and of libraries what the model needs."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -11,8 +11,6 @@ import pytest
 ZEROSTART = [sys.executable, "-m", "zerostart"]
 SEES = '''
 """The documentation of a script."""
-from __future__ import annotations
-
 import json, multiprocessing, pickle, sys
 
 

@@ -1,7 +1,5 @@
 """``zerostart synth``: random weights that transformers loads as if they came from the hub."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A checkpoint of random values in the layout of the hub, for each identifier."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,16 +10,6 @@ from tests.conformance.configs import small_config
 from tests.conformance.registry import Unavailable, candidates, claims
 from tests.tiny import edit_tensors
 from zerostart.upstream.transformers.models import without_weights
-
-__all__ = [
-    "changes_prefixes",
-    "choose",
-    "keep_prefixes",
-    "mapping_of",
-    "randomise",
-    "save",
-    "transpose_checked",
-]
 
 #: Largest model that counts as small.
 MOST_PARAMETERS = 8_000_000

@@ -1,13 +1,9 @@
 """Small configurations: the library's defaults, shrunk, and what single types need besides."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
 from zerostart.models.shrink import tiny
-
-__all__ = ["small_config"]
 
 Fields = Mapping[str, Any]
 

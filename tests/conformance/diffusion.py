@@ -1,7 +1,5 @@
 """Small diffusers models of each family, with the way to the layout of the original release."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,8 +7,6 @@ from typing import Any
 from tests.conformance import diffusion_layouts as layouts
 from tests.conformance import diffusion_more as more
 from tests.conformance.diffusion_layouts import State
-
-__all__ = ["FAMILIES", "Family"]
 
 UNET = "model.diffusion_model."
 

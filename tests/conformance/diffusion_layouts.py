@@ -4,27 +4,10 @@ A converter cannot be run backwards, so each family says how its original names 
 the model's own. Whether that is right, diffusers' converter tells: what it makes of them has to be the model.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 
 import torch
-
-__all__ = [
-    "flux",
-    "flux2",
-    "krea2",
-    "ldm_vae",
-    "ltx2",
-    "ltx2_audio",
-    "ltx2_vae",
-    "minimax",
-    "qwen21",
-    "wan",
-    "wan_vae",
-    "z_image",
-]
 
 State = dict[str, torch.Tensor]
 Renames = Sequence[tuple[str, str]]

@@ -1,14 +1,10 @@
 """Layouts of further original releases, whose converters diffusers has: Stable Diffusion's UNet, Sana, ..."""
 
-from __future__ import annotations
-
 import re
 
 import torch
 
 from tests.conformance.diffusion_layouts import State, fused, renamed, swapped
-
-__all__ = ["flux3", "ldm_unet", "ltx", "sana"]
 
 
 def ltx(state: State) -> State:

@@ -1,7 +1,5 @@
 """One family of diffusers, from its small configuration to the comparison of every shard."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json
@@ -19,8 +17,6 @@ from tests.conformance.checkpoints import randomise
 from tests.conformance.diffusion import FAMILIES, Family
 from tests.conformance.saving import round_trip
 from tests.conformance.sharded import Reference, compare
-
-__all__ = ["DiffusionResult", "check_family", "check_saving", "family", "write_original"]
 
 _HALF = (torch.bfloat16, torch.float16)
 #: In FLUX.1's converter; the small model has the other one.

@@ -1,13 +1,9 @@
 """The part of the table that is about diffusers, and the classes that it leaves out, each with its reason."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from tests.conformance.diffusion import FAMILIES
 from tests.conformance.diffusion_suite import DiffusionResult, check_family
-
-__all__ = ["EXCLUDED_CLASSES", "converter_classes", "section"]
 
 _NONE = "no original layout of it is written here yet; its converter {does}"
 _RENAMES = _NONE.format(does="only renames")

@@ -3,12 +3,8 @@
 A test tries every one of them, and fails where the reason no longer holds.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from importlib.util import find_spec
-
-__all__ = ["EXCLUDED", "excluded"]
 
 _NO_CLASS = "no model type and no class of transformers has this name"
 _SHADOWED = "its models have conversions under their class names, which come first; those are covered"

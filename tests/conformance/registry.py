@@ -3,16 +3,12 @@
 A name is a model type, or the class of a model that has conversions of its own.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-__all__ = ["Unavailable", "candidates", "claims", "entries", "identifiers", "model_class", "operations"]
 
 #: Mappings from configuration to class that are asked first; the others follow, the headless one last.
 _PREFERRED = (

@@ -1,7 +1,5 @@
 """The way back of an identifier: its checkpoint in shards, saved from them, all ranks in one process."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,8 +24,6 @@ from zerostart.state.saving.contents import contents_of
 from zerostart.state.saving.writing import planned
 from zerostart.transfer.writing import write_out
 from zerostart.upstream.transformers.models import keep_conversions
-
-__all__ = ["WORLDS", "check_saving", "round_trip"]
 
 WORLDS = (1, 2, 3, 4)
 

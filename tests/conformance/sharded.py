@@ -1,7 +1,5 @@
 """A load of a checkpoint into every shard of a world, in one process, compared with ``from_pretrained``."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
@@ -23,8 +21,6 @@ from zerostart.recipe import Coverage, Recipe, Recipes, main_dtype, torch_dtype
 from zerostart.transfer import Progress, execute
 from zerostart.transfer.planning import Destination, PlanOptions, join
 from zerostart.transfer.planning.plan import Plan
-
-__all__ = ["SEED", "Reference", "compare", "filled", "layout_of", "prepare_model", "reference"]
 
 WORLDS = (2, 3)
 SEED = 7

@@ -1,7 +1,5 @@
 """One identifier of the registry, from its small configuration to the comparison of every shard."""
 
-from __future__ import annotations
-
 import functools
 import tempfile
 from dataclasses import dataclass
@@ -19,8 +17,6 @@ from tests.conformance.checkpoints import (
 )
 from tests.conformance.registry import entries, operations
 from tests.conformance.sharded import compare, reference
-
-__all__ = ["NAMED", "Result", "check", "dtype_of", "save_base"]
 
 #: The types that run with the ordinary tests.
 NAMED = (

@@ -1,7 +1,5 @@
 """The table of the suite, for the documentation: ``python -m tests.conformance.table`` writes it anew."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 
@@ -9,8 +7,6 @@ from tests.conformance import diffusion_table
 from tests.conformance.exclusions import EXCLUDED, excluded
 from tests.conformance.registry import identifiers, operations
 from tests.conformance.suite import Result, check
-
-__all__ = ["PATH", "text"]
 
 PATH = Path(__file__).parents[2] / "docs" / "conformance.md"
 

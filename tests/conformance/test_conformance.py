@@ -1,7 +1,5 @@
 """Every identifier of transformers' registry, loaded in shards and compared with ``from_pretrained``."""
 
-from __future__ import annotations
-
 import pytest
 import transformers
 

@@ -1,7 +1,5 @@
 """Original-layout checkpoints of diffusers models, loaded in shards and compared with its own load."""
 
-from __future__ import annotations
-
 import diffusers
 import pytest
 

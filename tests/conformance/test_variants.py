@@ -1,7 +1,5 @@
 """Checkpoints under other names than those of the model: a base model's, a head's, an old release's."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Every type of transformers' registry and family of diffusers, loaded in shards and saved as it was."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.conformance import diffusion_suite

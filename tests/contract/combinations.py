@@ -4,8 +4,6 @@ Every engine, stage, placement or setting, and every choice of the three axes is
 with no model: it answers, or refuses in a sentence.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -17,19 +15,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 from zerostart.errors import ZerostartError
 from zerostart.loading.request import Request
-
-__all__ = [
-    "AXES",
-    "ENGINES",
-    "OTHERWISE",
-    "PATH",
-    "RANKS",
-    "SHARING",
-    "TRAINED",
-    "Setting",
-    "answers",
-    "text",
-]
 
 PATH = Path(__file__).parents[2] / "docs" / "combinations.md"
 

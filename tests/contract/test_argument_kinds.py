@@ -1,7 +1,5 @@
 """What a verb is given is of the kind that its signature names, or refused by name, on every rank alike."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import os

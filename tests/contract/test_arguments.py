@@ -1,7 +1,5 @@
 """Arguments of a load are described once; signatures, commands and configurations are held equal to that."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import re

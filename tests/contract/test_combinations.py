@@ -1,7 +1,5 @@
 """Engines, stages, placements and axes: the page has every combination, and every refusal."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Every key of a DeepSpeed configuration has a row in the docs, and what is refused there is refused."""
 
-from __future__ import annotations
-
 import fnmatch
 import inspect
 import re
@@ -40,7 +38,7 @@ class Recorded(dict[str, Any]):
         super().__init__(given)
         self.seen = seen
 
-    def __copy__(self) -> Recorded:
+    def __copy__(self) -> "Recorded":
         return self
 
     def __contains__(self, key: object) -> bool:

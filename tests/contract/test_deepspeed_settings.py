@@ -1,7 +1,5 @@
 """A wrong value of a DeepSpeed configuration is the same error wherever the configuration is read."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The JSON that the command line gives, to the letter."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sysconfig

@@ -3,8 +3,6 @@
 What differs between them, an ``Engine`` or a ``ModelLibrary`` says.
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ The matrix has an odd number of rows and of columns, so that no world size divid
 padding. The expectation is the file itself, whose elements are known by their place.
 """
 
-from __future__ import annotations
-
 import json
 import resource
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The report, `full_tensors`, and the bytes and memory that they speak of, on real ranks."""
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 from pathlib import Path

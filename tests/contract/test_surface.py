@@ -1,7 +1,5 @@
 """Names, signatures and errors that users script against."""
 
-from __future__ import annotations
-
 import inspect
 import pickle
 

@@ -1,7 +1,5 @@
 """The documentation of each verb says what it raises, and has an example that runs."""
 
-from __future__ import annotations
-
 import doctest
 import inspect
 from collections.abc import Callable

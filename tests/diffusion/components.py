@@ -1,15 +1,11 @@
 """Small components of diffusers and transformers, by the families of the pipelines that they are in."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-
-__all__ = ["COMPONENTS", "Component"]
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,7 @@
 """DiffSynth-Studio's options beside ours: ``python -m tests.diffusion.diffsynth_options`` writes the page."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
-
-__all__ = ["PATH", "ROWS", "TESTED", "Row", "text"]
 
 PATH = Path(__file__).parents[2] / "docs" / "diffsynth-options.md"
 

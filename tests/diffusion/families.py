@@ -1,11 +1,7 @@
 """All small models of DiffSynth-Studio's own classes, by the pipelines' families."""
 
-from __future__ import annotations
-
 from tests.diffusion.family import Family
 from tests.diffusion.frozen_families import FROZEN
 from tests.diffusion.transformers_families import TRANSFORMERS
-
-__all__ = ["FAMILIES"]
 
 FAMILIES: dict[str, Family] = {**TRANSFORMERS, **FROZEN}

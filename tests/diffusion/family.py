@@ -1,7 +1,5 @@
 """One small model of DiffSynth-Studio's own classes: how it is built, stored and called. For ranks alone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -9,8 +7,6 @@ from typing import Any
 
 import torch
 from torch import nn
-
-__all__ = ["Family", "Tensors", "noise", "prefixed", "without"]
 
 Tensors = dict[str, torch.Tensor]
 

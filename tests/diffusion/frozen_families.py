@@ -1,7 +1,5 @@
 """Autoencoders and encoders of DiffSynth-Studio's own classes."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from importlib import import_module
@@ -12,8 +10,6 @@ from torch import nn
 
 from tests.diffusion.family import Family, Tensors, noise, prefixed, without
 from tests.diffusion.shrunk import of
-
-__all__ = ["FROZEN", "qwen3", "qwen25vl", "small_t5", "wrapping"]
 
 TEXT: dict[str, Any] = {
     "vocab_size": 61,

@@ -4,8 +4,6 @@ It is imported by ranks alone, which end with their test: what it needs beside i
 transformers imports.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import sys
@@ -13,8 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-
-__all__ = ["BESIDE", "declare_operators", "import_diffsynth", "needs_diffsynth"]
 
 BESIDE = Path(__file__).parents[2] / "build" / "diffsynth"
 #: What torchvision's Python parts register implementations for, beside a torch that cannot load its library.

@@ -1,12 +1,8 @@
 """The most anonymous memory that this process has had, looked at every few milliseconds by a thread."""
 
-from __future__ import annotations
-
 import threading
 import time
 from pathlib import Path
-
-__all__ = ["peak", "watch"]
 
 _SECONDS = 0.005
 _most = 0

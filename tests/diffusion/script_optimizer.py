@@ -4,8 +4,6 @@ The scripts set no seed: it is set here, after the model is loaded and before th
 that two routes draw the same. What each rank did until a step ends is written down.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import time
@@ -16,8 +14,6 @@ from typing import Any
 import torch
 
 from tests.diffusion.script_memory import peak
-
-__all__ = ["AdamW"]
 
 _steps: list[dict[str, float]] = []
 

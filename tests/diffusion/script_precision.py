@@ -1,14 +1,10 @@
 """DiffSynth's pipelines in fp32, which its scripts have in bf16: for comparisons to more digits."""
 
-from __future__ import annotations
-
 import types
 from types import ModuleType
 from typing import Any
 
 import torch
-
-__all__ = ["PATCHED", "in_fp32"]
 
 #: The modules that are patched, once they are imported; of Z-Image's transformer a line has bf16 as it is.
 PATCHED = ("diffsynth.diffusion.base_pipeline", "diffsynth.models.z_image_dit")

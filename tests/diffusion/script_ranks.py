@@ -1,7 +1,5 @@
 """A rank that does what ``accelerate launch`` has a process do, without the seconds of its imports."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import os
@@ -17,8 +15,6 @@ from tests.diffusion.oracle import import_diffsynth
 from tests.diffusion.script_precision import PATCHED, in_fp32
 from tests.diffusion.script_rows import append_rows
 from tests.integrations.launching import REHEARSAL
-
-__all__ = ["ranked"]
 
 _ALONE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 

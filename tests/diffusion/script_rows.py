@@ -1,13 +1,9 @@
 """Rows of small models in DiffSynth's tables of those that it knows: data, and no change of its code."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path
 from types import ModuleType
-
-__all__ = ["append_rows"]
 
 
 def append_rows(table: ModuleType) -> None:

@@ -1,7 +1,5 @@
 """DiffSynth-Studio's training scripts, from a checkout, on small pipelines: how they are called."""
 
-from __future__ import annotations
-
 import csv
 import json
 import os
@@ -20,8 +18,6 @@ from tests.diffusion.script_ranks import ranked
 from tests.diffusion.small_pipelines import paths_of
 from tests.integrations.launching import launch
 from tests.ranks import RankError, rank_outcomes
-
-__all__ = ["FAMILIES", "ROUTES", "Family", "Run", "run", "write_data"]
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]

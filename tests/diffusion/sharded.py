@@ -1,7 +1,5 @@
 """A loaded model on an engine, run as it would be alone, with the gradients whole."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -9,19 +7,6 @@ import torch
 from torch import nn
 
 import zerostart
-
-__all__ = [
-    "ENGINES",
-    "ZERO3",
-    "differing",
-    "fill",
-    "gradients_of",
-    "kept",
-    "load",
-    "off",
-    "on_one_thread",
-    "started",
-]
 
 ENGINES = ("deepspeed", "fsdp2")
 #: Nothing stays gathered, however small.

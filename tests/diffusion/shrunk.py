@@ -1,7 +1,5 @@
 """Classes whose widths are constants in their code, with other constants: what runs is their own code."""
 
-from __future__ import annotations
-
 import functools
 import types
 from collections.abc import Callable, Mapping
@@ -9,8 +7,6 @@ from importlib import import_module
 from typing import Any
 
 from torch import nn
-
-__all__ = ["of", "shrunk"]
 
 
 def of(path: str, constants: Mapping[int, int] | None = None) -> Callable[[], type[nn.Module]]:

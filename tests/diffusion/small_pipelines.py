@@ -4,8 +4,6 @@ DiffSynth finds a class by the row of its table that has a file's hash: rows are
 classes that they name are attributes of this module. For processes that have imported DiffSynth alone.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 from collections.abc import Mapping
@@ -24,8 +22,6 @@ from tests.diffusion.sharded import fill
 from tests.diffusion.shrunk import of
 from tests.diffusion.small_tokenizers import VOCABULARY, write_tokenizers
 from tests.diffusion.transformers_families import FLUX, FLUX2, WAN, Z
-
-__all__ = ["PIPELINES", "Part", "paths_of", "write"]
 
 
 @dataclass(frozen=True)

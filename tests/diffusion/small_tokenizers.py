@@ -1,13 +1,9 @@
 """Tokenizers of single letters, of the classes that DiffSynth's pipelines load."""
 
-from __future__ import annotations
-
 import json
 import string
 from pathlib import Path
 from typing import Any
-
-__all__ = ["VOCABULARY", "write_tokenizers"]
 
 #: Entries of the text encoders' embeddings, which none of the tokenizers exceeds.
 VOCABULARY = 640

@@ -1,7 +1,5 @@
 """Caches that a model's own code hands from layer to layer, and changes in place, under engines' hooks."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import weakref

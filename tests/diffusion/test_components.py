@@ -1,7 +1,5 @@
 """Each component of a pipeline, of diffusers and transformers: loaded in shards, run, and differentiated."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """DiffSynth-Studio's own classes by its own ``load_model``, with zerostart enabled and without."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

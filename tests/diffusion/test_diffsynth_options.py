@@ -1,7 +1,5 @@
 """The page of DiffSynth-Studio's options: every flag of its parsers, and keys that a configuration has."""
 
-from __future__ import annotations
-
 import argparse
 import ast
 import os

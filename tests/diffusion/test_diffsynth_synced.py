@@ -1,7 +1,5 @@
 """Models of DiffSynth-Studio that one rank calls oftener than the other, in parts, in zerostart.synced."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

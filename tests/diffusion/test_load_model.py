@@ -1,7 +1,5 @@
 """DiffSynth's ``load_model`` while zerostart is enabled: what its arguments mean, and what is refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

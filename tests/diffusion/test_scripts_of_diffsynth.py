@@ -6,8 +6,6 @@ expected, on ZeRO-2 to the bit; of ZeRO-3 what they do on ZeRO-2: the first loss
 whose gradients are up to 1.6 % off where sums are in another order.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import os

@@ -1,7 +1,5 @@
 """What DiffSynth's training scripts save of a pipeline in shards, resume from, and what is refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +10,6 @@ import zerostart
 from tests.diffusion.families import FAMILIES
 from tests.diffusion.oracle import import_diffsynth
 from tests.diffusion.sharded import ZERO3, differing, fill
-
-__all__ = ["ENGINES", "refusal", "tried"]
 
 WAN = FAMILIES["wan2.1 t2v"]
 ENGINES: dict[str, dict[str, Any]] = {

@@ -1,7 +1,5 @@
 """Transformers, and what else is trained, of DiffSynth-Studio's own classes."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import Any
 
@@ -10,8 +8,6 @@ from torch import nn
 
 from tests.diffusion.family import Family, noise, prefixed
 from tests.diffusion.shrunk import of
-
-__all__ = ["FLUX", "FLUX2", "TRANSFORMERS", "WAN", "Z"]
 
 WAN: dict[str, Any] = {
     "dim": 24,

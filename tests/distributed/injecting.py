@@ -1,7 +1,5 @@
 """Failures at chosen places of what ranks do together: places are counted as they are come by."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import time
@@ -13,8 +11,6 @@ from torch.distributed import device_mesh, distributed_c10d
 
 from zerostart.distributed.world import World, current_world
 from zerostart.errors import ZerostartError
-
-__all__ = ["Places", "at_every_place", "unguarded"]
 
 #: Raw collectives: of other libraries, or made for tensors.
 RAW = ("all_gather", "all_gather_into_tensor", "all_reduce", "broadcast", "gather", "barrier", "new_group")
@@ -37,7 +33,7 @@ class Places:
             self.act(name)
 
     @contextlib.contextmanager
-    def watched(self) -> Iterator[Places]:
+    def watched(self) -> "Iterator[Places]":
         """Inside, the methods of World tell this object where they are."""
         kept = {name: getattr(World, name) for name in ("phase", "collectives", *_MEETINGS)}
         places = self

@@ -1,7 +1,5 @@
 """Ranks that do not come to a call: the others say which, and where, before the time-out and in its error."""
 
-from __future__ import annotations
-
 import logging
 import os
 import platform

@@ -1,7 +1,5 @@
 """A failure at any place of a load, on any rank: the same error on all, soon, and a group that is whole."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

@@ -1,7 +1,5 @@
 """What fails inside a call that ranks make together, where the others wait in another one."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 

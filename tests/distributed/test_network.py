@@ -1,7 +1,5 @@
 """What the network or a limit of this host stands in the way of, with its remedy; one time-out for all."""
 
-from __future__ import annotations
-
 import logging
 import resource
 import socket

@@ -3,8 +3,6 @@
 The hosts are network namespaces, joined by a pair of virtual interfaces; needs root.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -5,8 +5,6 @@
 WHAT is what is done, FOLDER what the hosts share, SECONDS the time-out of the process group.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

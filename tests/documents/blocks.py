@@ -1,13 +1,9 @@
 """The fenced blocks of README and docs, and which of them are not run, and why."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-
-__all__ = ["REPOSITORY", "Block", "blocks_of", "pages", "translations"]
 
 REPOSITORY = Path(__file__).parents[2]
 DOCS = REPOSITORY / "docs"

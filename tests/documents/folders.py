@@ -1,7 +1,5 @@
 """Folders by the names that pages use, with tiny models in them."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,8 +7,6 @@ from pathlib import Path
 import torch
 
 from tests.tiny import TinyCheckpoints
-
-__all__ = ["make_folders"]
 
 
 def make_folders(root: Path, models: Mapping[str, str], checkpoints: TinyCheckpoints) -> None:

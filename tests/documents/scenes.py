@@ -5,8 +5,6 @@ that a scene runs in, with a tiny checkpoint. What has to be changed all the sam
 the reason.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -14,8 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-__all__ = ["CHANGED", "SCENES", "Scene", "scene_of"]
 
 Names = dict[str, Any]
 

@@ -5,12 +5,8 @@ are written, commands are run by a shell, and of tutorials the Python blocks too
 otherwise than it stands there.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-
-__all__ = ["CHANGED", "SESSIONS", "Session", "session_of"]
 
 #: Text in commands and files, and what stands there when they are run.
 CHANGED: Mapping[str, str] = {

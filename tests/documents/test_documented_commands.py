@@ -1,7 +1,5 @@
 """Every command of README and docs is one that there is, with the options that it has; and runs."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

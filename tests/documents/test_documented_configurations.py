@@ -1,7 +1,5 @@
 """Every YAML block of README and docs is a configuration that is accepted, or a part of one."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, get_args
 

@@ -1,7 +1,5 @@
 """The keys that docs/reference/json.md names are those of the command line."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every Python block of README and docs runs, on real ranks, with tiny models under the names of the page."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import os

@@ -1,7 +1,5 @@
 """Translated pages show the same commands, code and configurations as the English ones, and nothing else."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import PurePosixPath

@@ -1,7 +1,5 @@
 """accelerate's FSDP2 route raises parameters to fp32 as they are; a loaded model is left as it came."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 

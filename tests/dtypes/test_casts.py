@@ -1,7 +1,5 @@
 """Casts on read: from each stored dtype into each dtype that a model is held in, as eager torch casts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """DeepSpeed's fp32 masters start from what the checkpoint stores, where the parameters have been rounded."""
 
-from __future__ import annotations
-
 import gc
 import os
 import weakref

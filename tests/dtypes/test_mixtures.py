@@ -1,7 +1,5 @@
 """Models that keep some parameters in fp32 beside bf16: loaded so, and trained so, on both engines."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

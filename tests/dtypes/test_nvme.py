@@ -1,7 +1,5 @@
 """Masters that DeepSpeed keeps on NVMe start from the stored values too, a sub-group at a time."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The shipped conformance classes fork their ranks from the server of this suite, which has imported more."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.ranks import start_server

@@ -1,7 +1,5 @@
 """An engine of somebody else's that trains: every rank holds each parameter, and accelerate makes it DDP."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -27,7 +25,7 @@ class Copies(Engine):
 
     def shard_maker(
         self, world: World, dtype: torch.dtype | None, parallelism: Parallelism, placements: Placements
-    ) -> Maker:
+    ) -> "Maker":
         return Maker(default_device())
 
     def shards_of(self, model: nn.Module, parallelism: Parallelism, rank: int) -> dict[str, Shard]:

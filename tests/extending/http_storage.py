@@ -1,7 +1,5 @@
 """A storage of somebody else's: one file over HTTP, by requests for ranges of it."""
 
-from __future__ import annotations
-
 import http.client
 import threading
 from collections.abc import Hashable, Sequence
@@ -17,7 +15,7 @@ SECONDS = 20
 class HttpReader(Reader):
     """Each thread has a connection of its own. A file that is not what it was fails its ``If-Match``."""
 
-    def __init__(self, storage: HttpFile) -> None:
+    def __init__(self, storage: "HttpFile") -> None:
         self._storage = storage
         self._own = threading.local()
         self._made: list[http.client.HTTPConnection] = []
@@ -68,7 +66,7 @@ class HttpFile(Storage):
     schemes = ("http",)
 
     @classmethod
-    def at(cls, source: str) -> HttpFile:
+    def at(cls, source: str) -> "HttpFile":
         found = _asked(source)
         if found is None:
             raise CheckpointNotFoundError(f"{source}: the server has no such file")

@@ -1,7 +1,5 @@
 """An engine of somebody else's: each rank holds a block of rows, as a plain parameter. Nothing trains it."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 
@@ -30,7 +28,7 @@ class Rows(Engine):
 
     def shard_maker(
         self, world: World, dtype: torch.dtype | None, parallelism: Parallelism, placements: Placements
-    ) -> RowMaker:
+    ) -> "RowMaker":
         return RowMaker(world.rank, placements)
 
     def shards_of(self, model: nn.Module, parallelism: Parallelism, rank: int) -> dict[str, Shard]:

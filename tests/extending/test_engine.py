@@ -1,7 +1,5 @@
 """An engine that zerostart does not know, and its own two, pass what engines have to pass."""
 
-from __future__ import annotations
-
 import pytest
 
 import tests.extending.rows  # noqa: F401  # registers itself

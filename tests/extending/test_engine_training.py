@@ -1,7 +1,5 @@
 """An engine that an installed package brings trains by ``zerostart train``, and as zerostart's own do."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

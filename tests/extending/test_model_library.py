@@ -1,7 +1,5 @@
 """A library of models that zerostart does not know, and its own, pass what such libraries have to pass."""
 
-from __future__ import annotations
-
 import importlib
 from pathlib import Path
 from typing import Any

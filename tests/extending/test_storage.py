@@ -1,7 +1,5 @@
 """A storage that zerostart does not know passes what storages have to pass."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -173,7 +171,7 @@ class Folder(LocalFiles):
     schemes = ("Mounted",)
 
     @classmethod
-    def at(cls, source: str) -> Folder:
+    def at(cls, source: str) -> "Folder":
         return cls.of([source.partition("://")[2]])
 
 

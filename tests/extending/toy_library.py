@@ -1,7 +1,5 @@
 """A library of models of somebody else's: its own base class, configuration file, names and layout."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -55,7 +53,7 @@ class ToyModel(nn.Module):
         save_file(to_file(tensors), root / "toy.safetensors")
 
     @classmethod
-    def read(cls, root: str, dtype: torch.dtype | None = None) -> ToyModel:
+    def read(cls, root: str, dtype: torch.dtype | None = None) -> "ToyModel":
         """As the library loads it."""
         with torch.device("meta"):
             model = cls(**json.loads(Path(root, CONFIG).read_text()))

@@ -1,7 +1,5 @@
 """Checkpoints that are broken in one way each."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import struct
@@ -9,8 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.tiny import edit_tensors
-
-__all__ = ["BREAKAGES", "broken_copy", "shard_files"]
 
 
 def shard_files(folder: Path) -> list[Path]:

@@ -1,7 +1,5 @@
 """A checkpoint that changes while it is loaded: never a mixture, but the same named error on every rank."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import threading

@@ -1,7 +1,5 @@
 """The command line on failure: one clear line, exit code 1, no traceback unless asked for, within 30 s."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sysconfig

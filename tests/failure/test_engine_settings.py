@@ -1,7 +1,5 @@
 """Settings of an engine, and rules of a plan, that mean nothing: refused by name, with no rank started."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

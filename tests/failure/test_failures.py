@@ -1,7 +1,5 @@
 """Whatever goes wrong on one rank: the same named error on every rank, soon, and no partly loaded model."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

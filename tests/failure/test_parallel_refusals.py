@@ -1,7 +1,5 @@
 """Meshes that an engine or a model cannot serve are refused on every rank, and never loaded otherwise."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Saves and resumes of ranks that do not mean the same: one error on all of them, and nothing written."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

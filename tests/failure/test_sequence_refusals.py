@@ -1,7 +1,5 @@
 """Sequences that ranks cannot share are refused in one sentence, before any weight is read, on every rank."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Regions of strided copies, against the addresses counted one by one."""
 
-from __future__ import annotations
-
 from itertools import product
 from math import prod
 

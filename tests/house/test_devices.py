@@ -1,7 +1,5 @@
 """A default device of the user (``torch.set_default_device``, ``with torch.device``) is not ours."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

@@ -5,8 +5,6 @@ that it or the private functions of its module raise. What lies deeper is told b
 public name of a package says at least that something is raised, however deep.
 """
 
-from __future__ import annotations
-
 import ast
 import builtins
 from collections.abc import Iterator
@@ -35,7 +33,7 @@ class Module:
     given: dict[str, str] = field(default_factory=dict)
 
     @staticmethod
-    def of(source: str) -> Module:
+    def of(source: str) -> "Module":
         tree, made = ast.parse(source), Module()
         exported = [
             ast.literal_eval(node.value)

@@ -1,7 +1,5 @@
 """Files that documents and docstrings name are there."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import sys

@@ -1,7 +1,5 @@
 """What the documents say of accelerators says on what it has run: nothing here has an accelerator."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The house as `docs/architecture.md` draws it, by syntax trees: rooms, arrows, circles."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Mapping

@@ -4,8 +4,6 @@ A module is made from a number, the same in every process, and so is its checkpo
 names what is no longer the same object as the parameter or buffer that it was made of.
 """
 
-from __future__ import annotations
-
 import functools
 import random
 import weakref
@@ -15,8 +13,6 @@ from typing import Any
 
 import torch
 from torch import nn
-
-__all__ = ["RandomModule", "checkpoint", "module"]
 
 WIDTH = 5
 

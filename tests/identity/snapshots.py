@@ -4,8 +4,6 @@ The values of a sharded model are read twice: through zerostart's own `full_tens
 engine's gather, which is upstream's code and so an expectation that is not ours.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-
-__all__ = ["Snapshot", "differences", "engine_state", "pretrained", "same_bits", "ties_of", "unlike"]
 
 
 @dataclass
@@ -32,7 +28,7 @@ class Snapshot:
     config: dict[str, Any]
 
     @classmethod
-    def of(cls, model: nn.Module) -> Snapshot:
+    def of(cls, model: nn.Module) -> "Snapshot":
         """Write down an unsharded model."""
         config = getattr(model, "config", None)
         return cls(

@@ -1,7 +1,5 @@
 """Modules that keep their parameters in containers as well: a training step goes by the same tensors."""
 
-from __future__ import annotations
-
 import functools
 import weakref
 from collections.abc import Mapping

@@ -3,8 +3,6 @@
 They go to one engine. What is expected is the same module, whole, trained by torch alone.
 """
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A converter of the caller's that calculates, from files and from a mapping that one rank holds."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any

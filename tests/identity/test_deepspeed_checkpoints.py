@@ -4,8 +4,6 @@ Each case trains two steps from either start and saves in every way; a third ste
 each checkpoint was loaded into a new engine of the other start.
 """
 
-from __future__ import annotations
-
 from argparse import Namespace
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A loaded model as a part of another, inside ``zero.Init``, given prebuilt; and what is refused, by name."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

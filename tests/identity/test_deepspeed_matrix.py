@@ -3,8 +3,6 @@
 The expectation is DeepSpeed's own way for a module that is built already, ``zero.Init(module=...)``.
 """
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 from typing import Any

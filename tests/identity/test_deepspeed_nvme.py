@@ -4,8 +4,6 @@ DeepSpeed's asynchronous input and output is compiled against libaio. Where that
 clear error, and these tests put plain file operations in the place of the extension (``file_aio``).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Every place where ZeRO-3 keeps a partition: loaded, gathered, initialised and trained, against stock."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Iterator
 from pathlib import Path

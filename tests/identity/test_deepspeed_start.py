@@ -3,8 +3,6 @@
 The expectation is DeepSpeed itself, with nothing of its constructor overridden.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 from pathlib import Path

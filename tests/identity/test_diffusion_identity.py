@@ -1,7 +1,5 @@
 """Diffusers models on real ranks: an original file, a pipeline, a component, each as diffusers loads it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

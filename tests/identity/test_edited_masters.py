@@ -1,7 +1,5 @@
 """An edit of a few elements, at every stage: their fp32 masters follow, and all others keep their bits."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,7 +1,5 @@
 """One whole parameter, looked at and changed: what is written is what the engine then trains with."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Own slices against reading once and exchanging: the same bits, each byte read once, nobody waits."""
 
-from __future__ import annotations
-
 import dataclasses
 import errno
 import os

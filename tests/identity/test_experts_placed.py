@@ -1,7 +1,5 @@
 """Experts over several ranks whose partitions lie on NVMe, and DeepSpeed's own call that saves them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

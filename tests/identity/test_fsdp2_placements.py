@@ -1,7 +1,5 @@
 """Every placement of FSDP2: loaded, planned, gathered and trained, against torch's own ``fully_shard``."""
 
-from __future__ import annotations
-
 import copy
 import io
 import itertools

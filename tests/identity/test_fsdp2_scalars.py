@@ -1,7 +1,5 @@
 """Parameters without dimensions on FSDP2: whole on every rank, frozen; to train one is refused by name."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A sharded load, gathered, equals transformers' own unsharded load of the same files, bit for bit."""
 
-from __future__ import annotations
-
 import traceback
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Leaf modules of DeepSpeed on loaded models, and experts to which ranks send their tokens differently."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 Of models that zerostart loaded; those of others are none of its business.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

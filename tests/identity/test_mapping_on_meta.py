@@ -1,7 +1,5 @@
 """A mapping of tensors into a transformers model that the caller has built on meta."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """``strict=False``: what the checkpoint lacks is initialised as transformers does, on any world size."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A plain module is loaded as its own ``load_state_dict`` does it: hooks, versions, ties, shared buffers."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path

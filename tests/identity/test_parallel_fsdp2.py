@@ -1,7 +1,5 @@
 """FSDP2 with experts over several ranks: loads bit for bit, and trains as one process does."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

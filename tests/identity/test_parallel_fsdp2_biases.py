@@ -1,7 +1,5 @@
 """FSDP2 with tensors: row-wise layers with a bias, which all ranks have whole, train as in one process."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

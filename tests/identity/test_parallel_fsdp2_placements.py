@@ -1,7 +1,5 @@
 """FSDP2's placements under experts and tensors that ranks share: trained as one process trains, and saved."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Ranks that share sequences on FSDP2, with experts, tensors and placements: they train as one process."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What the checkpoint lacks, buffers and ties, where ranks share experts or tensors: as in the whole."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from pathlib import Path

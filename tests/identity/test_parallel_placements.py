@@ -1,7 +1,5 @@
 """ZeRO-3 with experts over several ranks, kept elsewhere than on the device: it trains as one process."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tensors cut by DeepSpeed's ``tensor_parallel`` section, run under FSDP2, train as one process does."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Parts of a model that are trained where DeepSpeed's ranks share experts: as one process trains them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

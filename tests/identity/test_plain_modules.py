@@ -1,7 +1,5 @@
 """A module that knows nothing of transformers, from a callable, from the meta device, or from a class."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Quantised checkpoints, dequantised on the way into shards: equal to transformers' dequantised load."""
 
-from __future__ import annotations
-
 import json
 import traceback
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Random plain modules against ``load_state_dict`` of the unsharded one: equal, or refused as that is."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any

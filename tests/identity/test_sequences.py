@@ -1,7 +1,5 @@
 """Ranks that share sequences train as one process that sees the whole batch."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """ZeRO stages 0, 1 and 2 on FSDP2 and DDP against one process that sees the whole batch; DeepSpeed's 0."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

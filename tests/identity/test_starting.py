@@ -4,8 +4,6 @@ What is expected is the module itself, or what the same constructor gives unshar
 ``torch.manual_seed``.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """A checkpoint that holds both names of a tied pair: equal or not, the outcome is transformers' own."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """What zerostart hands over trains as what the reference route hands over."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Directories that training with other tools left, as sources: equal to what these tools read of them."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

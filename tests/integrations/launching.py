@@ -1,7 +1,5 @@
 """Scripts under ``accelerate launch``, on local CPU ranks, with and without the one added line."""
 
-from __future__ import annotations
-
 import ast
 import os
 import re
@@ -10,19 +8,6 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-
-__all__ = [
-    "ANNOUNCED",
-    "CONFIGS",
-    "EXAMPLES",
-    "LINE",
-    "REHEARSAL",
-    "added",
-    "launch",
-    "losses_of",
-    "removed",
-    "tokenizer",
-]
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "adoption"
 CONFIGS = {name: EXAMPLES / f"accelerate_config_{name}.yaml" for name in ("zero3", "zero2", "fsdp2")}

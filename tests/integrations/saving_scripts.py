@@ -1,7 +1,5 @@
 """Scripts over accelerate that save and resume as its documentation has it, with room for one added line."""
 
-from __future__ import annotations
-
 import os
 from datetime import timedelta
 from pathlib import Path
@@ -10,8 +8,6 @@ from typing import Any
 import torch
 
 from tests.integrations.scripts import Data
-
-__all__ = ["Loop", "alone", "resumed", "saved_every_way"]
 
 
 class Loop:

@@ -1,7 +1,5 @@
 """Fine-tuning scripts as users write them, with room for one added line."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """PEFT on FSDP2 in a loop that prepares nothing: around a model, and beside experts that ranks share."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """transformers' own arguments for parallel axes, as those of a load."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

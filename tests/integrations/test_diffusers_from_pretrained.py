@@ -1,7 +1,5 @@
 """diffusers' ``from_pretrained`` gives, while zerostart is enabled, what it gives without, in shards."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

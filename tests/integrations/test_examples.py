@@ -1,7 +1,5 @@
 """Our example scripts under ``accelerate launch`` train with the added line, and by ``run``, as without."""
 
-from __future__ import annotations
-
 import functools
 import json
 import random

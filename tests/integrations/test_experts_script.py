@@ -1,7 +1,5 @@
 """The script of transformers' pull request 45548 (experts with ZeRO-3), as it stands there, on CPU ranks."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What ``from_pretrained`` gives while zerostart is enabled is what it gives without, in shards."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A training loop over accelerate with one added line trains as without it, whatever is made first."""
 
-from __future__ import annotations
-
 import logging
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Embeddings of a model that is in shards, resized by transformers' method, train as in one process."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

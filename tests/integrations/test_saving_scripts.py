@@ -1,7 +1,5 @@
 """What scripts save by their own calls, and resume from, with the one added line."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The Trainer on FSDP2 with the axes of accelerate's ``ParallelismConfig``: it trains as one process does."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Scripts whose ranks share sequences, by accelerate's ``ParallelismConfig``, with one added line."""
 
-from __future__ import annotations
-
 import logging
 import os
 from pathlib import Path

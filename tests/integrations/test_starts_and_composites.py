@@ -3,8 +3,6 @@
 What is expected is one process that has the same model whole and sees the batches of all ranks.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The HF Trainer with one added line trains as without it, and saves the same."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The HF Trainer's checkpoints with the one added line: ordinary models, and exactly resumed."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -7,8 +7,6 @@ They are run from checkouts that the environment names; nothing of them is kept 
 `datasets` and `evaluate` are the installed ones, or the stand-ins of `shims` where they are not installed.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

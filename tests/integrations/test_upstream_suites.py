@@ -3,8 +3,6 @@
 They are run from the checkout that ``ZEROSTART_TRANSFORMERS`` names, of 5.6 or later.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re

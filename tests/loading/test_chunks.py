@@ -1,7 +1,5 @@
 """Where the size of a chunk comes from: the argument, DeepSpeed's configuration, or the machine."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Offloaded models: the values of the whole model, out of a window that keeps its limit."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

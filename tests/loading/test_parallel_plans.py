@@ -1,7 +1,5 @@
 """Plans with experts and tensors cut: every element once a group, only a rank's own bytes, refusals."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """One rank played alone does what that rank does among the others: same bytes read, same shard filled."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Code that lies beside a checkpoint is run where the caller says so, and nobody is asked on the terminal."""
 
-from __future__ import annotations
-
 import io
 import json
 import sys

@@ -1,7 +1,5 @@
 """Which layout a checkpoint of a diffusers model is in, and what of the file belongs to the model."""
 
-from __future__ import annotations
-
 import json
 import struct
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Initialising in chunks against torch's own initialisers run at once."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

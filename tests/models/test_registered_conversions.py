@@ -1,7 +1,5 @@
 """The conversions that transformers registers, where a checkpoint does not fit them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM

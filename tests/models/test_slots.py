@@ -1,7 +1,5 @@
 """Every place where Python can keep a tensor is found, and can be given another one."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import weakref

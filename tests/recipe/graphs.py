@@ -4,8 +4,6 @@ The oracle is eager torch on 64-bit integers that number the source elements: wh
 map, whatever our pieces say.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 

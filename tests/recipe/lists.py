@@ -1,7 +1,5 @@
 """A conversion of one's own in a list of transformers conversions, as the tests of traces run it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -13,8 +11,6 @@ from transformers.core_model_loading import ConversionOps, WeightConverter
 from tests.recipe.tracing import trace
 from zerostart.checkpoint.memory import memory_catalog
 from zerostart.recipe import Recipe, Target
-
-__all__ = ["convert_with"]
 
 Tensors = dict[str, torch.Tensor]
 #: What an operation names its results, in the order of those that are expected.

@@ -1,7 +1,5 @@
 """Drawing the lines of random converters to fit the tensors that there are."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,8 +7,6 @@ from typing import Any
 import torch
 
 from tests.recipe import program_tables as tables
-
-__all__ = ["LINES", "READS", "Draw"]
 
 REAL = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 WHOLE = (torch.int32, torch.int64, torch.int16)
@@ -36,7 +32,7 @@ class Draw:
         """Go on after a line that was kept."""
         self.known += f"v{self.known} " in line
 
-    def line(self, kinds: Sequence[tuple[int, Callable[[Draw], str | None]]]) -> str | None:
+    def line(self, kinds: "Sequence[tuple[int, Callable[[Draw], str | None]]]") -> str | None:
         """One more line; None where what was drawn does not fit."""
         self.tries += 1
         (chosen,) = self.rng.choices([kind for _, kind in kinds], [weight for weight, _ in kinds])

@@ -9,8 +9,6 @@ Arithmetic here is such that its bits do not depend on how elements are grouped:
 comparisons of real numbers, and sums of complex ones. ``ARITHMETIC`` is the place for more.
 """
 
-from __future__ import annotations
-
 ARITHMETIC = """
 0 real {v} = {x} + 1
 0 real {v} = {x} * 2

@@ -4,8 +4,6 @@ Each line is drawn to fit the tensors that eager torch has at that point, and is
 error with it. So a program is a converter as a user might write it, and its failures can be read.
 """
 
-from __future__ import annotations
-
 import copy
 import random
 import warnings
@@ -18,8 +16,6 @@ import numpy as np
 import torch
 
 from tests.recipe.program_lines import LINES, READS, Draw
-
-__all__ = ["Program", "draw_program"]
 
 Tensors = dict[str, torch.Tensor]
 MOST_ELEMENTS = 3000

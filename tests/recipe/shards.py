@@ -1,7 +1,5 @@
 """What a trace says, loaded in shards without processes, against the tensors that it must give."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

@@ -3,8 +3,6 @@
 The references are computed by one thread, for eager torch's own bits depend on their number.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """What a conversion calculates, against the same code run by eager torch on the real tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """Constants that a conversion makes and that are kept are ordinary tensors when it is done."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Names that a model ignores by patterns of its own."""
 
-from __future__ import annotations
-
 import pytest
 
 from zerostart.errors import BuildError

@@ -1,7 +1,5 @@
 """What can be taken backwards, against the converter run on element numbers, and tilings against counting."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from math import prod

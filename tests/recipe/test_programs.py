@@ -5,8 +5,6 @@ Programs are numbered, so that a failure is a number; its converter is printed. 
 conversions, or line by line.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 

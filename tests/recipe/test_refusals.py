@@ -1,7 +1,5 @@
 """What cannot be followed is an error also where the code that asked for it catches all errors."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any

@@ -1,7 +1,5 @@
 """Tensors of a checkpoint that share memory share it in a converter, as those that torch loads do."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Tensors lie in memory as eager torch's do, whatever was done to them before."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Tracing against eager torch on element numbers."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """Writes, conjugates and memory in converters, case by case, against the same code run by eager torch."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 from collections.abc import Callable

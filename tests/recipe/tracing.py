@@ -1,7 +1,5 @@
 """The recipes of a model that is there, as a load finds them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

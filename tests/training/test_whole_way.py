@@ -1,7 +1,5 @@
 """From an empty directory to pictures by commands alone, with a kill in between and other ranks after it."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

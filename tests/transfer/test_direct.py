@@ -1,7 +1,5 @@
 """Reads round the page cache, on a real file system that has them; and the choice between the two ways."""
 
-from __future__ import annotations
-
 import errno
 import os
 import random

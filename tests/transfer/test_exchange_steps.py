@@ -1,7 +1,5 @@
 """Who reads what for whom: every byte once, every request served once, and the choice by cost."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections import Counter

@@ -1,7 +1,5 @@
 """Faults of the storage, passing and lasting, at the border of the operating system."""
 
-from __future__ import annotations
-
 import errno
 import os
 import time

@@ -1,7 +1,5 @@
 """Parts of a buffer reordered in place, against taking them out and putting them back."""
 
-from __future__ import annotations
-
 import random
 import tracemalloc
 

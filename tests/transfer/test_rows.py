@@ -1,7 +1,5 @@
 """Slices of columns, transposes and their combinations: many short runs of a file in few calls."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

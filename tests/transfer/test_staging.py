@@ -1,7 +1,5 @@
 """The way of bytes to a device, followed on the CPU: turns of buffers, casts, permutations, leftovers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

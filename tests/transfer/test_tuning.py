@@ -1,7 +1,5 @@
 """How a load reads: from what the machine and the storage say of themselves."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The patches that docs/patches has for other libraries, and these libraries with them, in this process."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import re
@@ -10,8 +8,6 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-
-__all__ = ["FOLDER", "Patch", "patches", "use"]
 
 FOLDER = Path(__file__).parents[2] / "docs" / "patches"
 _HEAD = re.compile(r"Subject: (?P<subject>.+)\nAgainst: (?P<against>.+)\nReplaces: (?P<replaces>.+)\n\n")

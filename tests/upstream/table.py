@@ -1,14 +1,10 @@
 """The page of what is touched, for the documentation: ``python -m tests.upstream.table`` writes it anew."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tests.upstream.sent import Patch, patches
 from zerostart.upstream.registry import Otherwise, PatchPoint, Touched, touched
 from zerostart.upstream.versions import LIBRARIES, Library
-
-__all__ = ["PATH", "text"]
 
 PATH = Path(__file__).parents[2] / "docs" / "upstream.md"
 

@@ -1,7 +1,5 @@
 """Fails when upstream moves: the seams of transformers and accelerate that ``enabled`` takes over."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Models that are built on meta while the whole process is set up for ZeRO-3."""
 
-from __future__ import annotations
-
 import sys
 
 import torch

@@ -3,8 +3,6 @@
 ``torch._grouped_mm`` refuses addresses beside a multiple of 16 bytes, on CUDA; nothing of it is run here.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

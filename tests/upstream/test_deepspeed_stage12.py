@@ -1,7 +1,5 @@
 """A DeepSpeed whose stages 1 and 2 are not as declared takes the stock route."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

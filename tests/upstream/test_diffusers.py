@@ -1,7 +1,5 @@
 """Fails when diffusers moves: what zerostart uses of it is there, and means what we think."""
 
-from __future__ import annotations
-
 import re
 
 import diffusers

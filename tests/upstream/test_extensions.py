@@ -1,7 +1,5 @@
 """Operations that DeepSpeed compiles at first use: one builder at a time, and what a killed one has left."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import inspect

@@ -1,7 +1,5 @@
 """Fails when upstream moves: what ZeRO stage 2 does with parameters that are marked as experts."""
 
-from __future__ import annotations
-
 import inspect
 import warnings
 from contextlib import ExitStack

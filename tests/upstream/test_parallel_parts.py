@@ -1,7 +1,5 @@
 """Fails when upstream moves: the plans that transformers declares, its styles, DeepSpeed's expert groups."""
 
-from __future__ import annotations
-
 import torch
 import transformers
 from packaging.version import Version

@@ -1,7 +1,5 @@
 """What is replaced of other libraries is put back: after a load, an engine, a block, and after errors."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import pickle

@@ -1,7 +1,5 @@
 """What accelerate's preparation of FSDP2 does to optimizers: parameters that are replaced are let go."""
 
-from __future__ import annotations
-
 import weakref
 from types import SimpleNamespace
 from typing import Any

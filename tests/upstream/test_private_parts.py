@@ -1,7 +1,5 @@
 """Fails when upstream moves: what ``zerostart.upstream`` uses is there, and means what we think."""
 
-from __future__ import annotations
-
 import importlib.util
 import inspect
 import re

@@ -1,7 +1,5 @@
 """Fails when upstream moves: everything that is declared is checked against what is installed."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import inspect

@@ -1,7 +1,5 @@
 """Each patch in docs/patches fits what is installed, changes nothing for others, and replaces one of ours."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from types import SimpleNamespace

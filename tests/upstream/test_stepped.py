@@ -1,7 +1,5 @@
 """Which gradients a step has taken is known of models of ours, as long as they live, and of no others."""
 
-from __future__ import annotations
-
 import gc
 from typing import Any
 

@@ -3,8 +3,6 @@
 Each case is a process of its own: what fitted once is not looked at again.
 """
 
-from __future__ import annotations
-
 import importlib
 import logging
 from collections.abc import Mapping

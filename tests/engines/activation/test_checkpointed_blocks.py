@@ -1,7 +1,5 @@
 """Models whose blocks are run again in the backward train as without, on every engine."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

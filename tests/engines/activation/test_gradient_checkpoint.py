@@ -1,7 +1,5 @@
 """Gradient checkpointing gives the numbers of the plain call, whatever goes in and comes out."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable
 from typing import Any

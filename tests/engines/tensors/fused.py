@@ -3,8 +3,6 @@
 Its forward goes by the widths that its layers give, as a layer in slices gives them.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,8 +10,6 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import nn
-
-__all__ = ["Fused", "fused_file"]
 
 HEAD = 8
 
@@ -49,11 +45,11 @@ class Fused(nn.Module):
         self.head = nn.Linear(16, 96)
 
     @classmethod
-    def build(cls) -> Fused:
+    def build(cls) -> "Fused":
         return cls()
 
     @classmethod
-    def filled(cls, path: Path) -> Fused:
+    def filled(cls, path: Path) -> "Fused":
         model = cls()
         model.load_state_dict(load_file(path))
         return model

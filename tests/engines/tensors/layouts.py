@@ -1,7 +1,5 @@
 """Training of models whose experts and tensors DeepSpeed's ranks share, as traces to compare."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,8 +12,6 @@ import zerostart
 from tests import file_aio
 from tests.engines.tensors.sharing import SHARING, whole_gradients
 from tests.parity import CLIP, Trace, batches, optimizer
-
-__all__ = ["Course", "Layout", "trained"]
 
 
 @dataclass(frozen=True)

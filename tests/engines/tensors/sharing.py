@@ -1,7 +1,5 @@
 """Training of models whose tensors DeepSpeed's ranks share: a load's and stock's, as traces to compare."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,18 +12,6 @@ from torch import nn
 import zerostart
 from tests.engines.tensors.fused import Fused
 from tests.parity import CLIP, Trace, batches, optimizer
-
-__all__ = [
-    "SECTIONS",
-    "SHARING",
-    "Case",
-    "compared",
-    "config_of",
-    "loaded",
-    "slices",
-    "whole_gradients",
-    "whole_model",
-]
 
 #: Ranks that share tensors, in all cases.
 SHARING = 2

@@ -1,7 +1,5 @@
 """Experts and tensors that DeepSpeed's ranks share: each reads its part, and all train as one process."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """DeepSpeed's ``partition_config`` as a plan cuts what DeepSpeed's own AutoTP layers cut."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Settings of DeepSpeed's beside experts and tensors that ranks share: trained as one process trains."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

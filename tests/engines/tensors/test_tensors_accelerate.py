@@ -1,7 +1,5 @@
 """Tensors that DeepSpeed's ranks share, in an accelerate script with the one line of zerostart."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

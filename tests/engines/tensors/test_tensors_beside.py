@@ -3,8 +3,6 @@
 Where this fails because DeepSpeed has learnt it, the refusal in ``geometry/layout/mesh.py`` is to go.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Tensors that DeepSpeed's ranks share, born in slices: as stock bit for bit, and as one process trains."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Dropout where ranks share tensors, each with a seed of its own: what all of them have stays the same."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

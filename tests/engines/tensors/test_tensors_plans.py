@@ -1,7 +1,5 @@
 """DeepSpeed's rules of tensors are held against the model's own plan: what would train wrong is refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What DeepSpeed's ranks cannot share of tensors is refused on every rank, before anything is read."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What is done with a model in DeepSpeed's slices: whole tensors, saving, editing, resuming, masters."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

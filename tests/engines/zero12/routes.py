@@ -1,7 +1,5 @@
 """The stock way into ZeRO stages 1 and 2, ours, and what the two leave behind: everything to the bit."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,20 +9,6 @@ import torch
 from torch import nn
 
 import zerostart
-
-__all__ = [
-    "APART",
-    "CASES",
-    "Case",
-    "State",
-    "available",
-    "config_of",
-    "differing",
-    "grouped",
-    "ours",
-    "state_of",
-    "stock",
-]
 
 #: Parameters of a module "head", which was added, are groups of their own.
 APART = ", the head apart"

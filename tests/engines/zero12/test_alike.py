@@ -1,7 +1,5 @@
 """What tells whether parameters are the same on all ranks: any difference shows, wherever memory begins."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 

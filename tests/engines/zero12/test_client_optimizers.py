@@ -1,7 +1,5 @@
 """The optimizer that a script makes stays its own where DeepSpeed needs experts in groups of their own."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 from typing import Any

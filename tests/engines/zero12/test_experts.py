@@ -1,7 +1,5 @@
 """Experts of DeepSpeed's ``MoE`` at stages 1 and 2: flattened over the ranks that share them."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

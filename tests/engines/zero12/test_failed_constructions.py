@@ -1,7 +1,5 @@
 """An engine whose construction fails half-way leaves no traceback of its destructor, hook or buffer."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """fp32 masters at stages 1 and 2 start from what the checkpoint stores in fp32."""
 
-from __future__ import annotations
-
 import shutil
 from itertools import accumulate
 from pathlib import Path

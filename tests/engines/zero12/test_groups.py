@@ -1,7 +1,5 @@
 """What clients do between the load and ``deepspeed.initialize``: the flat buffer follows, or steps aside."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import io

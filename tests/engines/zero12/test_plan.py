@@ -1,7 +1,5 @@
 """The plan of stages 1 and 2 tells the truth, who reads what, and what cannot be served is refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Where whole parameters find room: the tier, the same on every rank, and a refusal before reading."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """ZeRO stages 1 and 2 from our load and from the stock route: buffers, masters and losses to the bit."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

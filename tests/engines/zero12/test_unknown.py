@@ -1,7 +1,5 @@
 """Options that the construction does not know take the stock route, with one warning that says so."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Layouts against what the engines' own definitions give: padded equal runs, and ``torch.chunk``."""
 
-from __future__ import annotations
-
 from math import prod
 
 import torch

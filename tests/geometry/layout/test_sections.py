@@ -1,7 +1,5 @@
 """Sections and their compositions against ``torch.chunk`` of real tensors, and DTensor's placements."""
 
-from __future__ import annotations
-
 from math import prod
 
 import pytest

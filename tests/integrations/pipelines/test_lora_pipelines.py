@@ -1,7 +1,5 @@
 """LoRAs of a pipeline in shards, by diffusers' own methods, beside its own unsharded pipeline, to the bit."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any

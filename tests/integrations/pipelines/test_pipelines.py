@@ -1,7 +1,5 @@
 """Whole pipelines, each component placed its own way, give what the unsharded pipeline gives, to the bit."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Ranks that call the sharded models of a pipeline each as it likes, and what who waits for ever is told."""
 
-from __future__ import annotations
-
 import datetime
 import time
 from pathlib import Path

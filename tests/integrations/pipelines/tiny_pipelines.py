@@ -1,7 +1,5 @@
 """Small whole pipelines of diffusers, with random weights, as ``save_pretrained`` leaves them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,8 +8,6 @@ import torch
 
 from tests.conformance.checkpoints import randomise
 from tests.conformance.diffusion_suite import family
-
-__all__ = ["CALLS", "FAMILIES", "make_pipeline"]
 
 WORDS = ("<pad>", "<s>", "</s>", "<unk>", "a", "cat", "sees", "the", "sea", "and", "sleeps", "user", "prompt")
 VOCABULARY = 120

@@ -1,7 +1,5 @@
 """What real engines hold after one step, found tensor by tensor in their optimizers; run on ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,8 +7,6 @@ from typing import Any
 import torch
 
 import zerostart
-
-__all__ = ["BASE", "deepspeed_holds", "fsdp2_holds"]
 
 BASE: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 1,

@@ -1,7 +1,5 @@
 """Limits, advice, times, and the forms of a plan."""
 
-from __future__ import annotations
-
 import io
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Forecast masters, states, gradients and parameters against the tensors that real engines hold."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Own slices that are foreseen without planning each rank are those that the full choice takes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Two checkpoints, two live models, or one of each, tensor by tensor."""
 
-from __future__ import annotations
-
 import json
 import math
 import traceback

@@ -1,7 +1,5 @@
 """Digests that know no layout: the formula, any pieces in any order, and what must not go unnoticed."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import os

@@ -1,7 +1,5 @@
 """One digest for each tensor of a live model, whatever engine, stage and number of ranks hold it."""
 
-from __future__ import annotations
-
 import traceback
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What is saved says what it was: any change of files or tensors afterwards is named."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Saving and resuming right after an evaluation, which leaves FSDP2's parameters gathered."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What comes after a save in the background, while it still writes: reading it, and the end."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Optimizers that keep more than AdamW does: it comes back, or the save says by name what it would lose."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

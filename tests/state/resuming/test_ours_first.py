@@ -1,7 +1,5 @@
 """A directory with a training state of ours and a checkpoint of another library: ours is taken."""
 
-from __future__ import annotations
-
 import logging
 import os
 from pathlib import Path

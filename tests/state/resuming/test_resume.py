@@ -1,7 +1,5 @@
 """Resuming: the losses after it are those of the run that was never interrupted."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Saving while training goes on: a checkpoint is of the moment of the call, and no error is lost."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import threading

@@ -1,7 +1,5 @@
 """Resuming with every option on the same ranks, and elsewhere: losses as without a stop."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Resuming from what DeepSpeed, torch and accelerate saved: the losses are those of their own run."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

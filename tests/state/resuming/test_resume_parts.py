@@ -1,7 +1,5 @@
 """The parts of a training checkpoint by themselves: values in JSON, random states, which checkpoints stay."""
 
-from __future__ import annotations
-
 import enum
 import json
 import math

@@ -1,7 +1,5 @@
 """What comes back beside weights and moments, and what is refused by name."""
 
-from __future__ import annotations
-
 import os
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The document of a training state: digested, whole or refused by name, within what can be read again."""
 
-from __future__ import annotations
-
 import json
 import logging
 from pathlib import Path

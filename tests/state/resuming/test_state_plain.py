@@ -1,7 +1,5 @@
 """Models that no engine cuts: tensors in any order in memory, schedules, states of modules."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable

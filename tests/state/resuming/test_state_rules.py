@@ -1,7 +1,5 @@
 """Which optimizer goes on with the state of another: one that steps by the same rule, and no other."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path

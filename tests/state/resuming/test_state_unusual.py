@@ -1,7 +1,5 @@
 """Models of unusual tensors under DeepSpeed, resumed at another stage; and its own calls for checkpoints."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What a script pickles beside its model comes back equal, without a pickle; all else is refused by name."""
 
-from __future__ import annotations
-
 import argparse
 import collections
 import datetime

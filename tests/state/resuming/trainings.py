@@ -1,7 +1,5 @@
 """Trainings that are saved, and go on elsewhere; the same batches for any number of ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,21 +12,6 @@ from torch import nn
 
 import zerostart
 from tests.parity import VOCABULARY
-
-__all__ = [
-    "FIRST",
-    "FSDP2",
-    "MORE",
-    "OFFLOADED",
-    "RATE",
-    "ZERO",
-    "Case",
-    "Run",
-    "both",
-    "resumed",
-    "train",
-    "uninterrupted",
-]
 
 #: Divides by every number of ranks up to 4.
 ROWS, LENGTH = 12, 8

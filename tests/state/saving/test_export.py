@@ -1,7 +1,5 @@
 """``zerostart export``: what a run left, opened by plain transformers afterwards."""
 
-from __future__ import annotations
-
 import json
 import resource
 import shutil

@@ -3,8 +3,6 @@
 ``ZEROSTART_TEST_EVERY=n`` takes each n-th of these calls alone: each is a run of ranks of its own.
 """
 
-from __future__ import annotations
-
 import os
 import weakref
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What users do to keep a model that is in shards: it is kept, or they are told; never a file without it."""
 
-from __future__ import annotations
-
 import copy
 import traceback
 from collections.abc import Callable

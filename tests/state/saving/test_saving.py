@@ -1,7 +1,5 @@
 """A sharded model goes back to disk as it came: names, types, shapes and every byte of every tensor."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

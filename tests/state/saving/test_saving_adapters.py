@@ -1,7 +1,5 @@
 """Adapters of a sharded model in PEFT's own format, and merged into the weights; models loaded by others."""
 
-from __future__ import annotations
-
 import shutil
 import traceback
 from pathlib import Path

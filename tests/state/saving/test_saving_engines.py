@@ -1,7 +1,5 @@
 """What engines and wrappers make of a loaded model is saved as the model in it."""
 
-from __future__ import annotations
-
 import traceback
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Writing tensors from shards: what ranks with any layouts write together is what one process would."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

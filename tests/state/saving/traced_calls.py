@@ -1,7 +1,5 @@
 """System calls of a running process, each of which can be the last, or fail, by ``strace``."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import re
@@ -13,8 +11,6 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-
-__all__ = ["Point", "points_in", "traced", "tracing_works"]
 
 #: The system call, and which of its calls in a thread.
 Point = tuple[str, int]

@@ -13,8 +13,6 @@ from tests.training.loop.test_run import losses, run
 from zerostart.errors import ConfigError
 from zerostart.state.saving.export import export
 
-__all__: list[str] = []
-
 TARGETS = ["q_proj", "v_proj", "down_proj"]
 RATE, STEPS, SEED = 1e-2, 4, 42
 AVERAGED = {"decay": 0.9, "warmup": True, "power": 0.7, "evaluate": True}

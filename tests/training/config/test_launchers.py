@@ -1,7 +1,5 @@
 """A run under ``accelerate launch``: its file agrees with the configuration, or the run says where not."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

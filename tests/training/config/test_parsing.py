@@ -1,7 +1,5 @@
 """Files that people write by hand: what stands there twice, or is of another kind, is told by name."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

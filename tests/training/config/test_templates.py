@@ -1,7 +1,5 @@
 """``zerostart config``: what it writes is taken by ``zerostart train``, as it is and with its comments."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

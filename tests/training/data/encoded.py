@@ -1,7 +1,5 @@
 """Tiny pipelines through whose encoders media go, the media, and a task that wants nothing but that."""
 
-from __future__ import annotations
-
 import csv
 import json
 from collections.abc import Mapping, Sequence
@@ -14,8 +12,6 @@ import torch
 from tests.conformance.checkpoints import randomise
 from tests.integrations.pipelines import tiny_pipelines as tiny
 from zerostart.training import Task
-
-__all__ = ["PROMPTS", "Encoding", "bytes_of", "configured", "make", "picture", "write_media"]
 
 PROMPTS = ("a cat sees the sea", "a cat", "the sea", "and a cat sleeps", "the cat and the sea sleeps")
 

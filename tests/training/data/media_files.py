@@ -6,8 +6,6 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-__all__ = ["CHINA", "FLOWER", "frame_numbers", "numbered_frames", "write_video"]
-
 _SHIPPED = Path(importlib.util.find_spec("sklearn").origin).parent / "datasets" / "images"
 #: Photographs of 427 x 640 pixels (height x width).
 CHINA, FLOWER = _SHIPPED / "china.jpg", _SHIPPED / "flower.jpg"

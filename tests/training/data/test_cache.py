@@ -1,7 +1,5 @@
 """The cache of encoded media: the same bytes on any number of ranks, what diffusers gives, never stale."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json

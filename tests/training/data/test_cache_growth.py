@@ -1,7 +1,5 @@
 """A cache that follows its media: what is new is encoded, what went is dropped, nothing else is opened."""
 
-from __future__ import annotations
-
 import contextlib
 import csv
 import logging
@@ -16,14 +14,12 @@ import torch
 
 from tests.ranks import rank_outcomes, run_ranks
 from tests.training.data.encoded import picture
-from tests.training.data.test_cache import SIZES, cached, made, media, one_thread, pipeline
+from tests.training.data.test_cache import SIZES, cached
 from zerostart.distributed.world import current_world
 from zerostart.errors import ConfigError, WriteError, ZerostartError
 from zerostart.training.config.load import parse_config
 from zerostart.training.data.cache import ensure_cache
 from zerostart.training.data.cached import CachedItems
-
-__all__ = ["made", "media", "one_thread", "pipeline"]
 
 
 @pytest.fixture

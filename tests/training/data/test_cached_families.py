@@ -1,7 +1,5 @@
 """Every family: the same bytes on one, two and three ranks, and what diffusers feeds its transformer."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ The reference calls each transformer as diffusers' own pipelines do, by their ow
 time.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path
@@ -17,19 +15,6 @@ from torch.nn.functional import mse_loss
 
 from tests.diffusion.components import COMPONENTS
 from zerostart.training.diffusion.flow import FlowConfig, FlowMatching
-
-__all__ = [
-    "FAMILIES",
-    "Stored",
-    "configured",
-    "examples",
-    "losses_alone",
-    "mean_alone",
-    "opened",
-    "recorded_run",
-    "train_alone",
-    "velocity",
-]
 
 #: The tiny transformer of each family, the shape of its latents, and the width and lengths of its texts.
 FAMILIES = {

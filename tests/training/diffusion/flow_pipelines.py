@@ -1,7 +1,5 @@
 """Tiny pipelines of diffusers around the tiny transformers: a VAE, a scheduler, and texts as embeddings."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +7,6 @@ import torch
 
 from tests.diffusion.components import COMPONENTS
 from tests.training.diffusion.flow_items import build, examples, noise
-
-__all__ = ["drawn_by", "save_pipeline"]
 
 #: The pipeline of each family, its VAE with what is changed there, its scheduler, and the size of a picture.
 _EULER = "FlowMatchEulerDiscreteScheduler"

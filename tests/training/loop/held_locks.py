@@ -1,14 +1,10 @@
 """Locks that another process holds."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-
-__all__ = ["lock_held"]
 
 _HOLDING = """
 import fcntl, sys

@@ -9,10 +9,8 @@ import torch
 from safetensors.torch import load_file
 
 from tests.ranks import rank_outcomes, run_ranks
-from tests.training.loop.test_run import run, values
+from tests.training.loop.test_run import run
 from zerostart.training.loop.failures import Divergence, is_finite
-
-__all__ = ["values"]
 
 ENGINES = ["fsdp2", pytest.param("deepspeed", marks=pytest.mark.slow)]
 

@@ -7,11 +7,9 @@ import torch
 from safetensors.torch import load_file
 
 from tests.ranks import run_ranks
-from tests.training.adapt.test_lora_runs import LORA, TARGETS, examples, given, losses, run
+from tests.training.adapt.test_lora_runs import LORA, TARGETS, examples, losses, run
 from zerostart.errors import ConfigError
 from zerostart.training.config.load import parse_config
-
-__all__ = ["given"]
 
 RATE = 1e-5
 

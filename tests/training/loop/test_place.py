@@ -9,7 +9,7 @@ from tests.checkpoint.shared_directory import save_model
 from tests.ranks import run_ranks
 from tests.training.loop.held_locks import lock_held
 from tests.training.loop.test_resumed_runs import going_on, interrupted, steps_in
-from tests.training.loop.test_run import losses, metrics, run, values
+from tests.training.loop.test_run import losses, metrics, run
 from zerostart.checkpoint.write.folders import Folder
 from zerostart.distributed.world import World
 from zerostart.errors import ConfigError, WriteError
@@ -17,8 +17,6 @@ from zerostart.state.resuming.retention import complete
 from zerostart.state.resuming.values import encoded
 from zerostart.training.config.load import parse_config
 from zerostart.training.loop.output_directory import claimed, clear, counts, set_aside, standing
-
-__all__ = ["values"]
 
 ALONE = World(0, 1, None)
 

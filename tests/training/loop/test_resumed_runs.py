@@ -9,10 +9,8 @@ import pytest
 
 from tests.ranks import run_ranks
 from tests.tiny import minilm_path
-from tests.training.loop.test_run import losses, metrics, run, values
+from tests.training.loop.test_run import losses, metrics, run
 from zerostart.errors import ConfigError
-
-__all__ = ["values"]
 
 STEPS = 6
 

@@ -7,14 +7,10 @@ import pytest
 from tests.ranks import run_ranks
 from tests.training.loop.test_resumed_runs import going_on, interrupted
 from tests.training.loop.test_run import losses, run
-from tests.training.loop.test_run import values as running
 from tests.training.loop.test_weighing import EXACT, alone, first_step
-from tests.training.loop.test_weighing import values as weighing
 from zerostart.errors import ConfigError, EngineError
 from zerostart.training.config.engine_config import with_launched
 from zerostart.training.config.load import parse_config
-
-__all__ = ["running", "weighing"]
 
 SOURCE = "qwen3_even"
 CASES = [

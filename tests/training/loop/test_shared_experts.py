@@ -1,7 +1,5 @@
 """Runs whose ranks share experts, from a configuration file alone."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A flow-matching run of a small pipeline on examples that are made here, for tests of samples."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
@@ -10,8 +8,6 @@ from typing import Any
 import torch
 
 from zerostart.training.diffusion.flow import FlowMatching
-
-__all__ = ["Drawn", "encode", "run"]
 
 LEARNT = ("a cat", "the sea", "a cat sees the sea")
 ENCODED = "encoded.pt"

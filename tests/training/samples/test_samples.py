@@ -1,7 +1,5 @@
 """What a run draws is what diffusers' own pipeline draws, and the training knows nothing of it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

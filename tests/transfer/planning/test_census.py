@@ -1,7 +1,5 @@
 """Counting all ranks' reads at once against planning each rank, and the rule that both follow."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A plan, executed on real files, against the same conversion done eagerly on the same bytes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -1,7 +1,5 @@
 """What planning takes grows with the number of pieces, and not with its square."""
 
-from __future__ import annotations
-
 import cProfile
 import pstats
 from collections.abc import Callable
