@@ -90,3 +90,16 @@ def test_modules_that_the_documentation_names_are_there() -> None:
         if path.split("/")[0] in rooms
     }
     assert sorted((page, path) for page, path in named if not (ROOT / path).is_file()) == []
+
+
+def test_what_an_engine_keeps_is_asked_of_the_engine() -> None:
+    """Masters, moments, counters and shards of a live model: no room above asks the library itself."""
+    inside = ("zerostart.upstream.deepspeed.state", "zerostart.upstream.torch.fsdp2")
+    above = {name for name in TREES if room(name) not in ("engines", "upstream", "")}
+    graph = imports()
+    assert sorted((a, b) for a in above for b in graph[a] if b.startswith(inside)) == []
+
+
+def test_the_shape_of_a_placeholder_is_known_to_engines_alone() -> None:
+    above = [path for path in ROOT.rglob("*.py") if room(name_of(path)) not in ("engines", "upstream")]
+    assert [path.name for path in above if "ds_shape" in path.read_text()] == []

@@ -29,7 +29,7 @@ from zerostart.checkpoint.write.staging import write_errors
 from zerostart.distributed.world import World
 from zerostart.errors import WriteError, ZerostartError
 from zerostart.state.saving.publishing import Publication, publishing
-from zerostart.training.data.cache_facts import Growth
+from zerostart.training.data.cache_facts import CacheUpdate
 from zerostart.training.data.cached import (
     INDEX_FILE,
     PROMPTS_FILE,
@@ -40,6 +40,7 @@ from zerostart.training.data.cached import (
     digest_of,
     items_file,
     read_manifest,
+    tensor_bytes,
     text_key,
 )
 from zerostart.training.loop.locks import hold
@@ -144,11 +145,6 @@ def _spelling(tensor: torch.Tensor) -> str:
     return TORCH_NAMES[str(tensor.dtype).removeprefix("torch.")]
 
 
-def _bytes(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the CPU."""
-    return tensor.reshape(-1).view(torch.uint8).numpy().data
-
-
 def _write_tensors(
     path: Path, tensors: Tensors, metadata: Mapping[str, str] | None = None
 ) -> tuple[dict[str, int], dict[str, Any]]:
@@ -164,7 +160,7 @@ def _write_tensors(
     with part.open("wb", buffering=0) as handle:
         _write(handle, memoryview(file.header))
         for entry in sorted(layout.tensors.values(), key=lambda entry: (entry.offset, entry.name)):
-            data = _bytes(tensors[entry.name])
+            data = tensor_bytes(tensors[entry.name])
             hashed.update(data)
             _write(handle, data)
         os.fsync(handle.fileno())
@@ -180,16 +176,16 @@ def _write(handle: Any, data: memoryview) -> None:
 
 @contextlib.contextmanager
 def drafted(
-    place: Path, plan: Mapping[str, Any], growth: Growth, world: World
+    place: Path, plan: Mapping[str, Any], update: CacheUpdate, world: World
 ) -> Iterator[tuple[Draft, bool]]:
     """The draft of items of the cache at ``place``, and whether a killed run has left some; collective.
 
-    ``plan``, with the new rows of ``growth``, has all that its bytes follow from, with ``per_file`` and
+    ``plan``, with the new rows of ``update``, has all that its bytes follow from, with ``per_file`` and
     ``first``; what was made by another one is removed. Inside no other process may have the draft. Raises
     WriteError, where one has it, too, or has made another cache of it since this one looked.
     """
-    directory, numbers = _beside(place, "encoding"), growth.numbers
-    rows = repr([(growth.keys[row], number) for row, number in zip(growth.new, numbers, strict=True)])
+    directory, numbers = _beside(place, "encoding"), update.draw_numbers
+    rows = repr([(update.keys[row], number) for row, number in zip(update.new_rows, numbers, strict=True)])
     plan = {**plan, "rows": hashlib.blake2b(rows.encode(), digest_size=16).hexdigest()}
     stack = contextlib.ExitStack()
 
@@ -197,7 +193,7 @@ def drafted(
         with write_errors(place, "nothing was encoded"):
             place.parent.mkdir(parents=True, exist_ok=True)
             _lock(stack, place)
-            _check_unchanged(place, growth)
+            _check_unchanged(place, update)
             with contextlib.suppress(ZerostartError):
                 if directory.is_dir() and read_json(directory / _PLAN, "plan of a cache") == plan:
                     return True
@@ -231,12 +227,12 @@ def _lock(stack: contextlib.ExitStack, place: Path, wait: bool = False) -> None:
     hold(stack, _beside(place, "lock"), refusal, wait)
 
 
-def _check_unchanged(place: Path, growth: Growth) -> None:
-    """Raise WriteError where the cache is not the one any more of which ``growth`` says what stays.
+def _check_unchanged(place: Path, update: CacheUpdate) -> None:
+    """Raise WriteError where the cache is not the one any more of which ``update`` says what stays.
 
     Whoever calls this has its lock: nobody changes it from now on.
     """
-    document, before = read_manifest(place), growth.cached
+    document, before = read_manifest(place), update.cached
     same = document is None if before is None else before.is_of(document)
     if not same:
         raise WriteError(
@@ -246,7 +242,7 @@ def _check_unchanged(place: Path, growth: Growth) -> None:
 
 def publish(
     place: Path,
-    growth: Growth,
+    update: CacheUpdate,
     draft: Draft | None,
     facts: Mapping[str, Any],
     prompts: Mapping[str, Tensors],
@@ -261,8 +257,8 @@ def publish(
         if world.rank == 0:
             if draft is None:
                 _lock(stack, place, wait=True)
-                _check_unchanged(place, growth)
-            _fill(publication, growth, draft, facts, prompts)
+                _check_unchanged(place, update)
+            _fill(publication, update, draft, facts, prompts)
     if world.rank == 0 and draft is not None:
         draft.drop()
 
@@ -289,15 +285,15 @@ def publish_prompts(place: Path, added: Mapping[str, Tensors], world: World) -> 
 
 def _fill(
     publication: Publication,
-    growth: Growth,
+    update: CacheUpdate,
     draft: Draft | None,
     facts: Mapping[str, Any],
     prompts: Mapping[str, Tensors],
 ) -> None:
     files = publication.document.setdefault("files", {})
-    made = {} if draft is None else _link_made(publication, growth, draft)
-    kept = _name_kept(publication, growth)
-    entries = [found for row in range(len(growth.kept)) if (found := kept.get(row) or made.get(row))]
+    made = {} if draft is None else _link_made(publication, update, draft)
+    there = _name_cached(publication, update)
+    entries = [found for row in range(len(update.items)) if (found := there.get(row) or made.get(row))]
     kinds: dict[Kind, int] = {}
     of_items = [kinds.setdefault(entry.kind, len(kinds)) for entry in entries]
 
@@ -327,7 +323,7 @@ def _fill(
     }
 
 
-def _link_made(publication: Publication, growth: Growth, draft: Draft) -> dict[int, Entry]:
+def _link_made(publication: Publication, update: CacheUpdate, draft: Draft) -> dict[int, Entry]:
     """Put the files of a draft into a publication; gives its items by their rows."""
     found = {}
     for file in range(draft.files):
@@ -336,21 +332,21 @@ def _link_made(publication: Publication, growth: Growth, draft: Draft) -> dict[i
         publication.document["files"][name] = {key: described[key] for key in ("bytes", "sha256")}
         for place, item in zip(draft.items(file), described["items"], strict=True):
             if "failed" not in item:
-                row = growth.new[place]
+                row = update.new_rows[place]
                 kind = tuple((key, dtype, tuple(shape)) for key, dtype, shape in item["kind"])
                 digest = bytes.fromhex(item["digest"])
-                entry = (item["offsets"], digest, growth.keys[row], draft.numbers[place])
+                entry = (item["offsets"], digest, update.keys[row], draft.numbers[place])
                 found[row] = Entry(draft.name(file), kind, *entry)
     return found
 
 
-def _name_kept(publication: Publication, growth: Growth) -> dict[int, Entry]:
-    """Name those files in a publication whose items are kept; gives these by their rows."""
-    if growth.cached is None:
+def _name_cached(publication: Publication, update: CacheUpdate) -> dict[int, Entry]:
+    """Name the files of items that stay in a publication; gives these items by their rows."""
+    if update.cached is None:
         return {}
-    place = growth.cached.directory
+    place = update.cached.directory
     described = (read_manifest(place) or {})["files"]
-    found = {row: growth.cached.entry(item) for row, item in enumerate(growth.kept) if item is not None}
+    found = {row: update.cached.entry(item) for row, item in enumerate(update.items) if item is not None}
     for name in sorted({items_file(entry.file) for entry in found.values()}):
         publication.document["files"][name] = described[name]  # where it is
     return found

@@ -4,9 +4,8 @@ A cache is a directory whose marker (``zerostart.json``) says what it was made o
 
     items-00000.safetensors ...   the tensors of ``per_file`` items each, named NUMBER.KEY
     prompts.safetensors           what the encoders make of single texts, named KEY OF THE TEXT.KEY
-    index.safetensors             for each item its file, where its tensors begin, their kind and digest, the
-    row of
-                                  the media that it is of, and the number that it was drawn by
+    index.safetensors             for each item its file, where its tensors begin, their kind and digest,
+                                  the row of the media that it is of, and the number that it was drawn by
 
 An item is of a *kind* that many share: names, dtypes and shapes of its tensors. So the index of 100,000
 items is a few megabytes, and no header of a file of items is ever read.
@@ -32,8 +31,7 @@ from zerostart.checkpoint.manifest import documents, lies_at
 from zerostart.errors import CheckpointError, CheckpointNotFoundError, ConfigError, ReadError
 from zerostart.recipe import torch_dtype
 
-#: Of the files and what is in them. One of version 1 does not say which rows its items are of: it cannot
-#: grow.
+#: Of the format. A cache of version 1 does not say which rows its items are of: it cannot grow.
 VERSION, _OLDER = 2, 1
 INDEX_FILE, PROMPTS_FILE = "index.safetensors", "prompts.safetensors"
 #: What differs in length between the examples of one batch; all else has to be alike.
@@ -52,12 +50,12 @@ def items_file(number: int) -> str:
 
 
 def text_key(text: str) -> str:
-    """By which a text is found in the file of texts, whoever has added others since."""
+    """The stable key of a text in the file of texts."""
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
 def is_of_cache(name: str) -> bool:
-    """Whether what is called so in an output directory is its cache, or what was left of making it."""
+    """Whether ``name`` in an output directory is its cache, or was left of making it."""
     return (
         name == FOLDER
         or re.fullmatch(rf"\.{FOLDER}\.(encoding|lock|[0-9a-f]{{12}}\.(saving|replaced))", name) is not None
@@ -102,7 +100,7 @@ class _Index:
 
 @dataclass(frozen=True)
 class Entry:
-    """Where an item is: file and offsets in it, its kind, digest, row, and the number of its draws."""
+    """Where an item is: file and offsets in it, its kind, digest, row, and the number it was drawn by."""
 
     file: int
     kind: Kind
@@ -213,7 +211,7 @@ class CachedItems:
                 kind, self._index.offsets[first : first + len(kind)].tolist(), strict=True
             ):
                 item[name] = _tensor(handle.fileno(), path, offset, dtype, shape)
-                hashed.update(_bytes(item[name]))
+                hashed.update(tensor_bytes(item[name]))
         if hashed.digest() != self._index.digests[number].tobytes():
             raise ReadError(
                 f"{path}: item {number} is not what was written: the file is damaged; {self._remedy()}"
@@ -294,7 +292,7 @@ def digest_of(tensors: Mapping[str, torch.Tensor]) -> str:
     """Of the bytes of contiguous tensors on the CPU, in the order of their names."""
     hashed = hashlib.blake2b(digest_size=16)
     for name in sorted(tensors):
-        hashed.update(_bytes(tensors[name]))
+        hashed.update(tensor_bytes(tensors[name]))
     return hashed.hexdigest()
 
 
@@ -320,8 +318,8 @@ def _opened(path: Path) -> Any:
         raise ReadError(f"{path}: cannot be read: {error.strerror}") from error
 
 
-def _bytes(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous tensor, where they lie."""
+def tensor_bytes(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous tensor on the CPU, where they lie."""
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 

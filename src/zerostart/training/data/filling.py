@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from zerostart.distributed.world import World
 from zerostart.errors import ConfigError, ZerostartError
-from zerostart.training.data.cache_facts import Facts, Growth, facts_of_rows
+from zerostart.training.data.cache_facts import CacheUpdate, Facts, facts_of_rows
 from zerostart.training.data.cache_files import Draft, drafted, items_of_a_file, publish
 from zerostart.training.data.cached import VERSION
 from zerostart.training.diffusion.encoder import Encoded, Encoder, Example
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 #: By whose versions, too, a killed run is one to go on with.
 _LIBRARIES = ("diffusers", "torch", "transformers")
 #: Seconds between two lines that tell how far it is.
-_TELL = 10.0
+_EVERY = 10.0
 #: Rows that are tried for one to begin with, and bad ones that are named in one error.
 _TRIED, _SHOWN = 64, 20
 
 
 def fill(
     place: Path,
-    growth: Growth,
+    update: CacheUpdate,
     media: MediaItems,
     encoder: Encoder,
     facts: Facts,
@@ -48,42 +48,46 @@ def fill(
     and who has none left repeats the first. An item that the pipeline cannot take does not keep the others
     from being encoded, and put into the cache: afterwards ConfigError is raised, which names all such rows.
     """
-    with world.collectives("encoding the first item", lambda: _first(media, encoder, growth)) as first:
+    with world.collectives("encoding the first item", lambda: _first(media, encoder, update)) as first:
         size = sum(t.nbytes for t in _encoded(encoder, first, 0).values())
-    there = {} if growth.cached is None else {t: growth.cached.prompt(t) for t in growth.cached.texts}
+    there = {} if update.cached is None else {t: update.cached.prompt(t) for t in update.cached.texts}
     asked = ["", *texts] if encoder.texts_alone else texts
     prompts = {**there, **embedded(encoder, [text for text in asked if text not in there], world)}
-    per_file = items_of_a_file(len(growth.new), size, encoder.settings.bytes_of_a_file)
-    plan = {"version": VERSION, "items": len(growth.new), "per_file": per_file, "facts": facts.document()}
-    plan["computed"] = {"device": encoder.device.type, **{name: version(name) for name in _LIBRARIES}}
-    plan["first"] = 0 if growth.cached is None else growth.cached.next_file
-    with drafted(place, plan, growth, world) as (draft, goes_on):
-        _fill_draft(draft, goes_on, growth, media, encoder, first, world)
+    per_file = items_of_a_file(len(update.new_rows), size, encoder.settings.bytes_of_a_file)
+    plan = {
+        "version": VERSION,
+        "items": len(update.new_rows),
+        "per_file": per_file,
+        "facts": facts.document(),
+        "computed": {"device": encoder.device.type, **{name: version(name) for name in _LIBRARIES}},
+        "first": 0 if update.cached is None else update.cached.next_file,
+    }
+    with drafted(place, plan, update, world) as (draft, goes_on):
+        _fill_draft(draft, goes_on, update, media, encoder, first, world)
         failed = world.broadcast_object(draft.failures, "looking for what could not be encoded")
-        document, count = facts.document(), len(growth.kept) - len(failed)
-        if count and (failed or growth.asked < len(growth.keys)):
-            bad = {growth.new[at] for at in failed}
-            keys = [key for row, key in enumerate(growth.keys) if row not in bad]
+        document, count = facts.document(), len(update.items) - len(failed)
+        if count and (failed or update.requested < len(update.keys)):
+            bad = {update.new_rows[at] for at in failed}
+            keys = [key for row, key in enumerate(update.keys) if row not in bad]
             document["data"] = facts_of_rows(keys)
         if count:
-            publish(place, growth, draft, document, prompts, world)
+            publish(place, update, draft, document, prompts, world)
         elif world.rank == 0:
             draft.drop()
     if failed:
-        kept = f"The other {count} are in {place}, and stay" if count else "Nothing was encoded"
+        others = f"The other {count} are in {place}, and stay" if count else "Nothing was encoded"
         raise ConfigError(
-            f"{len(failed)} rows cannot be encoded: {_listed(list(failed.values()))}. {kept}: mend these "
-            f"rows or "
-            "take them out, and start again"
+            f"{len(failed)} rows cannot be encoded: {_listed(list(failed.values()))}. {others}: mend these "
+            "rows or take them out, and start again"
         )
     if world.rank == 0:
         say(Console(), f"the cache is complete: {place}")
 
 
-def _first(media: MediaItems, encoder: Encoder, growth: Growth) -> Example:
+def _first(media: MediaItems, encoder: Encoder, update: CacheUpdate) -> Example:
     """The first new item that the encoder can take; raises ConfigError where the first so many are none."""
     failures = []
-    for row in growth.new[:_TRIED]:
+    for row in update.new_rows[:_TRIED]:
         try:
             return _checked(media, encoder, row)
         except ConfigError as error:
@@ -99,7 +103,7 @@ def _listed(failures: Sequence[str]) -> str:
 def _fill_draft(
     draft: Draft,
     goes_on: bool,
-    growth: Growth,
+    update: CacheUpdate,
     media: MediaItems,
     encoder: Encoder,
     first: Example,
@@ -114,7 +118,7 @@ def _fill_draft(
         )
     turns = [missing[at : at + world.size] for at in range(0, len(missing), world.size)]
     own = [turn[world.rank] if world.rank < len(turn) else None for turn in turns]
-    rows = [growth.new[place] for file in own if file is not None for place in draft.items(file)]
+    rows = [update.new_rows[place] for file in own if file is not None for place in draft.items(file)]
     examples = _Ahead(media, rows)
     for file, turn in zip(own, turns, strict=True):
         places = [] if file is None else list(draft.items(file))
@@ -127,7 +131,7 @@ def _fill_draft(
                 example = first if isinstance(prepared, str) else prepared
                 made = _encoded(encoder, example, draft.numbers[places[step]] if given and not failed else 0)
             if given:
-                where = media.where(growth.new[places[step]])
+                where = media.where(update.new_rows[places[step]])
                 problem = prepared if isinstance(prepared, str) else _not_finite(made, where)
                 items.append(made if problem is None else problem)
                 progress.step()
@@ -146,7 +150,7 @@ def embedded(encoder: Encoder, texts: Sequence[str], world: World) -> dict[str, 
     found = {}
     for text in dict.fromkeys(texts):
         with world.collectives("encoding a text"):
-            found[text] = _kept(encoder.prompt(text))
+            found[text] = _copied(encoder.prompt(text))
         if problem := _not_finite(found[text], f"the text {text!r}"):
             raise ConfigError(problem)
     return found
@@ -178,10 +182,10 @@ def _encoded(encoder: Encoder, example: Example, number: int) -> Encoded:
     """The tensors of an item; what is drawn for it follows from its number and the seed alone."""
     text = f"{encoder.settings.seed} {number}".encode()
     seed = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
-    return _kept(encoder.encode(example, torch.Generator(device="cpu").manual_seed(seed)))
+    return _copied(encoder.encode(example, torch.Generator(device="cpu").manual_seed(seed)))
 
 
-def _kept(tensors: Mapping[str, torch.Tensor]) -> Encoded:
+def _copied(tensors: Mapping[str, torch.Tensor]) -> Encoded:
     """The tensors by themselves, without the batch that they are out of."""
     return {name: torch.empty_like(t, device="cpu").copy_(t).contiguous() for name, t in tensors.items()}
 
@@ -243,7 +247,7 @@ class _Progress:
         self._count = min(files * draft.per_file, draft.count)
         self._ranks = world.size
         self._done = 0
-        self._begun = self._told = time.monotonic()
+        self._begun = self._last = time.monotonic()
         self.say(f"encoding {self._count} of {draft.count} items into {draft.files} files")
 
     def say(self, text: str) -> None:
@@ -255,6 +259,6 @@ class _Progress:
         """One more item on this rank."""
         self._done += 1
         now = time.monotonic()
-        if now - self._told > _TELL:
-            self._told, done = now, min(self._done * self._ranks, self._count)
+        if now - self._last > _EVERY:
+            self._last, done = now, min(self._done * self._ranks, self._count)
             self.say(f"{done} of {self._count} items, {done / (now - self._begun):.1f} a second")

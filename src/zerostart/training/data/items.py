@@ -51,13 +51,13 @@ logger = logging.getLogger("zerostart")
 class MediaItems(Dataset[dict[str, Any]]):
     """One item a row, decoded when it is asked for; ``repeats`` are for what is made of them."""
 
-    def __init__(self, config: MediaConfig, known: KnownRows | None = None) -> None:
+    def __init__(self, config: MediaConfig, earlier: RowDigests | None = None) -> None:
         """Read the table; raises :class:`ConfigError` where it is absent, malformed, or lacks a column.
 
-        A row that is ``known`` has the contents that it had then, and none of its files is opened.
+        A row whose digest is among the ``earlier`` ones is as it was then: none of its files is opened.
         """
         self.config = config
-        self._known = KnownRows() if known is None else known
+        self._earlier = RowDigests() if earlier is None else earlier
         self._table = read_table(config)
         self.columns = media_columns(config, self._table.columns)
 
@@ -121,9 +121,9 @@ class MediaItems(Dataset[dict[str, Any]]):
         return [hashlib.blake2b(digest + settings, digest_size=16).digest() for digest in self.row_digests]
 
     @property
-    def known_rows(self) -> KnownRows:
-        """What is known by now: of the rows, and where these are the first ones alone, of others."""
-        return KnownRows.of(self._described, self._known if self.config.items else KnownRows())
+    def digests_to_remember(self) -> RowDigests:
+        """Those of the rows, and where these are the first of a table alone, the earlier ones of others."""
+        return RowDigests.of(self._described, self._earlier if self.config.items else RowDigests())
 
     @cached_property
     def _described(self) -> list[Described]:
@@ -141,9 +141,9 @@ class MediaItems(Dataset[dict[str, Any]]):
         by_state = names.digest()
         found = None
         if None in states:  # what is gone is what it was
-            found = self._known.by_name.get(by_name)
+            found = self._earlier.by_name.get(by_name)
         elif self.config.check == "times":
-            found = self._known.by_state.get(by_state)
+            found = self._earlier.by_state.get(by_state)
         return by_name, by_state, self._row_digest(index) if found is None else found
 
     def _relative(self, file: MediaFile) -> str:
@@ -240,14 +240,14 @@ def _digest(file: MediaFile) -> bytes:
     return file.digest()
 
 
-def read_media(config: MediaConfig, world: World, known: KnownRows | None = None) -> MediaItems:
-    """The media that ``config`` names, of which every file is there, or its row ``known``; collective.
+def read_media(config: MediaConfig, world: World, earlier: RowDigests | None = None) -> MediaItems:
+    """The media that ``config`` names; each file is there, or its row among the ``earlier`` ones. Collective.
 
     Raises :class:`ConfigError` on every rank, with the same text, where a rank cannot read them, or has
     others.
     """
     with world.phase("reading the table of media"):
-        items = MediaItems(config, known)
+        items = MediaItems(config, earlier)
         mine = (len(items), items.digest())
         if world.rank == 0:
             for note in items.notes:
@@ -289,15 +289,18 @@ _SIZE = 16
 
 
 @dataclass(frozen=True)
-class KnownRows:
-    """The digests of contents by the two others."""
+class RowDigests:
+    """The digests of the contents of rows by the two others, as they were at an earlier start.
+
+    A row that is found here needs none of its files opened.
+    """
 
     by_name: Mapping[bytes, bytes] = field(default_factory=dict)
     by_state: Mapping[bytes, bytes] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, rows: Iterable[Described], before: KnownRows) -> KnownRows:
-        """What is known ``before``, and of ``rows``; of those with the same names the last one counts."""
+    def of(cls, rows: Iterable[Described], before: RowDigests) -> RowDigests:
+        """Those from ``before``, and of ``rows``; of rows with the same names the last one counts."""
         by_name, by_state = dict(before.by_name), dict(before.by_state)
         for name, state, contents in rows:
             by_name[name] = contents
@@ -311,7 +314,7 @@ class KnownRows:
         return len(names).to_bytes(8, "little") + names + states
 
     @classmethod
-    def unpacked(cls, data: bytes) -> KnownRows:
+    def unpacked(cls, data: bytes) -> RowDigests:
         """From ``packed``; nothing of what is damaged."""
         end = 8 + int.from_bytes(data[:8], "little")
         if len(data) < 8 or end > len(data) or (end - 8) % (2 * _SIZE) or (len(data) - end) % (2 * _SIZE):
