@@ -132,7 +132,7 @@ def mark_expert(parameter: Any, groups: ExpertGroups) -> None:
 # (``moe.utils.is_moe_param``): its gradient is summed over the ranks that hold the same experts, divided by
 # all ranks, and its optimizer state partitioned over the former. That holds where the engine has seen layers
 # of its own, and where the optimizer has parameter groups of experts alone, with ``moe=True`` and the name of
-# their process groups (``zero12/groups.py``). For models with our mark on a parameter, and no others,
+# their process groups (``groups.py``). For models with our mark on a parameter, and no others,
 # ``DeepSpeedEngine.module_state_dict``, of which ``save_checkpoint`` and ``save_16bit_model`` write what they
 # save, and which has the experts of one rank as if they were all, is refused (``state_dicts.py``).
 
