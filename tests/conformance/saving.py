@@ -17,7 +17,7 @@ from zerostart.checkpoint.write.shards import plan_shards
 from zerostart.checkpoint.write.writer import CheckpointWriter
 from zerostart.distributed.world import World
 from zerostart.engines import Shard
-from zerostart.live.model import LiveModel, keep
+from zerostart.live.model import LiveModel, remember_load
 from zerostart.recipe import Recipe
 from zerostart.state.saving.contents import contents_of
 from zerostart.state.saving.writing import planned
@@ -81,7 +81,7 @@ def _save(loaded: Any, values: dict[str, torch.Tensor], size: int, flat: bool, o
             for alias in loaded.names[name]
         }
         record: Any = _Record(loaded.catalog, recipes, shards)
-        keep(model, record)
+        remember_load(model, record)
         live = LiveModel(model, World(rank, size, None))
         contents = contents_of(live, live.tensors()[0], None)
         layout = plan_shards(contents.entries, "300KB")

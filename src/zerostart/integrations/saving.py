@@ -13,7 +13,7 @@ from torch import nn
 from zerostart.distributed.world import current_world
 from zerostart.errors import ConfigError
 from zerostart.integrations.barrier import announce_local_save, join_save
-from zerostart.live.model import bare_model, find_shards, kept_record, loaded_models
+from zerostart.live.model import bare_model, find_record, find_shards, loaded_models
 from zerostart.state.saving.adapters import adapted_model, has_adapters
 from zerostart.state.saving.save import SaveRequest, save, save_own_names
 from zerostart.upstream.diffusers.pipelines import name_classes
@@ -39,7 +39,7 @@ _saved: list[tuple[nn.Module, Path]] = []
 
 def in_shards(model: nn.Module) -> bool:
     """Whether a rank has a part of ``model`` alone."""
-    record = kept_record(bare_model(model))
+    record = find_record(bare_model(model))
     if record is not None and record.parallelism.mesh.parallel:
         return True
     config = getattr(model, "config", None)

@@ -59,7 +59,7 @@ _WRAPPERS = ("torch", "deepspeed", "accelerate", "peft")
 _records: weakref.WeakKeyDictionary[nn.Module, LoadRecord] = weakref.WeakKeyDictionary()
 
 
-def keep(model: nn.Module, record: LoadRecord) -> None:
+def remember_load(model: nn.Module, record: LoadRecord) -> None:
     """Remember the record of ``model`` for as long as the model lives."""
     _records[model] = record
 
@@ -102,7 +102,7 @@ def loaded_around(module: nn.Module) -> Iterator[nn.Module]:
     return (model for model in list(_records) if any(part is module for part in model.modules()))
 
 
-def kept_record(model: nn.Module) -> LoadRecord | None:
+def find_record(model: nn.Module) -> LoadRecord | None:
     """The record of ``model`` itself; None if zerostart did not load it."""
     return _records.get(model)
 
@@ -122,7 +122,7 @@ def loaded_parts(model: nn.Module) -> list[tuple[str, nn.Module, LoadRecord]]:
     found: list[tuple[str, nn.Module, LoadRecord]] = []
     inside: set[int] = set()
     for name, module in model.named_modules():
-        record = kept_record(module)
+        record = find_record(module)
         if record is not None and id(module) not in inside:
             found.append((f"{name}." if name else "", module, record))
             inside.update(id(part) for part in module.modules())
@@ -212,7 +212,7 @@ class LiveModel:
             engine.put_to_rest(model)
         self.world = world
         self.module = bare_model(model)
-        self.record: LoadRecord | None = kept_record(self.module)
+        self.record: LoadRecord | None = find_record(self.module)
         self._wrapper = model
         self._outer = model
         while type(self._outer).__module__.partition(".")[0] in _AROUND:

@@ -16,7 +16,7 @@ from zerostart.checkpoint.source import Files, check_unchanged
 from zerostart.distributed.world import World, joined_world
 from zerostart.engines import Engine, Placements, Residence, Shard, ShardMaker
 from zerostart.errors import ConfigError
-from zerostart.live.model import LoadRecord, keep
+from zerostart.live.model import LoadRecord, remember_load
 from zerostart.live.report import Clock, Report
 from zerostart.loading.destinations import Destinations
 from zerostart.loading.masters import masters_of
@@ -97,7 +97,7 @@ class _Load:
                     stats = self.hand_over(prepared, destinations, maker, tuning, stats)
             report = replace(self._report(prepared, stats), tier=residence)
             record = self._record(prepared, placements, report)
-            keep(prepared.built.model, record)
+            remember_load(prepared.built.model, record)
             self.watch(prepared.built.model)
             if then is not None:
                 then(prepared.built.model)

@@ -1,5 +1,6 @@
 """Optimizers that keep more than AdamW does: it comes back, or the save says by name what it would lose."""
 
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -282,3 +283,16 @@ def test_muon_goes_on_with_other_ranks(tmp_path: Path) -> None:
     wanted = run_ranks(muons, 2, tmp_path / "state", True)[0]
     assert run_ranks(muons, 2, tmp_path / "state", False)[0] == wanted
     assert run_ranks(muons, 1, tmp_path / "state", False)[0] == pytest.approx(wanted, rel=1e-3)
+
+
+def test_the_number_of_a_share_is_that_of_states_before() -> None:
+    """It is compared with the one in the state, whichever version wrote that."""
+    from zerostart.distributed.world import World
+    from zerostart.live.training import LiveTraining
+    from zerostart.state.resuming.local_states import _share
+
+    model = nn.Linear(2, 3, bias=False)
+    training = LiveTraining(model, torch.optim.SGD(model.parameters(), lr=0.1), World(0, 1, None))
+    boxes = "(Placed(box=Box(origin=(0, 0), extent=(3, 2)), to=0, strides=(2, 1)),)"
+    text = f"(6, [('weight', 0, 6, None, {boxes})])"
+    assert _share(training.steps[0], training) == zlib.crc32(text.encode())

@@ -274,7 +274,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _buffers: weakref.WeakKeyDictionary[nn.Module, dict[bool, torch.Tensor]] = weakref.WeakKeyDictionary()
 
 
-def kept_on_host(
+def copied_to_host(
     content: Content, world: World, budget: int | None, later: bool = False
 ) -> tuple[Content, Callable[[], None] | None]:
     """``content`` with copies in host memory of what this rank is to write, as it is at this moment.

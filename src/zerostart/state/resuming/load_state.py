@@ -144,6 +144,7 @@ def load_state(
             if stepped and world.rank == 0:
                 _tell_of_dtypes(training, saved)
         extra, rows = _extra(saved), _random_rows(saved) if stepped else {}
+        # From here on the optimizer is changed: what could be refused has been.
         with torch.no_grad(), world.phase("planning what is restored"):
             wanted += _masters(training, saved)
             if stepped:
@@ -155,9 +156,11 @@ def load_state(
                 planned_reads(saved.state, _of("", wanted)),
             ]
         with torch.no_grad():
+            # Collective, the model first: its plan and that of the state are of other files.
             for plan, storages, tuning in plans:
                 execute_together(plan, storages, Progress(plan.read_bytes, False), tuning, world)
             training.drop_gathered()
+        # Random states come last: nothing after them may draw.
         with world.phase("restoring counters and random states"):
             if counters:
                 _restore_engine(training, saved, extra, stepped)

@@ -81,12 +81,31 @@ def _key(key: str, part: str) -> str:
     return f"{key}.{part}" if part else key
 
 
+class _Text(str):
+    """A text that stands for itself where it is in a tuple that is printed."""
+
+    __slots__ = ()
+    __repr__ = str.__str__
+
+
 def _share(step: Stepped, training: LiveTraining) -> int:
-    """A number that is the same where this rank steps the same elements in the same order."""
+    """A number that is the same where this rank steps the same elements in the same order.
+
+    It is written into states: the text that it is of stays as the first version printed it.
+    """
     members = [
-        (name, member.at, member.count, member.first, training.shards[name].layout.boxes)
+        (name, member.at, member.count, member.first, boxes)
         for member in step.members
         for name in [training.name_of(member.parameter)]
+        for boxes in [
+            tuple(
+                _Text(
+                    f"Placed(box=Box(origin={one.box.origin!r}, extent={one.box.extent!r}), to={one.to!r}, "
+                    f"strides={one.strides!r})"
+                )
+                for one in training.shards[name].layout.boxes
+            )
+        ]
     ]
     return zlib.crc32(repr((_local(step.tensor).numel(), members)).encode())
 

@@ -16,7 +16,7 @@ from zerostart.checkpoint.manifest import SAVED_AT, sealed
 from zerostart.distributed.world import World, current_world
 from zerostart.errors import ConfigError, WriteError
 from zerostart.live.training import StateTensor
-from zerostart.state.resuming.background import Saving, begin, finish_last, kept_on_host
+from zerostart.state.resuming.background import Saving, begin, copied_to_host, finish_last
 from zerostart.state.resuming.document import check_size
 from zerostart.state.resuming.linking import linked
 from zerostart.state.resuming.training_state import MARKER, MODEL, STATE, Content, collected
@@ -53,6 +53,7 @@ def save_state(
     begun = time.perf_counter()
     world = current_world()
     with world.phase("saving the training state"):
+        # One save at a time: the last one reads the memory of its copies until it has ended.
         finish_last(world)
         content = collected(model, optimizer, extra, world, frozen, beside)
         with world.phase("looking at what is saved"):
@@ -62,7 +63,7 @@ def save_state(
         if wait:
             _write(place, content, saved, world)
             return Saving.finished(time.perf_counter() - begun)
-        content, copy = kept_on_host(content, world, budget, copy_later)
+        content, copy = copied_to_host(content, world, budget, copy_later)
         return begin(_writer(place, content, saved), place, world, begun, copy)
 
 
@@ -112,6 +113,7 @@ def _write(place: Path, content: Content, saved: Path | None, world: World) -> N
             known = write_tensors(folder / MODEL, *content.model, world).digests
         if world.rank == 0:
             _save_settings(content, folder / MODEL)
+        # The model before the state, and the document last: readers go by it.
         state = write_tensors(folder / STATE, *content.state, world, stem=STATE)
         publication.document.update(content.document, **{SAVED_AT: time.time_ns()})
         publication.add_digests(known, MODEL)

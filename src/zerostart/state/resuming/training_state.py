@@ -94,6 +94,7 @@ def collected(
     masters = [k for k in training.masters() if _is_copy(k, training)]
     shares = [replace(k.shard, name=f"master/{k.name}") for k in masters]
     shares += [replace(k.shard, name=f"optimizer/{k.key}/{k.name}") for k in training.moments()]
+    # Up to here all is what a step of the optimizer alone changes; what follows may change at any time.
     stepped = frozenset([*kept, *(share.name for share in shares)])
     shares += [replace(k.shard, name=f"gradient/{k.name}") for k in training.gradients()]
     local, of_ranks = local_states(training, world)

@@ -46,6 +46,8 @@ def contents_of(live: LiveModel, tensors: Iterable[LogicalTensor], dtype: torch.
     left_out = set(library_of(model).unsaved(model))
     wanted = {item.name: item for item in tensors if item.name not in left_out}
     contents = Contents()
+    # Three ways, each for what the one before has left: the recipes of the load backwards, the conversions of
+    # the library reverted, and the model's own names.
     done: set[str] = set()
     reasons: dict[str, str] = {}
     # The shares of a training checkpoint are no layout to go back to.
@@ -96,7 +98,7 @@ def _as_loaded(
         if recipe is not None and recipe.target.shape == item.shard.layout.shape:
             same[name] = recipe
     found = reversal(same, catalog.tensors)
-    # An elementwise name is as good as it was: only what was converted can be said to have lost its layout.
+    # What was loaded under its own name needs no recipe backwards; only a converted one can lose its layout.
     reasons = {n: why for n, why in found.reasons.items() if recipes[n].converted or recipes[n].computed}
     kinds: dict[str, torch.dtype] = {}
     done.update(found.recipes)
