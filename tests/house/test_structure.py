@@ -2,6 +2,8 @@
 
 import ast
 import re
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -90,3 +92,14 @@ def test_modules_that_the_documentation_names_are_there() -> None:
         if path.split("/")[0] in rooms
     }
     assert sorted((page, path) for page, path in named if not (ROOT / path).is_file()) == []
+
+
+def test_tests_of_the_pure_rooms_load_no_engine() -> None:
+    """`tests/conftest.py` looks at what they import while they run, where nothing else has run before."""
+    folders = [f"tests/{name}" for name in ("geometry", "recipe", "transfer/planning")]
+    script = f"import pytest, sys; code = pytest.main(['--collect-only', '-q', *{folders}])\n"
+    script += "assert code == 0\nassert 'deepspeed' not in sys.modules\n"
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT.parents[1], capture_output=True, check=False
+    )
+    assert done.returncode == 0, done.stdout.decode()[-2000:] + done.stderr.decode()[-2000:]
