@@ -35,7 +35,7 @@ from zerostart.live.record import loaded_models, record_of
 from zerostart.loading.arguments import EnabledArguments, config_of
 from zerostart.upstream.accelerate import preparing as accelerate_parts
 from zerostart.upstream.accelerate.plugins import join_ranks
-from zerostart.upstream.deepspeed.state.saving import Consolidation
+from zerostart.upstream.deepspeed.consolidation import Consolidation
 from zerostart.upstream.diffsynth import loading as diffsynth_parts
 from zerostart.upstream.diffusers import loading as diffusers_parts
 from zerostart.upstream.saving_calls import SavingCalls

@@ -128,6 +128,8 @@ def share_of(member: Member, shard: Shard, values: torch.Tensor) -> Shard:
     ``values`` have the elements of all members of a step, or those of the member alone.
     """
     whole = tuple(values.shape) == shard.layout.shape and values.numel() == member.count
+    # A small parameter's padding has its shape, too.
+    whole = whole and shard.layout.owned >= member.count
     if whole and member.first is None and not isinstance(values, DTensor):
         return laid_out(shard, values)  # it lies in memory in an order of its own
     local = (values.to_local() if isinstance(values, DTensor) else values).detach().view(-1)

@@ -78,11 +78,11 @@ class _Load:
         request, world, clock = self.request, self.world, self.clock
         # Phases inside tell a rank's error early; this one has what lies between them, and the end.
         with world.phase("loading"):
-            with PeakMeter(request.device) as meter:
+            with PeakMeter(request.device) as self.meter:
                 with clock.phase("build"), world.phase("arguments"):
-                    engine = self.resolve_engine(meter)
+                    engine = self.resolve_engine()
                 prepared = prepare(
-                    request, engine, world, clock, request.strict, meter.paused, self.takes_values
+                    request, engine, world, clock, request.strict, self.meter.paused, self.takes_values
                 )
                 with _values_returned_on_failure(prepared):
                     with clock.phase("plan"):
@@ -95,7 +95,7 @@ class _Load:
                 stats = self._fill(prepared, destinations, tuning)
                 with clock.phase("build"):
                     stats = self.hand_over(prepared, destinations, maker, tuning, stats)
-            report = replace(self._report(prepared, stats, meter), tier=residence)
+            report = replace(self._report(prepared, stats), tier=residence)
             record = self._record(prepared, placements, report)
             keep(prepared.built.model, record)
             self.watch(prepared.built.model)
@@ -103,16 +103,20 @@ class _Load:
                 then(prepared.built.model)
         return prepared.built.model, record, shards
 
-    def resolve_engine(self, meter: PeakMeter) -> Engine:
+    def resolve_engine(self) -> Engine:
         """The engine of the request, whose libraries are there. Raises ConfigError and EngineError."""
         engine = self.request.resolve(self.job.size)
-        with meter.paused():
+        with self.meter.paused():
             engine.require()
         return engine
 
     def make_shard_maker(self, prepared: Prepared, placements: Placements) -> ShardMaker:
         """What makes this rank's empty shards."""
-        return prepared.engine.shard_maker(self.world, prepared.built.dtype, prepared.parallelism, placements)
+        engine, built = prepared.engine, prepared.built
+        # DeepSpeed's layer over the process group begins here, and imports what it compiles its operators
+        # with: no part of what the load takes.
+        with self.meter.paused():
+            return engine.shard_maker(self.world, built.dtype, prepared.parallelism, placements)
 
     def hand_over(
         self,
@@ -189,7 +193,7 @@ class _Load:
             )
         prepared.engine.offer_masters(prepared.built.model, rounded, masters)
 
-    def _report(self, prepared: Prepared, stats: TransferStats, meter: PeakMeter) -> Report:
+    def _report(self, prepared: Prepared, stats: TransferStats) -> Report:
         origins, coverage, built = prepared.origins, prepared.coverage, prepared.built
         whole = (n for n, p in origins.parameters.items() if isinstance(p, Program) and p.whole)
         return Report(
@@ -209,8 +213,8 @@ class _Load:
             planned_bytes=stats.planned,
             exchanged_bytes=stats.received,
             reading=stats.how,
-            peak_host_bytes=meter.host_bytes,
-            peak_device_bytes=meter.device_bytes,
+            peak_host_bytes=self.meter.host_bytes,
+            peak_device_bytes=self.meter.device_bytes,
             rank=self.job.rank,
             world_size=self.job.size,
             engine=prepared.engine.name,
@@ -229,7 +233,7 @@ class _Rehearsal(_Load):
 
     takes_values = False
 
-    def resolve_engine(self, meter: PeakMeter) -> Engine:
+    def resolve_engine(self) -> Engine:
         """The engine whose layout is followed; it need not be installed. Raises ConfigError, too."""
         engine = self.request.resolve(self.job.size, self.job.rank)
         if self.request.exchange and not engine.replicates_parameters:

@@ -6,12 +6,13 @@ class TestMine(EngineConformance):
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
+from torch import nn
 
 import zerostart
 from zerostart import engines
@@ -21,9 +22,29 @@ from zerostart.live.record import record_of
 from zerostart.testing.net import Net, imported, reference, save
 from zerostart.testing.ranks import on_ranks
 
+#: Of a loaded model: what ``save_state`` takes as the model, its optimizer, and a function that takes a step.
+Training = tuple[nn.Module, torch.optim.Optimizer | None, Callable[[], object]]
+
+
+def trained_by_torch(model: nn.Module, stage: int) -> Training:
+    """A model whose own parameters a torch optimizer steps, by gradients that do not change."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    def step() -> None:
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return model, optimizer, step
+
 
 class EngineConformance:
-    """Subclass it, and set ``engine``, the name; ``stages`` and ``config`` where the defaults do not do."""
+    """Subclass it, and set ``engine``, the name.
+
+    ``stages``, ``config`` and ``training`` are set where the defaults do not do: an engine that makes its
+    optimizer itself has a module-level function like ``trained_by_torch``, as a ``staticmethod``.
+    """
 
     #: The name of the engine, which is registered.
     engine: ClassVar[str]
@@ -34,6 +55,9 @@ class EngineConformance:
     imports: ClassVar[tuple[str, ...]] = ()
     #: Numbers of ranks of real loads.
     worlds: ClassVar[tuple[int, ...]] = (1, 2, 3)
+
+    #: Begins the training of a loaded model at a stage.
+    training: ClassVar[Callable[[nn.Module, int], Training]] = staticmethod(trained_by_torch)
 
     def _resolved(self, stage: int, world_size: int) -> engines.Engine:
         return engines.resolve_engine(self.engine, stage, self.config, Mesh(world_size))
@@ -83,6 +107,37 @@ class EngineConformance:
                     assert wrong == [], f"rank {rank} of {world_size} at stage {stage}"
                     assert read == plan.ranks[rank].read_bytes
 
+    def test_saves_what_it_loaded(self, tmp_path: Path) -> None:
+        """Every rank writes what it holds, replicas once: the files have the tensors that were loaded."""
+        path = tmp_path / "model.safetensors"
+        save(path)
+        for stage in self.stages:
+            for world_size in self.worlds:
+                out = tmp_path / f"{stage}-{world_size}"
+                given = (self.imports, path, self.engine, stage, dict(self.config or {}))
+                digests = on_ranks(_saved, world_size, *given, out)
+                assert all(one == digests[0] for one in digests), "ranks have other digests"
+                found = zerostart.diff(path, out)
+                assert found.same, f"{world_size} ranks at stage {stage}: {found}"
+
+    def test_resumes_where_it_was_saved(self, tmp_path: Path) -> None:
+        """Weights, optimizer and ``extra`` go on from a saved state; the weights on other ranks, too."""
+        path = tmp_path / "model.safetensors"
+        save(path)
+        for stage in self.stages:
+            for world_size in self.worlds:
+                state = tmp_path / f"{stage}-{world_size}"
+                given = (self.imports, path, self.engine, stage, dict(self.config or {}), type(self).training)
+                before, after = on_ranks(_state_saved, world_size, *given, state)[0]
+                assert before != after, "the step after the save changed nothing"
+                for ranks in dict.fromkeys((world_size, self.worlds[0])):
+                    for extra, resumed, stepped in on_ranks(_resumed, ranks, *given, state):
+                        where = f"{world_size} ranks, then {ranks}, at stage {stage}"
+                        assert extra == {"step": 2}
+                        assert resumed == before, f"{where}: other weights than were saved"
+                        if ranks == world_size:
+                            assert stepped == after, f"{where}: other weights after the next step"
+
     def test_an_error_is_the_same_on_every_rank(self, tmp_path: Path) -> None:
         """What is missing in the checkpoint is told by name, everywhere."""
         path = tmp_path / "model.safetensors"
@@ -124,3 +179,51 @@ def _refused(modules: tuple[str, ...], path: Path, engine: str, stage: int, conf
     except CoverageError as error:
         return str(error)
     return "nothing was raised"
+
+
+def _saved(
+    modules: tuple[str, ...], path: Path, engine: str, stage: int, config: dict[str, Any], out: Path
+) -> dict[str, str]:
+    imported(modules)
+    model = zerostart.load(
+        path, model=Net, engine=engine, zero_stage=stage, engine_config=config, progress=False
+    )
+    zerostart.save(model, out)
+    return zerostart.digest(model)
+
+
+def _begun(
+    modules: tuple[str, ...],
+    path: Path,
+    engine: str,
+    stage: int,
+    config: dict[str, Any],
+    training: Callable[[nn.Module, int], Training],
+) -> Training:
+    imported(modules)
+    model = zerostart.load(
+        path, model=Net, engine=engine, zero_stage=stage, engine_config=config, progress=False
+    )
+    return training(model, stage)
+
+
+def _state_saved(*given: Any) -> tuple[dict[str, str], dict[str, str]]:
+    """The digests when the state is saved, after two steps, and those after one step more."""
+    *begin, state = given
+    model, optimizer, step = _begun(*begin)
+    step()
+    step()
+    zerostart.save_state(state, model, optimizer, extra={"step": 2})
+    before = zerostart.digest(model)
+    step()
+    return before, zerostart.digest(model)
+
+
+def _resumed(*given: Any) -> tuple[Any, dict[str, str], dict[str, str]]:
+    """The ``extra`` of a state, and the digests when it is restored and after a step."""
+    *begin, state = given
+    model, optimizer, step = _begun(*begin)
+    extra = zerostart.load_state(state, model, optimizer)
+    before = zerostart.digest(model)
+    step()
+    return extra, before, zerostart.digest(model)

@@ -14,7 +14,7 @@ from tests.tiny import TinyCheckpoints
 from zerostart.cli import main
 from zerostart.errors import ConfigError, EngineError
 from zerostart.training.config.configuration import TrainConfig
-from zerostart.training.config.engine_config import with_launched
+from zerostart.training.config.engine_config import with_launcher
 from zerostart.training.config.load import load_config, parse_config
 
 ENGINES = [(name, stage) for name in ("deepspeed", "fsdp2") for stage in range(4)]
@@ -52,7 +52,7 @@ def launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
                 patch.setenv(name, value)
             train = {"steps": 1, "mixed_precision": "bf16", **run.pop("train", {})}
             given = {"model": {"source": "x"}, "data": {"source": "x"}, "task": {"name": "causal-lm"}}
-            return with_launched(parse_config(given | {"train": train, "output": {"directory": "x"}, **run}))
+            return with_launcher(parse_config(given | {"train": train, "output": {"directory": "x"}, **run}))
 
     return make
 
@@ -87,7 +87,7 @@ def test_the_files_of_config_agree(
         with monkeypatch.context() as patch:
             for name, value in environment(out.with_suffix(".accelerate.yaml")).items():
                 patch.setenv(name, value)
-            found = with_launched(config)
+            found = with_launcher(config)
         assert found.model_copy(update={"engine": config.engine}) == config
         assert found.engine.name == engine
 

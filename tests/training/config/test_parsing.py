@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from zerostart.errors import CheckpointError, ConfigError
 from zerostart.training.adapt.lora_files import _parsed, _read
-from zerostart.training.config.engine_config import own_config
+from zerostart.training.config.engine_config import user_config
 from zerostart.training.config.load import load_config, parse_config
 from zerostart.training.config.parsing import parsed_yaml
 from zerostart.training.config.templates import template_of
@@ -74,7 +74,7 @@ def test_json_of_users(tmp_path: Path) -> None:
     ):
         file.write_text(text)
         with pytest.raises(ConfigError, match=message):
-            own_config(config)
+            user_config(config.engine)
     for name, text in (("model_index.json", '{"transformer": ["a", ["b"]]}'), ("config.json", "[1]")):
         (tmp_path / name).write_text(text)
         with pytest.raises((ConfigError, CheckpointError), match=name):

@@ -118,7 +118,7 @@ def test_going_on_in_another_order_is_told(shapes, batch_size, step, warned, mon
         buckets=now,
         model=None,
         ema=None,
-        engine=SimpleNamespace(wraps=True),
+        engine=SimpleNamespace(owns_optimizer=True),
         scheduler=SimpleNamespace(load_state_dict=lambda state: None),
         batches_after=lambda epoch, items: iter(()),
     )

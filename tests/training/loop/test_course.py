@@ -9,7 +9,7 @@ from torch import nn
 from tests.ranks import run_ranks
 from zerostart.distributed.world import World
 from zerostart.training.config.load import parse_config
-from zerostart.training.loop.fingerprint import course_of, departures
+from zerostart.training.loop.fingerprint import changes, fingerprint_of
 
 GIVEN = {
     "model": {"source": "m"},
@@ -27,11 +27,11 @@ def changed(**sections):
 
 
 def course(config, data="digest"):
-    return course_of(config, nn.Linear(2, 2), data, World(0, 1, None))
+    return fingerprint_of(config, nn.Linear(2, 2), data, World(0, 1, None))
 
 
 def between(before, now):
-    return list(departures(course(before), course(now)).values())
+    return list(changes(course(before), course(now)).values())
 
 
 #: What is not compared: how the same is computed, where things go, what is looked at.
@@ -89,8 +89,8 @@ def of_lora(source, other, lora):
         config = changed(model={"source": str(path)}, lora=settings, engine={"name": "fsdp2"})
         model = zerostart.load(path, engine="fsdp2", progress=False)
         choose_trained(model, config, current_world())
-        found.append(course_of(config, model, "digest", current_world()))
-    return [list(departures(found[0], one).values()) for one in found]
+        found.append(fingerprint_of(config, model, "digest", current_world()))
+    return [list(changes(found[0], one).values()) for one in found]
 
 
 def test_a_lora_goes_on_over_its_own_base_alone(checkpoints, tmp_path):

@@ -123,7 +123,7 @@ def run_with_overflows(given):
 
 @pytest.mark.slow
 def test_a_search_for_the_loss_scale_is_no_divergence(checkpoints, values):
-    """Six overflows on end are more than the patience."""
+    """Six overflows in a row are more than the patience."""
     given = values(checkpoints("qwen3"), "deepspeed", steps=12, mixed_precision="fp16", learning_rate=1e-4)
     given["engine"]["config"] = {"fp16": {"enabled": True, "initial_scale_power": 30, "hysteresis": 1}}
     ((result, stepped), _) = run_ranks(run_with_overflows, 2, given)

@@ -16,7 +16,13 @@ from zerostart.errors import ConfigError, WriteError
 from zerostart.state.resuming.retention import complete
 from zerostart.state.resuming.values import encoded
 from zerostart.training.config.load import parse_config
-from zerostart.training.loop.output_directory import claimed, clear, counts, set_aside, standing
+from zerostart.training.loop.output_directory import (
+    claim_output,
+    is_resumable,
+    remove_earlier_run,
+    resumable_checkpoints,
+    set_aside,
+)
 
 ALONE = World(0, 1, None)
 
@@ -79,14 +85,14 @@ def test_what_another_run_made_goes_and_nothing_else(tmp_path):
     (folder / "log").write_text("another process appends")
     before = {path: untouched(path) for path in (folder, *folder.rglob("*"))}
     with set_aside(tmp_path, None, ALONE):
-        assert standing(tmp_path) == []
+        assert resumable_checkpoints(tmp_path) == []
         assert {path: untouched(path) for path in (folder, *folder.rglob("*"))} == before
-    assert standing(tmp_path) == []  # killed here
+    assert resumable_checkpoints(tmp_path) == []  # killed here
     later = checkpoint(folder, "step-00000009", 2)  # of an older zerostart, say
-    assert standing(tmp_path) == [later]
+    assert resumable_checkpoints(tmp_path) == [later]
     with set_aside(tmp_path, None, ALONE):
-        assert standing(tmp_path) == []
-        clear(tmp_path, None)
+        assert resumable_checkpoints(tmp_path) == []
+        remove_earlier_run(tmp_path, None)
     assert sorted(path.name for path in folder.iterdir()) == ["by-hand", "log", "mine"]
     assert all(path.is_dir() for path in own)
     assert sorted(path.name for path in tmp_path.rglob("*")) == sorted(
@@ -115,7 +121,7 @@ def test_going_on_from_an_earlier_checkpoint_leaves_no_later_one(tmp_path):
     given = tmp_path / "link" / second.name
     with set_aside(tmp_path, given, ALONE):
         assert third.is_dir()
-        clear(tmp_path, given)
+        remove_earlier_run(tmp_path, given)
     assert sorted(folder.iterdir()) == [own, first, second]
     assert (tmp_path / "samples" / "step-00000000").is_dir()
 
@@ -127,21 +133,21 @@ def test_a_run_that_fails_before_it_begins_puts_checkpoints_back(tmp_path):
     with pytest.raises(FileNotFoundError), set_aside(tmp_path, None, ALONE):
         (first / "missing").stat()  # set aside, and here a mistake in the configuration
     assert list(tmp_path.iterdir()) == [folder]
-    assert standing(tmp_path) == [first]
+    assert resumable_checkpoints(tmp_path) == [first]
     with set_aside(tmp_path, None, ALONE):
         pass  # killed
     second = checkpoint(folder, "step-00000002", 2)
     with pytest.raises(FileNotFoundError), set_aside(tmp_path, None, ALONE):
         (first / "missing").stat()
-    assert standing(tmp_path) == [second]
+    assert resumable_checkpoints(tmp_path) == [second]
     note = tmp_path / ".checkpoints.replaced"
     (tmp_path / "state.json").write_text((second / "state.json").read_text())
     for made_up in ("[]", "{", '{"..": 2, "step-00000002/../..": 2, "step-00000002": null}'):
         note.write_text(made_up)
-        assert standing(tmp_path) == [first, second]
-        clear(tmp_path, second)
+        assert resumable_checkpoints(tmp_path) == [first, second]
+        remove_earlier_run(tmp_path, second)
     assert (tmp_path / "state.json").is_file()
-    assert standing(tmp_path) == [first, second]
+    assert resumable_checkpoints(tmp_path) == [first, second]
 
 
 def test_of_checkpoints_that_could_not_be_removed_none_looks_whole(tmp_path, monkeypatch):
@@ -156,7 +162,7 @@ def test_of_checkpoints_that_could_not_be_removed_none_looks_whole(tmp_path, mon
     removed = Folder.remove
     monkeypatch.setattr(Folder, "remove", fails)
     with pytest.raises(WriteError, match="cannot be removed"), set_aside(tmp_path, None, ALONE):
-        clear(tmp_path, None)
+        remove_earlier_run(tmp_path, None)
     assert complete(folder) == []
 
 
@@ -174,7 +180,7 @@ def test_files_of_others_stay_wherever_they_are(tmp_path):
     (folder / ".cache").mkdir()
     save_model(tmp_path / "exports" / "step-1", 1.0)
     with set_aside(tmp_path, None, ALONE):
-        clear(tmp_path, None)
+        remove_earlier_run(tmp_path, None)
     files = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
     assert files == {
         *(str((place / "notes").relative_to(tmp_path)) for place in (*places, tmp_path / "ema")),
@@ -184,20 +190,20 @@ def test_files_of_others_stay_wherever_they_are(tmp_path):
     assert (tmp_path / "samples" / ".git").is_dir()
     assert (folder / ".cache").is_dir()
     again = checkpoint(folder, "step-00000005", 5)
-    clear(tmp_path, checkpoint(folder, "step-00000004", 4))
+    remove_earlier_run(tmp_path, checkpoint(folder, "step-00000004", 4))
     assert not again.exists()
 
 
 def test_two_runs_are_not_in_one_directory(values, tmp_path):
     config = parse_config(values("nowhere"))
     directory = Path(config.output.directory)
-    with claimed(config, ALONE):
+    with claim_output(config, ALONE):
         pass
     assert list(directory.iterdir()) == []
     lock = directory / ".run.lock"
     with lock_held(lock), pytest.raises(WriteError, match="another run is at work in"):
-        claimed(config, ALONE).__enter__()
-    with claimed(config, ALONE):  # what a killed run has left locks nobody out
+        claim_output(config, ALONE).__enter__()
+    with claim_output(config, ALONE):  # what a killed run has left locks nobody out
         assert lock.is_file()
 
 
@@ -213,13 +219,13 @@ def test_what_is_trained_from_is_not_overwritten(source, output, values, tmp_pat
     Path("link").symlink_to("base")
     before = sorted(tmp_path.rglob("*"))
     given = values(source) | {"output": {"directory": output, "overwrite": True}}
-    with pytest.raises(ConfigError, match="what is trained from"), claimed(parse_config(given), ALONE):
+    with pytest.raises(ConfigError, match="what is trained from"), claim_output(parse_config(given), ALONE):
         pass
     assert sorted(tmp_path.rglob("*")) == before
     Path("base", "run").mkdir(parents=True, exist_ok=True)
     Path("base", "run", "metrics.jsonl").touch()
     given["output"]["directory"] = "base/run"
-    with claimed(parse_config(given), ALONE):
+    with claim_output(parse_config(given), ALONE):
         pass
 
 
@@ -231,11 +237,11 @@ def test_checkpoints_of_before_that_ended_in_nan_do_not_count():
         "sequences": 12,
         "losses": encoded([2.0, float("nan")], "losses", {}),
     }
-    assert not counts(run_of_before)
-    assert counts({**run_of_before, "losses": [2.0, 1.0]})
-    assert counts({**run_of_before, "losses": [2.0, None]})
-    assert counts({**run_of_before, "finite": True})
-    assert not counts({"losses": [2.0, 1.0]})
+    assert not is_resumable(run_of_before)
+    assert is_resumable({**run_of_before, "losses": [2.0, 1.0]})
+    assert is_resumable({**run_of_before, "losses": [2.0, None]})
+    assert is_resumable({**run_of_before, "finite": True})
+    assert not is_resumable({"losses": [2.0, 1.0]})
 
 
 @pytest.mark.parametrize("section", ["data", "media"])
@@ -255,12 +261,12 @@ def test_an_output_directory_within_the_data_is_refused(section, values, tmp_pat
         given["output"] = {"directory": str(tmp_path / inside)}
         with (
             pytest.raises(ConfigError, match=rf"output\.directory .* lies in {section}\.source"),
-            claimed(parse_config(given), ALONE),
+            claim_output(parse_config(given), ALONE),
         ):
             pass
     assert not (tmp_path / "data" / "out").exists()
     for beside, named in (("database", source), ("data/out", f"{source}/metadata.csv")):
         given["output"] = {"directory": str(tmp_path / beside)}
         given[section]["source"] = named
-        with claimed(parse_config(given), ALONE):
+        with claim_output(parse_config(given), ALONE):
             pass

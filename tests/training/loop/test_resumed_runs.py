@@ -81,7 +81,7 @@ def test_what_cannot_be_gone_on_with_is_named(checkpoints, values, tmp_path):
     fresh = run_ranks(run, 1, given)[0]
     assert [entry["step"] for entry in metrics(fresh) if "loss" in entry] == [1, 2]
     (message,) = run_ranks(refused, 1, given | {"resume": None})
-    assert "go on with the run that is in it with resume=auto" in message
+    assert "continue the run that is in it with resume=auto" in message
     elsewhere = given | {"output": {"directory": str(tmp_path / "other")}}
     (message,) = run_ranks(refused, 1, elsewhere | {"resume": str(tmp_path)})
     assert "is not a complete checkpoint" in message
@@ -91,7 +91,7 @@ def test_what_cannot_be_gone_on_with_is_named(checkpoints, values, tmp_path):
     elsewhere |= {"resume": str(last), "train": given["train"] | {"seed": 7, "batch_size": 1}}
     (message,) = run_ranks(refused, 1, elsewhere)
     assert f"{last} belongs to another run: it was trained on other data" in message
-    assert "; train.seed was 42 and is 7. Put back what it was, or start anew" in message
+    assert "; train.seed was 42 and is 7. Put back what it was, or start a new run" in message
 
 
 def test_a_run_goes_on_with_what_is_accepted(checkpoints, values):
@@ -103,7 +103,7 @@ def test_a_run_goes_on_with_what_is_accepted(checkpoints, values):
     given["train"] |= {"learning_rate": 5e-3, "steps": 6}
     (message,) = run_ranks(refused, 1, given)
     assert "train.learning_rate was 0.01 and is 0.005" in message
-    assert message.endswith("; resume.accept: [data, lr] goes on with it as it is now")
+    assert message.endswith("; resume.accept: [data, lr] accepts the values of now")
     (message,) = run_ranks(refused, 1, given | {"resume": {"accept": ["lr"]}})
     assert message.partition(": ")[2].startswith("it was trained on other data")
     (result,) = run_ranks(run, 1, given | {"resume": {"path": "auto", "accept": ["data", "lr"]}})

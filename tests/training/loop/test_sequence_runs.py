@@ -9,7 +9,7 @@ from tests.training.loop.test_resumed_runs import going_on, interrupted
 from tests.training.loop.test_run import losses, run
 from tests.training.loop.test_weighing import EXACT, alone, first_step
 from zerostart.errors import ConfigError, EngineError
-from zerostart.training.config.engine_config import with_launched
+from zerostart.training.config.engine_config import with_launcher
 from zerostart.training.config.load import parse_config
 
 SOURCE = "qwen3_even"
@@ -104,7 +104,7 @@ def test_only_what_looks_back_is_shared():
 def test_a_launcher_shares_nothing_besides(monkeypatch):
     given = {"model": {"source": "x"}, "data": {"source": "x"}, "train": {"steps": 1}}
     config = parse_config(given | {"output": {"directory": "x"}, "task": {"name": "causal-lm"}})
-    with_launched(config)
+    with_launcher(config)
     monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
     with pytest.raises(EngineError, match=r"as engine.sequence_parallel says"):
-        with_launched(config)
+        with_launcher(config)

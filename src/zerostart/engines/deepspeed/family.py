@@ -231,6 +231,9 @@ class ZeroThree(DeepSpeed):
 
     def require(self) -> None:
         """See ``Engine``."""
+        # Also what the end of a load imports, which is then no part of the memory that the load takes.
+        from zerostart.engines.deepspeed import calls, masters  # noqa: F401
+        from zerostart.upstream.deepspeed import stages  # noqa: F401
         from zerostart.upstream.deepspeed.zero3.optimizer import require_stage3
 
         require_stage3()

@@ -211,7 +211,7 @@ class OutputConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """Training checkpoints, from which ``resume`` goes on, in ``checkpoints`` of the output directory."""
+    """Training checkpoints, from which ``resume`` continues, in ``checkpoints`` of the output directory."""
 
     every: Count = 0
     """Steps between checkpoints; 0: none."""
@@ -220,18 +220,18 @@ class CheckpointConfig(Section):
     best: Count = 0
     """How many of the lowest held-out loss stay besides; see train.evaluate_every."""
     background: bool = False
-    """true: write them while training goes on, from copies in host memory."""
+    """true: write them while training continues, from copies in host memory."""
 
 
 class ResumeConfig(Section):
-    """The checkpoint that a run goes on from; a text alone is its ``path``."""
+    """The checkpoint that a run continues from; a text alone is its ``path``."""
 
     path: str = "auto"
     """auto: the newest complete checkpoint in the output directory, or none if there is none."""
     accept: list[Literal["data", "lr"]] = Field(default_factory=list)
     """In what the run may differ from that of the checkpoint: data, lr.
 
-    ``data``: it goes on with other data, from the beginning of the next epoch; ``lr``: with another
+    ``data``: it continues with other data, from the beginning of the next epoch; ``lr``: with another
     ``train.learning_rate``, ``schedule``, ``warmup_steps`` or ``steps``.
     """
 
@@ -280,7 +280,7 @@ class LoraConfig(Section):
     init: Literal["default", "gaussian"] = "default"
     """The first factor: as PEFT draws it, or gaussian. The second is zero: training starts from the model."""
     start_from: str | None = None
-    """A LoRA file, or its directory, to go on from. It may be of PEFT, diffusers or DiffSynth."""
+    """A LoRA file, or its directory, that training starts from. It may be of PEFT, diffusers or DiffSynth."""
 
     @property
     def scaling(self) -> float:
@@ -455,13 +455,13 @@ class TrainConfig(Section):
     cache: CacheConfig | None = None
 
     @property
-    def kept_dtype(self) -> str | None:
+    def engine_dtype(self) -> str | None:
         """The type in which the engine keeps the model in this precision, if it has one, by name."""
         kept = self.engine.chosen().training_dtype(self.train.mixed_precision)
         return None if kept is None else str(kept).removeprefix("torch.")
 
     @property
-    def in_masters(self) -> bool:
+    def trains_masters(self) -> bool:
         """Whether ``model.dtype`` is what is computed in, and what is trained is held in fp32 nevertheless.
 
         Steps of a common size are lost in weights of 16 bits, and the engine has no other masters than these.
@@ -471,12 +471,12 @@ class TrainConfig(Section):
     @property
     def precision(self) -> str:
         """``train.mixed_precision``, or the mixed precision that ``model.dtype`` asks for."""
-        return "bf16" if self.in_masters else self.train.mixed_precision
+        return "bf16" if self.trains_masters else self.train.mixed_precision
 
     @property
     def dtype(self) -> str:
         """The type in which the parameters are loaded, as the name of a ``torch.dtype``."""
-        if self.in_masters and self.lora is None:
+        if self.trains_masters and self.lora is None:
             return "float32"
         # An engine that keeps no dtype of its own casts when it gathers, from weights in full precision.
-        return self.model.dtype or self.kept_dtype or "float32"
+        return self.model.dtype or self.engine_dtype or "float32"

@@ -15,7 +15,7 @@ from typing import Any
 from zerostart.checkpoint.paths import expanded
 from zerostart.engines.training import LauncherSetup, TrainingJob
 from zerostart.errors import ConfigError, EngineError
-from zerostart.training.config.configuration import TrainConfig
+from zerostart.training.config.configuration import EngineConfig, TrainConfig
 from zerostart.training.config.parsing import parsed_json
 from zerostart.upstream.accelerate.launched import launched_dynamo, launched_for, launched_precision
 
@@ -33,7 +33,7 @@ def engine_config(config: TrainConfig, world_size: int, hidden_size: int | None)
         config.engine.sequence_parallel,
     )
     engine = config.engine.chosen()
-    complete = engine.training_config(job, own_config(config))
+    complete = engine.training_config(job, user_config(config.engine))
     sharing = engine.configured_tensor_parallel(complete)
     if sharing > 1:
         raise ConfigError(
@@ -44,9 +44,9 @@ def engine_config(config: TrainConfig, world_size: int, hidden_size: int | None)
     return complete
 
 
-def own_config(config: TrainConfig) -> dict[str, Any]:
+def user_config(engine: EngineConfig) -> dict[str, Any]:
     """The user's ``engine.config``, read from its file if it names one; raises :class:`ConfigError`."""
-    given = config.engine.config
+    given = engine.config
     if isinstance(given, dict):
         return copy.deepcopy(given)
     try:
@@ -64,7 +64,7 @@ _ENGINES = ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_M
 _PLAIN = "start it with a plain multi-process accelerate configuration, with torchrun, or with --nproc"
 
 
-def with_launched(config: TrainConfig) -> TrainConfig:
+def with_launcher(config: TrainConfig) -> TrainConfig:
     """``config`` with what ``accelerate launch`` has set up; as it is where that is nothing.
 
     Raises :class:`EngineError` where another engine is set up, or ranks share what the configuration does not
@@ -102,7 +102,7 @@ def with_launched(config: TrainConfig) -> TrainConfig:
             )
     if not launched.config:
         return config
-    merged = _merged(own_config(config), launched.config, "engine.config")
+    merged = _merged(user_config(config.engine), launched.config, "engine.config")
     return config.model_copy(update={"engine": config.engine.model_copy(update={"config": merged})})
 
 

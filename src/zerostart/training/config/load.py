@@ -53,7 +53,7 @@ class _CheckedConfig(TrainConfig):
                 f"train.mixed_precision {precision} is not available with engine.name {engine.name}; use "
                 f"{' or '.join(engine.precisions)}"
             )
-        kept = self.kept_dtype
+        kept = self.engine_dtype
         if kept is not None and self.model.dtype not in (None, kept):
             raise ValueError(
                 f"model.dtype {self.model.dtype} contradicts train.mixed_precision {precision}: "
@@ -115,7 +115,7 @@ def parse_config(values: dict[str, Any], where: str = "configuration") -> TrainC
     try:
         return _CheckedConfig.model_validate(values)
     except ValidationError as error:
-        raise ConfigError(f"{where}: {'; '.join(told(error, TrainConfig))}") from None
+        raise ConfigError(f"{where}: {'; '.join(messages(error, TrainConfig))}") from None
 
 
 def _apply_override(values: dict[str, Any], override: str) -> None:
@@ -148,7 +148,7 @@ class TaskMistake(ValueError):
         self.settings = settings
 
 
-def told(error: ValidationError, root: type[BaseModel]) -> Iterator[str]:
+def messages(error: ValidationError, root: type[BaseModel]) -> Iterator[str]:
     """Each mistake that ``error`` found in a ``root``; in the section ``task`` by the task's settings."""
     for problem in error.errors():
         inner = problem.get("ctx", {}).get("error")

@@ -31,6 +31,10 @@ class Section(BaseModel):
 
     path_keys: ClassVar[frozenset[str]] = frozenset()
 
+    def comparable(self, without: frozenset[str] = frozenset()) -> dict[str, Any]:
+        """Its values as JSON has them, but for paths and the keys ``without``."""
+        return self.model_dump(mode="json", exclude=set(self.path_keys | without))
+
     @field_validator("*", mode="before")
     @classmethod
     def _no_switch(cls, value: object, info: ValidationInfo) -> object:

@@ -1,4 +1,4 @@
-"""Training checkpoints of a run: where they are, what is in them beside the training state, and going on."""
+"""Training checkpoints of a run: where they are, what is in them beside the training state, and resuming."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from zerostart.state.resuming.retention import complete, prune
 from zerostart.state.resuming.save_state import save_state
 from zerostart.state.resuming.values import decoded
 from zerostart.training.config.configuration import CheckpointConfig, ResumeConfig
-from zerostart.training.loop.fingerprint import ACCEPTED, DATA, departures
-from zerostart.training.loop.output_directory import FOLDER, counts, of_a_run, standing
+from zerostart.training.loop.fingerprint import ACCEPTED, DATA, changes
+from zerostart.training.loop.output_directory import FOLDER, is_resumable, is_run_state, resumable_checkpoints
 from zerostart.training.loop.session import Session, reschedule
 
 logger = logging.getLogger("zerostart")
 
 
 @dataclass
-class Past:
+class History:
     """What a run has seen so far: steps done, losses of the first and the last, and held-out ones by step."""
 
     steps: int = 0
@@ -46,8 +46,8 @@ class Past:
         self.last_loss = loss
 
 
-def newest(resume: ResumeConfig | None, directory: Path, world: World) -> Path | None:
-    """The checkpoint that the run goes on from, the same on every rank; None to start anew.
+def checkpoint_to_resume(resume: ResumeConfig | None, directory: Path, world: World) -> Path | None:
+    """The checkpoint that the run resumes from, the same on every rank; None for a new run.
 
     Raises :class:`ConfigError` for a ``resume`` that is not a complete checkpoint.
     """
@@ -56,7 +56,7 @@ def newest(resume: ResumeConfig | None, directory: Path, world: World) -> Path |
         if resume is None:
             return None
         if resume.path == "auto":
-            return next(reversed(standing(directory)), None)
+            return next(reversed(resumable_checkpoints(directory)), None)
         path = expanded(resume.path).absolute()
         if path not in complete(path.parent):
             raise ConfigError(f"resume: {path} is not a complete checkpoint; write auto for the newest one")
@@ -86,10 +86,10 @@ class Checkpoints:
         self._newest: Path | None = None
 
     @property
-    def going_on(self) -> str:
+    def recovery_hint(self) -> str:
         """What somebody can do whose run has ended, the same on every rank."""
         if self._newest is None:
-            return "There is no checkpoint of this run: start anew, with a lower train.learning_rate"
+            return "There is no checkpoint of this run: start again with a lower train.learning_rate"
         return f"The last checkpoint with finite weights is {self._newest}"
 
     @property
@@ -110,22 +110,22 @@ class Checkpoints:
         """Whether to save after ``step``; a run that ends early always does."""
         return bool(self._config.every) and (stopped or step % self._config.every == 0)
 
-    def save(self, past: Past) -> None:
+    def save(self, history: History) -> None:
         """Save the session and what it has seen; collective. Older checkpoints than asked for go."""
         epoch, batches = self._session.position
         extra = {
-            "step": past.steps,
+            "step": history.steps,
             "epoch": epoch,
             "sequences": batches * self._session.items_a_round,
             "course": dict(self._course),
             "order": self._order,
             "schedule": self._session.scheduler.state_dict(),
-            "losses": [past.first_loss, past.last_loss],
-            "held_out": [list(item) for item in past.held_out.items()],
+            "losses": [history.first_loss, history.last_loss],
+            "held_out": [list(item) for item in history.held_out.items()],
             "finite": True,  # or it would not be saved
             "ema": None if self._session.ema is None else self._session.ema.updates,
         }
-        path = self._folder / f"step-{past.steps:08d}"
+        path = self._folder / f"step-{history.steps:08d}"
         wait = not self._config.background
         self._last = save_state(
             path,
@@ -141,9 +141,9 @@ class Checkpoints:
         world = current_world()
         with world.phase("removing older checkpoints"):
             if world.rank == 0:
-                prune(self._folder, self._config.keep, self._config.best, _how_good, counts)
+                prune(self._folder, self._config.keep, self._config.best, _how_good, is_resumable)
 
-    def resume(self, path: Path) -> tuple[Past, Iterator[dict[str, torch.Tensor]]]:
+    def resume(self, path: Path) -> tuple[History, Iterator[dict[str, torch.Tensor]]]:
         """Restore ``path``; gives what its run had seen, and the batches that come after; collective.
 
         Raises :class:`ConfigError` for the checkpoint of another run, saying in what it is another.
@@ -173,10 +173,10 @@ class Checkpoints:
             self._session.scheduler.load_state_dict(extra["schedule"])
         first, last = extra["losses"]
         self._newest = path
-        return Past(extra["step"], first, last, dict(extra["held_out"])), batches
+        return History(extra["step"], first, last, dict(extra["held_out"])), batches
 
     def _check_course(self, path: Path, before: Mapping[str, Any]) -> None:
-        other = dict(departures(before, self._course))
+        other = dict(changes(before, self._course))
         if DATA in other:
             key = self._session.task.data_key
             other[DATA] = f"it was trained on other data than {key} gives now (or another part is held out)"
@@ -184,10 +184,10 @@ class Checkpoints:
         if refused := [told for key, told in other.items() if key not in allowed]:
             model = "" if self._session.adapted else f", with model.source={path / 'model'}"
             words = [word for word, keys in ACCEPTED.items() if (other.keys() - allowed) & keys]
-            way = f"; resume.accept: [{', '.join(words)}] goes on with it as it is now" if words else ""
+            way = f"; resume.accept: [{', '.join(words)}] accepts the values of now" if words else ""
             raise ConfigError(
                 f"{path} belongs to another run: {'; '.join(refused)}. Put back what it was, or start "
-                f"anew in another output.directory{model}{way}"
+                f"a new run in another output.directory{model}{way}"
             )
         if other:
             logger.warning("resuming from %s as resume.accept allows: %s", path, "; ".join(other.values()))
@@ -216,7 +216,7 @@ class Checkpoints:
 def _extra(path: Path) -> Any:
     """What ``save`` has put into a checkpoint, which has no tensors in it."""
     extra = read_document(path)["extra"]
-    if not of_a_run(extra):
+    if not is_run_state(extra):
         raise ConfigError(f"resume: {path} was not saved by a run of zerostart train; name one that was")
     return decoded(extra, {})
 

@@ -89,7 +89,7 @@ class HeldOut:
         total = weight = 0.0
         with torch.no_grad():
             for number in self._numbers:
-                with failures.kept():
+                with failures.deferred():
                     whole, of_whole = self._batch(number)
                 failures.sum_over_ranks()  # before the forward, in which ranks wait for each other
                 batch, counted = session.part(whole, of_whole)

@@ -21,11 +21,10 @@ from zerostart.errors import DivergedError, PeerError
 
 
 class Failures:
-    """Keeps what this rank has failed with until the ranks meet, for the others are on their way there.
+    """Holds back an error of this rank until the ranks meet, for the others are on their way there."""
 
-    Between two collectives of the engine no message can be sent: what fails there is kept while the rank goes
-    on, and every sum over the ranks has one number more, by which all learn of it.
-    """
+    # Between two collectives of the engine no message can be sent. So a rank that fails there carries on, and
+    # every sum over the ranks has one number more, by which all learn of it.
 
     def __init__(self, world: World, summing: Callable[..., list[float]]) -> None:
         self._world = world
@@ -33,8 +32,8 @@ class Failures:
         self._first: BaseException | None = None
 
     @contextmanager
-    def kept(self) -> Iterator[None]:
-        """Inside is what no collective is in; afterwards the rank goes on to the next sum or meeting."""
+    def deferred(self) -> Iterator[None]:
+        """Hold back an error of the body, which has no collective, until the next sum over the ranks."""
         begun = now()
         try:
             yield
@@ -47,19 +46,19 @@ class Failures:
         """Each value added up over all ranks; raises the first rank's failure on all if any has failed."""
         *sums, failed = self._summing(*values, float(self._first is not None))
         if failed:
-            self.tell()
+            self.raise_together()
         return sums
 
-    def tell(self) -> None:
+    def raise_together(self) -> None:
         """Meet, and raise the first rank's failure on all if any has failed; collective."""
         self._world.raise_together(self._first, "training")
 
 
 @contextmanager
-def untold() -> Iterator[None]:
-    """Inside are collectives of the engine, in which the others wait: there is no telling them of an error.
+def unreported() -> Iterator[None]:
+    """Inside are collectives of the engine: the others wait in them, and cannot be sent an error.
 
-    They learn of it when this process ends, and are told what that is by `PeerError`.
+    They notice when this process ends, and raise `PeerError`.
     """
     try:
         yield
@@ -103,7 +102,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Divergence:
-    """Counts the steps on end whose loss or gradient norm is not finite; at ``patience`` the run ends."""
+    """Counts the steps in a row whose loss or gradient norm is not finite; at ``patience`` the run ends."""
 
     def __init__(self, patience: int, world: World) -> None:
         self._patience = patience
@@ -128,7 +127,7 @@ class Divergence:
         return not math.isfinite(loss) or not (searching or norm is None or math.isfinite(norm))
 
     def note(self, step: int, own: tuple[float, float | None, bool] | None, going_on: str) -> str | None:
-        """Count a step; gives what is to be told of it, if anything. Collective where it is not finite.
+        """Count a step; gives what there is to say of it, if anything. Collective where it is not finite.
 
         ``own``: this rank's share of the loss, the norm, and whether that is not finite here; None, on every
         rank, for a step that is finite. Raises DivergedError, on every rank, for one too many; ``going_on``
@@ -138,7 +137,7 @@ class Divergence:
             self._steps = 0
             return None
         self._steps += 1
-        ranks = self._world.all_gather_object(own, "telling of a step that is not finite")
+        ranks = self._world.all_gather_object(own, "comparing a step that is not finite")
         where = [rank for rank, (loss, *_) in enumerate(ranks) if not math.isfinite(loss)]
         where = where or [rank for rank, (*_, bad) in enumerate(ranks) if bad]  # all have one norm
         loss, norm, _ = ranks[where[0]]
@@ -149,8 +148,8 @@ class Divergence:
             self._began = told  # by the next one every rank may have weights that are not finite
         if self._steps >= self._patience:
             raise DivergedError(
-                f"{self._began}; with it {self._steps} steps on end are not finite, and "
+                f"{self._began}; with it {self._steps} steps in a row are not finite, and "
                 f"train.patience_nonfinite is {self._patience}: the run has ended after step {step}, and no "
                 f"model was saved. {going_on}"
             )
-        return f"{told} ({self._steps} on end; at {self._patience} the run ends)"
+        return f"{told} ({self._steps} in a row; at {self._patience} the run ends)"

@@ -26,12 +26,39 @@ from zerostart.errors import ConfigError
 from zerostart.geometry.layout import Mesh
 from zerostart.live.record import record_of
 from zerostart.training.config.configuration import TrainConfig
-from zerostart.training.config.engine_config import engine_config, own_config
+from zerostart.training.config.engine_config import engine_config, user_config
 from zerostart.training.config.sections import Section
 from zerostart.training.loop.evaluate import HeldOut, held_out_batches
-from zerostart.training.loop.task import Items, Task, task_class
+from zerostart.training.loop.task import Items, Task, TaskData, task_class
 from zerostart.training.samples.pipeline import Drawing
 from zerostart.training.samples.sampler import open_drawing
+
+DATA, _BASE = "data", "a digest of the weights of model.source"
+#: Of each section that counts, the keys that do not; what ``lora.targets`` and the like name is compared.
+_FREE: Mapping[str, frozenset[str]] = {
+    "task": frozenset(),
+    "train": frozenset(
+        {
+            "batch_size",
+            "accumulation",
+            "mixed_precision",
+            "evaluate_every",
+            "checkpoint_blocks",
+            "patience_nonfinite",
+        }
+    ),
+    "lora": frozenset({"targets", "exclude", "init", "start_from"}),
+    "ema": frozenset({"place", "evaluate"}),
+}
+#: What may change where ``resume.accept`` has the word.
+ACCEPTED: Mapping[str, frozenset[str]] = {
+    "data": frozenset({DATA}),
+    "lr": frozenset({"train.learning_rate", "train.schedule", "train.warmup_steps", "train.steps"}),
+}
+#: Schedules whose rates do not depend on how many steps there will be.
+_ENDLESS = frozenset({"constant", "constant_with_warmup", "inverse_sqrt"})
+#: Bytes that are looked at of all weights together, and of one tensor at least and at most.
+_LOOKED_AT, _LEAST, _MOST = 64 << 20, 4 << 10, 64 << 10
 
 
 @dataclass(frozen=True)
@@ -63,38 +90,32 @@ def read_inputs(config: TrainConfig, world: World) -> Inputs:
     _agree_on_data(task, every, world)
     with world.phase("holding examples out"):
         items, rest = task.split(every)
-        held_out = None if rest is None else _held_out(task, rest, world)
+        held_out = None
+        if rest is not None:
+            batches = held_out_batches(task, rest, config.train.batch_size, config.train.seed)
+            mesh = Mesh(world.size, sequence_parallel=config.engine.sequence_parallel)
+            held_out = HeldOut(batches, *mesh.batch(world.rank))
     return Inputs(task, items, held_out, given, drawing)
 
 
-def _held_out(task: Task, items: Items, world: World) -> HeldOut:
-    config = task.config
-    batches = held_out_batches(task, items, config.train.batch_size, config.train.seed)
-    mesh = Mesh(world.size, sequence_parallel=config.engine.sequence_parallel)
-    return HeldOut(batches, *mesh.batch(world.rank))
-
-
 def _facts(config: TrainConfig, task: Task) -> dict[str, str]:
-    """By key what has to be alike: the configuration but for paths and display, and what is at the paths."""
+    """What has to be the same on all ranks, by key: the configuration but for paths, and what lies there."""
     facts: dict[str, str] = {}
     for name, section in config:
         if name == "logging":  # of which rank 0's alone is looked at
             continue
-        values: dict[str, Any] = {name: section}
-        if isinstance(section, Section):
-            values = {name: section.model_dump(exclude=set(section.path_keys))}
-        facts |= {key: repr(value) for key, value in _flat(values)}
-    facts |= {key: repr(value) for key, value in _flat({"engine": {"config": own_config(config)}})}
-    return facts | task.facts()
+        values = section.comparable() if isinstance(section, Section) else section
+        facts |= _flat({name: values})
+    return facts | _flat({"engine": {"config": user_config(config.engine)}}) | task.facts()
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """Values of nested sections, by dotted keys."""
-    found: list[tuple[str, Any]] = []
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Values of nested sections in words, by dotted keys."""
+    words: dict[str, str] = {}
     for key, value in values.items():
         name = f"{prefix}{key}"
-        found += _flat(value, f"{name}.") if isinstance(value, dict) and value else [(name, value)]
-    return found
+        words |= _flat(value, f"{name}.") if isinstance(value, dict) and value else {name: repr(value)}
+    return words
 
 
 def _agree_on_facts(own: Mapping[str, str], world: World) -> None:
@@ -109,7 +130,7 @@ def _agree_on_facts(own: Mapping[str, str], world: World) -> None:
             )
 
 
-def _agree_on_data(task: Task, own: Items, world: World) -> None:
+def _agree_on_data(task: TaskData, own: Items, world: World) -> None:
     with world.phase("describing the data"):
         mine = (own.digest(), task.described(own))
     ranks = world.all_gather_object(mine, "comparing the data")
@@ -157,36 +178,8 @@ def _first_difference(usual: Mapping[str, str], other: Mapping[str, str]) -> str
     return "from the same files"
 
 
-DATA, _BASE = "data", "a digest of the weights of model.source"
-#: Of each section that counts, the keys that do not; what ``lora.targets`` and the like name is compared.
-_FREE: Mapping[str, frozenset[str]] = {
-    "task": frozenset(),
-    "train": frozenset(
-        {
-            "batch_size",
-            "accumulation",
-            "mixed_precision",
-            "evaluate_every",
-            "checkpoint_blocks",
-            "patience_nonfinite",
-        }
-    ),
-    "lora": frozenset({"targets", "exclude", "init", "start_from"}),
-    "ema": frozenset({"place", "evaluate"}),
-}
-#: What of a course may change where ``resume.accept`` has the word.
-ACCEPTED: Mapping[str, frozenset[str]] = {
-    "data": frozenset({DATA}),
-    "lr": frozenset({"train.learning_rate", "train.schedule", "train.warmup_steps", "train.steps"}),
-}
-#: Schedules whose rates do not depend on how many steps there will be.
-_ENDLESS = frozenset({"constant", "constant_with_warmup", "inverse_sqrt"})
-#: Bytes that are looked at of all weights together, and of one tensor at least and at most.
-_LOOKED_AT, _LEAST, _MOST = 64 << 20, 4 << 10, 64 << 10
-
-
-def course_of(config: TrainConfig, model: nn.Module, data: str, world: World) -> dict[str, Any]:
-    """By what people call them, the values that decide the course of a run; collective.
+def fingerprint_of(config: TrainConfig, model: nn.Module, data: str, world: World) -> dict[str, Any]:
+    """The values that decide the course of a run, by readable names; collective.
 
     ``model`` is as it is trained, ``data`` the digest of what it is trained on. Of a LoRA the weights that it
     is for, which no checkpoint has, are among them. Raises ReadError.
@@ -195,8 +188,7 @@ def course_of(config: TrainConfig, model: nn.Module, data: str, world: World) ->
     for name, free in _FREE.items():
         section = getattr(config, name)
         if section is not None:
-            values = section.model_dump(mode="json", exclude=set(free | section.path_keys))
-            course |= {f"{name}.{key}": value for key, value in values.items()}
+            course |= {f"{name}.{key}": value for key, value in section.comparable(free).items()}
     if config.train.schedule in _ENDLESS:
         del course["train.steps"]
     if config.lora is not None:
@@ -206,8 +198,8 @@ def course_of(config: TrainConfig, model: nn.Module, data: str, world: World) ->
     return course
 
 
-def departures(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
-    """By key, in words, in what ``now`` is not the course ``before``; what one says nothing of aside."""
+def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
+    """By key, in words, what has changed from ``before`` to ``now``; keys that one of them lacks aside."""
     return {
         key: f"{key} was {before[key]} and is {now[key]}"
         for key in now
@@ -223,7 +215,7 @@ def _adapted(model: nn.Module) -> str:
 
 def _weights(catalog: Catalog, world: World) -> str:
     """A digest of names, types, shapes and some bytes of each tensor, wherever they lie; collective."""
-    storage = catalog.storage.recalled("so that it cannot be told what the LoRA is for; start anew")
+    storage = catalog.storage.recalled("so that the model of the LoRA cannot be compared; start a new run")
 
     def look() -> str:
         hashed = hashlib.blake2b(digest_size=8)

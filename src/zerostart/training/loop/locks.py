@@ -29,7 +29,7 @@ def hold(stack: contextlib.ExitStack, path: Path, refusal: str, wait: bool = Fal
             if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
                 handle.close()
                 raise WriteError(refusal) from error
-            # A file system without locks: two at a time are not told of.
+            # A file system without locks: two runs at a time are not noticed.
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(path.stat(), os.fstat(handle.fileno())):
                 break

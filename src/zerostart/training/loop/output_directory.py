@@ -48,7 +48,7 @@ _STEP = re.compile(r"step-\d{8}")
 
 
 @contextmanager
-def claimed(config: TrainConfig, world: World) -> Iterator[Path]:
+def claim_output(config: TrainConfig, world: World) -> Iterator[Path]:
     """The output directory, made if need be, and inside no other run's; collective.
 
     Raises, on every rank, ConfigError where something is in it that may not go, or the model that is trained
@@ -66,7 +66,7 @@ def claimed(config: TrainConfig, world: World) -> Iterator[Path]:
             raise ConfigError(f"output.directory {directory}: {error.strerror}") from error
         if occupied and not (config.output.overwrite or _goes_on(config, directory)):
             raise ConfigError(
-                f"output.directory {directory} is not empty; name another, go on with the run that is in it "
+                f"output.directory {directory} is not empty; name another, continue the run that is in it "
                 "with resume=auto, or allow it with output.overwrite=true"
             )
         if occupied and not _goes_on(config, directory):
@@ -80,7 +80,7 @@ def claimed(config: TrainConfig, world: World) -> Iterator[Path]:
 
 
 def _is_free(name: str) -> bool:
-    """Whether a directory with an entry of this name in it is as good as empty."""
+    """Whether an entry of this name does not count where a directory has to be empty."""
     return name in (_LOCK, _NOTE) or is_of_cache(name)
 
 
@@ -117,22 +117,23 @@ def _check_outside(config: TrainConfig, directory: Path) -> None:
 
 
 def _goes_on(config: TrainConfig, directory: Path) -> bool:
-    """Whether ``directory`` is that of a run which this one is to go on with."""
+    """Whether ``directory`` is that of a run which this one continues."""
     auto = config.resume is not None and config.resume.path == "auto"
     return auto and (directory / METRICS).is_file()
 
 
 @contextmanager
 def set_aside(directory: Path, resumed: Path | None, world: World) -> Iterator[None]:
-    """Have no run go on from an earlier one's checkpoints any more, in one step and before anything else.
+    """Make an earlier run's checkpoints unusable for resuming, in one step and before anything else.
 
-    A note of them says so; they are removed by ``clear``, and a run that fails before that takes the note
-    back. Where the run goes on from one of them, ``resumed``, all stay. Collective. Raises WriteError.
+    A note lists them; they are removed by ``remove_earlier_run``, and a run that fails before that takes the
+    note back. Where the run resumes from one of them, ``resumed``, all stay. Collective. Raises WriteError.
     """
     note, folder = directory / _NOTE, directory / FOLDER
 
     def write() -> tuple[bool, bytes | None]:
-        there = {} if _is_own(resumed, folder) else {p.name: _saved(p) for p in complete(folder, of_a_run)}
+        earlier = [] if _is_own(resumed, folder) else complete(folder, is_run_state)
+        there = {path.name: _saved(path) for path in earlier}
         if not there:
             return False, None
         try:
@@ -156,13 +157,13 @@ def set_aside(directory: Path, resumed: Path | None, world: World) -> Iterator[N
         raise
 
 
-def standing(directory: Path) -> list[Path]:
-    """The checkpoints in a run's ``directory`` that one can go on from, the oldest first.
+def resumable_checkpoints(directory: Path) -> list[Path]:
+    """The checkpoints in a run's ``directory`` that can be resumed, the oldest first.
 
-    Those are not that a run has set aside that was killed before it removed them.
+    Those are not among them that a run has set aside which was killed before it removed them.
     """
     aside = _noted(directory)
-    found = complete(directory / FOLDER, counts)
+    found = complete(directory / FOLDER, is_resumable)
     return [path for path in found if path.name not in aside or aside[path.name] != _saved(path)]
 
 
@@ -180,7 +181,7 @@ def _noted(directory: Path) -> dict[str, Any]:
     return {}
 
 
-def of_a_run(extra: Any) -> bool:
+def is_run_state(extra: Any) -> bool:
     """Whether a checkpoint's ``extra``, as it is in the document, is what a run puts there.
 
     What a script has saved in the same folder by itself is none of a run's, and stays.
@@ -188,19 +189,19 @@ def of_a_run(extra: Any) -> bool:
     return isinstance(extra, dict) and {"step", "schedule", "sequences"} <= extra.keys()
 
 
-def counts(extra: Any) -> bool:
-    """Whether a run's checkpoint is one to go on from, to keep or to compare: its weights are finite.
+def is_resumable(extra: Any) -> bool:
+    """Whether a run's checkpoint can be resumed, retained or compared: its weights are finite.
 
     Checkpoints say so since they are looked at; of one from before, a last loss that is not finite says no.
     """
-    if not of_a_run(extra):
+    if not is_run_state(extra):
         return False
     last = decoded(extra.get("losses", [None]), {})[-1]
     return "finite" in extra or not isinstance(last, float) or math.isfinite(last)
 
 
-def clear(directory: Path, resumed: Path | None) -> None:
-    """Remove what would be taken for a part of the run that begins now, or goes on from ``resumed``.
+def remove_earlier_run(directory: Path, resumed: Path | None) -> None:
+    """Remove what would be taken for a part of the run that begins now, or resumes from ``resumed``.
 
     Of another run these are checkpoints, samples, exports and averages; of the same one, checkpoints after
     ``resumed``. Of all of them those files go that they name, and whatever else lies there stays. On one
@@ -215,7 +216,7 @@ def clear(directory: Path, resumed: Path | None) -> None:
                 shutil.rmtree(entry)
         (directory / _NOTE).unlink(missing_ok=True)
         if resumed is not None and _is_own(resumed, folder):
-            found = complete(folder, of_a_run)
+            found = complete(folder, is_run_state)
             for path in reversed(found[[one.name for one in found].index(resumed.name) + 1 :]):
                 remove(path, MARKER)
             return

@@ -104,7 +104,7 @@ class Display:
             self._file.close()
 
     def begin(self, before: int) -> None:
-        """Call before everything else of a run that goes on after ``before`` steps, 0 for a new one.
+        """Call before everything else of a run that resumes after ``before`` steps, 0 for a new one.
 
         What was written down of later steps goes: they are done again. Raises WriteError.
         """
@@ -156,7 +156,7 @@ class Display:
         self.say(f"held-out loss after step {step}: {loss:.4f}")
 
     def _figures(self, metrics: Metrics) -> list[str]:
-        """What is told of a step, the most important first."""
+        """The figures of a step, the most important first."""
         left = (self._steps - metrics.step) * self._stepping / (metrics.step - self._before)
         return [
             f"loss {shown_loss(metrics.loss)}",

@@ -24,12 +24,18 @@ from zerostart.loading.arguments import LoadArguments, keys
 from zerostart.training.adapt.export import check_export, export_model, export_step
 from zerostart.training.adapt.trained import choose_trained, round_to
 from zerostart.training.config.configuration import TrainConfig
-from zerostart.training.config.engine_config import with_launched
-from zerostart.training.loop.checkpoints import Checkpoints, Past, newest
+from zerostart.training.config.engine_config import with_launcher
+from zerostart.training.loop.checkpoints import Checkpoints, History, checkpoint_to_resume
 from zerostart.training.loop.evaluate import HeldOut
-from zerostart.training.loop.failures import Divergence, Failures, is_finite, untold
-from zerostart.training.loop.fingerprint import course_of, read_inputs
-from zerostart.training.loop.output_directory import METRICS, claimed, clear, set_aside, standing
+from zerostart.training.loop.failures import Divergence, Failures, is_finite, unreported
+from zerostart.training.loop.fingerprint import fingerprint_of, read_inputs
+from zerostart.training.loop.output_directory import (
+    METRICS,
+    claim_output,
+    remove_earlier_run,
+    resumable_checkpoints,
+    set_aside,
+)
 from zerostart.training.loop.progress import Display, Metrics, peak_memory_bytes, shown_loss
 from zerostart.training.loop.session import Session, check_trackers, open_session
 from zerostart.training.loop.task import Batch
@@ -73,9 +79,9 @@ def train(config: TrainConfig) -> TrainResult:
     with world.phase("checking the surroundings"):
         Mesh(world.size, sequence_parallel=config.engine.sequence_parallel)
         check_trackers(config.tracking.trackers)
-        config = with_launched(config)
-    with claimed(config, world) as directory:
-        resumed = newest(config.resume, directory, world)
+        config = with_launcher(config)
+    with claim_output(config, world) as directory:
+        resumed = checkpoint_to_resume(config.resume, directory, world)
         with set_aside(directory, resumed, world):
             return _train(config, directory, resumed, world)
 
@@ -85,14 +91,15 @@ def _train(config: TrainConfig, directory: Path, resumed: Path | None, world: Wo
     task = inputs.task
     with world.phase("looking at the samples"):
         sampler = open_sampler(config, inputs.drawing, task, directory)
-    torch.manual_seed(config.train.seed)  # for parameters that the checkpoint lacks; the same on every rank
+    # Parameters that the checkpoint lacks are initialised from the default seed: the same on every rank.
+    torch.manual_seed(config.train.seed)
     model = zerostart.load(
         **_arguments(config) | {"source": task.source},
         model=task.builder(),
         engine_config=inputs.engine_config,
         dtype=getattr(torch, config.dtype),
     )
-    if config.in_masters and not config.model.fp32_masters and config.lora is None:
+    if config.trains_masters and not config.model.fp32_masters and config.lora is None:
         round_to(model, torch.bfloat16)
     if checkpointing := config.train.checkpoint_blocks:
         with world.phase("checkpointing blocks"):
@@ -103,18 +110,19 @@ def _train(config: TrainConfig, directory: Path, resumed: Path | None, world: Wo
         Display(config.train.steps, path, every, task.counted, active=world.rank == 0) as display,
         StopSignal() as stop,
     ):
+        # What is trained is chosen before the engine wraps the model: it makes an optimizer of those alone.
         display.say(str(zerostart.report(model)))
         task.begin(model)
         if told := choose_trained(model, config, world):
             display.say(told)
         check_export(model, config)
         session = open_session(config, model, task, inputs.items)
-        course = course_of(config, model, inputs.items.digest(), world)
+        course = fingerprint_of(config, model, inputs.items.digest(), world)
         accepted = [] if config.resume is None else config.resume.accept
         checkpoints = Checkpoints(config.checkpoint, directory, session, course, accepted)
         exports = functools.partial(export_step, model, task, directory, session.ema)
         run = _Run(config, session, inputs.held_out, display, stop, checkpoints, exports, sampler)
-        with untold(), _peers_named(directory), checkpoints.ended():
+        with unreported(), _peers_named(directory), checkpoints.ended():
             run.to_the_end(resumed, directory)
             run.check_finite()
         display.say("saving the model")
@@ -129,7 +137,7 @@ def _train(config: TrainConfig, directory: Path, resumed: Path | None, world: Wo
 def _arguments(config: TrainConfig) -> dict[str, Any]:
     """The arguments of the load that have a key in the configuration."""
     given = {name: attrgetter(key)(config) for name, key in keys(LoadArguments).items()}
-    if config.in_masters and config.lora is not None:
+    if config.trains_masters and config.lora is not None:
         given["fp32_masters"] = False  # of what is frozen nobody steps any
     return given
 
@@ -150,8 +158,8 @@ def _peers_named(directory: Path) -> Iterator[None]:
 
 
 def _saved_in(directory: Path) -> str:
-    found = standing(directory)
-    return f"The last checkpoint is {found[-1]}: go on with resume=auto" if found else "Nothing was saved"
+    found = resumable_checkpoints(directory)
+    return f"The last checkpoint is {found[-1]}: continue with resume=auto" if found else "Nothing was saved"
 
 
 class _Run:
@@ -179,7 +187,7 @@ class _Run:
         self._checkpoints = checkpoints
         self._export, self._export_every = exports, config.output.every
         self._sampler = sampler
-        self._past = Past()
+        self._history = History()
         self._stopped = False
         self._failures = Failures(current_world(), session.sum_over_ranks)
         self.divergence = Divergence(config.train.patience_nonfinite, current_world())
@@ -188,24 +196,25 @@ class _Run:
         """All steps from the checkpoint ``resumed`` on, or as many as there are before a wish to stop."""
         from accelerate.utils import set_seed
 
-        self._failures.tell()  # all ranks have got here
-        set_seed(self._config.seed, device_specific=True)  # dropout differs from rank to rank
+        self._failures.raise_together()  # all ranks have got here
+        # Dropout differs from rank to rank. Before a checkpoint restores random states, which replace these.
+        set_seed(self._config.seed, device_specific=True)
         self._session.model.train()
         if resumed is None:
-            with self._failures.kept():
+            with self._failures.deferred():
                 self._begin(directory, None)
             self._evaluate(0)
             self._draw(0)
             batches = self._session.batches()
         else:
-            self._past, batches = self._checkpoints.resume(resumed)
+            self._history, batches = self._checkpoints.resume(resumed)
             if not self._finite():
                 raise DivergedError(f"resume: {resumed} has weights that are not finite; name an earlier one")
-            with self._failures.kept():
+            with self._failures.deferred():
                 self._begin(directory, resumed)
-            self._display.say(f"going on after step {self._past.steps}, from {resumed}")
+            self._display.say(f"resuming after step {self._history.steps}, from {resumed}")
         self._display.start()
-        for step in range(self._past.steps + 1, self._config.steps + 1):
+        for step in range(self._history.steps + 1, self._config.steps + 1):
             self._step(step, batches)
             every = self._config.evaluate_every
             if not self._stopped and (step == self._config.steps or (every and step % every == 0)):
@@ -220,24 +229,24 @@ class _Run:
                 self._display.start()
             if self._stopped:
                 break
-        self._failures.tell()
+        self._failures.raise_together()
 
     def _save(self, due: bool, exported: bool) -> None:
         """Save what is due after a step, unless weights are not finite: older checkpoints are worth more."""
-        self._failures.tell()
-        step = self._past.steps
+        self._failures.raise_together()
+        step = self._history.steps
         if not self._finite():
             self._display.say(f"the weights after step {step} are not finite: nothing is saved of them")
             return
         if due:
-            self._checkpoints.save(self._past)
+            self._checkpoints.save(self._history)
         if exported:
             self._export(step)
 
     def _finite(self) -> bool:
         """Whether what is trained is finite on all ranks; collective."""
         finite = True
-        with self._failures.kept():
+        with self._failures.deferred():
             finite = is_finite(self._session.model, self._session.optimizer)
         return self._failures.sum_over_ranks(float(not finite)) == [0.0]
 
@@ -245,21 +254,22 @@ class _Run:
         """Raise DivergedError, on every rank, for weights that are not worth saving; collective."""
         if not self._finite():
             raise DivergedError(
-                f"after step {self._past.steps} the weights are not finite: no model was saved. "
-                f"{self._checkpoints.going_on}"
+                f"after step {self._history.steps} the weights are not finite: no model was saved. "
+                f"{self._checkpoints.recovery_hint}"
             )
 
     def _begin(self, directory: Path, resumed: Path | None) -> None:
         """Have nothing in the output directory that is not of this run, nor of steps that are done again."""
         if self._session.accelerator.is_main_process:
-            clear(directory, resumed)
-        self._display.begin(self._past.steps)
+            remove_earlier_run(directory, resumed)
+        self._display.begin(self._history.steps)
 
     def _step(self, step: int, source: Iterator[Batch]) -> None:
         """One optimizer step on the next batches of this rank, as one process would do it on those of all."""
         session, summed = self._session, self._failures.sum_over_ranks
+        # All batches of the step first: the share of each in the step's loss is only known with the last.
         parts: list[tuple[Batch, int]] = []
-        with self._failures.kept():
+        with self._failures.deferred():
             whole = [self._taken(source) for _ in range(self._config.accumulation)]
             parts = [session.part(*batch) for batch in whole]
         whole_weight, seen = summed(
@@ -269,23 +279,23 @@ class _Run:
         for batch, weight in parts:
             share = weight / max(whole_weight, 1.0)
             loss += float(session.accumulate(batch, share)) * share
-        rate = session.scheduler.get_last_lr()[0]
+        rate = session.scheduler.get_last_lr()[0]  # of this step; ``update`` sets that of the next
         norm = session.clip(self._config.max_grad_norm)
         stepped = True
-        with self._failures.kept():  # the first step makes the optimizer's state
+        with self._failures.deferred():  # the first step makes the optimizer's state
             stepped = session.update()
             session.average(step)
-        # Whether anyone has been asked to stop, or is not finite, all have to know.
+        # One sum tells all ranks whether any of them has failed, was asked to stop, or is not finite.
         searching = not stepped and self._config.mixed_precision == "fp16"
         if not (stepped or searching):
             norm = math.nan  # DeepSpeed has passed over gradients that are not finite; it tells an older norm
         own, bad = loss, Divergence.is_in(loss, norm, searching)
         loss, wishes, diverging = summed(loss, float(self._stop.requested), float(bad))
         self._stopped = wishes > 0
-        with self._failures.kept():
+        with self._failures.deferred():
             self._note(Metrics(step, loss if whole_weight else None, norm, rate, int(seen), self._peak()))
         figures = (own, norm, bad) if diverging else None
-        if told := self.divergence.note(step, figures, self._checkpoints.going_on):
+        if told := self.divergence.note(step, figures, self._checkpoints.recovery_hint):
             self._display.say(told)
 
     def _taken(self, source: Iterator[Batch]) -> tuple[Batch, int]:
@@ -297,7 +307,7 @@ class _Run:
         return peak_memory_bytes(self._session.device)
 
     def _note(self, metrics: Metrics) -> None:
-        self._past.note(metrics.loss)
+        self._history.note(metrics.loss)
         self._display.step(metrics)
         if self._tracked:
             values = {name: getattr(metrics, name) for name in ("loss", "gradient_norm", "learning_rate")}
@@ -307,11 +317,11 @@ class _Run:
     def _evaluate(self, step: int) -> None:
         if self._held_out is not None:
             if self._averaged:
-                self._failures.tell()
+                self._failures.raise_together()
             with self._session.averaged(self._averaged):
                 loss = self._held_out.loss(self._session, self._failures)
-            self._past.held_out[step] = loss
-            with self._failures.kept():
+            self._history.held_out[step] = loss
+            with self._failures.deferred():
                 self._display.evaluation(step, loss)
                 if self._tracked:
                     self._session.accelerator.log({"held_out_loss": loss}, step=step)
@@ -327,11 +337,11 @@ class _Run:
         """The figures of the run."""
         return TrainResult(
             str(directory),
-            self._past.steps,
+            self._history.steps,
             self._stopped,
-            self._past.first_loss,
-            self._past.last_loss,
-            self._past.held_out,
+            self._history.first_loss,
+            self._history.last_loss,
+            self._history.held_out,
         )
 
 

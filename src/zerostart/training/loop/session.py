@@ -29,7 +29,7 @@ from zerostart.live.record import record_of
 from zerostart.training.adapt.ema import Ema
 from zerostart.training.config.configuration import TrainConfig, TrainingConfig
 from zerostart.training.loop.batches import Buckets, Sharing, order_of
-from zerostart.training.loop.failures import untold
+from zerostart.training.loop.failures import unreported
 from zerostart.training.loop.task import Batch, Items, Task
 from zerostart.upstream.accelerate.launched import hidden
 
@@ -193,7 +193,7 @@ def open_session(config: TrainConfig, model: nn.Module, task: Task, items: Items
     loader: Any = DataLoader(
         data, collate_fn=collator, num_workers=config.media.workers if config.media else 0, **order
     )
-    with current_world().collectives("preparing the training"), untold():
+    with current_world().collectives("preparing the training"), unreported():
         if engine.owns_optimizer or engine.replicates_parameters:
             model, prepared = accelerator.prepare(model, optimizer)  # whole ones in DDP
         else:
@@ -321,7 +321,7 @@ def learning_rate_schedule(optimizer: Optimizer, train: TrainingConfig) -> Lambd
 
 
 def reschedule(schedule: LambdaLR, state: Mapping[str, Any], rate: float) -> None:
-    """Have ``schedule`` go on from the step of ``state`` with another ``learning_rate``, by its own rules."""
+    """Have ``schedule`` continue from the step of ``state``, by its own rules, with another ``rate``."""
     rates = [rate * rule(state["last_epoch"]) for rule in schedule.lr_lambdas]
     schedule.load_state_dict({**state, "base_lrs": [rate] * len(rates), "_last_lr": rates})
     for group, now in zip(schedule.optimizer.param_groups, rates, strict=True):
@@ -394,7 +394,7 @@ def _table(path: Path, writes: bool) -> Any:
 
 
 class Table:
-    """The file at ``path``. A run that goes on writes anew what is there of the steps that it does again."""
+    """The file at ``path``. A resumed run replaces the rows of the steps that it does again."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -411,7 +411,7 @@ class Table:
             raise WriteError(f"{self._path}: the table cannot be written: {error.strerror}") from error
 
     def _begin(self, step: int) -> None:
-        """Keep what is there of earlier steps; of a run that begins anew (step 0 or 1) there are none."""
+        """Keep what is there of earlier steps; of a new run (step 0 or 1) there are none."""
         kept = []
         if self._path.is_file():
             with self._path.open(encoding="utf-8", newline="") as file:

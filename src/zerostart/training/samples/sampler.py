@@ -93,16 +93,16 @@ class Sampler:
         Raises what a rank fails with, on all.
         """
         folder = self._folder / f"step-{step:08d}"
-        with failures.kept():
+        with failures.deferred():
             if session.accelerator.is_main_process:
                 clear_drawn(folder)
-        failures.tell()
+        failures.raise_together()
         with session.averaged(self._settings.with_ema):
             drawn = self._drawn(session)
-        with failures.kept():
+        with failures.deferred():
             self._write(drawn, folder)
-        failures.tell()  # all have written theirs
-        with failures.kept():
+        failures.raise_together()  # all have written theirs
+        with failures.deferred():
             if session.accelerator.is_main_process:
                 _log(session.accelerator.trackers, folder, step)
         return folder

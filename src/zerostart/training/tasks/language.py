@@ -343,7 +343,7 @@ def position_table(model: nn.Module, config: Any) -> tuple[str, int] | None:
     Rotary and relative positions are calculated and end nowhere.
     """
     most = getattr(config, "max_position_embeddings", None)
-    # TAPAS begins anew in each cell of what it reads, and takes the last row for all tokens beyond.
+    # TAPAS counts from 0 in each cell of what it reads, and takes the last row for all tokens beyond.
     if not isinstance(most, int) or getattr(config, "reset_position_index_per_cell", False):
         return None
     ahead = 1 if getattr(config, "ngram", 0) else 0  # ProphetNet's streams are at the token to come
