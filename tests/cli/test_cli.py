@@ -6,15 +6,10 @@ import sys
 import pytest
 
 import zerostart.cli
-from zerostart.cli import main
+from tests.cli.running import running
 from zerostart.errors import CoverageError
 
-
-def run(capsys, *argv):
-    with pytest.raises(SystemExit) as exit_:
-        main(argv)
-    captured = capsys.readouterr()
-    return exit_.value.code, captured.out, captured.err
+run = running()
 
 
 def test_help_lists_the_commands_and_imports_no_torch():

@@ -15,11 +15,6 @@ from tests.ranks import run_ranks
 UNEVEN = {"hidden_size": 24, "num_attention_heads": 6, "num_key_value_heads": 3}
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("tensors")
-
-
 def check(cases: list[Case], world: int) -> None:
     """Compare each case with stock's bits on the same ranks, and with one process that sees all batches."""
     for number, results in enumerate(zip(*run_ranks(compared, world, cases, timeout=240), strict=True)):

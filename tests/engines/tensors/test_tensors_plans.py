@@ -11,11 +11,6 @@ from tests.ranks import run_ranks
 from zerostart.errors import ConfigError
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("plans")
-
-
 def planned(path: Path, preset: str | None, **more: Any) -> None:
     section = {} if preset is None else {"tensor_parallel": {"preset_model": preset}}
     zerostart.plan(
