@@ -164,6 +164,7 @@ def test_sparse_files_take_no_space(tmp_path: Path) -> None:
     assert not tensor(catalog, "model.layers.15.mlp.experts.63.up_proj.weight").any()
 
 
+@pytest.mark.slow
 def test_the_largest_models_in_bounded_time_and_memory(tmp_path: Path) -> None:
     program = (
         "import re, time; started = time.process_time(); "
