@@ -107,8 +107,9 @@ def test_the_shape_of_a_placeholder_is_known_to_engines_alone() -> None:
     assert [path.name for path in above if "ds_shape" in path.read_text()] == []
 
 
+@pytest.mark.slow
 def test_tests_of_the_pure_rooms_load_no_engine() -> None:
-    """`tests/conftest.py` looks at what they import while they run, where nothing else has run before."""
+    """Where they run by themselves, `tests/conftest.py` holds each file to it in every run."""
     folders = [f"tests/{name}" for name in ("geometry", "recipe", "transfer/planning")]
     script = f"import pytest, sys; code = pytest.main(['--collect-only', '-q', *{folders}])\n"
     script += "assert code == 0\nassert 'deepspeed' not in sys.modules\n"
