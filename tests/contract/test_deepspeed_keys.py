@@ -17,7 +17,7 @@ from tests.tiny import TinyCheckpoints
 from zerostart.engines.deepspeed.config_keys import REMOVED, TOP_LEVEL
 from zerostart.engines.deepspeed.settings import DeepSpeedSettings
 from zerostart.errors import ConfigError
-from zerostart.integrations.engine_setup import Active
+from zerostart.integrations.engine_setup import EngineSetup
 
 PAGE = Path(__file__).parents[2] / "docs" / "deepspeed-config.md"
 STATES = {"obeyed", "no effect", "refused"}
@@ -221,7 +221,7 @@ def test_a_wrong_value_is_told_alike(path: Path, stage: int, zero: dict[str, Any
     with pytest.raises(ConfigError, match=message):
         zerostart.load(path, progress=False, **given)
     with pytest.raises(ConfigError, match=message):
-        Active.of("deepspeed", stage, config)
+        EngineSetup.of("deepspeed", stage, config)
 
 
 def test_what_a_trainer_fills_in_is_left_to_it(path: Path) -> None:

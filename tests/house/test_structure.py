@@ -7,6 +7,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+import pytest
+
 import zerostart
 
 ROOT = Path(zerostart.__file__).parent

@@ -34,7 +34,10 @@ SAVE_PRETRAINED = {
     "ModelMixin.save_pretrained": _by("save_pretrained"),
     "DiffusionPipeline.save_pretrained": _by("save_pipeline"),
     "PeftModel.save_pretrained": _by("save_adapters"),
-    "PushToHubMixin.push_to_hub": _by("push_to_hub"),
+    "PreTrainedModel.push_to_hub": _by("push_to_hub"),
+    "ModelMixin.push_to_hub": _by("push_to_hub"),
+    "DiffusionPipeline.push_to_hub": _by("push_to_hub"),
+    "PeftModel.push_to_hub": _by("push_to_hub"),
 }
 _pretrained = SavingCalls(SAVE_PRETRAINED)
 

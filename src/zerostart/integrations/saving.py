@@ -12,7 +12,7 @@ from torch import nn
 
 from zerostart.distributed.world import current_world
 from zerostart.errors import ConfigError
-from zerostart.integrations.barrier import given, together
+from zerostart.integrations.barrier import announce_local_save, join_save
 from zerostart.live.model import find_shards
 from zerostart.live.record import bare_model, kept_record, loaded_models
 from zerostart.state.saving.adapters import adapted_model, has_adapters
@@ -57,10 +57,10 @@ def save_pretrained(original: Original, **call: Any) -> Any:
     if call.get("distributed_checkpoint") or not in_shards(model):
         return original()
     if call.get("state_dict") is not None:
-        given(directory)
+        announce_local_save(directory)
         return original()
     _refuse(call)
-    if together(directory):
+    if join_save(directory):
         save_weights(model, directory, call["max_shard_size"])
     return None
 
@@ -91,7 +91,7 @@ def save_adapters(original: Original, **call: Any) -> Any:
     if not saved and not in_shards(model):
         return original()
     if not saved and call.get("state_dict") is not None:
-        given(directory)
+        announce_local_save(directory)
         return original()
     _refuse(call)
     chosen, every = call["selected_adapters"], list(model.peft_config)
@@ -100,7 +100,7 @@ def save_adapters(original: Original, **call: Any) -> Any:
             f"selected_adapters={chosen} of a sharded model with {every} is not available: leave it out"
         )
     if not saved:
-        if not together(directory):
+        if not join_save(directory):
             return None
         save_weights(model, directory)
     with current_world().phase("saving the model card") if not saved else contextlib.nullcontext():

@@ -13,7 +13,7 @@ from tests.engines.zero12 import routes
 from tests.engines.zero12.routes import CASES, Case
 from tests.ranks import run_ranks
 from tests.tiny import TinyCheckpoints
-from zerostart.upstream.deepspeed.zero12.alike import alike, fingerprint
+from zerostart.upstream.deepspeed.zero12.buffers import alike, fingerprint
 from zerostart.upstream.torch.word_sums import BLOCK
 
 

@@ -124,6 +124,7 @@ def _put(values: dict[str, tuple[Shard, torch.Tensor]], model: nn.Module, world:
     trained = [name for name, parameter in live.parameters.items() if parameter.requires_grad]
     # Where ranks step parts of what each has whole, a part is not all that has to be written.
     parts = [n for n, (share, _) in values.items() if share.layout.numel != live.shards[n].layout.numel]
+    # All ranks take part for each of these, also one that steps nothing of it.
     mine = torch.tensor([name in parts for name in trained], dtype=torch.int64, device="cpu")
     divided = world.all_reduce_sum(mine, "looking for weights that ranks step in parts").tolist()
     for name, count in zip(trained, divided, strict=True):
