@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 import zerostart
 from zerostart.engines.deepspeed.settings import DeepSpeedSettings
 from zerostart.errors import ConfigError
-from zerostart.integrations.engine_setup import Active
+from zerostart.integrations.engine_setup import EngineSetup
 
 WRONG = {
     "a size of groups": ({"zero_hpz_partition_size": "two"}, "zero_hpz_partition_size='two'"),
@@ -38,7 +38,7 @@ def test_a_wrong_value_is_told_alike(path: Path, stage: int, zero: dict[str, Any
     with pytest.raises(ConfigError, match=message):
         zerostart.load(path, progress=False, **given)
     with pytest.raises(ConfigError, match=message):
-        Active.of("deepspeed", stage, config)
+        EngineSetup.of("deepspeed", stage, config)
 
 
 def test_what_a_trainer_fills_in_is_left_to_it(path: Path) -> None:

@@ -17,8 +17,8 @@ LINE = "import zerostart; zerostart.enable()"
 ANNOUNCED = "zerostart loads the weights in shards"
 #: accelerate's own route on a host without accelerators, where it would let each rank train by itself.
 REHEARSAL = (
-    "from zerostart.upstream.accelerate.preparing import Override; "
-    "Override(lambda model: False, lambda accelerator, model: None).open()"
+    "from zerostart.upstream.accelerate.preparing import AcceleratorPatches; "
+    "AcceleratorPatches(lambda model: False, lambda accelerator, model: None).open()"
 )
 
 
