@@ -27,7 +27,8 @@ class Flux2Encoder(Encoder):
         found = {**self.prompt(example["prompt"]), "latents": latents[0]}
         given = [*example.get("edit_image", ()), *example.get("reference_image", ())]
         for number, picture in enumerate(given):
-            found[f"image_latents.{number}"] = self.normalised(self.condition_latents(self.pixels(picture)))[0]
+            latents = self.normalised(self.condition_latents(self.pixels(picture)))
+            found[f"image_latents.{number}"] = latents[0]
         return found
 
     def prompt(self, text: str) -> Encoded:
