@@ -214,8 +214,8 @@ def divide(model: nn.Module, sizes: Mapping[str, int], limit: int | None) -> Div
     for path, module in modules.items():
         if reads_rows(module) and names[path] and sizes[names[path][0]] >= floor:
             made.tables[path] = names[path][0]
-    # 3. Parameters of modules that contain others: the forward that uses them runs around those of the others,
-    #    so that they would be there all the time. They never leave.
+    # 3. Parameters of modules that contain others: the forward that uses them runs around those of the
+    #    others, so that they would be there all the time. They never leave.
     for path, module in modules.items():
         if path not in made.tables and names[path] and _below(module) and not isinstance(module, INDIVISIBLE):
             made.kept += [name for name in names[path] if name not in shared]

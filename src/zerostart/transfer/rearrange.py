@@ -26,8 +26,8 @@ def rearrange(flat: torch.Tensor, segments: Sequence[Segment], scratch: int = SC
     """
     segments = sorted(s for s in segments if s[2])
     mover = _Mover(flat, max(1, scratch // flat.element_size()))
-    # 1. Push together, from the front: what lies before a part is moved already, so that nothing is overwritten
-    #    that is still wanted. Each part goes with the place that it has once the order is right.
+    # 1. Push together, from the front: what lies before a part is moved already, so that nothing is
+    #    overwritten that is still wanted. Each part goes with the place that it has in the new order.
     end, packed = 0, []
     wanted = dict(_packed_targets(segments))
     for start, _, numel in segments:
