@@ -26,9 +26,9 @@ class Loop:
 
             zerostart.enable(**adopt)
         elif "FSDP_VERSION" in environment:
-            from zerostart.upstream.accelerate.preparing import Override
+            from zerostart.upstream.accelerate.preparing import AcceleratorPatches
 
-            Override(lambda model: False, lambda accelerator, model: None).open()
+            AcceleratorPatches(lambda model: False, lambda accelerator, model: None).open()
         handler = InitProcessGroupKwargs(backend="gloo", timeout=timedelta(seconds=20))
         project = ProjectConfiguration(str(path.parent), automatic_checkpoint_naming=False)
         options = {"cpu": True} if "FSDP_VERSION" in environment else {}

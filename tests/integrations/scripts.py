@@ -75,10 +75,10 @@ def trainer_script(
     """The HF Trainer, as in transformers' examples; ``adopt`` is the line that is added, None for none."""
     os.environ.update(environment)
     if "FSDP_VERSION" in environment and adopt is None:
-        from zerostart.upstream.accelerate.preparing import Override
+        from zerostart.upstream.accelerate.preparing import AcceleratorPatches
 
         # accelerate's own FSDP2, which without this it would not use on CPUs.
-        Override(lambda model: False, lambda accelerator, model: None).open()
+        AcceleratorPatches(lambda model: False, lambda accelerator, model: None).open()
     from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
     if adopt is not None:
@@ -136,9 +136,9 @@ def accelerate_script(
 
         zerostart.enable(**adopt)
     elif "FSDP_VERSION" in environment:
-        from zerostart.upstream.accelerate.preparing import Override
+        from zerostart.upstream.accelerate.preparing import AcceleratorPatches
 
-        Override(lambda model: False, lambda accelerator, model: None).open()
+        AcceleratorPatches(lambda model: False, lambda accelerator, model: None).open()
 
     def accelerated() -> Accelerator:
         if not on_host:

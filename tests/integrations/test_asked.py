@@ -12,7 +12,8 @@ import zerostart
 from tests.parity import checkpoint
 from tests.ranks import run_ranks
 from zerostart.errors import ConfigError
-from zerostart.integrations.transformers.parallel_arguments import Asked, take
+from zerostart.integrations.transformers.parallel_arguments import ParallelArguments as Asked
+from zerostart.integrations.transformers.parallel_arguments import take_parallel_arguments
 from zerostart.loading.arguments import EnabledArguments
 
 FLAG = {"enable_expert_parallel": True}
@@ -23,11 +24,17 @@ ASKED: dict[str, tuple[dict[str, Any], Asked]] = {
     "a mesh alone": ({"device_mesh": ((8,), ("tp",))}, Asked()),
     "the flag": ({"distributed_config": FLAG}, Asked(8)),
     "on a mesh": ({"distributed_config": FLAG, "device_mesh": ((8,), None)}, Asked(8)),
-    "on its last dimension": ({"distributed_config": FLAG, "device_mesh": ((4, 2), ("dp", "ep"))}, Asked(2)),
+    "on its last dimension": (
+        {"distributed_config": FLAG, "device_mesh": ((4, 2), ("dp", "ep"))},
+        Asked(2),
+    ),
     "the flag with a size": ({"distributed_config": {**FLAG, "tp_size": 4}}, Asked(4)),
     "a size": ({"distributed_config": {"ep_size": 4, "fsdp_size": 8}}, Asked(4)),
     "both": ({"distributed_config": GIVEN}, Asked(4, 2)),
-    "experts alone": ({"distributed_config": {"ep_size": 4, "tp_size": 4, "tp_plan": {}}}, Asked(4)),
+    "experts alone": (
+        {"distributed_config": {"ep_size": 4, "tp_size": 4, "tp_plan": {}}},
+        Asked(4),
+    ),
     "plans": (
         {"distributed_config": {**GIVEN, "tp_plan": {"a": "rowwise"}, "ep_plan": {"b": "grouped_gemm"}}},
         Asked(4, 2, {"b": "grouped_gemm"}, {"a": "rowwise"}),
@@ -36,7 +43,10 @@ ASKED: dict[str, tuple[dict[str, Any], Asked]] = {
     "auto with a size": ({"tp_plan": "auto", "tp_size": 2}, Asked(1, 2)),
     "a size alone": ({"tp_size": 2}, Asked(1, 2)),
     "auto on a mesh": ({"tp_plan": "auto", "device_mesh": ((2, 4), ("dp", "tp"))}, Asked(1, 4)),
-    "a plan": ({"tp_plan": {"lm_head": "colwise"}, "tp_size": 2}, Asked(1, 2, None, {"lm_head": "colwise"})),
+    "a plan": (
+        {"tp_plan": {"lm_head": "colwise"}, "tp_size": 2},
+        Asked(1, 2, None, {"lm_head": "colwise"}),
+    ),
 }
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "stages": ({"distributed_config": {"pp_size": 2}}, "pp_size=2: no load makes pipeline stages"),
@@ -63,7 +73,7 @@ def asked(arguments: dict[str, Any]) -> Asked:
     if "device_mesh" in arguments:
         sizes, names = arguments["device_mesh"]
         arguments["device_mesh"] = dist.init_device_mesh("cpu", sizes, mesh_dim_names=names)
-    found = take(arguments, 8)
+    found = take_parallel_arguments(arguments, 8)
     assert arguments.keys() <= {"dtype"}
     return found
 

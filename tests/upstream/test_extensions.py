@@ -233,7 +233,7 @@ def test_load_after_a_build_that_was_killed(checkpoints: TinyCheckpoints, tmp_pa
         if path.name == "lock" or path.is_dir():
             os.utime(path, (1e9, 1e9))
     # The objects have their times, which a linker compares; so no build seems to be at work only at once.
-    at_once = "from zerostart.upstream import extensions; extensions.QUIET = 0.0"
+    at_once = "from zerostart.upstream.torch import extensions; extensions.QUIET = 0.0"
     (tmp_path / "sitecustomize.py").write_text(at_once)
     paths = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
     words = ["load", str(checkpoints("qwen3")), "--nproc", "2", "--engine", "deepspeed"]

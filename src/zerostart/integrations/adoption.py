@@ -24,27 +24,28 @@ from zerostart.integrations import barrier, saving
 from zerostart.integrations.accelerate import checkpoints
 from zerostart.integrations.accelerate.preparing import note_whole, partitioned, sharded
 from zerostart.integrations.diffsynth import trained_files
-from zerostart.integrations.diffsynth.loading import DiffSynthCall, keys_of_torch_file
-from zerostart.integrations.diffusers.loading import DiffusionCall
-from zerostart.integrations.engine_setup import Active, Sharing, find_active
+from zerostart.integrations.diffsynth.loading import DiffSynthLoad, keys_of_torch_file
+from zerostart.integrations.diffusers.loading import DiffusersLoad
+from zerostart.integrations.engine_setup import EngineSetup, SharedSequences, find_active
 from zerostart.integrations.later_calls import SAVE_PRETRAINED, serve_adapters, serve_resizing
+from zerostart.integrations.loading import InterceptedLoad
 from zerostart.integrations.transformers import trainer
-from zerostart.integrations.transformers.loading import Call, Start
+from zerostart.integrations.transformers.loading import FromConfigLoad, TransformersLoad
 from zerostart.live.full_tensors import full_tensors
-from zerostart.live.record import loaded_models, record_of
+from zerostart.live.model import loaded_models, record_of
 from zerostart.loading.arguments import EnabledArguments, config_of
-from zerostart.upstream.accelerate import preparing as accelerate_parts
 from zerostart.upstream.accelerate.plugins import join_ranks
+from zerostart.upstream.accelerate.preparing import AcceleratorPatches
 from zerostart.upstream.deepspeed.consolidation import Consolidation
-from zerostart.upstream.diffsynth import loading as diffsynth_parts
-from zerostart.upstream.diffusers import loading as diffusers_parts
+from zerostart.upstream.diffsynth.loading import DiffSynthSeam
+from zerostart.upstream.diffusers.loading import DiffusersSeam
 from zerostart.upstream.saving_calls import SavingCalls
 from zerostart.upstream.torch.stepped import adopted_steps
-from zerostart.upstream.transformers import loading as loading_parts
 from zerostart.upstream.transformers.distributed import Noting
+from zerostart.upstream.transformers.loading import TransformersSeam
 
 #: The kind of call that serves one library's loading.
-Chosen = TypeVar("Chosen", bound=Call)
+Load = TypeVar("Load", bound=InterceptedLoad)
 #: Settings that are in force, the innermost last.
 _stack: list[EnabledArguments] = []
 
@@ -117,31 +118,31 @@ def _check(settings: EnabledArguments) -> None:
             raise ConfigError(f"{name} is given without an engine; name one: enabled(engine=..., {name}=...)")
 
 
-def _choose(served: type[Chosen], kind: type, arguments: dict[str, Any]) -> Chosen | None:
-    """What serves a call of ``kind.from_pretrained``, of the class ``served``; None: the library itself."""
+def _choose(kind_of_load: type[Load], model: type, arguments: dict[str, Any]) -> Load | None:
+    """What serves a call of ``model.from_pretrained``, of the class given; None: the library itself."""
     settings = _stack[-1]
-    active = _resolved(settings, kind)
-    if active is None:
+    setup = _resolved(settings, model)
+    if setup is None:
         if max(settings.expert_parallel, settings.tensor_parallel, settings.sequence_parallel) > 1:
             raise ConfigError(
                 f"expert_parallel={settings.expert_parallel}, tensor_parallel={settings.tensor_parallel} and "
                 f"sequence_parallel={settings.sequence_parallel} are asked for, but no engine is set up when "
-                f"{kind.__name__}.{served.function} is called; start the script with a DeepSpeed ZeRO-3 or "
-                "FSDP2 configuration, make TrainingArguments or the Accelerator before the model, or name it "
-                "in enabled(engine=...)"
+                f"{model.__name__}.{kind_of_load.function} is called; start the script with a DeepSpeed "
+                "ZeRO-3 or FSDP2 configuration, make TrainingArguments or the Accelerator before the model, "
+                "or name it in enabled(engine=...)"
             )
         return None
-    active = replace(active, sharing=Sharing.of(active.engine).merged(settings.sequence_parallel))
-    join_ranks(active.family.host_backend)
-    barrier.all_come(f"{kind.__name__}.{served.function}")
-    call = served(settings, active, arguments)
+    shared = SharedSequences.of(setup.engine).merged(settings.sequence_parallel)
+    join_ranks(setup.family.host_backend)
+    barrier.barrier(f"{model.__name__}.{kind_of_load.function}")
+    call = kind_of_load(settings, replace(setup, sequences=shared), arguments, _serve_later_calls)
     call.check()
     return call
 
 
-def _resolved(settings: EnabledArguments, kind: type) -> Active | None:
+def _resolved(settings: EnabledArguments, model: type) -> EngineSetup | None:
     """The active configuration, or the engine asked for, with the active one's settings where they fit."""
-    found = find_active(kind)
+    found = find_active(model)
     if settings.engine is None:
         return found
     if settings.engine_config is not None or found is None or found.engine != settings.engine:
@@ -149,70 +150,24 @@ def _resolved(settings: EnabledArguments, kind: type) -> Active | None:
         if stage is None:
             configured = family_of(settings.engine).configured_stage(config)
             stage = 3 if configured is None else configured
-        return Active.asked(settings.engine, stage, config)
+        return EngineSetup.asked(settings.engine, stage, config)
     return found if settings.zero_stage is None else found.at(settings.zero_stage)
 
 
-def _hold(model: nn.Module, setup: str) -> None:
-    """Serve a loaded model's later calls: it may be prepared, and saved, long after its block."""
+def _serve_later_calls(model: nn.Module, setup: str) -> None:
+    """Serve what is called of a loaded model later: it may be prepared, and saved, long after its block."""
     _accelerate.hold(model)
     _saving.hold(model)
     serve_adapters(model)
-    made = record_of(model).report
-    how = f"loaded in shards: {setup} on {made.world_size} ranks, in {made.phases['total']:.1f} s"
-    # FSDP2 gives modules a class of their own.
-    kind = next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
-    _notify(Notice(kind.__name__, how))
-
-
-def _note(model: nn.Module, setup: str) -> None:
-    """Serve the later calls of a model of transformers or diffusers, too."""
-    _hold(model, setup)
+    serve_resizing(model)
     record = record_of(model)
     if record.engine.owns_optimizer and record.parallelism.mesh.parallel:
         _consolidation.hold(model)
-
-
-class _Noting(Call):
-    """A call that leaves a note of what the model was loaded for."""
-
-    def load(self, model: Any, files: Any, state_dict: Any, config: Any) -> Any:
-        found = super().load(model, files, state_dict, config)
-        _note(model, self.setup)
-        return found
-
-
-class _Watched(_Noting):
-    """Of transformers."""
-
-    def load(self, model: Any, files: Any, state_dict: Any, config: Any) -> Any:
-        found = super().load(model, files, state_dict, config)
-        serve_resizing(model)
-        return found
-
-
-class _WatchedStart(Start):
-    """Of transformers, without a checkpoint."""
-
-    def start(self, make: Callable[[], Any]) -> Any:
-        model = super().start(make)
-        _note(model, self.setup)
-        serve_resizing(model)
-        return model
-
-
-class _WatchedDiffSynth(DiffSynthCall):
-    """Of DiffSynth."""
-
-    def made(self, original: Any) -> Any:
-        model = super().made(original)
-        if not self.own:
-            _hold(model, self.setup)
-        return model
-
-
-class _WatchedDiffusion(_Noting, DiffusionCall):
-    """Of diffusers."""
+    report = record.report
+    how = f"loaded in shards: {setup} on {report.world_size} ranks, in {report.phases['total']:.1f} s"
+    # FSDP2 gives modules a class of their own.
+    kind = next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
+    _notify(Notice(kind.__name__, how))
 
 
 def _whole_state(model: nn.Module, without_frozen: bool) -> Any:
@@ -259,16 +214,16 @@ def _keys_of(path: str) -> dict[str, Any] | None:
 
 def _wait_for_everyone(original: Any, **call: Any) -> Any:
     """``wait_for_everyone`` of accelerate, which ranks that wait for others at another place look at."""
-    barrier.waiting()
+    barrier.note_wait()
     return original()
 
 
-_transformers = loading_parts.Override(
-    functools.partial(_choose, _Watched), functools.partial(_choose, _WatchedStart), _left
+_transformers = TransformersSeam(
+    functools.partial(_choose, TransformersLoad), functools.partial(_choose, FromConfigLoad), _left
 )
-_diffusers = diffusers_parts.Override(functools.partial(_choose, _WatchedDiffusion), _left)
-_diffsynth = diffsynth_parts.Override(functools.partial(_choose, _WatchedDiffSynth), _left, _keys_of)
-_accelerate = accelerate_parts.Override(sharded, partitioned, _whole_of_flat)
+_diffusers = DiffusersSeam(functools.partial(_choose, DiffusersLoad), _left)
+_diffsynth = DiffSynthSeam(functools.partial(_choose, DiffSynthLoad), _left, _keys_of)
+_accelerate = AcceleratorPatches(sharded, partitioned, _whole_of_flat)
 _consolidation = Consolidation(_whole_state)
 _saving = SavingCalls(
     {

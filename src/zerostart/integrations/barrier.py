@@ -154,7 +154,7 @@ def _here() -> _Calls | None:
     return _calls[group]
 
 
-def all_come(call: str) -> None:
+def barrier(call: str) -> None:
     """Return when every rank is at ``call``, which loads a model in shards.
 
     Raises ConfigError where others do not come, or come to something else.
@@ -164,7 +164,7 @@ def all_come(call: str) -> None:
         calls.gather(call)
 
 
-def given(directory: str | os.PathLike[str]) -> None:
+def announce_local_save(directory: str | os.PathLike[str]) -> None:
     """Tell that this rank saves what it was handed by itself; returns at once, and need not be called."""
     calls = _here()
     if calls is None:
@@ -175,7 +175,7 @@ def given(directory: str | os.PathLike[str]) -> None:
         calls.own[os.fspath(directory)] += 1
 
 
-def together(directory: str | os.PathLike[str]) -> bool:
+def join_save(directory: str | os.PathLike[str]) -> bool:
     """Whether to go on with a collective save into ``directory``; False where rank 0 saves by itself.
 
     Raises ConfigError where the other ranks do not come, or save somewhere else.
@@ -189,7 +189,7 @@ def together(directory: str | os.PathLike[str]) -> bool:
     return True
 
 
-def waiting() -> None:
+def note_wait() -> None:
     """Tell that this rank is about to wait for everyone."""
     calls = _here()
     if calls is not None:

@@ -16,14 +16,14 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from zerostart.engines import Engine, check_choice, family_of, titled
 from zerostart.errors import ConfigError
 from zerostart.geometry.layout import Mesh
-from zerostart.live.record import record_of
+from zerostart.live.model import record_of
 from zerostart.models import library_of
 from zerostart.upstream.accelerate.plugins import FSDP2Plugin, fsdp2_plugin, parallelism
 from zerostart.upstream.deepspeed.active import active_config, config_stage, open_init_dtype
 
 
 @dataclass(frozen=True)
-class Sharing:
+class SharedSequences:
     """How many ranks share each sequence, and the attention implementation that accelerate is told of.
 
     ``asked``: of this very model, and not by what is set up for the script.
@@ -34,7 +34,7 @@ class Sharing:
     asked: bool = False
 
     @classmethod
-    def of(cls, engine: str) -> Sharing:
+    def of(cls, engine: str) -> SharedSequences:
         """What is active for ``engine``. Raises ConfigError for what Ulysses would refuse, or do wrong."""
         found = parallelism()
         if found is None:
@@ -57,7 +57,7 @@ class Sharing:
             )
         return cls(size, handler.sp_attn_implementation)
 
-    def merged(self, asked: int) -> Sharing:
+    def merged(self, asked: int) -> SharedSequences:
         """With what ``enabled`` asks for. Raises ConfigError where both do, and differ."""
         if self.size > 1 and asked not in (1, self.size):
             raise ConfigError(
@@ -66,7 +66,7 @@ class Sharing:
             )
         return self if asked == 1 else replace(self, size=asked, asked=True)
 
-    def unless(self, obstacle: str) -> Sharing:
+    def unless(self, obstacle: str) -> SharedSequences:
         """What holds for a model with that ``obstacle``, in words, to sharing sequences; "" for none.
 
         A script whose ranks share sequences may load other models, such as an encoder, which each rank calls
@@ -85,43 +85,43 @@ class Sharing:
 
 
 #: Every rank has sequences of its own.
-ALONE = Sharing()
+ALONE = SharedSequences()
 
 
 @dataclass(frozen=True)
-class Active:
-    """An engine, its configuration, and the dtype that it wants parameters in (None: the call's own).
+class EngineSetup:
+    """What models of a script are loaded for: an engine, its stage and configuration, and shared sequences.
 
-    ``building`` is the dtype in which models compute their buffers (None: the call's own), ``sharing`` tells
-    of sequences that ranks share.
+    ``dtype`` is the one that the engine wants parameters in, ``building_dtype`` the one in which models
+    compute their buffers; None for the call's own.
     """
 
     engine: str
     zero_stage: int = 3
     config: Mapping[str, Any] = field(default_factory=dict)
     dtype: torch.dtype | None = None
-    building: torch.dtype | None = None
-    sharing: Sharing = ALONE
+    building_dtype: torch.dtype | None = None
+    sequences: SharedSequences = ALONE
 
     @classmethod
     def of(
         cls, engine: str, stage: int, config: Mapping[str, Any], dtype: torch.dtype | None = None
-    ) -> Active:
+    ) -> EngineSetup:
         """With the dtypes that the engine's configuration asks for, or ``dtype`` in their place."""
         kind = check_choice(engine, stage).for_stage(stage, config, Mesh(1), None)
         building = kind.building_dtype
         return cls(engine, stage, config, dtype or kind.adopted_dtype, building and (dtype or building))
 
     @classmethod
-    def asked(cls, engine: str, stage: int, config: Mapping[str, Any]) -> Active:
+    def asked(cls, engine: str, stage: int, config: Mapping[str, Any]) -> EngineSetup:
         """An engine that the script itself is not set up for: with a dtype where ``config`` names one."""
         kind = check_choice(engine, stage).for_stage(stage, config, Mesh(1), None)
         return cls(engine, stage, config, kind.parameter_dtype).at(stage)
 
-    def at(self, stage: int) -> Active:
+    def at(self, stage: int) -> EngineSetup:
         """The same at another stage."""
         builds = check_choice(self.engine, stage).for_stage(stage, self.config, Mesh(1), None).building_dtype
-        return replace(self, zero_stage=stage, building=self.dtype if builds is not None else None)
+        return replace(self, zero_stage=stage, building_dtype=self.dtype if builds is not None else None)
 
     @property
     def family(self) -> type[Engine]:
@@ -139,7 +139,7 @@ class Active:
         return titled(self.engine, self.zero_stage)
 
 
-def find_active(model: type) -> Active | None:
+def find_active(model: type) -> EngineSetup | None:
     """What a model of the class ``model`` is to be loaded for, None where no sharding is set up.
 
     Raises ConfigError for settings that a load cannot honour.
@@ -148,15 +148,15 @@ def find_active(model: type) -> Active | None:
     config = active_config()
     stage = config_stage(config)
     if config is not None and family_of("deepspeed").is_sharded_at(stage):
-        return Active.of("deepspeed", stage, _with_tensors(config), opened)
+        return EngineSetup.of("deepspeed", stage, _with_tensors(config), opened)
     if opened is not None:
-        return Active.of("deepspeed", 3, {}, opened)
+        return EngineSetup.of("deepspeed", 3, {}, opened)
     plugin = None if config is not None else fsdp2_plugin()
     if plugin is None:
         return None
     # accelerate trains fp32 copies wherever the precision is mixed.
     dtype = None if plugin.mixed_precision == "no" else torch.float32
-    return Active.of("fsdp2", 3, _with_tensors(_with_replicas(fsdp2_config(plugin, model))), dtype)
+    return EngineSetup.of("fsdp2", 3, _with_tensors(_with_replicas(fsdp2_config(plugin, model))), dtype)
 
 
 def _with_tensors(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -216,7 +216,7 @@ def fsdp2_config(found: FSDP2Plugin, model: type) -> dict[str, Any]:
 def check_sharing(model: nn.Module) -> None:
     """Raise ConfigError where other ranks share sequences now than the loaded ``model`` was loaded for."""
     engine = record_of(model).engine
-    loaded, now = engine.mesh.sequence_parallel, Sharing.of(engine.name).size
+    loaded, now = engine.mesh.sequence_parallel, SharedSequences.of(engine.name).size
     if loaded == now:
         return
     key = "sp_size" if engine.owns_optimizer else "cp_size"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-from zerostart.live.record import record_of
+from zerostart.live.model import record_of
 from zerostart.upstream.diffusers.lora import LoraShapes
 from zerostart.upstream.peft.adapters import AdapterCalls
 from zerostart.upstream.saving_calls import Replacement, SavingCalls
@@ -34,7 +34,10 @@ SAVE_PRETRAINED = {
     "ModelMixin.save_pretrained": _by("save_pretrained"),
     "DiffusionPipeline.save_pretrained": _by("save_pipeline"),
     "PeftModel.save_pretrained": _by("save_adapters"),
-    "PushToHubMixin.push_to_hub": _by("push_to_hub"),
+    "PreTrainedModel.push_to_hub": _by("push_to_hub"),
+    "ModelMixin.push_to_hub": _by("push_to_hub"),
+    "DiffusionPipeline.push_to_hub": _by("push_to_hub"),
+    "PeftModel.push_to_hub": _by("push_to_hub"),
 }
 _pretrained = SavingCalls(SAVE_PRETRAINED)
 

@@ -98,19 +98,15 @@ class Built:
         return self.library.recipes(self, catalog, targets, converter)
 
 
-class ModelLibrary(ABC):
-    """How the models of one library are built, converted, tied, initialised and finished."""
+class Building(ABC):
+    """How the models of a library are built without memory, and what they expect of a checkpoint."""
 
     #: The name under which it is registered.
     name: ClassVar[str]
     #: What the names of weight files begin with, by which the library finds them in a directory.
     weights_stem: ClassVar[str] = "model"
-    #: How adapters are written where nothing else is asked for: as PEFT does, or as diffusers does.
-    adapter_format: ClassVar[str] = "peft"
     #: Whether a class is built from the configuration beside the weights, and not by calling it.
     from_config: ClassVar[bool] = True
-    #: Whether loading leaves tensors that share memory sharing it, as ``load_state_dict`` does.
-    keeps_views: ClassVar[bool] = False
 
     @abstractmethod
     def handles(self, kind: type) -> bool:
@@ -145,14 +141,6 @@ class ModelLibrary(ABC):
         """``Built.dtype`` of a model that the caller's callable has made, or (``given``) the caller."""
         return stored.asked
 
-    def quantizer(self, model: nn.Module, root: str | None, dtype: torch.dtype | None) -> Any:
-        """What dequantises the weights in ``root``, the model made ready for it; None if they need none."""
-        return None
-
-    def quantisation(self, quantizer: Any) -> str:
-        """The name of the method with which the weights that ``quantizer`` dequantises are quantised."""
-        return ""
-
     def dtype_plan(self, model: nn.Module, dtype: torch.dtype) -> list[tuple[re.Pattern[str], torch.dtype]]:
         """Patterns of parameters that a model loaded in ``dtype`` keeps in another, and which."""
         return []
@@ -165,6 +153,13 @@ class ModelLibrary(ABC):
             dtype = next((other for pattern, other in kept if pattern.search(name)), tensor.dtype)
             targets[name] = Target(name, tuple(tensor.shape), dtype, buffer, built.dtype is None)
         return targets
+
+
+class Converting:
+    """How a checkpoint becomes a model of the library, and a model a checkpoint again."""
+
+    #: Whether loading leaves tensors that share memory sharing it, as ``load_state_dict`` does.
+    keeps_views: ClassVar[bool] = False
 
     def converter(self, model: nn.Module) -> Converter | None:
         """From the checkpoint's state dict to the model's; None where they are the same.
@@ -181,25 +176,25 @@ class ModelLibrary(ABC):
         ``converter`` is the caller's: None for the library's own, or a callable from state dict to state
         dict. Raises ConversionError for one that fails, is random, or depends on the values of weights.
         """
-        converter = self.own_or_callable(built.model, converter)
+        converter = chosen_converter(built.model, converter, self.converter)
         symbols = symbols_of(catalog)
         return matched(symbols if converter is None else run_converter(converter, symbols), targets)
-
-    def own_or_callable(self, model: nn.Module, converter: Any) -> Converter | None:
-        """The converter to run. Raises ConversionError for a list of conversions, which it is not for."""
-        if converter is None:
-            return self.converter(model)
-        if not callable(converter):
-            raise ConversionError(
-                f"converter is a list of conversions, which are for a transformers model, and "
-                f"{type(model).__name__} is none; pass a callable from state dict to state dict"
-            )
-        chosen: Converter = converter
-        return chosen
 
     def revert(self, model: nn.Module, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """A state dict of the model under the checkpoint's names and shapes; also of meta tensors."""
         return dict(state_dict)
+
+    def quantizer(self, model: nn.Module, root: str | None, dtype: torch.dtype | None) -> Any:
+        """What dequantises the weights in ``root``, the model made ready for it; None if they need none."""
+        return None
+
+    def quantisation(self, quantizer: Any) -> str:
+        """The name of the method with which the weights that ``quantizer`` dequantises are quantised."""
+        return ""
+
+
+class Completing:
+    """What a model of the library has that no checkpoint gives: ties, first values, marks of a load."""
 
     def ties(self, model: nn.Module) -> dict[str, str]:
         """State-dict names that are tied, and the name that each is tied to."""
@@ -229,18 +224,7 @@ class ModelLibrary(ABC):
         """Patterns (regular expressions, searched) of names that may be missing, and that may be too much."""
         return (), ()
 
-    def entries(self, model: nn.Module) -> tuple[str, ...]:
-        """Names of methods of ``model``, beside its forward, by which its users run it."""
-        return tuple(name for name in ENTRIES if callable(getattr(type(model), name, None)))
-
-    def keep_outputs(self, model: nn.Module) -> None:  # noqa: B027  # may be left
-        """Let ``model`` give what it gave, now that an engine may have put its own classes before others."""
-
-    def by_parts(self, model: nn.Module) -> bool:
-        """Whether users of ``model`` call the modules in it one by one, and not its forward."""
-        return False
-
-    def mark_loaded(self, tensor: torch.Tensor) -> None:  # noqa: B027  # only for some initialisers
+    def mark_loaded(self, tensor: torch.Tensor) -> None:
         """Tell the model's initialiser to leave ``tensor``, a parameter or buffer, alone."""
 
     def initialiser(self, model: nn.Module) -> Callable[[], None] | None:
@@ -251,13 +235,33 @@ class ModelLibrary(ABC):
         """
         return None
 
-    def finish(  # noqa: B027  # may be left
-        self, built: Built, recipes: Recipes, name: str | None, catalog: Catalog
-    ) -> None:
+    def finish(self, built: Built, recipes: Recipes, name: str | None, catalog: Catalog) -> None:
         """Leave on the loaded model what later calls of the library look at.
 
         ``name`` is the source's, None for tensors in memory.
         """
+
+    def own_loading(self, kind: type[nn.Module]) -> OwnLoading | None:
+        """The library's own loading of the class ``kind``, unsharded, on the CPU; None where it has none.
+
+        A load is compared with it, and never made of it.
+        """
+        return None
+
+
+class Running:
+    """How models of the library are run by their users, whole or in shards."""
+
+    def entries(self, model: nn.Module) -> tuple[str, ...]:
+        """Names of methods of ``model``, beside its forward, by which its users run it."""
+        return tuple(name for name in ENTRIES if callable(getattr(type(model), name, None)))
+
+    def keep_outputs(self, model: nn.Module) -> None:
+        """Let ``model`` give what it gave, now that an engine may have put its own classes before others."""
+
+    def by_parts(self, model: nn.Module) -> bool:
+        """Whether users of ``model`` call the modules in it one by one, and not its forward."""
+        return False
 
     def parallel_rules(self, model: nn.Module, axis: str) -> dict[str, str]:
         """The expert (``"ep"``) or tensor (``"tp"``) parallel plan that the model declares.
@@ -269,6 +273,13 @@ class ModelLibrary(ABC):
     def attention(self, model: nn.Module) -> Attention:
         """How ``model`` attends along its sequences."""
         return Attention(obstacle="attention that zerostart knows nothing of")
+
+
+class Saving:
+    """What is saved of a model beside its tensors."""
+
+    #: How adapters are written where nothing else is asked for: as PEFT does, or as diffusers does.
+    adapter_format: ClassVar[str] = "peft"
 
     def unsaved(self, model: nn.Module) -> tuple[str, ...]:
         """State-dict names that the model itself leaves out of what is saved."""
@@ -282,9 +293,29 @@ class ModelLibrary(ABC):
         """
         return False
 
-    def own_loading(self, kind: type[nn.Module]) -> OwnLoading | None:
-        """The library's own loading of the class ``kind``, unsharded, on the CPU; None where it has none.
 
-        A load is compared with it, and never made of it.
-        """
-        return None
+class ModelLibrary(Building, Converting, Completing, Running, Saving):
+    """One library of models.
+
+    It must say which classes are its own (``handles``), and how one is built: ``construction``, unless its
+    models come from a callable of the caller's (``from_config``). Everything else it may say: what is left
+    out is as for models whose checkpoints have their state dict's own names.
+    """
+
+
+def chosen_converter(
+    model: nn.Module, converter: Any, own: Callable[[nn.Module], Converter | None]
+) -> Converter | None:
+    """The converter to run: the caller's, or without one what ``own`` gives for the model.
+
+    Raises ConversionError for a list of conversions, which only models of transformers have.
+    """
+    if converter is None:
+        return own(model)
+    if not callable(converter):
+        raise ConversionError(
+            f"converter is a list of conversions, which are for a transformers model, and "
+            f"{type(model).__name__} is none; pass a callable from state dict to state dict"
+        )
+    chosen: Converter = converter
+    return chosen

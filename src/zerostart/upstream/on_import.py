@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.abc
 import importlib.machinery
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from types import ModuleType
 from typing import Any
 
@@ -23,6 +25,12 @@ def when_imported(name: str, then: Callable[[ModuleType], None]) -> Callable[[],
     finder = _Finder(name, then)
     sys.meta_path.insert(0, finder)
     return finder.leave
+
+
+def enter_when_imported(stack: ExitStack, name: str, enter: Callable[[ExitStack, ModuleType], None]) -> None:
+    """Call ``enter(later, module)`` as ``when_imported``; ``later`` and the waiting end with ``stack``."""
+    later = stack.enter_context(ExitStack())
+    stack.callback(when_imported(name, functools.partial(enter, later)))
 
 
 def _nothing() -> None:

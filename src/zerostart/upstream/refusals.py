@@ -47,7 +47,7 @@ def _refuse(stack: ExitStack, patches: RefCountedPatches, point: PatchPoint, tex
     except (ImportError, AttributeError):
         return  # and nobody calls it
     for name in point.names:
-        original = vars(owner).get(name)
+        original = inspect.getattr_static(owner, name, None)
         inner = getattr(original, "__func__", original)
         if not callable(inner):
             continue

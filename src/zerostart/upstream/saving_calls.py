@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from types import ModuleType
 from typing import Any
 
-from zerostart.upstream.on_import import when_imported
+from zerostart.upstream.on_import import enter_when_imported
 from zerostart.upstream.patches import RefCountedPatches, replaced
 from zerostart.upstream.refusals import fits
 from zerostart.upstream.registry import Lasts, PatchPoint
@@ -33,8 +33,8 @@ _PIPELINE = "diffsynth.diffusion.base_pipeline:BasePipeline"
 _SAVE_PRETRAINED = PatchPoint(
     library=TRANSFORMERS,
     owner=_MODEL,
-    names=("save_pretrained",),
-    why="a sharded model is saved by all ranks, each its own bytes, where transformers would save shards",
+    names=("save_pretrained", "push_to_hub"),
+    why="a sharded model is saved by all ranks, each its own bytes, and not uploaded by any",
     lasts=Lasts.MODEL,
     shapes=(
         Shape(
@@ -47,8 +47,8 @@ _SAVE_PRETRAINED = PatchPoint(
 _SAVE_MIXIN = PatchPoint(
     library=DIFFUSERS,
     owner=_MIXIN,
-    names=("save_pretrained",),
-    why="a sharded model is saved by all ranks, each its own bytes, where diffusers would save shards",
+    names=("save_pretrained", "push_to_hub"),
+    why="a sharded model is saved by all ranks, each its own bytes, and not uploaded by any",
     lasts=Lasts.MODEL,
     shapes=(
         Shape(
@@ -61,8 +61,8 @@ _SAVE_MIXIN = PatchPoint(
 _SAVE_PIPELINE = PatchPoint(
     library=DIFFUSERS,
     owner=_DIFFUSERS_PIPELINE,
-    names=("save_pretrained",),
-    why="the index names the classes of models as the library has them, not as FSDP2 makes them",
+    names=("save_pretrained", "push_to_hub"),
+    why="the index names the classes of models as the library has them, not as FSDP2 makes them; no upload",
     lasts=Lasts.MODEL,
     shapes=(
         Shape(
@@ -75,7 +75,7 @@ _SAVE_PIPELINE = PatchPoint(
 _SAVE_ADAPTERS = PatchPoint(
     library=PEFT,
     owner=_PEFT_MODEL,
-    names=("save_pretrained",),
+    names=("save_pretrained", "push_to_hub"),
     why="the same for adapters of a sharded model",
     lasts=Lasts.MODEL,
     shapes=(
@@ -85,22 +85,6 @@ _SAVE_ADAPTERS = PatchPoint(
             takes=("is_main_process", "save_embedding_layers"),
         ),
     ),
-)
-_UPLOAD = PatchPoint(
-    library=TRANSFORMERS,
-    owner="transformers.utils.hub:PushToHubMixin",
-    names=("push_to_hub",),
-    why="each rank would save into a directory of its own, and upload it",
-    lasts=Lasts.MODEL,
-    shapes=(Shape("transformers.utils.hub:PushToHubMixin.push_to_hub", leads=("repo_id",)),),
-)
-_UPLOAD_DIFFUSERS = PatchPoint(
-    library=DIFFUSERS,
-    owner="diffusers.utils.hub_utils:PushToHubMixin",
-    names=("push_to_hub",),
-    why="the same, of models and pipelines of diffusers",
-    lasts=Lasts.MODEL,
-    shapes=(Shape("diffusers.utils.hub_utils:PushToHubMixin.push_to_hub", leads=("repo_id",)),),
 )
 _SAVE_MODEL = PatchPoint(
     library=ACCELERATE,
@@ -116,8 +100,15 @@ _SAVE_MODEL = PatchPoint(
 _FSDP = PatchPoint(
     library=ACCELERATE,
     owner="accelerate.accelerator",
-    names=("save_fsdp_model", "save_fsdp_optimizer", "load_fsdp_model", "load_fsdp_optimizer"),
-    why="save_state and load_state of FSDP2 models, for any number of ranks",
+    names=(
+        "save_fsdp_model",
+        "save_fsdp_optimizer",
+        "load_fsdp_model",
+        "load_fsdp_optimizer",
+        "load_accelerator_state",
+    ),
+    why="save_state and load_state, for any number of ranks: of FSDP2 models, and of the step, which ranks "
+    "that were not there when it was saved learn",
     lasts=Lasts.MODEL,
     shapes=(
         Shape(
@@ -132,20 +123,9 @@ _FSDP = PatchPoint(
             has=(
                 "load_fsdp_model(self.state.fsdp_plugin, self, model, input_dir, i)",
                 "load_fsdp_optimizer(self.state.fsdp_plugin, self, opt, self._models[i], input_dir, i)",
+                "X = load_accelerator_state(...)",
+                "if 'step' in X: ...",
             ),
-        ),
-    ),
-)
-_REST = PatchPoint(
-    library=ACCELERATE,
-    owner="accelerate.accelerator",
-    names=("load_accelerator_state",),
-    why="ranks that were not there when a state was saved learn of its step, by which all accumulate",
-    lasts=Lasts.MODEL,
-    shapes=(
-        Shape(
-            f"{_ACCELERATOR}.load_state",
-            has=("X = load_accelerator_state(...)", "if 'step' in X: ..."),
         ),
     ),
 )
@@ -211,8 +191,10 @@ _TRAINER_STATE = PatchPoint(
         "save_fsdp_optimizer",
         "load_fsdp_model",
         "load_fsdp_optimizer",
+        "get_last_checkpoint",
     ),
-    why="the same functions of accelerate, and the one that knows DeepSpeed's checkpoints by their names",
+    why="the same functions of accelerate; the one that knows DeepSpeed's checkpoints by their names; and "
+    "the one that finds the last, where what a killed run has left half written is passed over",
     lasts=Lasts.MODEL,
     shapes=(
         Shape(
@@ -222,15 +204,6 @@ _TRAINER_STATE = PatchPoint(
         Shape(
             "transformers.trainer:deepspeed_load_checkpoint", leads=("deepspeed_engine", "checkpoint_path")
         ),
-    ),
-)
-_TRAINER_LAST = PatchPoint(
-    library=TRANSFORMERS,
-    owner="transformers.trainer",
-    names=("get_last_checkpoint",),
-    why="a checkpoint that a killed run has left half written is passed over",
-    lasts=Lasts.MODEL,
-    shapes=(
         Shape("transformers.trainer:get_last_checkpoint", leads=("folder",)),
         Shape(f"{_TRAINER}.train", has=("get_last_checkpoint(args.output_dir)",)),
     ),
@@ -297,16 +270,12 @@ TOUCHED = (
     _SAVE_MIXIN,
     _SAVE_PIPELINE,
     _SAVE_ADAPTERS,
-    _UPLOAD,
-    _UPLOAD_DIFFUSERS,
     _SAVE_MODEL,
     _FSDP,
-    _REST,
     _WAITING,
     _CHECKPOINTS,
     _TRAINER_MODEL,
     _TRAINER_STATE,
-    _TRAINER_LAST,
     _TRAINER_LOSS,
     _SAVE_TRAINED,
     _RESUME_TRAINED,
@@ -328,22 +297,21 @@ class SavingCalls(RefCountedPatches):
         self._replacements = replacements
 
     def _enter(self, stack: ExitStack) -> None:
-        later = stack.enter_context(ExitStack())
         by_module: dict[str, list[PatchPoint]] = {}
         for point in TOUCHED:
             if not any(called in self._replacements for called in _called(point)):
                 continue
             by_module.setdefault(point.owner.partition(":")[0], []).append(point)
         for module, points in by_module.items():
-            stack.callback(when_imported(module, functools.partial(self._imported, later, points)))
+            enter_when_imported(stack, module, functools.partial(self._imported, points))
 
-    def _imported(self, stack: ExitStack, points: list[PatchPoint], module: ModuleType) -> None:
+    def _imported(self, points: list[PatchPoint], stack: ExitStack, module: ModuleType) -> None:
         for point in points:
             if not fits(stack, self, (point,), _REMEDY):
                 continue
             owner = found(point.owner)
             for name, called in zip(point.names, _called(point), strict=True):
-                new = _sent(vars(owner)[name], self._replacements[called])
+                new = _sent(inspect.getattr_static(owner, name), self._replacements[called])
                 stack.enter_context(replaced(point, owner, name, new))
 
 

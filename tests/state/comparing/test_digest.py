@@ -2,10 +2,7 @@
 
 import hashlib
 import itertools
-import os
 import random
-import subprocess
-import sys
 from collections.abc import Sequence
 
 import pytest
@@ -80,49 +77,11 @@ def test_as_accelerators_compute_it(place: int, monkeypatch: pytest.MonkeyPatch)
     torch.manual_seed(6)
     tensor = torch.randn(150_000 + place)
     expected = digest(tensor)
-    monkeypatch.setattr("zerostart.checkpoint.digest._on_host", lambda device: False)
-    monkeypatch.setattr("zerostart.checkpoint.digest.has_byte_products", lambda: False)
+    monkeypatch.setattr("zerostart.upstream.torch.word_sums._on_host", lambda device: False)
     sums = Digests([("t", "F32", tensor.shape)])
     sums.add("t", place, tensor[place:])
     sums.add("t", 0, tensor[:place])
     assert sums.summed()["t"] == expected
-
-
-def extremes() -> list[torch.Tensor]:
-    """Bytes of which products and their sums are largest, and noise; not whole blocks."""
-    torch.manual_seed(7)
-    size = 8 * WORDS * 19 + 77
-    values = (0, 127, 128, 255)
-    alike = [torch.full((size,), value, dtype=torch.uint8) for value in values]
-    return [*alike, torch.randint(0, 256, (size,), dtype=torch.uint8)]
-
-
-def test_bytes_as_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks that are multiplied byte by byte have the sums that they have word by word."""
-    found = [digest(tensor) for tensor in extremes()]
-    monkeypatch.setattr("zerostart.checkpoint.digest.has_byte_products", lambda: False)
-    assert found == [digest(tensor) for tensor in extremes()]
-
-
-OLDER = [pytest.param(limit, marks=pytest.mark.slow) for limit in ("AVX2", "SSE41")]
-
-
-@pytest.mark.parametrize("limit", ["AVX512_CORE", *OLDER])
-def test_without_instructions_for_bytes(limit: str) -> None:
-    """Older processors add up pairs of products in 16 bits, where nothing may be lost."""
-    script = (
-        "from tests.state.comparing import test_digest\n"
-        "import zerostart.checkpoint.digest\n"
-        "zerostart.checkpoint.digest.has_byte_products = lambda: True\n"
-        "assert zerostart.checkpoint.digest.bytes_agree()\n"
-        "print(*map(test_digest.digest, test_digest.extremes()))"
-    )
-    environment = os.environ | {"ONEDNN_MAX_CPU_ISA": limit, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", script]
-    told = subprocess.run(
-        command, env=environment, stdout=subprocess.PIPE, text=True, timeout=300, check=True
-    )
-    assert told.stdout.split() == [digest(tensor) for tensor in extremes()]
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.float64])

@@ -15,6 +15,10 @@ import torch
 from tests.ranks import rank_outcomes, run_ranks
 from tests.training.data.encoded import picture
 from tests.training.data.test_cache import SIZES, cached
+from tests.training.data.test_cache import made as made
+from tests.training.data.test_cache import media as media
+from tests.training.data.test_cache import one_thread as one_thread
+from tests.training.data.test_cache import pipeline as pipeline
 from zerostart.distributed.world import current_world
 from zerostart.errors import ConfigError, WriteError, ZerostartError
 from zerostart.training.config.load import parse_config

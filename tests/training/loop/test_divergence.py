@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 from tests.ranks import rank_outcomes, run_ranks
 from tests.training.loop.test_run import run
+from tests.training.loop.test_run import values as values
 from zerostart.training.loop.failures import Divergence, is_finite
 
 ENGINES = ["fsdp2", pytest.param("deepspeed", marks=pytest.mark.slow)]

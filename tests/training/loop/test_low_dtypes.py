@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 
 from tests.ranks import run_ranks
 from tests.training.adapt.test_lora_runs import LORA, TARGETS, examples, losses, run
+from tests.training.adapt.test_lora_runs import given as given
 from zerostart.errors import ConfigError
 from zerostart.training.config.load import parse_config
 

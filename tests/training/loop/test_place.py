@@ -10,6 +10,7 @@ from tests.ranks import run_ranks
 from tests.training.loop.held_locks import lock_held
 from tests.training.loop.test_resumed_runs import going_on, interrupted, steps_in
 from tests.training.loop.test_run import losses, metrics, run
+from tests.training.loop.test_run import values as values
 from zerostart.checkpoint.write.folders import Folder
 from zerostart.distributed.world import World
 from zerostart.errors import ConfigError, WriteError

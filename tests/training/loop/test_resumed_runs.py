@@ -10,6 +10,7 @@ import pytest
 from tests.ranks import run_ranks
 from tests.tiny import minilm_path
 from tests.training.loop.test_run import losses, metrics, run
+from tests.training.loop.test_run import values as values
 from zerostart.errors import ConfigError
 
 STEPS = 6

@@ -5,12 +5,15 @@ import math
 import pytest
 
 from tests.ranks import run_ranks
+from tests.training.loop import test_run, test_weighing
 from tests.training.loop.test_resumed_runs import going_on, interrupted
 from tests.training.loop.test_run import losses, run
 from tests.training.loop.test_weighing import EXACT, alone, first_step
 from zerostart.errors import ConfigError, EngineError
 from zerostart.training.config.engine_config import with_launcher
 from zerostart.training.config.load import parse_config
+
+running, weighing = test_run.values, test_weighing.values
 
 SOURCE = "qwen3_even"
 CASES = [

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -12,16 +13,18 @@ from zerostart import engines
 from zerostart.checkpoint.formats.torch_zip import read_torch_file
 from zerostart.checkpoint.source import Files
 from zerostart.errors import ConfigError
-from zerostart.integrations.transformers.loading import Call
-from zerostart.loading.request import Request
+from zerostart.integrations.loading import InterceptedLoad
 from zerostart.loading.run import run
+
+if TYPE_CHECKING:
+    from zerostart.loading.arguments import Source
 
 #: Under these DiffSynth looks for a torch file's weights, where it has nothing else.
 _UNWRAPPED = ("state_dict", "module", "model_state")
 
 
-class DiffSynthCall(Call):
-    """As ``Call``, by DiffSynth's rules: every weight in the one dtype, and none missing or too much.
+class DiffSynthLoad(InterceptedLoad):
+    """By DiffSynth's rules: every weight in the one dtype, and none missing or too much.
 
     Weights are never read as a whole, so ``use_disk_map`` says nothing new; where shards lie the engine says,
     and not ``device``. ``vram_config`` and ``vram_limit`` belong to a ``module_map``.
@@ -36,32 +39,32 @@ class DiffSynthCall(Call):
     function = "load_model"
 
     @property
-    def own(self) -> bool:
+    def _left_to_diffsynth(self) -> bool:
         """Whether weights are kept in DiffSynth's way: whole on every rank as here, or on disk alone."""
         given = self.arguments
         if given["module_map"] is None and given["quantize"] is None:
             return False
-        nothing_held = given["quantize"] is None and given["vram_config"]["offload_device"] == "disk"
-        return self._active.whole or nothing_held
+        on_disk = given["quantize"] is None and given["vram_config"]["offload_device"] == "disk"
+        return self._setup.whole or on_disk
 
     def check(self) -> None:
-        """As ``Call.check``, where weights are to be in shards."""
-        if not self.own:
+        """As ``InterceptedLoad.check``, where weights are to be in shards."""
+        if not self._left_to_diffsynth:
             super().check()
 
-    def made(self, original: Callable[[], nn.Module]) -> nn.Module:
+    def load_model(self, original: Callable[[], nn.Module]) -> nn.Module:
         """Build and load, collectively; ``original`` does where weights are kept in DiffSynth's own way.
 
         Raises ConfigError for arguments that cannot be honoured, CoverageError for weights that are missing
         or too much, and what ``zerostart.load`` raises besides.
         """
-        if self.own:
+        if self._left_to_diffsynth:
             with engines.contexts_aside():
                 return original()
-        given, active = self.arguments, self._active
+        given, setup = self.arguments, self._setup
         asked: torch.dtype | None = given["torch_dtype"]
         # DeepSpeed trains what it gets; accelerate's FSDP2 fp32 copies, wherever the precision is mixed.
-        dtype = asked if active.family.owns_optimizer else active.dtype or asked
+        dtype = asked if setup.family.owns_optimizer else setup.dtype or asked
         kind, config = given["model_class"], given["config"] or {}
 
         def build() -> nn.Module:
@@ -69,22 +72,19 @@ class DiffSynthCall(Call):
             return made if dtype is None else _without_integers(made, dtype)
 
         build.__name__ = kind.__name__
-        with self.together():
-            request = Request(
-                self._source(),
-                model=build,
+        with self.agreeing():
+            request = replace(
+                self._request(self._source(), build, "attention that zerostart knows nothing of"),
                 dtype=dtype,
                 converter=given["state_dict_converter"],
-                strict=True,
-                **self._given("attention that zerostart knows nothing of"),
             )
-            self.model = run(request)
+            model = run(request)
             if asked is not None:
-                _cast_buffers(self.model, asked)
-        model: nn.Module = self.model
+                _cast_buffers(model, asked)
+        self._on_loaded(model, self.setup)
         return model
 
-    def _source(self) -> Any:
+    def _source(self) -> Source:
         state_dict, path = self.arguments["state_dict"], self.arguments["path"]
         if state_dict is not None:
             if not isinstance(state_dict, Mapping):

@@ -11,15 +11,14 @@ import torch
 
 from zerostart.checkpoint.source import Files
 from zerostart.errors import ConfigError
-from zerostart.integrations.transformers.loading import Call
-from zerostart.integrations.transformers.parallel_arguments import Asked
+from zerostart.integrations.loading import InterceptedLoad
 from zerostart.models import Built, library_of
-from zerostart.upstream.served import Findings
+from zerostart.upstream.seam import Findings
 from zerostart.upstream.transformers.models import without_weights
 
 
-class DiffusionCall(Call):
-    """As ``Call``, by diffusers' rules: what is missing is initialised by the model's own constructor."""
+class DiffusersLoad(InterceptedLoad):
+    """By diffusers' rules: what is missing is initialised by the model's own constructor."""
 
     refused: Mapping[str, str] = {
         "device_map": "the ranks share the model out by themselves",
@@ -31,11 +30,7 @@ class DiffusionCall(Call):
         "quantization_config": "weights are sharded as they train, and quantised ones are not trained",
     }
 
-    def _take(self) -> Asked:
-        """diffusers has no such arguments."""
-        return Asked()
-
-    def building(self, dtype: torch.dtype) -> tuple[torch.dtype, AbstractContextManager[Any]]:
+    def building(self, dtype: torch.dtype) -> tuple[torch.dtype, AbstractContextManager[None]]:
         """Buffers are computed in the default dtype, which diffusers sets to the one asked for."""
         self._dtype = dtype
         return dtype, self._on_meta(dtype)
@@ -45,16 +40,17 @@ class DiffusionCall(Call):
         with without_weights(dtype), self._logged():
             yield
 
-    def load(self, model: Any, files: list[str] | None, state_dict: Any, config: Any) -> Findings:
-        """Load, collectively; ``state_dict`` is the name of the checkpoint, ``config`` the call's options.
+    def load(self, model: Any, files: list[str], name: object, options: Mapping[str, Any]) -> Findings:
+        """Load, collectively, the checkpoint ``name`` with the ``options`` that diffusers read it with.
 
         Raises ConfigError for quantised weights, and what ``zerostart.load`` raises.
         """
-        if config.get("hf_quantizer") is not None:
+        if options.get("hf_quantizer") is not None:
             raise ConfigError(
-                f"{state_dict} is quantised, and quantised weights are not trained; load weights that are not"
+                f"{name} is quantised, and quantised weights are not trained; load weights that are not"
             )
-        asked = config.get("dtype")
-        built = Built(model, self._log, self._active.dtype or asked, True, library_of(model))
-        source = Files(tuple(files or ()), str(state_dict))
-        return self._run(source, built, None, bool(config.get("ignore_mismatched_sizes")))
+        built = Built(model, self._log, self._setup.dtype or options.get("dtype"), True, library_of(model))
+        source = Files(tuple(files), str(name))
+        findings = self._load(source, built, None, bool(options.get("ignore_mismatched_sizes")))
+        self._on_loaded(model, self.setup)
+        return findings

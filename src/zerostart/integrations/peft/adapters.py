@@ -14,10 +14,9 @@ from torch.distributed.fsdp import FSDPModule
 from zerostart.distributed.world import current_world
 from zerostart.engines import Shard, engine_families
 from zerostart.errors import ConfigError
-from zerostart.integrations.barrier import all_come
+from zerostart.integrations.barrier import barrier
 from zerostart.live.full_tensors import whole_tensor
-from zerostart.live.model import find_shards
-from zerostart.live.record import loaded_around, loaded_models, record_of
+from zerostart.live.model import find_shards, loaded_around, loaded_models, record_of
 from zerostart.state.editing import master_of, put_elements
 
 #: The loaded model that a layer with adapters is in.
@@ -184,7 +183,7 @@ def read(original: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: A
             f"PEFT computes {computed} of an adapter that is in shards here; pass it state_dict= with whole "
             "tensors under the names of model.state_dict() (zerostart.full_tensors has them)"
         )
-    all_come(f"get_peft_model_state_dict of a {type(model).__name__} in shards")
+    barrier(f"get_peft_model_state_dict of a {type(model).__name__} in shards")
     with world.phase("putting an adapter together"):
         return {name: _whole(wanted[name]) if name in wanted else chosen[name] for name in chosen}
 

@@ -9,14 +9,15 @@ from typing import Any
 
 from zerostart.errors import ConfigError
 from zerostart.loading.arguments import EnabledArguments
-from zerostart.upstream.transformers.distributed import AxesAsked, axes_asked, override_plans, show_experts
+from zerostart.upstream.transformers.distributed import AxesAsked, axes_asked
+from zerostart.upstream.transformers.models import override_plans, show_experts
 
 #: transformers' arguments for it.
 ARGUMENTS = ("distributed_config", "tp_plan", "tp_size", "device_mesh")
 
 
 @dataclass(frozen=True)
-class Asked:
+class ParallelArguments:
     """Ranks that share experts and tensors, and rules of the call over the model's own plans."""
 
     expert_parallel: int = 1
@@ -48,7 +49,7 @@ class Asked:
             show_experts(model)
 
 
-def take(arguments: dict[str, Any], world_size: int) -> Asked:
+def take_parallel_arguments(arguments: dict[str, Any], world_size: int) -> ParallelArguments:
     """What ``arguments`` of ``from_pretrained`` ask for, taken out of them.
 
     Raises ConfigError for an axis that no load has, and sizes that do not fit ``world_size``.
@@ -56,7 +57,7 @@ def take(arguments: dict[str, Any], world_size: int) -> Asked:
     given = {name: value for name in ARGUMENTS if (value := arguments.get(name)) is not None}
     config, alone = given.get("distributed_config"), given.keys() & {"tp_plan", "tp_size"}
     if config is not None and alone:
-        return Asked()  # Which transformers itself refuses, in its own words.
+        return ParallelArguments()  # Which transformers itself refuses, in its own words.
     for name in ARGUMENTS:
         arguments.pop(name, None)
     mesh = given.get("device_mesh")
@@ -64,13 +65,13 @@ def take(arguments: dict[str, Any], world_size: int) -> Asked:
         size = given.get("tp_size") or _size_of(mesh, ("tp",)) or world_size
         config = {"tp_plan": given.get("tp_plan"), "tp_size": size}
     if config is None:
-        return Asked()
+        return ParallelArguments()
     axes = axes_asked(config)
     _refuse(axes, world_size)
     experts = axes.experts
     if experts is None:
         experts = _size_of(mesh, ("ep", "tp")) or world_size
-    return Asked(experts, axes.tensors, axes.expert_plan, axes.tensor_plan)
+    return ParallelArguments(experts, axes.tensors, axes.expert_plan, axes.tensor_plan)
 
 
 def _refuse(axes: AxesAsked, world_size: int) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 from torch import nn
 
 from zerostart.checkpoint.catalog import Catalog
-from zerostart.models.library import Built, ModelLibrary
+from zerostart.models.library import Built, ModelLibrary, chosen_converter
 from zerostart.recipe import Recipes, Target, loaded_into, run_converter, symbols_of
-from zerostart.upstream.deepspeed.zero3.printing import keep_printable
+from zerostart.upstream.deepspeed.zero3.start import keep_printable
 
 
 class Plain(ModelLibrary):
@@ -29,7 +29,7 @@ class Plain(ModelLibrary):
         self, built: Built, catalog: Catalog, targets: Mapping[str, Target], converter: Any = None
     ) -> Recipes:
         """What the module's own loading makes of the checkpoint, or of what the caller's converter makes."""
-        chosen = self.own_or_callable(built.model, converter)
+        chosen = chosen_converter(built.model, converter, self.converter)
         symbols = symbols_of(catalog)
         if chosen is None:
             return loaded_into(built.model, symbols, targets, catalog.versions, built.log)

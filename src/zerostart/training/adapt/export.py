@@ -1,4 +1,4 @@
-"""What a run leaves: a whole model, its trained tensors alone, or a LoRA, as those have it who open it.
+"""What a run exports: a whole model, its trained tensors alone, or a LoRA, in the format its reader expects.
 
 Nothing is gathered: each rank writes its own bytes, whatever the format (``zerostart.save``).
 """
@@ -17,7 +17,7 @@ from torch import nn
 from zerostart.distributed.world import current_world
 from zerostart.engines import full_shape
 from zerostart.errors import ConfigError
-from zerostart.live.record import bare_model
+from zerostart.live.model import bare_model
 from zerostart.models import library_of
 from zerostart.state.saving.adapters import PEFT_FORMAT, AdapterFormat
 from zerostart.state.saving.contents import TensorOverrides
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 #: In the output directory: what is saved before the end, a folder for each step.
 EXPORTS = "exports"
+#: Where the average of the weights goes, beside the model or in the folder of a step.
+AVERAGE = "ema"
 #: Of diffusers' LoRA files: the name, what names begin with, and where PEFT's configuration is in the header.
 _LORA_WEIGHTS, _COMPONENT, _METADATA = "pytorch_lora_weights", "transformer.", "lora_adapter_metadata"
 
@@ -101,14 +103,12 @@ def _adapter_format(model: nn.Module, config: TrainConfig, step: int) -> Adapter
         described = functools.partial(_described, component)
         return AdapterFormat(_LORA_WEIGHTS, component, False, described, configured=False)
     names = names_for(inner)
-    if names is not None and names.fused:
-        made = (
-            component  # modules that are one there: its loader puts together what diffusers' names stand for
-        )
-    else:
+    renamed = component
+    # Of modules that are one there, its loader puts together what diffusers' names stand for.
+    if names is None or not names.fused:
         of = _diffsynth(model)
-        made = _without(prefix, lambda name: PREFIX + _with_adapter(of(name)))
-    return AdapterFormat(f"step-{step}", made, False, configured=False, folded=True)
+        renamed = _without(prefix, lambda name: PREFIX + _with_adapter(of(name)))
+    return AdapterFormat(f"step-{step}", renamed, False, configured=False, folded=True)
 
 
 def _with_adapter(name: str) -> str:
@@ -138,10 +138,6 @@ def _described(named: Callable[[str], str], config: Any) -> dict[str, str]:
         for key, value in config.to_dict().items()
     }
     return {"format": "pt", _METADATA: json.dumps(values, indent=2, sort_keys=True)}
-
-
-#: Where the average of the weights goes, beside the model or in the folder of a step.
-AVERAGE = "ema"
 
 
 def export_model(

@@ -31,8 +31,9 @@ from zerostart.training.config.configuration import LoraConfig
 
 logger = logging.getLogger("zerostart")
 
-#: What the files are called in a directory; DiffSynth's are called by their step.
+#: What PEFT and diffusers call their files in a directory; DiffSynth's are called by their step.
 _FILES = ("adapter_model.safetensors", "pytorch_lora_weights.safetensors")
+#: What names of modules begin with: in PEFT's files, diffusers' (two of them), DiffSynth's.
 _BEFORE = ("base_model.model.", "transformer.", "diffusion_model.", PREFIX)
 _FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<kind>A|B|down|up)(\.[^.]+)?\.weight")
 #: Where diffusers keeps the configuration of an adapter in the header of its file.
@@ -41,13 +42,13 @@ _METADATA = "lora_adapter_metadata"
 _KOHYA = ("lora_unet_", "lora_transformer_")
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Factors:
     """The factors [rank, inputs] and [outputs, rank] of one module, and what scales their product."""
 
-    a: torch.Tensor | None = None
-    b: torch.Tensor | None = None
-    scaling: float = 1.0
+    a: torch.Tensor
+    b: torch.Tensor
+    scaling: float
 
 
 def start_from(model: nn.Module, adapted: Iterable[str], config: LoraConfig, world: World) -> None:
@@ -65,18 +66,23 @@ def start_from(model: nn.Module, adapted: Iterable[str], config: LoraConfig, wor
         else:
             path = _file_of(path)
             tensors, metadata = _read(path)
-        digest = hashlib.blake2b(repr(metadata).encode(), digest_size=8)
-        for name in sorted(tensors):
-            found = tensors[name].contiguous()
-            digest.update(f"{name} {found.dtype} {tuple(found.shape)}".encode())
-            digest.update(found.reshape(-1).view(torch.uint8).numpy().data)
-    # A rank that has read another file hears of it here.
-    world.raise_together(None, f"starting from the LoRA file with the checksum {digest.hexdigest()}")
+        checksum = _checksum(tensors, metadata)
+    # A rank that has read another file hears of it here: the ranks compare what they are about to do.
+    world.raise_together(None, f"starting from the LoRA file with the checksum {checksum}")
     with world.phase("starting from the LoRA file"):
         factors = _by_module(_parsed(tensors, metadata, path), list(adapted), model, path)
         with torch.no_grad():
-            for name, held in factors.items():
-                _give(model.get_submodule(name), name, held, config, path)
+            for name, pair in factors.items():
+                _fill(model.get_submodule(name), name, pair, config, path)
+
+
+def _checksum(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, Any]) -> str:
+    digest = hashlib.blake2b(repr(metadata).encode(), digest_size=8)
+    for name in sorted(tensors):
+        tensor = tensors[name].contiguous()
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def _state_of(path: Path) -> Path | None:
@@ -128,8 +134,9 @@ def _read(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"lora.start_from {path} cannot be read: {error}") from error
     if written is not None:
-        held = load_json(written.encode("utf-8", "surrogatepass"), str(path), _METADATA, any_number=True)
-        return tensors, {key.rpartition(".")[2]: value for key, value in held.items()}
+        settings = load_json(written.encode("utf-8", "surrogatepass"), str(path), _METADATA, any_number=True)
+        # diffusers puts the name of the component before each key.
+        return tensors, {key.rpartition(".")[2]: value for key, value in settings.items()}
     beside = path.with_name("adapter_config.json")
     return tensors, read_json(beside, "configuration of an adapter") if beside.is_file() else {}
 
@@ -141,7 +148,7 @@ def _parsed(
     for key in ("rank_pattern", "alpha_pattern", "use_dora", "lora_bias", "modules_to_save"):
         if metadata.get(key):
             raise ConfigError(f"lora.start_from {path} has {key}, which is not available in a run")
-    found: dict[str, _Factors] = {}
+    factors: dict[str, dict[str, torch.Tensor]] = {"A": {}, "B": {}}
     alphas: dict[str, float] = {}
     for name, tensor in tensors.items():
         if name.endswith(".alpha") and tensor.numel() == 1:
@@ -150,36 +157,39 @@ def _parsed(
         match = _FACTOR.fullmatch(name)
         if match is None or tensor.dim() < 2:
             raise CheckpointError(f"lora.start_from {path} has {name}, which is not a factor of an adapter")
-        factors = found.setdefault(match["module"], _Factors())
-        if match["kind"] in ("A", "down"):
-            factors.a = tensor
-        else:
-            factors.b = tensor
-    said = metadata.get("lora_alpha")
-    if said is None and not alphas and any(name.startswith(_BEFORE[0]) for name in found):
+        factors["A" if match["kind"] in ("A", "down") else "B"][match["module"]] = tensor
+    if single := sorted(factors["A"].keys() ^ factors["B"].keys()):
+        raise CheckpointError(f"lora.start_from {path} has only one of the two factors of {single[0]}")
+    whole = metadata.get("lora_alpha")
+    if whole is None and not alphas and any(name.startswith(_BEFORE[0]) for name in factors["A"]):
         logger.warning(
             "lora.start_from %s has PEFT's names and no adapter_config.json beside it: its alpha is taken "
-            "to be "
-            "its rank",
+            "to be its rank",
             path,
         )
-    for module, factors in found.items():
-        if factors.a is None or factors.b is None:
-            raise CheckpointError(f"lora.start_from {path} has only one of the two factors of {module}")
-        rank = factors.a.shape[0]
-        if module in alphas:
-            factors.scaling = alphas[module] / rank
-        elif said is not None:
-            if not isinstance(said, int | float):
-                raise CheckpointError(f"lora.start_from {path}: lora_alpha is {said!r}, and not a number")
-            factors.scaling = said / (math.sqrt(rank) if metadata.get("use_rslora") else rank)
-    return found
+    return {
+        module: _Factors(a, factors["B"][module], _scaling(a.shape[0], alphas.get(module), metadata, path))
+        for module, a in factors["A"].items()
+    }
+
+
+def _scaling(rank: int, alpha: float | None, metadata: Mapping[str, Any], path: Path) -> float:
+    """What scales the product of two factors: a module's own ``alpha`` counts before the whole adapter's."""
+    if alpha is not None:
+        return alpha / rank
+    whole = metadata.get("lora_alpha")
+    if whole is None:
+        return 1.0
+    if not isinstance(whole, int | float):
+        raise CheckpointError(f"lora.start_from {path}: lora_alpha is {whole!r}, and not a number")
+    return whole / (math.sqrt(rank) if metadata.get("use_rslora") else rank)
 
 
 def _by_module(
     found: Mapping[str, _Factors], adapted: list[str], model: nn.Module, path: Path
 ) -> dict[str, _Factors]:
     """The same by the names of the model's modules. Raises CheckpointError unless there are just these."""
+    # What a module may be called in a file: by diffusers, by DiffSynth, and both as kohya writes names.
     names = names_for(model)
     known = {name: name for name in adapted}
     if names is not None and not names.fused:
@@ -187,13 +197,13 @@ def _by_module(
     known |= {before + name.replace(".", "_"): known[name] for name in [*known] for before in _KOHYA}
     factors: dict[str, _Factors] = {}
     unexpected = []
-    for given, held in found.items():
-        candidates = (given, *(given.removeprefix(before) for before in _BEFORE if given.startswith(before)))
+    for in_file, pair in found.items():
+        candidates = (in_file, *(in_file.removeprefix(one) for one in _BEFORE if in_file.startswith(one)))
         name = next((known[candidate] for candidate in candidates if candidate in known), None)
         if name is None:
-            unexpected.append(given)
+            unexpected.append(in_file)
         else:
-            factors[name] = held
+            factors[name] = pair
     missing = [name for name in adapted if name not in factors]
     if missing or unexpected:
         raise CheckpointError(
@@ -204,19 +214,18 @@ def _by_module(
     return factors
 
 
-def _give(layer: Any, name: str, found: _Factors, config: LoraConfig, path: Path) -> None:
+def _fill(layer: Any, name: str, found: _Factors, config: LoraConfig, path: Path) -> None:
     """Copy the factors into one adapter, scaled so that the product weighs what it weighed in the file."""
     if ADAPTER not in getattr(layer, "lora_A", {}):
         raise ConfigError(f"lora.start_from: the adapter of {name} ({type(layer).__name__}) cannot be filled")
     a, b = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
-    assert found.a is not None, "looked at when it was parsed"
-    assert found.b is not None, "the same"
     if a.shape != found.a.shape or b.shape != found.b.shape:
         raise CheckpointError(
             f"lora.start_from {path} has factors of the shapes {tuple(found.a.shape)} and "
             f"{tuple(found.b.shape)} for {name}, and lora.rank {config.rank} gives {tuple(a.shape)} and "
             f"{tuple(b.shape)}; set lora.rank to {found.a.shape[0]}, or name another file"
         )
+    # The adapter's own scaling is the configuration's: the second factor makes up for the difference.
     times = found.scaling / config.scaling
     a.copy_(found.a)
     b.copy_(found.b if times == 1.0 else found.b.float() * times)

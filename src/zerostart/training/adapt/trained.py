@@ -1,4 +1,4 @@
-"""What of a loaded model a run trains: all of it, the parameters that are named, or a LoRA."""
+"""Choosing what a run trains: the whole loaded model, the parameters that are named, or a LoRA."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 from zerostart.distributed.world import World
 from zerostart.engines import full_shape, plain_name
 from zerostart.errors import ConfigError
-from zerostart.live.record import record_of
+from zerostart.live.model import record_of
 from zerostart.training.adapt.lora import add_lora, highest_rank
 from zerostart.training.adapt.lora_files import start_from
 
@@ -36,12 +36,12 @@ def choose_trained(model: nn.Module, config: TrainConfig, world: World) -> str |
         adapted = add_lora(model, config.lora, config.train.seed)
     if config.lora.start_from is not None:
         start_from(model, adapted, config.lora, world)
-    told = f"trained: LoRA of rank {config.lora.rank} in {len(adapted)} layers, {_counted(model)}"
+    summary = f"trained: LoRA of rank {config.lora.rank} in {len(adapted)} layers, {_counted(model)}"
     if config.lora.rank > (most := highest_rank(model, adapted)):
-        told += f"; none of these layers has a rank above {most}: lora.rank {most} can do as much"
+        summary += f"; none of these layers has a rank above {most}: lora.rank {most} can do as much"
     with world.phase("sharding LoRA"):
         record_of(model).engine.shard_added(model, config.precision)
-    return told
+    return summary
 
 
 @torch.no_grad()

@@ -35,36 +35,32 @@ _PREPARE_FSDP2 = PatchPoint(
     names=("fsdp2_prepare_model",),
     why="a model that is sharded already is left as it is",
     lasts=Lasts.MODEL,
+    shapes=(Shape("accelerate.accelerator:fsdp2_prepare_model", leads=("accelerator", "model")),),
+)
+_PREPARE = PatchPoint(
+    library=ACCELERATE,
+    owner=_ACCELERATOR,
+    names=("_prepare_fsdp2", "_prepare_tp", "_prepare_deepspeed"),
+    why="a model in shards is left as it is, by whichever names fully_shard gives its classes, or refused if "
+    "it was loaded for another engine; its optimizer keeps parameters that stay, though an empty shard has "
+    "no address",
+    lasts=Lasts.MODEL,
     shapes=(
-        Shape("accelerate.accelerator:fsdp2_prepare_model", leads=("accelerator", "model")),
         Shape(
             f"{_ACCELERATOR}._prepare_fsdp2",
-            has=("self.state.fsdp_plugin.set_auto_wrap_policy(M)", "fsdp2_prepare_model(self, M)"),
+            has=(
+                "self.state.fsdp_plugin.set_auto_wrap_policy(M)",
+                "fsdp2_prepare_model(self, M)",
+                "fsdp2_switch_optimizer_parameters(O, M)",
+            ),
         ),
+        Shape(
+            f"{_PLUGIN}.set_auto_wrap_policy",
+            leads=("model",),
+            has=("get_module_class_from_name(model, N)",),
+        ),
+        Shape(f"{_ACCELERATOR}.prepare", has=("self._prepare_tp(*args)",)),
     ),
-)
-_OPTIMIZERS = PatchPoint(
-    library=ACCELERATE,
-    owner=_ACCELERATOR,
-    names=("_prepare_fsdp2",),
-    why="the optimizer keeps parameters that stay: it goes by addresses, and an empty shard has none",
-    lasts=Lasts.MODEL,
-    shapes=(Shape(f"{_ACCELERATOR}._prepare_fsdp2", has=("fsdp2_switch_optimizer_parameters(O, M)",)),),
-)
-_TENSORS = PatchPoint(
-    library=ACCELERATE,
-    owner=_ACCELERATOR,
-    names=("_prepare_tp",),
-    why="a model whose tensors ranks share already is left as it is",
-    lasts=Lasts.MODEL,
-    shapes=(Shape(f"{_ACCELERATOR}.prepare", has=("self._prepare_tp(*args)",)),),
-)
-_PREPARE_DEEPSPEED = PatchPoint(
-    library=ACCELERATE,
-    owner=_ACCELERATOR,
-    names=("_prepare_deepspeed",),
-    why="a model that was loaded for another stage or engine is refused",
-    lasts=Lasts.MODEL,
 )
 _STATE_DICT = PatchPoint(
     library=ACCELERATE,
@@ -73,20 +69,6 @@ _STATE_DICT = PatchPoint(
     why="experts that several ranks share are put together before they are saved",
     lasts=Lasts.MODEL,
     shapes=(Shape(f"{_ACCELERATOR}.get_state_dict", leads=("model", "unwrap")),),
-)
-_WRAPPING = PatchPoint(
-    library=ACCELERATE,
-    owner=_PLUGIN,
-    names=("set_auto_wrap_policy",),
-    why="finds classes by their names, which fully_shard changes",
-    lasts=Lasts.MODEL,
-    shapes=(
-        Shape(
-            f"{_PLUGIN}.set_auto_wrap_policy",
-            leads=("model",),
-            has=("get_module_class_from_name(model, N)",),
-        ),
-    ),
 )
 _BACKEND = PatchPoint(
     library=ACCELERATE,
@@ -132,11 +114,8 @@ _ARGUMENTS = PatchPoint(
 )
 TOUCHED = (
     _PREPARE_FSDP2,
-    _OPTIMIZERS,
-    _TENSORS,
-    _PREPARE_DEEPSPEED,
+    _PREPARE,
     _STATE_DICT,
-    _WRAPPING,
     _BACKEND,
     _STATE,
     _ARGUMENTS,
@@ -146,7 +125,7 @@ TOUCHED = (
 _REMEDY = "accelerate cannot prepare models in shards so: use deepspeed.initialize or a plain FSDP2 loop"
 
 
-class Override(RefCountedPatches):
+class AcceleratorPatches(RefCountedPatches):
     """Replaces the functions above while it is open.
 
     ``sharded(model)`` is asked for a model to prepare for FSDP2: True where it is ready as it
@@ -168,28 +147,25 @@ class Override(RefCountedPatches):
 
     def _enter(self, stack: ExitStack) -> None:
         require()
-        functions = {
-            _PREPARE_FSDP2: self._fsdp2_prepare_model,
-            _OPTIMIZERS: _keeps_parameters,
-            _TENSORS: self._prepare_tp,
-            _PREPARE_DEEPSPEED: self._prepare_deepspeed,
-            _STATE_DICT: self._get_state_dict,
-            _WRAPPING: _finds_sharded_classes,
-            _BACKEND: _has_a_backend_everywhere,
-            _STATE: _knows_fsdp2_everywhere,
-            _ARGUMENTS: _remembers_fsdp,
+        replacements = {
+            _PREPARE_FSDP2: (self._fsdp2_prepare_model,),
+            _PREPARE: (_prepares_fsdp2, self._prepare_tp, self._prepare_deepspeed),
+            _STATE_DICT: (self._get_state_dict,),
+            _BACKEND: (_has_a_backend_everywhere,),
+            _STATE: (_knows_fsdp2_everywhere,),
+            _ARGUMENTS: (_remembers_fsdp,),
         }
-        for point, make in functions.items():
+        for point, makers in replacements.items():
             if point.otherwise is Otherwise.STOCK and (wrong := misfit((point,))):
                 logger.warning("%s. It stays as it is", wrong)
                 continue
             if not fits(stack, self, (point,), _REMEDY):
                 continue
-            (name,) = point.names
             owner = found(point.owner)
-            original = vars(owner)[name]
-            new = functools.wraps(original)(make(original))
-            stack.enter_context(replaced(point, owner, name, new))
+            for name, make in zip(point.names, makers, strict=True):
+                original = vars(owner)[name]
+                new = functools.wraps(original)(make(original))
+                stack.enter_context(replaced(point, owner, name, new))
 
     def _fsdp2_prepare_model(self, original: Any) -> Any:
         def fsdp2_prepare_model(accelerator: Any, model: Any) -> Any:
@@ -246,20 +222,31 @@ def _keeps_parameters(original: Any) -> Any:
     return prepare_fsdp2
 
 
-def _finds_sharded_classes(original: Any) -> Any:
-    def set_auto_wrap_policy(plugin: Any, model: Any) -> None:
-        names = plugin.transformer_cls_names_to_wrap
-        there = {type(module).__name__ for module in model.modules()}
-        wanted = names if names is not None else list(getattr(model, "_no_split_modules", None) or ())
-        # fully_shard makes of a class Layer a class FSDPLayer. The names are looked up once more, when
-        # accelerate wraps them for activation checkpointing.
-        plain = [name.removeprefix(SHARDED) for name in wanted]
-        plugin.transformer_cls_names_to_wrap = [
-            SHARDED + name if SHARDED + name in there else name for name in plain
-        ]
-        original(plugin, model)
+def _prepares_fsdp2(original: Any) -> Any:
+    keeping = _keeps_parameters(original)
 
-    return set_auto_wrap_policy
+    def prepare_fsdp2(accelerator: Any, *args: Any) -> Any:
+        for item in args:
+            if isinstance(item, nn.Module):
+                _name_sharded_classes(accelerator.state.fsdp_plugin, item)
+        return keeping(accelerator, *args)
+
+    return prepare_fsdp2
+
+
+def _name_sharded_classes(plugin: Any, model: nn.Module) -> None:
+    """Have ``plugin`` look for the classes that ``fully_shard`` has made of those that it names.
+
+    Of a class Layer it makes a class FSDPLayer. accelerate looks the names up when it cuts a model into
+    units, and once more when it wraps them for activation checkpointing.
+    """
+    names = plugin.transformer_cls_names_to_wrap
+    there = {type(module).__name__ for module in model.modules()}
+    wanted = names if names is not None else list(getattr(model, "_no_split_modules", None) or ())
+    plain = [name.removeprefix(SHARDED) for name in wanted]
+    plugin.transformer_cls_names_to_wrap = [
+        SHARDED + name if SHARDED + name in there else name for name in plain
+    ]
 
 
 def _has_a_backend_everywhere(original: Any) -> Any:

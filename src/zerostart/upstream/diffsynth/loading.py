@@ -1,9 +1,9 @@
 """Private parts of DiffSynth-Studio: what loads every model, and how it recognises torch files.
 
 ``diffsynth.core.loader.model.load_model`` builds a class, reads a whole state dict, converts it and assigns
-it; every pipeline's ``from_pretrained`` ends there. While an ``Override`` is open it is ours, in every module
-that has imported it, and hands on what its ``choose`` does not want served. ``load_keys_dict_from_bin`` reads
-a whole torch file for the names and shapes in it.
+it; every pipeline's ``from_pretrained`` ends there. While a ``DiffSynthSeam`` is open it is ours, in every
+module that has imported it, and hands on what its ``choose`` does not want served.
+``load_keys_dict_from_bin`` reads a whole torch file for the names and shapes in it.
 
 DiffSynth is not imported for this: its functions are replaced once it is.
 """
@@ -17,10 +17,11 @@ from contextlib import ExitStack
 from types import ModuleType
 from typing import Any, Protocol
 
-from zerostart.upstream.on_import import when_imported
+from zerostart.upstream.on_import import enter_when_imported
 from zerostart.upstream.patches import RefCountedPatches, replaced, replaced_wherever_imported
-from zerostart.upstream.registry import Lasts, PatchPoint, demand
+from zerostart.upstream.registry import Lasts, PatchPoint, Use, demand
 from zerostart.upstream.shapes import Shape
+from zerostart.upstream.transformers.loading import without_zero3
 from zerostart.upstream.versions import DIFFSYNTH
 
 _MODEL = "diffsynth.core.loader.model"
@@ -71,20 +72,22 @@ _KEYS = PatchPoint(
         ),
     ),
 )
-_NO_ZERO3 = PatchPoint(
-    library=DIFFSYNTH,
-    owner="diffsynth.core.loader.model",
-    names=("is_deepspeed_zero3_enabled",),
-    why="what DiffSynth keeps in its own way is built without zero.Init, which partitions it",
-    lasts=Lasts.CALL,
-    shapes=(
-        Shape(
-            "diffsynth.core.loader.model:get_init_context",
-            has=("if is_deepspeed_zero3_enabled(): ...",),
+TOUCHED = (
+    _LOADING,
+    _KEYS,
+    Use(
+        library=DIFFSYNTH,
+        owner="diffsynth.core.loader.model",
+        names=("is_deepspeed_zero3_enabled",),
+        why="what DiffSynth keeps in its own way is built without zero.Init, which transformers tells it of",
+        shapes=(
+            Shape(
+                "diffsynth.core.loader.model:get_init_context",
+                has=("if is_deepspeed_zero3_enabled(): ...",),
+            ),
         ),
     ),
 )
-TOUCHED = (_LOADING, _KEYS, _NO_ZERO3)
 
 
 @functools.cache
@@ -93,16 +96,16 @@ def require() -> None:
     demand(TOUCHED, "zerostart.enabled() cannot take over its loading; use zerostart.load")
 
 
-class Load(Protocol):
+class DiffSynthCall(Protocol):
     """One call of ``load_model`` that zerostart serves."""
 
-    def made(self, original: Callable[[], Any]) -> Any:
+    def load_model(self, original: Callable[[], Any]) -> Any:
         """The model, in shards; collective. ``original()`` is DiffSynth's own, which partitions nothing."""
         ...
 
 
-class Override(RefCountedPatches):
-    """Replaces the functions while it is open, from the import of DiffSynth on.
+class DiffSynthSeam(RefCountedPatches):
+    """``load_model`` and the recognition of torch files, from the import of DiffSynth on.
 
     ``choose(class, arguments by name)`` is asked at each call: None leaves it to DiffSynth, and
     ``left(model)`` is told of what it gave. ``keys(path)`` gives the names and shapes of a torch file, None
@@ -111,7 +114,7 @@ class Override(RefCountedPatches):
 
     def __init__(
         self,
-        choose: Callable[[type, dict[str, Any]], Load | None],
+        choose: Callable[[type, dict[str, Any]], DiffSynthCall | None],
         left: Callable[[Any], None],
         keys: Callable[[str], dict[str, Any] | None],
     ) -> None:
@@ -121,13 +124,12 @@ class Override(RefCountedPatches):
         self._keys = keys
 
     def _enter(self, stack: ExitStack) -> None:
-        for name, imported in ((_MODEL, self._with_loading), (_FILE, self._with_keys)):
-            later = stack.enter_context(ExitStack())
-            stack.callback(when_imported(name, functools.partial(imported, later)))
+        enter_when_imported(stack, _MODEL, self._with_loading)
+        enter_when_imported(stack, _FILE, self._with_keys)
 
     def _with_loading(self, stack: ExitStack, module: ModuleType) -> None:
         original = module.load_model
-        new = self._load_model(module, original)
+        new = self._load_model(original)
         stack.enter_context(replaced_wherever_imported(_LOADING, "load_model", original, new))
 
     def _with_keys(self, stack: ExitStack, module: ModuleType) -> None:
@@ -140,7 +142,7 @@ class Override(RefCountedPatches):
 
         stack.enter_context(replaced(_KEYS, module, "load_keys_dict_from_bin", load_keys_dict_from_bin))
 
-    def _load_model(self, module: ModuleType, original: Any) -> Any:
+    def _load_model(self, original: Any) -> Any:
         signature = inspect.signature(original)
 
         @functools.wraps(original)
@@ -149,17 +151,17 @@ class Override(RefCountedPatches):
             bound.apply_defaults()
             given = dict(bound.arguments)
             # A module may have kept it beyond the block.
-            served = self._choose(given["model_class"], given) if self.is_open else None
-            if served is None:
+            call = self._choose(given["model_class"], given) if self.is_open else None
+            if call is None:
                 result = original(*args, **kwargs)
                 self._left(result)
                 return result
             require()
 
             def own() -> Any:
-                with replaced(_NO_ZERO3, module, "is_deepspeed_zero3_enabled", lambda: False):
+                with without_zero3():
                     return original(*args, **kwargs)
 
-            return served.made(own)
+            return call.load_model(own)
 
         return load_model

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from zerostart.upstream.on_import import when_imported
+from zerostart.upstream.on_import import enter_when_imported
 from zerostart.upstream.patches import RefCountedPatches, replaced
 from zerostart.upstream.registry import Lasts, PatchPoint, demand
 from zerostart.upstream.shapes import Shape
@@ -48,8 +48,7 @@ class LoraShapes(RefCountedPatches):
         self._shown = shown
 
     def _enter(self, stack: ExitStack) -> None:
-        later = stack.enter_context(ExitStack())
-        stack.callback(when_imported(_FLUX.owner.partition(":")[0], functools.partial(self._imported, later)))
+        enter_when_imported(stack, _FLUX.owner.partition(":")[0], self._imported)
 
     def _imported(self, stack: ExitStack, module: ModuleType) -> None:
         demand(TOUCHED, "zerostart cannot have LoRAs loaded into a Flux in shards")

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from zerostart.upstream.on_import import when_imported
+from zerostart.upstream.on_import import enter_when_imported
 from zerostart.upstream.patches import RefCountedPatches, replaced, replaced_wherever_imported
 from zerostart.upstream.refusals import fits
 from zerostart.upstream.registry import Lasts, PatchPoint
@@ -40,15 +40,9 @@ _SIZES = PatchPoint(
 _MERGED = PatchPoint(
     library=PEFT,
     owner="peft.tuners.tuners_utils:BaseTunerLayer",
-    names=("merge", "unmerge"),
-    why="a weight in shards is whole while PEFT adds an adapter to it, or takes it out",
-    lasts=Lasts.MODEL,
-)
-_SWITCHED = PatchPoint(
-    library=PEFT,
-    owner="peft.tuners.tuners_utils:BaseTunerLayer",
-    names=("enable_adapters",),
-    why="what is merged is taken out when a layer is switched off, and not in the midst of a forward",
+    names=("merge", "unmerge", "enable_adapters"),
+    why="a weight in shards is whole while PEFT adds an adapter to it, or takes it out: before a layer is "
+    "switched off, and not in the midst of a forward",
     lasts=Lasts.MODEL,
     shapes=(Shape("peft.tuners.tuners_utils:BaseTunerLayer.enable_adapters", leads=("enabled",)),),
 )
@@ -102,7 +96,7 @@ _PROMPTS = PatchPoint(
     lasts=Lasts.MODEL,
     shapes=(Shape("peft.peft_model:PeftModel._setup_prompt_encoder", leads=("adapter_name",)),),
 )
-TOUCHED = (_INJECTED, _SIZES, _MERGED, _SWITCHED, _GATHERED, _TOKENS, _READ, _PROMPTS)
+TOUCHED = (_INJECTED, _SIZES, _MERGED, _GATHERED, _TOKENS, _READ, _PROMPTS)
 _REMEDY = "zerostart cannot take over adapters of models in shards"
 
 #: What the dimension of a mesh is called whose ranks compute with a part of a weight.
@@ -141,18 +135,18 @@ class AdapterCalls(RefCountedPatches):
         self._classes: set[tuple[type, str]] = set()
 
     def _enter(self, stack: ExitStack) -> None:
-        later = stack.enter_context(ExitStack())
         stack.callback(self._classes.clear)
-        stack.callback(when_imported(_LAYERS, functools.partial(self._layers_imported, later)))
-        stack.callback(when_imported(_GATHERED.owner, functools.partial(self._gathers, later)))
-        tokens = _TOKENS.owner.partition(":")[0]
-        stack.callback(when_imported(tokens, functools.partial(self._collects, later)))
-        stack.callback(when_imported(_FILES, functools.partial(self._files_imported, later)))
-        prompts = _PROMPTS.owner.partition(":")[0]
-        stack.callback(when_imported(prompts, functools.partial(self._prompts, later)))
+        for name, imported in (
+            (_LAYERS, self._layers_imported),
+            (_GATHERED.owner, self._gathers),
+            (_TOKENS.owner.partition(":")[0], self._collects),
+            (_FILES, self._files_imported),
+            (_PROMPTS.owner.partition(":")[0], self._prompts),
+        ):
+            enter_when_imported(stack, name, imported)
 
     def _layers_imported(self, stack: ExitStack, module: ModuleType) -> None:
-        if not fits(stack, self, (_INJECTED, _SIZES, _MERGED, _SWITCHED), _REMEDY, (_INJECTED,)):
+        if not fits(stack, self, (_INJECTED, _SIZES, _MERGED), _REMEDY, (_INJECTED,)):
             return
         (name,) = _SIZES.names
         measured = getattr(module, name)
@@ -180,7 +174,7 @@ class AdapterCalls(RefCountedPatches):
                 self._disabling(layer)
             return switched(layer, enabled)
 
-        stack.enter_context(replaced(_SWITCHED, module.BaseTunerLayer, "enable_adapters", switch))
+        stack.enter_context(replaced(_MERGED, module.BaseTunerLayer, "enable_adapters", switch))
 
     def _serve(self, stack: ExitStack, kind: type) -> None:
         """Replace what a class of layers, or what it is made of, has under the two names."""
@@ -190,7 +184,7 @@ class AdapterCalls(RefCountedPatches):
 
     def _own(self, kind: type) -> Iterator[tuple[type, str]]:
         for owner in kind.__mro__:
-            for name in _MERGED.names:
+            for name in ("merge", "unmerge"):
                 if name in vars(owner) and (owner, name) not in self._classes:
                     yield owner, name
 

@@ -1,7 +1,6 @@
 """Private parts of torch: FSDP2's references to local tensors, and an initialiser that skips meta tensors.
 
-Also the count of a storage's users, what torch says of memory that a tensor does not have, and products of
-bytes.
+Also the count of a storage's users, and what torch says of memory that a tensor does not have.
 """
 
 from __future__ import annotations
@@ -38,12 +37,6 @@ _TRUNCATED_NORMAL = PatchPoint(
         ),
         Shape("torch.nn.init:trunc_normal_", has=("_no_grad_trunc_normal_(tensor, mean, std, a, b, ...)",)),
     ),
-)
-_BYTE_PRODUCTS = Use(
-    library=TORCH,
-    owner="torch",
-    names=("_int_mm",),
-    why="digests: matrices of signed bytes are multiplied exactly, into 32 bits",
 )
 _PADDING = PatchPoint(
     library=TORCH,
@@ -83,24 +76,7 @@ _TABLES = Use(
     attributes=("_parameters", "_buffers", "_non_persistent_buffers_set"),
     why="a module's tensors are looked up and put back in its own tables",
 )
-TOUCHED = (_TRUNCATED_NORMAL, _BYTE_PRODUCTS, _PADDING, _SPEC, _GROUPS, _USERS, _TABLES)
-
-
-@functools.cache
-def has_byte_products() -> bool:
-    """Whether this processor multiplies matrices of bytes much faster than integers of 64 bits."""
-    fast = torch.backends.cpu.get_cpu_capability() == "AVX512" and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    return fast and not misfit((_BYTE_PRODUCTS,))
-
-
-def product_of_bytes(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """The product of two matrices of signed bytes on the host, in integers of 32 bits.
-
-    Exact as long as no two neighbouring products of ``left`` plus 128 with ``right`` sum up to more than 15
-    bits: processors without instructions for it (VNNI) saturate there.
-    """
-    found: torch.Tensor = torch._int_mm(left, right)
-    return found
+TOUCHED = (_TRUNCATED_NORMAL, _PADDING, _SPEC, _GROUPS, _USERS, _TABLES)
 
 
 def storage_users(storage: torch.UntypedStorage) -> int:

@@ -1,4 +1,4 @@
-"""Private parts of transformers: what its ``DistributedConfig`` asks for, and where a model shows its plans.
+"""Private parts of transformers: what its ``DistributedConfig`` asks for.
 
 The flag ``enable_expert_parallel`` alone asks for experts over all ranks; some releases resolve it, when the
 object is made, to one rank and forget it. So it is noted while ``Noting`` is open.
@@ -7,20 +7,17 @@ object is made, to one rank and forget it. So it is noted while ``Noting`` is op
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from zerostart.errors import ConfigError
 from zerostart.upstream.patches import RefCountedPatches, replaced
 from zerostart.upstream.registry import Lasts, PatchPoint, Use, demand
 from zerostart.upstream.shapes import Shape
 from zerostart.upstream.versions import TRANSFORMERS
 
 _CONFIG = "transformers.distributed.configuration_utils:DistributedConfig"
-_MODEL = "transformers.modeling_utils:PreTrainedModel"
 _ATTRIBUTE = "_zerostart_experts_alone"
 _FLAG = PatchPoint(
     library=TRANSFORMERS,
@@ -42,13 +39,6 @@ TOUCHED = (
         owner=_CONFIG,
         names=("from_dict",),
         why="what a call of from_pretrained asks for",
-    ),
-    PatchPoint(
-        library=TRANSFORMERS,
-        owner=_MODEL,
-        writes=("_ep_plan", "_tp_plan", "has_ep"),
-        why="plans given in the call, where the model shows its plans; whether its experts are shared out",
-        lasts=Lasts.MODEL,
     ),
 )
 
@@ -130,29 +120,3 @@ def axes_asked(config: Any) -> AxesAsked:
         made.pp_size or 1,
         tuple(unserved),
     )
-
-
-def override_plans(model: Any, experts: Mapping[str, str] | None, tensors: Mapping[str, str] | None) -> None:
-    """Put rules over those of ``model``, on meta. Raises ConfigError for one that names nothing there."""
-    if experts is not None:
-        model._ep_plan = _merged(model, "ep_plan", model._ep_plan, experts)
-    if tensors is not None:
-        model._tp_plan = _merged(model, "tp_plan", model._tp_plan, tensors)
-
-
-def _merged(model: Any, what: str, own: Mapping[str, str] | None, rules: Mapping[str, str]) -> dict[str, str]:
-    declared = dict(own or {})
-    named = [name for name, _ in (*model.named_modules(), *model.named_parameters())]
-    known = {*declared, *named, *(re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in named)}
-    unknown = sorted(rules.keys() - known)
-    if unknown:
-        raise ConfigError(
-            f"{what} of the distributed_config names {unknown[0]}, which {type(model).__name__} does not "
-            "have; leave it out"
-        )
-    return {**declared, **rules}
-
-
-def show_experts(model: Any) -> None:
-    """Have ``model`` say that its experts are shared out, as releases that know ``has_ep`` do."""
-    model.has_ep = True

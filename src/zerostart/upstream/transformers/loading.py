@@ -2,7 +2,7 @@
 
 ``PreTrainedModel.from_pretrained`` finds the configuration, the files, the dtype and the conversions, builds
 the model, and afterwards sees to the generation configuration, kernels and adapters; all of that stays as it
-is. Replaced while an ``Override`` is open, and only for calls that its ``choose`` wants served:
+is. Replaced while a ``TransformersSeam`` is open, and only for calls that its ``choose`` wants served:
 
 - ``get_init_context``: without ``zero.Init`` of a DeepSpeed configuration, and with a log of what is built;
 - ``get_hf_quantizer``: a checkpoint that is quantised is to be dequantised;
@@ -25,19 +25,18 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from zerostart.errors import BuildError
-from zerostart.upstream.patches import RefCountedPatches, note, replaced
+from zerostart.upstream.patches import note, replaced
 from zerostart.upstream.registry import Lasts, PatchPoint, Use, demand
-from zerostart.upstream.served import Served, current_call, serving
+from zerostart.upstream.seam import Findings, InterceptedCall, LoadingSeam
 from zerostart.upstream.shapes import Shape
 from zerostart.upstream.versions import TRANSFORMERS
 
 _MODEL = "transformers.modeling_utils:PreTrainedModel"
-_ENTRY = PatchPoint(
+_FROM_PRETRAINED = PatchPoint(
     library=TRANSFORMERS,
     owner=_MODEL,
-    names=("from_pretrained",),
-    why="whether a call is to be served, and an error that tells the way out",
+    names=("from_pretrained", "get_init_context", "_load_pretrained_model", "_finalize_model_loading"),
+    why="zerostart builds without zero.Init, reads the weights, and leaves the report, of calls it serves",
     lasts=Lasts.BLOCK,
     shapes=(
         Shape(
@@ -54,43 +53,44 @@ _ENTRY = PatchPoint(
                 "model.load_adapter(...)",
             ),
         ),
-    ),
-)
-_BUILDING = PatchPoint(
-    library=TRANSFORMERS,
-    owner=_MODEL,
-    names=("get_init_context",),
-    why="the model is built without zero.Init, and with a log of what is built",
-    lasts=Lasts.BLOCK,
-    shapes=(
-        Shape(f"{_MODEL}.get_init_context", leads=("dtype",)),
         Shape(
-            f"{_MODEL}._from_config",
-            has=("is_deepspeed_zero3_enabled() and not Q and not _is_ds_init_called",),
+            f"{_MODEL}.get_init_context",
+            leads=("dtype",),
+            has=("if is_deepspeed_zero3_enabled(): ...",),
         ),
-        Shape("transformers.modeling_utils:set_zero3_state", has=("_is_ds_init_called = True",)),
+        Shape(
+            f"{_MODEL}._load_pretrained_model",
+            leads=("model", "state_dict", "checkpoint_files", "load_config", "expected_keys"),
+        ),
+        Shape(f"{_MODEL}._finalize_model_loading", leads=("model", "load_config", "loading_info")),
+        Shape(
+            "transformers.modeling_utils:log_state_dict_report",
+            takes=(
+                "model",
+                "pretrained_model_name_or_path",
+                "ignore_mismatched_sizes",
+                "loading_info",
+                "logger",
+            ),
+        ),
     ),
 )
-_STARTING = PatchPoint(
+_FROM_CONFIG = PatchPoint(
     library=TRANSFORMERS,
     owner=_MODEL,
     names=("_from_config",),
     why="a model that has no checkpoint starts in shards",
     lasts=Lasts.BLOCK,
-    shapes=(Shape(f"{_MODEL}._from_config", leads=("config",), has=("model = cls(config, ...)",)),),
-)
-_ZERO3 = PatchPoint(
-    library=TRANSFORMERS,
-    owner="transformers.modeling_utils",
-    names=("is_deepspeed_zero3_enabled",),
-    why="the contexts for building are those without a DeepSpeed configuration; embeddings of partitions "
-    "are resized as with one",
-    lasts=Lasts.CALL,
     shapes=(
         Shape(
-            f"{_MODEL}.get_init_context",
-            has=("if is_deepspeed_zero3_enabled(): ...",),
+            f"{_MODEL}._from_config",
+            leads=("config",),
+            has=(
+                "is_deepspeed_zero3_enabled() and not Q and not _is_ds_init_called",
+                "model = cls(config, ...)",
+            ),
         ),
+        Shape("transformers.modeling_utils:set_zero3_state", has=("_is_ds_init_called = True",)),
     ),
 )
 _QUANTIZER = PatchPoint(
@@ -104,42 +104,6 @@ _QUANTIZER = PatchPoint(
         Shape(f"{_MODEL}.from_pretrained", has=("X, config, Y = get_hf_quantizer(...)",)),
     ),
 )
-_LOADING = PatchPoint(
-    library=TRANSFORMERS,
-    owner=_MODEL,
-    names=("_load_pretrained_model",),
-    why="reads and converts the weights",
-    lasts=Lasts.BLOCK,
-    shapes=(
-        Shape(
-            f"{_MODEL}._load_pretrained_model",
-            leads=("model", "state_dict", "checkpoint_files", "load_config", "expected_keys"),
-        ),
-    ),
-)
-_FINALIZING = PatchPoint(
-    library=TRANSFORMERS,
-    owner=_MODEL,
-    names=("_finalize_model_loading",),
-    why="initialises what is missing and ties; only its report is left",
-    lasts=Lasts.BLOCK,
-    shapes=(
-        Shape(
-            f"{_MODEL}._finalize_model_loading",
-            leads=("model", "load_config", "loading_info"),
-        ),
-        Shape(
-            "transformers.modeling_utils:log_state_dict_report",
-            takes=(
-                "model",
-                "pretrained_model_name_or_path",
-                "ignore_mismatched_sizes",
-                "loading_info",
-                "logger",
-            ),
-        ),
-    ),
-)
 _RESIZING = PatchPoint(
     library=TRANSFORMERS,
     owner=_MODEL,
@@ -147,15 +111,24 @@ _RESIZING = PatchPoint(
     why="of the one model: embeddings that are in shards are whole while they are resized",
     lasts=Lasts.MODEL,
 )
+_CONFIGURED = Use(
+    library=TRANSFORMERS,
+    owner="transformers.integrations.deepspeed",
+    names=("set_hf_deepspeed_config", "unset_hf_deepspeed_config", "_hf_deepspeed_config_weak_ref"),
+    why="models are built as without a DeepSpeed configuration; embeddings of partitions resized as with one",
+    shapes=(
+        Shape(
+            "transformers.integrations.deepspeed:is_deepspeed_zero3_enabled",
+            has=("return _hf_deepspeed_config_weak_ref().is_zero3()",),
+        ),
+    ),
+)
 TOUCHED = (
-    _ENTRY,
-    _BUILDING,
-    _STARTING,
-    _ZERO3,
+    _FROM_PRETRAINED,
+    _FROM_CONFIG,
     _QUANTIZER,
-    _LOADING,
-    _FINALIZING,
     _RESIZING,
+    _CONFIGURED,
     Use(
         library=TRANSFORMERS,
         owner="transformers.modeling_utils:LoadStateDictConfig",
@@ -200,16 +173,60 @@ def resize_by(model: Any, function: Callable[..., Any]) -> None:
     note(_RESIZING, model)
 
 
+class _ZeRO3:
+    """What transformers asks of an active DeepSpeed configuration, where stage 3 is all that is known."""
+
+    def is_zero3(self) -> bool:
+        """Whether the stage is 3."""
+        return True
+
+
+@contextlib.contextmanager
+def _configured(config: Any) -> Iterator[None]:
+    """Inside, ``config`` is the DeepSpeed configuration that transformers knows of; None for none."""
+    from transformers.integrations import deepspeed
+
+    def put(found: Any) -> None:
+        if found is None:
+            deepspeed.unset_hf_deepspeed_config()
+        else:
+            deepspeed.set_hf_deepspeed_config(found)
+
+    reference = deepspeed._hf_deepspeed_config_weak_ref
+    before = None if reference is None else reference()
+    put(config)
+    try:
+        yield
+    finally:
+        put(before)
+
+
+def without_zero3() -> AbstractContextManager[None]:
+    """Inside, transformers knows of no DeepSpeed configuration: what is built is not partitioned."""
+    return _configured(None)
+
+
 @contextlib.contextmanager
 def knowing_partitions() -> Iterator[None]:
     """Inside, methods of models gather partitions, also where no configuration tells of ZeRO-3."""
-    from transformers import modeling_utils
-
-    with replaced(_ZERO3, modeling_utils, "is_deepspeed_zero3_enabled", lambda: True):
+    known = _ZeRO3()  # transformers refers to it weakly
+    with _configured(known):
         yield
 
 
-class Starting(Protocol):
+class TransformersCall(InterceptedCall, Protocol):
+    """One call of ``from_pretrained``."""
+
+    def dequantising(self, config: Any) -> None:
+        """Have a quantised checkpoint of the configuration ``config`` dequantised; others are left alone."""
+        ...
+
+    def load(self, model: Any, files: list[str] | None, state_dict: Any, config: Any) -> Findings:
+        """Give ``model`` (on meta) its weights; collective. ``config`` is the LoadStateDictConfig."""
+        ...
+
+
+class FromConfigCall(Protocol):
     """One call of ``from_config`` whose model zerostart initialises."""
 
     #: Keyword arguments with which the library goes on.
@@ -219,77 +236,120 @@ class Starting(Protocol):
         """The model that ``make`` builds; collective."""
         ...
 
-    def together(self) -> AbstractContextManager[None]:
-        """See ``Served``."""
+    def agreeing(self) -> AbstractContextManager[None]:
+        """See ``InterceptedCall``."""
         ...
 
 
-class Override(RefCountedPatches):
-    """Replaces the seams while it is open.
-
-    ``choose(class, keyword arguments)`` is asked at each call of ``from_pretrained``: None leaves the call to
-    transformers, and ``left(model)`` is told of what it gave. ``starting`` is asked the same of
-    ``from_config``.
-    """
+class TransformersSeam(LoadingSeam[TransformersCall]):
+    """``from_pretrained`` and ``from_config`` of transformers; ``starting`` is asked as ``choose`` is."""
 
     def __init__(
         self,
-        choose: Callable[[type, dict[str, Any]], Served | None],
-        starting: Callable[[type, dict[str, Any]], Starting | None],
+        choose: Callable[[type, dict[str, Any]], TransformersCall | None],
+        starting: Callable[[type, dict[str, Any]], FromConfigCall | None],
         left: Callable[[Any], None],
     ) -> None:
-        super().__init__(self._enter)
-        self._choose = choose
+        super().__init__(self._enter, choose, left)
         self._starting = starting
-        self._left = left
 
     def _enter(self, stack: ExitStack) -> None:
         require()
         from transformers import modeling_utils
 
         model: Any = modeling_utils.PreTrainedModel
-        seams = {
-            _ENTRY: self._from_pretrained,
-            _STARTING: self._from_config,
-            _BUILDING: _get_init_context,
-            _LOADING: _load_pretrained_model,
-            _FINALIZING: _finalize_model_loading,
-        }
-        for point, make in seams.items():
-            (name,) = point.names
+        for point, name, make in (
+            (_FROM_PRETRAINED, "from_pretrained", self.from_pretrained),
+            (_FROM_PRETRAINED, "get_init_context", self._get_init_context),
+            (_FROM_PRETRAINED, "_load_pretrained_model", self._load_pretrained_model),
+            (_FROM_PRETRAINED, "_finalize_model_loading", self._finalize_model_loading),
+            (_FROM_CONFIG, "_from_config", self._from_config),
+        ):
             stack.enter_context(replaced(point, model, name, make(vars(model)[name].__func__)))
         (name,) = _QUANTIZER.names
-        made = _get_hf_quantizer(modeling_utils.get_hf_quantizer)
+        made = self._get_hf_quantizer(modeling_utils.get_hf_quantizer)
         stack.enter_context(replaced(_QUANTIZER, modeling_utils, name, made))
-
-    def _from_pretrained(self, original: Any) -> Any:
-        @functools.wraps(original)
-        def from_pretrained(cls: type, *args: Any, **kwargs: Any) -> Any:
-            if (outer := current_call()) is not None and outer.model is None:
-                raise BuildError(
-                    f"{cls.__name__}.from_pretrained is called while another model is built, which "
-                    "zerostart.enabled() does not serve; load that model with zerostart.load"
-                )
-            served = self._choose(cls, kwargs)
-            if served is None:
-                result = original(cls, *args, **kwargs)
-                self._left(result[0] if isinstance(result, tuple) else result)
-                return result
-            with serving(served), served.together():
-                return original(cls, *args, **served.arguments)
-
-        return classmethod(from_pretrained)
 
     def _from_config(self, original: Any) -> Any:
         @functools.wraps(original)
         def from_config(cls: type, *args: Any, **kwargs: Any) -> Any:
-            started = None if _is_part_of_another() else self._starting(cls, kwargs)
-            if started is None:
+            call = None if _is_part_of_another() else self._starting(cls, kwargs)
+            if call is None:
                 return original(cls, *args, **kwargs)
-            with started.together():
-                return started.start(lambda: original(cls, *args, **started.arguments))
+            with call.agreeing():
+                return call.start(lambda: original(cls, *args, **call.arguments))
 
         return classmethod(from_config)
+
+    def _get_init_context(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def get_init_context(cls: type, dtype: torch.dtype, *args: Any, **kwargs: Any) -> Any:
+            call = self.without_weights()
+            if call is None:
+                return original(cls, dtype, *args, **kwargs)
+            from transformers import modeling_utils
+
+            chosen, context = call.building(dtype)
+            modeling_utils.logger.info(f"Detected {call.setup}: zerostart loads the weights in shards")
+            with without_zero3():
+                contexts = original(cls, chosen, *args, **kwargs)
+            # What the constructor builds by from_config must not be partitioned either.
+            return [*contexts, modeling_utils.set_zero3_state(), context]
+
+        return classmethod(get_init_context)
+
+    def _get_hf_quantizer(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def get_hf_quantizer(config: Any, quantization_config: Any, *args: Any, **kwargs: Any) -> Any:
+            call = self.without_weights()
+            if call is not None and quantization_config is None:
+                call.dequantising(config)
+            return original(config, quantization_config, *args, **kwargs)
+
+        return get_hf_quantizer
+
+    def _load_pretrained_model(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def load(
+            model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, expected_keys: Any = None
+        ) -> Any:
+            call = self.without_weights()
+            if call is None:  # or an adapter of the loaded model
+                return original(model, state_dict, checkpoint_files, load_config, expected_keys)
+            from transformers.utils.loading_report import LoadStateDictInfo
+
+            missing, unexpected, mismatched = call.load(model, checkpoint_files, state_dict, load_config)
+            call.model = model
+            info = {
+                "missing_keys": missing,
+                "unexpected_keys": unexpected,
+                "mismatched_keys": mismatched,
+                "error_msgs": [],
+                "conversion_errors": {},
+            }
+            rest = set(LoadStateDictInfo.__dataclass_fields__) - set(info)
+            return LoadStateDictInfo(**info, **{name: set() for name in rest}), None
+
+        return staticmethod(load)
+
+    def _finalize_model_loading(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def finalize(model: Any, load_config: Any, loading_info: Any) -> Any:
+            call = self.innermost()
+            if call is None or call.model is not model:
+                return original(model, load_config, loading_info)
+            from transformers import modeling_utils
+
+            modeling_utils.log_state_dict_report(
+                model=model,
+                pretrained_model_name_or_path=load_config.pretrained_model_name_or_path,
+                ignore_mismatched_sizes=load_config.ignore_mismatched_sizes,
+                loading_info=loading_info,
+                logger=modeling_utils.logger,
+            )
+            return loading_info
+
+        return staticmethod(finalize)
 
 
 def _is_part_of_another() -> bool:
@@ -306,84 +366,3 @@ def _is_part_of_another() -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def _get_init_context(original: Any) -> Any:
-    @functools.wraps(original)
-    def get_init_context(cls: type, dtype: torch.dtype, *args: Any, **kwargs: Any) -> Any:
-        served = current_call()
-        if served is None or served.model is not None:
-            return original(cls, dtype, *args, **kwargs)
-        from transformers import modeling_utils
-
-        chosen, context = served.building(dtype)
-        modeling_utils.logger.info(f"Detected {served.setup}: zerostart loads the weights in shards")
-        with _no_zero3(modeling_utils):
-            contexts = original(cls, chosen, *args, **kwargs)
-        # What the constructor builds by from_config must not be partitioned either.
-        return [*contexts, modeling_utils.set_zero3_state(), context]
-
-    return classmethod(get_init_context)
-
-
-def _get_hf_quantizer(original: Any) -> Any:
-    @functools.wraps(original)
-    def get_hf_quantizer(config: Any, quantization_config: Any, *args: Any, **kwargs: Any) -> Any:
-        served = current_call()
-        if served is not None and served.model is None and quantization_config is None:
-            served.dequantising(config)
-        return original(config, quantization_config, *args, **kwargs)
-
-    return get_hf_quantizer
-
-
-def _load_pretrained_model(original: Any) -> Any:
-    @functools.wraps(original)
-    def load(
-        model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, expected_keys: Any = None
-    ) -> Any:
-        served = current_call()
-        if served is None or served.model is not None:  # The latter: an adapter for the loaded model.
-            return original(model, state_dict, checkpoint_files, load_config, expected_keys)
-        from transformers.utils.loading_report import LoadStateDictInfo
-
-        missing, unexpected, mismatched = served.load(model, checkpoint_files, state_dict, load_config)
-        served.model = model
-        info = {
-            "missing_keys": missing,
-            "unexpected_keys": unexpected,
-            "mismatched_keys": mismatched,
-            "error_msgs": [],
-            "conversion_errors": {},
-        }
-        rest = set(LoadStateDictInfo.__dataclass_fields__) - set(info)
-        return LoadStateDictInfo(**info, **{name: set() for name in rest}), None
-
-    return staticmethod(load)
-
-
-def _finalize_model_loading(original: Any) -> Any:
-    @functools.wraps(original)
-    def finalize(model: Any, load_config: Any, loading_info: Any) -> Any:
-        served = current_call()
-        if served is None or served.model is not model:
-            return original(model, load_config, loading_info)
-        from transformers import modeling_utils
-
-        modeling_utils.log_state_dict_report(
-            model=model,
-            pretrained_model_name_or_path=load_config.pretrained_model_name_or_path,
-            ignore_mismatched_sizes=load_config.ignore_mismatched_sizes,
-            loading_info=loading_info,
-            logger=modeling_utils.logger,
-        )
-        return loading_info
-
-    return staticmethod(finalize)
-
-
-@contextlib.contextmanager
-def _no_zero3(modeling_utils: Any) -> Iterator[None]:
-    """Inside, the module sees no DeepSpeed configuration."""
-    with replaced(_ZERO3, modeling_utils, "is_deepspeed_zero3_enabled", lambda: False):
-        yield

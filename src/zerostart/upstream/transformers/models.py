@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -12,6 +11,7 @@ from typing import Any
 
 import torch
 
+from zerostart.errors import ConfigError
 from zerostart.upstream.registry import Lasts, PatchPoint, Use, misfit, need
 from zerostart.upstream.shapes import Shape
 from zerostart.upstream.versions import TRANSFORMERS
@@ -85,8 +85,9 @@ _DECLARED = Use(
 _MARKS = PatchPoint(
     library=TRANSFORMERS,
     owner=_MODEL,
-    writes=("_is_hf_initialized", "_weight_conversions"),
-    why="which tensors are loaded, for the initialiser; what save_pretrained has to reverse",
+    writes=("_is_hf_initialized", "_weight_conversions", "_ep_plan", "_tp_plan", "has_ep"),
+    why="what the library's own loading leaves on a model: which tensors are loaded, for the initialiser; "
+    "what save_pretrained has to reverse; plans given in the call, and whether experts are shared out",
     lasts=Lasts.MODEL,
     shapes=(
         Shape(
@@ -102,15 +103,7 @@ _RECORDED = PatchPoint(
     why="FSDP2 puts a class of its own before a model's, under whose name hidden states are not found",
     lasts=Lasts.MODEL,
 )
-_QUIET = PatchPoint(
-    library=TRANSFORMERS,
-    owner="transformers.modeling_utils",
-    writes=("logger.level",),
-    why="its warning of a corrupt checkpoint while weights are tied: what is missing is told in full",
-    lasts=Lasts.CALL,
-    shapes=(Shape(f"{_MODEL}.tie_weights", has=("logger.warning(...)",)),),
-)
-TOUCHED = (_CONVERSIONS, _MAPPING, _CONTEXTS, _NESTED, _DECLARED, _MARKS, _RECORDED, _QUIET)
+TOUCHED = (_CONVERSIONS, _MAPPING, _CONTEXTS, _NESTED, _DECLARED, _MARKS, _RECORDED)
 
 
 def is_pretrained(model: object) -> bool:
@@ -259,17 +252,41 @@ def tied_names(model: Any) -> dict[str, str]:
 
 def tie(model: Any, missing: set[str]) -> None:
     """Tie what the model ties; of a pair the name that is not in ``missing`` is the one that stays."""
-    # It calls a checkpoint corrupt that lacks both names of a pair, such as one without the head; what is
-    # missing is told by the coverage, and completely.
-    library = logging.getLogger("transformers.modeling_utils")
-    level = library.level
-    library.setLevel(logging.ERROR)
-    try:
-        model.tie_weights(missing_keys=missing, recompute_mapping=False)
-    finally:
-        library.setLevel(level)
+    # Where all names of a tie are missing, transformers calls the checkpoint corrupt, such as one without the
+    # head. So that it does not, the name that they are tied to counts as there: it ties them all the same,
+    # and what is missing is told by the coverage, completely.
+    ties: Mapping[str, str] = model.all_tied_weights_keys
+    there = {source for target, source in ties.items() if target not in missing}
+    lacking = {source for source in ties.values() if source in missing and source not in there}
+    model.tie_weights(missing_keys=missing - lacking, recompute_mapping=False)
 
 
 def initialise(model: Any) -> None:
     """Run the model's own initialiser on every parameter and buffer not marked as loaded."""
     model.initialize_weights()
+
+
+def override_plans(model: Any, experts: Mapping[str, str] | None, tensors: Mapping[str, str] | None) -> None:
+    """Put rules over those of ``model``, on meta. Raises ConfigError for one that names nothing there."""
+    if experts is not None:
+        model._ep_plan = _merged(model, "ep_plan", model._ep_plan, experts)
+    if tensors is not None:
+        model._tp_plan = _merged(model, "tp_plan", model._tp_plan, tensors)
+
+
+def _merged(model: Any, what: str, own: Mapping[str, str] | None, rules: Mapping[str, str]) -> dict[str, str]:
+    declared = dict(own or {})
+    named = [name for name, _ in (*model.named_modules(), *model.named_parameters())]
+    known = {*declared, *named, *(re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in named)}
+    unknown = sorted(rules.keys() - known)
+    if unknown:
+        raise ConfigError(
+            f"{what} of the distributed_config names {unknown[0]}, which {type(model).__name__} does not "
+            "have; leave it out"
+        )
+    return {**declared, **rules}
+
+
+def show_experts(model: Any) -> None:
+    """Have ``model`` say that its experts are shared out, as releases that know ``has_ep`` do."""
+    model.has_ep = True

@@ -13,11 +13,13 @@ from zerostart.upstream.registry import Lasts, PatchPoint, Use, demand
 from zerostart.upstream.shapes import Shape
 from zerostart.upstream.versions import TRANSFORMERS
 
-_BLOCKS = PatchPoint(
+_DEQUANTISED = PatchPoint(
     library=TRANSFORMERS,
     owner="transformers.quantizers.base:HfQuantizer",
     names=("update_weight_conversions",),
-    why="of the one quantizer: the fp8 dequantisation that it gives takes blocks, too, that an edge cuts off",
+    attributes=("quantization_config",),
+    writes=("quantization_config.dequantize",),
+    why="of the one quantizer: its weights are dequantised while they are read, blocks that an edge cuts too",
     lasts=Lasts.LOAD,
     shapes=(
         Shape(
@@ -28,15 +30,7 @@ _BLOCKS = PatchPoint(
     ),
 )
 TOUCHED = (
-    _BLOCKS,
-    PatchPoint(
-        library=TRANSFORMERS,
-        owner="transformers.quantizers.base:HfQuantizer",
-        attributes=("quantization_config",),
-        writes=("quantization_config.dequantize",),
-        why="its weights are to be dequantised while they are read",
-        lasts=Lasts.LOAD,
-    ),
+    _DEQUANTISED,
     Use(
         library=TRANSFORMERS,
         owner="transformers.quantizers.base:HfQuantizer",
@@ -123,7 +117,7 @@ def _mend_blocks(quantizer: Any, block: tuple[int, int]) -> None:
         return conversions
 
     quantizer.update_weight_conversions = mended
-    note(_BLOCKS, quantizer)
+    note(_DEQUANTISED, quantizer)
 
 
 def prepare(quantizer: Any, model: Any, dtype: torch.dtype) -> None:

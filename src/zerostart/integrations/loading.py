@@ -1,0 +1,126 @@
+"""A call with which a script loads a model, and that zerostart serves: what the libraries have in common."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from zerostart import engines
+from zerostart.distributed.world import current_world
+from zerostart.errors import ConfigError, ZerostartError
+from zerostart.integrations.engine_setup import EngineSetup
+from zerostart.live.model import record_of
+from zerostart.loading.arguments import EnabledArguments
+from zerostart.loading.request import Request
+from zerostart.loading.run import run
+from zerostart.models import Built, library_of
+from zerostart.models.operator_log import OperatorLog
+from zerostart.upstream.seam import Findings
+
+if TYPE_CHECKING:
+    from zerostart.loading.arguments import Converter, Source
+
+
+class InterceptedLoad:
+    """Builds a model, loads it, and agrees with the other ranks; see ``upstream.seam.InterceptedCall``.
+
+    ``setup`` says what the model is loaded for, ``settings`` all else that a load is told, and ``on_loaded``
+    is called with each model that has its weights, and what it was loaded for in words.
+    """
+
+    #: Arguments of the call that a sharded load cannot honour, and why.
+    refused: Mapping[str, str] = {}
+    function = "from_pretrained"
+
+    def __init__(
+        self,
+        settings: EnabledArguments,
+        setup: EngineSetup,
+        arguments: Mapping[str, Any],
+        on_loaded: Callable[[nn.Module, str], None],
+    ) -> None:
+        self._setup = setup
+        self._settings = settings
+        self._on_loaded = on_loaded
+        self.arguments = dict(arguments)
+        self._log = OperatorLog()
+        self._dtype = torch.get_default_dtype()
+        self.model: Any = None
+
+    @property
+    def setup(self) -> str:
+        """What the model is loaded for, in words."""
+        return self._setup.title
+
+    def check(self) -> None:
+        """Raise ConfigError, by its name, for an argument that a sharded load cannot honour."""
+        for name, reason in self.refused.items():
+            if self.arguments.get(name):
+                raise ConfigError(
+                    f"{self.function}({name}=...) is not available under zerostart.enabled(): {reason}. "
+                    "Leave it out, or call it outside"
+                )
+
+    def building(self, dtype: torch.dtype) -> tuple[torch.dtype, AbstractContextManager[None]]:
+        """Buffers are computed in the dtype of the model: that of ``zero.Init``, or the one asked for."""
+        self._dtype = self._setup.building_dtype or dtype
+        return self._dtype, self._logged()
+
+    @contextlib.contextmanager
+    def _logged(self) -> Iterator[None]:
+        with engines.contexts_aside(), self._log:
+            yield
+
+    @contextlib.contextmanager
+    def agreeing(self) -> Iterator[None]:
+        """Around the whole call: what fails on one rank is raised on all."""
+        try:
+            with current_world().phase(self.function):
+                yield
+        except ZerostartError as agreed:
+            # Where all ranks failed alike, the caller gets the library's own error.
+            own = agreed.__cause__
+            if isinstance(own, Exception) and str(agreed) == f"{type(own).__name__}: {own}":
+                raise own from own.__cause__
+            raise
+
+    def _load(self, source: Source, built: Built, converter: Converter, ignore_mismatched: bool) -> Findings:
+        """Load; what has another shape is mismatched where that is to be ignored, and else an error."""
+        obstacle = library_of(built.model).attention(built.model).obstacle
+        request = replace(
+            self._request(source, built, obstacle),
+            converter=converter,
+            strict=False,
+            reinitialise_mismatched=ignore_mismatched,
+        )
+        run(request)
+        report = record_of(built.model).report
+        return (
+            set(report.missing) - report.reinitialised.keys(),
+            set(report.unexpected),
+            {(name, have, want) for name, (have, want) in report.reinitialised.items()},
+        )
+
+    def _request(self, source: Source, model: Any, obstacle: str) -> Request:
+        """The load of ``model``; ``obstacle`` is why ranks cannot share its sequences, "" where they can."""
+        settings, setup = self._settings, self._setup
+        return Request(
+            source,
+            model=model,
+            engine=setup.engine,
+            zero_stage=setup.zero_stage,
+            engine_config=setup.config,
+            expert_parallel=settings.expert_parallel,
+            tensor_parallel=settings.tensor_parallel,
+            sequence_parallel=setup.sequences.unless(obstacle).size,
+            memory_limit=settings.memory_limit,
+            chunk_size=settings.chunk_size,
+            progress=settings.progress,
+            fp32_masters=settings.fp32_masters,
+        )

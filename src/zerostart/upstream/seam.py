@@ -1,0 +1,126 @@
+"""The seam of a library's ``from_pretrained`` at which zerostart builds and fills the model in its place.
+
+Where the steps are in a library its own file says (``transformers/loading.py``, ``diffusers/loading.py``,
+``diffsynth/loading.py``):
+
+1. ``from_pretrained`` asks ``choose`` whether the call is served; a call that is not goes on as ever.
+2. The model is built in a context of ours: without weights, and with a log of what is built.
+3. The weights are not read by the library: each rank reads its own bytes.
+4. The library finishes (generation configuration, adapters, evaluation mode) and reports.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+
+from zerostart.errors import BuildError
+from zerostart.upstream.patches import RefCountedPatches
+
+#: Missing and unexpected names, and (name, shape in the checkpoint, shape in the model) of mismatched ones.
+Findings = tuple[set[str], set[str], set[tuple[str, tuple[int, ...], tuple[int, ...]]]]
+
+
+class InterceptedCall(Protocol):
+    """One call of ``from_pretrained`` whose weights zerostart loads."""
+
+    #: The model, once it has its weights.
+    model: Any
+    #: Keyword arguments with which the library goes on.
+    arguments: dict[str, Any]
+
+    @property
+    def setup(self) -> str:
+        """What the model is loaded for, in the words of transformers' own message of ZeRO-3."""
+        ...
+
+    def building(self, dtype: torch.dtype) -> tuple[torch.dtype, AbstractContextManager[None]]:
+        """The dtype to build in, and a context for building; ``dtype`` is the one that the call has found."""
+        ...
+
+    def agreeing(self) -> AbstractContextManager[None]:
+        """A context for the whole call: what fails on one rank is raised on all of them."""
+        ...
+
+
+Call = TypeVar("Call", bound=InterceptedCall)
+#: The calls that each thread is in, of any library, the innermost last.
+_open_calls = threading.local()
+
+
+def _calls() -> list[InterceptedCall]:
+    """The open calls of this thread."""
+    if not hasattr(_open_calls, "stack"):
+        _open_calls.stack = []
+    stack: list[InterceptedCall] = _open_calls.stack
+    return stack
+
+
+class LoadingSeam(RefCountedPatches, Generic[Call]):
+    """Takes over the loading of one library while it is open.
+
+    ``choose(class, keyword arguments)`` is asked at each call of ``from_pretrained``: None leaves the call to
+    the library, and ``left(model)`` is told of what the library gave.
+    """
+
+    def __init__(
+        self,
+        enter: Callable[[ExitStack], None],
+        choose: Callable[[type, dict[str, Any]], Call | None],
+        left: Callable[[Any], None],
+    ) -> None:
+        super().__init__(enter)
+        self._choose = choose
+        self._left = left
+        self._own = threading.local()
+
+    def innermost(self) -> Call | None:
+        """This library's call that the thread is in."""
+        call: Call | None = getattr(self._own, "call", None)
+        return call if _calls()[-1:] == [call] else None
+
+    def without_weights(self) -> Call | None:
+        """The same, until its model has its weights: what is built or read later is not of this call."""
+        call = self.innermost()
+        return None if call is None or call.model is not None else call
+
+    def from_pretrained(self, original: Callable[..., Any]) -> Any:
+        """The class method that stands in the place of ``original``, its function."""
+
+        @functools.wraps(original)
+        def from_pretrained(cls: type, *args: Any, **kwargs: Any) -> Any:
+            if any(outer.model is None for outer in _calls()[-1:]):
+                raise BuildError(
+                    f"{cls.__name__}.from_pretrained is called while another model is built, which "
+                    "zerostart.enabled() does not serve; load that model with zerostart.load"
+                )
+            call = self._choose(cls, kwargs)
+            if call is None:
+                result = original(cls, *args, **kwargs)
+                self._left(result[0] if isinstance(result, tuple) else result)
+                return result
+            with self._serving(call), call.agreeing():
+                return original(cls, *args, **call.arguments)
+
+        return classmethod(from_pretrained)
+
+    @contextlib.contextmanager
+    def _serving(self, call: Call) -> Iterator[None]:
+        outer = getattr(self._own, "call", None)
+        dtype = torch.get_default_dtype()
+        _calls().append(call)
+        self._own.call = call
+        try:
+            yield
+        except BaseException:
+            torch.set_default_dtype(dtype)  # diffusers sets it, and back only where nothing fails
+            raise
+        finally:
+            _calls().pop()
+            self._own.call = outer
