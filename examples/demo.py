@@ -11,6 +11,10 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
+NEXT = """
+Next: a run of your own from one file:     zerostart config causal-lm run.yaml, zerostart train run.yaml
+      a script that you have, as it is:    accelerate launch --config_file zero3.yaml -m zerostart SCRIPT.py
+      how it works, and the tutorials:     docs/index.md"""
 
 
 def main() -> int:
@@ -33,6 +37,7 @@ def main() -> int:
         code = run(command)
         if code != 0:
             return code
+    print(NEXT)
     return 0
 
 
