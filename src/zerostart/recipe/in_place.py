@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._ops import OpOverload
 
 from zerostart.geometry import row_major_strides
 from zerostart.recipe.memory import Memory
@@ -25,6 +26,9 @@ from zerostart.recipe.operators import cast
 from zerostart.recipe.refusals import by_torch, refusal
 from zerostart.recipe.values import HANDLERS, Value, compute, names_of
 from zerostart.recipe.views import KNOWN_VIEWS, SAME, Layout, Step, single_views, straight, strided_step
+
+if TYPE_CHECKING:
+    from zerostart.recipe.symbolic import SymbolicTensor
 from zerostart.upstream.torch.wrapper import shares_storage
 
 aten = torch.ops.aten
@@ -32,7 +36,7 @@ aten = torch.ops.aten
 _FILLS = {aten.fill.Scalar, aten.fill.Tensor, aten.zero.default}
 
 
-def view(cls: Any, func: Any, args: Any, kwargs: Any) -> Any:
+def view(cls: type[SymbolicTensor], func: OpOverload, args: Any, kwargs: Any) -> Any:
     """What an operator gives that shows the same memory in another way.
 
     Raises ConversionError for a view that is not known.
@@ -50,7 +54,9 @@ def view(cls: Any, func: Any, args: Any, kwargs: Any) -> Any:
     return views[0] if func is aten._unsafe_view.default else views
 
 
-def _viewed(cls: Any, source: Any, func: Any, rest: tuple[Any, ...], meta: torch.Tensor) -> Any:
+def _viewed(
+    cls: type[SymbolicTensor], source: Any, func: OpOverload, rest: tuple[Any, ...], meta: torch.Tensor
+) -> Any:
     layout = Layout(tuple(meta.shape), meta.stride(), int(meta.storage_offset()))
     if func in SAME:
         return cls(source.memory, source.steps, meta)
@@ -62,7 +68,7 @@ def _viewed(cls: Any, source: Any, func: Any, rest: tuple[Any, ...], meta: torch
     return cls(source.memory, straight(steps, source.memory.layout), meta)
 
 
-def write(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def write(cls: type[SymbolicTensor], func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What an operator gives that writes into tensors. Raises ConversionError for what cannot be followed."""
     if func is aten.copy_.default and args[0] is args[1]:
         return args[0]
@@ -120,14 +126,14 @@ def write(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 @functools.cache
-def _goes_along(functional: Any) -> bool:
+def _goes_along(functional: OpOverload) -> bool:
     """Whether an operator reads its operands while it writes, element by element or tensor by tensor."""
     if torch.Tag.pointwise in functional.tags or functional is aten.copy.default:
         return True
     return bool(functional._schema.name.startswith("aten::_foreach"))
 
 
-def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+def _written(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
     """The tensors that an operator writes into."""
     found: list[Any] = []
     for position, argument in enumerate(func._schema.arguments):
@@ -137,7 +143,7 @@ def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any
     return found
 
 
-def _given_back(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _given_back(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """What an operator that writes returns: the tensors that it wrote into."""
     returns = func._schema.returns
     written = _written(func, args, kwargs)
@@ -146,12 +152,12 @@ def _given_back(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     return written[0] if len(returns) == 1 and len(written) == 1 else tuple(written)
 
 
-def _is_out(func: Any, name: str) -> bool:
+def _is_out(func: OpOverload, name: str) -> bool:
     return any(a.name == name and a.is_out for a in func._schema.arguments)
 
 
 @functools.cache
-def _functional(func: Any) -> Any:
+def _functional(func: OpOverload) -> Any:
     """The operator that gives as new tensors what ``func`` writes; None if torch has none."""
     space, name = func._schema.name.split("::")
     if name.startswith("__i"):
@@ -168,7 +174,7 @@ def _functional(func: Any) -> Any:
     return None
 
 
-def _view_in_place(cls: Any, func: Any, args: Any, kwargs: Any) -> Any:
+def _view_in_place(cls: type[SymbolicTensor], func: OpOverload, args: Any, kwargs: Any) -> Any:
     """An operator that makes a tensor another view of its memory, such as ``t_``."""
     target = args[0]
     if func is aten.set_.source_Tensor and _settable(cls, target, args[1]):
@@ -204,7 +210,7 @@ def _resized(target: Any, shape: Sequence[int]) -> Any:
     return target.new_empty(shape) if not room else None
 
 
-def _settable(cls: Any, target: Any, source: Any) -> bool:
+def _settable(cls: type[SymbolicTensor], target: Any, source: Any) -> bool:
     """Whether ``set_`` makes one the other: a conjugate or negative bit would stay with the target."""
     both = (target, source)
     return all(isinstance(t, cls) and not t.is_conj() and not t.is_neg() for t in both)

@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._ops import OpOverload
 
 from zerostart.recipe.memory import Memory
 from zerostart.recipe.refusals import by_torch, refusal
 from zerostart.recipe.strides import as_on_cpu
 from zerostart.recipe.values import Value, constant, depends_on_values, names_of
 from zerostart.upstream.torch.wrapper import resizable
+
+if TYPE_CHECKING:
+    from zerostart.recipe.symbolic import SymbolicTensor
 
 aten = torch.ops.aten
 #: Views of an operand, though their schemas do not say so.
@@ -33,13 +37,13 @@ _INDEXED = {
 
 
 @functools.cache
-def writes(func: Any) -> bool:
+def writes(func: OpOverload) -> bool:
     """Whether an operator writes into operands."""
     return bool(func._schema.is_mutable)
 
 
 @functools.cache
-def is_view(func: Any) -> bool:
+def is_view(func: OpOverload) -> bool:
     """Whether what an operator gives shows the memory of its operand."""
     returns = func._schema.returns
     return func in UNSAID_VIEWS or (bool(returns) and returns[0].alias_info is not None)
@@ -65,7 +69,7 @@ def mapped(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
     return value
 
 
-def constant_of(cls: Any, real: torch.Tensor) -> Any:
+def constant_of(cls: type[SymbolicTensor], real: torch.Tensor) -> Any:
     """A tensor that torch made as a constant; one without elements as it is."""
     if real.device.type == "meta" or real.layout != torch.strided:
         return real
@@ -75,7 +79,7 @@ def constant_of(cls: Any, real: torch.Tensor) -> Any:
     return cls(memory)
 
 
-def fill_of(func: Any, args: Sequence[Any]) -> Any:
+def fill_of(func: OpOverload, args: Sequence[Any]) -> Any:
     """The one element that a factory fills a tensor with; None for any other operator."""
     name = func._schema.name.removeprefix("aten::").removeprefix("new_").removesuffix("_like")
     if name == "full":
@@ -83,17 +87,17 @@ def fill_of(func: Any, args: Sequence[Any]) -> Any:
     return {"empty": 0, "empty_strided": 0, "new_empty_strided": 0, "zeros": 0, "ones": 1}.get(name)
 
 
-def reals(cls: Any, values: Any) -> Any:
+def reals(cls: type[SymbolicTensor], values: Any) -> Any:
     """Arguments with the elements of constants."""
     return mapped(values, lambda t: t.elements if isinstance(t, cls) else t)
 
 
-def all_constant(cls: Any, tensors: Sequence[Any]) -> bool:
+def all_constant(cls: type[SymbolicTensor], tensors: Sequence[Any]) -> bool:
     """Whether the elements of all tensors are known."""
     return all(not isinstance(t, cls) or t.memory.is_constant for t in tensors)
 
 
-def on_meta(cls: Any, func: Any, args: Any, kwargs: Any) -> Any:
+def on_meta(cls: type[SymbolicTensor], func: OpOverload, args: Any, kwargs: Any) -> Any:
     """What torch's meta kernel gives: shapes, strides, dtypes, and the errors of wrong ones.
 
     Raises ConversionError where torch cannot tell that without values.
@@ -125,7 +129,7 @@ def on_meta(cls: Any, func: Any, args: Any, kwargs: Any) -> Any:
     return as_on_cpu(func, twins, named, made)
 
 
-def valued(cls: Any, values: Any) -> Any:
+def valued(cls: type[SymbolicTensor], values: Any) -> Any:
     """Arguments with the values of tensors, for the handlers of operators."""
 
     def own(t: torch.Tensor) -> Value:
@@ -142,7 +146,7 @@ def valued(cls: Any, values: Any) -> Any:
     return mapped(values, own)
 
 
-def counted(cls: Any, func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+def counted(cls: type[SymbolicTensor], func: OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Arguments of an indexing operator with the masks among constant indices as the numbers of rows."""
     if func not in _INDEXED:
         return args
