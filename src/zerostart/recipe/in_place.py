@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._ops import OpOverload
@@ -26,9 +26,6 @@ from zerostart.recipe.operators import cast
 from zerostart.recipe.refusals import by_torch, refusal
 from zerostart.recipe.values import HANDLERS, Value, compute, names_of
 from zerostart.recipe.views import KNOWN_VIEWS, SAME, Layout, Step, single_views, straight, strided_step
-
-if TYPE_CHECKING:
-    from zerostart.recipe.symbolic import SymbolicTensor
 from zerostart.upstream.torch.wrapper import shares_storage
 
 aten = torch.ops.aten
@@ -36,7 +33,7 @@ aten = torch.ops.aten
 _FILLS = {aten.fill.Scalar, aten.fill.Tensor, aten.zero.default}
 
 
-def view(cls: type[SymbolicTensor], func: OpOverload, args: Any, kwargs: Any) -> Any:
+def view(cls: Any, func: OpOverload, args: Any, kwargs: Any) -> Any:
     """What an operator gives that shows the same memory in another way.
 
     Raises ConversionError for a view that is not known.
@@ -54,9 +51,7 @@ def view(cls: type[SymbolicTensor], func: OpOverload, args: Any, kwargs: Any) ->
     return views[0] if func is aten._unsafe_view.default else views
 
 
-def _viewed(
-    cls: type[SymbolicTensor], source: Any, func: OpOverload, rest: tuple[Any, ...], meta: torch.Tensor
-) -> Any:
+def _viewed(cls: Any, source: Any, func: OpOverload, rest: tuple[Any, ...], meta: torch.Tensor) -> Any:
     layout = Layout(tuple(meta.shape), meta.stride(), int(meta.storage_offset()))
     if func in SAME:
         return cls(source.memory, source.steps, meta)
@@ -68,7 +63,7 @@ def _viewed(
     return cls(source.memory, straight(steps, source.memory.layout), meta)
 
 
-def write(cls: type[SymbolicTensor], func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def write(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What an operator gives that writes into tensors. Raises ConversionError for what cannot be followed."""
     if func is aten.copy_.default and args[0] is args[1]:
         return args[0]
@@ -174,7 +169,7 @@ def _functional(func: OpOverload) -> Any:
     return None
 
 
-def _view_in_place(cls: type[SymbolicTensor], func: OpOverload, args: Any, kwargs: Any) -> Any:
+def _view_in_place(cls: Any, func: OpOverload, args: Any, kwargs: Any) -> Any:
     """An operator that makes a tensor another view of its memory, such as ``t_``."""
     target = args[0]
     if func is aten.set_.source_Tensor and _settable(cls, target, args[1]):
@@ -210,7 +205,7 @@ def _resized(target: Any, shape: Sequence[int]) -> Any:
     return target.new_empty(shape) if not room else None
 
 
-def _settable(cls: type[SymbolicTensor], target: Any, source: Any) -> bool:
+def _settable(cls: Any, target: Any, source: Any) -> bool:
     """Whether ``set_`` makes one the other: a conjugate or negative bit would stay with the target."""
     both = (target, source)
     return all(isinstance(t, cls) and not t.is_conj() and not t.is_neg() for t in both)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._ops import OpOverload
@@ -18,9 +18,6 @@ from zerostart.recipe.refusals import by_torch, refusal
 from zerostart.recipe.strides import as_on_cpu
 from zerostart.recipe.values import Value, constant, depends_on_values, names_of
 from zerostart.upstream.torch.wrapper import resizable
-
-if TYPE_CHECKING:
-    from zerostart.recipe.symbolic import SymbolicTensor
 
 aten = torch.ops.aten
 #: Views of an operand, though their schemas do not say so.
@@ -69,7 +66,7 @@ def mapped(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
     return value
 
 
-def constant_of(cls: type[SymbolicTensor], real: torch.Tensor) -> Any:
+def constant_of(cls: Any, real: torch.Tensor) -> Any:
     """A tensor that torch made as a constant; one without elements as it is."""
     if real.device.type == "meta" or real.layout != torch.strided:
         return real
@@ -87,17 +84,17 @@ def fill_of(func: OpOverload, args: Sequence[Any]) -> Any:
     return {"empty": 0, "empty_strided": 0, "new_empty_strided": 0, "zeros": 0, "ones": 1}.get(name)
 
 
-def reals(cls: type[SymbolicTensor], values: Any) -> Any:
+def reals(cls: Any, values: Any) -> Any:
     """Arguments with the elements of constants."""
     return mapped(values, lambda t: t.elements if isinstance(t, cls) else t)
 
 
-def all_constant(cls: type[SymbolicTensor], tensors: Sequence[Any]) -> bool:
+def all_constant(cls: Any, tensors: Sequence[Any]) -> bool:
     """Whether the elements of all tensors are known."""
     return all(not isinstance(t, cls) or t.memory.is_constant for t in tensors)
 
 
-def on_meta(cls: type[SymbolicTensor], func: OpOverload, args: Any, kwargs: Any) -> Any:
+def on_meta(cls: Any, func: OpOverload, args: Any, kwargs: Any) -> Any:
     """What torch's meta kernel gives: shapes, strides, dtypes, and the errors of wrong ones.
 
     Raises ConversionError where torch cannot tell that without values.
@@ -129,7 +126,7 @@ def on_meta(cls: type[SymbolicTensor], func: OpOverload, args: Any, kwargs: Any)
     return as_on_cpu(func, twins, named, made)
 
 
-def valued(cls: type[SymbolicTensor], values: Any) -> Any:
+def valued(cls: Any, values: Any) -> Any:
     """Arguments with the values of tensors, for the handlers of operators."""
 
     def own(t: torch.Tensor) -> Value:
@@ -146,7 +143,7 @@ def valued(cls: type[SymbolicTensor], values: Any) -> Any:
     return mapped(values, own)
 
 
-def counted(cls: type[SymbolicTensor], func: OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...]:
+def counted(cls: Any, func: OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Arguments of an indexing operator with the masks among constant indices as the numbers of rows."""
     if func not in _INDEXED:
         return args

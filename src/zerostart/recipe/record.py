@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._ops import OpOverload
@@ -30,14 +30,11 @@ from zerostart.recipe.operands import (
 from zerostart.recipe.refusals import by_torch, ours_are_refused, refusal
 from zerostart.recipe.values import HANDLERS, Value, compute, depends_on_values, names_of
 
-if TYPE_CHECKING:
-    from zerostart.recipe.symbolic import SymbolicTensor
-
 aten = torch.ops.aten
 
 
 @ours_are_refused
-def record(cls: type[SymbolicTensor], func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def record(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What ``func`` gives, as tensors of the class ``cls``.
 
     Raises ConversionError for what no trace can follow, and torch's own errors where torch does not accept
@@ -49,9 +46,7 @@ def record(cls: type[SymbolicTensor], func: OpOverload, args: tuple[Any, ...], k
     return _recorded(cls, func, args, kwargs)
 
 
-def _recorded(
-    cls: type[SymbolicTensor], func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _recorded(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensors = list(tensors_in((args, kwargs.values())))
     if all(not isinstance(t, cls) for t in tensors):
         return _from_outside(cls, func, args, kwargs, tensors)
@@ -62,9 +57,7 @@ def _recorded(
     return _make(cls, func, args, kwargs, tensors)
 
 
-def _from_outside(
-    cls: type[SymbolicTensor], func: OpOverload, args: Any, kwargs: Any, tensors: Sequence[torch.Tensor]
-) -> Any:
+def _from_outside(cls: Any, func: OpOverload, args: Any, kwargs: Any, tensors: Sequence[torch.Tensor]) -> Any:
     """An operator on tensors with elements alone, or on none; what it newly makes is a constant."""
     if not tensors and (fill := fill_of(func, args)) is not None:
         device = kwargs.get("device")
@@ -78,7 +71,7 @@ def _from_outside(
     return mapped(made, functools.partial(constant_of, cls))
 
 
-def _make(cls: type[SymbolicTensor], func: OpOverload, args: Any, kwargs: Any, tensors: Sequence[Any]) -> Any:
+def _make(cls: Any, func: OpOverload, args: Any, kwargs: Any, tensors: Sequence[Any]) -> Any:
     """An operator that makes new tensors."""
     if func is aten.is_set_to.default:
         a, b = args
@@ -106,7 +99,7 @@ def _make(cls: type[SymbolicTensor], func: OpOverload, args: Any, kwargs: Any, t
     return type(metas)(_fresh(cls, v, m) for v, m in zip(values, metas, strict=True))
 
 
-def _valued(cls: type[SymbolicTensor], func: OpOverload, args: Any, kwargs: Any, metas: Any) -> Any:
+def _valued(cls: Any, func: OpOverload, args: Any, kwargs: Any, metas: Any) -> Any:
     """The values that an operator gives."""
     handler = HANDLERS.get(func)
     args, kwargs = valued(cls, args), valued(cls, kwargs)
@@ -115,7 +108,7 @@ def _valued(cls: type[SymbolicTensor], func: OpOverload, args: Any, kwargs: Any,
     return handler(*args, **kwargs)
 
 
-def _fresh(cls: type[SymbolicTensor], value: Value, meta: torch.Tensor) -> Any:
+def _fresh(cls: Any, value: Value, meta: torch.Tensor) -> Any:
     if value.shape != tuple(meta.shape) or value.dtype != meta.dtype:
         raise refusal(
             f"a conversion of {names_of(value)} gave {value.dtype} {list(value.shape)} in the trace, and "
