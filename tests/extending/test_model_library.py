@@ -91,7 +91,7 @@ def test_an_installed_library_is_asked(
 ) -> None:
     _installed(tmp_path, value)
     (tmp_path / "others.py").write_text(
-        "from extending.toy_library import Toy\n"
+        "from tests.extending.toy_library import Toy\n"
         "class Model: pass\n"
         "class Others(Toy):\n"
         "    name = 'others'\n"

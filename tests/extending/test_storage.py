@@ -88,7 +88,7 @@ def server(folder: Path, **how: Any) -> Iterator[Callable[[str], str]]:
 
 
 class TestHttp(StorageConformance):
-    imports = ("extending.http_storage",)
+    imports = ("tests.extending.http_storage",)
 
     def served(self, folder: Path) -> Any:
         return server(folder)

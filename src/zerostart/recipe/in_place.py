@@ -8,6 +8,7 @@ from math import prod
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 
 from zerostart.geometry import row_major_strides
 from zerostart.recipe.memory import Memory
@@ -32,7 +33,7 @@ aten = torch.ops.aten
 _FILLS = {aten.fill.Scalar, aten.fill.Tensor, aten.zero.default}
 
 
-def view(cls: Any, func: Any, args: Any, kwargs: Any) -> Any:
+def view(cls: Any, func: OpOverload, args: Any, kwargs: Any) -> Any:
     """What an operator gives that shows the same memory in another way.
 
     Raises ConversionError for a view that is not known.
@@ -50,7 +51,7 @@ def view(cls: Any, func: Any, args: Any, kwargs: Any) -> Any:
     return views[0] if func is aten._unsafe_view.default else views
 
 
-def _viewed(cls: Any, source: Any, func: Any, rest: tuple[Any, ...], meta: torch.Tensor) -> Any:
+def _viewed(cls: Any, source: Any, func: OpOverload, rest: tuple[Any, ...], meta: torch.Tensor) -> Any:
     layout = Layout(tuple(meta.shape), meta.stride(), int(meta.storage_offset()))
     if func in SAME:
         return cls(source.memory, source.steps, meta)
@@ -62,7 +63,7 @@ def _viewed(cls: Any, source: Any, func: Any, rest: tuple[Any, ...], meta: torch
     return cls(source.memory, straight(steps, source.memory.layout), meta)
 
 
-def write(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def write(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What an operator gives that writes into tensors. Raises ConversionError for what cannot be followed."""
     if func is aten.copy_.default and args[0] is args[1]:
         return args[0]
@@ -120,14 +121,14 @@ def write(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 @functools.cache
-def _goes_along(functional: Any) -> bool:
+def _goes_along(functional: OpOverload) -> bool:
     """Whether an operator reads its operands while it writes, element by element or tensor by tensor."""
     if torch.Tag.pointwise in functional.tags or functional is aten.copy.default:
         return True
     return bool(functional._schema.name.startswith("aten::_foreach"))
 
 
-def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+def _written(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
     """The tensors that an operator writes into."""
     found: list[Any] = []
     for position, argument in enumerate(func._schema.arguments):
@@ -137,7 +138,7 @@ def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any
     return found
 
 
-def _given_back(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _given_back(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """What an operator that writes returns: the tensors that it wrote into."""
     returns = func._schema.returns
     written = _written(func, args, kwargs)
@@ -146,12 +147,12 @@ def _given_back(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     return written[0] if len(returns) == 1 and len(written) == 1 else tuple(written)
 
 
-def _is_out(func: Any, name: str) -> bool:
+def _is_out(func: OpOverload, name: str) -> bool:
     return any(a.name == name and a.is_out for a in func._schema.arguments)
 
 
 @functools.cache
-def _functional(func: Any) -> Any:
+def _functional(func: OpOverload) -> Any:
     """The operator that gives as new tensors what ``func`` writes; None if torch has none."""
     space, name = func._schema.name.split("::")
     if name.startswith("__i"):
@@ -168,7 +169,7 @@ def _functional(func: Any) -> Any:
     return None
 
 
-def _view_in_place(cls: Any, func: Any, args: Any, kwargs: Any) -> Any:
+def _view_in_place(cls: Any, func: OpOverload, args: Any, kwargs: Any) -> Any:
     """An operator that makes a tensor another view of its memory, such as ``t_``."""
     target = args[0]
     if func is aten.set_.source_Tensor and _settable(cls, target, args[1]):

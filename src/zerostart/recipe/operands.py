@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 
 from zerostart.recipe.memory import Memory
 from zerostart.recipe.refusals import by_torch, refusal
@@ -33,13 +34,13 @@ _INDEXED = {
 
 
 @functools.cache
-def writes(func: Any) -> bool:
+def writes(func: OpOverload) -> bool:
     """Whether an operator writes into operands."""
     return bool(func._schema.is_mutable)
 
 
 @functools.cache
-def is_view(func: Any) -> bool:
+def is_view(func: OpOverload) -> bool:
     """Whether what an operator gives shows the memory of its operand."""
     returns = func._schema.returns
     return func in UNSAID_VIEWS or (bool(returns) and returns[0].alias_info is not None)
@@ -75,7 +76,7 @@ def constant_of(cls: Any, real: torch.Tensor) -> Any:
     return cls(memory)
 
 
-def fill_of(func: Any, args: Sequence[Any]) -> Any:
+def fill_of(func: OpOverload, args: Sequence[Any]) -> Any:
     """The one element that a factory fills a tensor with; None for any other operator."""
     name = func._schema.name.removeprefix("aten::").removeprefix("new_").removesuffix("_like")
     if name == "full":
@@ -93,7 +94,7 @@ def all_constant(cls: Any, tensors: Sequence[Any]) -> bool:
     return all(not isinstance(t, cls) or t.memory.is_constant for t in tensors)
 
 
-def on_meta(cls: Any, func: Any, args: Any, kwargs: Any) -> Any:
+def on_meta(cls: Any, func: OpOverload, args: Any, kwargs: Any) -> Any:
     """What torch's meta kernel gives: shapes, strides, dtypes, and the errors of wrong ones.
 
     Raises ConversionError where torch cannot tell that without values.
@@ -142,7 +143,7 @@ def valued(cls: Any, values: Any) -> Any:
     return mapped(values, own)
 
 
-def counted(cls: Any, func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+def counted(cls: Any, func: OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Arguments of an indexing operator with the masks among constant indices as the numbers of rows."""
     if func not in _INDEXED:
         return args

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 
 from zerostart.recipe.in_place import view, write
 from zerostart.recipe.memory import Memory
@@ -33,7 +34,7 @@ aten = torch.ops.aten
 
 
 @ours_are_refused
-def record(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def record(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What ``func`` gives, as tensors of the class ``cls``.
 
     Raises ConversionError for what no trace can follow, and torch's own errors where torch does not accept
@@ -45,7 +46,7 @@ def record(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return _recorded(cls, func, args, kwargs)
 
 
-def _recorded(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _recorded(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensors = list(tensors_in((args, kwargs.values())))
     if all(not isinstance(t, cls) for t in tensors):
         return _from_outside(cls, func, args, kwargs, tensors)
@@ -56,7 +57,7 @@ def _recorded(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     return _make(cls, func, args, kwargs, tensors)
 
 
-def _from_outside(cls: Any, func: Any, args: Any, kwargs: Any, tensors: Sequence[torch.Tensor]) -> Any:
+def _from_outside(cls: Any, func: OpOverload, args: Any, kwargs: Any, tensors: Sequence[torch.Tensor]) -> Any:
     """An operator on tensors with elements alone, or on none; what it newly makes is a constant."""
     if not tensors and (fill := fill_of(func, args)) is not None:
         device = kwargs.get("device")
@@ -70,7 +71,7 @@ def _from_outside(cls: Any, func: Any, args: Any, kwargs: Any, tensors: Sequence
     return mapped(made, functools.partial(constant_of, cls))
 
 
-def _make(cls: Any, func: Any, args: Any, kwargs: Any, tensors: Sequence[Any]) -> Any:
+def _make(cls: Any, func: OpOverload, args: Any, kwargs: Any, tensors: Sequence[Any]) -> Any:
     """An operator that makes new tensors."""
     if func is aten.is_set_to.default:
         a, b = args
@@ -98,7 +99,7 @@ def _make(cls: Any, func: Any, args: Any, kwargs: Any, tensors: Sequence[Any]) -
     return type(metas)(_fresh(cls, v, m) for v, m in zip(values, metas, strict=True))
 
 
-def _valued(cls: Any, func: Any, args: Any, kwargs: Any, metas: Any) -> Any:
+def _valued(cls: Any, func: OpOverload, args: Any, kwargs: Any, metas: Any) -> Any:
     """The values that an operator gives."""
     handler = HANDLERS.get(func)
     args, kwargs = valued(cls, args), valued(cls, kwargs)
@@ -116,7 +117,7 @@ def _fresh(cls: Any, value: Value, meta: torch.Tensor) -> Any:
     return cls(Memory.holding(value, meta.stride()), (), meta)
 
 
-def _stack_meta(func: Any, args: Any) -> torch.Tensor | None:
+def _stack_meta(func: OpOverload, args: Any) -> torch.Tensor | None:
     """The twin of a stack of contiguous tensors, by hundreds of them faster than torch's own."""
     if func is not aten.stack.default:
         return None

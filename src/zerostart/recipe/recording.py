@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import torch
+from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -24,7 +25,7 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch l
 
     def __torch_dispatch__(
         self,
-        func: Any,
+        func: OpOverload,
         types: Iterable[type],
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
@@ -38,7 +39,7 @@ class _Sealing(TorchFunctionMode):
 
     def __torch_function__(
         self,
-        func: Any,
+        func: OpOverload,
         types: Iterable[type],
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,

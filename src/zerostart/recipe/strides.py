@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves, tree_map
 
 from zerostart.recipe.refusals import refusal
@@ -28,7 +29,7 @@ OTHERWISE = {
 }
 
 
-def as_on_cpu(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: Any) -> Any:
+def as_on_cpu(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], made: Any) -> Any:
     """``made``, which ``func`` gave of tensors on the meta device, in the strides of the CPU kernel.
 
     Raises ConversionError for operands that lie in an order of which the result's cannot be told.

@@ -19,6 +19,7 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 
 from zerostart import geometry
 from zerostart.recipe.memory import Memory
@@ -216,7 +217,7 @@ class SymbolicTensor(Sealed, torch.Tensor):
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch's stub has no classmethod here
         cls,
-        func: Any,
+        func: OpOverload,
         types: Iterable[type],
         args: tuple[Any, ...] = (),
         kwargs: dict[Any, Any] | None = None,

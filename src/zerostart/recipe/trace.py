@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -272,7 +273,7 @@ class _Copies(TorchDispatchMode):
         self._memory: set[int] = set()
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Note a copy; refuse what would need the values that were to be copied."""
         given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]

@@ -12,6 +12,7 @@ from math import prod
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from zerostart import geometry
@@ -90,7 +91,7 @@ def constant(tensor: torch.Tensor) -> Value:
     return Value.of(Computed(None, tuple(tensor.shape), tensor.dtype, value=tensor))
 
 
-def compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: Any = None) -> Any:
+def compute(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], made: Any = None) -> Any:
     """The result of an operator that does more than move elements, of arguments with values for tensors.
 
     ``made`` is what the operator gives on the meta device, where that is known. Raises ConversionError for
@@ -120,7 +121,7 @@ def _operand(value: Any) -> Any:
     return value.as_operand() if isinstance(value, Value) else value
 
 
-def depends_on_values(func: Any, *arguments: Any) -> ConversionError:
+def depends_on_values(func: OpOverload, *arguments: Any) -> ConversionError:
     """The error for an operator whose result depends on the elements of ``arguments``."""
     return refusal(
         f"the conversion of {names_of(*arguments)} calls {func}, whose result depends on the values of the "
@@ -183,7 +184,11 @@ class Regions:
 
 
 def regions_of(
-    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], operands: Sequence[Operand], made: torch.Tensor
+    func: OpOverload,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    operands: Sequence[Operand],
+    made: torch.Tensor,
 ) -> Regions:
     """The class of ``func`` with these arguments, whose result has dtype, shape and strides of ``made``."""
     # torch's CPU loops walk over memory. They put full vectors through one routine and what is left at the
@@ -222,7 +227,11 @@ def regions_of(
 
 
 def _exact(
-    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], operands: Sequence[Operand], made: torch.Tensor
+    func: OpOverload,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    operands: Sequence[Operand],
+    made: torch.Tensor,
 ) -> bool:
     """Whether every element has one right result, which all routines give; the bits of a NaN aside."""
     names = {func, func._overloadpacket}
@@ -239,7 +248,7 @@ def _exact(
     return bool(names & _ROUNDED)
 
 
-def _told_by_nan(func: Any, operands: Sequence[Operand], made: torch.Tensor) -> bool:
+def _told_by_nan(func: OpOverload, operands: Sequence[Operand], made: torch.Tensor) -> bool:
     """Whether torch's routines give a NaN different bits."""
     return func._overloadpacket not in _MOVES and torch.bfloat16 in {made.dtype, *(o.dtype for o in operands)}
 
@@ -287,7 +296,11 @@ def _in_order(operand: Operand, order: tuple[int, ...]) -> Operand:
 
 
 def computed(
-    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: torch.Tensor, output: int | None = None
+    func: OpOverload,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    made: torch.Tensor,
+    output: int | None = None,
 ) -> tuple[geometry.Piece, ...]:
     """The pieces of what ``func`` computes, or of number ``output`` of several results.
 

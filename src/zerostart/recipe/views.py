@@ -14,6 +14,7 @@ from math import prod
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 
 from zerostart.geometry import row_major_strides
 from zerostart.recipe.operators import (
@@ -58,7 +59,7 @@ class Layout:
 class Step:
     """The view ``func`` of a value, with its further arguments; ``layout`` is that of the result."""
 
-    func: Any
+    func: OpOverload | _Strided
     args: tuple[Any, ...]
     layout: Layout
     dtype: torch.dtype
@@ -158,7 +159,9 @@ HANDLERS[aten.view_as_complex.default] = _as_complex
 HANDLERS[aten.view.dtype] = _as_dtype
 
 
-def single_views(func: Any, shape: Sequence[int], args: tuple[Any, ...]) -> list[tuple[Any, tuple[Any, ...]]]:
+def single_views(
+    func: OpOverload, shape: Sequence[int], args: tuple[Any, ...]
+) -> list[tuple[Any, tuple[Any, ...]]]:
     """A view with several results as views with one each."""
     if func in (aten.unbind.int,):
         dim = args[0] if args else 0
