@@ -12,7 +12,7 @@ import pytest
 import zerostart
 from tests.ranks import run_ranks
 from tests.tiny import TinyCheckpoints
-from zerostart.engines.deepspeed.config_keys import REMOVED, TOP_LEVEL
+from zerostart.engines.deepspeed.settings import REMOVED, TOP_LEVEL
 
 PAGE = Path(__file__).parents[2] / "docs" / "deepspeed-config.md"
 STATES = {"obeyed", "no effect", "refused"}

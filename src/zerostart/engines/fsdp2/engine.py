@@ -17,10 +17,9 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from zerostart.distributed.world import World, default_device
-from zerostart.engines.fsdp2.blocks import blocks_of
 from zerostart.engines.fsdp2.settings import FSDP2Settings
 from zerostart.engines.fsdp2.storage import arena_of, give_storage, holders, sharded, sharded_layout
-from zerostart.engines.fsdp2.units import scalars_of, units_of
+from zerostart.engines.fsdp2.units import blocks_of, scalars_of, units_of
 from zerostart.engines.residence import Residence
 from zerostart.engines.shard import Shard
 from zerostart.geometry.layout import Layout, replicated
