@@ -40,28 +40,29 @@ if TYPE_CHECKING:
     from zerostart.loading.forecast import WorldPlan
 
 __all__ = [
-    "Placement",
-    "ZerostartError",
-    "checkpoint_blocks",
-    "diff",
-    "digest",
-    "disable",
-    "drop_components",
-    "enable",
-    "enabled",
-    "errors",
-    "full_tensors",
-    "gathered",
-    "gradient_checkpoint",
     "load",
-    "load_pipeline",
-    "load_state",
     "plan",
     "report",
+    "full_tensors",
+    "gathered",
     "save",
     "save_state",
-    "synced",
+    "load_state",
+    "digest",
+    "diff",
     "verify",
+    "enable",
+    "enabled",
+    "disable",
+    "errors",
+    # Also in ``errors``, and under short names in ``zerostart.pipelines`` and ``zerostart.activation``.
+    "ZerostartError",
+    "Placement",
+    "load_pipeline",
+    "drop_components",
+    "synced",
+    "gradient_checkpoint",
+    "checkpoint_blocks",
 ]
 __version__ = "0.1.0.dev0"
 logging.getLogger("zerostart").addFilter(errors.printable_record)
@@ -232,7 +233,7 @@ def report(model: nn.Module) -> Report:
         (('bias',), 24)
     """
     check_arguments(report, locals(), collective=False)
-    from zerostart.live.record import report_of
+    from zerostart.live.model import report_of
 
     return report_of(model)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-from zerostart.live.record import record_of
+from zerostart.live.model import record_of
 from zerostart.upstream.diffusers.lora import LoraShapes
 from zerostart.upstream.peft.adapters import AdapterCalls
 from zerostart.upstream.saving_calls import Replacement, SavingCalls

@@ -80,7 +80,7 @@ class Ema:
                 average.sub_((average - now).mul_(left))
 
     @property
-    def kept(self) -> list[StateTensor]:
+    def averages(self) -> list[StateTensor]:
         """The averages, for a training checkpoint: to be written, or to be filled."""
         return [
             StateTensor(one.name, KEY, replace(one.source, storage=one.average)) for one in self._followed
@@ -89,7 +89,7 @@ class Ema:
     @property
     def overrides(self) -> TensorOverrides:
         """The averages, to be saved in the place of the weights."""
-        return TensorOverrides({kept.name: kept.shard for kept in self.kept}, self._ties)
+        return TensorOverrides({one.name: one.shard for one in self.averages}, self._ties)
 
     @contextmanager
     def applied(self, model: nn.Module, world: World) -> Iterator[None]:

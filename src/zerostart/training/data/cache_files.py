@@ -28,7 +28,7 @@ from zerostart.checkpoint.write.shards import plan_shards
 from zerostart.checkpoint.write.staging import write_errors
 from zerostart.distributed.world import World
 from zerostart.errors import WriteError, ZerostartError
-from zerostart.state.saving.publishing import Publication, publishing
+from zerostart.state.saving.writing import Publication, publishing
 from zerostart.training.data.cache_facts import CacheUpdate
 from zerostart.training.data.cached import (
     INDEX_FILE,

@@ -158,8 +158,8 @@ class CachedItems:
         found = document["cache"]
         if found.get("version") not in (VERSION, _OLDER):
             raise CheckpointError(
-                f"{self.directory}: a cache of version {found.get('version')!r}, and this zerostart knows "
-                f"{VERSION}: remove it, and have it made anew"
+                f"{self.directory} is a cache of version {found.get('version')!r}, and this zerostart reads "
+                f"version {VERSION}: {self._remedy()}"
             )
         self.facts: Mapping[str, Any] = found["facts"]
         self.texts: tuple[str, ...] = tuple(found["prompts"])
@@ -249,7 +249,7 @@ class CachedItems:
         found = _embeddings(path, text) or _embeddings(path := self._path(PROMPTS_FILE), text)
         if found is None:
             raise ReadError(
-                f"{path}: what is there of the text {text!r} is not what was written: the file is damaged; "
+                f"{path}: the embeddings of the text {text!r} are not what was written: the file is damaged; "
                 f"{self._remedy()}"
             )
         return found
@@ -268,7 +268,7 @@ class CachedItems:
         return lies_at(self.directory, self._save, name)
 
     def _remedy(self) -> str:
-        return f"remove {self.directory}, and have it made anew"
+        return f"remove {self.directory}, and the next run makes it again"
 
     def _read_index(self) -> _Index:
         path = self._path(INDEX_FILE)

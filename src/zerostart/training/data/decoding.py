@@ -192,9 +192,9 @@ def target_size(size: Size, config: MediaConfig) -> Size:
     target = height // factor * factor, width // factor * factor
     if 0 in target:
         raise ConfigError(
-            f"of {size[0]} x {size[1]} pixels (height x width) nothing is left in multiples of "
-            f"media.multiple_of {factor} below media.max_pixels {config.max_pixels}; leave it out, or give "
-            "media.height and media.width, to which it is scaled up"
+            f"{size[0]} x {size[1]} pixels (height x width) have no room for media.multiple_of {factor} "
+            f"within media.max_pixels {config.max_pixels}; leave the file out, or set media.height and "
+            "media.width, to which it is scaled up"
         )
     return target
 
@@ -265,7 +265,7 @@ def picked_frames(config: MediaConfig, frames: int, rate: Fraction | None, most:
     count -= (count - remainder) % factor
     if count < 1:
         raise ConfigError(
-            f"{available} frames are too few: their number is to leave {remainder} when divided by {factor} "
+            f"{available} frames are too few: their number must leave {remainder} when divided by {factor} "
             "(media.time_division_remainder and media.time_division_factor); leave the video out"
         )
     if config.frames == "even":

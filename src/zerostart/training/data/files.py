@@ -167,9 +167,9 @@ def readable(file: MediaFile, what: str) -> Iterator[None]:
     except (ConfigError, MemoryError):
         raise
     except Exception as error:  # of many types, which differ between versions
-        told = " ".join(str(error).split()) or type(error).__name__
+        reason = " ".join(str(error).split()) or type(error).__name__
         raise ConfigError(
-            f"{file.name} cannot be read as {what} ({told}): the file is damaged, or of a kind that the "
+            f"{file.name} cannot be read as {what} ({reason}): the file is damaged, or of a kind that the "
             "library does not know; replace it, or take its row out of the table"
         ) from error
 
@@ -207,7 +207,7 @@ def rgb(image: Image, background: Color) -> Image:
     if image.mode.startswith("I"):
         image = _eight_bits(image)
     if image.mode == "F":
-        raise ValueError("its pixels are floating-point numbers, whose range is not told")
+        raise ValueError("its pixels are floating-point numbers, whose range is unknown")
     if not image.has_transparency_data:
         return image.convert("RGB")
     pillow = needed("PIL.Image")
@@ -219,7 +219,7 @@ def _eight_bits(image: Image) -> Image:
     """Of grey values of 16 bits, which Pillow's ``convert`` would cut off at 255."""
     values = needed("numpy").asarray(image).astype("int64")
     if values.min() < 0 or values.max() > 65535:
-        raise ValueError("its pixels have 32 bits, whose range is not told")
+        raise ValueError("its pixels have 32 bits, whose range is unknown")
     return needed("PIL.Image").fromarray(((values * 255 + 32767) // 65535).astype("uint8"))
 
 
@@ -374,8 +374,8 @@ class _Stream(Clip):
                     number, frame = next(frames, (index, None))
                     if frame is None:
                         raise ConfigError(
-                            f"{self._file.name}: {reached + 1} frames can be decoded, but its packets tell "
-                            f"of {index + 1} or more; encode it anew, or take its row out of the table"
+                            f"{self._file.name}: only {reached + 1} frames can be decoded, of {index + 1} or "
+                            "more in its packets; encode it again, or take its row out of the table"
                         )
                 yield _upright(frame)
 

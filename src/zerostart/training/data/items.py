@@ -201,8 +201,7 @@ class MediaItems(Dataset[dict[str, Any]]):
         cells = {name: v for name, v in row.items() if name not in taken and name not in KNOWN_COLUMNS}
         if self.config.prompt is not None and self.config.prompt not in row:
             raise ConfigError(
-                f"{self.where(index)}: no {self.config.prompt!r}; write an empty text where there is to "
-                f"be none"
+                f"{self.where(index)}: no {self.config.prompt!r}; write an empty text for a row without one"
             )
         text = "" if self.config.prompt is None else row[self.config.prompt]
         if text is not None and not isinstance(text, str):
