@@ -14,8 +14,7 @@ from safetensors.torch import save_file
 import zerostart
 from tests.ranks import run_ranks
 from tests.tiny import TinyCheckpoints
-from zerostart.engines.deepspeed.config_keys import REMOVED, TOP_LEVEL
-from zerostart.engines.deepspeed.settings import DeepSpeedSettings
+from zerostart.engines.deepspeed.settings import REMOVED, TOP_LEVEL, DeepSpeedSettings
 from zerostart.errors import ConfigError
 from zerostart.integrations.engine_setup import EngineSetup
 

@@ -16,7 +16,7 @@ from tests.engines.zero12 import routes
 from tests.parity import CLIP, Trace, batches, checkpoint, differences, optimizer, reference
 from tests.ranks import rank_outcomes, run_ranks
 from tests.tiny import TinyCheckpoints
-from zerostart.engines.fsdp2.stages import begin_batch
+from zerostart.engines.fsdp2.calls import begin_batch
 from zerostart.errors import ConfigError
 
 #: Batches whose gradients are accumulated for one step.

@@ -13,8 +13,7 @@ from torch import nn
 from zerostart.distributed.world import World, default_device
 from zerostart.engines.base import EngineBase
 from zerostart.engines.parallelism import resolve
-from zerostart.engines.placed import PlacedShards
-from zerostart.engines.placements import Placements
+from zerostart.engines.placements import PlacedShards, Placements
 from zerostart.engines.residence import Residence
 from zerostart.engines.shard import Shard
 from zerostart.errors import ConfigError

@@ -6,14 +6,16 @@ A runner asks an ``Engine`` and compares no names, so that it serves an engine o
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from zerostart.distributed.world import current_world
 from zerostart.engines.base import EngineBase
 
 
@@ -156,3 +158,19 @@ class TrainingEngine(EngineBase):
     def attention_context(self) -> AbstractContextManager[None]:
         """Around a forward, and around its backward, of a model whose sequences ranks share."""
         return contextlib.nullcontext()
+
+
+# Parameters that are added to a loaded model, such as adapters: the same on every rank.
+
+
+def with_first_values(make: Callable[[], Sequence[nn.Parameter]]) -> Sequence[nn.Parameter]:
+    """What ``make`` gives, which may be collective, with the values that it has on rank 0; collective."""
+    world = current_world()
+    with world.collectives("sharing what was added"):
+        made = make()
+        for parameter in made if dist.is_initialized() else ():
+            if not parameter.is_meta:
+                # The group of the ranks' messages carries what lies on the host, whatever theirs is for.
+                group = world.group if parameter.device.type == "cpu" else None
+                dist.broadcast(parameter.detach(), src=0, group=group)
+    return made

@@ -7,7 +7,8 @@ stage 2 it lies in flat buffers of its own, over its owners.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from torch import nn
 
 from zerostart.distributed.world import World
 from zerostart.engines.deepspeed.partitioning import current_shards
+from zerostart.engines.deepspeed.settings import DeepSpeedSettings
 from zerostart.engines.exchange import exchange_tokens, expert_modules
 from zerostart.engines.flat_buffers import held_layouts
 from zerostart.engines.names import loaded_names
@@ -112,3 +114,32 @@ def flat_expert_shards(model: nn.Module, parallelism: Parallelism, rank: int) ->
 
 def _whole(shape: tuple[int, ...], rank: int) -> Layout:
     return replicated(shape)
+
+
+# This rank's part of what ranks share in a model: slices of tensors, then experts, one after the other.
+
+#: Leaves this rank's part in a model, None where ranks share nothing; the ranks that partition each
+#: parameter then, None for all.
+Cutter = tuple[Callable[[nn.Module], None] | None, dist.ProcessGroup | None]
+
+
+def cutter(world: World, settings: DeepSpeedSettings, parallelism: Parallelism, partitioned: bool) -> Cutter:
+    """What leaves this rank's experts or slices in a model. Collective.
+
+    ``partitioned``: they are partitioned further, and not kept whole.
+    """
+    from zerostart.engines.deepspeed.experts import expert_cutter
+    from zerostart.engines.deepspeed.tensors import tensor_cutter
+
+    cuts, owners = list[Callable[[nn.Module], None]](), None
+    if parallelism.mesh.tensor_parallel > 1:
+        cut, owners = tensor_cutter(world, parallelism, settings.tensors, settings.tp_plan)
+        cuts.append(cut)
+    if parallelism.mesh.expert_parallel > 1:
+        cuts.append(expert_cutter(world, parallelism, partitioned))
+    return partial(_cut_all, cuts) if cuts else None, owners
+
+
+def _cut_all(cuts: Sequence[Callable[[nn.Module], None]], model: nn.Module) -> None:
+    for cut in cuts:
+        cut(model)

@@ -12,15 +12,14 @@ import torch
 from torch import nn
 
 from zerostart.distributed.world import World
-from zerostart.engines.deepspeed import memory3, memory12
-from zerostart.engines.deepspeed.cutting import cutter
+from zerostart.engines.deepspeed import memory
+from zerostart.engines.deepspeed.experts import cutter
 from zerostart.engines.deepspeed.settings import DeepSpeedSettings
 from zerostart.engines.deepspeed.state import DeepSpeedStateEngine
 from zerostart.engines.deepspeed.training import HOST_BACKEND, KEPT, accelerate_setup, training_config
 from zerostart.engines.engine import Engine
 from zerostart.engines.flat_buffers import FlatBufferShards, placed_whole
-from zerostart.engines.flat_memory import after_load as after_load_whole
-from zerostart.engines.forecast import MemoryPeak, OptimizerCost, ParameterBytes, Target
+from zerostart.engines.forecast import MemoryPeak, OptimizerCost, ParameterBytes, Target, replicated_peaks
 from zerostart.engines.loading import MasterReader, ShardMaker
 from zerostart.engines.parallelism import resolve
 from zerostart.engines.placements import DEVICE, HOST, STORAGE, Placements, placed_on_mesh
@@ -164,19 +163,19 @@ class DeepSpeed(DeepSpeedStateEngine, Engine):
 
     def launcher_setup(self) -> LauncherSetup:
         """See ``Engine``; raises ConfigError for a file that cannot be read."""
-        from zerostart.engines.deepspeed.launched import launched
+        from zerostart.engines.deepspeed.training import launched
 
         return launched()
 
     def launcher_file(self, mixed_precision: str, own_file: str | None) -> dict[str, Any]:
         """See ``Engine``."""
-        from zerostart.engines.deepspeed.launched import launcher_file
+        from zerostart.engines.deepspeed.training import launcher_file
 
         return launcher_file(self.zero_stage, mixed_precision, own_file)
 
     def config_template(self) -> dict[str, Any]:
         """See ``Engine``."""
-        from zerostart.engines.deepspeed.launched import own_file
+        from zerostart.engines.deepspeed.training import own_file
 
         return own_file(self.zero_stage)
 
@@ -187,7 +186,7 @@ class DeepSpeed(DeepSpeedStateEngine, Engine):
 
     def spare_unreached(self, model: nn.Module) -> None:
         """See ``Engine``: in flat tensors its gradient is zero."""
-        from zerostart.engines.deepspeed.unreached import spare_unreached
+        from zerostart.engines.deepspeed.training import spare_unreached
 
         spare_unreached(model)
 
@@ -286,7 +285,7 @@ class ZeroThree(DeepSpeed):
 
     def synchronize_added(self, model: nn.Module, added: Sequence[nn.Parameter]) -> None:
         """See ``Engine``; ``deepspeed.initialize`` partitions them, and each rank gives a part of its own."""
-        from zerostart.engines.added import with_first_values
+        from zerostart.engines.training import with_first_values
         from zerostart.upstream.deepspeed.state_dicts import keep_from_loss
 
         keep_from_loss(model, added)
@@ -308,7 +307,7 @@ class ZeroThree(DeepSpeed):
 
     def make_callable(self, model: nn.Module) -> None:
         """See ``Engine``: the hooks that gather partitions are those of ``deepspeed.initialize``."""
-        from zerostart.engines.deepspeed.serving import serve
+        from zerostart.engines.deepspeed.calls import serve
 
         serve(model, self.config)
 
@@ -321,7 +320,7 @@ class ZeroThree(DeepSpeed):
         target: Target,
     ) -> list[MemoryPeak]:
         """See ``Engine``."""
-        return memory3.after_load(held, self.settings, optimizer, target)
+        return memory.stage3_peaks(held, self.settings, optimizer, target)
 
 
 def _partition(name: str, section: Any, place: int, owners: int) -> Layout:
@@ -412,8 +411,8 @@ class FlatBuffers(DeepSpeed):
         """See ``Engine``."""
         whole = placements.held or 0
         if self.zero_stage == 0:
-            return after_load_whole(held, whole, optimizer, target, masters=True)
-        return memory12.after_load(held, whole, self.settings, optimizer, target, self.zero_stage)
+            return replicated_peaks(held, whole, optimizer, target, masters=True)
+        return memory.flat_peaks(held, whole, self.settings, optimizer, target, self.zero_stage)
 
     def _rules(self) -> FlatRules:
         return self.settings.flat_rules(self.zero_stage, self.mesh.data(0)[1])

@@ -1,15 +1,23 @@
-"""DeepSpeed in a training run: its complete configuration, and how accelerate starts it."""
+"""DeepSpeed in a training run: its complete configuration, how accelerate starts it, and weight decay."""
 
 from __future__ import annotations
 
 import copy
+import functools
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from zerostart.engines.training import AccelerateSetup, TrainingJob
+from zerostart.distributed.world import default_device
+from zerostart.engines.deepspeed.settings import section_of
+from zerostart.engines.training import AccelerateSetup, LauncherSetup, TrainingJob
 from zerostart.errors import ConfigError
+from zerostart.upstream.accelerate.launched import launched_deepspeed
+from zerostart.upstream.deepspeed.state.steps import steps_of
 
 #: The dtype in which DeepSpeed keeps the model, by the precision that is mixed with fp32 masters.
 KEPT = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -102,3 +110,179 @@ def _fill_hidden_size_values(zero: dict[str, Any], hidden_size: int | None) -> N
             area = hidden_size * hidden_size
             values = {keys[0]: area, keys[1]: int(0.9 * area), keys[2]: 10 * hidden_size}
             zero[key] = values[key]
+
+
+# DeepSpeed as ``accelerate launch`` sets it up, for a training run: its file, and what it says besides.
+
+#: Keys of DeepSpeed's configuration that other sections of a training configuration decide.
+_DECIDED = {
+    "gradient_accumulation_steps": "train.accumulation",
+    "gradient_clipping": "train.max_grad_norm",
+    "train_micro_batch_size_per_gpu": "train.batch_size",
+    "zero_optimization.stage": "engine.zero_stage",
+}
+#: What accelerate leaves to itself, and a run does by itself.
+_IGNORED = ("steps_per_print", "zero_allow_untested_optimizer")
+
+
+def launched() -> LauncherSetup:
+    """The launcher's configuration; raises ConfigError for one that cannot be read.
+
+    ``zero3_init_flag`` and ``zero3_save_16bit_model`` are about loading and saving, and say nothing here.
+    """
+    path, said = launched_deepspeed()
+    config = {} if path is None else _read(path)
+    for key, word in said.items():
+        _put(config, key, _value(word))
+    for key in _IGNORED:
+        config.pop(key, None)
+    agreed: dict[str, tuple[str, Any]] = {}
+    for key, name in _DECIDED.items():
+        value = _taken(config, key)
+        if value not in (None, "auto"):
+            agreed[name] = (key, value)
+    for precision in ("bf16", "fp16"):
+        if section_of(config, precision, "the launcher's DeepSpeed configuration").get("enabled") is True:
+            agreed["train.mixed_precision"] = (f"{precision}.enabled", precision)
+    return LauncherSetup(config, agreed)
+
+
+def _read(path: str) -> dict[str, Any]:
+    try:
+        config = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"deepspeed_config_file {path} of the launcher's configuration is not a readable JSON file: "
+            f"{error}"
+        ) from error
+    if not isinstance(config, dict):
+        raise ConfigError(
+            f"deepspeed_config_file {path} of the launcher's configuration is not a JSON object"
+        )
+    return config
+
+
+def _value(word: str) -> Any:
+    """A number where it is one; the launcher has words alone."""
+    try:
+        return json.loads(word)
+    except ValueError:
+        return word
+
+
+def _put(config: dict[str, Any], key: str, value: Any) -> None:
+    section = config
+    *parents, leaf = key.split(".")
+    for parent in parents:
+        section = section.setdefault(parent, {})
+    if section.get(leaf, value) not in (value, "auto"):
+        raise ConfigError(
+            f"the launcher's configuration says {key} twice: {section[leaf]!r} in deepspeed_config_file, and "
+            f"{value!r} beside it; leave one of them out"
+        )
+    section[leaf] = value
+
+
+def _taken(config: dict[str, Any], key: str) -> Any:
+    """The value at a dotted key, which is there no more; None where there is none."""
+    *parents, leaf = key.split(".")
+    for parent in parents:
+        found = config.get(parent)
+        if not isinstance(found, dict):
+            return None
+        config = found
+    return config.pop(leaf, None)
+
+
+def launcher_file(stage: int, precision: str, own_file: str | None) -> dict[str, Any]:
+    """accelerate's configuration file for a stage; ``own_file`` is the path of DeepSpeed's own, if any."""
+    if own_file is not None:  # which says everything itself, as accelerate wants it
+        settings: dict[str, Any] = {"deepspeed_config_file": own_file}
+        return {"distributed_type": "DEEPSPEED", "deepspeed_config": settings}
+    settings = {"zero_stage": stage}
+    if stage == 3:
+        settings["zero3_init_flag"] = True
+    return {"distributed_type": "DEEPSPEED", "deepspeed_config": settings, "mixed_precision": precision}
+
+
+def own_file(stage: int) -> dict[str, Any]:
+    """A ``ds_config`` in which the training configuration decides what it knows of."""
+    auto = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    zero: dict[str, Any] = {"stage": stage, "overlap_comm": True, "contiguous_gradients": True}
+    if stage > 0:
+        zero["reduce_bucket_size"] = "auto"
+        zero["offload_optimizer"] = {"device": "none"}
+    if stage == 3:
+        zero["stage3_prefetch_bucket_size"] = "auto"
+        zero["stage3_param_persistence_threshold"] = "auto"
+        zero["offload_param"] = {"device": "none"}
+    return {
+        **dict.fromkeys((*auto, "gradient_clipping"), "auto"),
+        "bf16": {"enabled": "auto"},
+        "fp16": {"enabled": "auto"},
+        "zero_optimization": zero,
+    }
+
+
+# Weight decay of what no backward reaches: none, as torch's optimizers have it.
+# DeepSpeed steps flat tensors, in which the gradient of a parameter that has none is zero: it would decay.
+
+
+def spare_unreached(engine: Any) -> None:
+    """Have the optimizer of DeepSpeed's ``engine`` leave alone what no backward has reached yet, on any rank.
+
+    What has been reached once is stepped from then on, as DeepSpeed does, also where it gets no gradient.
+    """
+    steps = steps_of(engine)
+    decayed = [step for step in steps if step.optimizer.param_groups[step.group].get("weight_decay")]
+    if decayed:
+        spared = _Spared(engine, {id(m.parameter): m.parameter for step in decayed for m in step.members})
+        for optimizer in {id(step.optimizer): step.optimizer for step in decayed}.values():
+            optimizer.register_step_pre_hook(spared.before)
+            optimizer.register_step_post_hook(spared.after)
+
+
+class _Spared:
+    """What no backward has reached, the same on every rank, and how it was before a step."""
+
+    def __init__(self, engine: Any, parameters: dict[int, Any]) -> None:
+        self._engine = engine
+        self._reached: set[int] = set()  # on this rank, by ids
+        self._hooks = {
+            key: parameter.register_hook(functools.partial(self._reach, key))
+            for key, parameter in parameters.items()
+        }
+        self._before: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def _reach(self, key: int, gradient: torch.Tensor | None) -> None:
+        if gradient is not None:
+            self._reached.add(key)
+
+    def _agree(self) -> None:
+        """Take out what any rank has reached: shares of it are stepped on all; collective."""
+        flags = [key in self._reached for key in self._hooks]
+        reached = torch.tensor(flags, dtype=torch.int32, device=default_device())
+        dist.all_reduce(reached, dist.ReduceOp.MAX)
+        for key, flag in zip(list(self._hooks), reached.tolist(), strict=True):
+            if flag:
+                self._hooks.pop(key).remove()
+
+    @torch.no_grad()
+    def before(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Before a step of one flat tensor, or of several."""
+        if not self._hooks:
+            return
+        self._agree()
+        now = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
+        for step in steps_of(self._engine) if self._hooks else ():
+            for member in step.members if id(step.tensor) in now else ():
+                if id(member.parameter) in self._hooks:
+                    share = step.tensor.detach().view(-1)[member.at : member.at + member.count]
+                    self._before.append((share, share.clone()))
+
+    @torch.no_grad()
+    def after(self, *_: Any) -> None:
+        """After it."""
+        for share, before in self._before:
+            share.copy_(before)
+        self._before.clear()

@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from zerostart.engines.added import with_first_values
 from zerostart.engines.fsdp2.units import check_frozen, scalars_of
+from zerostart.engines.training import with_first_values
 from zerostart.errors import EngineError
 from zerostart.upstream.torch.fsdp2 import whole_tensor
 

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from zerostart.engines.calls import OutsideInferenceMode, Rebuilt, leave_inference_mode, rebuilt, write_back
 from zerostart.engines.fsdp2.units import check_frozen, scalars_of
 from zerostart.errors import EngineError
+from zerostart.models import Alias
 from zerostart.upstream.torch.fsdp2 import begin_at, in_backward
 
 
@@ -150,3 +151,56 @@ def _add_entry(model: nn.Module, name: str, guard: _Guard) -> None:
             guard.after(self, args, None)
 
     setattr(model, name, types.MethodType(run, model))
+
+
+# Places that hold a parameter beside its module, under an engine that swaps parameters in its modules.
+# FSDP2 puts the gathered parameter into its module before the module runs, and the sharded one back
+# afterwards. It does so with ``setattr`` where a class has a ``__setattr__`` of its own, as torch's recurrent
+# layers have to keep their lists of weights up to date. So do the modules here whose parameters are kept
+# elsewhere too.
+
+_ATTRIBUTE = "_zerostart_aliases"
+
+
+def follow_swaps(model: nn.Module, aliases: Sequence[Alias]) -> None:
+    """Let each place hold what is under its name in ``model``, whenever that changes."""
+    for alias in aliases:
+        path, _, leaf = alias.name.rpartition(".")
+        module = model.get_submodule(path)
+        if leaf not in module._parameters:
+            continue
+        if _ATTRIBUTE not in vars(module):
+            vars(module)[_ATTRIBUTE] = {}
+            module.__class__ = _following(type(module))  # type: ignore[arg-type]  # a class is hashable
+        vars(module)[_ATTRIBUTE].setdefault(leaf, []).append(alias)
+
+
+@functools.cache
+def _following(kind: type[nn.Module]) -> type[nn.Module]:
+    """A class like ``kind`` whose modules tell of a new parameter, under the same name."""
+
+    def put(self: Any, name: str, value: Any) -> None:
+        kind.__setattr__(self, name, value)
+        for alias in vars(self)[_ATTRIBUTE].get(name, ()):
+            alias.follow(value)
+
+    return type(kind.__name__, (kind,), {"__setattr__": put, "__module__": kind.__module__})
+
+
+# ZeRO stages in FSDP2's terms. Parameters are sharded at rest at every stage from 1 on; what differs is how
+# long they, and the gradients, are whole. Stage 3 gathers a unit for its forward and again for its backward.
+# At stage 2 it stays gathered in between. At stage 1 gradients are, besides, summed up whole on each rank,
+# and parameters stay gathered, until the last of the batches that are accumulated.
+
+
+def begin_batch(model: FSDPModule, zero_stage: int, last: bool) -> None:
+    """Call before the forward of each of the batches whose gradients are accumulated for one step.
+
+    ``last`` is true for the one before the optimizer's step: for each, where nothing is accumulated.
+    """
+    # Stage 2 reduces the gradients of every batch, and holds its share of the sum.
+    reduces = last or zero_stage == 2
+    model.set_requires_gradient_sync(reduces)
+    if zero_stage == 1:
+        model.set_is_last_backward(last)
+        model.set_reshard_after_backward(last)

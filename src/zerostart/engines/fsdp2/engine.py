@@ -14,10 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from zerostart.distributed.world import World, default_device
-from zerostart.engines.fsdp2.blocks import blocks_of
 from zerostart.engines.fsdp2.settings import FSDP2Settings
 from zerostart.engines.fsdp2.storage import arena_of, give_storage, sharded, sharded_layout
-from zerostart.engines.fsdp2.units import scalars_of, units_of
+from zerostart.engines.fsdp2.units import blocks_of, scalars_of, units_of
 from zerostart.engines.residence import Residence
 from zerostart.engines.shard import Shard
 from zerostart.geometry.layout import Layout, replicated

@@ -15,12 +15,11 @@ from torch import nn
 from zerostart.distributed.world import World, default_device
 from zerostart.engines.engine import Engine
 from zerostart.engines.flat_buffers import FlatBufferShards, placed_whole
-from zerostart.engines.flat_memory import after_load as after_load_whole
-from zerostart.engines.forecast import MemoryPeak, OptimizerCost, ParameterBytes, Target
+from zerostart.engines.forecast import MemoryPeak, OptimizerCost, ParameterBytes, Target, replicated_peaks
 from zerostart.engines.fsdp2 import memory
+from zerostart.engines.fsdp2.calls import begin_batch
 from zerostart.engines.fsdp2.layouts import MeshShares
 from zerostart.engines.fsdp2.settings import FSDP2Settings
-from zerostart.engines.fsdp2.stages import begin_batch
 from zerostart.engines.fsdp2.state import FSDP2StateEngine, current_shards
 from zerostart.engines.loading import ShardMaker
 from zerostart.engines.placements import DEVICE, HOST, Placements
@@ -181,7 +180,7 @@ class FSDP2(FSDP2StateEngine, Engine):
 
     def follow_aliases(self, model: nn.Module, aliases: Sequence[Alias]) -> None:
         """See ``Engine``; FSDP2 swaps parameters in their modules."""
-        from zerostart.engines.fsdp2.following import follow_swaps
+        from zerostart.engines.fsdp2.calls import follow_swaps
 
         follow_swaps(model, aliases)
 
@@ -213,13 +212,13 @@ class FSDP2(FSDP2StateEngine, Engine):
 
     def launcher_setup(self) -> LauncherSetup:
         """See ``Engine``; raises ConfigError for what a run does otherwise."""
-        from zerostart.engines.fsdp2.launched import launched
+        from zerostart.engines.fsdp2.settings import launched
 
         return launched(self.zero_stage)
 
     def launcher_file(self, mixed_precision: str, own_file: str | None) -> dict[str, Any]:
         """See ``Engine``; it is the plain one at stage 0."""
-        from zerostart.engines.fsdp2.launched import launcher_file
+        from zerostart.engines.fsdp2.settings import launcher_file
 
         plain = super().launcher_file(mixed_precision, own_file)
         return launcher_file(self.zero_stage, mixed_precision) if self.uses_fully_shard else plain
@@ -369,7 +368,7 @@ class Replicated(FSDP2):
         target: Target,
     ) -> list[MemoryPeak]:
         """See ``Engine``."""
-        return after_load_whole(held, placements.held or 0, optimizer, target, masters=False)
+        return replicated_peaks(held, placements.held or 0, optimizer, target, masters=False)
 
     def _rules(self) -> FlatRules:
         return FlatRules(self.mesh.world_size)

@@ -17,8 +17,8 @@ from typing import Any
 from torch import nn
 
 from zerostart.engines.forecast import MemoryPeak, OptimizerCost, ParameterBytes, Sizes, Target
-from zerostart.engines.fsdp2.blocks import blocks_of
 from zerostart.engines.fsdp2.settings import FSDP2Settings
+from zerostart.engines.fsdp2.units import blocks_of
 from zerostart.upstream.torch.fsdp2 import are_reduced_as_shards
 
 
