@@ -19,12 +19,13 @@ from zerostart.live.full_tensors import whole_tensor
 from zerostart.live.model import find_shards
 from zerostart.live.record import loaded_around, loaded_models, record_of
 from zerostart.state.editing import master_of, put_elements
+from zerostart.upstream.peft.adapters import AdapterLayer
 
 #: The loaded model that a layer with adapters is in.
 _parts: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
 
 
-def injected(original: Callable[[], Any], model: nn.Module, of_values: bool) -> Any:
+def injected(original: Callable[[], object], model: nn.Module, of_values: bool) -> object:
     """``inject_adapter`` of PEFT: what it adds is the same on every rank, and trained alike.
 
     Raises ConfigError for an adapter that begins with values of a weight in FSDP2's shards, as is known
@@ -79,7 +80,7 @@ def _check_experts(part: nn.Module, before: set[int]) -> None:
             )
 
 
-def surrounded(original: Callable[[], Any], model: nn.Module) -> Any:
+def surrounded(original: Callable[[], object], model: nn.Module) -> object:
     """``_setup_prompt_encoder`` of PEFT: what stands around a loaded model, as what is put into one."""
     parts, before = list(loaded_models(model)), {id(p) for p in model.parameters()}
     found = original()
@@ -89,7 +90,7 @@ def surrounded(original: Callable[[], Any], model: nn.Module) -> Any:
     return found
 
 
-def merged(original: Callable[[], Any], layer: Any, what: str) -> Any:
+def merged(original: Callable[[], object], layer: AdapterLayer, what: str) -> object:
     """``merge`` and ``unmerge`` of a layer: its parameters are whole for it, and each rank keeps its own.
 
     Collective where the layer is in shards.
@@ -105,7 +106,7 @@ def merged(original: Callable[[], Any], layer: Any, what: str) -> Any:
     return _merged_whole(original, layer, shards, what)
 
 
-def disabled(layer: Any) -> None:
+def disabled(layer: AdapterLayer) -> None:
     """Take out what is merged before a layer is switched off: PEFT would in the next forward.
 
     There the engine has weights on their way to it. Collective where the layer is in shards.
@@ -120,7 +121,9 @@ def _home(layer: nn.Module) -> nn.Module:
     return layer if part is None else part
 
 
-def _merged_whole(original: Callable[[], Any], layer: Any, shards: Mapping[str, Shard], what: str) -> Any:
+def _merged_whole(
+    original: Callable[[], object], layer: nn.Module, shards: Mapping[str, Shard], what: str
+) -> object:
     with current_world().phase(f"{what} of an adapter"):
         kept = {name: layer.get_parameter(name) for name in shards}
         try:
@@ -190,7 +193,7 @@ def read(original: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: A
 
 
 @contextlib.contextmanager
-def shown(transformer: nn.Module, given: Mapping[str, Any]) -> Iterator[None]:
+def shown(transformer: nn.Module, given: Mapping[str, torch.Tensor]) -> Iterator[None]:
     """Inside, ``transformer`` shows the shapes of its whole weights, without their values.
 
     Raises ConfigError where what is ``given`` would change these weights, and not stand beside them.
@@ -211,7 +214,7 @@ def shown(transformer: nn.Module, given: Mapping[str, Any]) -> Iterator[None]:
             hidden[name].data = data
 
 
-def _check_beside(model: nn.Module, shards: Mapping[str, Shard], given: Mapping[str, Any]) -> None:
+def _check_beside(model: nn.Module, shards: Mapping[str, Shard], given: Mapping[str, torch.Tensor]) -> None:
     for name, tensor in given.items():
         own = name.partition(".")[2]
         stem = own.removesuffix(".lora_A.weight")

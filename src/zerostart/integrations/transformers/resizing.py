@@ -38,7 +38,7 @@ def resize_token_embeddings(
     return resize(model, arguments)
 
 
-def _resize_partitions(model: Any, arguments: tuple[Any, ...]) -> Any:
+def _resize_partitions(model: Any, arguments: tuple[object, ...]) -> object:
     """By transformers, which gathers the rows that it copies if it is told of partitions.
 
     What it leaves is whole on every rank until the engine starts.
@@ -52,7 +52,7 @@ def _resize_partitions(model: Any, arguments: tuple[Any, ...]) -> Any:
     return model.get_input_embeddings()
 
 
-def _resize_units(model: Any, arguments: tuple[Any, ...]) -> Any:
+def _resize_units(model: Any, arguments: tuple[object, ...]) -> object:
     """Of FSDP2's units, by transformers, which copies rows from the old weight to the new one.
 
     So the embeddings, and the head, are whole on every rank while it does; then they are shards again.

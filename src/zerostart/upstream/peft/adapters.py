@@ -104,6 +104,16 @@ _CUTTING = {"tensor", "tp"}
 #: Kinds of ``init_lora_weights`` that look at no weight; the others that are named do.
 _OWN_BEGIN = ("gaussian", "eva", "orthogonal")
 
+
+class AdapterLayer(nn.Module):
+    """``BaseTunerLayer``, for who reads the types."""
+
+    merged: bool
+
+    def unmerge(self) -> None:
+        """Take what is merged out of the weight."""
+
+
 #: ``around(original, model, of_values)`` for a call that puts an adapter into ``model``, which may be one
 #: that begins with values of its weights.
 Injecting = Callable[[Callable[[], Any], nn.Module, bool], Any]
