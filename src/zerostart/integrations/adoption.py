@@ -79,6 +79,7 @@ def enable(settings: EnabledArguments) -> None:
     Raises ConfigError for an engine or a stage that is not known, and settings without an engine.
     """
     _check(settings)
+    # Where one of them cannot be put in place, those before it are taken out again.
     with contextlib.ExitStack() as stack:
         for override in (*_overrides, adopted_steps):
             override.open()
@@ -132,6 +133,8 @@ def _choose(kind_of_load: type[Load], model: type, arguments: dict[str, Any]) ->
                 "or name it in enabled(engine=...)"
             )
         return None
+    # First the process group, whose store the barrier uses; then the barrier, so that a call that one rank
+    # makes alone is an error there; then the checks, which every rank makes and fails alike.
     shared = SharedSequences.of(setup.engine).merged(settings.sequence_parallel)
     join_ranks(setup.family.host_backend)
     barrier.barrier(f"{model.__name__}.{kind_of_load.function}")
@@ -145,6 +148,7 @@ def _resolved(settings: EnabledArguments, model: type) -> EngineSetup | None:
     found = find_active(model)
     if settings.engine is None:
         return found
+    # What the script is set up for counts as long as enabled() names the same engine and no configuration.
     if settings.engine_config is not None or found is None or found.engine != settings.engine:
         config, stage = dict(config_of(settings.engine_config) or {}), settings.zero_stage
         if stage is None:
@@ -202,6 +206,7 @@ def _whole_of_flat(model: nn.Module) -> Any:
 def _left(model: nn.Module) -> None:
     """Note a model that transformers loaded by itself while ranks were there to share it."""
     _notify(Notice(type(model).__name__, None))
+    # One process alone shards nothing, so that preparing the model later is no mistake.
     if int(os.environ.get("WORLD_SIZE", "1") or 1) > 1:
         note_whole(model)
         _accelerate.hold(model)

@@ -46,6 +46,7 @@ def replaced(point: PatchPoint, owner: Any, name: str, new: Any) -> Iterator[Non
     What somebody else has put over ours by the end stays. Of several of ours the first may end first: what it
     has replaced is there again when the last one ends.
     """
+    # Only what the owner itself has: what it inherits is found again when ours is deleted.
     layer = _Layer(vars(owner).get(name, _ABSENT))
     with _lock:
         setattr(owner, name, new)
@@ -59,6 +60,8 @@ def replaced(point: PatchPoint, owner: Any, name: str, new: Any) -> Iterator[Non
             _active.remove(point)
             at = layers.index(layer)
             del layers[at]
+            # Not the topmost of ours: the one above it goes back to what was below this one. The topmost:
+            # taken out, unless somebody else has put something over it.
             if at < len(layers):
                 if layers[at].before is new:
                     layers[at].before = layer.before
@@ -84,6 +87,7 @@ def replaced_wherever_imported(point: PatchPoint, name: str, original: Any, new:
         try:
             yield
         finally:
+            # Also in modules that were imported meanwhile, which no replacement above knows of.
             for module in list(sys.modules.values()):
                 if getattr(module, "__dict__", {}).get(name) is new:
                     setattr(module, name, original)

@@ -326,6 +326,7 @@ def _sent(original: Any, replacement: Replacement) -> Any:
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
+        # By name, whichever way they were passed, so that a replacement need not know their order.
         try:
             bound = signature.bind(*args, **kwargs)
         except TypeError:

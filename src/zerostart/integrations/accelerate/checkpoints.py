@@ -53,6 +53,7 @@ def save_checkpoint(
     extra = _client_states(client_state, engine, world)
     frozen = not exclude_frozen_parameters
     save_state(path / name, engine, None, extra, wait=True, frozen=frozen, saved=path)
+    # Named last, when all is there: whoever looks for the newest finds the one before until then.
     with (
         world.phase("naming the last checkpoint"),
         write_errors(path, f"{name} is saved, and not named as the last"),
@@ -104,6 +105,7 @@ def load_checkpoint(
         )
     schedule = engine.lr_scheduler
     keeps = not load_lr_scheduler_states and hasattr(schedule, "state_dict")
+    # load_state resumes the schedule with the counters; what the caller did not ask for is put back after.
     before = schedule.state_dict() if keeps else None
     stepped = load_optimizer_states and not load_module_only
     extra = load_state(path, engine, None, stepped=stepped, counters=not load_module_only)

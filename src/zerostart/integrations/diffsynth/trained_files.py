@@ -126,6 +126,7 @@ def save_trained(
 def _stored(logger: ModelLogger, module: nn.Module, world: World) -> Mapping[str, Shard]:
     """What the file has, by the names that it has there."""
     shards = LiveModel(module, world).named_shards()
+    # The script renames what it saves. It is given tensors without values, told apart by identity after.
     twins: dict[str, torch.Tensor] = {}
     by_twin: dict[int, Shard] = {}
     for name, parameter in module.named_parameters():

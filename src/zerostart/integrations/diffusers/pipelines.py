@@ -61,6 +61,7 @@ def load_pipeline(request: PipelineRequest) -> Any:
         kinds = {c.name: component_class(c.library, c.kind, f"{root / c.name}") for c in found}
         device = default_device()
         before = allocated_bytes(device)
+        # Shards and replicas come first: what they take is what is not left for components brought in.
         models: dict[str, nn.Module] = {}
         for component in found:
             placement = placements[component.name]

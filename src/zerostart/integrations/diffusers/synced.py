@@ -87,6 +87,8 @@ class _Turns:
         """Run the calls of other ranks along until it is the turn of ``call``; None: until none has any."""
         pack = functools.partial(_packed, (args, dict(kwargs), _autocasts()))
         while True:
+            # Every rank says which call it is about to make, None for one that is through with the block. The
+            # first rank's call that is not None is next: all ranks take part in it.
             wanted = self._world.all_gather_object(call, DURING)
             chosen = next((one for one in wanted if one is not None), None)
             if chosen is None:

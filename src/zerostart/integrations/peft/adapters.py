@@ -125,6 +125,8 @@ def _merged_whole(
     original: Callable[[], object], layer: nn.Module, shards: Mapping[str, Shard], what: str
 ) -> object:
     with current_world().phase(f"{what} of an adapter"):
+        # Three steps, each collective: whole weights in the place of shards; PEFT's own arithmetic, the same
+        # on every rank; of what came out each rank writes its elements, into the masters too.
         kept = {name: layer.get_parameter(name) for name in shards}
         try:
             for name, shard in shards.items():
@@ -168,6 +170,7 @@ def read(original: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: A
     if given.get("state_dict") is not None:
         return original(model, *args, **kwargs)
     shards = find_shards(model, world)
+    # PEFT chooses and renames. It is given tensors without values, which are told apart by identity after.
     twins: dict[str, torch.Tensor] = {}
     by_twin: dict[int, Shard] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():

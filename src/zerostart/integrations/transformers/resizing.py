@@ -45,6 +45,7 @@ def _resize_partitions(model: Any, arguments: tuple[object, ...]) -> object:
     """
     with current_world().phase("resizing the embeddings"), knowing_partitions():
         type(model).resize_token_embeddings(model, *arguments)
+    # New rows are drawn at random by each rank: rank 0's hold.
     for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
         for parameter in () if layer is None else layer.parameters():
             if dist.is_initialized():

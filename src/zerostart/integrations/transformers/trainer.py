@@ -84,6 +84,7 @@ def last_checkpoint(original: Original, *, folder: str) -> str | None:
     """
     entries = Path(folder).iterdir()
     numbered = {int(m[1]): path for path in entries if (m := _CHECKPOINT.fullmatch(path.name))}
+    # From the newest back: trainer_state.json is written last, so that one without it was cut short.
     for number in sorted(numbered, reverse=True):
         try:
             read_json(numbered[number] / _STATE, "Trainer's state")

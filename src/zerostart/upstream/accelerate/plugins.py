@@ -108,6 +108,8 @@ def fsdp2_plugin() -> FSDP2Plugin | None:
     from accelerate.state import AcceleratorState
     from accelerate.utils import FullyShardedDataParallelPlugin
 
+    # An Accelerator that is there counts; then TrainingArguments, whose Trainer makes one after the model;
+    # then what the launcher has put into the environment, of which one would be made.
     state = AcceleratorState._shared_state
     if state.get("fsdp_plugin") is not None:
         found = FSDP2Plugin(state["fsdp_plugin"], state.get("_mixed_precision") or "no")

@@ -202,7 +202,8 @@ class AcceleratorPatches(RefCountedPatches):
 
 def _keeps_parameters(original: Any) -> Any:
     def prepare_fsdp2(accelerator: Any, *args: Any) -> Any:
-        # Whole ones are replaced, and are not to be held meanwhile.
+        # accelerate maps parameters by their addresses, and an empty shard has none: those that stay are put
+        # back by identity. Whole ones are replaced, and are not to be held meanwhile.
         before = [
             [
                 [parameter if isinstance(parameter, DTensor) else None for parameter in group["params"]]
