@@ -36,6 +36,7 @@ from zerostart.live.record import loaded_models, record_of
 from zerostart.loading.arguments import EnabledArguments, config_of
 from zerostart.upstream.accelerate.plugins import join_ranks
 from zerostart.upstream.accelerate.preparing import AcceleratorPatches
+from zerostart.upstream.accelerate.types import Accelerator
 from zerostart.upstream.deepspeed.consolidation import Consolidation
 from zerostart.upstream.diffsynth.loading import DiffSynthSeam
 from zerostart.upstream.diffusers.loading import DiffusersSeam
@@ -196,11 +197,16 @@ def _whole_state(model: nn.Module, without_frozen: bool) -> Any:
     return state if current_world().rank == 0 else None
 
 
-def _whole_of_flat(model: nn.Module) -> Any:
-    """The state dict of a model that is shared out at ZeRO-0 to 2, where each part looks like the whole."""
-    inner = next(loaded_models(model), None)
-    flat = inner is not None and record_of(inner).engine.replicates_parameters
-    return _whole_state(model, False) if flat else NotImplemented
+def _get_state_dict(
+    original: Callable[[], object], *, self: Accelerator, model: nn.Module, **_: object
+) -> object:
+    """``Accelerator.get_state_dict``: of a model shared out at ZeRO-0 to 2 each part looks like the whole."""
+    unwrapped = self.unwrap_model(model)
+    inner = next(loaded_models(unwrapped), None)
+    if inner is None or not record_of(inner).engine.replicates_parameters:
+        return original()
+    whole = _whole_state(unwrapped, False)
+    return original() if whole is NotImplemented else whole
 
 
 def _left(model: nn.Module) -> None:
@@ -228,12 +234,13 @@ _transformers = TransformersSeam(
 )
 _diffusers = DiffusersSeam(functools.partial(_choose, DiffusersLoad), _left)
 _diffsynth = DiffSynthSeam(functools.partial(_choose, DiffSynthLoad), _left, _keys_of)
-_accelerate = AcceleratorPatches(sharded, partitioned, _whole_of_flat)
+_accelerate = AcceleratorPatches(sharded, partitioned)
 _consolidation = Consolidation(_whole_state)
 _saving = SavingCalls(
     {
         **SAVE_PRETRAINED,
         "Accelerator.save_model": saving.save_model,
+        "Accelerator.get_state_dict": _get_state_dict,
         "DeepSpeedEngine.save_checkpoint": checkpoints.save_checkpoint,
         "DeepSpeedEngine.load_checkpoint": checkpoints.load_checkpoint,
         **{

@@ -13,8 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from zerostart.upstream.on_import import enter_when_imported
-from zerostart.upstream.patches import RefCountedPatches, replaced, replaced_wherever_imported
-from zerostart.upstream.refusals import fits
+from zerostart.upstream.patches import RefCountedPatches, fits, replaced, replaced_wherever_imported
 from zerostart.upstream.registry import Lasts, PatchPoint
 from zerostart.upstream.shapes import Shape
 from zerostart.upstream.versions import PEFT
