@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zerostart
-from zerostart.upstream.deepspeed.zero3 import edits as deepspeed_edits
+from zerostart.upstream.deepspeed.zero3 import gathering as deepspeed_edits
 
 TURNS = 12
 RESULT = Path(__file__).parent / "results" / "gathered.md"

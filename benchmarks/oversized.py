@@ -116,7 +116,7 @@ def run(argv: list[str]) -> dict[str, Any]:
     from zerostart.cli.launch import join_group, leave_group
     from zerostart.engines import resolve_engine
     from zerostart.geometry.layout import Mesh
-    from zerostart.live.record import record_of
+    from zerostart.live.model import record_of
 
     job = json.loads(argv[0])
     engine, zero = CASES[job["case"]]

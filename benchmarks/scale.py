@@ -132,8 +132,7 @@ def timed(plan: Callable[[], Any]) -> tuple[Any, dict[str, Any]]:
 def saved(known: Any, weights: list[Any]) -> dict[str, Any]:
     """``zerostart.save``, back into the layout that the model came from."""
     from zerostart.checkpoint.write.shards import plan_shards
-    from zerostart.live.model import LogicalTensor
-    from zerostart.live.record import LoadRecord
+    from zerostart.live.model import LoadRecord, LogicalTensor
     from zerostart.recipe import Recipe
     from zerostart.state.saving.contents import contents_of
     from zerostart.state.saving.writing import CHUNK, planned

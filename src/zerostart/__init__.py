@@ -232,7 +232,7 @@ def report(model: nn.Module) -> Report:
         (('bias',), 24)
     """
     check_arguments(report, locals(), collective=False)
-    from zerostart.live.record import report_of
+    from zerostart.live.model import report_of
 
     return report_of(model)
 

@@ -14,7 +14,7 @@ from zerostart.checkpoint.manifest import documents
 from zerostart.checkpoint.write.shards import plan_shards
 from zerostart.checkpoint.write.writer import CheckpointWriter
 from zerostart.distributed.world import World
-from zerostart.state.saving.publishing import Publication, publishing
+from zerostart.state.saving.writing import Publication, publishing
 
 ALONE = World(0, 1, None)
 ENTRIES = [("a", "F32", (4, 3)), ("b", "F32", (5,)), ("c", "F32", ())]

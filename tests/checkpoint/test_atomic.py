@@ -27,7 +27,7 @@ from zerostart.checkpoint.write.folders import Folder
 from zerostart.checkpoint.write.switching import Plan, finish_switched
 from zerostart.distributed.world import World, current_world
 from zerostart.errors import ReadError
-from zerostart.state.saving.publishing import publishing
+from zerostart.state.saving.writing import publishing
 
 ALONE = World(0, 1, None)
 #: What is saved over what: kinds, and the sizes of files.

@@ -150,7 +150,7 @@ def test_what_is_no_regular_file_is_not_waited_for(tmp_path: Path, name: str, ki
 
 def test_what_lies_beside_is_copied_where_it_is_a_file(tmp_path: Path) -> None:
     """A save copies what is beside the weights that were loaded."""
-    from zerostart.state.saving.settings import copy_beside
+    from zerostart.state.saving.save import copy_beside
 
     root, made = tmp_path / "root", tmp_path / "made"
     templates = root / "additional_chat_templates"

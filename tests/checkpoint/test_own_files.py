@@ -33,7 +33,7 @@ from zerostart.checkpoint.write import folders
 from zerostart.errors import CheckpointError, WriteError
 from zerostart.state.resuming.retention import complete, prune
 from zerostart.state.saving.export import export
-from zerostart.state.saving.publishing import publishing
+from zerostart.state.saving.writing import publishing
 
 
 @contextlib.contextmanager

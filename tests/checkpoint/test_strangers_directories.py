@@ -23,7 +23,7 @@ from tests.checkpoint.shared_directory import (
 )
 from zerostart.checkpoint.write import folders
 from zerostart.errors import VerifyError, WriteError
-from zerostart.state.saving.publishing import publishing
+from zerostart.state.saving.writing import publishing
 
 
 def test_a_made_up_leftover_costs_no_time(tmp_path: Path) -> None:

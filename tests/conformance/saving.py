@@ -17,8 +17,7 @@ from zerostart.checkpoint.write.shards import plan_shards
 from zerostart.checkpoint.write.writer import CheckpointWriter
 from zerostart.distributed.world import World
 from zerostart.engines import Shard
-from zerostart.live.model import LiveModel
-from zerostart.live.record import keep
+from zerostart.live.model import LiveModel, keep
 from zerostart.recipe import Recipe
 from zerostart.state.saving.contents import contents_of
 from zerostart.state.saving.writing import planned

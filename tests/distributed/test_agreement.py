@@ -25,7 +25,7 @@ from tests.tiny import TinyCheckpoints
 from zerostart import errors
 from zerostart.distributed.world import current_world
 from zerostart.engines.deepspeed.family import ZeroThree
-from zerostart.live.record import record_of
+from zerostart.live.model import record_of
 
 LIMIT = 30.0
 

@@ -86,7 +86,7 @@ def with_and_without(path: Path, config: dict[str, Any], groups: str) -> list[tu
 def leave_to(patched: Path) -> None:
     """Have DeepSpeed do by itself, with docs/patches in it, what else our overrides of its start do."""
     use(patches("deepspeed"), patched / str(dist.get_rank()))
-    for name in ("defragmenting", "ungathered", "Converted", "Unread"):
+    for name in ("defragmenting", "ungathered", "FuseToClone", "SharedZeroGradients"):
         setattr(deepspeed_start, name, lambda *_: contextlib.nullcontext())
     deepspeed_start.joined = lambda _: None  # type: ignore[assignment]
 

@@ -13,7 +13,7 @@ import zerostart
 from tests.integrations.scripts import fsdp2, sequences, trainer_script, zero3
 from tests.ranks import run_ranks
 from tests.tiny import TinyCheckpoints
-from zerostart.live.record import record_of
+from zerostart.live.model import record_of
 
 MODEL = "qwen3_even"
 

@@ -12,7 +12,7 @@ from tests.ranks import run_ranks
 from tests.tiny import TinyCheckpoints
 from zerostart.cli import main
 from zerostart.errors import ConfigError
-from zerostart.live.record import record_of
+from zerostart.live.model import record_of
 from zerostart.loading.request import Request
 from zerostart.loading.run import rehearse
 

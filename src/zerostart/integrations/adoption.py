@@ -32,7 +32,7 @@ from zerostart.integrations.loading import InterceptedLoad
 from zerostart.integrations.transformers import trainer
 from zerostart.integrations.transformers.loading import FromConfigLoad, TransformersLoad
 from zerostart.live.full_tensors import full_tensors
-from zerostart.live.record import loaded_models, record_of
+from zerostart.live.model import loaded_models, record_of
 from zerostart.loading.arguments import EnabledArguments, config_of
 from zerostart.upstream.accelerate.plugins import join_ranks
 from zerostart.upstream.accelerate.preparing import AcceleratorPatches

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from zerostart.engines import Engine, check_choice, family_of, titled
 from zerostart.errors import ConfigError
 from zerostart.geometry.layout import Mesh
-from zerostart.live.record import record_of
+from zerostart.live.model import record_of
 from zerostart.models import library_of
 from zerostart.upstream.accelerate.plugins import FSDP2Plugin, fsdp2_plugin, parallelism
 from zerostart.upstream.deepspeed.active import active_config, config_stage, open_init_dtype

@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from zerostart.live.record import record_of
+from zerostart.live.model import record_of
 from zerostart.upstream.diffusers.lora import LoraShapes
 from zerostart.upstream.peft.adapters import AdapterCalls
 from zerostart.upstream.saving_calls import Replacement, SavingCalls

@@ -15,7 +15,7 @@ from zerostart import engines
 from zerostart.distributed.world import current_world
 from zerostart.errors import ConfigError, ZerostartError
 from zerostart.integrations.engine_setup import EngineSetup
-from zerostart.live.record import record_of
+from zerostart.live.model import record_of
 from zerostart.loading.arguments import EnabledArguments
 from zerostart.loading.request import Request
 from zerostart.loading.run import run

@@ -13,8 +13,7 @@ from torch import nn
 from zerostart.distributed.world import current_world
 from zerostart.errors import ConfigError
 from zerostart.integrations.barrier import announce_local_save, join_save
-from zerostart.live.model import find_shards
-from zerostart.live.record import bare_model, kept_record, loaded_models
+from zerostart.live.model import bare_model, find_shards, kept_record, loaded_models
 from zerostart.state.saving.adapters import adapted_model, has_adapters
 from zerostart.state.saving.save import SaveRequest, save, save_own_names
 from zerostart.upstream.diffusers.pipelines import Pipeline, name_classes
@@ -136,11 +135,13 @@ def save_weights(
     A tokenizer is left to the script, which may have another one than lies beside the source.
     """
     adapted = adapted_model(model)
-    if adapted is not None and adapted.model is bare_model(model) and adapted.names != ["default"]:
-        raise ConfigError(
-            f"the adapters {adapted.names} of a sharded {type(model).__name__} cannot be saved as one: name "
-            "the one that is to be saved 'default', or use get_peft_model"
-        )
+    if adapted is not None and adapted.model is bare_model(model):
+        names = adapted.adapter_names()
+        if names != ["default"]:
+            raise ConfigError(
+                f"the adapters {names} of a sharded {type(model).__name__} cannot be saved as one: name the "
+                "one that is to be saved 'default', or use get_peft_model"
+            )
     save(model, directory, SaveRequest(max_shard_size, adapters_only=adapted is not None, copied=False))
 
 

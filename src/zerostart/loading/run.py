@@ -16,7 +16,7 @@ from zerostart.checkpoint.source import Files, check_unchanged
 from zerostart.distributed.world import World, joined_world
 from zerostart.engines import Engine, Placements, Residence, Shard, ShardMaker
 from zerostart.errors import ConfigError
-from zerostart.live.record import LoadRecord, keep
+from zerostart.live.model import LoadRecord, keep
 from zerostart.live.report import Clock, Report
 from zerostart.loading.destinations import Destinations
 from zerostart.loading.masters import masters_of

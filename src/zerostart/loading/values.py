@@ -24,7 +24,7 @@ from zerostart.checkpoint.digest import Digests
 from zerostart.checkpoint.memory import MemoryStorage, memory_catalog
 from zerostart.distributed.world import World
 from zerostart.errors import ConfigError
-from zerostart.live.record import loaded_models
+from zerostart.live.model import loaded_models
 from zerostart.models import Aliases
 from zerostart.transfer.collective import TransferStats
 from zerostart.transfer.planning import Plan, Read

@@ -118,8 +118,15 @@ def fill_missing(missing: Sequence[tuple[Program, Layout, torch.Tensor]], start:
     A program with several draws, between which others may lie, and those that share one, run when all has
     been drawn, from what the generator was before each.
     """
+    # One generator, one stream: a value is right only if all that the unsharded initialiser drew before it
+    # has been drawn. ``calls`` maps a place in the log to what moves the generator past that draw. With a
+    # missing parameter at d1, one at d3 and d4 (two draws), and one that only its constructor drew (d0):
+    #
+    #     log:    d0     d1 = start   d2        d3     d4
+    #     called  last   first: fill  discard   note   note    and then: the program of d3 and d4
     if not missing:
         return
+    # Programs with several draws, or with one that others share, cannot run while the stream passes.
     count = Counter(at for program, _, _ in missing for at in program.draws)
     postponed = {
         id(program)
@@ -127,22 +134,26 @@ def fill_missing(missing: Sequence[tuple[Program, Layout, torch.Tensor]], start:
         if len(program.draws) > 1 or any(count[at] > 1 for at in program.draws)
     }
     later = [entry for entry in missing if id(entry[0]) in postponed]
+    # Before each of their draws the generator's state is noted, and the draw itself made and thrown away.
     kept = {at for program, _, _ in later for at in program.draws}
     states: dict[int, torch.Tensor] = {}
     log = missing[0][0].log
     calls: dict[int, Callable[[], None]] = {at: functools.partial(_note, log, at, states) for at in kept}
     if start is not None:
+        # What the initialiser drew for tensors that the checkpoint has moves the generator on just the same.
         drawn = (at for at, op in enumerate(log.ops[start:], start) if op.random and at not in kept)
         calls |= {at: functools.partial(_discard, log.ops[at]) for at in drawn}
     for program, layout, storage in missing:
         if id(program) not in postponed:
             fill = functools.partial(program.fill, layout, storage)
             if program.draws:
-                calls[program.draws[0]] = fill
+                calls[program.draws[0]] = fill  # in the place of the discard above
             else:
-                fill()
+                fill()  # constants: the generator is not asked
+    # Draws of constructors happened on meta and never moved the generator: they come last.
     for at in sorted(calls, key=lambda at: (at < (start or 0), at)):
         calls[at]()
+    # Those programs set the generator back: whoever draws next finds it where the stream has ended.
     end = torch.get_rng_state()
     for program, layout, storage in later:
         program.fill(layout, storage, states)
@@ -161,6 +172,7 @@ def program_of(meta: torch.Tensor, log: OperatorLog) -> Program | None:
     chunked = True
     for at, op in log.writers(meta):
         steps.append((at, op))
+        # What writes every element makes all steps before it void; they may still have drawn (``_discard``).
         if op.func in _FACTORIES or op.overwritten is not None:
             steps, chunked = [(at, op)], op.func in _FACTORIES or _in_chunks(op)
         elif not _by_element(op, meta):

@@ -274,6 +274,9 @@ def _write_config(config: Any, kind: type[torch.nn.Module], out: Path) -> None:
 _PERIOD = 4_194_301
 
 
+# Drawing every element from a generator would take minutes for a large model. So one block of normal values
+# is drawn, and a tensor's content is a window of the endlessly repeated block, from a position that its name
+# decides. The block's length is prime: no two rows of a tensor are alike.
 class Noise:
     """Content for tensors: normal values with deviation ``std``, decided by ``seed`` and names alone."""
 

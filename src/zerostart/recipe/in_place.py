@@ -68,6 +68,7 @@ def write(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         return args[0]
     if torch.Tag.inplace_view in func.tags:
         return _view_in_place(cls, func, args, kwargs)
+    # 1. What no weight has gone into yet is written by torch itself, on the real elements.
     tensors = list(tensors_in((args, kwargs.values())))
     written = _written(func, args, kwargs)
     if all_constant(cls, tensors):
@@ -77,18 +78,23 @@ def write(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             if isinstance(target, cls):
                 target.memory.touch()
         return _given_back(func, args, kwargs)
+    # 2. Weights cannot go into memory that is not symbolic: nothing would follow them from there.
     outside = [t for t in written if not isinstance(t, cls)]
     if outside:
         raise refusal(
             f"the conversion of {names_of(args)} writes them into a tensor that it did not make with torch "
             f"while it ran ({func}): one from NumPy, from a global variable, or from another thread"
         )
+    # 3. A write is its functional twin (``add_`` is ``add``), whose result is put into the target's place.
     functional = _functional(func)
     if functional is None:
         raise refusal(f"the conversion of {names_of(args)} calls {func}, a write that cannot be followed")
     args = counted(cls, func, args)
     kept = {k: v for k, v in kwargs.items() if not _is_out(func, k)}
-    on_meta(cls, func, args, kwargs)
+    on_meta(cls, func, args, kwargs)  # refuses what torch would refuse
+    # 4. The twin reads everything before anything is written; torch's loop does not. Where that could show
+    #    (two elements in one place, an operand that shares memory at another place) the result is nobody's to
+    #    say.
     if functional not in _FILLS and any(t.layout_in_memory.overlaps() for t in written):
         raise refusal(
             f"the conversion of {names_of(args)} writes into a view whose elements share memory ({func}); "
@@ -99,6 +105,7 @@ def write(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             f"the conversion of {names_of(args)} reads memory that it writes into at other places ({func}), "
             "where torch's result depends on its loops; clone the one or the other"
         )
+    # 5. Into each target in turn, cast as torch casts. Its memory has a new version, which all views show.
     handler = HANDLERS.get(functional)
     values, named = valued(cls, args), valued(cls, kept)
     made = handler(*values, **named) if handler else compute(functional, values, named)

@@ -194,6 +194,10 @@ _KEYS = re.compile(r"(?:Missing|Unexpected) key\(s\) in state_dict: ")
 _REMEDY = "Pass a converter that makes the state dict the module's own, and build the module without it"
 
 
+# A module's own ``load_state_dict`` may change names and tensors on their way to it: with hooks, with a
+# ``_load_from_state_dict`` of its own, by what it reads of versions. All of it runs here as it would in
+# torch, on the module on meta: which tensor is copied into which is noted, and of several into one the last
+# stays. What the module computes out of its own tensors is logged with its construction.
 @dataclass(frozen=True)
 class Loaded:
     """Tensors by the names of the parameters and buffers that they fill, and what is left over.

@@ -186,6 +186,20 @@ def regions_of(
     func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], operands: Sequence[Operand], made: torch.Tensor
 ) -> Regions:
     """The class of ``func`` with these arguments, whose result has dtype, shape and strides of ``made``."""
+    # torch's CPU loops walk over memory. They put full vectors through one routine and what is left at the
+    # end of a row through another, and the two round alike only where IEEE 754 says how: sums, products and
+    # quotients, but not exponentials, roots of reciprocals, or a product and a sum in one. Hence three
+    # classes:
+    #
+    # BOXES   exact, element by element: the lists above, which hold what no processor and no compiler may
+    #         round otherwise.
+    # BLOCKS  all operands lie in memory as the result does (or are one element): torch then sees one long
+    #         row, and a run of whole blocks, the last with what is left over, has every element in the place
+    #         that it has eagerly. Exact operators too where they follow such a one, or where a NaN may come
+    #         in: the routines differ in what they make of it.
+    # WHOLE   in the strides of eager torch: everything else, and all that is not done element by element.
+    #
+    # Bits that depend on the number of threads are those of one thread.
     every = (True,) * len(operands)
     plain = tuple(operands)
     if func is aten.view.dtype and made.dtype.itemsize == operands[0].dtype.itemsize:

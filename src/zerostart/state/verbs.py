@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from zerostart.checkpoint.verifying import Verified
-    from zerostart.state.comparing.difference import Difference
+    from zerostart.state.comparing.diff import Difference
     from zerostart.state.resuming.background import Saving
     from zerostart.state.saving.save import SaveReport
 

@@ -18,7 +18,7 @@ import zerostart
 from zerostart import engines
 from zerostart.errors import ConfigError, CoverageError
 from zerostart.geometry.layout import Mesh
-from zerostart.live.record import record_of
+from zerostart.live.model import record_of
 from zerostart.testing.net import Net, imported, reference, save
 from zerostart.testing.ranks import on_ranks
 

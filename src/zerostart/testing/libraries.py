@@ -24,7 +24,7 @@ import zerostart
 from zerostart import models
 from zerostart.checkpoint.source import open_catalog
 from zerostart.errors import CoverageError
-from zerostart.live.record import record_of
+from zerostart.live.model import record_of
 from zerostart.recipe import Recipes, main_dtype, torch_dtype
 from zerostart.testing.ranks import on_ranks
 

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 
 from tests.ranks import run_ranks
-from zerostart.upstream.deepspeed.zero12.alike import alike, fingerprint
+from zerostart.upstream.deepspeed.zero12.buffers import alike, fingerprint
 from zerostart.upstream.torch.word_sums import BLOCK
 
 

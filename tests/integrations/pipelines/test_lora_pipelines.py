@@ -17,7 +17,7 @@ import zerostart
 from tests.integrations.pipelines.tiny_pipelines import CALLS, FAMILIES, make_pipeline
 from tests.ranks import rank_outcomes, run_ranks
 from zerostart.integrations.peft.adapters import read
-from zerostart.live.record import record_of
+from zerostart.live.model import record_of
 
 #: Nothing stays gathered between two calls.
 CONFIG = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}

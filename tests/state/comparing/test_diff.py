@@ -14,7 +14,7 @@ import zerostart
 from tests.ranks import run_ranks
 from tests.tiny import TinyCheckpoints
 from zerostart.cli import main
-from zerostart.state.comparing.difference import Difference
+from zerostart.state.comparing.diff import Difference
 
 Tensors = dict[str, torch.Tensor]
 

@@ -15,7 +15,7 @@ import zerostart
 from tests.parity import checkpoint
 from tests.ranks import run_ranks
 from tests.state.resuming.trainings import Case, Run, train
-from zerostart.state.resuming import background, host_copies
+from zerostart.state.resuming import background
 from zerostart.state.resuming import save_state as checkpointing
 
 FIRST, MORE = 2, 3
@@ -35,7 +35,7 @@ def meanwhile(path: Path, folder: Path) -> list[str]:
 
 def copied_later(path: Path, folder: Path) -> None:
     """What a step alone changes is copied when that step has begun, which waits for it."""
-    copy_later, settle = host_copies._Own._copy_later, background.Saving.settle
+    copy_later, settle = background._Own._copy_later, background.Saving.settle
     going_on = threading.Event()
 
     def waiting(self: Any, kept: torch.Tensor, samples: torch.Tensor) -> None:
@@ -46,8 +46,8 @@ def copied_later(path: Path, folder: Path) -> None:
         going_on.set()
         settle(self)
 
-    host_copies.LATER, large = 0, host_copies.LATER
-    host_copies._Own._copy_later = waiting  # type: ignore[method-assign]
+    background.LATER, large = 0, background.LATER
+    background._Own._copy_later = waiting  # type: ignore[method-assign]
     background.Saving.settle = told  # type: ignore[method-assign]
     try:
         for name, case in CASES.items():
@@ -67,8 +67,8 @@ def copied_later(path: Path, folder: Path) -> None:
                 changed_otherwise(run, folder, going_on)
             run.end()
     finally:
-        host_copies.LATER = large
-        host_copies._Own._copy_later = copy_later  # type: ignore[method-assign]
+        background.LATER = large
+        background._Own._copy_later = copy_later  # type: ignore[method-assign]
         background.Saving.settle = settle  # type: ignore[method-assign]
     assert not optimizers._global_optimizer_pre_hooks
 
@@ -138,10 +138,10 @@ def failing(path: Path, folder: Path) -> None:
 
 def copies_stay_with_the_model(run: Run, folder: Path) -> None:
     """The next copies lie where the last ones did, and hold what is there by then."""
-    kept = {module: own[False].data_ptr() for module, own in host_copies._buffers.items()}
+    kept = {module: own[False].data_ptr() for module, own in background._buffers.items()}
     run.step(2)
     zerostart.save_state(folder / "third", *run.state, wait=False).wait()
-    assert {module: own[False].data_ptr() for module, own in host_copies._buffers.items()} == kept
+    assert {module: own[False].data_ptr() for module, own in background._buffers.items()} == kept
     zerostart.save_state(folder / "waited", *run.state)
     if dist.get_rank() == 0:
         assert zerostart.diff(folder / "third", folder / "waited").equal

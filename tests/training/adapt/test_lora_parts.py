@@ -219,7 +219,7 @@ def test_an_average_is_diffusers(rules: dict[str, float]) -> None:
         expected.step(model.parameters())
         ema.update()
         assert ema.updates == step + 1
-    averages = {kept.name: kept.shard.storage for kept in ema.kept}
+    averages = {one.name: one.shard.storage for one in ema.averages}
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     for (name, parameter), shadow in zip(model.named_parameters(), expected.shadow_params, strict=True):
         assert torch.equal(averages[name], shadow.reshape(-1))

@@ -183,7 +183,7 @@ def test_a_run_opens_no_file_of_an_encoder(made: dict[str, Any], pipeline: Path,
 
 def refused(values: dict[str, Any]) -> str:
     """Why the cache of a configuration is not opened."""
-    with pytest.raises(ConfigError, match="does not match what is asked for now") as told:
+    with pytest.raises(ConfigError, match="does not match the configuration") as told:
         cached(values)
     return str(told.value)
 
@@ -196,7 +196,7 @@ def test_a_stale_cache_is_refused_by_what_differs(
     with_settings = {**values, "cache": {**values["cache"], "posterior": "mode", "dtype": "bfloat16"}}
     text = refused(with_settings)
     assert "cache.dtype was None and is bfloat16; cache.posterior was sample and is mode" in text
-    assert "Remove it to have it made anew" in text
+    assert "Remove it to have it made again" in text
     placed = {"placement": "offload", "file_size": "1MB"}  # on which no number depends
     assert cached({**values, "cache": {**values["cache"], **placed}}) == digest
 
@@ -263,7 +263,7 @@ def test_texts_that_two_runs_add_are_not_mixed_up(place: Path) -> None:
     file = place / "prompts.safetensors"
     data = file.read_bytes()
     file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    with pytest.raises(ReadError, match=r"prompts\.safetensors: what is there of the text '.*' is not what"):
+    with pytest.raises(ReadError, match=r"prompts\.safetensors: the embeddings of the text .* are not what"):
         [second.prompt(text) for text in second.texts]
     assert [entry.name for entry in place.parent.iterdir()] == ["cache"]
 

@@ -47,7 +47,7 @@ def test_sixteen_bits_are_scaled_and_not_cut_off():
         assert (decoded(saved(Image.fromarray(GREY.astype(np.uint16) * 257), suffix)) == grey).all()
     between = np.array([[0, 128, 129, 65535 - 129, 65535]], dtype=np.uint16)
     assert decoded(saved(Image.fromarray(between)))[0, :, 0].tolist() == [0, 0, 1, 254, 255]
-    with pytest.raises(ConfigError, match="32 bits, whose range is not told"):
+    with pytest.raises(ConfigError, match="32 bits, whose range is unknown"):
         decoded(saved(Image.fromarray(GREY.astype(np.int32) * 100000), ".tif"))
     with pytest.raises(ConfigError, match="floating-point"):
         decoded(saved(Image.fromarray(GREY.astype(np.float32)), ".tif"))
@@ -103,9 +103,7 @@ def test_sizes_are_those_of_diffsynth():
         ((10, 10), {"height": 480, "width": 832}, (480, 832)),
     ]:
         assert target_size(size, config(**keys)) == expected
-    with pytest.raises(
-        ConfigError, match=r"of 10 x 640 pixels .* nothing is left in multiples of media\.multiple_of 16"
-    ):
+    with pytest.raises(ConfigError, match=r"10 x 640 pixels .* have no room for media\.multiple_of 16"):
         target_size((10, 640), config())
 
 

@@ -122,6 +122,8 @@ def _check_dtype(name: str, dtype: str, entry: TensorEntry) -> None:
 _MOST_PAIRS = 1 << 22
 
 
+# The one place that proves that what a format has found is whole: a reader may be wrong about a damaged
+# directory, and memory that nothing wrote is never taken for weights.
 def check_whole(
     tensors: Mapping[str, TensorEntry], assembled: Mapping[str, Assembled], sizes: Sequence[int]
 ) -> None:

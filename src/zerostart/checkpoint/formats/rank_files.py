@@ -94,6 +94,8 @@ def _assemble(
     name: str, parts: list[tuple[Any, Placing, str]], found: TrainingContents, files: PartFiles
 ) -> None:
     """Add a tensor, or a number, of which each rank has a part, or each has the whole."""
+    # Rank 0 says what it is: a plain tensor, which each rank has whole; a DTensor, of which each has its box;
+    # or no tensor at all.
     item, place, path = parts[0]
     files.reading, files.record = path, name
     key, separator, parameter = name.partition(STATE)
@@ -108,6 +110,8 @@ def _assemble(
         found.assembled[name] = from_boxes(name, entry.shape, entry.dtype, [(entry, (0,) * len(entry.shape))])
         return
     shape, dim, first = _cut(item, name, path)
+    # FSDP2 cuts along one dimension: the boxes lie one after the other, in the order of the ranks, and ranks
+    # beyond the last row have an empty one. Whether they fill the tensor, ``check_whole`` says.
     boxes: list[tuple[TensorEntry, tuple[int, ...]]] = []
     at = 0
     for rank, (box, place_of, path_of) in enumerate(parts if dim is not None else parts[:1]):

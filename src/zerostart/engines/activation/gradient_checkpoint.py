@@ -14,10 +14,11 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, MutableSequence, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import nn
+from torch.autograd.function import FunctionCtx
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils import checkpoint as torch_checkpoint
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
@@ -25,9 +26,12 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 from zerostart.engines.activation.host_copies import on_host
 from zerostart.errors import ConfigError
 
+if TYPE_CHECKING:
+    from transformers.cache_utils import Cache
+
 
 def checkpointed(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], offload: bool
+    function: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object], offload: bool
 ) -> Any:
     """What ``function(*args, **kwargs)`` gives; see ``zerostart.gradient_checkpoint``.
 
@@ -48,12 +52,12 @@ class _SavedLast(torch.autograd.Function):
     """A node that saves a tensor, and is part of nothing that is computed."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: FunctionCtx, anchor: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(tensor)
         return torch.empty((0,), device="cpu")
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+    def backward(ctx: FunctionCtx, *grads: torch.Tensor) -> object:
         raise AssertionError("nothing leads here")
 
 
@@ -72,11 +76,11 @@ def _recompute_first(results: list[torch.Tensor], inputs: Iterable[torch.Tensor]
     saved_last = save(torch.zeros((), device="cpu", requires_grad=True), made[0].detach()).grad_fn
     asked = False
 
-    def begin(_: Any) -> None:
+    def begin(_: object) -> None:
         nonlocal asked
         asked = False
 
-    def ask(_: Any) -> None:
+    def ask(_: object) -> None:
         nonlocal asked
         if not asked:
             asked = True
@@ -97,15 +101,17 @@ class _Call:
     ``tensors[i]`` belongs at ``leaves[places[i]]``; ``callers`` are the arguments as the caller has them.
     """
 
-    function: Callable[..., Any]
-    callers: tuple[tuple[Any, ...], Mapping[str, Any]] | None
-    leaves: list[Any]
+    function: Callable[..., object]
+    callers: tuple[tuple[object, ...], Mapping[str, object]] | None
+    leaves: list[object]
     spec: TreeSpec
     tensors: list[torch.Tensor]
     places: list[int]
 
     @classmethod
-    def of(cls, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Call:
+    def of(
+        cls, function: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]
+    ) -> _Call:
         callers = (args, dict(kwargs))
         leaves, spec = tree_flatten(callers, is_leaf=_is_cache)
         places = [n for n, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
@@ -113,7 +119,7 @@ class _Call:
         others = [None if isinstance(leaf, torch.Tensor) else _without_past(leaf) for leaf in leaves]
         return cls(function, callers, others, spec, tensors, places)
 
-    def arguments(self, tensors: tuple[torch.Tensor, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def arguments(self, tensors: tuple[torch.Tensor, ...]) -> tuple[tuple[object, ...], dict[str, object]]:
         """Arguments in new containers, with these tensors in their places."""
         leaves = list(self.leaves)
         for place, tensor in zip(self.places, tensors, strict=True):
@@ -121,9 +127,10 @@ class _Call:
         args, kwargs = tree_unflatten(leaves, self.spec)
         return args, kwargs
 
-    def run(self, *tensors: torch.Tensor) -> Any:
+    def run(self, *tensors: torch.Tensor) -> object:
         """The function; the first time, what it did to containers is done to the caller's too."""
         args, kwargs = self.arguments(tensors)
+        # The pytree takes plain containers apart; those of classes of their own are leaves, and stay shared.
         whole = [leaf for leaf in self.leaves if isinstance(leaf, (dict, list))]  # of classes of their own
         before = [_parts(leaf) for leaf in whole]
         made = self.function(*args, **kwargs)
@@ -141,7 +148,7 @@ class _Call:
         Its backward runs only where an input needs a gradient: where none does, one that counts for nothing
         is passed along, for the sake of the parameters inside.
         """
-        made: list[tuple[list[Any], TreeSpec, list[int]]] = []
+        made: list[tuple[list[object], TreeSpec, list[int]]] = []
 
         def run(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
             args, kwargs = self.arguments(tensors[: len(self.places)])
@@ -169,11 +176,11 @@ class _Call:
         return tree_unflatten(leaves, spec)
 
 
-def _parts(container: dict[Any, Any] | list[Any]) -> list[Any]:
+def _parts(container: dict[object, object] | list[object]) -> list[object]:
     return [*container, *container.values()] if isinstance(container, dict) else list(container)
 
 
-def _check_unchanged(container: dict[Any, Any] | list[Any], before: list[Any]) -> None:
+def _check_unchanged(container: dict[object, object] | list[object], before: list[object]) -> None:
     """Raise ConfigError where a function has changed what is not made anew for its second run."""
     if not _same_objects(_parts(container), before):
         raise ConfigError(
@@ -182,13 +189,13 @@ def _check_unchanged(container: dict[Any, Any] | list[Any], before: list[Any]) -
         )
 
 
-def _is_cache(value: Any) -> bool:
+def _is_cache(value: object) -> TypeGuard[Cache]:
     """Whether it is transformers' cache of keys and values, which each run of a layer would add to."""
     module = sys.modules.get("transformers.cache_utils")
     return module is not None and isinstance(value, module.Cache)
 
 
-def _without_past(leaf: Any) -> Any:
+def _without_past(leaf: object) -> object:
     """None for a cache: nothing is generated while gradients are computed."""
     if not _is_cache(leaf):
         return leaf
@@ -200,7 +207,7 @@ def _without_past(leaf: Any) -> Any:
     return None
 
 
-def _has_past(cache: Any) -> bool:
+def _has_past(cache: Cache) -> bool:
     """Whether there is something in a cache, of tokens or of a state alone."""
     try:
         return bool(cache.get_seq_length())
@@ -252,7 +259,7 @@ class CheckpointedForward:
         self.original = module.forward
         self.offload = offload
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         """The block's forward, as a checkpoint."""
         return checkpointed(self.original, args, kwargs, self.offload)
 

@@ -108,6 +108,7 @@ class _CopyStream:
         self._idle: dict[int, torch.Tensor] = {}
 
     def send(self, tensor: torch.Tensor) -> _HostCopy:
+        # The stream waits for what computes the tensor; nothing waits for the stream until ``settle``.
         packed = _HostCopy(self, tensor, None if self._last is None else self._last())
         self._stream.wait_stream(torch.accelerator.current_stream(self._device))
         with self._stream:
@@ -152,6 +153,7 @@ class _CopyStream:
         current = torch.accelerator.current_stream(self._device)
         current.wait_event(arrived)
         tensor.record_stream(current)
+        # What was sent before this one is asked for next: its copy goes while this one is used.
         if packed.before is not None and (following := packed.before()) is not None:
             self._bring(following)
         return tensor

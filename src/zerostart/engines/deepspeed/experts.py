@@ -20,10 +20,13 @@ from zerostart.engines.flat_buffers import held_layouts
 from zerostart.engines.names import loaded_names
 from zerostart.engines.shard import Shard
 from zerostart.geometry.layout import Layout, Parallelism, flat_partition, replicated
-from zerostart.upstream.deepspeed.parallel.autoep import note_shared
-from zerostart.upstream.deepspeed.parallel.experts import ExpertGroups, mark_expert, require_groups
-from zerostart.upstream.deepspeed.parallel.tensor_engine import TensorGroups
-from zerostart.upstream.deepspeed.zero12.experts import mark_flat_expert
+from zerostart.upstream.deepspeed.construction import TensorGroups, note_shared
+from zerostart.upstream.deepspeed.parallel.experts import (
+    ExpertGroups,
+    mark_expert,
+    mark_flat_expert,
+    require_groups,
+)
 
 
 def expert_cutter(world: World, parallelism: Parallelism, partitioned: bool) -> Callable[[nn.Module], None]:

@@ -233,7 +233,7 @@ class ZeroThree(DeepSpeed):
         """See ``Engine``."""
         # Also what the end of a load imports, which is then no part of the memory that the load takes.
         from zerostart.engines.deepspeed import calls, masters  # noqa: F401
-        from zerostart.upstream.deepspeed import stages  # noqa: F401
+        from zerostart.upstream.deepspeed import construction  # noqa: F401
         from zerostart.upstream.deepspeed.zero3.optimizer import require_stage3
 
         require_stage3()
@@ -277,8 +277,8 @@ class ZeroThree(DeepSpeed):
     def preserve_calls(self, model: nn.Module, entries: Sequence[str]) -> None:
         """See ``Engine``; the methods need nothing, as each module gathers its own parameters."""
         from zerostart.engines.deepspeed.calls import keep_calls
-        from zerostart.upstream.deepspeed.stages import keep_stage
-        from zerostart.upstream.deepspeed.zero3.hollow import keep_from_loss
+        from zerostart.upstream.deepspeed.construction import keep_stage
+        from zerostart.upstream.deepspeed.state_dicts import keep_from_loss
 
         keep_calls(model)
         keep_stage(model, self.title, {3}.__contains__)
@@ -287,7 +287,7 @@ class ZeroThree(DeepSpeed):
     def synchronize_added(self, model: nn.Module, added: Sequence[nn.Parameter]) -> None:
         """See ``Engine``; ``deepspeed.initialize`` partitions them, and each rank gives a part of its own."""
         from zerostart.engines.added import with_first_values
-        from zerostart.upstream.deepspeed.zero3.hollow import keep_from_loss
+        from zerostart.upstream.deepspeed.state_dicts import keep_from_loss
 
         keep_from_loss(model, added)
         if not self.mesh.parallel:
@@ -345,7 +345,7 @@ class FlatBuffers(DeepSpeed):
 
     def preserve_calls(self, model: nn.Module, entries: Sequence[str]) -> None:
         """See ``Engine``; nothing is gathered, and stage 3 would partition what ranks share otherwise."""
-        from zerostart.upstream.deepspeed.stages import keep_stage
+        from zerostart.upstream.deepspeed.construction import keep_stage
 
         if self.mesh.parallel:
             taken = {1, 2} if self.mesh.expert_parallel > 1 else {0, 1, 2}

@@ -24,7 +24,7 @@ from zerostart.geometry.layout import Parallelism
 from zerostart.geometry.layout.flat import FlatGroup, FlatRules
 from zerostart.transfer.meter import free_bytes
 from zerostart.transfer.rearrange import Segment, in_place, rearrange
-from zerostart.upstream.deepspeed.parallel.tensor_engine import restore_hooks
+from zerostart.upstream.deepspeed.construction import restore_hooks
 from zerostart.upstream.deepspeed.zero3.partitions import import_deepspeed
 from zerostart.upstream.deepspeed.zero12 import buffers as upstream
 from zerostart.upstream.deepspeed.zero12.marks import RunReader

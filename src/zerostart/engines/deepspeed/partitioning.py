@@ -25,12 +25,12 @@ from zerostart.engines.shard import Shard, replace_everywhere
 from zerostart.errors import EngineError
 from zerostart.geometry.layout import Layout, flat_partition
 from zerostart.transfer import Arena, page_locked
-from zerostart.upstream.deepspeed.parallel.tensor_engine import restore_hooks
+from zerostart.upstream.deepspeed.construction import restore_hooks
 from zerostart.upstream.deepspeed.zero3 import nvme
 from zerostart.upstream.deepspeed.zero3 import partitions as upstream
-from zerostart.upstream.deepspeed.zero3.edits import check_outside, note_loaded
-from zerostart.upstream.deepspeed.zero3.leaves import mark_leaves
+from zerostart.upstream.deepspeed.zero3.gathering import check_outside, note_loaded
 from zerostart.upstream.deepspeed.zero3.optimizer import called
+from zerostart.upstream.deepspeed.zero3.partitions import mark_leaves
 from zerostart.upstream.torch.extensions import compiling, load_operations
 
 #: Builders of the operations of DeepSpeed's that are compiled at first use: of its layer, and of swapping.

@@ -24,7 +24,7 @@ from zerostart.errors import ConfigError, EngineError
 from zerostart.upstream.deepspeed.state import editing
 from zerostart.upstream.deepspeed.state import engine as upstream
 from zerostart.upstream.deepspeed.state import steps as optimizers
-from zerostart.upstream.deepspeed.zero3 import edits
+from zerostart.upstream.deepspeed.zero3 import gathering
 
 
 class DeepSpeedState(TrainingState):
@@ -109,7 +109,7 @@ class DeepSpeedStateEngine(StateEngine):
     @classmethod
     def is_gathered(cls, parameter: torch.Tensor) -> bool:
         """Inside ``GatheredParameters``, whose modifier's values are kept, or nobody's."""
-        return edits.is_gathered(parameter)
+        return gathering.is_gathered(parameter)
 
     @classmethod
     def check_editable(cls, parameter: torch.Tensor, name: str) -> None:

@@ -21,9 +21,9 @@ from zerostart.engines.same_draws import share_draws
 from zerostart.errors import ConfigError, EngineError
 from zerostart.geometry.layout import Parallelism, ParallelPlan, Ranges, rules_without
 from zerostart.models import library_of
+from zerostart.upstream.deepspeed.construction import TensorGroups, mark_sliced
 from zerostart.upstream.deepspeed.parallel import tensors as upstream
-from zerostart.upstream.deepspeed.parallel.slices import Slice, slices_of
-from zerostart.upstream.deepspeed.parallel.tensor_engine import TensorGroups, mark_sliced
+from zerostart.upstream.deepspeed.parallel.tensors import Slice, slices_of
 
 
 def tensor_cuts(

@@ -6,20 +6,17 @@ page by page.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import fully_shard
 
 from zerostart.distributed.world import World, default_device
 from zerostart.engines.fsdp2.blocks import blocks_of
 from zerostart.engines.fsdp2.settings import FSDP2Settings
-from zerostart.engines.fsdp2.storage import arena_of, give_storage, holders, sharded, sharded_layout
+from zerostart.engines.fsdp2.storage import arena_of, give_storage, sharded, sharded_layout
 from zerostart.engines.fsdp2.units import scalars_of, units_of
 from zerostart.engines.residence import Residence
 from zerostart.engines.shard import Shard
@@ -76,25 +73,3 @@ class FSDP2Shards:
     def finish(self, model: nn.Module) -> int:
         """Nothing is left to do: FSDP2 looks at the storages themselves."""
         return 0
-
-
-def reshard(model: nn.Module) -> None:
-    """Have every unit of ``model`` hold its shards: a root, or all below stage 3, keep what they gathered.
-
-    Gathered parameters are other objects, in the compute dtype, than what is trained.
-    """
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-
-
-def current_shards(model: nn.Module) -> dict[str, Shard]:
-    """The FSDP2 shards of ``model`` as they are now, resharded where a forward left them gathered."""
-    reshard(model)
-    shards = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if isinstance(parameter, DTensor):
-            at = functools.partial(sharded_layout, parameter)
-            local = parameter.to_local().detach().view(-1)
-            shards[name] = Shard(name, at(dist.get_rank()), local, at, holders(parameter))
-    return shards

@@ -21,7 +21,7 @@ from zerostart.engines.fsdp2 import memory
 from zerostart.engines.fsdp2.layouts import MeshShares
 from zerostart.engines.fsdp2.settings import FSDP2Settings
 from zerostart.engines.fsdp2.stages import begin_batch
-from zerostart.engines.fsdp2.state import FSDP2StateEngine
+from zerostart.engines.fsdp2.state import FSDP2StateEngine, current_shards
 from zerostart.engines.loading import ShardMaker
 from zerostart.engines.placements import DEVICE, HOST, Placements
 from zerostart.engines.sequences import check_ring
@@ -197,8 +197,6 @@ class FSDP2(FSDP2StateEngine, Engine):
             from zerostart.engines.fsdp2.parallel import parallel_shards
 
             return parallel_shards(model, self.settings, parallelism, rank)
-        from zerostart.engines.fsdp2.engine import current_shards
-
         return current_shards(model)
 
     def training_config(self, job: TrainingJob, given: Mapping[str, Any]) -> dict[str, Any]:

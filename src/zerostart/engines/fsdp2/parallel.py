@@ -21,9 +21,9 @@ from torch.distributed.tensor import Shard as ShardPlacement
 from zerostart.distributed.world import World, default_device
 from zerostart.engines.exchange import exchange_tokens, expert_modules
 from zerostart.engines.fsdp2.blocks import blocks_of
-from zerostart.engines.fsdp2.engine import reshard
 from zerostart.engines.fsdp2.layouts import MeshShares
 from zerostart.engines.fsdp2.settings import FSDP2Settings
+from zerostart.engines.fsdp2.state import FSDP2StateEngine
 from zerostart.engines.fsdp2.storage import arena_of, give_storage
 from zerostart.engines.fsdp2.tensors import cut_tensors, distributed
 from zerostart.engines.fsdp2.units import scalars_of, units_of
@@ -131,7 +131,7 @@ def parallel_shards(
     model: nn.Module, settings: FSDP2Settings, parallelism: Parallelism, rank: int
 ) -> dict[str, Shard]:
     """The shards of ``model`` as they are now; parameters that a forward left gathered are resharded."""
-    reshard(model)
+    FSDP2StateEngine.put_to_rest(model)
     names = loaded_names(model)
     # A tied parameter lies as its first name says.
     found = {

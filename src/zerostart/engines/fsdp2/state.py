@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from zerostart.distributed.world import World
@@ -28,14 +30,28 @@ class FSDP2State(OptimizerState):
             )
 
 
+def current_shards(model: nn.Module) -> dict[str, Shard]:
+    """The FSDP2 shards of ``model`` as they are now, resharded where a forward left them gathered."""
+    from torch.distributed.tensor import DTensor
+
+    from zerostart.engines.fsdp2.storage import holders, sharded_layout
+
+    FSDP2StateEngine.put_to_rest(model)
+    shards = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if isinstance(parameter, DTensor):
+            at = functools.partial(sharded_layout, parameter)
+            local = parameter.to_local().detach().view(-1)
+            shards[name] = Shard(name, at(dist.get_rank()), local, at, holders(parameter))
+    return shards
+
+
 class FSDP2StateEngine(StateEngine):
     """The state side of FSDP2 as an engine."""
 
     @classmethod
     def find_shards(cls, model: nn.Module, world: World) -> dict[str, Shard]:
         """DTensors. Raises EngineError for a mesh that is not of all ranks."""
-        from zerostart.engines.fsdp2.engine import current_shards
-
         shards = current_shards(model)
         for name, parameter in model.named_parameters(remove_duplicate=False):
             mesh = getattr(parameter, "device_mesh", None)
@@ -48,10 +64,15 @@ class FSDP2StateEngine(StateEngine):
 
     @classmethod
     def put_to_rest(cls, model: nn.Module) -> None:
-        """Units that were not resharded after their forward."""
-        from zerostart.engines.fsdp2.engine import reshard
+        """A root, or every unit below stage 3, keeps what its forward has gathered.
 
-        reshard(model)
+        Those are other objects, in the compute dtype, than the parameters that are trained.
+        """
+        from torch.distributed.fsdp import FSDPModule
+
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     @classmethod
     def training_state(cls, model: nn.Module, optimizer: Any) -> TrainingState | None:

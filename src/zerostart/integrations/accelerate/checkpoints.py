@@ -20,7 +20,7 @@ from zerostart.checkpoint.write.staging import write_errors
 from zerostart.distributed.world import World, current_world
 from zerostart.errors import ConfigError, ZerostartError
 from zerostart.integrations.saving import in_shards
-from zerostart.live.record import loaded_models
+from zerostart.live.model import loaded_models
 from zerostart.live.training import training_state
 from zerostart.state.resuming.load_state import load_state
 from zerostart.state.resuming.save_state import save_state

@@ -13,7 +13,7 @@ from zerostart import engines
 from zerostart.engines.fsdp2.added import shard_added, shard_around
 from zerostart.errors import ConfigError
 from zerostart.integrations.engine_setup import check_sharing, check_tensors, fsdp2_config
-from zerostart.live.record import kept_record, loaded_model, loaded_models, record_of
+from zerostart.live.model import kept_record, loaded_model, loaded_models, record_of
 from zerostart.upstream.accelerate.plugins import FSDP2Plugin, fsdp2_plugin
 from zerostart.upstream.deepspeed.active import config_stage
 

@@ -13,13 +13,11 @@ from zerostart.distributed.world import World, current_world
 from zerostart.engines import Shard, first_rank_shard
 from zerostart.errors import ConfigError, CoverageError
 from zerostart.integrations.saving import in_shards
-from zerostart.live.model import LiveModel
-from zerostart.live.record import loaded_parts
+from zerostart.live.model import LiveModel, loaded_parts
 from zerostart.loading.source import open_source
 from zerostart.recipe import spelling
 from zerostart.state.resuming.load_state import planned_reads
-from zerostart.state.saving.publishing import agreed_place, publishing
-from zerostart.state.saving.writing import plain, write_tensors
+from zerostart.state.saving.writing import agreed_place, plain, publishing, write_tensors
 from zerostart.transfer import Progress
 from zerostart.transfer.collective import execute_together
 from zerostart.upstream.accelerate.types import Accelerator

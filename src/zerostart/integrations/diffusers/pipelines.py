@@ -18,7 +18,7 @@ from zerostart.distributed.world import default_device, joined_world
 from zerostart.errors import CheckpointError, ConfigError
 from zerostart.integrations.diffusers.synced import explain_waiting
 from zerostart.integrations.later_calls import serve_saving
-from zerostart.live.record import record_of
+from zerostart.live.model import record_of
 from zerostart.loading.offload import load_offloaded, release
 from zerostart.loading.placement import Placement
 from zerostart.loading.request import Request

@@ -20,7 +20,7 @@ from torch import nn
 
 from zerostart.distributed.world import World, current_world, default_device, is_lost
 from zerostart.errors import ConfigError, EngineError
-from zerostart.live.record import loaded_parts
+from zerostart.live.model import loaded_parts
 from zerostart.models import library_of
 from zerostart.upstream.diffusers.pipelines import Pipeline
 

@@ -16,8 +16,7 @@ from zerostart.engines import Shard, engine_families
 from zerostart.errors import ConfigError
 from zerostart.integrations.barrier import barrier
 from zerostart.live.full_tensors import whole_tensor
-from zerostart.live.model import find_shards
-from zerostart.live.record import loaded_around, loaded_models, record_of
+from zerostart.live.model import find_shards, loaded_around, loaded_models, record_of
 from zerostart.state.editing import master_of, put_elements
 from zerostart.upstream.peft.adapters import AdapterLayer
 

@@ -15,7 +15,7 @@ from zerostart.errors import ConfigError
 from zerostart.integrations.engine_setup import EngineSetup
 from zerostart.integrations.loading import InterceptedLoad
 from zerostart.integrations.transformers.parallel_arguments import take_parallel_arguments
-from zerostart.live.record import record_of
+from zerostart.live.model import record_of
 from zerostart.loading.arguments import EnabledArguments
 from zerostart.loading.run import run
 from zerostart.models import Built, build_fresh, library_of

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from zerostart.distributed.world import current_world
 from zerostart.engines import engine_families, full_shape
 from zerostart.errors import EngineError
-from zerostart.live.record import record_of
+from zerostart.live.model import record_of
 from zerostart.upstream.transformers.loading import knowing_partitions
 
 #: What a model, its configuration and its layers say of their size.

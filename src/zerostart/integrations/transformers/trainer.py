@@ -22,7 +22,7 @@ from zerostart.checkpoint.strict_json import read_json
 from zerostart.distributed.world import current_world
 from zerostart.errors import CheckpointError, ReadError
 from zerostart.integrations.saving import already_saved, in_shards, save_weights
-from zerostart.live.record import loaded_models, record_of
+from zerostart.live.model import loaded_models, record_of
 from zerostart.state.resuming.load_state import load_state
 from zerostart.upstream.accelerate.types import Accelerator, Trainer
 from zerostart.upstream.deepspeed.parallel.ulysses import sequence_group

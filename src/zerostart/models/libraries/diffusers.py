@@ -159,6 +159,10 @@ def _check_described(config: Mapping[str, Any], kind: type, path: Path) -> None:
 Symbols = Mapping[str, SymbolicTensor]
 
 
+# A file may hold the model under its own names, under those of the original release, for which diffusers
+# registers a converter, and either with a prefix, beside other components. Nothing in a file says which. Each
+# reading is tried in turn on symbolic tensors, and the one that covers most of the model is taken, the first
+# of equals: so a checkpoint that merely lacks a tensor is not mistaken for one in another layout.
 @dataclass(frozen=True)
 class Reading:
     """Tensors by the model's names, and checkpoint names that belong to other components."""

@@ -322,6 +322,9 @@ def _with_dtype(config: Any, dtype: torch.dtype) -> Any:
     return config
 
 
+# Conversions follow the library's own driver, ``convert_and_load_state_dict_in_model``: keys in natural
+# order; all renamings in turn, then at most one converter; a key that the mapping leads astray is kept under
+# its own name; a fresh converter for each target.
 @dataclass(frozen=True)
 class Converted:
     """Tensors by the model's names, checkpoint names that lead nowhere, and what was converted."""

@@ -4,28 +4,164 @@ from __future__ import annotations
 
 import itertools
 import os
+import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
 from math import nan, prod
+from pathlib import PurePosixPath
+from types import TracebackType
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from zerostart.checkpoint.catalog import Assembled, TensorEntry
+from zerostart.checkpoint import manifest
+from zerostart.checkpoint.catalog import (
+    DTYPE_BITS,
+    Assembled,
+    Catalog,
+    TensorEntry,
+    contiguous_strides,
+)
+from zerostart.checkpoint.formats.pipeline import components
+from zerostart.checkpoint.formats.saved_state import open_saved_state
+from zerostart.checkpoint.paths import expanded, wait_for
+from zerostart.checkpoint.source import open_catalog, resolve_source
+from zerostart.checkpoint.storage import Reader, storage_at
 from zerostart.checkpoint.write.shards import plan_shards
 from zerostart.distributed.machine import cores
 from zerostart.distributed.world import World, current_world
 from zerostart.engines import Shard
-from zerostart.errors import ConfigError
+from zerostart.errors import ConfigError, printable
+from zerostart.geometry.layout.flat import flat_run
 from zerostart.live.model import LiveModel, LogicalTensor
-from zerostart.recipe import spelling
-from zerostart.state.comparing.difference import Difference, Tally, TensorDifference
+from zerostart.recipe import Recipe, Target, spelling, torch_dtype
 from zerostart.state.comparing.digest import digest
-from zerostart.state.comparing.stored import Stored, catalogs_at, is_state
 from zerostart.state.saving.contents import Contents, contents_of
 from zerostart.state.saving.writing import Entry, plain, planned
+from zerostart.transfer import Progress, execute
+from zerostart.transfer.planning import Destination, join
 from zerostart.transfer.planning.writes import own_part
+from zerostart.transfer.staging import bytes_view
 from zerostart.transfer.writing import write_out
+
+#: Integers as wide as an element, in which elements are compared bit for bit.
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+#: Tensors that are listed in words.
+_LISTED = 20
+
+
+class TensorDifference(NamedTuple):
+    """How one tensor differs: the largest absolute difference, and how many elements do.
+
+    ``largest`` is nan where a nan meets something else, or shapes differ. Elements of one dtype differ where
+    their bits do (0.0 and -0.0 by 0.0), of two dtypes where their values do; ``note`` names dtypes and shapes
+    that are not the same.
+    """
+
+    largest: float
+    elements: int
+    note: str = ""
+
+    def __str__(self) -> str:
+        if "shape" in self.note:
+            return self.note
+        note = f" ({self.note})" if self.note else ""
+        return f"{self.elements} elements differ, by {self.largest:.6g} at most{note}"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Two sets of tensors, by name: ``equal`` in shape, dtype and bits, ``differing``, or in one alone."""
+
+    equal: tuple[str, ...]
+    differing: Mapping[str, TensorDifference]
+    only_a: tuple[str, ...]
+    only_b: tuple[str, ...]
+
+    @property
+    def same(self) -> bool:
+        """Whether there is no difference."""
+        return not (self.differing or self.only_a or self.only_b)
+
+    def document(self) -> dict[str, Any]:
+        """The same as JSON has it."""
+        differing = {name: one._asdict() for name, one in self.differing.items()}
+        return {
+            "equal": list(self.equal),
+            "differing": differing,
+            "only_a": list(self.only_a),
+            "only_b": list(self.only_b),
+        }
+
+    def __str__(self) -> str:
+        counts = {"equal": self.equal, "differing": self.differing, "only in a": self.only_a}
+        counts["only in b"] = self.only_b
+        lines = [", ".join(f"{len(names)} {what}" for what, names in counts.items())]
+        lines += _listed([f"  {printable(name)}: {one}" for name, one in self.differing.items()])
+        lines += _listed([f"  {printable(name)}: only in a" for name in self.only_a])
+        lines += _listed([f"  {printable(name)}: only in b" for name in self.only_b])
+        return "\n".join(lines)
+
+
+def _listed(lines: list[str]) -> list[str]:
+    more = len(lines) - _LISTED
+    return lines if more <= 0 else [*lines[:_LISTED], f"  and {more} more"]
+
+
+class Tally:
+    """Counts differences of tensors whose pieces come in any order, from several threads."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, tuple[float, int]] = {}
+        self._lock = threading.Lock()
+
+    def compare(self, name: str, a: torch.Tensor, b: torch.Tensor) -> None:
+        """Compare the same elements of a tensor, as two 1-D host tensors of any dtypes."""
+        largest, count = _differences(a, b)
+        if count:
+            with self._lock:
+                self._found[name] = _both(self._found.get(name, (0.0, 0)), (largest, count))
+
+    def summed(self, world: World) -> dict[str, tuple[float, int]]:
+        """What all ranks have found; collective, with a message as long as the list of what differs."""
+        total: dict[str, tuple[float, int]] = {}
+        for found in world.all_gather_object(self._found, "putting differences together"):
+            for name, one in found.items():
+                total[name] = _both(total.get(name, (0.0, 0)), one)
+        return total
+
+
+def _both(one: tuple[float, int], other: tuple[float, int]) -> tuple[float, int]:
+    largest = torch.tensor([one[0], other[0]], dtype=torch.float64, device="cpu").max()  # a nan stays
+    return float(largest), one[1] + other[1]
+
+
+def _differences(a: torch.Tensor, b: torch.Tensor) -> tuple[float, int]:
+    if a.dtype == b.dtype:
+        one, other = _bits(a), _bits(b)
+        if torch.equal(one, other):
+            return 0.0, 0
+        differ = (one != other).view(a.numel(), -1).any(1)
+    else:
+        one, other = _wide(a), _wide(b)
+        differ = (one != other) & ~(one.isnan() & other.isnan())
+    count = int(differ.sum())
+    if not count:
+        return 0.0, 0
+    return float((_wide(a[differ]) - _wide(b[differ])).abs().max()), count
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    whole = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return whole.contiguous().view(_WORDS[whole.itemsize])
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
+
 
 #: Elements that are compared at a time, and most threads that do.
 _PIECE, _THREADS = 1 << 20, 8
@@ -226,3 +362,115 @@ def _segment(
     octets = (torch.view_as_real(own) if own.is_complex() else own).view(-1).view(torch.uint8)
     octets.copy_(world.all_reduce_sum(octets, f"comparing {count} elements"))
     return own
+
+
+# Tensors of checkpoint files, any run of which can be read.
+
+#: Where a training state has the model, under its state-dict names.
+MODEL = "model"
+
+
+def is_state(source: str | os.PathLike[str]) -> bool:
+    """Whether ``source`` is a directory of ``save_state``."""
+    wait_for(source)
+    return manifest.is_state(expanded(source))
+
+
+def catalogs_at(source: str | os.PathLike[str], model_alone: bool) -> list[tuple[str, Catalog]]:
+    """The catalogs at ``source``, each with what its names begin with in a comparison.
+
+    A pipeline has one for each model, a training state one for each folder (``model_alone``: the model's).
+    Raises what ``open_catalog`` does.
+    """
+    if storage_at(source) is not None:
+        return [("", open_catalog(source))]
+    path = resolve_source(source)
+    if path.is_dir() and is_state(path):
+        if model_alone:
+            return [("", open_saved_state(path, [MODEL])[1][0])]
+        document = manifest.current(path, manifest.STATE_MARKER) or {}
+        files = [PurePosixPath(name) for name in document.get("files", ()) if name.endswith(".safetensors")]
+        folders = sorted({str(file.parent) for file in files})
+        catalogs = open_saved_state(path, folders)[1]
+        return [(f"{folder}/", catalog) for folder, catalog in zip(folders, catalogs, strict=True)]
+    found = components(path) if path.is_dir() else None
+    if found is not None:
+        return [(f"{component.name}/", open_catalog(component.path)) for component in found]
+    return [("", open_catalog(path))]
+
+
+class Stored:
+    """The tensors of catalogs, by name; inside the block their elements can be read, from several threads."""
+
+    def __init__(self, catalogs: Sequence[tuple[str, Catalog]]) -> None:
+        self._catalogs = [catalog for _, catalog in catalogs]
+        self._readers: list[Reader] = []
+        self._stack = ExitStack()
+        self._lock = threading.Lock()
+        self._kept: tuple[str, torch.Tensor] | None = None
+        self._number = {
+            begin + name: (number, entry)
+            for number, (begin, catalog) in enumerate(catalogs)
+            for name, entry in catalog.weights.items()
+        }
+        self.tensors: dict[str, TensorEntry | Assembled] = {
+            name: entry for name, (_, entry) in self._number.items()
+        }
+
+    def __enter__(self) -> Stored:
+        self._readers = [self._stack.enter_context(catalog.storage.reader()) for catalog in self._catalogs]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.__exit__(kind, error, trace)
+
+    def count(self, name: str) -> int:
+        """Elements of a tensor; bytes, where an element is less than one."""
+        entry = self.tensors[name]
+        return entry.numel if DTYPE_BITS[entry.dtype] >= 8 else entry.nbytes
+
+    def values(self, name: str, first: int, count: int) -> torch.Tensor:
+        """``count`` elements from ``first`` on, row-major; bytes, where an element is less than one.
+
+        Raises ReadError and CheckpointNotFoundError.
+        """
+        number, entry = self._number[name]
+        dtype = torch.uint8 if DTYPE_BITS[entry.dtype] < 8 else torch_dtype(entry.dtype, name)
+        if isinstance(entry, Assembled):
+            return self._put_together(number, entry, dtype, first, count)
+        if entry.strides is not None and not contiguous_strides(entry.shape, entry.strides):
+            with self._lock:
+                if self._kept is None or self._kept[0] != name:
+                    self._kept = (name, self._put_in_order(number, entry, dtype))
+                return self._kept[1][first : first + count]
+        return self._read(number, entry, dtype, first, count)
+
+    def _read(
+        self, number: int, entry: TensorEntry, dtype: torch.dtype, first: int, count: int
+    ) -> torch.Tensor:
+        values = torch.empty(count, dtype=dtype, device="cpu")
+        if count:
+            view = bytes_view(torch.view_as_real(values).view(-1) if dtype.is_complex else values)
+            self._readers[number].read(entry.file, entry.offset + first * dtype.itemsize, [view])
+        return values
+
+    def _put_together(
+        self, number: int, entry: Assembled, dtype: torch.dtype, first: int, count: int
+    ) -> torch.Tensor:
+        """Elements of a tensor that lies in the shares of the ranks that wrote it."""
+        values = torch.empty(count, dtype=dtype, device="cpu")
+        recipe = Recipe(Target(entry.name, entry.shape, dtype), entry.pieces)
+        destination = Destination(entry.name, count, count, dtype, True)
+        layout = flat_run(entry.shape, first, first + count)
+        plan = join(self._catalogs[number], [(recipe, layout, destination)])
+        execute(plan, [values], Progress(plan.read_bytes, shown=False), 1)
+        return values
+
+    def _put_in_order(self, number: int, entry: TensorEntry, dtype: torch.dtype) -> torch.Tensor:
+        """A whole tensor that a torch file has transposed, sliced or expanded; it is not had in parts."""
+        assert entry.strides is not None, "asked for a strided one"
+        span = 1 + sum((size - 1) * stride for size, stride in zip(entry.shape, entry.strides, strict=True))
+        held = self._read(number, entry, dtype, 0, span if entry.numel else 0)
+        return held.as_strided(entry.shape, entry.strides).reshape(-1)

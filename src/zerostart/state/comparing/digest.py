@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 from dataclasses import replace
-from math import prod
 
 import torch
 from torch import nn
@@ -18,7 +17,8 @@ from zerostart.geometry.layout import Layout
 from zerostart.live.model import LiveModel
 from zerostart.models import state_names
 from zerostart.recipe import spelling
-from zerostart.transfer.planning.writes import GRAIN, own_part
+from zerostart.state.saving.writing import share
+from zerostart.transfer.planning.writes import own_parts
 
 #: Bytes of elements that lie scattered in a storage and are put together at a time.
 _TOGETHER = 8 << 20
@@ -46,19 +46,11 @@ def digests_of(shards: Iterable[Shard], world: World) -> dict[str, str]:
     with world.phase("digesting this rank's shares"):
         own = list(shards)
         digests = Digests((s.name, spelling(s.storage.dtype, s.name), s.layout.shape) for s in own)
-        turn = 0
-        for shard in own:
-            _add_own(digests, shard.name, shard, turn)
-            turn += 1 + prod(shard.layout.shape) * shard.storage.itemsize // GRAIN
+        # Of a share that others have too, each rank counts a part.
+        for shard, part in zip(own, own_parts(map(share, own)), strict=True):
+            if part is not None:
+                add_share(digests, shard.name, part, shard.storage.detach())
     return digests.summed(world)
-
-
-def _add_own(digests: Digests, name: str, shard: Shard, turn: int) -> None:
-    """Add what this rank counts of its share; of a share that others have too, each counts a part."""
-    layout = shard.layout
-    part = own_part(layout, shard.held, layout.owned * shard.storage.itemsize, turn)
-    if part is not None:
-        add_share(digests, name, part, shard.storage.detach())
 
 
 def add_share(digests: Digests, name: str, layout: Layout, storage: torch.Tensor) -> None:

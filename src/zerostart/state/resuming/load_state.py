@@ -27,8 +27,7 @@ from zerostart.live.training import LiveTraining, StateTensor
 from zerostart.loading.source import open_source
 from zerostart.recipe import Recipe, Target
 from zerostart.state.resuming.background import finish_last
-from zerostart.state.resuming.document import read_document
-from zerostart.state.resuming.foreign import OTHERS, foreign_state
+from zerostart.state.resuming.document import OTHERS, foreign_state, read_document
 from zerostart.state.resuming.linking import check_unchanged
 from zerostart.state.resuming.local_states import LOCAL, check_local, restored_local
 from zerostart.state.resuming.optimizer import (
@@ -48,7 +47,7 @@ from zerostart.state.resuming.training_state import (
     set_random_rows,
 )
 from zerostart.state.resuming.values import decoded, dtype_of
-from zerostart.state.saving.publishing import agreed_place
+from zerostart.state.saving.writing import agreed_place
 from zerostart.transfer import Progress, Tuning
 from zerostart.transfer.collective import execute_together
 from zerostart.transfer.planning import Destination, Plan, PlanOptions, join

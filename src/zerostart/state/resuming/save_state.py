@@ -16,15 +16,13 @@ from zerostart.checkpoint.manifest import SAVED_AT, sealed
 from zerostart.distributed.world import World, current_world
 from zerostart.errors import ConfigError, WriteError
 from zerostart.live.training import StateTensor
-from zerostart.state.resuming.background import Saving, begin, finish_last
+from zerostart.state.resuming.background import Saving, begin, finish_last, kept_on_host
 from zerostart.state.resuming.document import check_size
-from zerostart.state.resuming.host_copies import kept_on_host
 from zerostart.state.resuming.linking import linked
 from zerostart.state.resuming.training_state import MARKER, MODEL, STATE, Content, collected
 from zerostart.state.resuming.values import checksum
-from zerostart.state.saving.publishing import agreed_place, publishing
-from zerostart.state.saving.settings import save_settings
-from zerostart.state.saving.writing import write_tensors
+from zerostart.state.saving.save import save_settings
+from zerostart.state.saving.writing import agreed_place, publishing, write_tensors
 
 logger = logging.getLogger("zerostart")
 

@@ -17,8 +17,7 @@ from zerostart.engines import Shard
 from zerostart.errors import ConfigError
 from zerostart.geometry.layout import Layout
 from zerostart.live.full_tensors import whole_tensor
-from zerostart.live.model import LogicalTensor
-from zerostart.live.record import wrapped
+from zerostart.live.model import LogicalTensor, wrapped
 from zerostart.recipe import spelling
 from zerostart.state.saving.contents import Contents
 from zerostart.state.saving.writing import plain
@@ -62,9 +61,8 @@ class Adapted:
     model: Any
     prefix: str
 
-    @property
-    def names(self) -> list[str]:
-        """Names of its adapters."""
+    def adapter_names(self) -> list[str]:
+        """Names of its adapters, in the order in which they were added."""
         return list(self.model.peft_config)
 
     def save_config(self, adapter: str, directory: Path) -> None:
@@ -125,18 +123,46 @@ def _replacing(model: nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, module
 
 
-def adapter_contents(
-    adapted: Adapted,
-    adapter: str,
-    shards: Mapping[int, Shard],
-    dtype: torch.dtype | None,
-    written_as: AdapterFormat = PEFT_FORMAT,
-) -> Contents:
-    """What PEFT's ``save_pretrained`` puts into the file of one adapter, under the names of ``written_as``.
+@dataclass(frozen=True)
+class AdapterFile:
+    """The file of one adapter: what it has, and its metadata."""
+
+    name: str
+    contents: Contents
+    metadata: Mapping[str, str] | None
+
+    @property
+    def folder(self) -> str:
+        """Where it lies: an adapter named "default" at the top, as PEFT has it."""
+        return "." if self.name == "default" else self.name
+
+
+def adapter_files(
+    adapted: Adapted, shards: Mapping[int, Shard], dtype: torch.dtype | None, written_as: AdapterFormat
+) -> list[AdapterFile]:
+    """The files of all adapters.
 
     ``shards`` are those of the model's tensors by their ``id``. Raises ConfigError for a kind of adapter
     whose file holds more than tensors of the model.
     """
+    return [
+        AdapterFile(
+            adapter,
+            _contents(adapted, adapter, shards, dtype, written_as),
+            written_as.metadata(adapted.model.peft_config[adapter]),
+        )
+        for adapter in adapted.adapter_names()
+    ]
+
+
+def _contents(
+    adapted: Adapted,
+    adapter: str,
+    shards: Mapping[int, Shard],
+    dtype: torch.dtype | None,
+    written_as: AdapterFormat,
+) -> Contents:
+    """What PEFT's ``save_pretrained`` puts into the file of one adapter, by the format's names."""
     from peft.utils import get_peft_model_state_dict
 
     twins: dict[str, torch.Tensor] = {}

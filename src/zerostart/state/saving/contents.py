@@ -18,8 +18,7 @@ from zerostart import geometry
 from zerostart.distributed.world import World
 from zerostart.engines import Shard
 from zerostart.geometry.layout import Layout
-from zerostart.live.model import LiveModel, LogicalTensor
-from zerostart.live.record import LoadRecord
+from zerostart.live.model import LiveModel, LoadRecord, LogicalTensor
 from zerostart.models import ModelLibrary, library_of
 from zerostart.recipe import Recipe, SymbolicTensor, Target, one_thread, spelling
 from zerostart.recipe.inverse import inverted, reversal

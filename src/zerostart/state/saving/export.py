@@ -27,7 +27,7 @@ from zerostart.geometry.layout.flat import flat_run
 from zerostart.recipe import Recipe, Target, torch_dtype
 from zerostart.recipe.dtypes import spelling
 from zerostart.state.resuming.retention import complete
-from zerostart.state.saving.publishing import publishing
+from zerostart.state.saving.writing import publishing
 from zerostart.transfer import Progress, execute
 from zerostart.transfer.planning import Destination, join
 

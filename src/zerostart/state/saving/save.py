@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,9 +19,8 @@ from zerostart.checkpoint.manifest import group_of
 from zerostart.checkpoint.write.shards import parse_size
 from zerostart.distributed.world import World, current_world
 from zerostart.engines import Shard
-from zerostart.errors import ConfigError
-from zerostart.live.model import LiveModel, LogicalTensor
-from zerostart.live.record import LoadRecord
+from zerostart.errors import ConfigError, WriteError
+from zerostart.live.model import LiveModel, LoadRecord, LogicalTensor
 from zerostart.live.training import LiveTraining
 from zerostart.models import ModelLibrary, library_of
 from zerostart.state.saving.adapters import (
@@ -27,7 +28,7 @@ from zerostart.state.saving.adapters import (
     Adapted,
     AdapterFormat,
     adapted_model,
-    adapter_contents,
+    adapter_files,
     has_adapters,
     merged,
 )
@@ -38,9 +39,7 @@ from zerostart.state.saving.contents import (
     overridden,
     renamed_contents,
 )
-from zerostart.state.saving.publishing import Publication, publishing
-from zerostart.state.saving.settings import save_settings
-from zerostart.state.saving.writing import Written, write_tensors
+from zerostart.state.saving.writing import Publication, Written, publishing, write_tensors
 
 
 @dataclass(frozen=True)
@@ -204,36 +203,35 @@ def _model(
 def _adapters(
     live: LiveModel, adapted: Adapted, publication: Publication, request: SaveRequest
 ) -> list[Done]:
-    """Every adapter in a folder of its name, the one named "default" at the top, as PEFT has it."""
+    """The files of all adapters, and their configurations."""
     world = live.world
     with world.phase("looking at the adapters"):
         tensors, _ = live.tensors()
         if request.overrides is not None:
             tensors = overridden(tensors, request.overrides, world)
         shards = _by_identity(live.module, tensors)
-    written_as = request.adapter_format
+        written_as = request.adapter_format
+        files = adapter_files(adapted, shards, request.dtype, written_as)
     done = []
-    for adapter in adapted.names:
-        folder = "." if adapter == "default" else adapter
-        directory = publication.directory / folder
-        with publication.written(world, "looking at the adapters"):
-            contents = adapter_contents(adapted, adapter, shards, request.dtype, written_as)
+    for file in files:
+        directory = publication.directory / file.folder
+        with publication.written(world, "making the adapter's folder"):
             if world.rank == 0:
                 directory.mkdir(exist_ok=True)
         written = write_tensors(
             directory,
-            contents.entries,
-            contents.outgoing,
+            file.contents.entries,
+            file.contents.outgoing,
             world,
             stem=written_as.stem,
             max_shard_size=2**62,  # PEFT reads one file
-            metadata=written_as.metadata(adapted.model.peft_config[adapter]),
+            metadata=file.metadata,
             memory_limit=request.memory_limit,
         )
         with publication.written(world, "saving the adapter's configuration"):
             if world.rank == 0 and written_as.configured:
-                adapted.save_config(adapter, directory)
-        done.append((folder, written, contents))
+                adapted.save_config(file.name, directory)
+        done.append((file.folder, written, file.contents))
     return done
 
 
@@ -283,3 +281,54 @@ def _report(
         own_names=own,
         tied=tied,
     )
+
+
+# What belongs into the directory beside the weights: configurations, tokenizers, code.
+
+#: What is copied from beside the weights that a model was loaded from: its tokenizer or processor, its code.
+_KINDS = frozenset({".json", ".txt", ".model", ".jinja", ".py", ".tiktoken", ".vocab", ".bpe", ".spm"})
+_FOLDERS = ("additional_chat_templates",)
+#: What describes the weights that are saved anew, or a run, and not the model.
+_NOT_COPIED = re.compile(
+    r".*\.index\.json|(config|generation_config|adapter_config|trainer_state|state|zerostart|model_index)\.json"
+    r"|(train|eval|test|all|predict)_results\.json|requirements\.txt|setup\.py"
+)
+#: A file of more bytes is no setting.
+_MOST = 256 << 20
+
+
+def save_settings(model: nn.Module, directory: Path, root: str, dtype: torch.dtype | None) -> None:
+    """Write the settings of ``model`` into ``directory``, and copy what lies beside its source in ``root``.
+
+    By the model's library's own functions; ``dtype`` is that of the weights in the files, None: as held. For
+    one process. Raises WriteError.
+    """
+    try:
+        written = library_of(model).save_settings(model, directory, dtype)
+        if not written and root and (Path(root) / "config.json").is_file():
+            shutil.copyfile(Path(root) / "config.json", directory / "config.json")
+        if root:
+            copy_beside(Path(root), directory)
+    except OSError as error:
+        raise WriteError(f"{directory}: the settings cannot be saved: {error}") from error
+
+
+def copy_beside(root: Path, directory: Path) -> None:
+    """Copy tokenizer, processor, chat template and code files, where ``directory`` has none of that name.
+
+    Regular files alone, and of a folder those that lie in it: a stranger's links may lead to what has no end.
+    """
+    if not root.is_dir():
+        return
+    for path in sorted(root.iterdir()):
+        if path.suffix in _KINDS and not _NOT_COPIED.fullmatch(path.name):
+            _copy(path, directory / path.name)
+    for name in _FOLDERS:
+        for path in sorted((root / name).iterdir()) if (root / name).is_dir() else ():
+            _copy(path, directory / name / path.name)
+
+
+def _copy(path: Path, to: Path) -> None:
+    if path.is_file() and path.stat().st_size <= _MOST and not to.exists():
+        to.parent.mkdir(exist_ok=True)
+        shutil.copyfile(path, to)

@@ -1,4 +1,4 @@
-"""Shards to safetensors files: each rank writes its own bytes at their final place, without a gather."""
+"""Directories that all ranks write together, each its own bytes; readers see the whole or nothing."""
 
 from __future__ import annotations
 
@@ -7,23 +7,28 @@ import time
 import uuid
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from math import prod
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from zerostart import geometry
 from zerostart.checkpoint.digest import ROOM, Digests
+from zerostart.checkpoint.manifest import MARKER
+from zerostart.checkpoint.paths import expanded
 from zerostart.checkpoint.write.shards import SaveLayout, parse_size, plan_shards
+from zerostart.checkpoint.write.staging import Staging, write_errors
 from zerostart.checkpoint.write.writer import CheckpointWriter
 from zerostart.distributed.machine import cores, local_ranks
 from zerostart.distributed.world import World
 from zerostart.engines import Shard
-from zerostart.errors import ConfigError
+from zerostart.errors import ConfigError, WriteError
 from zerostart.geometry.layout import Layout
 from zerostart.recipe import Recipe, Target
 from zerostart.transfer.buffers import rounds_up
-from zerostart.transfer.planning.writes import GRAIN, Origin, WritePlan, own_part, plan_writes
+from zerostart.transfer.planning.writes import Origin, WritePlan, own_parts, plan_writes
 from zerostart.transfer.tuning import MIN_CHUNK
 from zerostart.transfer.writing import SLACK, Change, Source, write_out
 
@@ -126,6 +131,11 @@ def write_tensors(
     return Written(layout, plan.nbytes, time.perf_counter() - begun, known)
 
 
+def share(shard: Shard) -> tuple[Layout, tuple[int, int], int]:
+    """A shard as ``own_parts`` takes it, which says what this rank writes of it."""
+    return shard.layout, shard.held, shard.storage.itemsize
+
+
 def planned(
     layout: SaveLayout, outgoing: Iterable[Outgoing], chunk_size: int
 ) -> tuple[WritePlan, list[Source]]:
@@ -133,13 +143,9 @@ def planned(
     storages: list[Source] = []
 
     def own() -> Iterator[tuple[Recipe, Layout, Origin]]:
-        turn = 0
-        for item in outgoing:
+        items = list(outgoing)
+        for item, part in zip(items, own_parts(share(item.shard) for item in items), strict=True):
             storage = item.shard.storage.detach()
-            held = item.shard.layout
-            part = own_part(held, item.shard.held, held.owned * storage.itemsize, turn)
-            # Of the whole tensor, which is the same on all ranks, and so is everybody's turn.
-            turn += 1 + prod(held.shape) * storage.itemsize // GRAIN
             if part is not None and part.boxes:
                 direct = storage.device.type == "cpu" and item.change is None
                 origin = Origin(item.recipe.target.name, storage.dtype, direct)
@@ -160,3 +166,82 @@ def _tuned(memory_limit: int | None) -> tuple[int, int]:
     if rounds_up():  # so that a buffer, which is a chunk and SLACK, is a power of two
         chunk = max(MIN_CHUNK, (1 << ((chunk + SLACK).bit_length() - 1)) - SLACK)
     return chunk - chunk % 4096, threads
+
+
+# Publications: directories of which readers see the whole or nothing.
+
+
+@dataclass(frozen=True)
+class Publication:
+    """What is being saved: everything is written below ``directory``, which all ranks see.
+
+    ``document`` of rank 0 becomes the one that says what was saved. ``names`` are those that weights have in
+    the end, by those that they were written under; the same on all ranks once all is in its place.
+    """
+
+    directory: Path
+    document: dict[str, Any] = field(default_factory=dict)
+    names: dict[str, str] = field(default_factory=dict)
+
+    @contextmanager
+    def written(self, world: World, name: str) -> Iterator[None]:
+        """A phase in which a rank writes there; what the system answers is a WriteError on all."""
+        with world.phase(name), write_errors(self.directory.parents[1], "nothing was saved"):
+            yield
+
+    def add_digests(self, digests: Mapping[str, str], folder: str = ".") -> None:
+        """Note the digests of all tensors in the safetensors files of ``folder`` (a path from there)."""
+        self.document.setdefault("digests", {}).setdefault(folder, {}).update(digests)
+
+
+def agreed_place(path: str | os.PathLike[str], world: World, doing: str = "saving to") -> Path:
+    """The directory ``path`` as it is from everywhere, for the first rank's working directory; collective.
+
+    ``doing`` is what is done with it, in words. Inside a phase, as a rank may fail by itself. Raises
+    ConfigError where a rank means another one, before anything is made.
+    """
+    given = os.fspath(path) if isinstance(path, str | os.PathLike) else ""
+    if not given:
+        raise ConfigError(f"{doing} {path!r}: give the path of a directory")
+    return world.broadcast_object(lambda: expanded(given).absolute(), f"{doing} {given}")
+
+
+@contextmanager
+def publishing(
+    path: str | os.PathLike[str], world: World, *, marker: str = MARKER, by_document: bool | None = None
+) -> Iterator[Publication]:
+    """A directory within ``path`` in which all ranks write; at the end its files get their names; collective.
+
+    On leaving the ranks agree that all went well; then everything is synced (each rank has synced the files
+    that it wrote) and gets its names (``Staging``, which has ``marker`` and ``by_document``), before any rank
+    goes on. After an error on any rank all that was written is removed, and ``path`` is as before. Raises
+    WriteError, or what the body raised, on every rank.
+    """
+    staging: Staging | None = None
+
+    def begin() -> str:
+        nonlocal staging
+        staging = Staging(path, marker, by_document)
+        return str(staging.directory)
+
+    def complete() -> dict[str, str]:
+        assert staging is not None, "the first rank has it"
+        return staging.complete(publication.document)
+
+    with world.phase("saving to a directory"):
+        path = agreed_place(path, world)
+        try:
+            directory = Path(world.broadcast_object(begin, "making a directory to save to"))
+            publication = Publication(directory)
+            with publication.written(world, "writing the files"):
+                if not directory.is_dir():
+                    raise WriteError(
+                        f"{directory}: rank {world.rank} does not see the directory that rank 0 made; save "
+                        "to a file system that all ranks share"
+                    )
+                yield publication
+            publication.names.update(world.broadcast_object(complete, "giving the files their names"))
+        except BaseException:
+            if staging is not None:
+                staging.discard()
+            raise

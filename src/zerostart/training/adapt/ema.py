@@ -80,7 +80,7 @@ class Ema:
                 average.sub_((average - now).mul_(left))
 
     @property
-    def kept(self) -> list[StateTensor]:
+    def averages(self) -> list[StateTensor]:
         """The averages, for a training checkpoint: to be written, or to be filled."""
         return [
             StateTensor(one.name, KEY, replace(one.source, storage=one.average)) for one in self._followed
@@ -89,7 +89,7 @@ class Ema:
     @property
     def overrides(self) -> TensorOverrides:
         """The averages, to be saved in the place of the weights."""
-        return TensorOverrides({kept.name: kept.shard for kept in self.kept}, self._ties)
+        return TensorOverrides({one.name: one.shard for one in self.averages}, self._ties)
 
     @contextmanager
     def applied(self, model: nn.Module, world: World) -> Iterator[None]:
@@ -124,6 +124,7 @@ def _put(values: dict[str, tuple[Shard, torch.Tensor]], model: nn.Module, world:
     trained = [name for name, parameter in live.parameters.items() if parameter.requires_grad]
     # Where ranks step parts of what each has whole, a part is not all that has to be written.
     parts = [n for n, (share, _) in values.items() if share.layout.numel != live.shards[n].layout.numel]
+    # All ranks take part for each of these, also one that steps nothing of it.
     mine = torch.tensor([name in parts for name in trained], dtype=torch.int64, device="cpu")
     divided = world.all_reduce_sum(mine, "looking for weights that ranks step in parts").tolist()
     for name, count in zip(trained, divided, strict=True):

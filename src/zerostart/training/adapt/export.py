@@ -17,7 +17,7 @@ from torch import nn
 from zerostart.distributed.world import current_world
 from zerostart.engines import full_shape
 from zerostart.errors import ConfigError
-from zerostart.live.record import bare_model
+from zerostart.live.model import bare_model
 from zerostart.models import library_of
 from zerostart.state.saving.adapters import PEFT_FORMAT, AdapterFormat
 from zerostart.state.saving.contents import TensorOverrides

@@ -12,7 +12,7 @@ from torch import nn
 from zerostart.distributed.world import World
 from zerostart.engines import full_shape, plain_name
 from zerostart.errors import ConfigError
-from zerostart.live.record import record_of
+from zerostart.live.model import record_of
 from zerostart.training.adapt.lora import add_lora, highest_rank
 from zerostart.training.adapt.lora_files import start_from
 

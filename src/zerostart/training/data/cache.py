@@ -225,6 +225,6 @@ def _check_fits(wanted: _Wanted, made: Mapping[str, Any], update: CacheUpdate | 
         document["data"] = None
     if found := differences(made["facts"], document):
         raise ConfigError(
-            f"the cache {wanted.directory} does not match what is asked for now: {'; '.join(found)}. Remove "
-            "it to have it made anew, name another cache.directory, or put back what it was made of"
+            f"the cache {wanted.directory} does not match the configuration: {'; '.join(found)}. Remove "
+            "it to have it made again, name another cache.directory, or restore what it was made of"
         )

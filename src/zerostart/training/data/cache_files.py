@@ -28,7 +28,7 @@ from zerostart.checkpoint.write.shards import plan_shards
 from zerostart.checkpoint.write.staging import write_errors
 from zerostart.distributed.world import World
 from zerostart.errors import WriteError, ZerostartError
-from zerostart.state.saving.publishing import Publication, publishing
+from zerostart.state.saving.writing import Publication, publishing
 from zerostart.training.data.cache_facts import CacheUpdate
 from zerostart.training.data.cached import (
     INDEX_FILE,
@@ -102,6 +102,7 @@ class Draft:
             self.directory, "what is complete of the cache stays: start again, and it goes on from there"
         ):
             offsets, described = _write_tensors(self.directory / items_file(self.name(file)), named)
+            # The description is written last: a file of items is there when its description is.
             document = {
                 **described,
                 "items": [
@@ -193,6 +194,7 @@ def drafted(
         with write_errors(place, "nothing was encoded"):
             place.parent.mkdir(parents=True, exist_ok=True)
             _lock(stack, place)
+            # Only under the lock: what this process saw of the cache may be older.
             _check_unchanged(place, update)
             with contextlib.suppress(ZerostartError):
                 if directory.is_dir() and read_json(directory / _PLAN, "plan of a cache") == plan:
@@ -294,6 +296,7 @@ def _fill(
     made = {} if draft is None else _link_made(publication, update, draft)
     there = _name_cached(publication, update)
     entries = [found for row in range(len(update.items)) if (found := there.get(row) or made.get(row))]
+    # Few kinds are shared by many items: an item has the number of its kind.
     kinds: dict[Kind, int] = {}
     of_items = [kinds.setdefault(entry.kind, len(kinds)) for entry in entries]
 

@@ -18,12 +18,14 @@ import os
 import re
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from io import FileIO
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from zerostart.checkpoint.catalog import DTYPE_BITS
 from zerostart.checkpoint.formats.safetensors import read_header
@@ -82,18 +84,19 @@ class _Index:
     ``rows`` [items, 16] and ``numbers`` [items] are None in a cache of the older version.
     """
 
-    kinds: np.ndarray[Any, Any]
-    firsts: np.ndarray[Any, Any]
-    offsets: np.ndarray[Any, Any]
-    digests: np.ndarray[Any, Any]
-    files: np.ndarray[Any, Any]
-    rows: np.ndarray[Any, Any] | None
-    numbers: np.ndarray[Any, Any] | None
+    kinds: NDArray[np.int64]
+    firsts: NDArray[np.int64]
+    offsets: NDArray[np.int64]
+    digests: NDArray[np.uint8]
+    files: NDArray[np.int64]
+    rows: NDArray[np.uint8] | None
+    numbers: NDArray[np.int64] | None
 
     def of(self, chosen: Sequence[int]) -> _Index:
         """That of the items with these numbers alone, in this order."""
         at = np.array(chosen, dtype=np.int64)
-        rows, numbers = (None if one is None else one[at] for one in (self.rows, self.numbers))
+        rows = None if self.rows is None else self.rows[at]
+        numbers = None if self.numbers is None else self.numbers[at]
         kinds, firsts = self.kinds[at], self.firsts[at]
         return _Index(kinds, firsts, self.offsets, self.digests[at], self.files[at], rows, numbers)
 
@@ -145,7 +148,7 @@ class CachedItems:
         if chosen is not None:
             self._index, self._count = self._index.of(chosen), len(chosen)
 
-    def is_of(self, document: Mapping[str, Any] | None) -> bool:
+    def is_of(self, document: Mapping[str, object] | None) -> bool:
         """Whether this is the cache that ``document`` describes: nobody has changed it since."""
         return document is not None and self._document == document
 
@@ -155,8 +158,8 @@ class CachedItems:
         found = document["cache"]
         if found.get("version") not in (VERSION, _OLDER):
             raise CheckpointError(
-                f"{self.directory}: a cache of version {found.get('version')!r}, and this zerostart knows "
-                f"{VERSION}: remove it, and have it made anew"
+                f"{self.directory} is a cache of version {found.get('version')!r}, and this zerostart reads "
+                f"version {VERSION}: {self._remedy()}"
             )
         self.facts: Mapping[str, Any] = found["facts"]
         self.texts: tuple[str, ...] = tuple(found["prompts"])
@@ -246,7 +249,7 @@ class CachedItems:
         found = _embeddings(path, text) or _embeddings(path := self._path(PROMPTS_FILE), text)
         if found is None:
             raise ReadError(
-                f"{path}: what is there of the text {text!r} is not what was written: the file is damaged; "
+                f"{path}: the embeddings of the text {text!r} are not what was written: the file is damaged; "
                 f"{self._remedy()}"
             )
         return found
@@ -265,7 +268,7 @@ class CachedItems:
         return lies_at(self.directory, self._save, name)
 
     def _remedy(self) -> str:
-        return f"remove {self.directory}, and have it made anew"
+        return f"remove {self.directory}, and the next run makes it again"
 
     def _read_index(self) -> _Index:
         path = self._path(INDEX_FILE)
@@ -278,9 +281,11 @@ class CachedItems:
         lengths = np.array([len(kind) for kind in self._kinds], dtype=np.int64)
         if len(kinds) != self._count or (len(kinds) and int(kinds.max()) >= len(lengths)):
             raise ReadError(f"{path} is not the index of this cache; {self._remedy()}")
+        # Offsets of all items follow one another: an item has as many as its kind has tensors.
         ends = np.cumsum(lengths[kinds])
         if len(found["offsets"]) != (int(ends[-1]) if len(ends) else 0):
             raise ReadError(f"{path} is not the index of this cache; {self._remedy()}")
+        # Version 1: files of equally many items, one after the other.
         files = found.get("files", np.arange(self._count) // self._per_file)
         rows, numbers = found.get("rows"), found.get("numbers")
         if any(one is not None and len(one) != self._count for one in (files, rows, numbers)):
@@ -311,7 +316,7 @@ def _embeddings(path: Path, text: str) -> dict[str, torch.Tensor] | None:
     return found if metadata.get(key) == digest_of(found) else None
 
 
-def _opened(path: Path) -> Any:
+def _opened(path: Path) -> FileIO:
     try:
         return path.open("rb", buffering=0)
     except OSError as error:

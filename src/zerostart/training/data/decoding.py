@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from fractions import Fraction
 from functools import lru_cache, partial
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 
@@ -18,6 +18,9 @@ from zerostart.errors import ConfigError
 from zerostart.training.data.files import Clip, MediaFile, clip_of, image_size, needed, rgb_image
 from zerostart.training.data.media_config import MediaConfig
 from zerostart.training.data.table import Column
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 T = TypeVar("T")
 
@@ -38,7 +41,7 @@ class ColumnMedia(ABC):
         """Of its tensors."""
 
     @abstractmethod
-    def tensors(self) -> Any:
+    def tensors(self) -> torch.Tensor | list[torch.Tensor]:
         """The pixels. Raises :class:`ConfigError` where they cannot be read."""
 
 
@@ -52,7 +55,7 @@ class _Pictures(ColumnMedia):
     def shape(self) -> Hashable:
         return tuple((3, *target) for target in self._targets)
 
-    def tensors(self) -> list[torch.Tensor]:
+    def tensors(self) -> torch.Tensor | list[torch.Tensor]:
         pictures = [rgb_image(file, self._config.background) for file in self._files]
         return [
             _pixels(fitted(picture, target)) for picture, target in zip(pictures, self._targets, strict=True)
@@ -64,7 +67,7 @@ class _Picture(_Pictures):
     def shape(self) -> Hashable:
         return (3, *self._targets[0])
 
-    def tensors(self) -> Any:
+    def tensors(self) -> torch.Tensor | list[torch.Tensor]:
         return super().tensors()[0]
 
 
@@ -85,7 +88,7 @@ class _Video(ColumnMedia):
         return frames.transpose(0, 1).contiguous()
 
 
-def _pixels(picture: Any) -> torch.Tensor:
+def _pixels(picture: Image) -> torch.Tensor:
     """Of a Pillow image of mode RGB, uint8 [3, H, W]."""
     return torch.from_numpy(needed("numpy").array(picture)).permute(2, 0, 1).contiguous()
 
@@ -189,9 +192,9 @@ def target_size(size: Size, config: MediaConfig) -> Size:
     target = height // factor * factor, width // factor * factor
     if 0 in target:
         raise ConfigError(
-            f"of {size[0]} x {size[1]} pixels (height x width) nothing is left in multiples of "
-            f"media.multiple_of {factor} below media.max_pixels {config.max_pixels}; leave it out, or give "
-            "media.height and media.width, to which it is scaled up"
+            f"{size[0]} x {size[1]} pixels (height x width) have no room for media.multiple_of {factor} "
+            f"within media.max_pixels {config.max_pixels}; leave the file out, or set media.height and "
+            "media.width, to which it is scaled up"
         )
     return target
 
@@ -222,7 +225,7 @@ def _nearest(size: Size, sizes: Sequence[Size]) -> Size:
     return min(sizes, key=lambda s: (round(abs(math.log(s[0] / s[1]) - shape), 9), -s[0] * s[1]))
 
 
-def fitted(picture: Any, target: Size) -> Any:
+def fitted(picture: Image, target: Size) -> Image:
     """A Pillow image scaled (bilinear, antialiased) until it covers ``target``, cropped around its centre.
 
     The numbers are those of torchvision's ``resize`` and ``center_crop``, which DiffSynth-Studio uses.
@@ -255,13 +258,14 @@ def picked_frames(config: MediaConfig, frames: int, rate: Fraction | None, most:
     Raises :class:`ConfigError` where there are too few.
     """
     wanted = _wanted_rate(config, rate)
+    # As many as the video lasts at the wanted rate, then down to a number that the model can take.
     available = frames if wanted is None or rate is None else math.floor(frames / rate * wanted)
     factor, remainder = config.time_division_factor, config.time_division_remainder
     count = min(available, most)
     count -= (count - remainder) % factor
     if count < 1:
         raise ConfigError(
-            f"{available} frames are too few: their number is to leave {remainder} when divided by {factor} "
+            f"{available} frames are too few: their number must leave {remainder} when divided by {factor} "
             "(media.time_division_remainder and media.time_division_factor); leave the video out"
         )
     if config.frames == "even":

@@ -19,10 +19,15 @@ from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from types import ModuleType
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from zerostart.errors import ConfigError
 from zerostart.training.data.media_config import Kind
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+Color = tuple[int, int, int]  # red, green, blue
 
 #: What a directory is looked through for. Elsewhere a picture is what Pillow can open.
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
@@ -84,6 +89,7 @@ class MediaFile:
                     while data := content.read(_LOOKED_AT):
                         state.update(data)
                     continue
+                # A compressed file does not change in its middle alone.
                 for start in sorted({0, max(0, length - _LOOKED_AT)}):
                     content.seek(start)
                     state.update(content.read(_LOOKED_AT))
@@ -95,7 +101,7 @@ def _natural(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
-def files_of(cell: Any, kind: Kind, base: Path, where: str) -> tuple[MediaFile, ...]:
+def files_of(cell: object, kind: Kind, base: Path, where: str) -> tuple[MediaFile, ...]:
     """The files that a cell names: relative to ``base``, or absolute; or holds (``bytes`` of a dataset).
 
     None for an empty cell. A text that begins with ``[`` is a JSON list, as CSV needs it, where
@@ -115,7 +121,7 @@ def files_of(cell: Any, kind: Kind, base: Path, where: str) -> tuple[MediaFile, 
     return tuple(_file(part, base, where) for part in cell)
 
 
-def _listed(text: str, where: str) -> Sequence[Any]:
+def _listed(text: str, where: str) -> Sequence[object]:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -124,7 +130,7 @@ def _listed(text: str, where: str) -> Sequence[Any]:
     return value
 
 
-def _file(cell: Any, base: Path, where: str) -> MediaFile:
+def _file(cell: object, base: Path, where: str) -> MediaFile:
     """Of a name, or of the ``{"bytes": ..., "path": ...}`` that ``datasets`` gives undecoded."""
     if isinstance(cell, dict) and cell.keys() == {"bytes", "path"}:
         if cell["bytes"] is not None:
@@ -161,15 +167,15 @@ def readable(file: MediaFile, what: str) -> Iterator[None]:
     except (ConfigError, MemoryError):
         raise
     except Exception as error:  # of many types, which differ between versions
-        told = " ".join(str(error).split()) or type(error).__name__
+        reason = " ".join(str(error).split()) or type(error).__name__
         raise ConfigError(
-            f"{file.name} cannot be read as {what} ({told}): the file is damaged, or of a kind that the "
+            f"{file.name} cannot be read as {what} ({reason}): the file is damaged, or of a kind that the "
             "library does not know; replace it, or take its row out of the table"
         ) from error
 
 
 @contextmanager
-def opened_image(file: MediaFile) -> Iterator[Any]:
+def opened_image(file: MediaFile) -> Iterator[Image]:
     """The file as a Pillow image whose pixels are not read yet. Raises :class:`ConfigError`."""
     pillow = needed("PIL.Image")
     with readable(file, "a picture"), file.opened() as content, pillow.open(content) as image:
@@ -187,13 +193,13 @@ def image_size(file: MediaFile) -> tuple[int, int]:
         return image.width, image.height
 
 
-def rgb_image(file: MediaFile, background: tuple[int, int, int]) -> Any:
+def rgb_image(file: MediaFile, background: Color) -> Image:
     """The (first) picture of a file, upright, as a Pillow image of mode RGB. Raises :class:`ConfigError`."""
     with opened_image(file) as image:
         return rgb(needed("PIL.ImageOps").exif_transpose(image), background)
 
 
-def rgb(image: Any, background: tuple[int, int, int]) -> Any:
+def rgb(image: Image, background: Color) -> Image:
     """A Pillow image in mode RGB, what is transparent over ``background``.
 
     Raises ValueError for a mode whose values have no range that is known.
@@ -201,7 +207,7 @@ def rgb(image: Any, background: tuple[int, int, int]) -> Any:
     if image.mode.startswith("I"):
         image = _eight_bits(image)
     if image.mode == "F":
-        raise ValueError("its pixels are floating-point numbers, whose range is not told")
+        raise ValueError("its pixels are floating-point numbers, whose range is unknown")
     if not image.has_transparency_data:
         return image.convert("RGB")
     pillow = needed("PIL.Image")
@@ -209,15 +215,12 @@ def rgb(image: Any, background: tuple[int, int, int]) -> Any:
     return pillow.alpha_composite(pillow.new("RGBA", layer.size, (*background, 255)), layer).convert("RGB")
 
 
-def _eight_bits(image: Any) -> Any:
+def _eight_bits(image: Image) -> Image:
     """Of grey values of 16 bits, which Pillow's ``convert`` would cut off at 255."""
     values = needed("numpy").asarray(image).astype("int64")
     if values.min() < 0 or values.max() > 65535:
-        raise ValueError("its pixels have 32 bits, whose range is not told")
+        raise ValueError("its pixels have 32 bits, whose range is unknown")
     return needed("PIL.Image").fromarray(((values * 255 + 32767) // 65535).astype("uint8"))
-
-
-Color = tuple[int, int, int]
 
 
 class Clip(ABC):
@@ -234,7 +237,7 @@ class Clip(ABC):
         """How many frames there are, or that there are ``most``. Raises :class:`ConfigError`."""
 
     @abstractmethod
-    def pictures(self, indices: Sequence[int]) -> Iterator[Any]:
+    def pictures(self, indices: Sequence[int]) -> Iterator[Image]:
         """Frames by their numbers, which never fall, as Pillow images of mode RGB.
 
         Raises :class:`ConfigError`.
@@ -277,7 +280,7 @@ class _Stills(Clip):
     def count(self, most: int | None) -> int:
         return len(self._files)
 
-    def pictures(self, indices: Sequence[int]) -> Iterator[Any]:
+    def pictures(self, indices: Sequence[int]) -> Iterator[Image]:
         for index in indices:
             picture = rgb_image(self._files[index], self._background)
             width, height = picture.size
@@ -304,7 +307,7 @@ class _Animation(Clip):
         if self._count == 1:
             self.size = image_size(file)
 
-    def _average_rate(self, image: Any) -> Fraction | None:
+    def _average_rate(self, image: Image) -> Fraction | None:
         """Frames a second, by how long each is shown."""
         shown = Fraction(0)
         for index in range(self._count):
@@ -315,7 +318,7 @@ class _Animation(Clip):
     def count(self, most: int | None) -> int:
         return self._count
 
-    def pictures(self, indices: Sequence[int]) -> Iterator[Any]:
+    def pictures(self, indices: Sequence[int]) -> Iterator[Image]:
         if self._count == 1:
             yield from [rgb_image(self._file, self._background)] * len(indices)
             return
@@ -361,7 +364,7 @@ class _Stream(Clip):
                     break
             return found
 
-    def pictures(self, indices: Sequence[int]) -> Iterator[Any]:
+    def pictures(self, indices: Sequence[int]) -> Iterator[Image]:
         with readable(self._file, "a video"), self._opened() as container:
             frames = enumerate(container.decode(self._stream(container)))
             number, frame = next(frames)
@@ -371,13 +374,13 @@ class _Stream(Clip):
                     number, frame = next(frames, (index, None))
                     if frame is None:
                         raise ConfigError(
-                            f"{self._file.name}: {reached + 1} frames can be decoded, but its packets tell "
-                            f"of {index + 1} or more; encode it anew, or take its row out of the table"
+                            f"{self._file.name}: only {reached + 1} frames can be decoded, of {index + 1} or "
+                            "more in its packets; encode it again, or take its row out of the table"
                         )
                 yield _upright(frame)
 
 
-def _upright(frame: Any) -> Any:
+def _upright(frame: Any) -> Image:
     """A decoded frame as it is to be shown: a camera that was held upright tells so by quarter turns."""
     picture = frame.to_image()
     turns = round(frame.rotation / 90) % 4  # counterclockwise

@@ -65,6 +65,7 @@ def fill(
     with drafted(place, plan, update, world) as (draft, goes_on):
         _fill_draft(draft, goes_on, update, media, encoder, first, world)
         failed = world.broadcast_object(draft.failures, "looking for what could not be encoded")
+        # With rows that failed, or others that stay, the cache is not that of the media: of these rows alone.
         document, count = facts.document(), len(update.items) - len(failed)
         if count and (failed or update.requested < len(update.keys)):
             bad = {update.new_rows[at] for at in failed}
@@ -116,6 +117,8 @@ def _fill_draft(
         progress.say(
             f"going on with {draft.files - len(missing)} of {draft.files} files of a run that ended early"
         )
+    # In each turn every rank makes one file. Sharded encoders are collective: a rank whose file is shorter,
+    # or that has none, encodes the first example along with the others, and throws it away.
     turns = [missing[at : at + world.size] for at in range(0, len(missing), world.size)]
     own = [turn[world.rank] if world.rank < len(turn) else None for turn in turns]
     rows = [update.new_rows[place] for file in own if file is not None for place in draft.items(file)]

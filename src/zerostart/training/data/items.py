@@ -25,7 +25,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
 from torch.utils.data import Dataset
@@ -36,6 +36,9 @@ from zerostart.training.data.decoding import ColumnMedia, media_of_row
 from zerostart.training.data.files import MediaFile, files_of, needed
 from zerostart.training.data.media_config import KNOWN_COLUMNS, MediaConfig
 from zerostart.training.data.table import Column, media_columns, read_table
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 T = TypeVar("T")
 
@@ -131,6 +134,7 @@ class MediaItems(Dataset[dict[str, Any]]):
 
     def _describe(self, index: int) -> Described:
         """Digests of a row by its names, by lengths and times of its files too, and by its contents."""
+        # Three digests, each of more: the names, then lengths and times of the files, then what is in them.
         names = hashlib.blake2b(repr(sorted(self._other_cells(index).items())).encode(), digest_size=16)
         files = self._files(index)
         for name, some in files.items():
@@ -197,8 +201,7 @@ class MediaItems(Dataset[dict[str, Any]]):
         cells = {name: v for name, v in row.items() if name not in taken and name not in KNOWN_COLUMNS}
         if self.config.prompt is not None and self.config.prompt not in row:
             raise ConfigError(
-                f"{self.where(index)}: no {self.config.prompt!r}; write an empty text where there is to "
-                f"be none"
+                f"{self.where(index)}: no {self.config.prompt!r}; write an empty text for a row without one"
             )
         text = "" if self.config.prompt is None else row[self.config.prompt]
         if text is not None and not isinstance(text, str):
@@ -252,6 +255,7 @@ def read_media(config: MediaConfig, world: World, earlier: RowDigests | None = N
         if world.rank == 0:
             for note in items.notes:
                 logger.warning("%s", note)
+    # One digest a rank first; the digests of all rows are exchanged where these differ alone.
     ranks = world.all_gather_object(mine, "comparing the media")
     if len(set(ranks)) == 1:
         return items
@@ -278,7 +282,7 @@ def as_float(pixels: torch.Tensor) -> torch.Tensor:
     return 2.0 * (pixels.to(torch.float32) / 255.0) - 1.0
 
 
-def as_picture(pixels: torch.Tensor) -> Any:
+def as_picture(pixels: torch.Tensor) -> Image:
     """uint8 [3, H, W] as a Pillow image of mode RGB. Raises :class:`ConfigError` where Pillow is absent."""
     return needed("PIL.Image").fromarray(pixels.permute(1, 2, 0).contiguous().numpy())
 

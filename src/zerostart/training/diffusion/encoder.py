@@ -27,16 +27,15 @@ Encoded = dict[str, torch.Tensor]
 
 
 class Encoder(ABC):
-    """Makes of an example what the transformer of its pipeline takes.
+    """Makes of an example what the transformer of its pipeline takes."""
 
-    ``takes`` are the columns of media that it has a use for, ``needs`` those that every example must have: of
-    each entry (names with ``or`` between them) one. ``single`` are those of which it takes one picture.
-    ``texts_alone`` says whether a text means something without the pictures of its example.
-    """
-
+    #: The columns of media that it has a use for.
     takes: ClassVar[frozenset[str]] = frozenset({"image"})
+    #: What every example must have: of each entry (names with ``or`` between them) one column.
     needs: ClassVar[tuple[str, ...]] = ("image",)
+    #: The columns of ``images`` of which it takes one picture.
     single: ClassVar[frozenset[str]] = frozenset()
+    #: Whether a text means something without the pictures of its example.
     texts_alone: ClassVar[bool] = True
 
     def __init__(self, pipe: Any, settings: CacheConfig) -> None:

@@ -26,24 +26,23 @@ Conditions = dict[str, Any]
 
 
 class Family(ABC):
-    """A transformer by its ``config``, with the ``index`` of its pipeline, where it is of one.
-
-    ``classes`` are the names of diffusers' classes of transformers, ``encoders`` the encoder of examples for
-    each class of its pipelines; ``shift`` is the one that training uses (of times ``u``
-    that are drawn, ``shift * u / (1 + (shift - 1) * u)`` is taken). ``keys`` are those that an example may
-    have beside ``latents``, of which ``required`` have to be there; of pictures that it starts from,
-    ``image_latents.0`` and so on, there are ``most_images`` at most. ``masked``: texts of different lengths
-    may be in one batch. ``unit`` is what the transformer is told at time 1.
-    """
+    """A transformer by its ``config``, with the ``index`` of its pipeline, where it is of one."""
 
     name: ClassVar[str]
+    #: What the transformer takes for time 1.
     unit: ClassVar[float] = 1.0
+    #: diffusers' classes of transformers that are of the family.
     classes: ClassVar[frozenset[str]]
+    #: The encoder of examples for each class of its pipelines.
     encoders: ClassVar[Mapping[str, type[Encoder]]]
+    #: The shift of training: of times ``u`` that are drawn, ``shift * u / (1 + (shift - 1) * u)`` is taken.
     shift: ClassVar[float]
+    #: What an example may have beside ``latents``, and which of it has to be there.
     keys: ClassVar[frozenset[str]] = frozenset({"prompt_embeds"})
     required: ClassVar[frozenset[str]] = frozenset({"prompt_embeds"})
+    #: At most so many pictures to start from: ``image_latents.0``, ``image_latents.1`` and so on.
     most_images: ClassVar[int] = 0
+    #: Whether texts of different lengths may be in one batch, padded and masked.
     masked: ClassVar[bool] = False
 
     def __init__(self, config: Mapping[str, Any], index: Mapping[str, Any] | None = None) -> None:

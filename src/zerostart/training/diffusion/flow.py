@@ -85,6 +85,7 @@ class Times:
 
     def at(self, places: torch.Tensor, shifts: torch.Tensor) -> torch.Tensor:
         """The times, [batch], that lie at ``places`` (0 to 1) of their distribution; in double precision."""
+        # The boundaries are of shifted times: undo the shift, draw between their places, and shift again.
         low, high = (self._place(end / (shifts - (shifts - 1) * end)) for end in self._boundaries)
         u = self._drawn(low + places * (high - low))
         return (shifts * u / (1 + (shifts - 1) * u)).clamp(*self._boundaries)
@@ -271,6 +272,7 @@ class FlowMatching(Task):
             places.append(place)
             if dropped < self.settings.drop_prompt:
                 items[number] = {**item, **{k: v.to(latents.device) for k, v in self._without.items()}}
+        # Double precision until the model's time is rounded: latents are mixed at the time that it is given.
         shift = self.times.shift(self.family.tokens(latents.shape[1:]))
         at = torch.tensor(places, dtype=torch.float64, device="cpu")
         shifts = torch.full_like(at, shift)

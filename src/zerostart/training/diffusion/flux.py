@@ -15,12 +15,10 @@ class FluxEncoder(Encoder):
     """``latents`` [C, H, W], ``prompt_embeds`` of T5 and ``pooled_prompt_embeds`` [D] of CLIP."""
 
     def encode(self, example: Example, generator: torch.Generator) -> Encoded:
-        """See ``Encoder``."""
         latents = self.normalised(self.drawn(self.pixels(example["image"]), generator))
         return {**self.prompt(example["prompt"]), "latents": latents[0]}
 
     def prompt(self, text: str) -> Encoded:
-        """See ``Encoder``."""
         embeds, pooled, _ = self.pipe.encode_prompt(text, **self.text)
         return {"prompt_embeds": embeds[0], "pooled_prompt_embeds": pooled[0]}
 
@@ -39,7 +37,6 @@ class FluxKontextEncoder(FluxEncoder):
     single: ClassVar[frozenset[str]] = frozenset({"edit_image"})
 
     def encode(self, example: Example, generator: torch.Generator) -> Encoded:
-        """See ``Encoder``."""
         found = super().encode(example, generator)
         given = self.normalised(self.likeliest(self.pixels(example["edit_image"][0])))
         return {**found, "image_latents.0": given[0]}
@@ -68,7 +65,6 @@ class Flux(Packed):
         return shifted(torch.linspace(1.0, 0.003 / 1.002, 1000, device="cpu"), shift)
 
     def model_inputs(self, pictures: Sequence[torch.Tensor], conditions: Conditions) -> dict[str, Any]:
-        """See ``Packed``."""
         text = conditions["prompt_embeds"]
         return {
             "pooled_projections": conditions["pooled_prompt_embeds"],

@@ -23,7 +23,6 @@ class Flux2Encoder(Encoder):
     takes: ClassVar[frozenset[str]] = frozenset({"image", "edit_image", "reference_image"})
 
     def encode(self, example: Example, generator: torch.Generator) -> Encoded:
-        """See ``Encoder``."""
         latents = self.normalised(self.drawn(self.pixels(example["image"]), generator))
         found = {**self.prompt(example["prompt"]), "latents": latents[0]}
         given = [*example.get("edit_image", ()), *example.get("reference_image", ())]
@@ -32,7 +31,6 @@ class Flux2Encoder(Encoder):
         return found
 
     def prompt(self, text: str) -> Encoded:
-        """See ``Encoder``."""
         embeds, _ = self.pipe.encode_prompt(text, **self.text)
         return {"prompt_embeds": embeds[0]}
 
@@ -88,7 +86,6 @@ class Flux2(Family):
         conditions: Conditions,
         guidance: float,
     ) -> torch.Tensor:
-        """See ``Family``."""
         images = self.images(conditions)
         text = conditions["prompt_embeds"]
         pictures = [latents, *images]

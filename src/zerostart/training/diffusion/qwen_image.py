@@ -17,7 +17,6 @@ class QwenImageEncoder(Encoder):
     """``latents`` [C, H, W], ``prompt_embeds`` as long as the text is, and their mask, of ones."""
 
     def encode(self, example: Example, generator: torch.Generator) -> Encoded:
-        """See ``Encoder``."""
         latents = self.normalised(self.drawn(self.frame(example["image"]), generator))
         return {**self.embedded(example), "latents": latents[0, :, 0]}
 
@@ -26,7 +25,6 @@ class QwenImageEncoder(Encoder):
         return self.prompt(example["prompt"])
 
     def prompt(self, text: str) -> Encoded:
-        """See ``Encoder``."""
         return _texts(*self.pipe.encode_prompt(text, **self.text))
 
     def frame(self, picture: torch.Tensor) -> torch.Tensor:
@@ -55,7 +53,6 @@ class QwenImageEditEncoder(QwenImageEncoder):
     texts_alone: ClassVar[bool] = False
 
     def encode(self, example: Example, generator: torch.Generator) -> Encoded:
-        """See ``Encoder``."""
         found = super().encode(example, generator)
         for place, picture in enumerate(example["edit_image"]):
             latents = self.likeliest(self.frame(picture))
@@ -132,7 +129,6 @@ class QwenImage(Packed):
         return super().conditions(items)
 
     def model_inputs(self, pictures: Sequence[torch.Tensor], conditions: Conditions) -> dict[str, Any]:
-        """See ``Packed``."""
         sides = [(1, one.shape[-2] // 2, one.shape[-1] // 2) for one in pictures]
         return {
             "encoder_hidden_states_mask": conditions.get("prompt_embeds_mask"),

@@ -31,11 +31,10 @@ class TextToVideo(Encoder):
 
     @property
     def multiple(self) -> int:
-        """See ``Encoder``."""
         return int(self.pipe.vae_scale_factor_spatial) * _PATCH
 
     def check(self, example: Example) -> None:
-        """See ``Encoder``; raises ConfigError for a number of frames that makes no whole latent ones, too."""
+        """Raise ConfigError for a number of frames that makes no whole latent ones, too."""
         super().check(example)
         frames, step = self.frames(example), int(self.pipe.vae_scale_factor_temporal)
         if frames % step != 1:
@@ -49,13 +48,11 @@ class TextToVideo(Encoder):
         return int(example["video"].shape[1]) if "video" in example else 1
 
     def encode(self, example: Example, generator: torch.Generator) -> Encoded:
-        """See ``Encoder``."""
         clip = self.clip(example["video"] if "video" in example else example["image"][:, None])
         latents = self.normalised(self.drawn(clip, generator))[0]
         return {**self.prompt(example["prompt"]), "latents": latents}
 
     def prompt(self, text: str) -> Encoded:
-        """See ``Encoder``."""
         embeds, _ = self.pipe.encode_prompt(text, do_classifier_free_guidance=False, **self.text)
         return {"prompt_embeds": embeds[0]}
 
@@ -103,7 +100,7 @@ class ImageToVideo(TextToVideo):
             )
 
     def check(self, example: Example) -> None:
-        """See ``Encoder``; raises ConfigError for frames of another size than the video's, too."""
+        """Raise ConfigError for frames of another size than the video's, too."""
         super().check(example)
         first, last = self._given(example)
         for name, frame in (("first_frame", first), ("last_frame", last)):
@@ -113,7 +110,6 @@ class ImageToVideo(TextToVideo):
             raise ConfigError(f"this {self.kind} takes no last frame (expand_timesteps): leave it out")
 
     def encode(self, example: Example, generator: torch.Generator) -> Encoded:
-        """See ``Encoder``."""
         found = super().encode(example, generator)
         first, last = self._given(example)
         height, width = first.shape[-2:]
@@ -164,7 +160,7 @@ class Vace(TextToVideo):
         pipe.transformer = SimpleNamespace(config=SimpleNamespace(patch_size=(1, _PATCH, _PATCH)))
 
     def check(self, example: Example) -> None:
-        """See ``Encoder``; raises ConfigError for controls of another size than the video's, too."""
+        """Raise ConfigError for controls of another size than the video's, too."""
         super().check(example)
         video = example["video"]
         for name in ("control_video", "control_mask"):
@@ -181,7 +177,6 @@ class Vace(TextToVideo):
                 )
 
     def encode(self, example: Example, generator: torch.Generator) -> Encoded:
-        """See ``Encoder``."""
         found = super().encode(example, generator)
         frames, height, width = example["video"].shape[1:]
         control, mask = (
@@ -268,10 +263,11 @@ class Wan(Family):
         conditions: Conditions,
         guidance: float,
     ) -> torch.Tensor:
-        """See ``Family``; guidance is not told."""
+        # These transformers take no guidance.
         given, timestep = latents, t * self.unit
         condition = conditions.get("condition")
         if condition is not None and self._first_frame(latents):
+            # The given frames stand in the place of the noisy ones, and their time is 0.
             frames = condition.shape[2]
             given = torch.cat([condition, latents[:, :, frames:]], dim=2)
             timestep = self._after(timestep, latents, frames)
@@ -308,6 +304,7 @@ class Wan(Family):
     def _after(self, timestep: torch.Tensor, latents: torch.Tensor, frames: int) -> torch.Tensor:
         """A timestep for each token, [batch, tokens]: 0 in the first ``frames``."""
         each = [size // patch for size, patch in zip(latents.shape[2:], self._patch, strict=True)]
+        # One time a token, as the transformer orders tokens: frames first, then rows and columns.
         whole = timestep[:, None, None].expand(len(timestep), each[0], each[1] * each[2]).clone()
         whole[:, : frames // self._patch[0]] = 0
         return whole.flatten(1)

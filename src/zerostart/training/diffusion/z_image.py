@@ -16,14 +16,12 @@ class ZImageEncoder(Encoder):
     """``latents`` [C, H, W] and ``prompt_embeds``, as long as the text is."""
 
     def encode(self, example: Example, generator: torch.Generator) -> Encoded:
-        """See ``Encoder``."""
         config = self.pipe.vae.config
         latents = self.drawn(self.pixels(example["image"]), generator)
         normalised = (latents - config.shift_factor) * config.scaling_factor
         return {**self.prompt(example["prompt"]), "latents": normalised[0]}
 
     def prompt(self, text: str) -> Encoded:
-        """See ``Encoder``."""
         (embeds,), _ = self.pipe.encode_prompt(text, do_classifier_free_guidance=False, **self.text)
         return {"prompt_embeds": embeds}
 
@@ -62,7 +60,7 @@ class ZImage(Family):
         conditions: Conditions,
         guidance: float,
     ) -> torch.Tensor:
-        """See ``Family``; guidance is not told."""
+        # These transformers take no guidance.
         predicted = model(
             list(latents.unsqueeze(2).unbind(0)), 1 - t, list(conditions["prompt_embeds"]), return_dict=False
         )[0]

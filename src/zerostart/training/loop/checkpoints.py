@@ -99,7 +99,7 @@ class Checkpoints:
 
     @property
     def _averages(self) -> list[StateTensor]:
-        return [] if self._session.ema is None else self._session.ema.kept
+        return [] if self._session.ema is None else self._session.ema.averages
 
     @property
     def _order(self) -> str | None:

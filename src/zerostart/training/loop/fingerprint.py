@@ -24,7 +24,7 @@ from zerostart.distributed.world import World
 from zerostart.engines import plain_name
 from zerostart.errors import ConfigError
 from zerostart.geometry.layout import Mesh
-from zerostart.live.record import record_of
+from zerostart.live.model import record_of
 from zerostart.training.config.configuration import TrainConfig
 from zerostart.training.config.engine_config import engine_config, user_config
 from zerostart.training.config.sections import Section

@@ -25,7 +25,7 @@ from zerostart.checkpoint.paths import expanded
 from zerostart.distributed.world import current_world
 from zerostart.engines import Engine, full_shape
 from zerostart.errors import ConfigError, WriteError
-from zerostart.live.record import record_of
+from zerostart.live.model import record_of
 from zerostart.training.adapt.ema import Ema
 from zerostart.training.config.configuration import TrainConfig, TrainingConfig
 from zerostart.training.loop.batches import Buckets, Sharing, order_of

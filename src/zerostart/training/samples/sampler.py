@@ -121,6 +121,7 @@ class Sampler:
             own = session.accelerator.unwrap_model(session.model)
             model = InTraining(session.model, own, session.device, self._dtype)
             pipe = self._drawing.opened(model, self._dtype)
+            # Each group of ranks that shares sequences takes every ``count``-th batch.
             for start in range(0, len(batches), count):
                 mine = start + place < len(batches)
                 numbers = batches[start + place if mine else 0]

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 
 import numpy as np
 import numpy.typing as npt
@@ -163,6 +164,19 @@ def own_part(layout: Layout, held: tuple[int, int], nbytes: int, turn: int) -> L
     parts = max(1, min(holders, nbytes // GRAIN))
     number = (place - turn) % holders
     return layout.part(number, parts) if number < parts else None
+
+
+def own_parts(shares: Iterable[tuple[Layout, tuple[int, int], int]]) -> Iterator[Layout | None]:
+    """Of each share (layout, which of how many holders, bytes of an element) what this rank writes of it.
+
+    The one rule by which replicas divide what is to be done once: ``shares`` are in one order on all ranks,
+    and every element comes out on exactly one of its holders.
+    """
+    turn = 0
+    for layout, held, itemsize in shares:
+        yield own_part(layout, held, layout.owned * itemsize, turn)
+        # Of the whole tensor, which is the same on all ranks, and so is everybody's turn.
+        turn += 1 + prod(layout.shape) * itemsize // GRAIN
 
 
 def _parts(

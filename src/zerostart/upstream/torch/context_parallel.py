@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from zerostart.errors import ConfigError, EngineError
-from zerostart.upstream.patches import RefCountedPatches, note, replaced
+from zerostart.upstream.patches import RefCountedPatches, replaced
 from zerostart.upstream.registry import Lasts, PatchPoint, Use, demand
 from zerostart.upstream.shapes import Shape
 from zerostart.upstream.versions import ACCELERATE, TORCH
@@ -48,12 +48,11 @@ _CPU_KERNEL = PatchPoint(
         ),
     ),
 )
-_MASKS = PatchPoint(
+_MASKS = Use(
     library=ACCELERATE,
     owner="accelerate.big_modeling",
     names=("_attach_context_parallel_hooks",),
     why="masks of one rank's tokens are taken out; accelerate does it where it prepares the model itself",
-    lasts=Lasts.MODEL,
     shapes=(Shape("accelerate.big_modeling:_attach_context_parallel_hooks", leads=("model",)),),
 )
 TOUCHED = (
@@ -126,7 +125,6 @@ def drop_masks(model: nn.Module) -> None:
     from accelerate.big_modeling import _attach_context_parallel_hooks
 
     _attach_context_parallel_hooks(model)
-    note(_MASKS, model)
 
 
 def ring_on_cpu(model: nn.Module) -> None:

@@ -5,72 +5,100 @@ DeepSpeed sets the same marks for its AutoEP layers.
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 
 import torch.distributed as dist
 
+from zerostart.upstream.deepspeed.state_dicts import OWN_STATE_DICT, own_state_dicts
 from zerostart.upstream.deepspeed.zero3 import partitions as upstream
+from zerostart.upstream.deepspeed.zero12.groups import TOUCHED as GROUPING
+from zerostart.upstream.deepspeed.zero12.groups import grouping
+from zerostart.upstream.deepspeed.zero12.marks import mark_expert_of
+from zerostart.upstream.patches import RefCountedPatches
 from zerostart.upstream.registry import Lasts, PatchPoint, Use, demand
 from zerostart.upstream.shapes import Shape
 from zerostart.upstream.versions import DEEPSPEED
 
 _INIT = "deepspeed.runtime.zero.partition_parameters:Init"
-_OPTIMIZER = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
-TOUCHED = (
-    Use(
-        library=DEEPSPEED,
-        owner="deepspeed.utils.groups",
-        names=(
-            "_create_expert_and_data_parallel",
-            "_get_expert_parallel_group",
-            "_get_expert_parallel_group_dict",
-            "_get_expert_data_parallel_group",
-        ),
-        why="DeepSpeed's own groups of ranks that share experts, made once for each size",
-        shapes=(
-            Shape(
-                "deepspeed.utils.groups:_create_expert_and_data_parallel",
-                leads=("expert_parallel_size_",),
-                has=("X = f'ep_size_{expert_parallel_size_}'",),
-            ),
+_OPTIMIZER = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
+_STAGE3 = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
+_GROUPS = Use(
+    library=DEEPSPEED,
+    owner="deepspeed.utils.groups",
+    names=(
+        "_create_expert_and_data_parallel",
+        "_get_expert_parallel_group",
+        "_get_expert_parallel_group_dict",
+        "_get_expert_data_parallel_group",
+    ),
+    why="DeepSpeed's own groups of ranks that share experts, made once for each size",
+    shapes=(
+        Shape(
+            "deepspeed.utils.groups:_create_expert_and_data_parallel",
+            leads=("expert_parallel_size_",),
+            has=("X = f'ep_size_{expert_parallel_size_}'",),
         ),
     ),
-    PatchPoint(
-        library=DEEPSPEED,
-        owner=_INIT,
-        writes=("ds_zero_partition_process_group",),
-        why="a parameter of experts is partitioned among the ranks that have it",
-        lasts=Lasts.MODEL,
-        shapes=(
-            Shape(
-                f"{_INIT}._convert_to_deepspeed_param",
-                has=("getattr(param, 'ds_zero_partition_process_group', self.ds_process_group)",),
-            ),
-        ),
+)
+_PARTITIONED = PatchPoint(
+    library=DEEPSPEED,
+    owner=_STAGE3,
+    writes=(
+        "ds_zero_partition_process_group",
+        "ds_zero_placement_family",
+        "ds_zero_partition_group_name",
     ),
-    PatchPoint(
-        library=DEEPSPEED,
-        owner=_OPTIMIZER,
-        writes=("ds_zero_placement_family", "ds_zero_partition_group_name"),
-        why="its gradient is divided by all ranks, and its norm counted over its group",
-        lasts=Lasts.MODEL,
-        shapes=(
-            Shape(
-                f"{_OPTIMIZER}._autoep_expert_parallel_group",
-                has=(
-                    "getattr(X, 'ds_zero_placement_family', 'replicated')",
-                    "getattr(X, 'ds_zero_partition_group_name', None)",
-                ),
+    why="a parameter of experts is partitioned among the ranks that have it, its gradient is divided by "
+    "all ranks, and its norm counted over its group, as AutoEP's own",
+    lasts=Lasts.MODEL,
+    shapes=(
+        Shape(
+            f"{_INIT}._convert_to_deepspeed_param",
+            has=("getattr(param, 'ds_zero_partition_process_group', self.ds_process_group)",),
+        ),
+        Shape(
+            f"{_STAGE3}._autoep_expert_parallel_group",
+            has=(
+                "getattr(X, 'ds_zero_placement_family', 'replicated')",
+                "getattr(X, 'ds_zero_partition_group_name', None)",
             ),
         ),
     ),
 )
+_MARKS = PatchPoint(
+    library=DEEPSPEED,
+    owner=_OPTIMIZER,
+    writes=("allreduce", "group_name", "tensor_model_parallel"),
+    why="a gradient is summed over the ranks that hold the same experts, and divided by all batches; "
+    "every rank counts its own in the norm, also where ranks share tensors",
+    lasts=Lasts.MODEL,
+    shapes=(
+        Shape(
+            "deepspeed.moe.utils:is_moe_param", has=("hasattr(param, 'allreduce') and not param.allreduce",)
+        ),
+        Shape(
+            "deepspeed.runtime.utils:is_model_parallel_parameter",
+            has=("if hasattr(p, 'tensor_model_parallel') and p.tensor_model_parallel: ...",),
+        ),
+        Shape(
+            f"{_OPTIMIZER}.get_grad_norm_direct",
+            has=("if is_model_parallel_parameter(p) or self.model_parallel_rank == 0: ...",),
+        ),
+        Shape(f"{_OPTIMIZER}.is_moe_group", has=("'moe' in group and group['moe']",)),
+        Shape(
+            f"{_OPTIMIZER}._configure_moe_settings",
+            has=("self.real_dp_process_group[I] = self.expert_dp_process_group[G['name']]",),
+        ),
+    ),
+)
+TOUCHED = (_GROUPS, _PARTITIONED, _MARKS)
 
 
 def require_groups() -> None:
     """Raise UnsupportedVersionError unless DeepSpeed has what is used of it."""
     upstream.require()
-    demand(TOUCHED)
+    demand((_GROUPS, _PARTITIONED))
 
 
 class ExpertGroups:
@@ -97,3 +125,31 @@ def mark_expert(parameter: Any, groups: ExpertGroups) -> None:
     parameter.ds_zero_placement_family = "autoep_expert"
     parameter.ds_zero_partition_group_name = groups.name
     parameter.ds_zero_partition_process_group = groups.owners
+
+
+# Experts at ZeRO stages 1 and 2, for modules that are not DeepSpeed's own. A
+# parameter with ``allreduce=False`` and a ``group_name`` is an expert to DeepSpeed
+# (``moe.utils.is_moe_param``): its gradient is summed over the ranks that hold the same experts, divided by
+# all ranks, and its optimizer state partitioned over the former. That holds where the engine has seen layers
+# of its own, and where the optimizer has parameter groups of experts alone, with ``moe=True`` and the name of
+# their process groups (``groups.py``). For models with our mark on a parameter, and no others,
+# ``DeepSpeedEngine.module_state_dict``, of which ``save_checkpoint`` and ``save_16bit_model`` write what they
+# save, and which has the experts of one rank as if they were all, is refused (``state_dicts.py``).
+
+
+def mark_flat_expert(parameter: Any, groups: ExpertGroups) -> None:
+    """Have the optimizer state of ``parameter`` partitioned, and its gradient reduced, among its owners."""
+    demand((_MARKS, OWN_STATE_DICT, *GROUPING), "Use zero_stage=3")
+    parameter.allreduce = False
+    parameter.group_name = groups.name
+    parameter.tensor_model_parallel = True
+    mark_expert_of(parameter, _held.ticket())
+
+
+def _enter(stack: ExitStack) -> None:
+    for held in (grouping, own_state_dicts):
+        held.open()
+        stack.callback(held.close)
+
+
+_held = RefCountedPatches(_enter)

@@ -36,8 +36,9 @@ _REGISTERING = PatchPoint(
     owner=_ULYSSES,
     names=("register_with_transformers",),
     attributes=("attn", "attn_head_count", "attn_head_size", "global_kv_head_count", "disable_in_eval"),
-    writes=("attn",),
-    why="it serves the loaded model alone, and sdpa gets a mask of the whole sequence",
+    writes=("attn", "disable_in_eval"),
+    why="it serves the loaded model alone, sdpa gets a mask of the whole sequence, and a run of zerostart "
+    "train shares its held-out sequences among ranks, too",
     lasts=Lasts.MODEL,
     shapes=(
         Shape(f"{_ULYSSES}.__init__", leads=("attn",), has=("self.attn = attn",)),
@@ -50,19 +51,12 @@ _REGISTERING = PatchPoint(
             f"{_ULYSSES}.forward",
             leads=("module", "query", "key", "value", "attention_mask"),
             has=(
+                "not module.training and self.disable_in_eval",
                 "kwargs['position_ids'] = torch.cat(P, dim=1)",
                 "X = self.attn(module, Q, K, V, attention_mask, *args, **kwargs)",
             ),
         ),
     ),
-)
-_EVALUATION = PatchPoint(
-    library=DEEPSPEED,
-    owner=_ULYSSES,
-    writes=("disable_in_eval",),
-    why="a run of zerostart train shares its held-out sequences among ranks, too",
-    lasts=Lasts.MODEL,
-    shapes=(Shape(f"{_ULYSSES}.forward", has=("not module.training and self.disable_in_eval",)),),
 )
 _GROUP = Use(
     library=DEEPSPEED,
@@ -70,7 +64,7 @@ _GROUP = Use(
     names=("_get_sequence_parallel_group",),
     why="the ranks that share a sequence, as transformers' Trainer asks for them",
 )
-TOUCHED = (_REGISTERING, _EVALUATION, _GROUP)
+TOUCHED = (_REGISTERING, _GROUP)
 
 
 @dataclass(eq=False)

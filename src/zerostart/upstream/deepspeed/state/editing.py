@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from zerostart.errors import ConfigError, UnsupportedVersionError
-from zerostart.upstream.deepspeed.zero12.adoption import shares_of
 from zerostart.upstream.deepspeed.zero12.marks import marked
+from zerostart.upstream.deepspeed.zero12.optimizers import shares_of
 from zerostart.upstream.registry import Use
 from zerostart.upstream.torch.tensors import row_major
 from zerostart.upstream.versions import DEEPSPEED

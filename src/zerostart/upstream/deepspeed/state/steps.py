@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from zerostart.errors import ConfigError, EngineError
-from zerostart.upstream.deepspeed.zero12.adoption import shares_of
+from zerostart.upstream.deepspeed.zero12.optimizers import shares_of
 from zerostart.upstream.registry import Use
 from zerostart.upstream.shapes import Shape
 from zerostart.upstream.torch.stepped import Member, Stepped, plain_steps

@@ -10,7 +10,7 @@ Three things are done otherwise for parameters that carry a mark of zerostart, a
 - Masters. They are made from the partitions, without the copy between that the constructor makes; those of
   rounded parameters are then read from the checkpoint. Gradients that it makes to drop are left out.
 
-The way in is the constructors of both optimizers (``deepspeed_stage12_optimizers``) and of the engine, and
+The way in is the constructors of both optimizers (``optimizers.py``) and of the engine, and
 that one method of it, replaced as long as a marked parameter lives. Where a construction fails, the hooks
 that it left are removed, and the client's optimizer gets its parameters back. A DeepSpeed that is not as
 declared here takes the stock route.
@@ -23,24 +23,24 @@ import functools
 import inspect
 import logging
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from zerostart.upstream.deepspeed.zero3.partitions import import_deepspeed
-from zerostart.upstream.deepspeed.zero12.adoption import TOUCHED as ADOPTION
-from zerostart.upstream.deepspeed.zero12.alike import alike
-from zerostart.upstream.deepspeed.zero12.grouping import TOUCHED as GROUPING
-from zerostart.upstream.deepspeed.zero12.grouping import grouping
+from zerostart.upstream.deepspeed.zero12.groups import TOUCHED as GROUPING
+from zerostart.upstream.deepspeed.zero12.groups import grouping
 from zerostart.upstream.deepspeed.zero12.marks import Keeper, Mark, RunReader, marked, remark
 from zerostart.upstream.deepspeed.zero12.optimizers import TOUCHED as OPTIMIZERS
 from zerostart.upstream.deepspeed.zero12.optimizers import enter_constructors
 from zerostart.upstream.patches import RefCountedPatches, replaced
 from zerostart.upstream.registry import Lasts, Otherwise, PatchPoint, misfit
 from zerostart.upstream.shapes import Shape
+from zerostart.upstream.torch.word_sums import lanes_of, signed
 from zerostart.upstream.versions import DEEPSPEED
 
 logger = logging.getLogger("zerostart")
@@ -99,7 +99,7 @@ TOUCHED = (_CONSTRUCTION, _BROADCAST)
 def known() -> bool:
     """Whether the installed DeepSpeed is as this module knows it; warns once if it is not."""
     import_deepspeed()
-    wrong = misfit((*TOUCHED, *ADOPTION, *GROUPING, *OPTIMIZERS))
+    wrong = misfit((*TOUCHED, *GROUPING, *OPTIMIZERS))
     if wrong:
         logger.warning("%s. deepspeed.initialize will flatten the parameters of stages 1 and 2 itself", wrong)
     return not wrong
@@ -217,3 +217,24 @@ def _spared(engine: Any) -> Iterator[None]:
 def _experts_of(parameter: Any) -> str | None:
     """The name of the expert group of a parameter of experts (``moe.utils.is_moe_param``), else None."""
     return None if getattr(parameter, "allreduce", True) else parameter.group_name
+
+
+# Which parameters are the same on all ranks, found without sending them. What each rank did to a model since
+# the load cannot be known from outside. So each sums up the words of its parameters, at the speed of memory,
+# and the sums are compared in one small message.
+
+
+def alike(parameters: Sequence[torch.Tensor], group: Any) -> list[Any]:
+    """Those that hold the same bits on all ranks of ``group``; collective, with one small message."""
+    if not parameters or dist.get_world_size(group=group) == 1:
+        return list(parameters)
+    own = torch.tensor([fingerprint(parameter) for parameter in parameters], device=parameters[0].device)
+    extremes = torch.stack([own, ~own])  # ~ reverses the order: the least of it is the greatest.
+    dist.all_reduce(extremes, op=dist.ReduceOp.MIN, group=group)
+    same = (extremes[0] == ~extremes[1]).all(1).tolist()
+    return [parameter for parameter, one in zip(parameters, same, strict=True) if one]
+
+
+def fingerprint(tensor: torch.Tensor) -> list[int]:
+    """The sums over a tensor's bits in row-major order, wherever in memory they lie: two of 64 bits."""
+    return [signed(lane) for lane in lanes_of(tensor.detach().contiguous().view(-1).view(torch.uint8))]

@@ -8,7 +8,7 @@ zerostart, and for no others:
   of the main dtype take the stock way, and each sub-group of another dtype gets a flat buffer of its own.
 - Masters. ``_create_fp32_partitions`` makes them from the partitions. Here those of marked parameters are
   then read again from the checkpoint, and kept where they round to what the parameter holds.
-- Memory that it takes beside what it keeps (``deepspeed_start.py``).
+- Memory that it takes beside what it keeps (``start.py``).
 
 The way in is one method, ``_get_trainable_parameter_groups``, the first in which the constructor looks at the
 parameters. If one of them is marked, the optimizer becomes an instance of a subclass with our overrides.
@@ -30,9 +30,8 @@ import torch
 from zerostart.errors import EngineError
 from zerostart.upstream.deepspeed.state.masters import follow_partition, tell_changed
 from zerostart.upstream.deepspeed.zero3 import start as starting
-from zerostart.upstream.deepspeed.zero3.alignment import aligning
-from zerostart.upstream.deepspeed.zero3.edits import check_step, watching
-from zerostart.upstream.deepspeed.zero3.edits import note as note_edits
+from zerostart.upstream.deepspeed.zero3.gathering import aligning, check_step, watching
+from zerostart.upstream.deepspeed.zero3.gathering import note as note_edits
 from zerostart.upstream.deepspeed.zero3.partitions import require
 from zerostart.upstream.patches import RefCountedPatches, Ticket, note, replaced
 from zerostart.upstream.registry import Lasts, PatchPoint, Use, demand
@@ -173,7 +172,7 @@ def called(parameter: Any) -> str:
     return f"parameter {parameter.ds_id} of shape {list(parameter.ds_shape)}" if found is None else found.name
 
 
-#: Held while a marked parameter lives, or by others.
+#: RefCountedPatches while a marked parameter lives, or by others.
 watch = watching(called)
 aligned = aligning(lambda parameter: _mark_of(parameter) is not None)
 
@@ -310,14 +309,14 @@ class _Overrides:
         super().offload_states(*args, **kwargs)  # type: ignore[misc]
 
     def _create_fp32_partitions(self) -> None:
-        with starting.Converted() if starting.known() else contextlib.nullcontext():
+        with starting.FuseToClone() if starting.known() else contextlib.nullcontext():
             super()._create_fp32_partitions()  # type: ignore[misc]
         self._read_masters([n for n in range(len(self.fp16_groups)) if not self._is_swapped(n)])
 
     def initialize_optimizer_states(self) -> None:
         unread = starting.known() and not (self.swap_optimizer or self.zenflow)
         largest = max(sum(p.ds_numel for p in group) for group in self.fp16_partitioned_groups)
-        with starting.Unread(largest) if unread else contextlib.nullcontext():
+        with starting.SharedZeroGradients(largest) if unread else contextlib.nullcontext():
             super().initialize_optimizer_states()  # type: ignore[misc]
         # Masters on NVMe exist in memory a sub-group at a time, between these two calls, as in a step.
         for number in range(len(self.fp16_groups)):

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,20 @@ _HIERARCHICAL = Use(
     owner="deepspeed.utils.groups",
     names=("_create_zero_param_parallel_group", "_get_zero_param_intra_parallel_group"),
     why="the groups of hierarchical partitions, which a process makes once",
+)
+_REGISTERING = "deepspeed.runtime.zero.parameter_offload:DeepSpeedZeRoOffload"
+_LEAVES = Use(
+    library=DEEPSPEED,
+    owner="deepspeed.utils.z3_leaf_module",
+    names=("set_z3_leaf_module", "z3_leaf_module"),
+    why="a module of which each rank may run other parts is gathered as one",
+    shapes=(
+        Shape("deepspeed.utils.z3_leaf_module:set_z3_leaf_module", has=("model._z3_leaf = flag",)),
+        Shape(
+            f"{_REGISTERING}._register_deepspeed_module",
+            has=("param.ds_z3_leaf_module = module",),
+        ),
+    ),
 )
 TOUCHED = (
     Use(
@@ -96,6 +110,7 @@ TOUCHED = (
     ),
     _CONTEXTS,
     _HIERARCHICAL,
+    _LEAVES,
 )
 
 
@@ -118,7 +133,7 @@ def import_deepspeed() -> Any:
 def _partition_parameters() -> Any:
     """The module ``deepspeed.runtime.zero.partition_parameters``, checked for what is used of it."""
     import_deepspeed()
-    demand(point for point in TOUCHED if point not in (_CONTEXTS, _HIERARCHICAL))
+    demand(point for point in TOUCHED if point not in (_CONTEXTS, _HIERARCHICAL, _LEAVES))
     from deepspeed.runtime.zero import partition_parameters
 
     return partition_parameters
@@ -364,3 +379,17 @@ def contexts_aside() -> Iterator[None]:
         yield
     finally:
         module.restore_init_context()
+
+
+# Leaf modules of DeepSpeed's ZeRO-3: their parameters are gathered together, their gradients reduced so.
+# ``deepspeed.initialize`` puts its hooks on what is a leaf by then: what its section ``leaf_module`` names,
+# what ``set_z3_leaf_modules`` was called for, and what is marked here.
+
+
+def mark_leaves(modules: Iterable[nn.Module]) -> None:
+    """Have DeepSpeed treat each of ``modules`` as a leaf, until ``unset_z3_leaf_modules``."""
+    demand((_LEAVES,))
+    from deepspeed.utils import set_z3_leaf_module
+
+    for module in modules:
+        set_z3_leaf_module(module, True)

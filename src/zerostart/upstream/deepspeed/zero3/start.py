@@ -19,14 +19,17 @@ import contextlib
 import functools
 import logging
 import os
+import sys
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from zerostart.upstream.patches import replaced
-from zerostart.upstream.registry import Lasts, Otherwise, PatchPoint, misfit
+from zerostart.upstream.patches import RefCountedPatches, replaced
+from zerostart.upstream.registry import Lasts, Otherwise, PatchPoint, demand, misfit
 from zerostart.upstream.shapes import Shape
 from zerostart.upstream.versions import DEEPSPEED
 
@@ -52,11 +55,13 @@ _DEFRAGMENT = PatchPoint(
         ),
     ),
 )
-_CONVERTED = PatchPoint(
+_MEMORY = PatchPoint(
     library=DEEPSPEED,
     owner=_OPTIMIZER,
-    names=("_create_fp32_partitions",),
-    why="run in a mode of torch in which x.to(...).clone() makes one tensor, in pieces",
+    names=("_create_fp32_partitions", "initialize_optimizer_states", "create_reduce_and_remove_grad_hooks"),
+    writes=("all_gather", "partition"),
+    why="run in modes of torch in which x.to(...).clone() makes one tensor, and gradients that nobody reads "
+    "are one zero, seen many times; a parameter that only gets a hook is not gathered for that",
     lasts=Lasts.CALL,
     otherwise=Otherwise.STOCK,
     shapes=(
@@ -69,16 +74,6 @@ _CONVERTED = PatchPoint(
                 "self.fp32_partitioned_groups_flat.append(X.clone().detach())",
             ),
         ),
-    ),
-)
-_UNREAD = PatchPoint(
-    library=DEEPSPEED,
-    owner=_OPTIMIZER,
-    names=("initialize_optimizer_states",),
-    why="run in a mode of torch in which the gradients that nobody reads are one zero, seen many times",
-    lasts=Lasts.CALL,
-    otherwise=Otherwise.STOCK,
-    shapes=(
         Shape(
             f"{_OPTIMIZER}.initialize_optimizer_states",
             has=(
@@ -89,17 +84,6 @@ _UNREAD = PatchPoint(
             ),
             once=("torch.zeros(int(N), ...)", "X.narrow(...)"),
         ),
-    ),
-)
-_UNGATHERED = PatchPoint(
-    library=DEEPSPEED,
-    owner=_OPTIMIZER,
-    names=("create_reduce_and_remove_grad_hooks",),
-    writes=("all_gather", "partition"),
-    why="a parameter that only gets a hook is not gathered for that",
-    lasts=Lasts.CALL,
-    otherwise=Otherwise.STOCK,
-    shapes=(
         Shape(
             f"{_OPTIMIZER}.create_reduce_and_remove_grad_hooks",
             has=(
@@ -114,7 +98,16 @@ _UNGATHERED = PatchPoint(
         ),
     ),
 )
-TOUCHED = (_DEFRAGMENT, _CONVERTED, _UNREAD, _UNGATHERED)
+_BEGINNING = PatchPoint(
+    library=DEEPSPEED,
+    owner=_OPTIMIZER,
+    names=("__init__",),
+    why="a text of the model is made where it begins, of modules that print what they do not have: meanwhile "
+    "the text of its class is the name",
+    lasts=Lasts.MODEL,
+    shapes=(Shape(f"{_OPTIMIZER}.__init__", leads=("module",)),),
+)
+TOUCHED = (_DEFRAGMENT, _MEMORY, _BEGINNING)
 #: Elements that are converted at a time where a device does it for the host.
 _CHUNK = 1 << 22
 
@@ -122,7 +115,7 @@ _CHUNK = 1 << 22
 @functools.cache
 def known() -> bool:
     """Whether the optimizer's constructor does what is described above; warns once if it does not."""
-    wrong = misfit(TOUCHED)
+    wrong = misfit((_DEFRAGMENT, _MEMORY))
     if wrong:
         logger.warning(
             "%s. deepspeed.initialize runs as it is at ZeRO-3, and takes up to twice what it keeps",
@@ -203,8 +196,8 @@ def ungathered(parameters: Sequence[Any]) -> Iterator[None]:
     ]
     with contextlib.ExitStack() as stack:
         for parameter in spared:
-            for name in _UNGATHERED.writes:
-                stack.enter_context(replaced(_UNGATHERED, parameter, name, _nothing))
+            for name in _MEMORY.writes:
+                stack.enter_context(replaced(_MEMORY, parameter, name, _nothing))
         yield
 
 
@@ -212,7 +205,7 @@ def _nothing() -> None:
     pass
 
 
-class Converted(TorchFunctionMode):
+class FuseToClone(TorchFunctionMode):
     """Inside, ``x.to(...).clone()`` makes one new tensor and not two, in pieces."""
 
     def __init__(self) -> None:
@@ -235,7 +228,7 @@ class Converted(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class Unread(TorchFunctionMode):
+class SharedZeroGradients(TorchFunctionMode):
     """Inside, ``torch.zeros(numel)`` is one zero, seen so many times: enough for what is never written.
 
     Once, since of two tensors of one size the first is the buffer that is meant.
@@ -251,3 +244,33 @@ class Unread(TorchFunctionMode):
             self._done = True
             return torch.zeros(1, **(kwargs or {})).expand(*args)
         return func(*args, **(kwargs or {}))
+
+
+# The text of the whole model, which DeepSpeed makes when ZeRO-3 begins, whether that is logged or not.
+# Modules of DiffSynth-Studio, and others that it keeps on disk, print shapes of weights that are not there:
+# their parameters are partitions, or None.
+
+_MODULE = "deepspeed.runtime.zero.stage3"
+
+
+def keep_printable(model: nn.Module) -> None:
+    """Let DeepSpeed begin with ``model``, or what it is a part of, whatever that prints."""
+    if _MODULE in sys.modules:
+        _printable.hold(model)
+
+
+def _put(stack: ExitStack) -> None:
+    demand((_BEGINNING,))
+    owner = sys.modules[_MODULE].__dict__["DeepSpeedZeroOptimizer_Stage3"]
+    original = owner.__init__
+
+    @functools.wraps(original)
+    def __init__(self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        kind = type(module)
+        with replaced(_BEGINNING, kind, "__repr__", lambda _: f"{kind.__name__}()"):
+            original(self, module, *args, **kwargs)
+
+    stack.enter_context(replaced(_BEGINNING, owner, "__init__", __init__))
+
+
+_printable = RefCountedPatches(_put)

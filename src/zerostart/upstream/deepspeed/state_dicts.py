@@ -1,8 +1,9 @@
-"""Partitions that ZeRO-3 leaves in a model's place: tensors without elements, which nobody may save for it.
+"""State dicts and copies of models that DeepSpeed holds in parts, which nobody may save for the model.
 
-``state_dict()`` of a model at stage 3 has them under the names of its weights, and so has a copy of it. What
-is saved of that is a file without a model, and nothing says so. Here such a tensor says so when its bytes
-are asked for; DeepSpeed's own checkpoints have them as before.
+``state_dict()`` of a model at stage 3 has tensors without elements under the names of its weights, and so has
+a copy of it. What is saved of that is a file without a model, and nothing says so. Here such a tensor says so
+when its bytes are asked for; DeepSpeed's own checkpoints have them as before. At stages 1 and 2, with experts
+that ranks share, DeepSpeed's own state dict has those of one rank as if they were all: it is refused.
 """
 
 from __future__ import annotations
@@ -18,21 +19,32 @@ import torch
 from torch import nn
 
 from zerostart.errors import ConfigError, EngineError
+from zerostart.upstream.deepspeed.zero12.marks import expert_of
 from zerostart.upstream.patches import RefCountedPatches, fits, note, replaced
 from zerostart.upstream.registry import Lasts, PatchPoint, Use, misfit
 from zerostart.upstream.shapes import Shape
 from zerostart.upstream.versions import DEEPSPEED, TORCH
 
-_OWN = PatchPoint(
+_ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
+OWN_STATE_DICT = PatchPoint(
     library=DEEPSPEED,
-    owner="deepspeed.runtime.engine:DeepSpeedEngine",
+    owner=_ENGINE,
     names=("module_state_dict",),
-    why="DeepSpeed's checkpoints have its partitions beside tensors without elements, as without zerostart",
+    why="DeepSpeed's checkpoints have its partitions beside tensors without elements, as without zerostart; "
+    "one with the experts of one rank as if they were all is refused",
     lasts=Lasts.MODEL,
     shapes=(
         Shape(
-            "deepspeed.runtime.engine:DeepSpeedEngine.module_state_dict",
+            f"{_ENGINE}.module_state_dict",
             leads=("destination", "prefix", "keep_vars", "exclude_frozen_parameters"),
+        ),
+        Shape(
+            f"{_ENGINE}._save_checkpoint",
+            has=("X = self.module_state_dict(...)",),
+        ),
+        Shape(
+            f"{_ENGINE}.save_16bit_model",
+            has=("X = self.module_state_dict(...)",),
         ),
     ),
 )
@@ -55,7 +67,7 @@ _REGISTERED = Use(
         ),
     ),
 )
-TOUCHED = (_OWN, _COPIES, _REGISTERED)
+TOUCHED = (OWN_STATE_DICT, _COPIES, _REGISTERED)
 #: Modules whose state dicts say so.
 _marked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -69,7 +81,7 @@ def _refuse() -> NoReturn:
     )
 
 
-class Hollow(torch.Tensor):
+class PartitionedPlaceholder(torch.Tensor):
     """A tensor without elements, of a ``state_dict()``, that is no weight; copies of it are such tensors."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -95,7 +107,7 @@ def keep_from_loss(model: nn.Module, parameters: Iterable[nn.Parameter]) -> None
     Those that were added later are partitioned by ``deepspeed.initialize``. Raises UpstreamError for a
     DeepSpeed that is not known.
     """
-    _own.hold(model)
+    own_state_dicts.hold(model)
     note(_COPIES, model)
     for module in set(model.modules()).difference(_marked):
         module.register_state_dict_post_hook(_mark)  # type: ignore[no-untyped-call]
@@ -132,7 +144,7 @@ def _mark(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None
     for name, parameter in module.named_parameters(remove_duplicate=False):
         tensor = state.get(prefix + name)
         if tensor is not None and tensor is not parameter and _is_hollow(parameter):
-            state[prefix + name] = tensor.as_subclass(Hollow)
+            state[prefix + name] = tensor.as_subclass(PartitionedPlaceholder)
 
 
 def _is_hollow(parameter: Any) -> bool:
@@ -154,22 +166,29 @@ def _reduced(parameter: nn.Parameter, protocol: Any) -> Any:
 
 
 def _enter(stack: ExitStack) -> None:
-    if not fits(stack, _own, (_OWN,), "Use zerostart.save and save_state"):
+    if not fits(stack, own_state_dicts, (OWN_STATE_DICT,), "Use zerostart.save and save_state"):
         return
     from deepspeed.runtime.engine import DeepSpeedEngine
 
-    (name,) = _OWN.names
+    (name,) = OWN_STATE_DICT.names
     original = getattr(DeepSpeedEngine, name)
 
     @functools.wraps(original)
-    def plain(engine: Any, *args: Any, **kwargs: Any) -> Any:
+    def module_state_dict(engine: Any, *args: Any, **kwargs: Any) -> Any:
+        if any(expert_of(p) is not None for p in engine.module.parameters()):
+            raise EngineError(
+                "DeepSpeed would save the experts of one rank as if they were all, with expert_parallel at "
+                "ZeRO stages 1 and 2; use zerostart.save_state(path, engine) or zerostart.save(engine, path)"
+                ", or call zerostart.enable() first, with which engine.save_checkpoint does that"
+            )
         state = original(engine, *args, **kwargs)
         for key, tensor in state.items():
-            if isinstance(tensor, Hollow):
+            if isinstance(tensor, PartitionedPlaceholder):
                 state[key] = tensor.as_subclass(torch.Tensor)
         return state
 
-    stack.enter_context(replaced(_OWN, DeepSpeedEngine, name, plain))
+    stack.enter_context(replaced(OWN_STATE_DICT, DeepSpeedEngine, name, module_state_dict))
 
 
-_own = RefCountedPatches(_enter)
+#: In place while a model lives whose own state dict is not all of it.
+own_state_dicts = RefCountedPatches(_enter)

@@ -1,9 +1,10 @@
-"""Private parts of DeepSpeed: ZeRO-3 parameters that are changed in place where the change would be lost.
+"""Private parts of DeepSpeed: what is looked at, and aligned, when ZeRO-3 parameters are gathered.
 
-A partitioned parameter is an empty placeholder: what is written into it outside of ``GatheredParameters``
-goes nowhere. Inside, a change counts on ``modifier_rank`` alone; without one, and on another rank, it is
-dropped when the parameter is partitioned again. DeepSpeed looks for the second kind if
-``enable_sanity_checks`` is set, by version counters, which a change through ``.data`` leaves alone.
+Changes in place that would be lost are errors. A partitioned parameter is an empty placeholder: what is
+written into it outside of ``GatheredParameters`` goes nowhere. Inside, a change counts on ``modifier_rank``
+alone; without one, and on another rank, it is dropped when the parameter is partitioned again. DeepSpeed
+looks for the second kind if ``enable_sanity_checks`` is set, by version counters, which a change through
+``.data`` leaves alone.
 
 Of models that zerostart loaded, parameters are looked at when they have been gathered and before they are
 partitioned again: the version counter, the memory, and the sum of the words, of large ones in blocks all over
@@ -46,14 +47,23 @@ _WATCH = PatchPoint(
         ),
     ),
 )
-_NOTED = PatchPoint(
+_MODULE = "deepspeed.runtime.zero.partition_parameters"
+_GATHER = PatchPoint(
     library=DEEPSPEED,
-    owner=_GATHERED,
-    writes=("_zerostart_before",),
-    why="what the gathered parameters were",
-    lasts=Lasts.CALL,
+    owner=_MODULE,
+    names=("_no_gather_coalesced",),
+    why="experts that one rank has alone begin at a multiple of 16 bytes, which grouped kernels want",
+    lasts=Lasts.MODEL,
+    otherwise=Otherwise.STOCK,
+    shapes=(
+        Shape(f"{_MODULE}:_no_gather_coalesced", has=("return NoGatherCoalescedHandle(params)",)),
+        Shape(
+            f"{_MODULE}:Init._convert_to_deepspeed_param",
+            has=("return _no_gather_coalesced(params)",),
+        ),
+    ),
 )
-TOUCHED = (_WATCH, _NOTED)
+TOUCHED = (_WATCH, _GATHER)
 _ATTRIBUTE, _INSIDE = "_zerostart_version", "_zerostart_gathered"
 #: Integers as wide as an element.
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
@@ -145,13 +155,13 @@ def watching(call: Callable[[Any], str]) -> RefCountedPatches:
     def enter(stack: ExitStack) -> None:
         later = stack.enter_context(ExitStack())
         module, _, _ = _GATHERED.partition(":")
-        stack.callback(when_imported(module, functools.partial(_imported, later, call)))
+        stack.callback(when_imported(module, functools.partial(_watch_edits, later, call)))
 
     return RefCountedPatches(enter)
 
 
-def _imported(stack: ExitStack, call: Callable[[Any], str], module: ModuleType) -> None:
-    if misfit(TOUCHED):
+def _watch_edits(stack: ExitStack, call: Callable[[Any], str], module: ModuleType) -> None:
+    if misfit((_WATCH,)):
         return
     gathered: Any = module.__dict__["GatheredParameters"]
     enter, leave = gathered.__enter__, gathered._exit
@@ -238,3 +248,42 @@ def _print(parameter: Any) -> tuple[int, int, int]:
 def _listed(names: Sequence[str], shown: int = 5) -> str:
     rest = f" and {len(names) - shown} more" if len(names) > shown else ""
     return ", ".join(names[:shown]) + rest + (" was" if len(names) == 1 else " were")
+
+
+# Alignment. A parameter that one rank has alone is not gathered: it is a view of DeepSpeed's one buffer of
+# all partitions, which lie there without a gap. Behind one of four elements in bf16 (the sinks of a small
+# gpt_oss) all begin beside a multiple of 16 bytes, which ``torch._grouped_mm`` refuses on CUDA, of stock
+# models as of ours. Of models that zerostart loaded, experts that lie so are copied when they are gathered,
+# as on more ranks all are.
+
+#: What TMA wants of an address (CUDA's programming guide), and so the kernels that copy by it.
+BYTES = 16
+
+
+def aligning(is_loaded: Callable[[Any], bool]) -> RefCountedPatches:
+    """What aligns gathered experts while it is held, of parameters for which ``is_loaded`` is true."""
+
+    def enter(stack: ExitStack) -> None:
+        later = stack.enter_context(ExitStack())
+        stack.callback(when_imported(_MODULE, functools.partial(_align, later, is_loaded)))
+
+    return RefCountedPatches(enter)
+
+
+def _align(stack: ExitStack, is_loaded: Callable[[Any], bool], module: ModuleType) -> None:
+    if misfit((_GATHER,)):
+        return
+    (name,) = _GATHER.names
+    stock = module.__dict__[name]
+
+    @functools.wraps(stock)
+    def gathered(params: Iterable[Any]) -> Any:
+        params = list(params)
+        handle = stock(params)
+        for parameter in params:
+            experts = len(parameter.ds_shape) > 2 and is_loaded(parameter)
+            if experts and parameter.data.data_ptr() % BYTES:
+                parameter.data = parameter.data.clone()
+        return handle
+
+    stack.enter_context(replaced(_GATHER, module, name, gathered))

@@ -1,0 +1,278 @@
+"""Private parts of DeepSpeed: the one step of its engine's constructor that gets the model first.
+
+``DeepSpeedEngine._configure_expert_parallel(model)`` runs before anything of a model is moved, cut or
+wrapped. Of models that zerostart loaded, three things are settled there, in this order:
+
+- The ZeRO stage. Stages 1 and 2 would find partitions without elements, in the first forward; and no stage
+  but the load's kind knows experts that ranks share. So an engine of another stage is refused.
+- Tensors in slices (AutoTP). The engine finds the slicing done (``ds_autotp_parsed``). Where its
+  configuration does not say how many ranks share tensors, the model says it; where it says something else,
+  that is an error.
+- Experts that are shared out already (AutoEP). The section ``expert_parallel`` has the engine look for
+  mixtures of experts in a whole model, and replace them by layers of its own: nothing is left to do.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zerostart.errors import EngineError
+from zerostart.upstream.deepspeed.parallel.tensors import slices_of
+from zerostart.upstream.deepspeed.zero3 import partitions as upstream
+from zerostart.upstream.patches import RefCountedPatches, Ticket, replaced
+from zerostart.upstream.registry import Lasts, Otherwise, PatchPoint, Use, demand, misfit
+from zerostart.upstream.shapes import Shape
+from zerostart.upstream.versions import DEEPSPEED
+
+logger = logging.getLogger("zerostart")
+
+_ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
+_CONSTRUCTION = PatchPoint(
+    library=DEEPSPEED,
+    owner=_ENGINE,
+    names=("_configure_expert_parallel",),
+    why="the first step that gets the model: an engine of another stage is refused, one of a model in slices "
+    "shares tensors as if configured, and experts that are shared out already stay as they are",
+    lasts=Lasts.MODEL,
+    otherwise=Otherwise.STOCK,
+    shapes=(
+        Shape(f"{_ENGINE}._configure_expert_parallel", leads=("model",)),
+        Shape(f"{_ENGINE}.__init__", has=("self._configure_expert_parallel(model, ...)",)),
+    ),
+)
+_STAGE = Use(
+    library=DEEPSPEED,
+    owner=_ENGINE,
+    names=("zero_optimization_stage",),
+    why="the stage of an engine, as its configuration has it",
+)
+_EXPERTS = Use(
+    library=DEEPSPEED,
+    owner=_ENGINE,
+    attributes=("_config",),
+    why="the section expert_parallel, and what the step gives back where it does nothing",
+    shapes=(
+        Shape(
+            f"{_ENGINE}._configure_expert_parallel",
+            has=("X = self._config.expert_parallel_config", "return ReplacementSourceMap()"),
+        ),
+        Shape("deepspeed.module_inject.auto_ep_layer:ReplacementSourceMap", leads=()),
+    ),
+)
+_SHARED = Use(
+    library=DEEPSPEED,
+    owner=_ENGINE,
+    attributes=("_config",),
+    why="the section tensor_parallel says afterwards how many ranks share tensors",
+    shapes=(
+        Shape(
+            f"{_ENGINE}.__init__",
+            has=("self._configure_expert_parallel(model, ...)", "if self.autotp_size() > 1: ..."),
+        ),
+        Shape(f"{_ENGINE}.autotp_size", has=("return self._config.tensor_parallel_config.autotp_size",)),
+    ),
+)
+_GROUPS = Use(
+    library=DEEPSPEED,
+    owner="deepspeed.utils.groups",
+    names=("_init_tp_mesh_device", "get_data_parallel_group"),
+    why="DeepSpeed's own groups of ranks that share tensors, which a process makes once",
+)
+_SUMS = Use(
+    library=DEEPSPEED,
+    owner="deepspeed.module_inject.auto_tp:AutoTP",
+    names=("register_replicated_grad_hooks",),
+    why="its mark tells which whole parameters have gradients that ranks add up",
+    shapes=(
+        Shape(
+            "deepspeed.module_inject.auto_tp:AutoTP.register_replicated_grad_hooks",
+            has=("param.register_hook(...)", "param._ds_grad_allreduce_registered = True"),
+        ),
+    ),
+)
+TOUCHED = (_CONSTRUCTION, _STAGE, _EXPERTS, _SHARED, _GROUPS, _SUMS)
+
+#: On a model in slices: how many ranks share its tensors, by which rules.
+_SLICED = "_zerostart_tensors"
+_SUMMED = "_ds_grad_allreduce_registered"
+#: What of the section decides which layers are cut, and how.
+_DECIDING = ("preset_model", "partition_config", "vocab_parallel_lm_head")
+
+#: Says of a number whether an engine of that ZeRO stage takes the model.
+Takes = Callable[[int], bool]
+#: Of each loaded model, what it was loaded for, and which engines take it.
+_loaded: weakref.WeakKeyDictionary[nn.Module, tuple[str, Takes]] = weakref.WeakKeyDictionary()
+
+
+def keep_stage(model: nn.Module, title: str, takes: Takes) -> None:
+    """Have ``deepspeed.initialize`` refuse ``model``, loaded for ``title``, where no engine takes it."""
+    _loaded[model] = title, takes
+    _seam.hold(model)
+
+
+def note_shared(parameter: Any, ranks: int) -> None:
+    """Have the engine of ``parameter``, of experts that ``ranks`` ranks share, leave them as they are."""
+    demand((_CONSTRUCTION, _EXPERTS), "Use engine='fsdp2'")
+    parameter._zerostart_shared_expert = (ranks, _seam.ticket())
+
+
+class TensorGroups:
+    """This rank's group of those that share tensors, and of those that hold the same slices.
+
+    Collective: DeepSpeed makes the groups, once in a process. Raises EngineError where it has made them of
+    another size. See ``require_layers``.
+    """
+
+    def __init__(self, size: int) -> None:
+        upstream.join_group()
+        from deepspeed.utils import groups
+
+        private: Any = groups
+        private._init_tp_mesh_device(tensor_model_parallel_size=size)
+        self.tensors: dist.ProcessGroup = private.get_tensor_model_parallel_group()
+        self.owners: dist.ProcessGroup = private.get_data_parallel_group()
+        made = dist.get_world_size(self.tensors)
+        if made != size:
+            raise EngineError(
+                f"tensor_parallel={size}, but this process has made groups of {made} ranks before, and "
+                f"DeepSpeed keeps one size for its life; use tensor_parallel={made}, or another process"
+            )
+
+
+@dataclass(frozen=True)
+class _Mark:
+    """What a model in slices tells its engine: how many ranks share tensors, by which rules."""
+
+    size: int
+    rules: Mapping[str, Any]
+    group: dist.ProcessGroup
+    ticket: Ticket
+
+    def __deepcopy__(self, memo: Any) -> _Mark:
+        return self
+
+
+def mark_sliced(model: nn.Module, size: int, section: Mapping[str, Any], groups: TensorGroups) -> None:
+    """Have the engine of ``model`` share tensors over ``size`` ranks, as long as the model lives."""
+    demand((_CONSTRUCTION, _SHARED, _GROUPS, _SUMS), "Use engine='fsdp2'")
+    for name in slices_of(model):
+        # AutoTP forgets it of embeddings, such as T5's of relative positions.
+        sliced: Any = model.get_parameter(name)
+        sliced.tensor_model_parallel = True
+    told = {key: section[key] for key in _DECIDING if section.get(key) is not None}
+    marked: Any = model
+    marked.__dict__[_SLICED] = _Mark(size, told, groups.tensors, _seam.ticket())
+
+
+def restore_hooks(model: nn.Module) -> None:
+    """Have gradients that are partial on each rank summed, as the parameters that were replaced had it."""
+    mark = _marked(model)
+    for parameter in model.parameters():
+        if mark is not None and getattr(parameter, _SUMMED, False) and parameter.requires_grad:
+            hooked: Any = parameter
+            hooked.register_hook(functools.partial(_summed, mark.group))
+
+
+def _summed(group: dist.ProcessGroup, gradient: torch.Tensor) -> torch.Tensor:
+    total = gradient.contiguous()
+    dist.all_reduce(total, group=group)
+    return total
+
+
+def _marked(model: Any) -> _Mark | None:
+    """What a loaded model in slices tells its engine; None for any other model."""
+    found: _Mark | None = getattr(model, "__dict__", {}).get(_SLICED)
+    return found
+
+
+def _enter(stack: ExitStack) -> None:
+    if wrong := misfit((_CONSTRUCTION, _STAGE)):
+        logger.warning("%s. An engine of another ZeRO stage than a model's load fails by itself", wrong)
+        return
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    (name,) = _CONSTRUCTION.names
+    original = getattr(DeepSpeedEngine, name)
+
+    @functools.wraps(original)
+    def configure_expert_parallel(self: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        _check_stage(self.zero_optimization_stage(), model)
+        _take_slices(self, model)
+        if _has_its_experts(self, model):
+            from deepspeed.module_inject.auto_ep_layer import ReplacementSourceMap
+
+            return ReplacementSourceMap()
+        return original(self, model, *args, **kwargs)
+
+    stack.enter_context(replaced(_CONSTRUCTION, DeepSpeedEngine, name, configure_expert_parallel))
+
+
+_seam = RefCountedPatches(_enter)
+
+
+def _check_stage(stage: int, model: nn.Module) -> None:
+    """Raise EngineError unless a module was loaded for engines of this ZeRO ``stage``."""
+    for module in model.modules():
+        title, takes = _loaded.get(module, ("", None))
+        if takes is not None and not takes(stage):
+            raise EngineError(
+                f"{type(module).__name__} was loaded for {title}, and the configuration of "
+                f"deepspeed.initialize has ZeRO stage {stage}; use one number for both"
+            )
+
+
+def _has_its_experts(engine: Any, model: nn.Module) -> bool:
+    """Whether the ranks share the experts of ``model`` already, as the engine's section asks for.
+
+    Raises EngineError where it asks for another number of ranks.
+    """
+    shared = {mark[0] for p in model.parameters() if (mark := getattr(p, "_zerostart_shared_expert", None))}
+    section = engine._config.expert_parallel_config if shared else None
+    if section is None or not section.enabled:
+        return False
+    if shared != {section.autoep_size}:
+        raise EngineError(
+            f"the configuration of deepspeed.initialize has autoep_size={section.autoep_size}, and the "
+            f"model was loaded with expert_parallel={max(shared)}; use one number for both"
+        )
+    return True
+
+
+def _take_slices(engine: Any, model: nn.Module) -> None:
+    """Have the engine of a model in slices share tensors as that was loaded; raises EngineError."""
+    for module in model.modules():
+        mark = _marked(module)
+        if mark is not None:
+            _agree(engine._config.tensor_parallel_config, mark)
+            parsed: Any = model  # It may be a module around the one that was loaded.
+            parsed.ds_autotp_parsed = True
+
+
+def _agree(config: Any, mark: _Mark) -> None:
+    """Let an engine's configuration say what the model was loaded with, or raise EngineError."""
+    from deepspeed.module_inject import layers
+
+    if config.autotp_size not in (0, mark.size):
+        raise EngineError(
+            f"the model was loaded with tensor_parallel={mark.size}, and the configuration of "
+            f"deepspeed.initialize has autotp_size={config.autotp_size}; use one number for both"
+        )
+    asked = {key: value for key in _DECIDING if (value := getattr(config, key)) is not None}
+    if asked and asked != mark.rules:
+        names = ", ".join(key for key in _DECIDING if asked.get(key) != mark.rules.get(key))
+        raise EngineError(
+            f"the tensor_parallel section of deepspeed.initialize has another {names} than the one that the "
+            "model was loaded with; pass one configuration to both"
+        )
+    config.autotp_size = mark.size
+    layers.set_autotp_mode(training=True)
