@@ -50,6 +50,12 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> TinyCheckpoints:
     return TinyCheckpoints(tmp_path_factory.mktemp("checkpoints"))
 
 
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where what `tests.parity.checkpoint` makes lies, once for all that train it."""
+    return tmp_path_factory.mktemp("parity")
+
+
 #: Folders whose tests know of no engine.
 WITHOUT_ENGINES = ("geometry", "recipe", "transfer/planning")
 

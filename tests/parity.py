@@ -91,7 +91,7 @@ def checkpoint(kind: str, folder: Path, **options: Any) -> Path:
     """A tiny checkpoint with random weights, the norms and biases included."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    path = folder / "-".join([kind, *map(str, options.values())])
+    path = folder / "-".join([kind, *(f"{name}={value}" for name, value in options.items())])
     if not path.exists():
         config = AutoConfig.for_model(kind, **{**_COMMON, **_MODELS[kind], **options})
         torch.manual_seed(0)
@@ -123,6 +123,16 @@ class Trace:
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
 
+    def step(self, model: torch.nn.Module, optim: torch.optim.Optimizer, loss: torch.Tensor) -> None:
+        """One step of a process that has the whole model."""
+        loss.backward()
+        if not self.gradients:
+            self.gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        self.losses.append(loss.item())
+        self.norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP).item())
+        optim.step()
+        optim.zero_grad()
+
 
 def alone(path: Path, filled: Callable[[Path], torch.nn.Module] | None = None) -> Trace:
     """One process on the whole batch, with nothing but transformers and torch; ``filled`` makes the model."""
@@ -132,13 +142,7 @@ def alone(path: Path, filled: Callable[[Path], torch.nn.Module] | None = None) -
     optim, trace = optimizer(model), Trace()
     for batch in batches(1):
         loss = model(input_ids=batch[0], labels=batch[0], use_cache=False).loss
-        loss.backward()
-        if not trace.gradients:
-            trace.gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
-        trace.losses.append(loss.item())
-        trace.norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP).item())
-        optim.step()
-        optim.zero_grad()
+        trace.step(model, optim, loss)
     trace.weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     return trace
 

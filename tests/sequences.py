@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch.nn.functional import cross_entropy
 
-from tests.parity import CLIP, STEPS, VOCABULARY, Trace, optimizer
+from tests.parity import STEPS, VOCABULARY, Trace, optimizer
 
 ROWS, LENGTH = 4, 12
 IGNORED = -100
@@ -67,13 +67,6 @@ def alone(path: Path, kind: str) -> Trace:
             batch["input_ids"], attention_mask=mask, position_ids=batch["position_ids"], use_cache=False
         ).logits
         wanted = shifted(batch["labels"])
-        loss = loss_of(logits, wanted) / (wanted != IGNORED).sum()
-        loss.backward()
-        if not trace.gradients:
-            trace.gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
-        trace.losses.append(loss.item())
-        trace.norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP).item())
-        optim.step()
-        optim.zero_grad()
+        trace.step(model, optim, loss_of(logits, wanted) / (wanted != IGNORED).sum())
     trace.weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     return trace

@@ -1,6 +1,7 @@
-"""The verbs of the front door for scripts that train; ``zerostart`` has them under its own name.
+"""Activation checkpointing: ``checkpoint`` for a call, ``checkpoint_blocks`` for a model's blocks.
 
-Nothing heavy is imported before one is called.
+``zerostart`` has them as ``gradient_checkpoint`` and ``checkpoint_blocks``. Nothing heavy is imported before
+one is called.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from zerostart.loading.arguments import check_arguments
 
 if TYPE_CHECKING:
     from torch import nn
+
+__all__ = ["checkpoint", "checkpoint_blocks", "gradient_checkpoint"]
 
 Result = TypeVar("Result")
 
@@ -83,3 +86,6 @@ def checkpoint_blocks(
     from zerostart.engines.activation.gradient_checkpoint import checkpoint_blocks as checkpoint
 
     return checkpoint(model, blocks, offload, every)
+
+
+checkpoint = gradient_checkpoint

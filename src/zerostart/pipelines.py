@@ -1,5 +1,6 @@
-"""The verbs of the front door for whole pipelines; ``zerostart`` has them under its own name.
+"""Whole diffusers pipelines: ``load``, ``Placement``, ``drop`` and ``synced``.
 
+``zerostart`` has them under longer names: ``load_pipeline``, ``Placement``, ``drop_components``, ``synced``.
 Nothing heavy is imported before one is called.
 """
 
@@ -10,6 +11,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 from zerostart.loading.arguments import check_arguments, checked_arguments, config_of, dtype_of
+from zerostart.loading.placement import Placement
 
 if TYPE_CHECKING:
     import os
@@ -19,7 +21,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from zerostart.loading.arguments import EngineConfig
-    from zerostart.loading.placement import Placement
+
+__all__ = ["Placement", "drop", "drop_components", "load", "load_pipeline", "synced"]
 
 
 def load_pipeline(
@@ -155,3 +158,7 @@ def synced(pipe: DiffusionPipeline | nn.Module) -> AbstractContextManager[None]:
     from zerostart.integrations.diffusers.synced import take_turns
 
     return take_turns(pipe)
+
+
+load = load_pipeline
+drop = drop_components

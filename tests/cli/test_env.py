@@ -12,16 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from zerostart.cli import env, main
+from tests.cli.running import running
+from zerostart.cli import env
 
 HEAVY = ("torch", "transformers", "deepspeed", "accelerate", "diffusers")
 
 
-def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as ended:
-        main(["env", *arguments])
-    out, err = capsys.readouterr()
-    return int(ended.value.code or 0), out, err
+run = running("env")
 
 
 def document(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:

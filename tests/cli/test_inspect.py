@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.cli.running import running
 from tests.tiny import TinyCheckpoints
-from zerostart.cli import main
 
 KEYS = {
     *(
@@ -26,12 +26,7 @@ KEYS = {
 }
 
 
-def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    capsys.readouterr()  # what making the checkpoint printed
-    with pytest.raises(SystemExit) as ended:
-        main(["inspect", *arguments])
-    out, err = capsys.readouterr()
-    return int(ended.value.code or 0), out, err
+run = running("inspect")
 
 
 def test_json(checkpoints: TinyCheckpoints, capsys: pytest.CaptureFixture[str]) -> None:

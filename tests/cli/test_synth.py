@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.cli.running import running
 from zerostart.checkpoint.catalog import Catalog
 from zerostart.checkpoint.source import open_catalog
-from zerostart.cli import main
 from zerostart.errors import BuildError, CheckpointError, ConfigError
 from zerostart.models.shrink import scaled, tiny
 from zerostart.models.synth import Noise, synthesise
@@ -20,11 +20,7 @@ REPOSITORY = Path(__file__).parents[2]
 BENCHMARK = REPOSITORY / "benchmarks" / "configs" / "qwen3_moe_3.4gb.json"
 
 
-def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as ended:
-        main(["synth", *arguments])
-    out, err = capsys.readouterr()
-    return int(ended.value.code or 0), out, err
+run = running("synth")
 
 
 def tensor(catalog: Catalog, name: str) -> torch.Tensor:
@@ -168,6 +164,7 @@ def test_sparse_files_take_no_space(tmp_path: Path) -> None:
     assert not tensor(catalog, "model.layers.15.mlp.experts.63.up_proj.weight").any()
 
 
+@pytest.mark.slow
 def test_the_largest_models_in_bounded_time_and_memory(tmp_path: Path) -> None:
     program = (
         "import re, time; started = time.process_time(); "

@@ -124,7 +124,7 @@ TRAINED: Mapping[str, Mapping[str, str]] = {
         "E": f"tests/identity/test_parallel_deepspeed.py, tests/identity/test_parts_trained.py, {_EXPERTS}, "
         "tests/identity/test_experts_placed.py",
         "S": _SEQUENCES,
-        "T": "tests/engines/tensors/test_tensors_deepspeed.py, tests/engines/tensors/test_tensors_drawn.py",
+        "T": "tests/engines/tensors/test_tensors_deepspeed.py",
         "E + S": _SEQUENCES,
         "E + T": "tests/engines/tensors/test_experts_and_tensors.py",
     },

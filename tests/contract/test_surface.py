@@ -1,7 +1,9 @@
 """Names, signatures and errors that users script against."""
 
+import doctest
 import inspect
 import pickle
+from collections.abc import Callable
 
 import pytest
 
@@ -127,3 +129,20 @@ def test_coverage_error_carries_the_names() -> None:
     again = pickle.loads(pickle.dumps(made))
     assert (again.missing, again.unexpected, again.mismatched) == (("a",), ("b",), {"c": ((1, 2), (2, 1))})
     assert str(again) == "text"
+
+
+# The documentation of each verb says what it raises, and has an example that runs.
+
+
+VERBS = [verb for name in zerostart.__all__ if inspect.isfunction(verb := getattr(zerostart, name))]
+
+
+@pytest.mark.parametrize("verb", VERBS, ids=lambda verb: verb.__name__)
+def test_the_example_of_a_verb_runs(verb: Callable[..., object]) -> None:
+    assert "aises" in str(verb.__doc__)
+    assert "    Example:\n" in str(verb.__doc__)
+    (example,) = doctest.DocTestFinder(recurse=False).find(verb, globs={})
+    assert example.examples
+    told: list[str] = []
+    failed, _ = doctest.DocTestRunner(verbose=False).run(example, out=told.append)
+    assert failed == 0, "".join(told)

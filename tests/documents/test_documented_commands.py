@@ -3,8 +3,6 @@
 import os
 import re
 import shlex
-import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +16,7 @@ from typer.core import TyperGroup, TyperOption
 from tests.documents.blocks import REPOSITORY, Block, blocks_of, pages
 from tests.documents.folders import make_folders
 from tests.documents.sessions import CHANGED, SESSIONS, Session, session_of
+from tests.processes import finished
 from tests.tiny import TinyCheckpoints
 from zerostart.cli import application
 from zerostart.training.config.configuration import TrainConfig
@@ -165,27 +164,9 @@ def lines_of(block: Block) -> Iterator[str]:
 
 def run(command: str, folder: Path, place: str, code: int = 0) -> None:
     """Run one line by a shell in ``folder``, with the commands of this environment."""
-    given = os.environ.get("PYTHONPATH")
-    process = subprocess.Popen(
-        ["bash", "-ec", command],
-        cwd=folder,
-        env={
-            **{name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")},
-            "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
-            "PYTHONPATH": os.pathsep.join([str(REPOSITORY / "src"), *([given] if given else [])]),
-            "OMP_NUM_THREADS": "1",
-            "HF_HUB_OFFLINE": "1",
-        },
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=SECONDS)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        output, _ = process.communicate()
-        raise AssertionError(f"{place}: {command}: not done after {SECONDS} s\n{output[-4000:]}") from None
-    print(f"{place}: {command}")
-    assert process.returncode == code, f"{place}: {command}: {process.returncode}\n{output[-6000:]}"
+    told = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    told["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), told["PATH"]])
+    told |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    name = f"{place}: {command}"
+    print(name)
+    finished(["bash", "-ec", command], folder, told, seconds=SECONDS, name=name, code=code)

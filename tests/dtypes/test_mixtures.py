@@ -160,7 +160,7 @@ def test_deepspeed_trains_a_mixture_as_one_process_does(world_size: int, masters
             {"sub_group_size": 700, "stage3_param_persistence_threshold": 0}, marks=pytest.mark.slow
         ),
         pytest.param({"reduce_bucket_size": 300, "reduce_scatter": False}, marks=pytest.mark.slow),
-        {"reduce_bucket_size": 300, "contiguous_gradients": False},
+        pytest.param({"reduce_bucket_size": 300, "contiguous_gradients": False}, marks=pytest.mark.slow),
         pytest.param({"offload_optimizer": {"device": "cpu"}, "sub_group_size": 700}, marks=pytest.mark.slow),
         {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}, "sub_group_size": 700},
     ],
@@ -248,7 +248,7 @@ POLICY = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=F32)
         pytest.param(1, BF16, marks=pytest.mark.slow),
         pytest.param(1, F32, marks=pytest.mark.slow),
         pytest.param(2, BF16, marks=pytest.mark.slow),
-        (2, F32),
+        pytest.param(2, F32, marks=pytest.mark.slow),
         (3, BF16),
         pytest.param(3, F32, marks=pytest.mark.slow),
     ],

@@ -2,8 +2,12 @@
 
 import ast
 import re
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
+
+import pytest
 
 import zerostart
 
@@ -103,3 +107,14 @@ def test_what_an_engine_keeps_is_asked_of_the_engine() -> None:
 def test_the_shape_of_a_placeholder_is_known_to_engines_alone() -> None:
     above = [path for path in ROOT.rglob("*.py") if room(name_of(path)) not in ("engines", "upstream")]
     assert [path.name for path in above if "ds_shape" in path.read_text()] == []
+
+
+@pytest.mark.slow
+def test_tests_of_the_pure_rooms_load_no_engine() -> None:
+    """Where they run by themselves, `tests/conftest.py` holds each file to it in every run."""
+    folders = [f"tests/{name}" for name in ("geometry", "recipe", "transfer/planning")]
+    script = f"import pytest, sys; code = pytest.main(['--collect-only', '-q', *{folders}])\n"
+    script += "assert code == 0\nassert 'deepspeed' not in sys.modules\n"
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, cwd=ROOT.parents[1], capture_output=True, check=False)
+    assert done.returncode == 0, done.stdout.decode()[-2000:] + done.stderr.decode()[-2000:]

@@ -14,11 +14,6 @@ from tests.ranks import run_ranks
 MODELS = ["qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3"]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("parity")
-
-
 SIZES = {
     "ep2xdp1": (2, 2, 1),
     "ep2xdp1-accumulated": (2, 2, 2),

@@ -17,11 +17,6 @@ MODELS = ["qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3"]
 SLOW = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("parity")
-
-
 @pytest.mark.parametrize(
     ("kind", "experts", "world", "accumulation"),
     [

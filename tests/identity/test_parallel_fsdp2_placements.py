@@ -38,11 +38,6 @@ EXPERTS, TENSORS = {"expert_parallel": 2}, {"tensor_parallel": 2}
 BOTH = EXPERTS | TENSORS
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("placed")
-
-
 @pytest.mark.parametrize(
     ("kind", "world", "placed", "axes"),
     [

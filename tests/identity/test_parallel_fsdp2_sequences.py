@@ -23,11 +23,6 @@ def wider(*cases: tuple[Any, ...]) -> list[Any]:
     return [pytest.param(*case, marks=pytest.mark.slow) for case in cases]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("rings")
-
-
 @pytest.mark.parametrize(
     ("kind", "stage", "world", "placed", "axes"),
     [

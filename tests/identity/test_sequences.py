@@ -15,11 +15,6 @@ from tests.ranks import run_ranks
 from tests.sequences import IGNORED, ROWS, alone, loss_of, part_of, shifted, steps
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("sequences")
-
-
 def wider(*cases: tuple[Any, ...]) -> list[Any]:
     return [pytest.param(*case, marks=pytest.mark.slow) for case in cases]
 

@@ -75,11 +75,6 @@ def unlike(held: dict[str, Any], stage: int, last: bool) -> list[str]:
     ]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("parity")
-
-
 @pytest.mark.parametrize(
     ("kind", "stage"),
     [

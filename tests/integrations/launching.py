@@ -3,11 +3,11 @@
 import ast
 import os
 import re
-import signal
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from tests.processes import finished
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "adoption"
 CONFIGS = {name: EXAMPLES / f"accelerate_config_{name}.yaml" for name in ("zero3", "zero2", "fsdp2")}
@@ -59,34 +59,12 @@ def launch(
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "script.py").write_text(script)
-    root = Path(__file__).parents[2] / "src"
-    given = os.environ.get("PYTHONPATH")
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
     command += ["--num_processes", str(processes), "--main_process_port", "0", *options]
-    process = subprocess.Popen(
-        [*command, *(("-m", module) if module else ()), str(folder / "script.py"), *arguments],
-        cwd=folder,
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(map(str, [*paths, root, *([given] if given else [])])),
-            "OMP_NUM_THREADS": "1",
-            "HF_HUB_OFFLINE": "1",
-            "TRANSFORMERS_VERBOSITY": "info",
-            **(environment or {}),
-        },
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        output, _ = process.communicate()
-        raise AssertionError(f"not done after {timeout} s\n{output[-6000:]}") from None
-    assert process.returncode == 0, f"exit code {process.returncode}\n{output[-8000:]}"
-    return output
+    command += [*(("-m", module) if module else ()), str(folder / "script.py"), *arguments]
+    told = {**os.environ, "TRANSFORMERS_VERBOSITY": "info", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    told.update(environment or {})
+    return finished(command, folder, told, paths=paths, seconds=timeout, name="the script")
 
 
 def losses_of(output: str) -> list[float]:

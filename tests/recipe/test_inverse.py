@@ -9,9 +9,11 @@ import torch
 
 from zerostart import geometry
 from zerostart.checkpoint.catalog import TensorEntry
+from zerostart.errors import BuildError
 from zerostart.geometry.tiling import Strided, tiles
 from zerostart.recipe import Recipe, SymbolicTensor, Target
 from zerostart.recipe.inverse import inverted, reversal
+from zerostart.recipe.recipe import Coverage
 
 Tensors = dict[str, torch.Tensor]
 Convert = Callable[[Tensors], Tensors]
@@ -131,3 +133,21 @@ def test_tilings_against_counting() -> None:
         assert tiles(parts, count) is expected, (parts, count)
         answers.append(expected)
     assert 500 < sum(answers) < 2900
+
+
+# Names that a model ignores by patterns of its own.
+
+
+def test_patterns_stand_for_themselves() -> None:
+    """Flags within one, and references to its own groups, mean what they mean alone."""
+    coverage = Coverage(("Head.BIAS", "a.b.a", "a.b.c"), ("old.bias",))
+    left = coverage.ignoring([r"x", r"(?i)bias$", r"^(\w)\.\w\.\1$"], [r"(?i)OLD"])
+    assert left.missing == ("a.b.c",)
+    assert left.unexpected == ()
+    assert left.ignored == ("Head.BIAS", "a.b.a", "old.bias")
+    assert coverage.ignoring([], []) == coverage
+
+
+def test_what_is_no_pattern_is_named() -> None:
+    with pytest.raises(BuildError, match=r"'\(open', which is not a regular expression"):
+        Coverage(("a",), ()).ignoring(["(open"], [])

@@ -4,14 +4,44 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import typer
 
-from zerostart.loading.arguments import ForecastArguments, LoadArguments, Option, config_of, dtype_of, options
+from zerostart.loading.arguments import config_of, dtype_of, options
 
 Command = TypeVar("Command", bound=Callable[..., None])
+
+
+@dataclass(frozen=True)
+class _Typed:
+    """What is typed for an option; a ``number`` may have a ``least`` and a ``most``."""
+
+    kind: Literal["text", "number", "switch", "size", "rate", "dtype", "json"] = "text"
+    least: int | None = None
+    most: int | None = None
+
+
+_SIZE, _RATE, _SHARERS = _Typed("size"), _Typed("rate"), _Typed("number", least=1)
+#: By the arguments' names; any other is text. A size is like 80GB, a rate like 7GB/s, json a file's path.
+_TYPED = {
+    "zero_stage": _Typed("number", least=0, most=3),
+    "engine_config": _Typed("json"),
+    "expert_parallel": _SHARERS,
+    "tensor_parallel": _SHARERS,
+    "sequence_parallel": _SHARERS,
+    "memory_limit": _SIZE,
+    "chunk_size": _SIZE,
+    "dtype": _Typed("dtype"),
+    "exchange": _Typed("switch"),
+    "trust_remote_code": _Typed("switch"),
+    "device_memory": _SIZE,
+    "host_memory": _SIZE,
+    "storage_rate": _RATE,
+    "interconnect_rate": _RATE,
+}
 
 SourceArgument = Annotated[
     str,
@@ -38,10 +68,10 @@ def takes(*kinds: type) -> Callable[[Command], Command]:
     return extend
 
 
-def _parameter(name: str, default: Any, option: Option) -> inspect.Parameter:
+def _parameter(name: str, default: Any, words: str) -> inspect.Parameter:
     """One option, as typer reads a command's signature."""
-    word = name.replace("_", "-")
-    more: dict[str, Any] = {"help": option.help, "show_default": default is not None}
+    word, option = name.replace("_", "-"), _TYPED.get(name, _Typed())
+    more: dict[str, Any] = {"help": words, "show_default": default is not None}
     kind: Any = str
     if option.kind == "number":
         kind, more = int, {**more, "min": option.least, "max": option.most}
@@ -72,7 +102,7 @@ def values_of(given: Mapping[str, Any]) -> dict[str, Any]:
         "json": config_of,
         "dtype": lambda name: str(dtype_of(name)).removeprefix("torch."),
     }
-    kinds = {name: option.kind for name, _, option in options(LoadArguments, ForecastArguments)}
+    kinds = {name: _TYPED.get(name, _Typed()).kind for name in given}
     return {
         name: value if value is None or kinds[name] not in read else read[kinds[name]](value)
         for name, value in given.items()

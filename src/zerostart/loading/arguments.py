@@ -27,7 +27,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from zerostart.errors import ConfigError, ZerostartError
 
@@ -50,28 +50,12 @@ Value = TypeVar("Value")
 Verb = TypeVar("Verb", bound="Callable[..., object]")
 
 
-@dataclass(frozen=True)
-class Option:
-    """How the command line takes an argument, and what is typed there.
-
-    A ``size`` is like 80GB, a ``rate`` like 7GB/s, and ``json`` the path of a JSON file. A ``number`` may
-    have a ``least`` and a ``most``.
-    """
-
-    help: str
-    kind: Literal["text", "number", "switch", "size", "rate", "dtype", "json"] = "text"
-    least: int | None = None
-    most: int | None = None
-
-
-def _argument(
-    default: Value, option: Option | None = None, *, key: str | None = None, planned: bool = True
-) -> Value:
-    """A field, with its ``option`` of the command line and its ``key`` in a training configuration, if any.
+def _argument(default: Value, help: str = "", *, planned: bool = True) -> Value:
+    """A field, in a few words for a command's ``--help``; without any, no command has an option for it.
 
     ``plan`` takes it if it is ``planned``.
     """
-    return field(default=default, metadata={"option": option, "key": key, "planned": planned})
+    return field(default=default, metadata={"help": help, "planned": planned})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,27 +69,21 @@ class EnabledArguments:
         expert_parallel: as in ``load``, and so are the arguments that follow.
     """
 
-    engine: str | None = _argument(
-        None, Option("deepspeed or fsdp2; default: what the script is set up for.")
-    )
+    engine: str | None = _argument(None, "deepspeed or fsdp2; default: what the script is set up for.")
     zero_stage: int | None = _argument(
         None,
-        Option("With --engine, 3 shards parameters, 0 to 2 leave them whole.", "number", least=0, most=3),
+        "With --engine, 3 shards parameters, 0 to 2 leave them whole.",
     )
     engine_config: EngineConfig | None = _argument(  # noqa: RUF009  # it makes a field
-        None, Option("A JSON file: DeepSpeed's configuration, or what is set for fsdp2.", "json")
+        None, "A JSON file: DeepSpeed's configuration, or what is set for fsdp2."
     )
-    expert_parallel: int = _argument(
-        1, Option("Ranks that share experts.", "number", least=1), key="engine.expert_parallel"
-    )
-    tensor_parallel: int = _argument(1, Option("Ranks that share a tensor.", "number", least=1))
-    sequence_parallel: int = _argument(
-        1, Option("Ranks that share each sequence.", "number", least=1), key="engine.sequence_parallel"
-    )
-    memory_limit: int | None = _argument(None, Option("Most staging buffers of a rank.", "size"))
-    chunk_size: int | None = _argument(None, Option("Most bytes of one read.", "size"))
+    expert_parallel: int = _argument(1, "Ranks that share experts.")
+    tensor_parallel: int = _argument(1, "Ranks that share a tensor.")
+    sequence_parallel: int = _argument(1, "Ranks that share each sequence.")
+    memory_limit: int | None = _argument(None, "Most staging buffers of a rank.")
+    chunk_size: int | None = _argument(None, "Most bytes of one read.")
     progress: bool = _argument(True, planned=False)
-    fp32_masters: bool = _argument(True, key="model.fp32_masters", planned=False)
+    fp32_masters: bool = _argument(True, planned=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,31 +144,23 @@ class LoadArguments(EnabledArguments):
             the model's class is there. Without it none is run, and nobody is asked.
     """
 
-    source: Source = field(kw_only=False, metadata={"key": "model.source"})
+    source: Source = field(kw_only=False)
     model: ModelLike = None
     engine: str | None = _argument(
         None,
-        Option("deepspeed or fsdp2; default: the launcher's, else the one that is installed."),
-        key="engine.name",
+        "deepspeed or fsdp2; default: the launcher's, else the one that is installed.",
     )
-    zero_stage: int = _argument(
-        3, Option("ZeRO stage; 0: whole on every rank.", "number", least=0, most=3), key="engine.zero_stage"
-    )
+    zero_stage: int = _argument(3, "ZeRO stage; 0: whole on every rank.")
     dtype: torch.dtype | str | None = _argument(  # noqa: RUF009  # it makes a field
-        None, Option("Floating dtype, such as bfloat16; default: the checkpoint's own.", "dtype")
+        None, "Floating dtype, such as bfloat16; default: the checkpoint's own."
     )
     converter: Converter = None
-    strict: bool = _argument(True, key="model.strict", planned=False)
+    strict: bool = _argument(True, planned=False)
     exchange: bool | None = _argument(
         None,
-        Option(
-            "Read what several ranks want once and exchange it, or on each; default: what is faster.",
-            "switch",
-        ),
+        "Read what several ranks want once and exchange it, or on each; default: what is faster.",
     )
-    trust_remote_code: bool = _argument(
-        False, Option("Run the code of the model that lies beside the checkpoint.", "switch")
-    )
+    trust_remote_code: bool = _argument(False, "Run the code of the model that lies beside the checkpoint.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,22 +181,13 @@ class ForecastArguments:
 
     device_memory: int | None = _argument(
         None,
-        Option(
-            "Memory of one accelerator, such as 80GB; plans for accelerators also where there is none.",
-            "size",
-        ),
+        "Memory of one accelerator, such as 80GB; plans for accelerators also where there is none.",
     )
-    host_memory: int | None = _argument(
-        None, Option("Memory of one machine, which up to 8 ranks share.", "size")
-    )
-    storage_rate: float | None = _argument(
-        None, Option("What storage gives to one machine, such as 7GB/s.", "rate")
-    )
-    interconnect_rate: float | None = _argument(
-        None, Option("What one rank exchanges with others, such as 200GB/s.", "rate")
-    )
+    host_memory: int | None = _argument(None, "Memory of one machine, which up to 8 ranks share.")
+    storage_rate: float | None = _argument(None, "What storage gives to one machine, such as 7GB/s.")
+    interconnect_rate: float | None = _argument(None, "What one rank exchanges with others, such as 200GB/s.")
     optimizer: str | None = _argument(
-        None, Option("adamw, fused_adamw, adam, momentum or sgd; default: as configured, else adamw.")
+        None, "adamw, fused_adamw, adam, momentum or sgd; default: as configured, else adamw."
     )
 
 
@@ -247,18 +208,12 @@ def documented(kind: type) -> Callable[[Verb], Verb]:
     return complete
 
 
-def options(*kinds: type) -> Iterator[tuple[str, Any, Option]]:
-    """Name, default and option of each argument in ``kinds`` that the command line takes."""
+def options(*kinds: type) -> Iterator[tuple[str, object, str]]:
+    """Name, default and words of each argument in ``kinds`` that commands have an option for."""
     for kind in kinds:
         for described in dataclasses.fields(kind):
-            if (option := described.metadata.get("option")) is not None:
-                yield described.name, described.default, option
-
-
-def keys(kind: type) -> dict[str, str]:
-    """The arguments in ``kind`` that a training configuration has, and the dotted key of each."""
-    found = {described.name: described.metadata.get("key") for described in dataclasses.fields(kind)}
-    return {name: key for name, key in found.items() if key is not None}
+            if words := described.metadata.get("help"):
+                yield described.name, described.default, words
 
 
 #: By what annotations call them: classes, or where one is that need not be imported, and the words for it.

@@ -61,10 +61,15 @@ class Library:
 
     def _release(self) -> tuple[int, ...] | None:
         """The numbers of what runs; None where nothing is there, or its version is not a number (a build)."""
-        with contextlib.suppress(InvalidVersion):
-            version = self.running()
-            return None if version is None else Version(version).release
-        return None
+        version = self.running()
+        return None if version is None else _numbers(version)
+
+
+@functools.cache
+def _numbers(version: str) -> tuple[int, ...] | None:
+    with contextlib.suppress(InvalidVersion):
+        return Version(version).release
+    return None
 
 
 @functools.cache

@@ -4,20 +4,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
 
 import zerostart
 from tests.engines.tensors.fused import Fused, fused_file
-from tests.engines.tensors.sharing import SHARING, Case, compared
-from tests.parity import alone, checkpoint, differences
+from tests.engines.tensors.sharing import SHARING, Case, compared, slices
+from tests.parity import CLIP, LEARNING_RATE, alone, batches, checkpoint, differences, optimizer
 from tests.ranks import run_ranks
 
 #: Three heads of keys and values, of which one rank has two.
 UNEVEN = {"hidden_size": 24, "num_attention_heads": 6, "num_key_value_heads": 3}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("tensors")
 
 
 def check(cases: list[Case], world: int) -> None:
@@ -84,3 +83,93 @@ def test_a_rank_reads_its_slices(folder: Path) -> None:
     kept = (96 * 1024 + 3 * 1024) * 4  # The embedding and the norms are whole on both.
     for rank in planned.ranks:
         assert rank.read_bytes <= 1.01 * (kept + (whole - kept) / 2)
+
+
+# Dropout where ranks share tensors, each with a seed of its own: what all of them have stays the same.
+
+
+@pytest.mark.parametrize("engine", ["deepspeed", pytest.param("fsdp2", marks=pytest.mark.slow)])
+def test_one_dropout(engine: str, tmp_path: Path) -> None:
+    if engine == "deepspeed":
+        path = checkpoint("bert", tmp_path, hidden_dropout_prob=0.2, attention_probs_dropout_prob=0.2)
+    else:
+        path = checkpoint("starcoder2", tmp_path, residual_dropout=0.2, attention_dropout=0.2)
+    first, second = run_ranks(dropped, 2, path, engine)
+    whole = [name for name in first if first[name].shape == second[name].shape and "norm" in name.lower()]
+    assert len(whole) >= 4
+    assert [name for name in whole if not torch.equal(first[name], second[name])] == []
+
+
+def dropped(path: Path, engine: str) -> dict[str, torch.Tensor]:
+    options: dict[str, Any] = {"engine": engine, "tensor_parallel": 2, "progress": False}
+    if engine == "deepspeed":
+        options |= {"zero_stage": 2, "engine_config": configured()}
+    model = zerostart.load(path, **options).train()
+    torch.manual_seed(dist.get_rank())
+    if engine == "deepspeed":
+        import deepspeed
+
+        made, *_ = deepspeed.initialize(model=model, optimizer=optimizer(model), config=configured())
+    else:
+        optim = optimizer(model)
+    for batch in batches(1):
+        if engine == "deepspeed":
+            made.backward(made(input_ids=batch[0], labels=batch[0], use_cache=False).loss)
+            made.step()
+        else:
+            model(input_ids=batch[0], labels=batch[0], use_cache=False).loss.backward()
+            optim.step()
+            optim.zero_grad()
+    if engine == "deepspeed":
+        return slices(model)
+    return {n: p.to_local().detach() if isinstance(p, DTensor) else p for n, p in model.named_parameters()}
+
+
+def configured() -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": CLIP,
+        "zero_optimization": {"stage": 2},
+        "zero_allow_untested_optimizer": True,
+    }
+
+
+@pytest.mark.slow
+def test_biases_of_positions_count_once(tmp_path: Path) -> None:
+    """T5's embedding of relative positions, of which each rank has the columns of its heads."""
+    sizes = {"vocab_size": 96, "d_model": 16, "d_kv": 4, "d_ff": 32, "num_layers": 2, "num_heads": 4}
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    torch.manual_seed(0)
+    config = T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0, pad_token_id=0)
+    model = T5ForConditionalGeneration(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape) * 0.1)
+    model.save_pretrained(tmp_path)
+    optim = torch.optim.AdamW(model.train().parameters(), lr=LEARNING_RATE, eps=1e-4)
+    wanted = []
+    for batch in batches(1):
+        loss = model(input_ids=batch[0], labels=batch[0]).loss
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        wanted += [loss.item(), norm.item()]
+        optim.step()
+        optim.zero_grad()
+    for found in run_ranks(positions, 2, tmp_path):
+        assert found == pytest.approx(wanted, rel=1e-5)
+
+
+def positions(path: Path) -> list[float]:
+    import deepspeed
+
+    options: dict[str, Any] = {"engine": "deepspeed", "zero_stage": 2, "tensor_parallel": 2}
+    model: nn.Module = zerostart.load(path, engine_config=configured(), progress=False, **options).train()
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer(model), config=configured())
+    found = []
+    for batch in batches(1):
+        loss = engine(input_ids=batch[0], labels=batch[0]).loss
+        engine.backward(loss)
+        engine.step()
+        found += [loss.item(), float(engine.get_global_grad_norm())]
+    return found

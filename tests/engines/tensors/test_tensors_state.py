@@ -14,11 +14,6 @@ from tests.parity import batches, checkpoint, optimizer
 from tests.ranks import run_ranks
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("tensors")
-
-
 def test_kept_and_changed(folder: Path) -> None:
     cases = [
         Case(checkpoint("qwen3", folder), 2),

@@ -150,6 +150,7 @@ def save_fsdp_model(
     output_dir: str,
     model_index: int = 0,
     adapter_only: bool = False,
+    **_: object,
 ) -> object:
     """accelerate's function; the model is saved with its optimizer, where that follows."""
     if not _is_saved_here(fsdp_plugin, model):

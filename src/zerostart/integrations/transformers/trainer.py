@@ -77,7 +77,7 @@ def load_deepspeed(original: Original, *, deepspeed_engine: Any, checkpoint_path
     return None
 
 
-def last_checkpoint(original: Original, *, folder: str) -> str | None:
+def last_checkpoint(original: Original, *, folder: str, **_: object) -> str | None:
     """``get_last_checkpoint``, as the Trainer calls it: of those that are complete; None without any.
 
     The Trainer writes its own state into a checkpoint when all else is there.

@@ -20,7 +20,6 @@ import zerostart
 from zerostart.distributed.world import World, current_world
 from zerostart.errors import DivergedError, PeerError
 from zerostart.geometry.layout import Mesh
-from zerostart.loading.arguments import LoadArguments, keys
 from zerostart.training.adapt.export import check_export, export_model, export_step
 from zerostart.training.adapt.trained import choose_trained, round_to
 from zerostart.training.config.configuration import TrainConfig
@@ -134,9 +133,21 @@ def _train(config: TrainConfig, directory: Path, resumed: Path | None, world: Wo
     return result
 
 
+#: The arguments of ``zerostart.load`` that a configuration has, and the key of each.
+LOAD_KEYS = {
+    "source": "model.source",
+    "engine": "engine.name",
+    "zero_stage": "engine.zero_stage",
+    "expert_parallel": "engine.expert_parallel",
+    "sequence_parallel": "engine.sequence_parallel",
+    "strict": "model.strict",
+    "fp32_masters": "model.fp32_masters",
+}
+
+
 def _arguments(config: TrainConfig) -> dict[str, Any]:
     """The arguments of the load that have a key in the configuration."""
-    given = {name: attrgetter(key)(config) for name, key in keys(LoadArguments).items()}
+    given = {name: attrgetter(key)(config) for name, key in LOAD_KEYS.items()}
     if config.trains_masters and config.lora is not None:
         given["fp32_masters"] = False  # of what is frozen nobody steps any
     return given
