@@ -199,6 +199,8 @@ def divide(model: nn.Module, sizes: Mapping[str, int], limit: int | None) -> Div
     A part has at most half of what the limit leaves beside what is kept, so that the next has room beside it;
     without a limit it is an entry of a ``ModuleList``, or what lies in none.
     """
+    # 1. What belongs together: parameters by the first of their names, those of each module, and those that
+    #    several modules have.
     made = Division()
     first: dict[int, str] = {id(p): name for name, p in reversed(list(model.named_parameters()))}
     names = {
@@ -207,13 +209,17 @@ def divide(model: nn.Module, sizes: Mapping[str, int], limit: int | None) -> Div
     }
     modules = dict(model.named_modules())
     shared = _shared(names)
+    # 2. Tables of embeddings, which are read by rows and take no room in the window.
     floor = LEAST_TABLE if limit is None else min(LEAST_TABLE, limit // 4)
     for path, module in modules.items():
         if reads_rows(module) and names[path] and sizes[names[path][0]] >= floor:
             made.tables[path] = names[path][0]
+    # 3. Parameters of modules that contain others: the forward that uses them runs around those of the
+    #    others, so that they would be there all the time. They never leave.
     for path, module in modules.items():
         if path not in made.tables and names[path] and _below(module) and not isinstance(module, INDIVISIBLE):
             made.kept += [name for name in names[path] if name not in shared]
+    # 4. The rest in parts that have room beside each other, and what is shared each as a part of its own.
     kept = sum(sizes[name] for name in made.kept)
     room = _largest_entry(model, sizes, first) if limit is None else max(0, limit - kept) // 2
     _walk(made, modules, names, sizes, room, shared)
@@ -241,7 +247,11 @@ def _walk(
     room: int,
     shared: set[str],
 ) -> None:
-    """Add the parts, in the order of the modules."""
+    """Add the parts, in the order of the modules.
+
+    Modules come before those inside them. So the first on a path that has room is the largest that has; what
+    is ``inside`` of it is passed over, and of one that has none the modules inside are tried in turn.
+    """
     taken = {*made.kept, *shared, *made.tables.values()}
     inside: str | None = None
     for path, module in modules.items():

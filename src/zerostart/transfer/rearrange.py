@@ -26,13 +26,17 @@ def rearrange(flat: torch.Tensor, segments: Sequence[Segment], scratch: int = SC
     """
     segments = sorted(s for s in segments if s[2])
     mover = _Mover(flat, max(1, scratch // flat.element_size()))
+    # 1. Push together, from the front: what lies before a part is moved already, so that nothing is
+    #    overwritten that is still wanted. Each part goes with the place that it has in the new order.
     end, packed = 0, []
     wanted = dict(_packed_targets(segments))
     for start, _, numel in segments:
         mover.move(start, end, numel)
         packed.append((wanted[start], numel))
         end += numel
+    # 2. Bring the parts, which have no gaps now, into their new order.
     _permute(mover, packed)
+    # 3. Spread out, from the back: each goes to a place that lies behind its own, or at it, and is free.
     for (start, place), numel in reversed(_final(segments)):
         mover.move(start, place, numel)
 
@@ -61,6 +65,7 @@ def _permute(mover: _Mover, parts: Sequence[tuple[int, int]]) -> None:
     At each step the part that belongs at ``at`` changes places with the gap of other parts before it: through
     scratch memory where the gap fits there, else by exchanging equal lengths, which cuts a part in two.
     """
+    # Before ``at`` all is in order; ``queue`` has the parts from there on, as they lie.
     queue, at = _joined(parts), 0
     while queue:
         index = next(i for i, (target, _) in enumerate(queue) if target == at)
@@ -70,6 +75,7 @@ def _permute(mover: _Mover, parts: Sequence[tuple[int, int]]) -> None:
             at += numel
             queue = after
         elif numel <= gap:
+            # It changes places with the first of the gap, which come to lie where it was, after the rest.
             mover.swap(at, at + gap, numel)
             head, tail = _cut(before, numel)
             queue = _joined(tail + head + after)
@@ -79,6 +85,7 @@ def _permute(mover: _Mover, parts: Sequence[tuple[int, int]]) -> None:
             queue = _joined(before + after)
             at += numel
         else:
+            # Longer than the gap: its first elements take the gap's place, and it is still the next part.
             mover.swap(at, at + gap, gap)
             at += gap
             queue[index] = (at, numel - gap)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, get_args
+from typing import get_args
 
 import yaml
 from pydantic import BaseModel
@@ -36,11 +36,11 @@ class Template:
 
     sections: tuple[str, ...]
     offered: tuple[str, ...]
-    values: Mapping[str, Any] = field(default_factory=dict)
+    values: Mapping[str, object] = field(default_factory=dict)
 
 
 #: What every run says.
-_RUN: dict[str, Any] = {
+_RUN: dict[str, object] = {
     "train.steps": 1000,
     "train.accumulation": 1,
     "train.max_grad_norm": 1.0,
@@ -53,7 +53,7 @@ _RUN: dict[str, Any] = {
     "logging.every": 10,
     "ema.decay": 0.9999,
 }
-_LANGUAGE: dict[str, Any] = {
+_LANGUAGE: dict[str, object] = {
     **_RUN,
     "model.source": "path/or/hub-id",
     "data.source": ["corpus/"],
@@ -66,7 +66,7 @@ _LANGUAGE: dict[str, Any] = {
     "train.warmup_steps": 50,
     "train.checkpoint_blocks": False,
 }
-_DIFFUSION: dict[str, Any] = {
+_DIFFUSION: dict[str, object] = {
     **_RUN,
     "model.source": "path/of/a/pipeline",
     "media.source": "data/metadata.csv",
@@ -84,7 +84,7 @@ _DIFFUSION: dict[str, Any] = {
     "samples.prompts": ["a lighthouse at dusk"],
     "samples.every": 500,
 }
-_VIDEO: dict[str, Any] = {
+_VIDEO: dict[str, object] = {
     **_DIFFUSION,
     "media.height": 480,
     "media.width": 832,
@@ -99,7 +99,7 @@ def _language(task: str) -> Template:
     return Template(sections, ("ema",), MappingProxyType({**_LANGUAGE, "task.name": task}))
 
 
-def _diffusion(values: Mapping[str, Any]) -> Template:
+def _diffusion(values: Mapping[str, object]) -> Template:
     return Template(("model", "media", "cache", "task", *_LAST), ("samples", "ema"), MappingProxyType(values))
 
 
@@ -114,7 +114,7 @@ TEMPLATES: Mapping[str, Template] = {
     "z-image": _diffusion(_DIFFUSION),
 }
 #: What a LoRA has otherwise.
-LORA: Mapping[str, Any] = {
+LORA: Mapping[str, object] = {
     "lora.rank": 32,
     "lora.targets": "auto",
     "train.learning_rate": 1e-4,
@@ -123,7 +123,7 @@ LORA: Mapping[str, Any] = {
 _COLUMN = 40
 
 
-def template_of(family: str) -> tuple[Template, Mapping[str, Any]]:
+def template_of(family: str) -> tuple[Template, Mapping[str, object]]:
     """What a family begins with, and the values that are known besides.
 
     ``family`` is one of ``TEMPLATES``, or the directory of a model or of a pipeline, whose family is looked
@@ -139,7 +139,7 @@ def template_of(family: str) -> tuple[Template, Mapping[str, Any]]:
     return TEMPLATES[_family_in(path)], {"model.source": str(path)}
 
 
-def described(template: Template, values: Mapping[str, Any], engine: Engine, lora: bool) -> str:
+def described(template: Template, values: Mapping[str, object], engine: Engine, lora: bool) -> str:
     """A file of the ``template`` with ``values`` over its own, for ``engine``, with a LoRA or without."""
     precision = "bf16" if "bf16" in engine.precisions else "no"
     chosen = {
@@ -164,7 +164,7 @@ def described(template: Template, values: Mapping[str, Any], engine: Engine, lor
     return "\n".join(lines) + "\n"
 
 
-def _section(name: str, chosen: Mapping[str, Any]) -> Iterator[str]:
+def _section(name: str, chosen: Mapping[str, object]) -> Iterator[str]:
     """The lines of a section, or of a value that stands by itself."""
     described = TrainConfig.model_fields[name]
     kind = _kind(described, chosen)
@@ -179,13 +179,13 @@ def _section(name: str, chosen: Mapping[str, Any]) -> Iterator[str]:
         yield f"  {line}" if dotted in chosen else f"  # {line}"
 
 
-def _kind(described: FieldInfo, chosen: Mapping[str, Any]) -> type[BaseModel] | None:
+def _kind(described: FieldInfo, chosen: Mapping[str, object]) -> type[BaseModel] | None:
     """The class of a section; None for a plain value."""
     annotation = described.annotation
     found = [kind for kind in (annotation, *get_args(annotation)) if isinstance(kind, type)]
     kinds = [kind for kind in found if issubclass(kind, BaseModel)]
     if TaskConfig in kinds:
-        return task_class(chosen["task.name"]).Settings
+        return task_class(str(chosen["task.name"])).Settings
     return kinds[0] if kinds else None
 
 
@@ -195,17 +195,17 @@ def _comment(described: FieldInfo) -> str | None:
     return None if first is None else " ".join(first[0].removesuffix(".").replace("``", "`").split())
 
 
-def _default(described: FieldInfo) -> Any:
+def _default(described: FieldInfo) -> object:
     return described.get_default(call_default_factory=True)
 
 
-def _line(key: str, value: Any, comment: str | None, indent: int = 0) -> str:
+def _line(key: str, value: object, comment: str | None, indent: int = 0) -> str:
     text = yaml.safe_dump(_plain(value), default_flow_style=True, width=10_000).removesuffix("...\n").strip()
     line = f"{key}: {text}"
     return line if comment is None else f"{line:<{_COLUMN - indent}}  # {comment}"
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     return list(value) if isinstance(value, tuple) else value
 
 
@@ -222,12 +222,12 @@ def _family_in(path: Path) -> str:
     )
 
 
-def _of_pipeline(settings: Mapping[str, Any]) -> str | None:
+def _of_pipeline(settings: Mapping[str, object]) -> str | None:
     classes = [entry[1] for entry in settings.values() if isinstance(entry, list) and len(entry) == 2]
     return next((family for kind in classes if (family := _of_class(kind)) is not None), None)
 
 
-def _of_model(settings: Mapping[str, Any]) -> str | None:
+def _of_model(settings: Mapping[str, object]) -> str | None:
     if "_class_name" in settings:
         return _of_class(settings["_class_name"])
     named = settings.get("architectures")

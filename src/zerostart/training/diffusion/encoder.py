@@ -105,16 +105,16 @@ class Encoder(ABC):
         found: torch.Tensor = self.pipe.image_processor.preprocess(as_picture(value))
         return found.to(self.device, self.pipe.vae.dtype)
 
-    def drawn(self, pixels: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-        """Latents of ``pixels`` that are to be learnt, [1, C, ...], as the autoencoder gives them."""
+    def target_latents(self, pixels: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        """Latents of ``pixels`` for the model to learn, [1, C, ...], as the autoencoder gives them."""
         posterior = self.pipe.vae.encode(pixels).latent_dist
         found: torch.Tensor = (
             posterior.sample(generator) if self.settings.posterior == "sample" else posterior.mode()
         )
         return found
 
-    def likeliest(self, pixels: torch.Tensor) -> torch.Tensor:
-        """Latents of ``pixels`` that are given to the model, [1, C, ...]; pipelines draw none of these."""
+    def condition_latents(self, pixels: torch.Tensor) -> torch.Tensor:
+        """Latents of ``pixels`` for the model to start from, [1, C, ...]: the mode, as pipelines take it."""
         found: torch.Tensor = self.pipe.vae.encode(pixels).latent_dist.mode()
         return found
 

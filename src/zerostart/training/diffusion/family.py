@@ -115,7 +115,7 @@ class Family(ABC):
         """The velocity that ``model`` predicts for ``latents`` ([batch, ...]) at times ``t`` ([batch]).
 
         Floating tensors of ``conditions`` and ``latents`` are in the dtype of the model; ``t`` is float32.
-        ``guidance`` is told to transformers that were distilled for it. Shaped as ``latents``.
+        ``guidance`` is passed to transformers that were distilled for it. Shaped as ``latents``.
         """
 
     def trained(self, values: torch.Tensor, conditions: Conditions) -> torch.Tensor:

@@ -15,7 +15,7 @@ class FluxEncoder(Encoder):
     """``latents`` [C, H, W], ``prompt_embeds`` of T5 and ``pooled_prompt_embeds`` [D] of CLIP."""
 
     def encode(self, example: Example, generator: torch.Generator) -> Encoded:
-        latents = self.normalised(self.drawn(self.pixels(example["image"]), generator))
+        latents = self.normalised(self.target_latents(self.pixels(example["image"]), generator))
         return {**self.prompt(example["prompt"]), "latents": latents[0]}
 
     def prompt(self, text: str) -> Encoded:
@@ -38,7 +38,7 @@ class FluxKontextEncoder(FluxEncoder):
 
     def encode(self, example: Example, generator: torch.Generator) -> Encoded:
         found = super().encode(example, generator)
-        given = self.normalised(self.likeliest(self.pixels(example["edit_image"][0])))
+        given = self.normalised(self.condition_latents(self.pixels(example["edit_image"][0])))
         return {**found, "image_latents.0": given[0]}
 
 

@@ -23,11 +23,12 @@ class Flux2Encoder(Encoder):
     takes: ClassVar[frozenset[str]] = frozenset({"image", "edit_image", "reference_image"})
 
     def encode(self, example: Example, generator: torch.Generator) -> Encoded:
-        latents = self.normalised(self.drawn(self.pixels(example["image"]), generator))
+        latents = self.normalised(self.target_latents(self.pixels(example["image"]), generator))
         found = {**self.prompt(example["prompt"]), "latents": latents[0]}
         given = [*example.get("edit_image", ()), *example.get("reference_image", ())]
         for number, picture in enumerate(given):
-            found[f"image_latents.{number}"] = self.normalised(self.likeliest(self.pixels(picture)))[0]
+            latents = self.normalised(self.condition_latents(self.pixels(picture)))
+            found[f"image_latents.{number}"] = latents[0]
         return found
 
     def prompt(self, text: str) -> Encoded:

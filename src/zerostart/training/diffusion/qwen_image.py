@@ -17,7 +17,7 @@ class QwenImageEncoder(Encoder):
     """``latents`` [C, H, W], ``prompt_embeds`` as long as the text is, and their mask, of ones."""
 
     def encode(self, example: Example, generator: torch.Generator) -> Encoded:
-        latents = self.normalised(self.drawn(self.frame(example["image"]), generator))
+        latents = self.normalised(self.target_latents(self.frame(example["image"]), generator))
         return {**self.embedded(example), "latents": latents[0, :, 0]}
 
     def embedded(self, example: Example) -> Encoded:
@@ -55,7 +55,7 @@ class QwenImageEditEncoder(QwenImageEncoder):
     def encode(self, example: Example, generator: torch.Generator) -> Encoded:
         found = super().encode(example, generator)
         for place, picture in enumerate(example["edit_image"]):
-            latents = self.likeliest(self.frame(picture))
+            latents = self.condition_latents(self.frame(picture))
             mean, deviation = self.statistics(latents)
             # The pipelines of editing divide, where the others multiply: the last bit may differ.
             found[f"image_latents.{place}"] = ((latents - mean) / deviation)[0, :, 0]

@@ -49,7 +49,7 @@ class TextToVideo(Encoder):
 
     def encode(self, example: Example, generator: torch.Generator) -> Encoded:
         clip = self.clip(example["video"] if "video" in example else example["image"][:, None])
-        latents = self.normalised(self.drawn(clip, generator))[0]
+        latents = self.normalised(self.target_latents(clip, generator))[0]
         return {**self.prompt(example["prompt"]), "latents": latents}
 
     def prompt(self, text: str) -> Encoded:
@@ -191,7 +191,7 @@ class Vace(TextToVideo):
         found["control_latents"] = torch.cat([latents, masks], dim=1)[0]
         for picture in example.get("reference_image", ()):
             # As the pipeline does it: each before what is there, so that the last one is the first.
-            kept = self.normalised(self.likeliest(self.clip(picture[:, None])))
+            kept = self.normalised(self.condition_latents(self.clip(picture[:, None])))
             found["latents"] = torch.cat([kept[0], found["latents"]], dim=1)
         return found
 

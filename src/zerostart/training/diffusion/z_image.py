@@ -17,7 +17,7 @@ class ZImageEncoder(Encoder):
 
     def encode(self, example: Example, generator: torch.Generator) -> Encoded:
         config = self.pipe.vae.config
-        latents = self.drawn(self.pixels(example["image"]), generator)
+        latents = self.target_latents(self.pixels(example["image"]), generator)
         normalised = (latents - config.shift_factor) * config.scaling_factor
         return {**self.prompt(example["prompt"]), "latents": normalised[0]}
 

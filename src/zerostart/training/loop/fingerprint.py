@@ -109,7 +109,7 @@ def _facts(config: TrainConfig, task: Task) -> dict[str, str]:
     return facts | _flat({"engine": {"config": user_config(config.engine)}}) | task.facts()
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+def _flat(values: Mapping[str, object], prefix: str = "") -> dict[str, str]:
     """Values of nested sections in words, by dotted keys."""
     words: dict[str, str] = {}
     for key, value in values.items():
@@ -178,13 +178,13 @@ def _first_difference(usual: Mapping[str, str], other: Mapping[str, str]) -> str
     return "from the same files"
 
 
-def fingerprint_of(config: TrainConfig, model: nn.Module, data: str, world: World) -> dict[str, Any]:
+def fingerprint_of(config: TrainConfig, model: nn.Module, data: str, world: World) -> dict[str, object]:
     """The values that decide the course of a run, by readable names; collective.
 
     ``model`` is as it is trained, ``data`` the digest of what it is trained on. Of a LoRA the weights that it
     is for, which no checkpoint has, are among them. Raises ReadError.
     """
-    course: dict[str, Any] = {DATA: data}
+    course: dict[str, object] = {DATA: data}
     for name, free in _FREE.items():
         section = getattr(config, name)
         if section is not None:
@@ -198,7 +198,7 @@ def fingerprint_of(config: TrainConfig, model: nn.Module, data: str, world: Worl
     return course
 
 
-def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
+def changes(before: Mapping[str, object], now: Mapping[str, object]) -> dict[str, str]:
     """By key, in words, what has changed from ``before`` to ``now``; keys that one of them lacks aside."""
     return {
         key: f"{key} was {before[key]} and is {now[key]}"

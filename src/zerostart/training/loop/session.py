@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -33,12 +33,15 @@ from zerostart.training.loop.failures import unreported
 from zerostart.training.loop.task import Batch, Items, Task
 from zerostart.upstream.accelerate.launched import hidden
 
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
 
 @dataclass
 class Session:
     """A model in training: what the loop needs of accelerate and the engine."""
 
-    accelerator: Any
+    accelerator: Accelerator
     model: nn.Module  # as the engine wraps it: call this
     optimizer: Any
     scheduler: Any
@@ -220,7 +223,7 @@ def open_session(config: TrainConfig, model: nn.Module, task: Task, items: Items
     return opened
 
 
-def _begin_trackers(accelerator: Any, config: TrainConfig) -> None:
+def _begin_trackers(accelerator: Accelerator, config: TrainConfig) -> None:
     """Raises ConfigError, whatever a tracker fails with: what it is made of is no part of ours."""
     told, names = {"train": config.train.model_dump_json()}, config.tracking.trackers
     try:
@@ -232,7 +235,7 @@ def _begin_trackers(accelerator: Any, config: TrainConfig) -> None:
         ) from error
 
 
-def _prepared(accelerator: Any, loader: Any, place: int, count: int) -> Any:
+def _prepared(accelerator: Accelerator, loader: Any, place: int, count: int) -> Any:
     """The ``loader`` of the batches at ``place`` of ``count`` at a time, as accelerate prepares one.
 
     Not by ``accelerator.prepare``: it knows no ranks that see one batch, or has each draw its own.
@@ -266,7 +269,7 @@ def _total_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
     return total
 
 
-def _accelerator(config: TrainConfig, engine: Engine) -> Any:
+def _accelerator(config: TrainConfig, engine: Engine) -> Accelerator:
     from accelerate import Accelerator
     from accelerate.utils import (
         DataLoaderConfiguration,
@@ -400,7 +403,7 @@ class Table:
         self._path = path
         self._begun = False
 
-    def add(self, step: int, values: Mapping[str, Any]) -> None:
+    def add(self, step: int, values: Mapping[str, object]) -> None:
         """Append the values of a step. Raises WriteError."""
         try:
             if not self._begun:

@@ -300,7 +300,7 @@ def _imported(name: str, module: str) -> Any:
         raise ConfigError(f"{name!r}: the module {module} cannot be imported: {error}") from error
 
 
-def _checked(name: str, found: Any) -> type[Task]:
+def _checked(name: str, found: object) -> type[Task]:
     if not (isinstance(found, type) and issubclass(found, Task)):
         raise ConfigError(f"{name!r} does not name a class derived from zerostart.training.Task")
     return found

@@ -21,6 +21,8 @@ from zerostart.training.loop.task import Batch, Collator, Items, Task
 from zerostart.training.tasks.text import Sequences, file_digests, iter_documents, split_held_out, tokenize
 
 if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
     from zerostart.distributed.world import World
     from zerostart.training.config.configuration import DataConfig, TrainConfig
 
@@ -59,8 +61,8 @@ class _Language(Task):
         "more text"
     )
     unpredicted: ClassVar[int]
-    settings: Any  # a transformers PretrainedConfig
-    tokenizer: Any
+    settings: PretrainedConfig
+    tokenizer: PreTrainedTokenizerBase
 
     def __init__(self, config: TrainConfig) -> None:
         super().__init__(config)
@@ -263,7 +265,7 @@ def _collate_causal(items: Sequence[dict[str, torch.Tensor]], padding: int) -> B
     return {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
 
 
-def _read_settings(source: str, trusted: bool) -> Any:
+def _read_settings(source: str, trusted: bool) -> PretrainedConfig:
     """The checkpoint's own configuration, a transformers ``PretrainedConfig``.
 
     Raises :class:`CheckpointNotFoundError` or :class:`CheckpointError` when there is none to read.
@@ -279,7 +281,7 @@ def _read_settings(source: str, trusted: bool) -> Any:
         raise CheckpointError(f"{directory}: not a readable model configuration: {error}") from error
 
 
-def _load_tokenizer(source: str, trusted: bool) -> Any:
+def _load_tokenizer(source: str, trusted: bool) -> PreTrainedTokenizerBase:
     """The transformers tokenizer there.
 
     Raises :class:`CheckpointNotFoundError` or :class:`ConfigError` when there is none.
@@ -320,7 +322,7 @@ _NAMES = ("pos", "wpe")
 _BEFORE = 2
 
 
-def check_positions(model: nn.Module, config: Any, longest: int, key: str) -> None:
+def check_positions(model: nn.Module, config: PretrainedConfig, longest: int, key: str) -> None:
     """Raise ConfigError where ``longest`` tokens are more than ``model`` has positions for.
 
     Beyond the last row of a table of positions (BERT, GPT-2) a CPU raises an error of sizes in the forward
@@ -337,7 +339,7 @@ def check_positions(model: nn.Module, config: Any, longest: int, key: str) -> No
         )
 
 
-def position_table(model: nn.Module, config: Any) -> tuple[str, int] | None:
+def position_table(model: nn.Module, config: PretrainedConfig) -> tuple[str, int] | None:
     """The name of the table of positions in ``model``, and for how many tokens it is; None: there is none.
 
     Rotary and relative positions are calculated and end nowhere.

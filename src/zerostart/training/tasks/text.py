@@ -14,7 +14,7 @@ import sys
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.utils.data import Dataset
@@ -23,6 +23,9 @@ from zerostart.checkpoint.paths import expanded
 from zerostart.errors import ConfigError
 from zerostart.training.config.configuration import DataConfig
 from zerostart.training.config.parsing import parsed_json
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 #: The value of ``data.source`` that stands for the docstrings of the standard library.
 STDLIB_DOCSTRINGS = "stdlib-docstrings"
@@ -161,7 +164,7 @@ def _stdlib_docstrings() -> Iterator[str]:
                     yield docstring
 
 
-def tokenize(documents: Iterable[str], tokenizer: Any, config: DataConfig) -> Sequences:
+def tokenize(documents: Iterable[str], tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> Sequences:
     """Token sequences of at most ``config.sequence_length``, packed to exactly that if ``config`` says so.
 
     ``tokenizer`` is a transformers tokenizer. Raises :class:`ConfigError` when no sequence results.
@@ -185,14 +188,14 @@ def tokenize(documents: Iterable[str], tokenizer: Any, config: DataConfig) -> Se
     return Sequences(torch.cat(flat), ends)
 
 
-def _token_ids(documents: Iterable[str], tokenizer: Any) -> Iterator[list[int]]:
+def _token_ids(documents: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:
     remaining = iter(documents)
     while batch := list(itertools.islice(remaining, _BATCH)):
         # verbose=False: that a document is longer than the model's context is no news before packing.
         yield from tokenizer(batch, add_special_tokens=False, verbose=False)["input_ids"]
 
 
-def _special_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
+def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
     """What the tokenizer puts before and after a sequence ([CLS] and [SEP], or nothing)."""
     plain = tokenizer("text", add_special_tokens=False)["input_ids"]
     full = tokenizer("text")["input_ids"]
@@ -202,7 +205,7 @@ def _special_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
     raise ConfigError("the tokenizer encodes a text differently with special tokens; it cannot be packed")
 
 
-def _separator(tokenizer: Any) -> list[int]:
+def _separator(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """What goes between two documents of one sequence."""
     for token_id in (tokenizer.sep_token_id, tokenizer.eos_token_id):
         if token_id is not None:

@@ -110,6 +110,8 @@ class _Census:
         names = [str(s) for p in share.recipe.pieces for s in p.source if not isinstance(s, Computed)]
         number = {name: n for n, name in enumerate(dict.fromkeys(names))}
         entries = [self._tensors[name] for name in number]
+        # Parameters are of one kind if their pieces lie alike, whatever tensors they come from: these are
+        # told by number, not by name. A computed one is of a kind of its own: its steps are not compared.
         key: Hashable = share.recipe
         if not share.recipe.computed:
             key = (
@@ -148,6 +150,8 @@ class _Census:
         world = len(self._number)
         tables = [np.empty((4, 0), np.int64), *(kind.placed(self._line) for kind in self._kinds.values())]
         table = np.concatenate(tables, axis=1)
+        # Each rank has a ``line`` of its own, longer than all files together: one sort of all rows leaves
+        # those of a rank together, and no read reaches from one rank's to the next one's.
         # By place to the last digit, as ``merged_reads`` has them.
         table = table[:, np.lexsort((table[2], table[1], table[0]))]
         place, nbytes, direct, rows = table
