@@ -155,9 +155,9 @@ def synced(pipe: DiffusionPipeline | nn.Module) -> AbstractContextManager[None]:
         torch.Size([1, 3])
     """
     check_arguments(synced, {"pipe": pipe})
-    from zerostart.integrations.diffusers.synced import together
+    from zerostart.integrations.diffusers.synced import take_turns
 
-    return together(pipe)
+    return take_turns(pipe)
 
 
 load = load_pipeline

@@ -18,8 +18,7 @@ import zerostart
 from tests.ranks import run_ranks
 from tests.tiny import TinyCheckpoints
 from zerostart.errors import UnsupportedVersionError
-from zerostart.upstream.patches import RefCountedPatches, active, note, replaced
-from zerostart.upstream.refusals import fits
+from zerostart.upstream.patches import RefCountedPatches, active, fits, note, replaced
 from zerostart.upstream.registry import Lasts, PatchPoint, touched
 from zerostart.upstream.versions import TORCH
 

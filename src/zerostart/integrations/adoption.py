@@ -36,6 +36,7 @@ from zerostart.live.model import loaded_models, record_of
 from zerostart.loading.arguments import EnabledArguments, config_of
 from zerostart.upstream.accelerate.plugins import join_ranks
 from zerostart.upstream.accelerate.preparing import AcceleratorPatches
+from zerostart.upstream.accelerate.types import Accelerator
 from zerostart.upstream.deepspeed.consolidation import Consolidation
 from zerostart.upstream.diffsynth.loading import DiffSynthSeam
 from zerostart.upstream.diffusers.loading import DiffusersSeam
@@ -79,6 +80,7 @@ def enable(settings: EnabledArguments) -> None:
     Raises ConfigError for an engine or a stage that is not known, and settings without an engine.
     """
     _check(settings)
+    # Where one of them cannot be put in place, those before it are taken out again.
     with contextlib.ExitStack() as stack:
         for override in (*_overrides, adopted_steps):
             override.open()
@@ -132,6 +134,8 @@ def _choose(kind_of_load: type[Load], model: type, arguments: dict[str, Any]) ->
                 "or name it in enabled(engine=...)"
             )
         return None
+    # First the process group, whose store the barrier uses; then the barrier, so that a call that one rank
+    # makes alone is an error there; then the checks, which every rank makes and fails alike.
     shared = SharedSequences.of(setup.engine).merged(settings.sequence_parallel)
     join_ranks(setup.family.host_backend)
     barrier.barrier(f"{model.__name__}.{kind_of_load.function}")
@@ -145,6 +149,7 @@ def _resolved(settings: EnabledArguments, model: type) -> EngineSetup | None:
     found = find_active(model)
     if settings.engine is None:
         return found
+    # What the script is set up for counts as long as enabled() names the same engine and no configuration.
     if settings.engine_config is not None or found is None or found.engine != settings.engine:
         config, stage = dict(config_of(settings.engine_config) or {}), settings.zero_stage
         if stage is None:
@@ -192,16 +197,22 @@ def _whole_state(model: nn.Module, without_frozen: bool) -> Any:
     return state if current_world().rank == 0 else None
 
 
-def _whole_of_flat(model: nn.Module) -> Any:
-    """The state dict of a model that is shared out at ZeRO-0 to 2, where each part looks like the whole."""
-    inner = next(loaded_models(model), None)
-    flat = inner is not None and record_of(inner).engine.replicates_parameters
-    return _whole_state(model, False) if flat else NotImplemented
+def _get_state_dict(
+    original: Callable[[], object], *, self: Accelerator, model: nn.Module, **_: object
+) -> object:
+    """``Accelerator.get_state_dict``: of a model shared out at ZeRO-0 to 2 each part looks like the whole."""
+    unwrapped = self.unwrap_model(model)
+    inner = next(loaded_models(unwrapped), None)
+    if inner is None or not record_of(inner).engine.replicates_parameters:
+        return original()
+    whole = _whole_state(unwrapped, False)
+    return original() if whole is NotImplemented else whole
 
 
 def _left(model: nn.Module) -> None:
     """Note a model that transformers loaded by itself while ranks were there to share it."""
     _notify(Notice(type(model).__name__, None))
+    # One process alone shards nothing, so that preparing the model later is no mistake.
     if int(os.environ.get("WORLD_SIZE", "1") or 1) > 1:
         note_whole(model)
         _accelerate.hold(model)
@@ -223,12 +234,13 @@ _transformers = TransformersSeam(
 )
 _diffusers = DiffusersSeam(functools.partial(_choose, DiffusersLoad), _left)
 _diffsynth = DiffSynthSeam(functools.partial(_choose, DiffSynthLoad), _left, _keys_of)
-_accelerate = AcceleratorPatches(sharded, partitioned, _whole_of_flat)
+_accelerate = AcceleratorPatches(sharded, partitioned)
 _consolidation = Consolidation(_whole_state)
 _saving = SavingCalls(
     {
         **SAVE_PRETRAINED,
         "Accelerator.save_model": saving.save_model,
+        "Accelerator.get_state_dict": _get_state_dict,
         "DeepSpeedEngine.save_checkpoint": checkpoints.save_checkpoint,
         "DeepSpeedEngine.load_checkpoint": checkpoints.load_checkpoint,
         **{

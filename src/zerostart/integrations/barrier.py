@@ -71,6 +71,7 @@ class _Calls:
         """Of rank 0: return when all others make this call."""
         number = self.count
         self.tell(_TOGETHER, directory)
+        # Rank 0 alone asks, one rank after the other: the others wait for its word and not for each other.
         for rank in range(1, self.size):
             self._wait(f"here/{number}/{rank}", rank, directory)
             theirs = self.store.get(f"here/{number}/{rank}").decode()
@@ -84,6 +85,8 @@ class _Calls:
             self._wait(f"call/{number}", 0, directory)
             kind, theirs = json.loads(self.store.get(f"call/{number}"))
             self._number("calls", 1)
+            # Calls of rank 0 come in its order: those it makes by itself are passed over here, until one of
+            # this directory (then this rank saves nothing) or one that all make.
             if kind == _TOGETHER:
                 self.store.set(f"here/{number}/{self.rank}", directory)
                 if theirs != directory:
@@ -113,6 +116,7 @@ class _Calls:
         place = f"load/{self._number('loads')}"
         self.roll.come(f"{place}/{call}")  # first: whoever sees all ranks there looks here next
         self.roll.come(place)
+        # A rank that begins its next wait before it has come here is at another place of the script.
         next_wait = f"waited/{self.waits + 1}"
         missing = self.roll.await_ranks(
             lambda: self.roll.absent(place),

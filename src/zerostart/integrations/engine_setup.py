@@ -144,6 +144,8 @@ def find_active(model: type) -> EngineSetup | None:
 
     Raises ConfigError for settings that a load cannot honour.
     """
+    # In this order: DeepSpeed's configuration, an open zero.Init without one, FSDP2. A script that has set up
+    # DeepSpeed at stage 0 is not asked for FSDP2 as well.
     opened = open_init_dtype()
     config = active_config()
     stage = config_stage(config)

@@ -7,6 +7,7 @@ nothing. Imports nothing that is heavy: what saves or resizes is imported when s
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from zerostart.live.model import record_of
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 def _by(name: str) -> Replacement:
     """``integrations.saving``'s function of that name."""
 
-    def call_it(original: Any, **call: Any) -> Any:
+    def call_it(original: Callable[[], object], **call: object) -> object:
         from zerostart.integrations import saving
 
         return getattr(saving, name)(original, **call)
@@ -45,7 +46,7 @@ _pretrained = SavingCalls(SAVE_PRETRAINED)
 def _adapters(name: str) -> Any:
     """``integrations.adapters``'s function of that name."""
 
-    def call_it(*args: Any, **kwargs: Any) -> Any:
+    def call_it(*args: object, **kwargs: object) -> object:
         from zerostart.integrations.peft import adapters
 
         return getattr(adapters, name)(*args, **kwargs)
@@ -89,7 +90,7 @@ def serve_resizing(model: nn.Module) -> None:
         resize_by(model, functools.partial(_resize, model))
 
 
-def _resize(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _resize(model: nn.Module, *args: Any, **kwargs: Any) -> object:
     from zerostart.integrations.transformers.resizing import resize_token_embeddings
 
     return resize_token_embeddings(model, *args, **kwargs)

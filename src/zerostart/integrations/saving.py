@@ -16,9 +16,9 @@ from zerostart.integrations.barrier import announce_local_save, join_save
 from zerostart.live.model import bare_model, find_record, find_shards, loaded_models
 from zerostart.state.saving.adapters import adapted_model, has_adapters
 from zerostart.state.saving.save import SaveRequest, save, save_own_names
-from zerostart.upstream.diffusers.pipelines import name_classes
+from zerostart.upstream.diffusers.pipelines import Pipeline, name_classes
 
-Original = Callable[[], Any]
+Original = Callable[[], object]
 #: Arguments that a sharded save cannot honour: what they are unless they are given, and the way out.
 _REFUSED: Mapping[str, tuple[Any, str]] = {
     "push_to_hub": (False, "save it first, and upload the directory (huggingface_hub.upload_folder)"),
@@ -48,7 +48,7 @@ def in_shards(model: nn.Module) -> bool:
     return bool(find_shards(model, current_world()))
 
 
-def save_pretrained(original: Original, **call: Any) -> Any:
+def save_pretrained(original: Original, **call: Any) -> object:
     """``save_pretrained`` of transformers and diffusers; raises ConfigError for what cannot be honoured."""
     model, directory = call["self"], call["save_directory"]
     if _is_saved(model, directory):
@@ -64,15 +64,15 @@ def save_pretrained(original: Original, **call: Any) -> Any:
     return None
 
 
-def save_pipeline(original: Original, **call: Any) -> Any:
+def save_pipeline(original: Original, *, self: Pipeline, **_: object) -> object:
     """``DiffusionPipeline.save_pretrained``, which saves the models one by one."""
-    name_classes(call["self"])
+    name_classes(self)
     return original()
 
 
-def push_to_hub(original: Original, **call: Any) -> Any:
+def push_to_hub(original: Original, *, self: object, **_: object) -> object:
     """``push_to_hub`` of a model or a pipeline; raises ConfigError for one in shards."""
-    parts = getattr(call["self"], "components", {"": call["self"]})
+    parts: Mapping[str, object] = getattr(self, "components", {"": self})
     for name, part in parts.items():
         if isinstance(part, nn.Module) and in_shards(part):
             raise ConfigError(
@@ -83,7 +83,7 @@ def push_to_hub(original: Original, **call: Any) -> Any:
     return original()
 
 
-def save_adapters(original: Original, **call: Any) -> Any:
+def save_adapters(original: Original, **call: Any) -> object:
     """``PeftModel.save_pretrained``; raises ConfigError for what cannot be honoured."""
     model, directory = call["self"], call["save_directory"]
     saved = _is_saved(model, directory)
@@ -108,17 +108,26 @@ def save_adapters(original: Original, **call: Any) -> Any:
     return None
 
 
-def save_model(original: Original, **call: Any) -> Any:
+def save_model(
+    original: Original,
+    *,
+    model: nn.Module,
+    save_directory: str | os.PathLike[str],
+    max_shard_size: int | str,
+    safe_serialization: bool,
+    **_: object,
+) -> object:
     """``Accelerator.save_model``, which every rank calls."""
-    model, directory = call["model"], call["save_directory"]
     ours = next(loaded_models(model), None) is not None or in_shards(model)
-    if not ours or not call["safe_serialization"] or has_adapters(model):
+    if not ours or not safe_serialization or has_adapters(model):
         return original()
-    save_own_names(model, directory, call["max_shard_size"])
+    save_own_names(model, save_directory, max_shard_size)
     return None
 
 
-def save_weights(model: Any, directory: str | os.PathLike[str], max_shard_size: int | str = "50GB") -> None:
+def save_weights(
+    model: nn.Module, directory: str | os.PathLike[str], max_shard_size: int | str = "50GB"
+) -> None:
     """Save a model as ``save_pretrained`` has it: of one with adapters these alone; collective.
 
     Raises ConfigError for what cannot be saved so.

@@ -49,7 +49,7 @@ class _Finder(importlib.abc.MetaPathFinder):
     ) -> importlib.machinery.ModuleSpec | None:
         if name != self._name:
             return None
-        self.leave()
+        self.leave()  # First: the search that follows would come here again.
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.loader is not None:
             spec.loader = _Loader(spec.loader, self._then)
@@ -74,6 +74,7 @@ class _Loader(importlib.abc.Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
+        # The module shows its own loader again, which importlib.resources and reload ask.
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
         self._then(module)

@@ -8,14 +8,20 @@ place now.
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from zerostart.upstream.registry import PatchPoint
+from torch import nn
+
+from zerostart.errors import UnsupportedVersionError
+from zerostart.upstream.registry import PatchPoint, Touched, misfit
+from zerostart.upstream.shapes import found
 
 _lock = threading.RLock()
 _active: list[PatchPoint] = []
@@ -46,6 +52,7 @@ def replaced(point: PatchPoint, owner: Any, name: str, new: Any) -> Iterator[Non
     What somebody else has put over ours by the end stays. Of several of ours the first may end first: what it
     has replaced is there again when the last one ends.
     """
+    # Only what the owner itself has: what it inherits is found again when ours is deleted.
     layer = _Layer(vars(owner).get(name, _ABSENT))
     with _lock:
         setattr(owner, name, new)
@@ -59,6 +66,8 @@ def replaced(point: PatchPoint, owner: Any, name: str, new: Any) -> Iterator[Non
             _active.remove(point)
             at = layers.index(layer)
             del layers[at]
+            # Not the topmost of ours: the one above it goes back to what was below this one. The topmost:
+            # taken out, unless somebody else has put something over it.
             if at < len(layers):
                 if layers[at].before is new:
                     layers[at].before = layer.before
@@ -84,6 +93,7 @@ def replaced_wherever_imported(point: PatchPoint, name: str, original: Any, new:
         try:
             yield
         finally:
+            # Also in modules that were imported meanwhile, which no replacement above knows of.
             for module in list(sys.modules.values()):
                 if getattr(module, "__dict__", {}).get(name) is new:
                     setattr(module, name, original)
@@ -170,3 +180,79 @@ class RefCountedPatches:
                 self.hold(found)
                 self._ticket = weakref.ref(found)
             return found
+
+
+def fits(
+    stack: ExitStack,
+    patches: RefCountedPatches,
+    points: Sequence[Touched],
+    remedy: str,
+    calls: Iterable[PatchPoint] | None = None,
+) -> bool:
+    """Whether the installed libraries fit ``points``.
+
+    A load puts replacements in place for calls that may come later, or never. So what does not fit is an
+    error when it is called, not when it is put.
+
+    Where they do not, ``calls`` (the patches among the points) are refused until ``stack`` ends, for models
+    that ``patches`` is open for: UnsupportedVersionError, with the ``remedy``. Other models' are let through.
+    """
+    wrong = misfit(points)
+    if not wrong:
+        return True
+    for point in calls if calls is not None else points:
+        if isinstance(point, PatchPoint):
+            _refuse(stack, patches, point, f"{wrong}. {remedy}")
+    return False
+
+
+def _refuse(stack: ExitStack, patches: RefCountedPatches, point: PatchPoint, text: str) -> None:
+    try:
+        owner = found(point.owner)
+    except (ImportError, AttributeError):
+        return  # and nobody calls it
+    for name in point.names:
+        original = inspect.getattr_static(owner, name, None)
+        inner = getattr(original, "__func__", original)
+        if not callable(inner):
+            continue
+        new: Any = _refusing(inner, patches, text, of_object=not inspect.ismodule(owner))
+        if inspect.ismodule(owner):
+            stack.enter_context(replaced_wherever_imported(point, name, original, new))
+        else:
+            bound = isinstance(original, classmethod | staticmethod)
+            stack.enter_context(replaced(point, owner, name, type(original)(new) if bound else new))
+
+
+def _refusing(original: Any, patches: RefCountedPatches, text: str, of_object: bool) -> Any:
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if _concerns((*args, *kwargs.values()), patches, of_object):
+            raise UnsupportedVersionError(text)
+        return original(*args, **kwargs)
+
+    return call
+
+
+def _concerns(arguments: Iterable[Any], patches: RefCountedPatches, of_object: bool) -> bool:
+    """Whether a model of a call is one that ``patches`` is open for, or part of one.
+
+    Where no model is seen, a function may be about one, by a path; a method, of a tokenizer say, is not.
+    """
+    models = [model for argument in arguments for model in _models(argument)]
+    ours = {
+        id(part) for holder in patches.holders if isinstance(holder, nn.Module) for part in holder.modules()
+    }
+    if not models:
+        return not of_object
+    return any(id(part) in ours for model in models for part in model.modules())
+
+
+def _models(argument: Any) -> Iterator[nn.Module]:
+    """The model that an argument of a call is, or those that a trainer, an accelerator or a pipeline has."""
+    if isinstance(argument, nn.Module):
+        yield argument
+    else:
+        own = getattr(argument, "__dict__", {}).values()
+        candidates = (getattr(argument, "model", None), *(getattr(argument, "_models", None) or ()), *own)
+        yield from (model for model in candidates if isinstance(model, nn.Module))

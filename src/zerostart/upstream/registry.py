@@ -101,10 +101,11 @@ def misfit(points: Iterable[Touched]) -> str:
     told once. An older one than the first that is known counts as misfit.
     """
     points = tuple(points)
-    libraries = tuple({point.library: None for point in points})
+    libraries = tuple({point.library: None for point in points})  # each once, in order
     for library in libraries:
         importlib.import_module(library.name)
     wrong = [f"{library.name} {library.running()} is installed" for library in libraries if library.is_old()]
+    # Too old is said whatever the code looks like; too new is not: the shapes decide.
     with reading():
         wrong += [f"{text} ({point.why})" for point in points if (text := point.misfit())]
     if not wrong:

@@ -14,8 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from zerostart.upstream.on_import import enter_when_imported
-from zerostart.upstream.patches import RefCountedPatches, replaced
-from zerostart.upstream.refusals import fits
+from zerostart.upstream.patches import RefCountedPatches, fits, replaced
 from zerostart.upstream.registry import Lasts, PatchPoint
 from zerostart.upstream.shapes import Shape, found
 from zerostart.upstream.versions import ACCELERATE, DEEPSPEED, DIFFSYNTH, DIFFUSERS, PEFT, TRANSFORMERS
@@ -89,12 +88,16 @@ _SAVE_ADAPTERS = PatchPoint(
 _SAVE_MODEL = PatchPoint(
     library=ACCELERATE,
     owner=_ACCELERATOR,
-    names=("save_model",),
-    why="a model that zerostart loaded is saved without a gather",
+    names=("save_model", "get_state_dict"),
+    why="a model that zerostart loaded is saved without a gather; experts that ranks share are put together",
     lasts=Lasts.MODEL,
     shapes=(
-        Shape(f"{_ACCELERATOR}.save_model", leads=("model", "save_directory", "max_shard_size")),
-        Shape(f"{_ACCELERATOR}.save_model", takes=("safe_serialization",)),
+        Shape(
+            f"{_ACCELERATOR}.save_model",
+            leads=("model", "save_directory", "max_shard_size"),
+            takes=("safe_serialization",),
+        ),
+        Shape(f"{_ACCELERATOR}.get_state_dict", leads=("model", "unwrap")),
     ),
 )
 _FSDP = PatchPoint(
@@ -326,6 +329,7 @@ def _sent(original: Any, replacement: Replacement) -> Any:
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
+        # By name, whichever way they were passed, so that a replacement need not know their order.
         try:
             bound = signature.bind(*args, **kwargs)
         except TypeError:

@@ -101,6 +101,7 @@ def _judged(shape: Shape, function: Any) -> str:
         nodes = _nodes(function)
     except (OSError, TypeError, SyntaxError):
         return "its source cannot be read"
+    # Each line of ``has`` has to come after the one before it; statements are in the order of the source.
     last = (0, 0)
     for line in shape.has:
         place = next((place for place in _places(line, nodes) if place >= last), None)
@@ -190,11 +191,13 @@ def _pattern(line: str) -> ast.AST:
 def _same(pattern: Any, node: Any, letters: dict[str, ast.expr]) -> bool:
     if _is_any(pattern):
         return True
+    # A capital letter is bound where it is met first, and has to be the same expression wherever it recurs.
     if isinstance(pattern, ast.Name) and len(pattern.id) == 1 and pattern.id.isupper():
         return isinstance(node, ast.expr) and _alike(letters.setdefault(pattern.id, node), node)
     if type(pattern) is not type(node):
         return False
     if isinstance(pattern, list):
+        # ``...`` at the end of a body or of arguments stands for the rest.
         rest = bool(pattern) and _is_any(pattern[-1])
         fits = len(node) >= len(pattern) - 1 if rest else len(node) == len(pattern)
         return fits and all(_same(p, n, letters) for p, n in zip(pattern, node, strict=False))

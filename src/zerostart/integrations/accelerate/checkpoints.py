@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from zerostart.checkpoint.formats.saved_state import DEEPSPEED, FSDP, LATEST, state_in, tell_of_newer
@@ -24,29 +25,41 @@ from zerostart.live.training import training_state
 from zerostart.state.resuming.load_state import load_state
 from zerostart.state.resuming.save_state import save_state
 from zerostart.state.resuming.values import checksum, encoded_whole
+from zerostart.upstream.accelerate.types import Accelerator, FSDPPlugin
 
-Original = Callable[[], Any]
+Original = Callable[[], object]
 _CLIENT, _CLIENTS = "client_state", "client_states"
 #: Whether adapters alone were asked for, of models that are saved with the optimizer that follows.
 _adapters_alone: dict[Path, bool] = {}
 
 
-def save_checkpoint(original: Original, **call: Any) -> Any:
+def save_checkpoint(
+    original: Original,
+    *,
+    self: Any,
+    save_dir: str | None,
+    tag: object,
+    client_state: Mapping[str, Any],
+    save_latest: bool,
+    exclude_frozen_parameters: bool,
+    **_: object,
+) -> object:
     """``DeepSpeedEngine.save_checkpoint``."""
-    engine, directory = call["self"], call["save_dir"]
-    if not directory or not _movable(engine):
+    engine = self
+    if not save_dir or not _movable(engine):
         return original()
-    tag = str(call["tag"] if call["tag"] is not None else f"global_step{engine.global_steps}")
-    path, world = Path(directory), current_world()
-    extra = _client_states(call["client_state"], engine, world)
-    frozen = not call["exclude_frozen_parameters"]
-    save_state(path / tag, engine, None, extra, wait=True, frozen=frozen, saved=path)
+    name = str(tag if tag is not None else f"global_step{engine.global_steps}")
+    path, world = Path(save_dir), current_world()
+    extra = _client_states(client_state, engine, world)
+    frozen = not exclude_frozen_parameters
+    save_state(path / name, engine, None, extra, wait=True, frozen=frozen, saved=path)
+    # Named last, when all is there: whoever looks for the newest finds the one before until then.
     with (
         world.phase("naming the last checkpoint"),
-        write_errors(path, f"{tag} is saved, and not named as the last"),
+        write_errors(path, f"{name} is saved, and not named as the last"),
     ):
-        if call["save_latest"] and world.rank == 0:
-            write_whole(path / LATEST, tag.encode(), path / f".{LATEST}.part")
+        if save_latest and world.rank == 0:
+            write_whole(path / LATEST, name.encode(), path / f".{LATEST}.part")
             sync_directory(path)
     return True
 
@@ -66,25 +79,36 @@ def _client_states(own: Any, engine: Any, world: World) -> dict[str, Any]:
     return {_CLIENT: first, _CLIENTS: others}
 
 
-def load_checkpoint(original: Original, **call: Any) -> Any:
+def load_checkpoint(
+    original: Original,
+    *,
+    self: Any,
+    load_dir: str,
+    tag: str | None,
+    load_optimizer_states: bool,
+    load_lr_scheduler_states: bool,
+    load_module_only: bool,
+    custom_load_fn: object,
+    **_: object,
+) -> object:
     """``DeepSpeedEngine.load_checkpoint``; raises ConfigError for what cannot be honoured."""
-    engine = call["self"]
-    path = state_in(call["load_dir"], _number(call["tag"]), call["tag"])
+    engine = self
+    path = state_in(load_dir, _number(tag), tag)
     if path is None:
         return original()
     if current_world().rank == 0:
-        tell_of_newer(Path(call["load_dir"]), path)
-    if call["custom_load_fn"] is not None:
+        tell_of_newer(Path(load_dir), path)
+    if custom_load_fn is not None:
         raise ConfigError(
             f"{path} was saved by zerostart, and no custom_load_fn is called for it; leave it out, or "
             f"take the model from zerostart.load({str(path / 'model')!r})"
         )
-    weights = call["load_module_only"]
     schedule = engine.lr_scheduler
-    keeps = not call["load_lr_scheduler_states"] and hasattr(schedule, "state_dict")
+    keeps = not load_lr_scheduler_states and hasattr(schedule, "state_dict")
+    # load_state resumes the schedule with the counters; what the caller did not ask for is put back after.
     before = schedule.state_dict() if keeps else None
-    stepped = call["load_optimizer_states"] and not weights
-    extra = load_state(path, engine, None, stepped=stepped, counters=not weights)
+    stepped = load_optimizer_states and not load_module_only
+    extra = load_state(path, engine, None, stepped=stepped, counters=not load_module_only)
     if before is not None:
         schedule.load_state_dict(before)
     return str(path), _client_state(extra or {}, current_world())
@@ -117,70 +141,106 @@ def _movable(engine: Any) -> bool:
     return True
 
 
-def save_fsdp_model(original: Original, **call: Any) -> Any:
+def save_fsdp_model(
+    original: Original,
+    *,
+    fsdp_plugin: FSDPPlugin,
+    accelerator: Accelerator,
+    model: nn.Module,
+    output_dir: str,
+    model_index: int = 0,
+    adapter_only: bool = False,
+    **_: object,
+) -> object:
     """accelerate's function; the model is saved with its optimizer, where that follows."""
-    if not _fsdp2(call):
+    if not _is_saved_here(fsdp_plugin, model):
         return original()
-    path, alone = _fsdp_path(call, "output_dir", "model_index"), bool(call["adapter_only"])
-    if _followed(call):
-        _adapters_alone[path] = alone
+    path = _fsdp_path(output_dir, model_index)
+    if _has_optimizer(accelerator, model_index):
+        _adapters_alone[path] = adapter_only
     else:
-        save_state(path, call["model"], None, None, wait=True, frozen=not alone, saved=path.parent)
+        save_state(path, model, None, None, wait=True, frozen=not adapter_only, saved=path.parent)
     return None
 
 
-def save_fsdp_optimizer(original: Original, **call: Any) -> Any:
+def save_fsdp_optimizer(
+    original: Original,
+    *,
+    fsdp_plugin: FSDPPlugin,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    output_dir: str,
+    optimizer_index: int = 0,
+    **_: object,
+) -> object:
     """accelerate's function."""
-    if not _fsdp2(call):
+    if not _is_saved_here(fsdp_plugin, model):
         return original()
-    path = _fsdp_path(call, "output_dir", "optimizer_index")
+    path = _fsdp_path(output_dir, optimizer_index)
     alone = _adapters_alone.pop(path, False)
-    model, optimizer = call["model"], call["optimizer"]
     save_state(path, model, optimizer, None, wait=True, frozen=not alone, saved=path.parent)
     return None
 
 
-def begin_fsdp_load(original: Original, **call: Any) -> Any:
+def begin_fsdp_load(
+    original: Original,
+    *,
+    accelerator: Accelerator,
+    model: nn.Module,
+    input_dir: str,
+    model_index: int = 0,
+    **_: object,
+) -> object:
     """The same in accelerate's ``load_state``: the model comes with its optimizer, if that follows."""
-    path = state_in(call["input_dir"], call["model_index"])
-    return None if path is not None and _followed(call) else load_fsdp_model(original, **call)
+    if _has_optimizer(accelerator, model_index) and state_in(input_dir, model_index) is not None:
+        return None
+    return load_fsdp_model(original, model=model, input_dir=input_dir, model_index=model_index)
 
 
-def load_fsdp_model(original: Original, **call: Any) -> Any:
+def load_fsdp_model(
+    original: Original, *, model: nn.Module, input_dir: str, model_index: int = 0, **_: object
+) -> object:
     """accelerate's function: the model alone, for nobody knows whether its optimizer is to follow."""
-    path = state_in(call["input_dir"], call["model_index"])
+    path = state_in(input_dir, model_index)
     if path is None:
         return original()
-    load_state(path, call["model"], None)
+    load_state(path, model, None)
     return None
 
 
-def load_fsdp_optimizer(original: Original, **call: Any) -> Any:
+def load_fsdp_optimizer(
+    original: Original,
+    *,
+    optimizer: torch.optim.Optimizer,
+    model: nn.Module,
+    input_dir: str,
+    optimizer_index: int = 0,
+    **_: object,
+) -> object:
     """accelerate's function."""
-    path = state_in(call["input_dir"], call["optimizer_index"])
+    path = state_in(input_dir, optimizer_index)
     if path is None:
         return original()
-    load_state(path, call["model"], call["optimizer"])
+    load_state(path, model, optimizer)
     return None
 
 
-def _fsdp2(call: dict[str, Any]) -> bool:
-    model: nn.Module = call["model"]
-    if call["fsdp_plugin"].fsdp_version != 2:
+def _is_saved_here(plugin: FSDPPlugin, model: nn.Module) -> bool:
+    if plugin.fsdp_version != 2:
         return False
     return next(loaded_models(model), None) is not None or in_shards(model)
 
 
-def _followed(call: dict[str, Any]) -> bool:
+def _has_optimizer(accelerator: Accelerator, model_index: int) -> bool:
     """Whether accelerate goes on with an optimizer of this model right after it."""
-    return len(call["accelerator"]._optimizers) > int(call["model_index"])
+    return len(accelerator._optimizers) > model_index
 
 
-def _fsdp_path(call: dict[str, Any], directory: str, number: str) -> Path:
-    return Path(call[directory]) / f"{FSDP}_{call[number]}"
+def _fsdp_path(directory: str, number: int) -> Path:
+    return Path(directory) / f"{FSDP}_{number}"
 
 
-def load_accelerator_state(original: Original, **call: Any) -> Any:
+def load_accelerator_state(original: Callable[[], dict[str, Any]], **_: object) -> dict[str, Any]:
     """accelerate's function: ranks that are new get the number of the step from the first one."""
     found = original()
     world = current_world()

@@ -33,6 +33,7 @@ def sharded(model: nn.Module) -> bool:
 
     Raises ConfigError where it, or a part of it, was loaded for other settings than accelerate has now.
     """
+    # All checks come before the first shard: what is refused is left as it was.
     _refuse_whole(model, "fsdp2")
     parts = list(loaded_models(model))
     plugin = fsdp2_plugin()

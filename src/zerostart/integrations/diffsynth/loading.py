@@ -79,6 +79,8 @@ class DiffSynthLoad(InterceptedLoad):
                 converter=given["state_dict_converter"],
             )
             model = run(request)
+            # Parameters are read in their dtype; buffers are computed in the default one, and cast last, as
+            # DiffSynth's model.to(dtype=...) does.
             if asked is not None:
                 _cast_buffers(model, asked)
         self._on_loaded(model, self.setup)

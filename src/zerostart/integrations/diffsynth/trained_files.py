@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 import torch
 from torch import nn
@@ -20,17 +20,21 @@ from zerostart.state.resuming.load_state import planned_reads
 from zerostart.state.saving.writing import agreed_place, plain, publishing, write_tensors
 from zerostart.transfer import Progress
 from zerostart.transfer.collective import execute_together
+from zerostart.upstream.accelerate.types import Accelerator
+from zerostart.upstream.diffsynth.types import ModelLogger, TrainingModule
 
-Original = Callable[[], Any]
+Original = Callable[[], object]
 
 
-def resume(original: Original, **call: Any) -> Any:
+def resume(
+    original: Original, *, self: nn.Module, path: str | None, remove_prefix_in_ckpt: str | None, **_: object
+) -> object:
     """``DiffusionTrainingModule.resume_from_checkpoint``: each rank reads its own bytes of the file.
 
     Raises CoverageError for tensors that the pipeline does not have, and what ``zerostart.load`` raises for
     a file that cannot be read.
     """
-    module, path, prefix = call["self"], call["path"], call["remove_prefix_in_ckpt"] or ""
+    module, prefix = self, remove_prefix_in_ckpt or ""
     if path is None or not _shared_out(module):
         return original()
     world = current_world()
@@ -58,15 +62,14 @@ def resume(original: Original, **call: Any) -> Any:
     return None
 
 
-def load_lora(original: Original, **call: Any) -> Any:
+def load_lora(original: Original, *, module: nn.Module, **_: object) -> object:
     """``BasePipeline.load_lora``, which adds a LoRA to whole weights.
 
     Raises ConfigError for a model of which each rank has a part.
     """
-    model = call["module"]
-    if in_shards(model):
+    if in_shards(module):
         raise ConfigError(
-            f"load_lora (--preset_lora_path) adds a LoRA to the weights of {type(model).__name__}, of which "
+            f"load_lora (--preset_lora_path) adds a LoRA to the weights of {type(module).__name__}, of which "
             "each rank has a part: train on from it with --lora_checkpoint, or fuse it in one process and "
             "load the file of that"
         )
@@ -82,19 +85,27 @@ _SUFFIX = ".safetensors"
 _ONE_FILE = 1 << 62
 
 
-def save_trained(original: Callable[[], Any], **call: Any) -> Any:
+def save_trained(
+    original: Original,
+    *,
+    self: ModelLogger,
+    accelerator: Accelerator,
+    model: nn.Module,
+    file_name: str,
+    **_: object,
+) -> object:
     """``ModelLogger.save_model``, which every rank calls: each writes its own bytes of the one file.
 
     DiffSynth gathers the whole pipeline and keeps what is trained. Its names, its prefix and the script's
     converter are asked with tensors that hold nothing. Raises ConfigError for a converter that calculates
     with the weights, and WriteError as ``save`` does.
     """
-    logger, module = call["self"], call["accelerator"].unwrap_model(call["model"])
+    logger, module = self, accelerator.unwrap_model(model)
     if not loaded_parts(module):
         return original()
     world = current_world()
     with world.phase("saving what is trained"):
-        place = agreed_place(Path(logger.output_path) / call["file_name"], world)
+        place = agreed_place(Path(logger.output_path) / file_name, world)
         with world.phase("looking at what is trained"):
             shards = _stored(logger, module, world)
             entries = [(n, spelling(s.storage.dtype, n), s.layout.shape) for n, s in shards.items()]
@@ -110,9 +121,10 @@ def save_trained(original: Callable[[], Any], **call: Any) -> Any:
     return None
 
 
-def _stored(logger: Any, module: nn.Module, world: World) -> Mapping[str, Shard]:
+def _stored(logger: ModelLogger, module: nn.Module, world: World) -> Mapping[str, Shard]:
     """What the file has, by the names that it has there."""
     shards = LiveModel(module, world).named_shards()
+    # The script renames what it saves. It is given tensors without values, told apart by identity after.
     twins: dict[str, torch.Tensor] = {}
     by_twin: dict[int, Shard] = {}
     for name, parameter in module.named_parameters():
@@ -120,7 +132,7 @@ def _stored(logger: Any, module: nn.Module, world: World) -> Mapping[str, Shard]
             own = shards[name]
             twins[name] = torch.empty(own.layout.shape, dtype=own.storage.dtype, device="meta")
             by_twin[id(twins[name])] = own
-    exported: Any = module.export_trainable_state_dict
+    exported = cast("TrainingModule", module).export_trainable_state_dict
     made = logger.state_dict_converter(exported(dict(twins), remove_prefix=logger.remove_prefix_in_ckpt))
     found: dict[str, Shard] = {}
     for name, tensor in made.items():

@@ -25,7 +25,7 @@ from zerostart.loading.request import Request
 from zerostart.loading.run import run
 from zerostart.loading.window import Window
 from zerostart.transfer.meter import allocated_bytes
-from zerostart.upstream.diffusers.pipelines import assembled, component_class, pipeline_class
+from zerostart.upstream.diffusers.pipelines import Pipeline, assembled, component_class, pipeline_class
 
 #: A model whole on every rank is the load of this engine at this stage.
 WHOLE = {"engine": "fsdp2", "zero_stage": 0}
@@ -61,6 +61,7 @@ def load_pipeline(request: PipelineRequest) -> Any:
         kinds = {c.name: component_class(c.library, c.kind, f"{root / c.name}") for c in found}
         device = default_device()
         before = allocated_bytes(device)
+        # Shards and replicas come first: what they take is what is not left for components brought in.
         models: dict[str, nn.Module] = {}
         for component in found:
             placement = placements[component.name]
@@ -80,7 +81,7 @@ def load_pipeline(request: PipelineRequest) -> Any:
     return pipe
 
 
-def drop_components(pipe: Any, *names: str) -> tuple[str, ...]:
+def drop_components(pipe: Pipeline, *names: str) -> tuple[str, ...]:
     """See ``zerostart.drop_components``. Raises ConfigError for a name that the pipeline does not have."""
     chosen = names or _to_drop.get(pipe, ())
     for name in chosen:
@@ -88,7 +89,9 @@ def drop_components(pipe: Any, *names: str) -> tuple[str, ...]:
             raise ConfigError(f"the pipeline has no component {name!r}; it has {', '.join(pipe.components)}")
     dropped = tuple(name for name in chosen if pipe.components[name] is not None)
     for name in dropped:
-        release(pipe.components[name])
+        component = pipe.components[name]
+        if isinstance(component, nn.Module):
+            release(component)
         pipe.register_modules(**{name: None})
     return dropped
 

@@ -1,7 +1,7 @@
 """Ranks that call sharded models by themselves: the others run each call along, with its caller's inputs.
 
 Engines gather a sharded model in the midst of a call, for which every rank has to be there. Inside
-``together`` no rank begins a call before all have said which one they are about to make. Where they differ,
+``take_turns`` no rank begins a call before all have said which one they are about to make. Where they differ,
 that of the first rank comes first: who makes the same runs it with inputs of its own, the others with those
 of the caller, for nothing but the gathering. So ranks may go different ways, and end at different times.
 """
@@ -22,13 +22,14 @@ from zerostart.distributed.world import World, current_world, default_device, is
 from zerostart.errors import ConfigError, EngineError
 from zerostart.live.model import loaded_parts
 from zerostart.models import library_of
+from zerostart.upstream.diffusers.pipelines import Pipeline
 
 DURING = "taking turns in zerostart.synced"
-Call = Callable[..., Any]
+Call = Callable[..., object]
 
 
 @contextlib.contextmanager
-def together(pipe: Any) -> Iterator[None]:
+def take_turns(pipe: Pipeline | nn.Module) -> Iterator[None]:
     """See ``zerostart.synced``. Raises ConfigError where nothing of ``pipe`` is sharded by zerostart."""
     world = current_world()
     with world.phase("zerostart.synced"), contextlib.ExitStack() as hooks:
@@ -40,7 +41,7 @@ def together(pipe: Any) -> Iterator[None]:
         turns.take(None, (), {})
 
 
-def _sharded(pipe: Any) -> dict[str, nn.Module]:
+def _sharded(pipe: Pipeline | nn.Module) -> dict[str, nn.Module]:
     """The sharded models of a module or of a pipeline, by the names that they have there."""
     parts = {"": pipe} if isinstance(pipe, nn.Module) else pipe.components
     modules = {name: part for name, part in parts.items() if isinstance(part, nn.Module)}
@@ -82,10 +83,12 @@ class _Turns:
             setattr(model, entry, functools.wraps(plain)(functools.partial(self._run, place, plain)))
             hooks.callback(_restore, model, entry, own)
 
-    def take(self, call: str | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def take(self, call: str | None, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
         """Run the calls of other ranks along until it is the turn of ``call``; None: until none has any."""
         pack = functools.partial(_packed, (args, dict(kwargs), _autocasts()))
         while True:
+            # Every rank says which call it is about to make, None for one that is through with the block. The
+            # first rank's call that is not None is next: all ranks take part in it.
             wanted = self._world.all_gather_object(call, DURING)
             chosen = next((one for one in wanted if one is not None), None)
             if chosen is None:
@@ -114,20 +117,22 @@ class _Turns:
         finally:
             self._depth -= 1
 
-    def _before(self, call: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _before(
+        self, call: str, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> None:
         self._begin(call, args, kwargs)
 
-    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _after(self, module: nn.Module, args: object, output: object) -> None:
         self._depth -= 1  # after a beginning that has failed as well
 
-    def _run(self, call: str, plain: Call, *args: Any, **kwargs: Any) -> Any:
+    def _run(self, call: str, plain: Call, *args: object, **kwargs: object) -> object:
         try:
             self._begin(call, args, kwargs)
             return plain(*args, **kwargs)
         finally:
             self._depth -= 1
 
-    def _begin(self, call: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def _begin(self, call: str, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
         self._depth += 1
         if self._depth > 1:
             return
@@ -143,7 +148,7 @@ class _Turns:
 def explain_waiting(name: str, model: nn.Module) -> None:
     """Have the time-out of a rank that waits for the others in the sharded ``model`` say what to do."""
 
-    def after(path: str, module: nn.Module, args: Any, output: Any) -> None:
+    def after(path: str, module: nn.Module, args: object, output: object) -> None:
         error = sys.exception()
         if isinstance(error, RuntimeError) and is_lost(error) and not getattr(error, "__notes__", None):
             error.add_note(
@@ -156,14 +161,14 @@ def explain_waiting(name: str, model: nn.Module) -> None:
         module.register_forward_hook(functools.partial(after, path or type(model).__name__), always_call=True)
 
 
-def _restore(model: nn.Module, entry: str, own: Any) -> None:
+def _restore(model: nn.Module, entry: str, own: object) -> None:
     if own is None:
         delattr(model, entry)
     else:
         setattr(model, entry, own)
 
 
-def _packed(given: tuple[Any, ...]) -> bytes:
+def _packed(given: tuple[object, ...]) -> bytes:
     """The arguments of a call as bytes. Raises EngineError for what cannot be sent."""
     buffer = io.BytesIO()
     try:

@@ -18,12 +18,13 @@ from zerostart.integrations.barrier import barrier
 from zerostart.live.full_tensors import whole_tensor
 from zerostart.live.model import find_shards, loaded_around, loaded_models, record_of
 from zerostart.state.editing import master_of, put_elements
+from zerostart.upstream.peft.adapters import AdapterLayer
 
 #: The loaded model that a layer with adapters is in.
 _parts: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
 
 
-def injected(original: Callable[[], Any], model: nn.Module, of_values: bool) -> Any:
+def injected(original: Callable[[], object], model: nn.Module, of_values: bool) -> object:
     """``inject_adapter`` of PEFT: what it adds is the same on every rank, and trained alike.
 
     Raises ConfigError for an adapter that begins with values of a weight in FSDP2's shards, as is known
@@ -78,7 +79,7 @@ def _check_experts(part: nn.Module, before: set[int]) -> None:
             )
 
 
-def surrounded(original: Callable[[], Any], model: nn.Module) -> Any:
+def surrounded(original: Callable[[], object], model: nn.Module) -> object:
     """``_setup_prompt_encoder`` of PEFT: what stands around a loaded model, as what is put into one."""
     parts, before = list(loaded_models(model)), {id(p) for p in model.parameters()}
     found = original()
@@ -88,7 +89,7 @@ def surrounded(original: Callable[[], Any], model: nn.Module) -> Any:
     return found
 
 
-def merged(original: Callable[[], Any], layer: Any, what: str) -> Any:
+def merged(original: Callable[[], object], layer: AdapterLayer, what: str) -> object:
     """``merge`` and ``unmerge`` of a layer: its parameters are whole for it, and each rank keeps its own.
 
     Collective where the layer is in shards.
@@ -104,7 +105,7 @@ def merged(original: Callable[[], Any], layer: Any, what: str) -> Any:
     return _merged_whole(original, layer, shards, what)
 
 
-def disabled(layer: Any) -> None:
+def disabled(layer: AdapterLayer) -> None:
     """Take out what is merged before a layer is switched off: PEFT would in the next forward.
 
     There the engine has weights on their way to it. Collective where the layer is in shards.
@@ -119,8 +120,12 @@ def _home(layer: nn.Module) -> nn.Module:
     return layer if part is None else part
 
 
-def _merged_whole(original: Callable[[], Any], layer: Any, shards: Mapping[str, Shard], what: str) -> Any:
+def _merged_whole(
+    original: Callable[[], object], layer: nn.Module, shards: Mapping[str, Shard], what: str
+) -> object:
     with current_world().phase(f"{what} of an adapter"):
+        # Three steps, each collective: whole weights in the place of shards; PEFT's own arithmetic, the same
+        # on every rank; of what came out each rank writes its elements, into the masters too.
         kept = {name: layer.get_parameter(name) for name in shards}
         try:
             for name, shard in shards.items():
@@ -164,6 +169,7 @@ def read(original: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: A
     if given.get("state_dict") is not None:
         return original(model, *args, **kwargs)
     shards = find_shards(model, world)
+    # PEFT chooses and renames. It is given tensors without values, which are told apart by identity after.
     twins: dict[str, torch.Tensor] = {}
     by_twin: dict[int, Shard] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -189,7 +195,7 @@ def read(original: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: A
 
 
 @contextlib.contextmanager
-def shown(transformer: nn.Module, given: Mapping[str, Any]) -> Iterator[None]:
+def shown(transformer: nn.Module, given: Mapping[str, torch.Tensor]) -> Iterator[None]:
     """Inside, ``transformer`` shows the shapes of its whole weights, without their values.
 
     Raises ConfigError where what is ``given`` would change these weights, and not stand beside them.
@@ -210,7 +216,7 @@ def shown(transformer: nn.Module, given: Mapping[str, Any]) -> Iterator[None]:
             hidden[name].data = data
 
 
-def _check_beside(model: nn.Module, shards: Mapping[str, Shard], given: Mapping[str, Any]) -> None:
+def _check_beside(model: nn.Module, shards: Mapping[str, Shard], given: Mapping[str, torch.Tensor]) -> None:
     for name, tensor in given.items():
         own = name.partition(".")[2]
         stem = own.removesuffix(".lora_A.weight")

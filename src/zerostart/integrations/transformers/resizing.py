@@ -38,13 +38,14 @@ def resize_token_embeddings(
     return resize(model, arguments)
 
 
-def _resize_partitions(model: Any, arguments: tuple[Any, ...]) -> Any:
+def _resize_partitions(model: Any, arguments: tuple[object, ...]) -> object:
     """By transformers, which gathers the rows that it copies if it is told of partitions.
 
     What it leaves is whole on every rank until the engine starts.
     """
     with current_world().phase("resizing the embeddings"), knowing_partitions():
         type(model).resize_token_embeddings(model, *arguments)
+    # New rows are drawn at random by each rank: rank 0's hold.
     for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
         for parameter in () if layer is None else layer.parameters():
             if dist.is_initialized():
@@ -52,7 +53,7 @@ def _resize_partitions(model: Any, arguments: tuple[Any, ...]) -> Any:
     return model.get_input_embeddings()
 
 
-def _resize_units(model: Any, arguments: tuple[Any, ...]) -> Any:
+def _resize_units(model: Any, arguments: tuple[object, ...]) -> object:
     """Of FSDP2's units, by transformers, which copies rows from the old weight to the new one.
 
     So the embeddings, and the head, are whole on every rank while it does; then they are shards again.

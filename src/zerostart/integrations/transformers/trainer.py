@@ -9,12 +9,13 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from zerostart.checkpoint.formats.saved_state import state_in
 from zerostart.checkpoint.strict_json import read_json
@@ -23,9 +24,10 @@ from zerostart.errors import CheckpointError, ReadError
 from zerostart.integrations.saving import already_saved, in_shards, save_weights
 from zerostart.live.model import loaded_models, record_of
 from zerostart.state.resuming.load_state import load_state
+from zerostart.upstream.accelerate.types import Accelerator, Trainer
 from zerostart.upstream.deepspeed.parallel.ulysses import sequence_group
 
-Original = Callable[[], Any]
+Original = Callable[[], object]
 #: The Trainer's file of its schedule.
 _SCHEDULE = "scheduler.pt"
 #: The directories of its checkpoints, and the file that it writes last there.
@@ -33,12 +35,14 @@ _CHECKPOINT, _STATE = re.compile(r"checkpoint-(\d+)"), "trainer_state.json"
 logger = logging.getLogger("zerostart")
 
 
-def save_model(original: Original, **call: Any) -> Any:
+def save_model(
+    original: Original, *, self: Trainer, output_dir: str | None, _internal_call: bool, **_: object
+) -> object:
     """``Trainer.save_model``, which every rank calls."""
-    trainer = call["self"]
-    directory = call["output_dir"] if call["output_dir"] is not None else trainer.args.output_dir
+    trainer = self
+    directory = output_dir if output_dir is not None else trainer.args.output_dir
     model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
-    if not _served(trainer, model):
+    if not _saves_shards(trainer, model):
         return original()
     save_weights(model, directory)
     # What belongs beside the weights is written as ever: by the Trainer, or by a class of one's own.
@@ -48,38 +52,39 @@ def save_model(original: Original, **call: Any) -> Any:
         already_saved(trainer.model, directory),
     ):
         trainer._save(directory, state_dict={})
-    if trainer.args.push_to_hub and not call["_internal_call"]:
+    if trainer.args.push_to_hub and not _internal_call:
         trainer.push_to_hub(commit_message="Model save", revision=trainer.args.hub_revision)
     return None
 
 
-def _served(trainer: Any, model: Any) -> bool:
+def _saves_shards(trainer: Trainer, model: nn.Module) -> bool:
     sharding = trainer.is_deepspeed_enabled or _is_fsdp2(trainer)
     if not sharding or trainer.args.save_on_each_node or not hasattr(model, "save_pretrained"):
         return False
     return next(loaded_models(model), None) is not None or in_shards(model)
 
 
-def _is_fsdp2(trainer: Any) -> bool:
+def _is_fsdp2(trainer: Trainer) -> bool:
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     return plugin is not None and plugin.fsdp_version == 2
 
 
-def load_deepspeed(original: Original, **call: Any) -> Any:
+def load_deepspeed(original: Original, *, deepspeed_engine: Any, checkpoint_path: str, **_: object) -> object:
     """``deepspeed_load_checkpoint``, which knows DeepSpeed's checkpoints by their names."""
-    if state_in(call["checkpoint_path"]) is None:
+    if state_in(checkpoint_path) is None:
         return original()
-    call["deepspeed_engine"].load_checkpoint(call["checkpoint_path"])
+    deepspeed_engine.load_checkpoint(checkpoint_path)
     return None
 
 
-def last_checkpoint(original: Original, **call: Any) -> Any:
+def last_checkpoint(original: Original, *, folder: str, **_: object) -> str | None:
     """``get_last_checkpoint``, as the Trainer calls it: of those that are complete; None without any.
 
     The Trainer writes its own state into a checkpoint when all else is there.
     """
-    folder = Path(call["folder"])
-    numbered = {int(m[1]): path for path in folder.iterdir() if (m := _CHECKPOINT.fullmatch(path.name))}
+    entries = Path(folder).iterdir()
+    numbered = {int(m[1]): path for path in entries if (m := _CHECKPOINT.fullmatch(path.name))}
+    # From the newest back: trainer_state.json is written last, so that one without it was cut short.
     for number in sorted(numbered, reverse=True):
         try:
             read_json(numbered[number] / _STATE, "Trainer's state")
@@ -90,24 +95,26 @@ def last_checkpoint(original: Original, **call: Any) -> Any:
     return None
 
 
-def load_from_checkpoint(original: Original, **call: Any) -> Any:
+def load_from_checkpoint(
+    original: Original, *, self: Trainer, resume_from_checkpoint: str, model: nn.Module | None, **_: object
+) -> object:
     """``Trainer._load_from_checkpoint``: on FSDP2 the model, with its optimizer."""
-    trainer, checkpoint = call["self"], call["resume_from_checkpoint"]
-    path = state_in(checkpoint) if _is_fsdp2(trainer) else None
+    path = state_in(resume_from_checkpoint) if _is_fsdp2(self) else None
     if path is None:
         return original()
-    load_state(path, call["model"] if call["model"] is not None else trainer.model, trainer.optimizer)
+    load_state(path, model if model is not None else self.model, self.optimizer)
     return None
 
 
-def load_optimizer_and_scheduler(original: Original, **call: Any) -> Any:
+def load_optimizer_and_scheduler(
+    original: Original, *, self: Trainer, checkpoint: str | None, **_: object
+) -> object:
     """``Trainer._load_optimizer_and_scheduler``: after the above the schedule is left."""
-    trainer, checkpoint = call["self"], call["checkpoint"]
-    if checkpoint is None or not _is_fsdp2(trainer) or state_in(checkpoint) is None:
+    if checkpoint is None or not _is_fsdp2(self) or state_in(checkpoint) is None:
         return original()
     schedule = Path(os.fspath(checkpoint)) / _SCHEDULE
     if schedule.is_file():
-        trainer.lr_scheduler.load_state_dict(torch.load(schedule, weights_only=True))
+        self.lr_scheduler.load_state_dict(torch.load(schedule, weights_only=True))
     return None
 
 
@@ -120,15 +127,22 @@ _counts: list[int] = []
 _LOOKED = 16
 
 
-def shared_loss(original: Callable[[], Any], **call: Any) -> Any:
+def shared_loss(
+    original: Original,
+    *,
+    model: nn.Module,
+    accelerator: Accelerator,
+    inputs: Mapping[str, object],
+    **_: object,
+) -> object:
     """``deepspeed_sp_compute_loss``, after a warning on rank 0, once each, of what it does otherwise."""
-    part = next(loaded_models(call["model"]), None)
+    part = next(loaded_models(model), None)
     if part is not None:
-        _tell(part, call["accelerator"], call["inputs"])
+        _tell(part, accelerator, inputs)
     return original()
 
 
-def _tell(part: torch.nn.Module, accelerator: Any, inputs: Any) -> None:
+def _tell(part: nn.Module, accelerator: Accelerator, inputs: Mapping[str, object]) -> None:
     engine = record_of(part).engine
     size = engine.mesh.sequence_parallel
     if size > 1 and engine.replicates_parameters:

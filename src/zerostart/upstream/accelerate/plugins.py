@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from zerostart.upstream.accelerate.types import FSDPPlugin, Parallelism
 from zerostart.upstream.registry import Use, demand
 from zerostart.upstream.versions import ACCELERATE
 
@@ -71,7 +72,7 @@ def join_ranks(host_backend: str | None) -> None:
 class FSDP2Plugin:
     """An active FSDP2 configuration: accelerate's plugin, and its mixed precision (``"no"`` for none)."""
 
-    plugin: Any
+    plugin: FSDPPlugin
     mixed_precision: str
 
     @property
@@ -107,6 +108,8 @@ def fsdp2_plugin() -> FSDP2Plugin | None:
     from accelerate.state import AcceleratorState
     from accelerate.utils import FullyShardedDataParallelPlugin
 
+    # An Accelerator that is there counts; then TrainingArguments, whose Trainer makes one after the model;
+    # then what the launcher has put into the environment, of which one would be made.
     state = AcceleratorState._shared_state
     if state.get("fsdp_plugin") is not None:
         found = FSDP2Plugin(state["fsdp_plugin"], state.get("_mixed_precision") or "no")
@@ -136,7 +139,7 @@ def remember(arguments: Any) -> None:
 _parallel_arguments: weakref.ref[Any] | None = None
 
 
-def parallelism() -> Any:
+def parallelism() -> Parallelism | None:
     """The active ``ParallelismConfig``: an ``Accelerator``'s, ``TrainingArguments``' or the launcher's.
 
     None if there is none. Raises what accelerate raises for one that contradicts itself.
@@ -144,7 +147,7 @@ def parallelism() -> Any:
     from accelerate import ParallelismConfig
     from accelerate.state import AcceleratorState
 
-    found: Any = AcceleratorState._shared_state.get("parallelism_config")
+    found: Parallelism | None = AcceleratorState._shared_state.get("parallelism_config")
     arguments = _parallel_arguments() if _parallel_arguments is not None else None
     if found is None and arguments is not None:
         found = arguments.parallelism_config

@@ -19,8 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from zerostart.upstream.accelerate.plugins import SHARDED, is_set, remember, remember_parallelism, require
-from zerostart.upstream.patches import RefCountedPatches, replaced
-from zerostart.upstream.refusals import fits
+from zerostart.upstream.patches import RefCountedPatches, fits, replaced
 from zerostart.upstream.registry import Lasts, Otherwise, PatchPoint, misfit
 from zerostart.upstream.shapes import Shape, found
 from zerostart.upstream.versions import ACCELERATE, TRANSFORMERS
@@ -61,14 +60,6 @@ _PREPARE = PatchPoint(
         ),
         Shape(f"{_ACCELERATOR}.prepare", has=("self._prepare_tp(*args)",)),
     ),
-)
-_STATE_DICT = PatchPoint(
-    library=ACCELERATE,
-    owner=_ACCELERATOR,
-    names=("get_state_dict",),
-    why="experts that several ranks share are put together before they are saved",
-    lasts=Lasts.MODEL,
-    shapes=(Shape(f"{_ACCELERATOR}.get_state_dict", leads=("model", "unwrap")),),
 )
 _BACKEND = PatchPoint(
     library=ACCELERATE,
@@ -115,7 +106,6 @@ _ARGUMENTS = PatchPoint(
 TOUCHED = (
     _PREPARE_FSDP2,
     _PREPARE,
-    _STATE_DICT,
     _BACKEND,
     _STATE,
     _ARGUMENTS,
@@ -129,28 +119,21 @@ class AcceleratorPatches(RefCountedPatches):
     """Replaces the functions above while it is open.
 
     ``sharded(model)`` is asked for a model to prepare for FSDP2: True where it is ready as it
-    is. ``partitioned(accelerator, model)`` sees each module that is prepared for DeepSpeed. ``whole(model)``
-    gives the state dict of a model that accelerate would save in part (None on other ranks than 0), and
-    NotImplemented for others. All may raise.
+    is. ``partitioned(accelerator, model)`` sees each module that is prepared for DeepSpeed. Both may raise.
     """
 
     def __init__(
-        self,
-        sharded: Callable[[Any], bool],
-        partitioned: Callable[[Any, Any], None],
-        whole: Callable[[Any], Any] | None = None,
+        self, sharded: Callable[[nn.Module], bool], partitioned: Callable[[Any, nn.Module], None]
     ) -> None:
         super().__init__(self._enter)
         self._sharded = sharded
         self._partitioned = partitioned
-        self._whole = whole
 
     def _enter(self, stack: ExitStack) -> None:
         require()
         replacements = {
             _PREPARE_FSDP2: (self._fsdp2_prepare_model,),
             _PREPARE: (_prepares_fsdp2, self._prepare_tp, self._prepare_deepspeed),
-            _STATE_DICT: (self._get_state_dict,),
             _BACKEND: (_has_a_backend_everywhere,),
             _STATE: (_knows_fsdp2_everywhere,),
             _ARGUMENTS: (_remembers_fsdp,),
@@ -190,19 +173,11 @@ class AcceleratorPatches(RefCountedPatches):
 
         return prepare_deepspeed
 
-    def _get_state_dict(self, original: Any) -> Any:
-        def get_state_dict(accelerator: Any, model: Any, unwrap: bool = True) -> Any:
-            found = NotImplemented
-            if self._whole is not None:
-                found = self._whole(accelerator.unwrap_model(model))
-            return original(accelerator, model, unwrap) if found is NotImplemented else found
-
-        return get_state_dict
-
 
 def _keeps_parameters(original: Any) -> Any:
     def prepare_fsdp2(accelerator: Any, *args: Any) -> Any:
-        # Whole ones are replaced, and are not to be held meanwhile.
+        # accelerate maps parameters by their addresses, and an empty shard has none: those that stay are put
+        # back by identity. Whole ones are replaced, and are not to be held meanwhile.
         before = [
             [
                 [parameter if isinstance(parameter, DTensor) else None for parameter in group["params"]]

@@ -20,8 +20,7 @@ from torch import nn
 
 from zerostart.errors import ConfigError, EngineError
 from zerostart.upstream.deepspeed.zero12.marks import expert_of
-from zerostart.upstream.patches import RefCountedPatches, note, replaced
-from zerostart.upstream.refusals import fits
+from zerostart.upstream.patches import RefCountedPatches, fits, note, replaced
 from zerostart.upstream.registry import Lasts, PatchPoint, Use, misfit
 from zerostart.upstream.shapes import Shape
 from zerostart.upstream.versions import DEEPSPEED, TORCH

@@ -6,7 +6,7 @@ import importlib
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -34,6 +34,23 @@ TOUCHED = (
 
 #: Packages whose classes components may be of. Other names are folders of diffusers' own pipelines.
 _PACKAGES = ("diffusers", "transformers")
+
+
+class Pipeline(Protocol):
+    """``DiffusionPipeline``, as far as it is used."""
+
+    @property
+    def components(self) -> Mapping[str, object]:
+        """Models, schedulers and tokenizers by name; None for what it does without."""
+        ...
+
+    def register_modules(self, **components: object) -> None:
+        """Put components into the pipeline."""
+        ...
+
+    def register_to_config(self, **values: object) -> None:
+        """Put values into its index."""
+        ...
 
 
 def pipeline_class(name: object, root: Path) -> Any:
@@ -67,7 +84,7 @@ def component_class(library: str, kind: str, where: str) -> type[nn.Module]:
     return found
 
 
-def name_classes(pipe: Any) -> None:
+def name_classes(pipe: Pipeline) -> None:
     """Have the index of a pipeline name the classes that FSDP2 has put its own in front of."""
     demand(TOUCHED)
     from diffusers.pipelines.pipeline_loading_utils import _fetch_class_library_tuple

@@ -13,8 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from zerostart.upstream.on_import import enter_when_imported
-from zerostart.upstream.patches import RefCountedPatches, replaced, replaced_wherever_imported
-from zerostart.upstream.refusals import fits
+from zerostart.upstream.patches import RefCountedPatches, fits, replaced, replaced_wherever_imported
 from zerostart.upstream.registry import Lasts, PatchPoint
 from zerostart.upstream.shapes import Shape
 from zerostart.upstream.versions import PEFT
@@ -103,6 +102,16 @@ _REMEDY = "zerostart cannot take over adapters of models in shards"
 _CUTTING = {"tensor", "tp"}
 #: Kinds of ``init_lora_weights`` that look at no weight; the others that are named do.
 _OWN_BEGIN = ("gaussian", "eva", "orthogonal")
+
+
+class AdapterLayer(nn.Module):
+    """``BaseTunerLayer``, for who reads the types."""
+
+    merged: bool
+
+    def unmerge(self) -> None:
+        """Take what is merged out of the weight."""
+
 
 #: ``around(original, model, of_values)`` for a call that puts an adapter into ``model``, which may be one
 #: that begins with values of its weights.

@@ -360,6 +360,7 @@ def _is_part_of_another() -> bool:
     probe.register_parameter("probe", nn.Parameter(data))  # which ``init_empty_weights`` replaces
     if probe.get_parameter("probe").device.type == "meta":
         return True
+    # On the CPU nothing but the stack tells that a model is part of another: its constructor is running.
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         if frame.f_code.co_name == "__init__" and isinstance(frame.f_locals.get("self"), PreTrainedModel):
