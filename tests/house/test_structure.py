@@ -15,7 +15,7 @@ ROOT = Path(zerostart.__file__).parent
 #: The doors, the tree of errors, and ``python -m zerostart``: the only modules outside a room.
 DOORS = {"zerostart", "zerostart.activation", "zerostart.pipelines"}
 OUTSIDE = DOORS | {"zerostart.errors", "zerostart.__main__"}
-MOST_ROOMS, MOST_ARROWS = 15, 85
+MOST_ROOMS, MOST_ARROWS = 15, 80
 
 
 def name_of(path: Path) -> str:

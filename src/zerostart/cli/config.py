@@ -41,8 +41,7 @@ def command(
 
     Nothing is overwritten. What is left to do is to name the model and the data.
     """
-    from zerostart.engines import check_choice
-    from zerostart.geometry.layout import Mesh
+    from zerostart.engines import Mesh, check_choice
     from zerostart.training.config.templates import described, template_of
 
     chosen = check_choice(engine, zero_stage).for_stage(zero_stage, None, Mesh(1), None)

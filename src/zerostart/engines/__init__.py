@@ -28,6 +28,7 @@ from zerostart.engines.shard import (
     whole_shard,
 )
 from zerostart.engines.state import Gradient, Master, OptimizerState, TrainingState
+from zerostart.geometry.layout import Mesh
 from zerostart.upstream.torch.stepped import Member, Stepped
 
 __all__ = [
@@ -40,6 +41,7 @@ __all__ = [
     "Master",
     "MasterReader",
     "Member",
+    "Mesh",
     "OptimizerState",
     "Placements",
     "Residence",

@@ -13,9 +13,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
-from zerostart.engines import Engine, check_choice, family_of, titled
+from zerostart.engines import Engine, Mesh, check_choice, family_of, titled
 from zerostart.errors import ConfigError
-from zerostart.geometry.layout import Mesh
 from zerostart.live.model import record_of
 from zerostart.models import library_of
 from zerostart.upstream.accelerate.plugins import FSDP2Plugin, fsdp2_plugin, parallelism

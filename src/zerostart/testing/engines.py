@@ -16,8 +16,8 @@ from torch import nn
 
 import zerostart
 from zerostart import engines
+from zerostart.engines import Mesh
 from zerostart.errors import ConfigError, CoverageError
-from zerostart.geometry.layout import Mesh
 from zerostart.live.model import record_of
 from zerostart.testing.net import Net, imported, reference, save
 from zerostart.testing.ranks import on_ranks

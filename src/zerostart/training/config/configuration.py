@@ -132,8 +132,7 @@ class EngineConfig(Section):
 
     def chosen(self) -> Engine:
         """The engine at its stage, not configured yet; raises :class:`ConfigError` for an unknown one."""
-        from zerostart.engines import check_choice
-        from zerostart.geometry.layout import Mesh
+        from zerostart.engines import Mesh, check_choice
 
         return check_choice(self.name, self.zero_stage).for_stage(self.zero_stage, None, Mesh(1), None)
 

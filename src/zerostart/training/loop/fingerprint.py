@@ -21,9 +21,8 @@ from torch import nn
 
 from zerostart.checkpoint.catalog import Catalog
 from zerostart.distributed.world import World
-from zerostart.engines import plain_name
+from zerostart.engines import Mesh, plain_name
 from zerostart.errors import ConfigError
-from zerostart.geometry.layout import Mesh
 from zerostart.live.model import record_of
 from zerostart.training.config.configuration import TrainConfig
 from zerostart.training.config.engine_config import engine_config, user_config

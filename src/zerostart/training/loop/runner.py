@@ -18,8 +18,8 @@ import torch
 
 import zerostart
 from zerostart.distributed.world import World, current_world
+from zerostart.engines import Mesh
 from zerostart.errors import DivergedError, PeerError
-from zerostart.geometry.layout import Mesh
 from zerostart.training.adapt.export import check_export, export_model, export_step
 from zerostart.training.adapt.trained import choose_trained, round_to
 from zerostart.training.config.configuration import TrainConfig
