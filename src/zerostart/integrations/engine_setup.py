@@ -119,6 +119,7 @@ class EngineSetup:
 
     def at(self, stage: int) -> EngineSetup:
         """The same at another stage."""
+        # Whether models are built in another dtype depends on the stage, which dtype it is does not.
         builds = check_choice(self.engine, stage).for_stage(stage, self.config, Mesh(1), None).building_dtype
         return replace(self, zero_stage=stage, building_dtype=self.dtype if builds is not None else None)
 
