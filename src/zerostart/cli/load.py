@@ -176,16 +176,20 @@ def _differences(model: Any, source: str, dtype: Any) -> list[str]:
         )
     reference: dict[str, torch.Tensor] = {}
     buffers: dict[str, torch.Tensor] = {}
+    # One whole copy to compare with, on one rank: all ranks on this machine would need as many.
     if dist.get_rank() == 0:
         plain = loading(root, dtype)
         reference, buffers = plain.state_dict(), dict(plain.named_buffers())
     wrong = []
     seen = set()
+    # Every rank walks along, as each tensor is gathered by all; ``reference`` is empty on the others, whose
+    # result nobody looks at.
     for name, tensor in zerostart.full_tensors(model):
         if tensor is not None:
             seen.add(name)
             if name not in reference or not _same(tensor, reference[name]):
                 wrong.append(name)
+    # Buffers that are in no state dict are compared as well: they were computed while the model was built.
     own = {name: buffer.cpu() for name, buffer in model.named_buffers()}
     wrong += [name for name, buffer in buffers.items() if name not in own or not _same(own[name], buffer)]
     return sorted({*wrong, *(reference.keys() - seen)})

@@ -73,6 +73,7 @@ def _client_states(own: Any, engine: Any, world: World) -> dict[str, Any]:
     alike = len(set(world.all_gather_object(own_sum, "comparing the client's states"))) == 1
     if alike:
         return {_CLIENT: state}
+    # DeepSpeed saves a file of every rank at stage 3 alone; at others rank 0 writes what it has.
     if not engine.zero_optimization_partition_weights():
         return {_CLIENT: world.broadcast_object(lambda: state, "taking the first rank's client state")}
     first, *others = world.all_gather_object(state, "collecting the client's states")
@@ -135,6 +136,7 @@ def _movable(engine: Any) -> bool:
     if not engine.zero_optimization() or engine.has_moe_layers or engine.mpu is not None:
         return False
     try:
+        # Asked and not kept: only whether its state can be read at all.
         training_state(engine, None)
     except ZerostartError:
         return False
@@ -157,6 +159,8 @@ def save_fsdp_model(
         return original()
     path = _fsdp_path(output_dir, model_index)
     if _has_optimizer(accelerator, model_index):
+        # accelerate calls for the model first and for its optimizer right after: one directory has both, and
+        # is written by the second call, which is not told of adapters.
         _adapters_alone[path] = adapter_only
     else:
         save_state(path, model, None, None, wait=True, frozen=not adapter_only, saved=path.parent)
@@ -233,6 +237,7 @@ def _is_saved_here(plugin: FSDPPlugin, model: nn.Module) -> bool:
 
 def _has_optimizer(accelerator: Accelerator, model_index: int) -> bool:
     """Whether accelerate goes on with an optimizer of this model right after it."""
+    # accelerate pairs models and optimizers by their numbers.
     return len(accelerator._optimizers) > model_index
 
 
@@ -242,6 +247,7 @@ def _fsdp_path(directory: str, number: int) -> Path:
 
 def load_accelerator_state(original: Callable[[], dict[str, Any]], **_: object) -> dict[str, Any]:
     """accelerate's function: ranks that are new get the number of the step from the first one."""
+    # Its file is one of each rank; a rank that was not there when it was saved finds none, and no step.
     found = original()
     world = current_world()
     step = world.broadcast_object(lambda: found.get("step"), "agreeing on the step")

@@ -42,6 +42,8 @@ def sharded(model: nn.Module) -> bool:
         return False
     _refuse_beside_tensors(model, parts)
     policies, fp32 = wanted[0], plugin.mixed_precision != "no"
+    # The whole model is a load. Else loads are parts of a model of the script, whose other parameters are
+    # sharded around them, after what lies within.
     if find_record(loaded_model(model)) is not None:
         shard_added(model, policies, fp32)
         return True

@@ -36,6 +36,7 @@ class _TransformersCall(InterceptedLoad):
         on_loaded: Callable[[nn.Module, str], None],
     ) -> None:
         super().__init__(settings, setup, arguments, on_loaded)
+        # Taken out of the arguments: transformers would cut the model a second time.
         self._parallel = take_parallel_arguments(self.arguments, current_world().size)
         self._settings = self._parallel.over(settings)
         if _names_the_host(self.arguments.get("device_map")):

@@ -61,6 +61,7 @@ def take_parallel_arguments(arguments: dict[str, Any], world_size: int) -> Paral
     for name in ARGUMENTS:
         arguments.pop(name, None)
     mesh = given.get("device_mesh")
+    # Tensor parallel in transformers' older words, without a configuration.
     if alone:
         size = given.get("tp_size") or _size_of(mesh, ("tp",)) or world_size
         config = {"tp_plan": given.get("tp_plan"), "tp_size": size}
@@ -117,6 +118,8 @@ def _size_of(mesh: Any, names: tuple[str, ...]) -> int | None:
             f"device_mesh has the dimensions {', '.join(called) or mesh.ndim}, and none of them is called "
             f"{' or '.join(names)}; name one so, or leave device_mesh out"
         )
+    # One row for each group of ranks along that dimension. A load puts neighbours together, so each row has
+    # to be of such.
     rows = mesh.mesh.movedim(found, -1).flatten(0, -2) if mesh.ndim > 1 else mesh.mesh.unsqueeze(0)
     size: int = rows.shape[-1]
     for row in rows.tolist():

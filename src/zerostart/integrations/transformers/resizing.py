@@ -62,6 +62,7 @@ def _resize_units(model: Any, arguments: tuple[object, ...]) -> object:
     original, embeddings = type(model).resize_token_embeddings, model.get_input_embeddings()
     head = model.get_output_embeddings()
     layers = [layer for layer in (embeddings, head) if layer is not None]
+    # transformers writes the new size into all of these; where it fails they get their old one back.
     told = [model, model.config.get_text_config(), *layers]
     sizes = [(one, name, getattr(one, name)) for one in told for name in _SIZES if hasattr(one, name)]
     with record_of(model).engine.whole_for_a_while(model, layers):

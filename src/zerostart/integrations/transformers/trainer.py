@@ -155,6 +155,7 @@ def _tell(part: nn.Module, accelerator: Accelerator, inputs: Mapping[str, object
     labels = inputs.get("shift_labels")
     if size > 1 and batches > 1 and isinstance(labels, torch.Tensor) and _looks():
         count = (labels != _IGNORED).sum()
+        # Of the ranks that share a sequence: each has counted its own chunk.
         dist.all_reduce(count, group=sequence_group())
         _counts.append(int(count))
         if len(set(_counts)) > 1:
@@ -166,6 +167,7 @@ def _tell(part: nn.Module, accelerator: Accelerator, inputs: Mapping[str, object
 
 
 def _looks() -> bool:
+    # The counts are sums, alike on the ranks of the group, so all of them stop looking at the same batch.
     return len(_counts) < _LOOKED and len(set(_counts)) < 2
 
 

@@ -61,6 +61,7 @@ class Ema:
         name = training.name_of(member.parameter)
         shard = training.shards[name]
         storage = share_of(member, shard, stepped.tensor).storage
+        # In bf16 a small difference times 1 - decay would be rounded away.
         kind = torch.promote_types(storage.dtype, torch.float32)
         device = storage.device if self.config.place == "device" else torch.device("cpu")
         average = storage.detach().to(device, kind, copy=True)
@@ -106,8 +107,11 @@ class Ema:
             yield
         finally:
             with torch.no_grad():
+                # By every rank for itself, and so also after an error.
                 for storage, copy in copies:
                     storage.copy_(copy)
+        # Where masters are stepped the model's own values are theirs, rounded: they are rounded again, and
+        # need no copy.
         masters = {
             one.name: (one.source, one.source.storage.detach())
             for one in self._followed
@@ -142,6 +146,7 @@ def _joined(whole: Shard, value: tuple[Shard, torch.Tensor] | None, world: World
         share, elements = value
         for start, count, place in share.layout.runs():
             joined[start : start + count] = elements[place : place + count]
+    # Runs of ranks do not overlap and the rest is zero: the sum is the whole, to the bit.
     if torch.distributed.is_initialized():
         torch.distributed.all_reduce(joined)
     return joined

@@ -57,6 +57,8 @@ def add_lora(model: nn.Module, config: LoraConfig, seed: int) -> tuple[str, ...]
         exclude_modules=_meant_besides(model, targets) or None,
         init_lora_weights=True if config.init == "default" else config.init,
     )
+    # The run's own random states stay as they were, so that a run with adapters draws its data as one without
+    # does.
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(seed)
         inject_adapter_in_model(given, model, adapter_name=ADAPTER)
@@ -126,6 +128,8 @@ def _as_scripts(
     entries = [entry.strip() for entry in targets.split(",") if entry.strip()]
     names = names_for(model)
     if names is not None:
+        # All entries by one way of naming or all by the other: half of a list by each would adapt what nobody
+        # asked for.
         theirs = {name: names.of(name) for name in modules}
         if not strict or all(any(_is(shown, entry) for shown in theirs.values()) for entry in entries):
             return _all_matching(theirs, entries, strict)

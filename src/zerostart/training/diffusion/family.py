@@ -179,6 +179,8 @@ class Packed(Family):
             return_dict=False,
             **self.model_inputs(pictures, conditions),
         )[0]
+        # The transformer gives tokens back for all pictures; the latents' are the first, and the others are
+        # given, not predicted.
         return _unpacked(predicted[:, : self.tokens(latents.shape)], *latents.shape[-2:])
 
     @abstractmethod

@@ -125,6 +125,7 @@ class Checkpoints:
             "finite": True,  # or it would not be saved
             "ema": None if self._session.ema is None else self._session.ema.updates,
         }
+        # Eight digits, so that names sort as steps do.
         path = self._folder / f"step-{history.steps:08d}"
         wait = not self._config.background
         self._last = save_state(
@@ -149,6 +150,7 @@ class Checkpoints:
         Raises :class:`ConfigError` for the checkpoint of another run, saying in what it is another.
         """
         extra = current_world().broadcast_object(lambda: _extra(path), "reading the checkpoint's document")
+        # Checkpoints of the first versions noted the data alone.
         before = extra["course"] if "course" in extra else {DATA: extra["data"]}
         self._check_course(path, before)
         epoch, had = extra["epoch"], extra["sequences"]
@@ -166,7 +168,10 @@ class Checkpoints:
         batches = self._session.batches_after(epoch, had)
         load_state(path, self._session.model, self._optimizer, self._averages)
         if self._session.ema is not None:
+            # The averages themselves are filled by the load; how often they were updated decides the decay of
+            # the next one.
             self._session.ema.updates = extra["ema"]
+        # A schedule's state has its base rates in it, which would bring the old rate back.
         if "lr" in self._accept:
             reschedule(self._session.scheduler, extra["schedule"], self._course["train.learning_rate"])
         else:
