@@ -49,6 +49,7 @@ def _found(check: bool) -> dict[str, Any]:
     from zerostart.upstream.registry import touched
     from zerostart.upstream.versions import LIBRARIES
 
+    # By metadata: an import of all libraries takes seconds, and may fail.
     installed = {library.name: library.installed() for library in LIBRARIES}
     patches = []
     for file, points in touched().items():

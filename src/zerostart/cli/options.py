@@ -57,6 +57,7 @@ def takes(*kinds: type) -> Callable[[Command], Command]:
 
     def extend(command: Command) -> Command:
         own = list(inspect.signature(command, eval_str=True).parameters.values())
+        # The last parameter is ``**given``, which typer knows nothing of.
         required = [p for p in own[:-1] if p.default is p.empty]
         optional = [p for p in own[:-1] if p.default is not p.empty]
         shared = [_parameter(*described) for described in options(*kinds)]

@@ -38,6 +38,7 @@ def check_size(document: Mapping[str, Any], entries: Sequence[Entry]) -> None:
     ``entries`` are the tensors whose digests come to it.
     """
     text, names = json.dumps(document, indent=1), [json.dumps(name) for name, _, _ in entries]
+    # The limits are those of reading: bytes, objects and members of a JSON document that may be a stranger's.
     size = len(text) + _PER_FILE + sum(len(name) + _PER_TENSOR for name in names)
     objects, members = (sum(part.count(mark) for part in (text, *names)) for mark in "{,")
     if size > MAX_DOCUMENT_BYTES or is_too_much(objects + _PER_FILE, members + len(names) + _PER_FILE):

@@ -84,12 +84,15 @@ def collected(
     checkpoint.
     """
     training = LiveTraining(model, optimizer, world)
+    # From here on steps are noticed, so that the next save knows whether gradients were used.
     watched = training.state.watch()
     check_restorable(training)
     _tell_of_gradients(training, watched, world)
     left_out = [] if frozen else [n for n, p in training.parameters.items() if not p.requires_grad]
     kept = training.shards.keys() - left_out
     shards = [replace(shard, name=name) for name, shard in training.shards.items() if name in kept]
+    # Buffers may differ between ranks (statistics of their batches): the first rank's are saved, as the
+    # model's own save has it.
     shards += [first_rank_shard(name, buffer, world) for name, buffer in training.buffers.items()]
     masters = [k for k in training.masters() if _is_copy(k, training)]
     shares = [replace(k.shard, name=f"master/{k.name}") for k in masters]
@@ -190,6 +193,8 @@ def _engine(state: TrainingState, tensors: dict[str, torch.Tensor]) -> dict[str,
 def random_rows() -> dict[str, torch.Tensor]:
     """This rank's state of each generator, as a 1-D CPU tensor whose length is the same on every rank."""
     version, words, gauss = random.getstate()
+    # As integers alone, so that the states of all ranks are the rows of one tensor: the cached normal number
+    # goes as its bits, with a 1 before it where there is one.
     found = {"python": [version, *words, *_optional(gauss)]}
     _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     found["numpy"] = [*map(int, keys), int(position), int(has_gauss), _bits(float(cached))]

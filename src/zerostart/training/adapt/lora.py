@@ -69,6 +69,7 @@ def highest_rank(model: nn.Module, adapted: Sequence[str]) -> int:
     """The highest rank that a weight of the ``adapted`` modules of ``model`` can have: more adds nothing."""
     found = 0
     for name in adapted:
+        # A module that has its adapter already is a layer of PEFT around the original.
         weight: Any = getattr(model.get_submodule(name), "base_layer", model.get_submodule(name)).weight
         rows, *columns = full_shape(weight)
         found = max(found, min(rows, prod(columns)))

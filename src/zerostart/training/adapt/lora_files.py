@@ -194,6 +194,7 @@ def _by_module(
     known = {name: name for name in adapted}
     if names is not None and not names.fused:
         known |= {names.of(name): name for name in adapted}
+    # Last, over what is known by then: kohya writes the names of either with underscores.
     known |= {before + name.replace(".", "_"): known[name] for name in [*known] for before in _KOHYA}
     factors: dict[str, _Factors] = {}
     unexpected = []

@@ -47,6 +47,7 @@ def parsed_json(text: str, where: str) -> Any:
 
     try:
         value = json.loads(text, object_pairs_hook=unique)
+        # Only an escape can bring one in: the text itself was decoded as UTF-8.
         if "\\ud" in text or "\\uD" in text:
             json.dumps(value, ensure_ascii=False).encode()
         return value
@@ -71,6 +72,7 @@ class _Unique(yaml.SafeLoader):
     def compose_mapping_node(self, anchor: Any) -> Any:
         """As composed, before keys are merged into it, of which its own may replace some."""
         node = super().compose_mapping_node(anchor)
+        # By tag and text: ``1`` and ``"1"`` are two keys.
         first: dict[tuple[str, str], yaml.Mark] = {}
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode):

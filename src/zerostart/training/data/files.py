@@ -351,6 +351,7 @@ class _Stream(Clip):
         if not container.streams.video:
             raise ConfigError(f"{self._file.name} has no video stream; replace it")
         stream = container.streams.video[0]
+        # PyAV decodes with one thread unless it is told otherwise.
         stream.thread_type = "AUTO"
         return stream
 
@@ -359,6 +360,7 @@ class _Stream(Clip):
         with readable(self._file, "a video"), self._opened() as container:
             found = 0
             for packet in container.demux(self._stream(container)):
+                # An empty packet ends the stream, and one that is to be discarded is never shown.
                 found += bool(packet.size) and not packet.is_discard
                 if found == most:
                     break
@@ -367,6 +369,8 @@ class _Stream(Clip):
     def pictures(self, indices: Sequence[int]) -> Iterator[Image]:
         with readable(self._file, "a video"), self._opened() as container:
             frames = enumerate(container.decode(self._stream(container)))
+            # Frames are decoded in order and never sought: many files have wrong times or keyframes, and a
+            # search would give another frame.
             number, frame = next(frames)
             for index in indices:
                 while number < index:

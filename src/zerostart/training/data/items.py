@@ -169,6 +169,7 @@ class MediaItems(Dataset[dict[str, Any]]):
         """``function`` of each row; the rows that fail are one error, which names some."""
         found: list[T] = []
         failures: list[str] = []
+        # Files may lie on a network: most of the time is waiting.
         with ThreadPoolExecutor(_THREADS) as threads:
             for start in range(0, len(self), _CHUNK):
                 rows = range(start, min(start + _CHUNK, len(self)))

@@ -183,6 +183,8 @@ class Vace(TextToVideo):
             _frames(example[n]) if n in example else None for n in ("control_video", "control_mask")
         )
         references = [as_picture(picture) for picture in example.get("reference_image", ())]
+        # The pipeline's own functions do all this, so that examples are encoded as it will be called; each is
+        # handed what a call of the pipeline would hand it.
         clip, shown, pictures = self.pipe.preprocess_conditions(
             control, mask, references or None, 1, height, width, frames, torch.float32, self.device
         )

@@ -100,6 +100,8 @@ class Drawing:
         kind = component_class(self._vae.library, self._vae.kind, path)
         vae = zerostart.load(path, model=kind, engine="fsdp2", zero_stage=0, dtype=dtype, progress=False)
         vae.eval().requires_grad_(False)
+        # All else of the pipeline, its text encoders first of all, is left out: texts were encoded before the
+        # training.
         left_out: dict[str, Any] = {
             name: None
             for name, value in self._index.items()
