@@ -62,7 +62,7 @@ def current(place: Path, name: str) -> dict[str, Any] | None:
     return _pending(place, name) or _read(place / name)
 
 
-def saved_at(document: Mapping[str, Any], marker: Path) -> int:
+def saved_at(document: Mapping[str, object], marker: Path) -> int:
     """When the save that ``document`` in the file ``marker`` describes was made, in nanoseconds.
 
     As it says, since files that were copied are of another time; of the file where it does not say.
@@ -71,7 +71,7 @@ def saved_at(document: Mapping[str, Any], marker: Path) -> int:
     return said if type(said) is int else marker.stat().st_mtime_ns
 
 
-def sealed(document: Mapping[str, Any]) -> dict[str, Any]:
+def sealed(document: Mapping[str, object]) -> dict[str, Any]:
     """``document`` with the digest of all its entries."""
     entries = sorted(document)
     return {**document, _SEAL: {"entries": entries, "blake2b": _digest(document, entries)}}
@@ -93,12 +93,12 @@ def check_seal(document: Mapping[str, Any], marker: Path) -> None:
         )
 
 
-def _digest(document: Mapping[str, Any], entries: Iterable[str]) -> str:
+def _digest(document: Mapping[str, object], entries: Iterable[str]) -> str:
     text = json.dumps([[entry, document[entry]] for entry in entries], sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def lies_at(place: Path, document: Mapping[str, Any], name: str) -> Path:
+def lies_at(place: Path, document: Mapping[str, object], name: str) -> Path:
     """Where a file of a document lies: of a save that was killed, or goes on, it may lie with that still."""
     staged = place / HIDDEN / str(document.get("save")) / name
     return staged if _TOKEN.fullmatch(str(document.get("save"))) and staged.is_file() else place / name
@@ -194,7 +194,7 @@ def is_state(directory: Path) -> bool:
     return marker.is_file() and not is_foreign(marker)
 
 
-def _is_foreign(document: Mapping[str, Any]) -> bool:
+def _is_foreign(document: Mapping[str, object]) -> bool:
     return not {"format", "files"} & document.keys()
 
 

@@ -282,7 +282,7 @@ class World:
         self.raise_together(failure, name)
 
     @contextlib.contextmanager
-    def collectives(self, during: str, prepare: Callable[[], Any] = lambda: None) -> Iterator[Any]:
+    def collectives(self, during: str, prepare: Callable[[], object] = lambda: None) -> Iterator[Any]:
         """Inside, ranks make collective calls that are not of this class, and nothing else that may fail.
 
         What may is in ``prepare``, whose result is given; a rank that fails there, or has failed before,

@@ -388,7 +388,7 @@ def _messages(lists: dict[int, Table], limit: int) -> Iterator[tuple[int, Table,
                 yield rank, lists[rank][first:stop], nbytes
 
 
-def send_or_receive(call: Callable[..., Any], tensor: torch.Tensor, peer: int, world: World) -> None:
+def send_or_receive(call: Callable[..., object], tensor: torch.Tensor, peer: int, world: World) -> None:
     """One message to or from a peer: ``call`` is ``dist.send`` or ``dist.recv``. Raises PeerError."""
     try:
         call(tensor, peer, group=world.group)

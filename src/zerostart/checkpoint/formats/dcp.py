@@ -108,7 +108,7 @@ def _flat(name: str, kind: str) -> tuple[str, str] | None:
 Described = tuple[tuple[int, ...], str, list[tuple[int, ...]]]
 
 
-def _described(value: Any, path: Path) -> dict[str, Described]:
+def _described(value: object, path: Path) -> dict[str, Described]:
     """The tensors that the description speaks of."""
     entries = value.get("state_dict_metadata") if isinstance(value, InertObject) else None
     if not isinstance(entries, dict):
@@ -229,7 +229,7 @@ def _route(route: Any, key: str) -> tuple[str, ...]:
     return tuple(map(str, route)) if named else (key,)
 
 
-def _sizes(value: Any, path: Path) -> tuple[int, ...]:
+def _sizes(value: object, path: Path) -> tuple[int, ...]:
     if not is_shape(value):
         raise CheckpointError(f"{path}: a shape is not a list of sizes: {DAMAGED}")
     return value

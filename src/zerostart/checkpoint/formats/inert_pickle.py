@@ -81,7 +81,7 @@ class Opaque(type):
     callable: bool
     free: list[int]
 
-    def __call__(cls, *arguments: Any) -> Any:
+    def __call__(cls, *arguments: object) -> Any:
         """What one of the known calls makes of records, else a ``InertObject``."""
         if (call := _CALLS.get(cls.name)) is not None:
             return call(*arguments)
@@ -99,7 +99,7 @@ class InertObject:
     name: str
     free: list[int]
 
-    def __new__(cls, *arguments: Any, **keywords: Any) -> InertObject:
+    def __new__(cls, *arguments: object, **keywords: object) -> InertObject:
         """Copy no more of arguments than the whole pickle may."""
         cls.free[0] -= len(arguments) + len(keywords)
         if cls.free[0] < 0:
@@ -108,7 +108,7 @@ class InertObject:
         made.arguments, made.state = arguments, keywords or None
         return made
 
-    def __setstate__(self, state: Any) -> None:
+    def __setstate__(self, state: object) -> None:
         self.state = state
 
     def get(self, key: str) -> Any:
@@ -118,12 +118,12 @@ class InertObject:
                 return part[key]
         return None
 
-    def append(self, items: Any) -> None:
+    def append(self, items: object) -> None:
         """A list or dictionary of a class of its own takes its items after it is made: they are left."""
 
     extend = append
 
-    def __setitem__(self, key: Any, value: Any) -> None:
+    def __setitem__(self, key: object, value: object) -> None:
         self.append(value)
 
 
@@ -133,7 +133,7 @@ class _Dict(dict[Any, Any]):
     __slots__ = ("_hashes", "noted")
     _hashes: dict[int, int]
 
-    def __setitem__(self, key: Any, value: Any) -> None:
+    def __setitem__(self, key: object, value: object) -> None:
         if type(key) is not str:
             parts = key if type(key) is tuple else (key,)
             if len(parts) > MAX_DIMENSIONS or not all(map(_hashes_soon, parts)):
@@ -150,18 +150,18 @@ class _Dict(dict[Any, Any]):
         if count > _MAX_OF_ONE_HASH:
             raise _Refused(f"has a dictionary with more than {_MAX_OF_ONE_HASH} keys of one hash")
 
-    def __setstate__(self, state: Any) -> None:
+    def __setstate__(self, state: object) -> None:
         if isinstance(state, dict) and isinstance(noted := state.get("_metadata"), dict):
             self.noted = noted
 
 
-def _hashes_soon(key: Any) -> bool:
+def _hashes_soon(key: object) -> bool:
     if type(key) is int:
         return key.bit_length() <= 64  # of longer ones any number have the same hash
     return type(key) in (str, float, bool, bytes, type(None), Opaque) or isinstance(key, InertObject)
 
 
-def plain_versions(noted: Mapping[Any, Any]) -> dict[str, dict[str, Any]]:
+def plain_versions(noted: Mapping[object, object]) -> dict[str, dict[str, Any]]:
     """What torch notes of modules (``_metadata``): for each name numbers and strings by their names."""
     kept = (int, float, str, bool, type(None))
     return {
@@ -224,7 +224,7 @@ class _Unpickler(pickle.Unpickler):
             self._named[name] = Opaque("Opaque", (InertObject,), about)
         return self._named[name]
 
-    def persistent_load(self, pid: Any) -> Storage | _Dict:
+    def persistent_load(self, pid: object) -> Storage | _Dict:
         match pid:
             case None:  # a dictionary, as ``_INSTEAD_2`` spells it
                 return _Dict()
@@ -285,7 +285,7 @@ def _size(sizes: Any) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def _counts(values: Any) -> bool:
+def _counts(values: object) -> bool:
     return (
         type(values) is tuple
         and len(values) <= MAX_DIMENSIONS
@@ -304,7 +304,7 @@ def _tensor(*arguments: Any) -> StoredTensor:
     return StoredTensor(storage, storage.dtype, offset, shape, strides, bool(arguments[6:] and arguments[6]))
 
 
-def _tensor_v3(*arguments: Any) -> StoredTensor:
+def _tensor_v3(*arguments: object) -> StoredTensor:
     """_rebuild_tensor_v3: as v2, over bytes, with the dtype before the metadata."""
     dtype = arguments[6].name if len(arguments) > 6 and type(arguments[6]) is Opaque else ""
     if dtype not in _DTYPES:
@@ -312,14 +312,16 @@ def _tensor_v3(*arguments: Any) -> StoredTensor:
     return _tensor(*arguments[:6], *arguments[7:])._replace(dtype=_DTYPES[dtype])
 
 
-def _parameter(tensor: Any = None, *_: Any) -> StoredTensor:
+def _parameter(tensor: object = None, *_: object) -> StoredTensor:
     """_rebuild_parameter(data, ...): the tensor in it."""
     if type(tensor) is not StoredTensor:
         raise _Refused("makes a parameter of something other than a tensor")
     return tensor
 
 
-def _typed(function: Any, kind: Any, arguments: Any, attributes: Any) -> StoredTensor | InertObject:
+def _typed(
+    function: object, kind: object, arguments: object, attributes: object
+) -> StoredTensor | InertObject:
     """_rebuild_from_type_v2: a tensor with Python attributes; one of a class of its own is a record."""
     if type(function) is type(kind) is Opaque and type(arguments) is tuple:
         if kind.name in _PLAIN and function.name in _TENSORS:
@@ -346,7 +348,7 @@ _CALLS: dict[str, Callable[..., Any]] = {
 }
 
 
-def _check_unfolded(value: Any, limit: int) -> None:
+def _check_unfolded(value: object, limit: int) -> None:
     """Refuse containers that hold one another so often that nobody could print or copy them.
 
     A list that holds another one twice, which holds a third one twice, takes a few bytes for each, and twice

@@ -109,7 +109,7 @@ class Base:
     place: Placing
 
     @classmethod
-    def of(cls, states: Mapping[str, Any], place: Placing) -> Base:
+    def of(cls, states: Mapping[str, object], place: Placing) -> Base:
         """What the pickled ``states`` of ZeRO's optimizer say of it; ``place`` places the tensors there."""
         base = states.get("base_optimizer_state", states.get("optimizer_state_dict"))
         if not isinstance(base, dict) or not isinstance(base.get("state"), dict):
@@ -215,14 +215,14 @@ class _Rank:
         )
 
 
-def _paddings(value: Any) -> Sequence[Sequence[int]] | None:
+def _paddings(value: object) -> Sequence[Sequence[int]] | None:
     groups = value if type(value) is list else []
     if any(type(n) is not int or n < 0 for group in groups for n in group):
         raise CheckpointError(f"the padding behind parameters is not a number: {DAMAGED}")
     return groups or None
 
 
-def _scale(scaler: Any) -> dict[str, Any]:
+def _scale(scaler: object) -> dict[str, Any]:
     """The numbers in a loss scaler's state."""
     state = scaler.state if isinstance(scaler, InertObject) and isinstance(scaler.state, dict) else {}
     return {str(key): value for key, value in state.items() if type(value) in (int, float)}
@@ -264,7 +264,7 @@ def _partitioned(
         at = stop
 
 
-def _number(value: Any) -> int:
+def _number(value: object) -> int:
     """An integer, or that of an enumeration's member."""
     if isinstance(value, InertObject) and len(value.arguments) == 1:
         value = value.arguments[0]
@@ -402,12 +402,12 @@ def by_rank(directory: Path, pattern: re.Pattern[str]) -> list[Path]:
     return [found[rank] for rank in range(len(found))]
 
 
-def _refuse_experts(value: Mapping[str, Any], path: Path) -> None:
+def _refuse_experts(value: Mapping[str, object], path: Path) -> None:
     if any("autoep" in key.lower() and value[key] for key in value if type(key) is str):
         raise CheckpointError(f"{path}: experts are cut over ranks (AutoEP); {INSTEAD}")
 
 
-def _shapes(group: Any) -> dict[str, tuple[int, ...]]:
+def _shapes(group: object) -> dict[str, tuple[int, ...]]:
     pairs = list(_pairs(group))
     for name, shape in pairs:
         if type(name) is not str:
@@ -422,7 +422,7 @@ def _pairs(value: Any) -> Iterator[tuple[Any, Any]]:
     yield from value.items() if isinstance(value, dict) else value
 
 
-def _placed(tensors: Mapping[str, Any], place: Placing, prefix: str) -> dict[str, TensorEntry]:
+def _placed(tensors: Mapping[str, object], place: Placing, prefix: str) -> dict[str, TensorEntry]:
     return {
         str(name): place(f"{prefix}{name}", tensor)
         for name, tensor in tensors.items()

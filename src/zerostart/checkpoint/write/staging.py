@@ -138,7 +138,7 @@ class Staging:
             self._close()
         return names
 
-    def _publish(self, key: str, document: dict[str, Any], state: str) -> dict[str, str]:
+    def _publish(self, key: str, document: dict[str, object], state: str) -> dict[str, str]:
         folder = self._folder
         assert folder is not None, "not yet discarded"
         with write_errors(self.path, state):
@@ -247,7 +247,7 @@ def _locked(folder: Folder, token: str, new: bool) -> int:
     return handle
 
 
-def _note(handle: int, line: Mapping[str, Any]) -> None:
+def _note(handle: int, line: Mapping[str, object]) -> None:
     left = memoryview((json.dumps(line) + "\n").encode())
     while left:
         left = left[os.write(handle, left) :]
