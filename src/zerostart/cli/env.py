@@ -125,7 +125,7 @@ def _left_locks() -> list[str]:
     return [str(lock) for lock in left_locks()]
 
 
-def _devices(check: bool) -> dict[str, Any]:
+def _devices(check: bool) -> dict[str, object]:
     """Cores, bytes of memory that can be had, names of accelerators, and how many of them torch can use."""
     from zerostart.distributed.machine import available_memory, cores
 

@@ -234,7 +234,7 @@ def _caught_signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _outcome(ended: Sequence[_Worker], *, interrupted: bool) -> list[Any]:
+def _outcome(ended: Sequence[_Worker], *, interrupted: bool) -> list[object]:
     """The results by rank, or the one error that tells why there are none."""
     failed = [worker for worker in ended if worker.returncode != 0]
     if not failed:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json as json_module
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -17,6 +17,10 @@ from zerostart.cli.launch import join_group, leave_group, run_local_ranks, worke
 from zerostart.cli.options import SourceArgument, takes, values_of
 from zerostart.errors import ConfigError, ZerostartError
 from zerostart.loading.arguments import LoadArguments, dtype_of
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 
 @takes(LoadArguments)
@@ -102,7 +106,7 @@ def _show(result: dict[str, Any], text: str) -> None:
     show_comparison(result["forecast"], result["ranks"], console)
 
 
-def _run(argv: list[str]) -> dict[str, Any]:
+def _run(argv: list[str]) -> dict[str, object]:
     """One rank's rehearsal."""
     import dataclasses
 
@@ -159,9 +163,8 @@ def _forecast(options: dict[str, Any], place: tuple[int, int] | None) -> list[di
     return [{key: getattr(rank, key) for key in kept} for rank in made.ranks]
 
 
-def _differences(model: Any, source: str, dtype: Any) -> list[str]:
+def _differences(model: nn.Module, source: str, dtype: torch.dtype | None) -> list[str]:
     """Names of the tensors that differ from the library's own loading of the class; found on rank 0."""
-    import torch
     import torch.distributed as dist
 
     import zerostart
@@ -195,13 +198,13 @@ def _differences(model: Any, source: str, dtype: Any) -> list[str]:
     return sorted({*wrong, *(reference.keys() - seen)})
 
 
-def _same(a: Any, b: Any) -> bool:
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
     import torch
 
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(_bits(a), _bits(b))
 
 
-def _bits(tensor: Any) -> Any:
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes: a NaN equals itself here, and a negative zero differs from a zero."""
     import torch
 

@@ -83,7 +83,7 @@ def _parameter(name: str, default: Any, words: str) -> inspect.Parameter:
     elif option.kind in ("size", "rate"):
         more["metavar"] = option.kind.upper()
     flag = f"--{word}/--no-{word}" if option.kind == "switch" else f"--{word}"
-    wanted: Any = kind if default is not None else kind | None
+    wanted: object = kind if default is not None else kind | None
     return inspect.Parameter(
         name,
         inspect.Parameter.KEYWORD_ONLY,

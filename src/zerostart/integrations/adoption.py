@@ -220,7 +220,7 @@ def _left(model: nn.Module) -> None:
         _accelerate.hold(model)
 
 
-def _keys_of(path: str) -> dict[str, Any] | None:
+def _keys_of(path: str) -> dict[str, object] | None:
     """Names and shapes in a torch file that DiffSynth looks at, where what follows is a sharded load."""
     return None if _resolved(_stack[-1], nn.Module) is None else keys_of_torch_file(path)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -38,7 +37,7 @@ class StateTensor:
     shard: Shard
 
 
-def training_state(model: nn.Module, optimizer: Any) -> TrainingState:
+def training_state(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> TrainingState:
     """What is kept for ``model`` in training, by the engine that trains it or by ``optimizer`` alone.
 
     Raises ConfigError and EngineError for a state that cannot be read where it is.
@@ -51,7 +50,7 @@ def training_state(model: nn.Module, optimizer: Any) -> TrainingState:
 class LiveTraining(LiveModel):
     """A live model with its training state, whoever keeps that: a torch optimizer, or an engine."""
 
-    def __init__(self, model: nn.Module, optimizer: Any, world: World) -> None:
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, world: World) -> None:
         """``model`` and ``optimizer`` are as ``zerostart.save_state`` takes them.
 
         Raises ConfigError and EngineError for what cannot be saved or restored as it is given.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -27,6 +27,9 @@ from zerostart.state.resuming.save_state import save_state
 from zerostart.state.resuming.values import checksum, encoded_whole
 from zerostart.upstream.accelerate.types import Accelerator, FSDPPlugin
 
+if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
+
 Original = Callable[[], object]
 _CLIENT, _CLIENTS = "client_state", "client_states"
 #: Whether adapters alone were asked for, of models that are saved with the optimizer that follows.
@@ -36,7 +39,7 @@ _adapters_alone: dict[Path, bool] = {}
 def save_checkpoint(
     original: Original,
     *,
-    self: Any,
+    self: DeepSpeedEngine,
     save_dir: str | None,
     tag: object,
     client_state: Mapping[str, Any],
@@ -64,7 +67,7 @@ def save_checkpoint(
     return True
 
 
-def _client_states(own: Any, engine: Any, world: World) -> dict[str, Any]:
+def _client_states(own: Any, engine: DeepSpeedEngine, world: World) -> dict[str, Any]:
     """What DeepSpeed keeps of a script's own: the first rank's, and at stage 3 that of every rank."""
     with world.phase("looking at the client's state"):
         state, tensors = dict(own), dict[str, Any]()
@@ -83,7 +86,7 @@ def _client_states(own: Any, engine: Any, world: World) -> dict[str, Any]:
 def load_checkpoint(
     original: Original,
     *,
-    self: Any,
+    self: DeepSpeedEngine,
     load_dir: str,
     tag: str | None,
     load_optimizer_states: bool,
@@ -127,7 +130,7 @@ def _number(tag: str | None) -> int:
     return int(last) if last.isdecimal() else 0
 
 
-def _movable(engine: Any) -> bool:
+def _movable(engine: DeepSpeedEngine) -> bool:
     """Whether an engine's state is saved here: of every model that zerostart loaded, and of plain ones."""
     if engine.use_node_local_storage():
         return False

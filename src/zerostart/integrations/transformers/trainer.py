@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,9 @@ from zerostart.live.model import loaded_models, record_of
 from zerostart.state.resuming.load_state import load_state
 from zerostart.upstream.accelerate.types import Accelerator, Trainer
 from zerostart.upstream.deepspeed.parallel.ulysses import sequence_group
+
+if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
 
 Original = Callable[[], object]
 #: The Trainer's file of its schedule.
@@ -69,7 +72,9 @@ def _is_fsdp2(trainer: Trainer) -> bool:
     return plugin is not None and plugin.fsdp_version == 2
 
 
-def load_deepspeed(original: Original, *, deepspeed_engine: Any, checkpoint_path: str, **_: object) -> object:
+def load_deepspeed(
+    original: Original, *, deepspeed_engine: DeepSpeedEngine, checkpoint_path: str, **_: object
+) -> object:
     """``deepspeed_load_checkpoint``, which knows DeepSpeed's checkpoints by their names."""
     if state_in(checkpoint_path) is None:
         return original()

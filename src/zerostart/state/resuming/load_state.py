@@ -117,7 +117,7 @@ def _described(path: Path) -> Saved:
 def load_state(
     path: str | os.PathLike[str],
     model: nn.Module,
-    optimizer: Any,
+    optimizer: torch.optim.Optimizer | None,
     beside: Sequence[StateTensor] = (),
     stepped: bool = True,
     counters: bool = True,

@@ -56,7 +56,7 @@ def optimizer_document(training: LiveTraining) -> dict[str, Any]:
     }
 
 
-def _settings(group: Mapping[str, Any], number: int) -> dict[str, Any]:
+def _settings(group: Mapping[str, object], number: int) -> dict[str, object]:
     tensors: dict[str, torch.Tensor] = {}
     settings = {
         key: encoded(value, f"{key} of parameter group {number}", tensors)
@@ -69,7 +69,7 @@ def _settings(group: Mapping[str, Any], number: int) -> dict[str, Any]:
 
 
 def restored_moments(
-    training: LiveTraining, document: Mapping[str, Any], stored: Mapping[str, str]
+    training: LiveTraining, document: Mapping[str, object], stored: Mapping[str, str]
 ) -> Iterator[StateTensor]:
     """Make the state that was saved, and give the tensors that are to be filled; the others are zero.
 
@@ -113,7 +113,7 @@ def restored_moments(
 
 def _numbers(document: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """By parameter, the numbers of its state as they were written."""
-    found: dict[str, dict[str, Any]] = {}
+    found: dict[str, dict[str, object]] = {}
     for key, values in document.get("numbers", {}).items():
         for value, names in values:
             for name in names:

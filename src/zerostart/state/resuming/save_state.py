@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from zerostart.checkpoint.manifest import SAVED_AT, sealed
@@ -30,7 +31,7 @@ logger = logging.getLogger("zerostart")
 def save_state(
     path: str | os.PathLike[str],
     model: nn.Module,
-    optimizer: Any,
+    optimizer: torch.optim.Optimizer | None,
     extra: Any,
     wait: bool,
     budget: int | None = None,

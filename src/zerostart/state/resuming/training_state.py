@@ -72,8 +72,8 @@ class Content:
 
 def collected(
     model: nn.Module,
-    optimizer: Any,
-    extra: Any,
+    optimizer: torch.optim.Optimizer | None,
+    extra: object,
     world: World,
     frozen: bool = True,
     beside: Sequence[StateTensor] = (),
@@ -149,7 +149,7 @@ def check_restorable(live: LiveModel) -> None:
             check_own_memory(name, tensor)
 
 
-def module_states(module: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+def module_states(module: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, object]:
     """What modules keep beside tensors (``get_extra_state``), by their names, as ``encoded_whole`` has it."""
     return {
         plain_name(name): encoded_whole(inner.get_extra_state(), f"modules.{plain_name(name)}", tensors)
@@ -179,7 +179,7 @@ def _random(world: World) -> Iterator[Shard]:
         yield Shard(f"random/{name}", at(world.rank), row, at)
 
 
-def _engine(state: TrainingState, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+def _engine(state: TrainingState, tensors: dict[str, torch.Tensor]) -> dict[str, object]:
     """What the engine knows beside tensors, and the schedule that it steps."""
     found = state.counters()
     for key, component in state.components().items():

@@ -68,7 +68,7 @@ class Adapted:
     def save_config(self, adapter: str, directory: Path) -> None:
         """Write ``adapter_config.json`` as PEFT's ``save_pretrained`` does."""
         config = copy.deepcopy(self.model.peft_config[adapter])
-        base: Any = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
+        base: object = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
         if config.base_model_name_or_path is None:
             config.base_model_name_or_path = base.__dict__.get("name_or_path") or None
         config.inference_mode = True
@@ -101,7 +101,7 @@ def has_adapters(model: nn.Module) -> bool:
     return any(True for _ in _layers(model)) or any(True for _ in _replacing(model))
 
 
-def _layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+def _layers(model: nn.Module) -> Iterator[tuple[str, object]]:
     """Layers with adapters, whose base layer they hold."""
     if "peft" not in sys.modules:
         return

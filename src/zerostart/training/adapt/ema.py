@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -47,7 +46,9 @@ class _Followed:
 class Ema:
     """The average of one run, from when it is made on; as the weights are then."""
 
-    def __init__(self, config: EmaConfig, model: nn.Module, optimizer: Any, world: World) -> None:
+    def __init__(
+        self, config: EmaConfig, model: nn.Module, optimizer: torch.optim.Optimizer | None, world: World
+    ) -> None:
         """``model`` and ``optimizer`` are as ``zerostart.save_state`` takes them."""
         training = LiveTraining(model, optimizer, world)
         self.config = config

@@ -148,7 +148,7 @@ def _spelling(tensor: torch.Tensor) -> str:
 
 def _write_tensors(
     path: Path, tensors: Tensors, metadata: Mapping[str, str] | None = None
-) -> tuple[dict[str, int], dict[str, Any]]:
+) -> tuple[dict[str, int], dict[str, object]]:
     """Write a safetensors file; gives the offset of each tensor in it, and the file's length and hash.
 
     It gets its name when its bytes are on the disk; nothing is put together in memory. Raises OSError.

@@ -162,7 +162,7 @@ class CachedItems:
                 f"{self.directory} is a cache of version {found.get('version')!r}, and this zerostart reads "
                 f"version {VERSION}: {self._remedy()}"
             )
-        self.facts: Mapping[str, Any] = found["facts"]
+        self.facts: Mapping[str, object] = found["facts"]
         self.texts: tuple[str, ...] = tuple(found["prompts"])
         self._count, self._per_file = int(found["items"]), int(found["per_file"])
         self._kinds: list[Kind] = [

@@ -25,6 +25,7 @@ from zerostart.errors import ConfigError
 from zerostart.training.data.media_config import Kind
 
 if TYPE_CHECKING:
+    from av import VideoFrame
     from PIL.Image import Image
 
 Color = tuple[int, int, int]  # red, green, blue
@@ -384,7 +385,7 @@ class _Stream(Clip):
                 yield _upright(frame)
 
 
-def _upright(frame: Any) -> Image:
+def _upright(frame: VideoFrame) -> Image:
     """A decoded frame as it is to be shown: a camera that was held upright tells so by quarter turns."""
     picture = frame.to_image()
     turns = round(frame.rotation / 90) % 4  # counterclockwise

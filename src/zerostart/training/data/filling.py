@@ -210,7 +210,7 @@ class _Guarded(Dataset[Any]):
     def __len__(self) -> int:
         return len(self.numbers)
 
-    def __getitem__(self, place: int) -> Any:
+    def __getitem__(self, place: int) -> object:
         try:
             return self.media[self.numbers[place]]
         except ZerostartError as error:
@@ -223,14 +223,14 @@ class _Ahead:
     def __init__(self, media: MediaItems, numbers: Sequence[int]) -> None:
         self._media = media
         self._numbers = iter(numbers)
-        loader: DataLoader[Any] = DataLoader(
+        loader: DataLoader[object] = DataLoader(
             _Guarded(media, numbers),
             batch_size=None,
             num_workers=media.config.workers,
             collate_fn=_as_it_is,
             generator=torch.Generator(device="cpu"),  # of the seeds that workers get, which need none
         )
-        self._found: Iterator[Any] = iter(loader)
+        self._found: Iterator[object] = iter(loader)
 
     def next(self, encoder: Encoder) -> Example | str:
         """The next item, or why there is none: what decoding it, or checking it, fails with."""
@@ -246,7 +246,7 @@ class _Ahead:
             return str(error)
 
 
-def _as_it_is(value: Any) -> Any:
+def _as_it_is(value: object) -> object:
     return value
 
 

@@ -194,7 +194,7 @@ class MediaItems(Dataset[dict[str, Any]]):
         column = next(column.column for column in self.columns if column.name == name)
         return f"{self.where(index)}, column {column!r}"
 
-    def _other_cells(self, index: int) -> dict[str, Any]:
+    def _other_cells(self, index: int) -> dict[str, object]:
         """The text, and what names no files."""
         row = self._table.rows[index]
         taken = {column.column for column in self.columns} | {self.config.prompt}

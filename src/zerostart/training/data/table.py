@@ -186,7 +186,7 @@ def _files_in(folder: Path, prompt: str | None, items: int, notes: list[str]) ->
         if items and found == items:
             break
         found += 1
-        row: dict[str, Any] = {kind: name.as_posix()}
+        row: dict[str, object] = {kind: name.as_posix()}
         if prompt is not None:
             text = path.with_suffix(".txt")
             if not text.is_file():

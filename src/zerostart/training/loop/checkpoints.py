@@ -93,7 +93,7 @@ class Checkpoints:
         return f"The last checkpoint with finite weights is {self._newest}"
 
     @property
-    def _optimizer(self) -> Any:
+    def _optimizer(self) -> torch.optim.Optimizer | None:
         """None where the engine has it."""
         return None if self._session.engine.owns_optimizer else self._session.optimizer
 
@@ -180,7 +180,7 @@ class Checkpoints:
         self._newest = path
         return History(extra["step"], first, last, dict(extra["held_out"])), batches
 
-    def _check_course(self, path: Path, before: Mapping[str, Any]) -> None:
+    def _check_course(self, path: Path, before: Mapping[str, object]) -> None:
         other = dict(changes(before, self._course))
         if DATA in other:
             key = self._session.task.data_key
@@ -226,7 +226,7 @@ def _extra(path: Path) -> Any:
     return decoded(extra, {})
 
 
-def _how_good(extra: Any) -> float | None:
+def _how_good(extra: object) -> float | None:
     """The held-out loss of a checkpoint's own step, less being more; None where it was not measured there."""
     known = decoded(extra, {})
     if not isinstance(known, dict) or "held_out" not in known:

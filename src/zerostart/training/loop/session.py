@@ -35,6 +35,10 @@ from zerostart.upstream.accelerate.launched import hidden
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+    from accelerate.data_loader import DataLoaderShard
+    from accelerate.optimizer import AcceleratedOptimizer
+    from accelerate.tracking import GeneralTracker
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 @dataclass
@@ -43,9 +47,9 @@ class Session:
 
     accelerator: Accelerator
     model: nn.Module  # as the engine wraps it: call this
-    optimizer: Any
+    optimizer: AcceleratedOptimizer
     scheduler: Any
-    loader: Any
+    loader: DataLoaderShard
     task: Task
     engine: Engine  # that the model was loaded for
     items_a_round: int  # in one batch on every rank, or on all that share one
@@ -246,7 +250,7 @@ def _begin_trackers(accelerator: Accelerator, config: TrainConfig) -> None:
         ) from error
 
 
-def _prepared(accelerator: Accelerator, loader: Any, place: int, count: int) -> Any:
+def _prepared(accelerator: Accelerator, loader: DataLoader[Batch], place: int, count: int) -> DataLoaderShard:
     """The ``loader`` of the batches at ``place`` of ``count`` at a time, as accelerate prepares one.
 
     Not by ``accelerator.prepare``: it knows no ranks that see one batch, or has each draw its own.
@@ -269,7 +273,7 @@ def _prepared(accelerator: Accelerator, loader: Any, place: int, count: int) -> 
 
 def _total_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
     """The norm of all gradients, [], which may lie on several meshes (experts on their own)."""
-    by_mesh: dict[Any, list[torch.Tensor]] = {}
+    by_mesh: dict[DeviceMesh | None, list[torch.Tensor]] = {}
     for gradient in gradients:
         # torch stacks the norms of a group, which DTensors of two meshes refuse.
         by_mesh.setdefault(gradient.device_mesh if isinstance(gradient, DTensor) else None, []).append(
@@ -362,12 +366,12 @@ def check_trackers(names: Sequence[str]) -> None:
             raise ConfigError(f"tracking.trackers: {name} {what}")
 
 
-def made_trackers(names: Sequence[str], directory: Path, writes: bool) -> list[Any]:
+def made_trackers(names: Sequence[str], directory: Path, writes: bool) -> list[str | GeneralTracker]:
     """What accelerate takes as ``log_with``; ``writes``: whether this rank is the one that writes tables."""
     return [_table(directory / TABLE, writes) if name == OWN else name for name in names]
 
 
-def log_images(trackers: Iterable[Any], images: Mapping[str, Any], step: int) -> list[str]:
+def log_images(trackers: Iterable[GeneralTracker], images: Mapping[str, Any], step: int) -> list[str]:
     """Hand pictures to the trackers that take some; on one rank. Gives the names of those trackers.
 
     ``images`` has by name an array of bytes (uint8), [pictures, height, width, 3].
@@ -384,7 +388,7 @@ def log_images(trackers: Iterable[Any], images: Mapping[str, Any], step: int) ->
     return told
 
 
-def _table(path: Path, writes: bool) -> Any:
+def _table(path: Path, writes: bool) -> GeneralTracker:
     """A tracker that writes a row for each value; accelerate, which has its base class, is imported late."""
     from accelerate.tracking import GeneralTracker
 
