@@ -59,6 +59,7 @@ def documents(path: str | Path) -> list[dict[str, Any]]:
 
 def current(place: Path, name: str) -> dict[str, Any] | None:
     """The document called ``name`` as it is to be read now; None without one. Raises VerifyError."""
+    # One that waits for its name comes first: the weights that it describes are those that readers find now.
     return _pending(place, name) or _read(place / name)
 
 
@@ -94,6 +95,7 @@ def check_seal(document: Mapping[str, Any], marker: Path) -> None:
 
 
 def _digest(document: Mapping[str, object], entries: Iterable[str]) -> str:
+    # A list of pairs, since entries of later versions may be added to the document without breaking the seal.
     text = json.dumps([[entry, document[entry]] for entry in entries], sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
@@ -137,6 +139,8 @@ def grouped(names: Iterable[str], staged: bool = False) -> dict[str, list[str]]:
             rest.append(name)
     first = next(iter(groups), "")
     for name in rest:
+        # What has no weights beside it (a file of another folder) goes with the first content, so that each
+        # file is in exactly one.
         beside = (key for key in groups if PurePosixPath(key).parent == PurePosixPath(name).parent)
         groups.setdefault(next(beside, first), []).append(name)
     return groups
@@ -153,6 +157,8 @@ def _pending(place: Path, name: str) -> dict[str, Any] | None:
             if document is None or not {"switch"} <= document.keys():
                 continue
             switch, over = str(document["switch"]), str(document.get("over") or "")
+            # The staged switch has gone to its place, and the single file that readers would prefer is gone
+            # as well.
             if not (directory / switch).exists() and not (over and os.path.lexists(place / over)):
                 return document
     return None

@@ -83,6 +83,8 @@ class Opaque(type):
 
     def __call__(cls, *arguments: object) -> Any:
         """What one of the known calls makes of records, else a ``InertObject``."""
+        # Known calls first: they make records of tensors, and run nothing of the library that they are named
+        # after.
         if (call := _CALLS.get(cls.name)) is not None:
             return call(*arguments)
         if not cls.callable:
@@ -101,6 +103,8 @@ class InertObject:
 
     def __new__(cls, *arguments: object, **keywords: object) -> InertObject:
         """Copy no more of arguments than the whole pickle may."""
+        # A memoised tuple can be handed to thousands of calls in a few bytes each: what all of them copy
+        # together is counted. The list is one for all classes of the pickle.
         cls.free[0] -= len(arguments) + len(keywords)
         if cls.free[0] < 0:
             raise _Refused("copies the same containers over and over")
@@ -138,6 +142,8 @@ class _Dict(dict[Any, Any]):
             parts = key if type(key) is tuple else (key,)
             if len(parts) > MAX_DIMENSIONS or not all(map(_hashes_soon, parts)):
                 raise _Refused(f"has a dictionary with a {type(key).__name__} for a key")
+            # Hashes of tuples can be made to collide at will, which makes each insertion as slow as the
+            # dictionary is long.
             if parts is key:
                 self._count(hash(key))
         super().__setitem__(key, value)
@@ -214,6 +220,7 @@ class _Unpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         name = f"{module}.{name}"
+        # A class of its own for each name, made here: nothing is imported to have it.
         if name not in self._named:
             if self._weights and not any(name in known for known in (_CALLS, _STORAGES, _DTYPES, _HARMLESS)):
                 raise _Refused(f"names {shown(name)}, which is code, and no part of plain tensors")
@@ -249,6 +256,8 @@ _INSTEAD_4 = {**_INSTEAD_2, 0x8F: b"]", 0x90: b"e", 0x91: b"l"}
 def _checked(raw: bytes, weights: bool) -> bytes:
     """The pickle up to its end, for Python's unpickler; what is no more than a frame is left out."""
     lengths, instead = (_LENGTHS_2, _INSTEAD_2) if weights else (_LENGTHS_4, _INSTEAD_4)
+    # So an index into the memo beyond half the pickle's length is a trick to have gigabytes allocated: the
+    # pattern below takes no 4-byte index whose upper half is larger than this.
     highest = len(raw) >> 16  # to remember a value takes two bytes or more
     index = b"[\\x00-\\x%02x][\\x00-\\x%02x]" % (min(highest, 255), highest >> 8)
     simple = re.compile(b"(?:%b)*+" % ((_PROTOCOL_2 if weights else _PROTOCOL_4) % index), re.DOTALL)
@@ -256,6 +265,7 @@ def _checked(raw: bytes, weights: bool) -> bytes:
     parts: list[bytes] = []
     at = begin = count = 0
     while True:
+        # A run of plain instructions in one step of the expression (possessive, `*+`: it never goes back).
         end = run.end() if (run := simple.match(raw, at)) else at
         count += end - at + 1
         if count > limit:
@@ -270,6 +280,8 @@ def _checked(raw: bytes, weights: bool) -> bytes:
             at = raw.index(b"\n", raw.index(b"\n", at, at + 1024) + 1, at + 2048) + 1
         elif code == ord("."):
             return b"".join((*parts, raw[begin:at]))
+        # 0x95 (FRAME) says how long a part is, by which the unpickler would allocate: it and its 8 bytes are
+        # dropped.
         elif code in instead or (code == 0x95 and not weights):
             parts += (raw[begin:end], instead.get(code, b""))
             begin = at = at + 8 * (code == 0x95)

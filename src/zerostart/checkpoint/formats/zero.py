@@ -231,6 +231,8 @@ def _scale(scaler: object) -> dict[str, Any]:
 def _flat(states: ModelStates, ranks: Sequence[_Rank]) -> Iterator[tuple[str, tuple[int, ...], list[Run]]]:
     """Where each parameter lies: the ranks' buffers of a group are one row of elements."""
     for group, shapes in enumerate(states.groups):
+        # The ranks' parts laid end to end are the group's flat buffer, in which parameters follow each other
+        # (with the padding of each behind it): a parameter may begin on one rank and end on the next.
         lengths = [rank.buffers[MASTERS][group].numel for rank in ranks]
         starts = [0, *accumulate(lengths)]
         paddings = ranks[0].paddings[group] if ranks[0].paddings else [0] * len(shapes)
@@ -238,6 +240,7 @@ def _flat(states: ModelStates, ranks: Sequence[_Rank]) -> Iterator[tuple[str, tu
         for (name, shape), padding in zip(shapes.items(), paddings, strict=True):
             stop = at + prod(shape)
             places = []
+            # What the parameter's run [at, stop) has in common with the rank's [low, high).
             for rank, (low, high) in enumerate(pairwise(starts)):
                 first, last = max(at, low), min(stop, high)
                 if first < last:
@@ -253,6 +256,8 @@ def _partitioned(
     starts = [0, *accumulate(buffer.numel for buffer in ranks[0].buffers[MASTERS])]
     at = 0
     for name, shape in (item for group in states.groups for item in group.items()):
+        # Stage 3 gives each rank an equal part, the last one padded: rounded up. `at` counts on one rank, and
+        # is the same on all.
         stop = at - (-prod(shape) // len(ranks))
         places = []
         for rank in range(len(ranks)):
