@@ -83,8 +83,7 @@ class _Load:
             with PeakMeter(request.device) as self.meter:
                 with clock.phase("build"), world.phase("arguments"):
                     engine = self.resolve_engine()
-                # 1. Catalog, model on meta, recipes, origins: the same on every rank, and no memory but that
-                # of headers.
+                # 1. Catalog, model on meta, recipes, origins: the same on every rank; no shard has memory.
                 prepared = prepare(
                     request, engine, world, clock, request.strict, self.meter.paused, self.takes_values
                 )
