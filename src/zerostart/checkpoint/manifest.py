@@ -13,10 +13,9 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from zerostart.checkpoint.storage.files import open_regular
-from zerostart.checkpoint.strict_json import MAX_DOCUMENT_BYTES, read_json, shown
+from zerostart.checkpoint.strict_json import MAX_DOCUMENT_BYTES, JsonObject, read_json, shown
 from zerostart.errors import CheckpointError, CheckpointNotFoundError, ReadError, VerifyError
 
 #: The version of the documents.
@@ -50,14 +49,14 @@ def is_inside(name: object) -> bool:
     return False
 
 
-def documents(path: str | Path) -> list[dict[str, Any]]:
+def documents(path: str | Path) -> list[JsonObject]:
     """What describes each content of the directory ``path``, as it is to be read now. Raises VerifyError."""
     place = Path(path)
     found = [one for name in MARKERS if (one := current(place, name)) is not None]
     return [one for document in found for one in (document, *document.get("others", {}).values())]
 
 
-def current(place: Path, name: str) -> dict[str, Any] | None:
+def current(place: Path, name: str) -> JsonObject | None:
     """The document called ``name`` as it is to be read now; None without one. Raises VerifyError."""
     # One that waits for its name comes first: the weights that it describes are those that readers find now.
     return _pending(place, name) or _read(place / name)
@@ -72,13 +71,13 @@ def saved_at(document: Mapping[str, object], marker: Path) -> int:
     return said if type(said) is int else marker.stat().st_mtime_ns
 
 
-def sealed(document: Mapping[str, object]) -> dict[str, Any]:
+def sealed(document: Mapping[str, object]) -> JsonObject:
     """``document`` with the digest of all its entries."""
     entries = sorted(document)
     return {**document, _SEAL: {"entries": entries, "blake2b": _digest(document, entries)}}
 
 
-def check_seal(document: Mapping[str, Any], marker: Path) -> None:
+def check_seal(document: JsonObject, marker: Path) -> None:
     """Raise CheckpointError for a document in the file ``marker`` with another digest than it was given."""
     seal = document.get(_SEAL)
     if seal is None:
@@ -106,9 +105,9 @@ def lies_at(place: Path, document: Mapping[str, object], name: str) -> Path:
     return staged if _TOKEN.fullmatch(str(document.get("save"))) and staged.is_file() else place / name
 
 
-def contents_of(document: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def contents_of(document: JsonObject) -> dict[str, JsonObject]:
     """The contents that ``documents`` would give of a document, by what their weights are called."""
-    others: dict[str, dict[str, Any]] = dict(document.get("others", {}))
+    others: dict[str, JsonObject] = dict(document.get("others", {}))
     own = {key: value for key, value in document.items() if key != "others"}
     if "content" in own or "cache" in own:
         return {own.get("content", ""): own, **others}
@@ -146,7 +145,7 @@ def grouped(names: Iterable[str], staged: bool = False) -> dict[str, list[str]]:
     return groups
 
 
-def _pending(place: Path, name: str) -> dict[str, Any] | None:
+def _pending(place: Path, name: str) -> JsonObject | None:
     """The document of a save that has made its switch, and has not given the document its name yet."""
     saves: list[Path] = []
     with contextlib.suppress(OSError):  # not there, gone meanwhile, or not ours to look into
@@ -164,7 +163,7 @@ def _pending(place: Path, name: str) -> dict[str, Any] | None:
     return None
 
 
-def _read(marker: Path) -> dict[str, Any] | None:
+def _read(marker: Path) -> JsonObject | None:
     try:
         if not marker.is_file():
             return None

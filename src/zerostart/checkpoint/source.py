@@ -10,7 +10,6 @@ import os
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from zerostart.checkpoint.catalog import Catalog, TensorEntry
 from zerostart.checkpoint.formats.base import CONFIG_NAME, catalog_at
@@ -19,7 +18,7 @@ from zerostart.checkpoint.paths import expanded, wait_for
 from zerostart.checkpoint.storage import storage_at
 from zerostart.checkpoint.storage.files import FileState
 from zerostart.checkpoint.storage.local import LocalFiles
-from zerostart.checkpoint.strict_json import MAX_CONFIG_BYTES, read_json
+from zerostart.checkpoint.strict_json import MAX_CONFIG_BYTES, JsonObject, read_json
 from zerostart.errors import CheckpointNotFoundError, ReadError
 
 #: Samples of a file, and bytes of each.
@@ -88,7 +87,7 @@ def config_path(root: str | os.PathLike[str]) -> Path | None:
     return path if path.is_file() else None
 
 
-def read_config(root: str | os.PathLike[str]) -> dict[str, Any] | None:
+def read_config(root: str | os.PathLike[str]) -> JsonObject | None:
     """Content of the ``config.json`` in directory ``root``, or None without one.
 
     A name that is there twice counts as the last says: so transformers and diffusers, which build the model,

@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 from zerostart.checkpoint.storage.files import read_small
 from zerostart.errors import CheckpointError, CheckpointNotFoundError, ReadError
+
+#: A JSON object. Its members have no types here: whoever reads one asks for the type that it needs, since
+#: anybody may have written the file.
+JsonObject: TypeAlias = dict[str, Any]
 
 #: The safetensors library's limit on a header, here for indices and configurations as well.
 MAX_JSON_BYTES = 100_000_000
@@ -27,7 +31,7 @@ DAMAGED = "the file is damaged, or is not what its name says; download it again"
 
 def load_json(
     raw: bytes, path: str, what: str, any_number: bool = False, repeated: bool = False
-) -> dict[str, Any]:
+) -> JsonObject:
     """Parse a JSON object more strictly than Python does: no duplicate names, no lone surrogates.
 
     Numbers have to be integers that a Rust reader would take for one too, unless ``any_number``: then
@@ -72,7 +76,7 @@ def is_too_much(objects: int, members: int) -> bool:
     return objects > MAX_OBJECTS or members > MAX_MEMBERS
 
 
-def read_json(path: Path, what: str, most: int = MAX_JSON_BYTES, repeated: bool = False) -> dict[str, Any]:
+def read_json(path: Path, what: str, most: int = MAX_JSON_BYTES, repeated: bool = False) -> JsonObject:
     """The JSON object in a regular file of at most ``most`` bytes, with any numbers; ``what`` names its kind.
 
     See ``load_json`` for names that are ``repeated``.
@@ -116,7 +120,7 @@ def shown(text: str) -> str:
     return quoted if len(quoted) <= 200 else f"{quoted[:160]}... ({len(text)} characters)"
 
 
-def _unique(pairs: list[tuple[str, object]]) -> dict[str, Any]:
+def _unique(pairs: list[tuple[str, object]]) -> JsonObject:
     result = dict(pairs)
     if len(result) != len(pairs):
         seen: set[str] = set()

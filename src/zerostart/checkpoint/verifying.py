@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 import torch
 
@@ -22,7 +21,7 @@ from zerostart.checkpoint.manifest import MARKERS, STATE_MARKER, check_seal, doc
 from zerostart.checkpoint.paths import expanded, wait_for
 from zerostart.checkpoint.source import Files, open_catalog
 from zerostart.checkpoint.storage import Reader
-from zerostart.checkpoint.strict_json import shown
+from zerostart.checkpoint.strict_json import JsonObject, shown
 from zerostart.distributed.machine import cores
 from zerostart.errors import CheckpointError, CheckpointNotFoundError, ReadError, VerifyError
 
@@ -69,7 +68,7 @@ def verify(path: str | os.PathLike[str]) -> Verified:
     return Verified(len(files), tensors, sum(files.values()))
 
 
-def _faults_of_files(place: Path, document: Mapping[str, Any]) -> Iterator[str]:
+def _faults_of_files(place: Path, document: JsonObject) -> Iterator[str]:
     for name, described in document["files"].items():
         file = lies_at(place, document, name)
         try:
@@ -91,7 +90,7 @@ def _hash(file: Path) -> str:
         return hashlib.file_digest(handle, "sha256").hexdigest()
 
 
-def _catalog(place: Path, folder: str, document: Mapping[str, Any]) -> Catalog:
+def _catalog(place: Path, folder: str, document: JsonObject) -> Catalog:
     """The tensors of all safetensors files of one folder that the document lists."""
     names = [name for name in document["files"] if PurePosixPath(name).parent == PurePosixPath(folder)]
     weights = [str(place / name) for name in sorted(names) if name.endswith(".safetensors")]

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Protocol, TypeVar
 
 import torch.distributed as dist
 
@@ -59,6 +59,30 @@ def in_words(ranks: Sequence[int], names: Callable[[int], str] = str) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {listed}"
 
 
+class Store(Protocol):
+    """What is used of torch's store of a process group; all ranks see the same keys."""
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a number, which begins at 0, in one step; gives the sum."""
+        ...
+
+    def set(self, key: str, value: str) -> None:
+        """Write a value, which those that wait for it then have."""
+        ...
+
+    def get(self, key: str) -> bytes:
+        """The value, as soon as it is there."""
+        ...
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all keys are there now."""
+        ...
+
+    def wait(self, keys: list[str]) -> None:
+        """Return when all keys are there."""
+        ...
+
+
 class RollCall:
     """Calls of one process group, each at a ``place`` of its own, which all ranks name alike.
 
@@ -67,7 +91,7 @@ class RollCall:
         timeout: how long a rank waits for the others: the process group's own.
     """
 
-    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
         self.store, self.rank, self.size = store, rank, size
         self.timeout = timeout.total_seconds()
         self._collectives = 0
@@ -178,7 +202,7 @@ class RollCall:
         if missing:
             raise PeerError(self._overdue(missing, call))
 
-    def finish(self, work: Any, call: str, lost: Callable[[str], str]) -> None:
+    def finish(self, work: dist.Work, call: str, lost: Callable[[str], str]) -> None:
         """Wait for a collective; says meanwhile who has not come to it.
 
         Raises PeerError with what ``lost`` makes of who is not there, the same on all ranks that wait: the

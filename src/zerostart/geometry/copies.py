@@ -106,12 +106,14 @@ def _with_destination(digits: Sequence[tuple[int, int]], stride: int) -> list[Lo
 
 def _per_tensor(piece: Piece, start: int, to: int, loops: list[Loop]) -> Iterator[Copy]:
     """Resolve the loops that step over the tensors of a run; what is left stays inside one tensor."""
+    # A stride of a unit or more steps from tensor to tensor: such a loop becomes one copy for each tensor.
     across = [loop for loop in loops if loop[1] >= piece.unit]
     within = _merge([loop for loop in loops if loop[1] < piece.unit])
     places = [(start, to)]
     for size, source, destination in across:
         places = [(at + i * source, go + i * destination) for at, go in places for i in range(size)]
     for address, target in places:
+        # Addresses of a run count through all of its tensors.
         number, inside = divmod(address, piece.unit)
         yield Copy(piece.source[number], inside, target, within)
 

@@ -60,6 +60,7 @@ def _interval(digits: Digits, start: int, stop: int) -> list[tuple[int, int, Dig
         return [(start, 0, ())]
     (_, stride), minor = digits[0], digits[1:]
     below = extent(minor)
+    # The range begins in row `first` of this digit, at element `head` of the digits below it.
     first, head = divmod(start, below)
     last, tail = divmod(stop, below)
 
@@ -69,6 +70,7 @@ def _interval(digits: Digits, start: int, stop: int) -> list[tuple[int, int, Dig
             for position, offset, part in _interval(minor, lo, hi)
         ]
 
+    # All within one row: the digits below decide.
     if first == last:
         return inner(first, head, tail)
     parts: list[tuple[int, int, Digits]] = []

@@ -77,6 +77,7 @@ def crop(pieces: Sequence[Piece], dim: int, start: int, stop: int, step: int = 1
         first = start + skip * step
         if first >= min(stop, low + size):
             continue
+        # `cut` counts from the piece's own first index; `skip` is what the slice has kept before this piece.
         for position, offset, digits in cut(p.axes[dim], first - low, min(stop, low + size) - low, step):
             out.append(
                 replace(

@@ -35,8 +35,10 @@ def regions(shape: Sequence[int], copy: Copy) -> Iterator[Region]:
     factors: list[tuple[int, ...]] = [(size,) for size in shape]
     for _, stride, _ in copy.loops:
         if stride:
+            # 1. Split dimensions until each stride of the copy steps along one of them.
             _refine(factors, stride)
     split = [size for parts in factors for size in parts]
+    # 2. Boxes of the split shape, cut where a loop carries into the next dimension.
     yield from _boxes(tuple(factors), split, copy.start, copy.to, list(copy.loops))
 
 
@@ -50,6 +52,7 @@ def split_region(region: Region, limit: int) -> Iterator[Region]:
     number = max(moving, key=lambda n: region.loops[n][1])
     size, stride, _ = region.loops[number]
     dim, step = _dimension(region.box.extent, inside, stride)
+    # Of this dimension what the other loops reach beyond the last step: each part keeps it.
     others = region.box.extent[dim] - 1 - (size - 1) * step
     most = max(1, (limit // inside[dim] - others - 1) // step + 1)
     for part in split_loop(region, number, most):
@@ -67,6 +70,7 @@ def split_loop(region: Region, number: int, most: int | None = None) -> Iterator
         count = min(most, size - first)
         origin, extent = list(region.box.origin), list(region.box.extent)
         origin[dim] += first * step
+        # The box shrinks by the steps that are gone; what other loops add to this dimension stays.
         extent[dim] -= (size - count) * step
         new = row_major_strides(extent)
         loops = [(loop[0], new[d] * n, loop[2]) for loop, (d, n) in zip(region.loops, steps, strict=True)]
@@ -82,6 +86,7 @@ def block_regions(numel: int, copies: Iterable[Copy], block: int, limit: int) ->
     lies between is left out where it is most of a run; what several copies want is in one run.
     """
     count = max(1, numel // block)
+    # One less than fits: the last block takes what is left over, up to a block more.
     most = max(1, limit // block - 1)
     ends = _Blocks(numel, block, count)
     parts = sorted(
@@ -131,6 +136,7 @@ def _within(copy: Copy, blocks: _Blocks, most: int) -> Iterator[Copy]:
         return
     size, stride, place = copy.loops[number]
     inner = copy.span - (size - 1) * stride
+    # So far apart that more than half of what lies between would be computed for nothing.
     sparse = stride > 2 * (inner + 2 * blocks.block)
     first, last = blocks.of(copy.start), blocks.of(copy.start + copy.span - 1)
     if not sparse and first // most == last // most:

@@ -28,6 +28,7 @@ def tiles(fragments: Iterable[Strided], count: int) -> bool:
     found = [(start, _merged(loops)) for start, loops in fragments]
     if any(stride < 1 for _, loops in found for _, stride in loops):
         return False
+    # With as many elements as addresses, "each at least once" and "each at most once" are the same question.
     if sum(prod(size for size, _ in loops) for _, loops in found) != count:
         return False
     return _tile(found, 0, count)
@@ -43,15 +44,18 @@ def _tile(fragments: Sequence[Strided], low: int, high: int) -> bool:
             if start != low or not _dense(loops):
                 return False
             continue
+        # 1. Parts of the range that no fragment crosses are decided one by one.
         groups = _apart(here, low, high)
         if groups is None:
             return False
         if len(groups) > 1:
             pending += groups
             continue
+        # 2. All repeat with one period through the whole range: one period decides.
         period = _period(here, high - low)
         if period is not None:
             pending.append(([(start, loops[1:]) for start, loops in here], low, low + period))
+        # 3. Neither: every address is counted.
         elif not _counted(here, low, high):
             return False
     return True

@@ -39,6 +39,7 @@ class _Offloaded:
     kept: Unit | None
 
 
+# Weak: a model that nobody has any more leaves its window by itself.
 _offloaded: weakref.WeakKeyDictionary[nn.Module, _Offloaded] = weakref.WeakKeyDictionary()
 
 
@@ -74,6 +75,7 @@ def release(model: nn.Module) -> None:
     held = _offloaded.pop(model, None)
     if held is not None:
         for unit in [*held.units, *([held.kept] if held.kept else [])]:
+            # A forward that an error has left may still count as a user; nobody will leave it any more.
             unit.users = 0
             held.window.forget(unit)
 
@@ -173,6 +175,7 @@ def _attach(model: nn.Module, source: AtRest, window: Window, grows: bool) -> _O
 
     kept = unit("what is always there", division.kept) if division.kept else None
     if kept is not None:
+        # Brought once: modules with children use these around the forwards of the others.
         window.enter(kept)  # and never leaves
     units = []
     for part in division.parts:
@@ -221,6 +224,7 @@ class _Use:
     def attach(self, module: nn.Module) -> None:
         """Ask for the unit before each forward of ``module``."""
         module.register_forward_pre_hook(self.begin, with_kwargs=True)
+        # `always_call`: also when the forward raises, or the unit would be in use for ever.
         module.register_forward_hook(self.end, always_call=True)
 
     def begin(self, module: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
@@ -250,6 +254,7 @@ class _Rows:
         self._name, self._source, self._device = name, source, device
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
+        # Each row once, in ascending order, which is that of the file.
         rows, places = torch.unique(input.detach().cpu(), return_inverse=True)
         wanted: list[int] = rows.tolist()
         if wanted and not 0 <= wanted[0] <= wanted[-1] < self._shape[0]:
@@ -270,6 +275,7 @@ class _Absent(torch.Tensor):
         cls, func: object, types: object, args: object = (), kwargs: object = None
     ) -> Any:
         own = next(arg for arg in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(arg, cls))
+        # nn.Parameter detaches what it is given: that asks for no values.
         if func is torch.ops.aten.detach.default:
             return _made(own, own._name, own.device)
         raise own._asked_for_by(func)

@@ -160,6 +160,7 @@ def _build(request: Request, engine: Engine, catalog: Catalog) -> tuple[Built, A
     first = next((d for d in stored.values() if d.is_floating_point and d.itemsize > 1), None)
     main = main_dtype(catalog.weights.values())
     built = models.build(request.model, catalog.root, dtype, first, main, request.trust_remote_code)
+    # Before any dtype changes: a cast makes new tensors, and what shared memory would share it no more.
     aliases = Aliases.of(built.model, built.library.keeps_views)
     models.set_dtypes(built, stored)
     computing = engine.compute_dtype
@@ -245,6 +246,7 @@ def equal_in(catalog: Catalog, world: World) -> Callable[[Recipe, Recipe], bool]
             _equal_part(catalog, a, b, flat_partition(a.target.shape, step, steps))
             for step in _share(catalog, world, steps)
         )
+        # Every rank has the answer of all, so that all untie, or none.
         return all(world.all_gather_object(same, "comparing tied weights"))
 
     return equal
@@ -288,6 +290,7 @@ def start(
             with clock.phase("plan"), world.phase("planning"):
                 return _existing(request, engine, values)
         except BaseException:
+            # The caller's module has its weights again, whatever failed, on every rank.
             values.give_back()
             raise
     with clock.phase("build"), world.phase("building the model"):

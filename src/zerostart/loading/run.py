@@ -34,9 +34,11 @@ from zerostart.upstream.torch.stepped import watch_model
 
 def run(request: Request, then: Callable[[nn.Module], None] | None = None) -> nn.Module:
     """Load, collectively; see ``zerostart.load``. ``then`` is called with the model as the last of it."""
+    # Everything below is collective: each rank comes to the same phases in the same order, or all raise.
     with undisturbed():
         world = joined_world(request.device)
         model = _Load(request, world, world).execute(then)[0]
+        # Page-locked memory of the ring is of no use any more: a training takes its own.
         release_locked()
         return model
 
@@ -81,17 +83,21 @@ class _Load:
             with PeakMeter(request.device) as self.meter:
                 with clock.phase("build"), world.phase("arguments"):
                     engine = self.resolve_engine()
+                # 1. Catalog, model on meta, recipes, origins: the same on every rank; no shard has memory.
                 prepared = prepare(
                     request, engine, world, clock, request.strict, self.meter.paused, self.takes_values
                 )
                 with _values_returned_on_failure(prepared):
                     with clock.phase("plan"):
+                        # 2. Whether it is the same: before anything is sharded, so that a difference costs
+                        # nothing yet.
                         agree(request, prepared, world)
                     # From here on ranks hold memory of their own; each of the steps is collective.
                     placements, shards, destinations, maker, residence = self._shard(prepared)
                 tuning = request.tuning(
                     engine, prepared.catalog, maker.device, bool(prepared.recipes.computed)
                 )
+                # 3. Planned, and read into place.
                 stats = self._fill(prepared, destinations, tuning)
                 with clock.phase("build"):
                     stats = self.hand_over(prepared, destinations, maker, tuning, stats)
@@ -161,13 +167,17 @@ class _Load:
         """Plan the reads, agree with the other ranks on who does them, and read."""
         world, clock, request = self.world, self.clock, self.request
         with clock.phase("plan"), world.phase("planning"):
+            # 1. Own slices alone, by which a rank tells what it would read and how much.
             wanted = destinations.wanted()
             plan = join(prepared.catalog, wanted, PlanOptions(tuning.chunk_size))
             own = ReadDemand.of(plan, tuning, request.exchange_of_reads(prepared.engine))
         with clock.phase("plan"):
+            # 2. Collective, outside of a phase: it is itself what ranks meet in.
             strategy = agree_on_strategy(own, plan, world)
             if strategy is not None and strategy.once:
                 with world.phase("planning"):
+                    # 3. Again, in chunks that fit the buffers of an exchange, which all ranks have in one
+                    # size.
                     plan = join(prepared.catalog, wanted, PlanOptions(strategy.chunk_size))
         with clock.phase("read"), world.phase("reading"):
             shown = request.progress and world.rank == 0
@@ -178,6 +188,8 @@ class _Load:
                     plan, lambda part: destinations.read(part, tuning, strategy, False, world)
                 )
             if world.rank == 0:
+                # Rank 0 alone: the others check what they have opened, and one of a thousand asking the file
+                # system is enough.
                 check_unchanged(prepared.catalog)  # those that it has not opened, too
         with clock.phase("read"), world.phase("initialising"):
             destinations.initialise_missing(world)
@@ -222,6 +234,7 @@ class _Load:
 
     def _record(self, prepared: Prepared, placements: Placements, report: Report) -> LoadRecord:
         catalog = prepared.catalog
+        # A record lives as long as the model: of weights in memory it must not keep the tensors alive.
         catalog = replace(catalog, storage=catalog.storage.kept())
         read = {n: r for n, r in prepared.origins.parameters.items() if isinstance(r, Recipe)}
         recipes = {**read, **prepared.origins.buffers} if prepared.from_checkpoint else {}

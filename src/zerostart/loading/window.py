@@ -41,6 +41,7 @@ class Unit:
 
     def bring(self, device: torch.device) -> None:
         """Put the values in the places; raises ReadError as ``AtRest.fetch`` does."""
+        # One allocation for all its parameters, which goes as a whole when the unit is dropped.
         arena = Arena(device)
         kept = {n: arena.reserve(p.numel(), p.dtype) for n, p in self.parameters.items()}
         # A tensor that is made in inference mode could not be computed with out of it.
@@ -68,6 +69,7 @@ class Window:
     def __init__(self, limit: int, device: torch.device) -> None:
         self.limit, self.device = limit, device
         self.used = self.highest = self.fetches = 0
+        # Bytes: for good, of the model that needs most at once, and of the one that would like most.
         self._kept = self._least = self._wanted = 0
         self._resident: dict[Unit, None] = {}
         self._uses: deque[Unit] = deque(maxlen=REMEMBERED)
@@ -100,11 +102,14 @@ class Window:
 
     def enter(self, unit: Unit) -> None:
         """Have ``unit`` resident until ``leave``. Raises EngineError where all that is there is in use."""
+        # A unit whose modules run one after the other is one use: the order of units is what repeats.
         if not self._uses or self._uses[-1] is not unit:
             self._uses.append(unit)
         self._clock += 1
+        # For units that the last time through does not show: the longest unused goes first.
         unit.last = self._clock
         if not unit.resident:
+            # Before it is brought, so that the limit is never passed, not even for a moment.
             self._make_room(unit)
             unit.bring(self.device)
             self._resident[unit] = None
@@ -121,10 +126,12 @@ class Window:
         """Take ``unit`` out for good."""
         if unit in self._resident:
             self._evict(unit)
+        # No unit of a released model is kept alive by the memory of its uses.
         self._uses = deque((used for used in self._uses if used is not unit), REMEMBERED)
 
     def _make_room(self, unit: Unit) -> None:
         while self.used + unit.nbytes > self.limit:
+            # Modules inside modules: an outer forward that is under way keeps its own unit in use.
             idle = [one for one in self._resident if not one.users]
             if not idle:
                 busy = ", ".join(one.name for one in self._resident)
@@ -143,12 +150,14 @@ class Window:
         """The one of ``idle`` that was used last after what is asked for now, or not again at all."""
         uses = list(self._uses)
         now = uses[-1]
+        # The last time that this unit was entered: what came after it then is what is expected now.
         before = next((n for n in range(len(uses) - 2, -1, -1) if uses[n] is now), None)
         ahead: dict[Unit, int] = {}
         if before is not None:
             for distance, unit in enumerate(uses[before + 1 : -1]):
                 ahead.setdefault(unit, distance)
         never = len(uses)
+        # Belady's rule, with the last time through for the future.
         return max(idle, key=lambda unit: (ahead.get(unit, never), -unit.last))
 
 
@@ -186,6 +195,7 @@ class Division:
         nbytes = [sum(sizes[name] for name in part.parameters) for part in self.parts]
         most, where = 0, ""
         for module in needs:
+            # Forwards nest: while this module's runs, those of all modules around it do, with their parts.
             path = [outer for outer in needs if outer == module or _inside(module, outer)]
             need = sum(nbytes[n] for n in set().union(*(needs[outer] for outer in path)))
             if need > most:

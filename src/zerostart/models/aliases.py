@@ -65,6 +65,7 @@ class Aliases:
         Without ``views`` its loader gives each name a tensor of its own, whatever shared memory before.
         Raises BuildError, with the names, for memory of parameters that is shared in a way no load can keep.
         """
+        # Reversed, so that of several names of one tensor the first one stays.
         named = {id(tensor): (slot, tensor) for slot, tensor in reversed([*_registered(model)])}
         own = {id(p) for p in model.parameters()}
         memory = {_memory(t): slot.path for slot, t in named.values() if id(t) in own and _memory(t)}
@@ -110,6 +111,7 @@ class Aliases:
         where two fill the same elements, the later one stays.
         """
         order = {name: at for at, name in enumerate(loaded)}
+        # What the checkpoint does not fill comes first (-1), and later copies win, as in torch's own loading.
         for view in sorted(self.views, key=lambda view: order.get(view.name or "", -1)):
             part, own = view.of(view.base.get()), view.slot.get()
             at = order.get(view.name or "", -1)

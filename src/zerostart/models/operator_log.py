@@ -161,6 +161,8 @@ class OperatorLog(TorchDispatchMode):
 
     def __enter__(self) -> OperatorLog:
         stack = contextlib.ExitStack()
+        # Python code that loops over values, which a meta tensor has none of: noted as one step, run when
+        # replayed.
         stack.enter_context(truncated_normal_goes_to(self._opaque))
         stack.enter_context(_Attention())
         self._entered.append(stack)
@@ -190,10 +192,13 @@ class OperatorLog(TorchDispatchMode):
         with torch._C.DisableTorchFunction():
             changing = bool(_written_arguments(func)) and bool(_meta_tensors((args, *kwargs.values())))
             if changing:
+                # After it, an argument that is written would be what the call has made of it.
                 given = tree_map(_snapshot, given)  # before the call
         result = func(*args, **kwargs)
         with torch._C.DisableTorchFunction():
             op = Op(func, given[0], given[1], result)
+            # A view needs no step: its storage is that of its base, and `_Replay.real` makes the same view of
+            # the real one.
             if op.writes and not op.is_view:
                 kept_args, kept_kwargs = given if changing else tree_map(_snapshot, given)
                 self.ops.append(Op(func, kept_args, kept_kwargs, tree_map(_snapshot, result)))
@@ -214,6 +219,7 @@ class OperatorLog(TorchDispatchMode):
         replay = _Replay(device)
         replay.allocate(settled)
         for at, op in steps:
+            # The generator is put where it was in the unsharded model, just before the call that draws.
             if states is not None and at in states:
                 torch.set_rng_state(states[at])
             replay.run(op)
@@ -229,6 +235,8 @@ class OperatorLog(TorchDispatchMode):
         # Storages whose earlier values do not matter, since a later step overwrites them.
         settled: dict[int, int] = {}
         steps: list[tuple[int, Op]] = []
+        # Backwards, from what is wanted to what made it: a call counts if it writes a storage that is still
+        # needed.
         for at in reversed(range(len(self.ops))):
             op = self.ops[at]
             if not any(storage_key(t) in needed and storage_key(t) not in settled for t in op.writes):

@@ -55,6 +55,7 @@ def tie_names(built: Built, recipes: Recipes, equal: Equal) -> Coverage:
     superfluous is dropped.
     """
     model, library, present = built.model, built.library, recipes.by_name
+    # Both names are in the checkpoint: tied only if they hold the same values.
     for name, source in list(library.ties(model).items()):
         if name in present and source in present:
             if equal(present[name], present[source]):
@@ -85,12 +86,14 @@ def resolve_origins(built: Built, recipes: Recipes, aliases: Aliases) -> Origins
     sources: dict[int, Recipe] = {}
     for name, tensor, _ in state_names(model):
         if name in recipes.by_name:
+            # By identity, the first name counts: a tied tensor is filled once.
             sources.setdefault(id(tensor), recipes.by_name[name])
     loaded_buffers = _prepare_buffers(built, recipes)
     missing = {name: p for name, p in model.named_parameters() if id(p) not in sources}
     for parameter in model.parameters():
         if id(parameter) in sources:
             built.library.mark_loaded(parameter)
+    # What is logged from here on is the initialiser's: where its stream of random numbers begins.
     start = len(built.log.ops) if built.library.initialiser(model) is not None else None
     aliases.follow(model)  # An initialiser may go by them.
     _run_initialiser(built, missing)
@@ -99,6 +102,7 @@ def resolve_origins(built: Built, recipes: Recipes, aliases: Aliases) -> Origins
         recipe = sources.get(id(parameter))
         parameters[name] = recipe if recipe is not None else program_for(built, name, parameter)
     aliases.follow(model)
+    # Last: an attribute may be made of parameters and buffers, whose calls are in the log by now.
     fill_plain_tensors(built, aliases)
     filled = {id(dict(model.named_buffers())[name]) for name in loaded_buffers}
     initialised = (
@@ -184,6 +188,7 @@ def _aliases_aside(built: Built) -> Iterator[None]:
         parameter = owner._parameters.get(leaf)
         if parameter is not None:
             aside[name] = parameter
+            # Marked as loaded, so that the initialiser passes it by and draws nothing for it.
             stand_in = recast(parameter, parameter.dtype)
             library.mark_loaded(stand_in)
             replace_tensor(model, name, stand_in)

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, TypeGuard
 
+from zerostart.checkpoint.strict_json import JsonObject
+
 #: Names of sizes by what they shrink to; a smaller value stays. The vocabulary is odd on purpose, so that
 #: no even number of ranks divides it; everything else keeps the relations that models check.
 _TINY: Mapping[int, tuple[str, ...]] = {
@@ -65,7 +67,7 @@ _GROUPS = ("n_group", "num_expert_group", "num_expert_groups")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "multi_query_group_num", "num_global_key_value_heads")
 
 
-def tiny(config: Mapping[str, Any]) -> dict[str, Any]:
+def tiny(config: JsonObject) -> JsonObject:
     """A configuration of a few hundred thousand parameters, nested configurations included.
 
     2 layers, hidden size 64, 4 heads of 16 (2 for keys and values where they are grouped), 8 experts
@@ -82,7 +84,7 @@ def tiny(config: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-def _shrink_attention(config: Mapping[str, Any], result: dict[str, Any]) -> None:
+def _shrink_attention(config: JsonObject, result: JsonObject) -> None:
     """Sizes of heads that follow from others."""
     grouped = _first(config, _KV_HEADS)
     heads = _first(config, ("num_attention_heads", "n_head", "num_heads"))
@@ -101,7 +103,7 @@ def _shrink_attention(config: Mapping[str, Any], result: dict[str, Any]) -> None
             result["head_dim"] = result[key]
 
 
-def scaled(config: Mapping[str, Any], factor: float) -> dict[str, Any]:
+def scaled(config: JsonObject, factor: float) -> JsonObject:
     """A configuration with ``factor`` times the layers and the experts, at least what still runs."""
     result = _mapped(config, lambda nested: scaled(nested, factor))
     group = _first(config, _GROUPS) or 1
@@ -120,15 +122,13 @@ def scaled(config: Mapping[str, Any], factor: float) -> dict[str, Any]:
     return result
 
 
-def _nested(key: str, value: object) -> TypeGuard[Mapping[str, Any]]:
+def _nested(key: str, value: object) -> TypeGuard[JsonObject]:
     if not isinstance(value, Mapping) or key in ("quantization_config", "per_layer_config"):
         return False
     return key.endswith("_config") or "model_type" in value
 
 
-def _mapped(
-    config: Mapping[str, Any], change: Callable[[Mapping[str, Any]], dict[str, Any]]
-) -> dict[str, Any]:
+def _mapped(config: JsonObject, change: Callable[[JsonObject], JsonObject]) -> JsonObject:
     """A copy of ``config`` whose nested configurations went through ``change``."""
     return {key: change(value) if _nested(key, value) else value for key, value in config.items()}
 
@@ -137,7 +137,7 @@ def _is_size(value: object) -> TypeGuard[int]:
     return type(value) is int and value > 0
 
 
-def _first(config: Mapping[str, Any], keys: tuple[str, ...]) -> int | None:
+def _first(config: JsonObject, keys: tuple[str, ...]) -> int | None:
     return next((config[key] for key in keys if _is_size(config.get(key))), None)
 
 
@@ -198,7 +198,7 @@ def _shrink_rotary_sections(config: dict[str, object]) -> None:
             config[key] = {**rope, "mrope_section": [half - 2 * side, side, side]}
 
 
-def _shrink_outputs(config: Mapping[str, Any], result: dict[str, Any]) -> None:
+def _shrink_outputs(config: JsonObject, result: JsonObject) -> None:
     """A backbone gives out some of its stages, named and numbered; with fewer, it gives out the last ones."""
     stages, chosen = config.get("stage_names"), config.get("out_indices")
     layers = next((result[key] for key in _LAYERS if _is_size(result.get(key))), None)

@@ -20,7 +20,7 @@ import torch
 
 from zerostart.checkpoint.formats.base import CONFIG_NAME
 from zerostart.checkpoint.source import read_config
-from zerostart.checkpoint.strict_json import read_json
+from zerostart.checkpoint.strict_json import JsonObject, read_json
 from zerostart.checkpoint.write.shards import SaveLayout, plan_shards
 from zerostart.checkpoint.write.staging import Staging
 from zerostart.checkpoint.write.writer import CheckpointWriter
@@ -107,7 +107,7 @@ def synthesise(
     )
 
 
-def _read(source: str | os.PathLike[str]) -> dict[str, Any]:
+def _read(source: str | os.PathLike[str]) -> JsonObject:
     """Fields of the configuration that ``source`` names, ``model_type`` among them."""
     import transformers
 
@@ -128,11 +128,11 @@ def _read(source: str | os.PathLike[str]) -> dict[str, Any]:
     )
 
 
-def _default_fields(model_type: str) -> dict[str, Any]:
+def _default_fields(model_type: str) -> JsonObject:
     import transformers
 
     try:
-        fields: dict[str, Any] = transformers.AutoConfig.for_model(model_type).to_dict()
+        fields: JsonObject = transformers.AutoConfig.for_model(model_type).to_dict()
     except Exception as error:  # configurations validate themselves, each in its own way
         raise ConfigError(
             f"{model_type} has no usable default configuration ({error}); give a configuration file instead"
@@ -140,13 +140,13 @@ def _default_fields(model_type: str) -> dict[str, Any]:
     return fields
 
 
-def _without_quantisation(raw: Mapping[str, object]) -> tuple[dict[str, Any], tuple[str, ...]]:
+def _without_quantisation(raw: Mapping[str, object]) -> tuple[JsonObject, tuple[str, ...]]:
     """Random weights are written unquantised, so their configuration must not speak of quantisation."""
     dropped = tuple(key for key in ("quantization_config",) if raw.get(key) is not None)
     return {key: value for key, value in raw.items() if key not in dropped}, dropped
 
 
-def _resized(raw: dict[str, object], size: str) -> dict[str, Any]:
+def _resized(raw: dict[str, object], size: str) -> JsonObject:
     """``raw`` has all fields, because those that a file leaves out are as large as their defaults."""
     if size == "tiny":
         return tiny(raw)

@@ -11,7 +11,7 @@ import torch
 from torch._ops import OpOverload
 
 from zerostart.geometry import row_major_strides
-from zerostart.recipe.memory import Memory
+from zerostart.recipe.memory import Memory, Symbol
 from zerostart.recipe.operands import (
     UNSAID_VIEWS,
     all_constant,
@@ -33,7 +33,7 @@ aten = torch.ops.aten
 _FILLS = {aten.fill.Scalar, aten.fill.Tensor, aten.zero.default}
 
 
-def view(cls: Any, func: OpOverload, args: Any, kwargs: Any) -> Any:
+def view(cls: type[Symbol], func: OpOverload, args: Any, kwargs: Any) -> Any:
     """What an operator gives that shows the same memory in another way.
 
     Raises ConversionError for a view that is not known.
@@ -44,6 +44,8 @@ def view(cls: Any, func: OpOverload, args: Any, kwargs: Any) -> Any:
         return _viewed(cls, source, func, rest, metas)
     if isinstance(metas, torch.Tensor):
         metas = [metas]
+    # A view with several results (split, unbind) is followed as one view each, which a write can go back
+    # through.
     singles = single_views(func, source.shape, rest)
     if len(singles) != len(metas):
         singles = [(None, ())] * len(metas)
@@ -51,7 +53,9 @@ def view(cls: Any, func: OpOverload, args: Any, kwargs: Any) -> Any:
     return views[0] if func is aten._unsafe_view.default else views
 
 
-def _viewed(cls: Any, source: Any, func: OpOverload, rest: tuple[Any, ...], meta: torch.Tensor) -> Any:
+def _viewed(
+    cls: type[Symbol], source: Any, func: OpOverload, rest: tuple[Any, ...], meta: torch.Tensor
+) -> Any:
     layout = Layout(tuple(meta.shape), meta.stride(), int(meta.storage_offset()))
     if func in SAME:
         return cls(source.memory, source.steps, meta)
@@ -59,11 +63,12 @@ def _viewed(cls: Any, source: Any, func: OpOverload, rest: tuple[Any, ...], meta
         return cls(source.memory, (*source.steps, Step(func, rest, layout, meta.dtype)), meta)
     if meta.dtype != source.dtype or not shares_storage(meta, source.meta):
         raise refusal(f"the conversion of {names_of(source)} calls {func}, a view that is not known here")
+    # No rule for this view: its strides on meta say which elements it shows, as they do for as_strided.
     steps = (*source.steps, strided_step(source.memory.layout, layout, meta.dtype))
     return cls(source.memory, straight(steps, source.memory.layout), meta)
 
 
-def write(cls: Any, func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
+def write(cls: type[Symbol], func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
     """What an operator gives that writes into tensors. Raises ConversionError for what cannot be followed."""
     if func is aten.copy_.default and args[0] is args[1]:
         return args[0]
@@ -90,8 +95,10 @@ def write(cls: Any, func: OpOverload, args: tuple[object, ...], kwargs: dict[str
     functional = _functional(func)
     if functional is None:
         raise refusal(f"the conversion of {names_of(args)} calls {func}, a write that cannot be followed")
+    # As in `record`: constant masks become indices, for the twin as for any operator.
     args = counted(cls, func, args)
     kept = {k: v for k, v in kwargs.items() if not _is_out(func, k)}
+    # The call itself, not its twin: an in-place operator refuses shapes and dtypes that the twin broadcasts.
     on_meta(cls, func, args, kwargs)  # refuses what torch would refuse
     # 4. The twin reads everything before anything is written; torch's loop does not. Where that could show
     #    (two elements in one place, an operand that shares memory at another place) the result is nobody's to
@@ -159,6 +166,7 @@ def _functional(func: OpOverload) -> Any:
         name = "__" + name.removeprefix("__i")
     elif name.endswith("_") and not name.endswith("__"):
         name = name[:-1]
+    # Found by name and arguments: torch says of no operator which other one is its functional form.
     wanted = [(a.name, str(a.type)) for a in func._schema.arguments if not a.is_out]
     packet = getattr(getattr(torch.ops, space), name, None)
     for overload in packet.overloads() if packet is not None else ():
@@ -169,7 +177,7 @@ def _functional(func: OpOverload) -> Any:
     return None
 
 
-def _view_in_place(cls: Any, func: OpOverload, args: Any, kwargs: Any) -> Any:
+def _view_in_place(cls: type[Symbol], func: OpOverload, args: Any, kwargs: Any) -> Any:
     """An operator that makes a tensor another view of its memory, such as ``t_``."""
     target = args[0]
     if func is aten.set_.source_Tensor and _settable(cls, target, args[1]):
@@ -181,6 +189,8 @@ def _view_in_place(cls: Any, func: OpOverload, args: Any, kwargs: Any) -> Any:
     if func._schema.name == "aten::set_" and isinstance(args[1], torch.UntypedStorage):
         real = torch.empty(0, dtype=target.dtype, device="cpu")
         memory = Memory.of_constant(func(real, *args[1:], **kwargs))
+        # Exported memory is read anew each time that its value is wanted, as what others may change has to
+        # be.
         memory.exported = True  # a file that is read has others in it
         target.become(cls(memory))
         return target
@@ -200,12 +210,13 @@ def _resized(target: Any, shape: Sequence[int]) -> Any:
         return target.detach()
     room = prod(target.memory.layout.shape)
     first = target.storage_offset() - target.memory.layout.offset
+    # Only within the memory that is there: torch would leave what lies beyond it uninitialised.
     if first + prod(shape) <= room and not any(step.reads_anew for step in target.steps):
         return target.as_strided(shape, row_major_strides(shape))
     return target.new_empty(shape) if not room else None
 
 
-def _settable(cls: Any, target: object, source: object) -> bool:
+def _settable(cls: type[Symbol], target: object, source: object) -> bool:
     """Whether ``set_`` makes one the other: a conjugate or negative bit would stay with the target."""
     both = (target, source)
     return all(isinstance(t, cls) and not t.is_conj() and not t.is_neg() for t in both)
@@ -227,6 +238,8 @@ def reads_what_it_writes(written: list[Any], given: list[Any]) -> bool:
                     or getattr(operand, "memory", None) is not target.memory
                 ):
                     continue
+                # The same elements in the same order are read before they are written, one by one: nothing
+                # can show.
                 same = place == number and _alike(operand, target)
                 if not same and _meet(operand, target):
                     return True
@@ -260,6 +273,8 @@ def _runs(t: torch.Tensor) -> tuple[torch.Tensor, int]:
     """Where the unbroken runs of bytes of a view begin, in order, and how long each is."""
     width = length = t.element_size()
     starts = torch.full((1,), int(t.storage_offset()) * width, dtype=torch.int64, device="cpu")
+    # Innermost first: a loop whose stride is the run's length so far makes the run longer; any other one
+    # repeats the runs at its stride. Loops with stride 0 show the same bytes again, and are left out.
     loops = sorted(
         (stride * width, size) for size, stride in zip(t.shape, t.stride(), strict=True) if size > 1
     )

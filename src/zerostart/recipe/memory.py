@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 
 from zerostart.geometry import row_major_strides
 from zerostart.recipe.values import Value, constant
-from zerostart.recipe.views import Layout
+from zerostart.recipe.views import Layout, Step
 
 
 class Memory:
@@ -77,6 +78,7 @@ class Memory:
             self._real = torch.empty_strided(
                 layout.shape, layout.strides, dtype=self.dtype, device="cpu"
             ).copy_(self._fill)
+            # Made once: from here on the tensor is what all views of this memory share.
             self._fill = None
         return self._real
 
@@ -84,6 +86,7 @@ class Memory:
     def value(self) -> Value:
         """What the memory holds now."""
         if self._real is not None and (self._value is None or self.exported):
+            # A copy, since `real` may be written by torch itself later, and a value never changes.
             self._value = constant(self._real.clone()).lying(self.layout.strides)
         elif self._value is None:
             assert self._fill is not None, "a memory holds something"
@@ -108,6 +111,54 @@ class Memory:
         made._fill = self._fill
         made.version, made.overlaps = self.version, self.overlaps
         return made
+
+
+class Symbol(Protocol):
+    """``SymbolicTensor``, as the operators see it, which are imported by its module."""
+
+    memory: Memory
+    steps: tuple[Step, ...]
+
+    def __init__(
+        self, memory: Memory, steps: tuple[Step, ...] = (), meta: torch.Tensor | None = None
+    ) -> None: ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of its elements."""
+        ...
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the view."""
+        ...
+
+    def become(self, other: Any) -> None:
+        """Be another view."""
+        ...
+
+    def is_conj(self) -> bool:
+        """Whether the conjugate is shown of what the memory holds."""
+        ...
+
+    def is_neg(self) -> bool:
+        """Whether the negative is shown of what the memory holds."""
+        ...
+
+    @property
+    def meta(self) -> torch.Tensor:
+        """The twin on the meta device."""
+        ...
+
+    @property
+    def value(self) -> Value:
+        """What the tensor holds now."""
+        ...
+
+    @property
+    def elements(self) -> torch.Tensor | None:
+        """The elements of a constant."""
+        ...
 
 
 @functools.lru_cache(maxsize=4096)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from zerostart.recipe.memory import Memory
+from zerostart.recipe.memory import Memory, Symbol
 from zerostart.recipe.refusals import by_torch, refusal
 from zerostart.recipe.strides import as_on_cpu
 from zerostart.recipe.values import Value, constant, depends_on_values, names_of
@@ -66,10 +66,11 @@ def mapped(value: object, change: Callable[[torch.Tensor], object]) -> Any:
     return value
 
 
-def constant_of(cls: Any, real: torch.Tensor) -> Any:
+def constant_of(cls: type[Symbol], real: torch.Tensor) -> Any:
     """A tensor that torch made as a constant; one without elements as it is."""
     if real.device.type == "meta" or real.layout != torch.strided:
         return real
+    # Bits of a lazy conjugate or negative are settled, since a memory has elements and no bits.
     real = real.detach().cpu()
     memory = Memory.of_constant(real.resolve_conj().resolve_neg())
     memory.exported = not resizable(real)
@@ -84,17 +85,17 @@ def fill_of(func: OpOverload, args: Sequence[object]) -> Any:
     return {"empty": 0, "empty_strided": 0, "new_empty_strided": 0, "zeros": 0, "ones": 1}.get(name)
 
 
-def reals(cls: Any, values: object) -> Any:
+def reals(cls: type[Symbol], values: object) -> Any:
     """Arguments with the elements of constants."""
     return mapped(values, lambda t: t.elements if isinstance(t, cls) else t)
 
 
-def all_constant(cls: Any, tensors: Sequence[object]) -> bool:
+def all_constant(cls: type[Symbol], tensors: Sequence[object]) -> bool:
     """Whether the elements of all tensors are known."""
     return all(not isinstance(t, cls) or t.memory.is_constant for t in tensors)
 
 
-def on_meta(cls: Any, func: OpOverload, args: Any, kwargs: Any) -> Any:
+def on_meta(cls: type[Symbol], func: OpOverload, args: Any, kwargs: Any) -> Any:
     """What torch's meta kernel gives: shapes, strides, dtypes, and the errors of wrong ones.
 
     Raises ConversionError where torch cannot tell that without values.
@@ -106,9 +107,11 @@ def on_meta(cls: Any, func: OpOverload, args: Any, kwargs: Any) -> Any:
             return found
         return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
 
+    # Quantised tensors have scales, which no meta kernel carries.
     if torch.Tag.data_dependent_output in func.tags or func._schema.name.startswith("aten::quantize"):
         raise depends_on_values(func, args, list(kwargs.values()))
     twins, named = mapped(args, twin), mapped(kwargs, twin)
+    # A converter that asks for the CPU, or for "the device of the weight", means the twin's device here.
     if named.get("device") is not None:
         named["device"] = torch.device("meta")
     with by_torch():
@@ -117,6 +120,7 @@ def on_meta(cls: Any, func: OpOverload, args: Any, kwargs: Any) -> Any:
         except RuntimeError as error:
             if _DEPENDS & set(func.tags):
                 raise depends_on_values(func, args) from error
+            # Not the converter's fault, and it must not catch it: eagerly there is no such error.
             if isinstance(error, NotImplementedError):
                 raise refusal(
                     f"the conversion of {names_of(args)} calls {func}, and torch cannot tell "
@@ -126,7 +130,7 @@ def on_meta(cls: Any, func: OpOverload, args: Any, kwargs: Any) -> Any:
     return as_on_cpu(func, twins, named, made)
 
 
-def valued(cls: Any, values: object) -> Any:
+def valued(cls: type[Symbol], values: object) -> Any:
     """Arguments with the values of tensors, for the handlers of operators."""
 
     def own(t: torch.Tensor) -> Value:
@@ -138,12 +142,13 @@ def valued(cls: Any, values: object) -> Any:
                 "a conversion takes a tensor that is on the meta device, and has no elements; make it with "
                 'device="cpu"'
             )
+        # A copy: from outside, and so anybody's to change later.
         return constant(t.detach().clone()).lying(t.stride())
 
     return mapped(values, own)
 
 
-def counted(cls: Any, func: OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...]:
+def counted(cls: type[Symbol], func: OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Arguments of an indexing operator with the masks among constant indices as the numbers of rows."""
     if func not in _INDEXED:
         return args

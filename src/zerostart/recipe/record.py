@@ -13,7 +13,7 @@ import torch
 from torch._ops import OpOverload
 
 from zerostart.recipe.in_place import view, write
-from zerostart.recipe.memory import Memory
+from zerostart.recipe.memory import Memory, Symbol
 from zerostart.recipe.operands import (
     all_constant,
     constant_of,
@@ -34,7 +34,7 @@ aten = torch.ops.aten
 
 
 @ours_are_refused
-def record(cls: Any, func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
+def record(cls: type[Symbol], func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
     """What ``func`` gives, as tensors of the class ``cls``.
 
     Raises ConversionError for what no trace can follow, and torch's own errors where torch does not accept
@@ -46,7 +46,11 @@ def record(cls: Any, func: OpOverload, args: tuple[object, ...], kwargs: dict[st
     return _recorded(cls, func, args, kwargs)
 
 
-def _recorded(cls: Any, func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
+def _recorded(
+    cls: type[Symbol], func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]
+) -> Any:
+    # The order of the questions matters: an operator that writes (`add_`) also returns an alias of what it
+    # wrote, so that it would pass for a view.
     tensors = list(tensors_in((args, kwargs.values())))
     if all(not isinstance(t, cls) for t in tensors):
         return _from_outside(cls, func, args, kwargs, tensors)
@@ -57,8 +61,12 @@ def _recorded(cls: Any, func: OpOverload, args: tuple[object, ...], kwargs: dict
     return _make(cls, func, args, kwargs, tensors)
 
 
-def _from_outside(cls: Any, func: OpOverload, args: Any, kwargs: Any, tensors: Sequence[torch.Tensor]) -> Any:
+def _from_outside(
+    cls: type[Symbol], func: OpOverload, args: Any, kwargs: Any, tensors: Sequence[torch.Tensor]
+) -> Any:
     """An operator on tensors with elements alone, or on none; what it newly makes is a constant."""
+    # Zeros, ones and the like take no memory until somebody asks for their elements: converters make tensors
+    # as large as a model's embedding only to write weights into them.
     if not tensors and (fill := fill_of(func, args)) is not None:
         device = kwargs.get("device")
         if device is None or torch.device(device).type == "cpu":
@@ -66,12 +74,13 @@ def _from_outside(cls: Any, func: OpOverload, args: Any, kwargs: Any, tensors: S
             return cls(Memory.filled(like, torch.full((), fill, dtype=like.dtype, device="cpu")))
     with by_torch():
         made = func(*args, **kwargs)
+    # It is somebody else's memory still: as a symbolic constant it would be a copy.
     if func is not aten.lift_fresh.default and (writes(func) or is_view(func)):
         return made
     return mapped(made, functools.partial(constant_of, cls))
 
 
-def _make(cls: Any, func: OpOverload, args: Any, kwargs: Any, tensors: Sequence[Any]) -> Any:
+def _make(cls: type[Symbol], func: OpOverload, args: Any, kwargs: Any, tensors: Sequence[Any]) -> Any:
     """An operator that makes new tensors."""
     if func is aten.is_set_to.default:
         a, b = args
@@ -81,6 +90,8 @@ def _make(cls: Any, func: OpOverload, args: Any, kwargs: Any, tensors: Sequence[
         with by_torch():
             made = func(*reals(cls, args), **reals(cls, kwargs))
         return mapped(made, functools.partial(constant_of, cls))
+    # From here on weights are among the operands. Masks that are constants are indices by then, since torch's
+    # meta kernel cannot count what is true in them.
     args = counted(cls, func, args)
     metas = _stack_meta(func, args)
     if metas is None:
@@ -89,6 +100,7 @@ def _make(cls: Any, func: OpOverload, args: Any, kwargs: Any, tensors: Sequence[
         return cls(Memory.filled(metas, torch.full((), fill, dtype=metas.dtype, device="cpu")))
     if torch.device(kwargs.get("device") or "cpu").type == "meta":
         return metas
+    # A number or a truth value out of weights: only one that does not depend on their elements can be given.
     if not any(True for _ in tensors_in([metas])):
         if isinstance(metas, bool) or func is aten.is_pinned.default:
             return metas
@@ -99,7 +111,7 @@ def _make(cls: Any, func: OpOverload, args: Any, kwargs: Any, tensors: Sequence[
     return type(metas)(_fresh(cls, v, m) for v, m in zip(values, metas, strict=True))
 
 
-def _valued(cls: Any, func: OpOverload, args: Any, kwargs: Any, metas: Any) -> Any:
+def _valued(cls: type[Symbol], func: OpOverload, args: Any, kwargs: Any, metas: Any) -> Any:
     """The values that an operator gives."""
     handler = HANDLERS.get(func)
     args, kwargs = valued(cls, args), valued(cls, kwargs)
@@ -108,12 +120,13 @@ def _valued(cls: Any, func: OpOverload, args: Any, kwargs: Any, metas: Any) -> A
     return handler(*args, **kwargs)
 
 
-def _fresh(cls: Any, value: Value, meta: torch.Tensor) -> Any:
+def _fresh(cls: type[Symbol], value: Value, meta: torch.Tensor) -> Any:
     if value.shape != tuple(meta.shape) or value.dtype != meta.dtype:
         raise refusal(
             f"a conversion of {names_of(value)} gave {value.dtype} {list(value.shape)} in the trace, and "
             f"{meta.dtype} {list(meta.shape)} in torch"
         )
+    # In the strides that torch gives: what a converter asks for, and what views of it show, depends on them.
     return cls(Memory.holding(value, meta.stride()), (), meta)
 
 

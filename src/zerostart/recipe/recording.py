@@ -61,7 +61,11 @@ def recorded(name: str, function: Callable[[], T]) -> T:
     Raises ConversionError for what cannot be followed, also where the converter catches that, and where
     random numbers are drawn.
     """
+    # Compared afterwards: a draw would differ from rank to rank, and from the conversion that was traced.
     randomness = torch.get_rng_state()
+    # From outside in: refusals are raised even where the converter catches them; constants that it keeps get
+    # their elements when no mode watches any more; then what torch makes, and methods that go past the
+    # dispatcher.
     with refusals_count(), constants_become_real(), _Recording(), _Sealing():  # type: ignore[no-untyped-call]
         try:
             made = function()

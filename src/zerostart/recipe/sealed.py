@@ -50,6 +50,7 @@ class Sealed:
     """The methods of a tensor that reach its elements past torch's dispatcher."""
 
     for _name in _MEMORY:
+        # At the class's making, for the names are many and what each does is the same.
         locals()[_name] = _refuses(_name)
 
     memory: Any
@@ -75,6 +76,7 @@ class Sealed:
         Raises ConversionError for any other tensor.
         """
         made = self._elements("numpy").numpy(force=force)
+        # NumPy can write into it from now on, without a word to torch.
         self.memory.exported = True
         return made
 
@@ -99,6 +101,7 @@ class Sealed:
         """A tensor of its own; what shares memory with it shares that of its copy."""
         if id(self) not in memo:
             tensor: Any = self
+            # By memory, not by tensor: two views of one memory are views of one memory in the copy, too.
             twin = memo.get(id(tensor.memory))
             if twin is None:
                 twin = memo[id(tensor.memory)] = tensor.memory.copy()

@@ -34,9 +34,11 @@ def as_on_cpu(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], 
 
     Raises ConversionError for operands that lie in an order of which the result's cannot be told.
     """
+    # For all other operators the meta kernel's strides are those of the CPU: nothing is run.
     if not {func, func._overloadpacket} & OTHERWISE:
         return made
     given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+    # Few elements, but equal sizes stay equal and their order stays: kernels choose a layout by these.
     sizes = _few({size for t in given for size in t.shape})
     try:
         with without_dispatch(), torch.no_grad():
@@ -70,6 +72,7 @@ def _small(value: object, sizes: Mapping[int, int]) -> Any:
     for dim in sorted(range(len(shape)), key=lambda d: (value.stride(d), -d)):
         stride = value.stride(dim)
         if stride and value.shape[dim] > 1:
+            # `extent` and `room` are how far the dimensions so far reach, in the tensor and in the small one.
             strides[dim] = room if stride == extent else room + 1  # a gap stays one
             extent, room = stride * value.shape[dim], strides[dim] * shape[dim]
         elif stride:

@@ -68,6 +68,7 @@ def _real(tensor: SymbolicTensor) -> torch.Tensor:
     """A constant as an ordinary tensor, with what Python code has noted on it."""
     real = tensor.elements
     assert real is not None, "a constant has elements"
+    # What scripts hang on tensors goes along; what makes a tensor symbolic does not.
     noted = {k: v for k, v in tensor.__dict__.items() if k not in SymbolicTensor.__annotations__}
     if noted.pop("_is_param", False):
         real = torch.nn.Parameter(real, tensor.requires_grad)
@@ -127,6 +128,7 @@ class SymbolicTensor(Sealed, torch.Tensor):
     def value(self) -> Value:
         """What the tensor holds now."""
         memory = self.memory
+        # Versions count writes that went through us; memory that NumPy sees may change without one.
         if self._known is None or self._known[0] != memory.version or memory.exported:
             self._known = (memory.version, self._shown())
         return self._known[1]
@@ -163,6 +165,7 @@ class SymbolicTensor(Sealed, torch.Tensor):
             if base is None:
                 return None
             made = torch.empty(0, dtype=self.dtype, device="cpu")
+            # By `set_`, for the tensor's own strides: a reshape or a copy would not share the memory.
             made.set_(base.untyped_storage(), self.storage_offset(), tuple(self.shape), self.stride())
             if self.is_conj():
                 made = made.conj()
@@ -186,9 +189,11 @@ class SymbolicTensor(Sealed, torch.Tensor):
         steps = self.steps
         if any(step.repeats for step in steps):
             steps = straight(steps, self.memory.layout)
+        # 1. Forwards: what each step's base holds now, for the elements that the view does not show.
         values = [self.memory.value]
         for step in steps:
             values.append(step.of(values[-1]).lying(step.layout.strides))
+        # 2. Backwards: each base with its view replaced, up to the memory itself.
         for step, base in zip(reversed(steps), reversed(values[:-1]), strict=True):
             new = step.written(base, new.lying(step.layout.strides))
         self.memory.hold(new)

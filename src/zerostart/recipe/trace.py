@@ -116,6 +116,7 @@ def _loaded(
     """
     now = _tensors(model)
     # A tied tensor has several names, and is stored under one.
+    # By identity: a symbol that several names got is "converted" under none of them.
     stored = {id(symbol) for name, symbol in loaded.tensors.items() if _as_stored(name, symbol)}
     by_name: dict[str, Recipe] = {}
     for name, symbol in loaded.tensors.items():
@@ -227,11 +228,13 @@ def load_module(
     """
     state: Any = OrderedDict(copies_of(tensors))
     if versions is not None:
+        # Copies: torch's own loading pops and sets entries while it goes down the modules.
         state._metadata = OrderedDict((name, dict(entry)) for name, entry in versions.items())
     kind = type(model).__name__
     copies = _Copies(kind)
     keys: list[Any] = []
     watched: Any = model
+    # Registered last, and so called after the module's own hooks, which may change the lists.
     handle = watched.register_load_state_dict_post_hook(lambda _, found: keys.append(deepcopy(found)))
     errors = ""
 
@@ -242,14 +245,17 @@ def load_module(
             with log, copies:
                 return model.load_state_dict(state, strict=False)
         finally:
+            # Also after an error: the module must not keep symbolic tensors.
             assigned.update(_assigned(model))
 
     try:
         with _as_torch_does():
             returned = recorded(f"the loading of {kind}", load)
+        # A `load_state_dict` of the module's own may never run the hook.
         keys = keys or [returned]
     except ConversionError:
         raise
+    # torch's report of shapes that differ: read below, since the load goes by it.
     except RuntimeError as error:
         errors = str(error)
     except Exception as error:
@@ -311,6 +317,7 @@ class _Copies(TorchDispatchMode):
         made: dict[tuple[Any, ...], SymbolicTensor] = {}
         for target, symbol in self._made:
             assert isinstance(symbol, SymbolicTensor), "what is made of a symbolic tensor is one"
+            # Taken out first, so that the last copy also has the last place in the order.
             made.pop(_place(target), None)
             made[_place(target)] = symbol
         if made.keys() - names.keys():

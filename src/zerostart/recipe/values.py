@@ -102,6 +102,7 @@ def compute(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], mad
     if made is None:
         twins, others = tree_map(_empty, args), tree_map(_empty, kwargs)
         made = as_on_cpu(func, twins, others, func(*twins, **others))
+    # Operands keep the strides of their values, since bits of the result may depend on them.
     given, named = tree_map(_operand, (args, kwargs))
 
     def result(meta: torch.Tensor, output: int | None) -> Value:
@@ -213,6 +214,8 @@ def regions_of(
         return Regions(Cut.BOXES, plain, (False, True))  # a table, looked up element by element
     order = memory_order(made.shape, made.stride())
     if torch.Tag.pointwise in func.tags or func in _POINTWISE:
+        # An exact operator is among the blocks where an operand is made of blocks: a small box of it
+        # would take the same blocks again and again.
         exact = _exact(func, args, kwargs, operands, made)
         if order is not None and all(_lies_as(operand, made, order) for operand in operands):
             ordered = tuple(_in_order(operand, order) for operand in operands)
@@ -281,6 +284,7 @@ def _lies_as(operand: Operand, made: torch.Tensor, order: tuple[int, ...]) -> bo
         return True
     if operand.shape != tuple(made.shape):
         return False
+    # None stands for row-major.
     strides = operand.strides or geometry.row_major_strides(operand.shape)
     return memory_order(operand.shape, strides) == order
 

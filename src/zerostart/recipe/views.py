@@ -207,6 +207,7 @@ def strided_step(source: Layout, view: Layout, dtype: torch.dtype) -> Step:
 
 def _in_memory(t: Value, layout: Layout) -> tuple[Value, list[int]]:
     """The elements in the order of their addresses, and the order of the dimensions that leads there."""
+    # A value has elements and no addresses: by its layout it is laid out as one run of memory first.
     order = sorted(range(t.dim()), key=lambda d: (-layout.strides[d], -layout.shape[d]))
     ordered = [layout.shape[d] for d in order]
     dense = row_major_strides(ordered)
@@ -227,6 +228,7 @@ def _take_strided(t: Value, source: Layout, view: Layout) -> Value:
     order = sorted(range(len(view.shape)), key=lambda d: -view.strides[d])
     loops = [(view.shape[d], view.strides[d]) for d in order]
     table = reshape(flat, [flat.numel(), 1])
+    # As slices, which stay reads from the checkpoint; beyond so many rows as a gather, which is computed.
     made = _rows(table, first, loops) if _row_count(loops) <= MOST_ROWS else None
     if made is None:
         index = constant(_addresses(view, first).reshape(-1))
@@ -269,6 +271,7 @@ def _rows(table: Value, first: int, loops: Sequence[tuple[int, int]]) -> Value:
     last = first + (size - 1) * stride
     if not inner:
         return slice_of(table, 0, first, last + 1, stride)
+    # Rows that overlap, or reach into the next block, cannot be columns of one reshape: one by one.
     if 1 + sum((n - 1) * s for n, s in inner) > stride:
         return stack([_rows(table, first + i * stride, inner) for i in range(size)])
     # All but the last lie in blocks of one stride, which become columns; the last may end early.
@@ -295,6 +298,7 @@ def _write_strided(base: Value, new: Value, source: Layout, view: Layout) -> Val
     if not new.numel():
         return base
     new = cast(reshape(new, [new.numel()]), flat.dtype)
+    # Where a view shows a place twice, the last of the elements that go there stays, as in torch's copy.
     addresses, at = _last_written(_addresses(view, first).reshape(-1))
     breaks = ((addresses[1:] - addresses[:-1] != 1) | (at[1:] - at[:-1] != 1)).nonzero()[:, 0] + 1
     if len(breaks) < MOST_ROWS:
@@ -335,6 +339,8 @@ def straight(steps: tuple[Step, ...], source: Layout) -> tuple[Step, ...]:
 
     Steps behind which the elements are others stay.
     """
+    # Steps that only move elements melt into one strided step; behind one that computes (a conjugate, other
+    # bits of a dtype) there is no common address space any more.
     after = max((n + 1 for n, step in enumerate(steps) if step.reads_anew), default=0)
     kept, last = steps[:after], steps[-1]
     if after == len(steps):

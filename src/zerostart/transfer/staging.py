@@ -117,6 +117,8 @@ class DeviceStaging:
     def view(self, nbytes: int) -> memoryview:
         """Room for the next ``nbytes``; waits until what was in it has left for the device."""
         sent = self._sent[self._turn]
+        # The copy out of this buffer may still be under way; `depth` buffers let the disk and the bus work at
+        # once.
         if sent is not None:
             sent.synchronize()
         return bytes_view(self._host[self._turn])[:nbytes]
@@ -128,6 +130,7 @@ class DeviceStaging:
             for part in parts:
                 self._send(part, host, storages[part.target])
         if self._stream is not None:
+            # One event for the whole buffer: the stream's copies are in order.
             self._sent[self._turn] = self._stream.record_event()
         self._turn = (self._turn + 1) % self._depth
 
@@ -153,6 +156,8 @@ class DeviceStaging:
         elif part.nbytes <= self._nbytes:
             # From the start of the buffer, so that any dtype can be viewed there.
             raw = self._raw[: part.nbytes]
+            # To the device as stored, and cast there: fewer bytes over the bus, and no work for the host. All
+            # parts share this one buffer, since the stream runs one copy after the other.
             raw.copy_(source, non_blocking=self._pinned)
             copy_strided(storage, part.to, raw.view(part.dtype), part.loops)
         else:  # the result of a computation that could not be cut

@@ -8,7 +8,6 @@ import os
 import time
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from zerostart.checkpoint.catalog import Catalog
 from zerostart.checkpoint.formats.base import MODEL_FOLDER, TRIES, Format, catalog_at
@@ -26,7 +25,7 @@ from zerostart.checkpoint.manifest import (
     saved_at,
 )
 from zerostart.checkpoint.storage.files import read_small
-from zerostart.checkpoint.strict_json import MAX_DOCUMENT_BYTES, read_json
+from zerostart.checkpoint.strict_json import MAX_DOCUMENT_BYTES, JsonObject, read_json
 from zerostart.checkpoint.write.switching import finish_switched
 from zerostart.errors import CheckpointError, CheckpointNotFoundError, ReadError, VerifyError, ZerostartError
 
@@ -79,13 +78,13 @@ def _is_saved_state(directory: Path) -> bool:
     return not any(type(time) is int and type(when) is int and time > when for time in times)
 
 
-def _read_state(path: Path) -> dict[str, Any]:
+def _read_state(path: Path) -> JsonObject:
     return read_json(path / STATE_MARKER, "training state", MAX_DOCUMENT_BYTES)
 
 
 def open_saved_state(
     path: Path, folders: Sequence[str], read: Callable[[Path], dict[str, object]] = _read_state
-) -> tuple[dict[str, Any], list[Catalog]]:
+) -> tuple[JsonObject, list[Catalog]]:
     """The document of the training state in ``path``, and the catalogs of some of its ``folders``.
 
     Of the files that the document names, whatever else lies there. ``read`` gives the document, and may raise

@@ -13,11 +13,10 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 from zerostart.checkpoint.catalog import DTYPE_BITS, TensorEntry
 from zerostart.checkpoint.formats.safetensors import MAX_NUMBERS, MAX_TENSORS
-from zerostart.checkpoint.strict_json import MAX_JSON_BYTES
+from zerostart.checkpoint.strict_json import MAX_JSON_BYTES, JsonObject
 from zerostart.errors import CheckpointError, ConfigError
 
 DEFAULT_STEM = "model"
@@ -54,7 +53,7 @@ class SaveLayout:
     tensors: Mapping[str, TensorEntry]
     total_size: int
     stem: str
-    index: Mapping[str, Any] | None
+    index: JsonObject | None
 
     @property
     def index_name(self) -> str:
@@ -112,7 +111,7 @@ def plan_shards(
     groups = _as_before(entries, before or {}, limit) or _filled(entries.values(), limit)
     files, placed = _place(groups, stem, {"format": "pt"} if metadata is None else metadata)
     total = sum(entry.nbytes for entry in placed)
-    index: dict[str, Any] | None = None
+    index: JsonObject | None = None
     if len(files) > 1:
         facts = {"total_size": total}
         if total_parameters is not None:
@@ -197,7 +196,7 @@ def _place(
 
 def _header(entries: Sequence[TensorEntry], metadata: Mapping[str, str]) -> tuple[bytes, int]:
     """Beginning of a file that holds ``entries`` in this order, and the bytes of the entries."""
-    document: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    document: JsonObject = {"__metadata__": dict(metadata)} if metadata else {}
     position = 0
     for entry in entries:
         span = [position, position + entry.nbytes]

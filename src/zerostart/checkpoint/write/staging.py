@@ -23,7 +23,6 @@ import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from zerostart.checkpoint.manifest import (
     FORMAT,
@@ -36,6 +35,7 @@ from zerostart.checkpoint.manifest import (
     is_foreign,
 )
 from zerostart.checkpoint.paths import expanded
+from zerostart.checkpoint.strict_json import JsonObject
 from zerostart.checkpoint.write.folders import Folder, lock, sync, sync_handle, write_whole
 from zerostart.checkpoint.write.switching import Plan, clean_up, clear_killed, finish, planned, switch
 from zerostart.errors import WriteError, ZerostartError
@@ -108,7 +108,7 @@ class Staging:
                 self._made.append(place)
                 sync(place.parent, os.O_DIRECTORY)
 
-    def complete(self, document: Mapping[str, Any]) -> dict[str, str]:
+    def complete(self, document: JsonObject) -> dict[str, str]:
         """Bring everything to the disk, give it its names, and have readers go by it.
 
         The document holds ``document``, and "files": for each file its "bytes" and, unless "digests" of
@@ -191,10 +191,10 @@ class Staging:
                 folder.remove_empty(HIDDEN)
                 folder.close()
 
-    def _described(self, name: str, document: Mapping[str, Any]) -> dict[str, Any]:
+    def _described(self, name: str, document: JsonObject) -> JsonObject:
         """What tells a file that it is as it was: its length, and a hash unless its tensors have digests."""
         file = self.directory / name
-        described: dict[str, Any] = {"bytes": file.stat().st_size}
+        described: JsonObject = {"bytes": file.stat().st_size}
         weights = file.suffix == ".safetensors"
         if not weights or (self._marker and str(Path(name).parent) not in document.get("digests", {})):
             with file.open("rb") as handle:

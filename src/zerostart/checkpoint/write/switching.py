@@ -15,7 +15,6 @@ import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from zerostart.checkpoint.manifest import (
     HIDDEN,
@@ -31,7 +30,7 @@ from zerostart.checkpoint.manifest import (
     is_inside,
     lies_at,
 )
-from zerostart.checkpoint.strict_json import MAX_DOCUMENT_BYTES, read_json
+from zerostart.checkpoint.strict_json import MAX_DOCUMENT_BYTES, JsonObject, read_json
 from zerostart.checkpoint.write.folders import Folder, Identity, lock, write_whole
 from zerostart.errors import CheckpointError, VerifyError, ZerostartError
 
@@ -84,7 +83,7 @@ def _is_identity(known: object) -> bool:
 
 
 def planned(
-    folder: Folder, token: str, marker: str, by_document: bool, key: str, document: dict[str, Any]
+    folder: Folder, token: str, marker: str, by_document: bool, key: str, document: JsonObject
 ) -> Plan:
     """Plan the content ``key``, whose staged files ``document`` describes; it becomes what will be there.
 
@@ -116,13 +115,13 @@ def planned(
 
 class _Planner:
     def __init__(
-        self, folder: Folder, token: str, plan: Plan, by_document: bool, key: str, document: dict[str, Any]
+        self, folder: Folder, token: str, plan: Plan, by_document: bool, key: str, document: JsonObject
     ) -> None:
         self.plan, self.files = plan, document["files"]
         self._folder, self._token, self._key, self._document = folder, token, key, document
         self._by_document = by_document
-        self._known: list[dict[str, Any]] = []
-        self._before: dict[str, dict[str, Any]] = {}
+        self._known: list[JsonObject] = []
+        self._before: dict[str, JsonObject] = {}
         self._groups: set[str] = set()
         for name in MARKERS:
             # Both documents: a file that either of them lists is ours to replace.
@@ -209,7 +208,7 @@ class _Planner:
         for name in self._old:
             self._drop(name, groups)
 
-    def beside(self) -> dict[str, Any]:
+    def beside(self) -> JsonObject:
         """What else there is to say of the directory: the contents that stay, as far as they are there."""
         if self.plan.marker != MARKER:
             return {}
@@ -491,7 +490,7 @@ def _clear_one(folder: Folder, wait: bool = False) -> None:
             folder.path.rmdir()
 
 
-def _lines(handle: int) -> list[dict[str, Any]]:
+def _lines(handle: int) -> list[JsonObject]:
     """What a save has noted in its lock first, and last; a line that a kill has cut off is none."""
     raw = os.pread(handle, _MOST, 0)
     end = raw.rfind(b"\n")
@@ -503,7 +502,7 @@ def _lines(handle: int) -> list[dict[str, Any]]:
     return []
 
 
-def _noted(lines: list[dict[str, Any]]) -> Plan | None:
+def _noted(lines: list[JsonObject]) -> Plan | None:
     """What the save was doing last, having done all before it."""
     with contextlib.suppress(TypeError, AttributeError):
         plan = Plan(**lines[-1]) if len(lines) > 1 else None
@@ -511,7 +510,7 @@ def _noted(lines: list[dict[str, Any]]) -> Plan | None:
     return None
 
 
-def _is_free(handle: int, lines: list[dict[str, Any]]) -> bool:
+def _is_free(handle: int, lines: list[JsonObject]) -> bool:
     """Whether the process of a lock is no more; where a file system has no locks, as far as can be told."""
     # The system lets go of a lock when its process ends, however it ends.
     if (locked := lock(handle)) is not None:

@@ -31,6 +31,7 @@ class FlatRules:
     def group(self, numels: Sequence[int], itemsize: int) -> FlatGroup:
         """The flat group of parameters with ``numels`` elements, in the optimizer's order."""
         order = _dealt(len(numels), self.partitions) if self.round_robin else range(len(numels))
+        # In elements: so many that a multiple of them is a multiple of PARAMETER_BYTES.
         step = PARAMETER_BYTES // gcd(PARAMETER_BYTES, itemsize) if self.aligned else 1
         offsets, end = [0] * len(numels), 0
         for position in order:
@@ -84,6 +85,7 @@ def shares(group: FlatGroup, start: int, stop: int) -> list[tuple[int, int]]:
     """
     found = []
     for offset, numel in zip(group.offsets, group.numels, strict=True):
+        # Both ends clamped to the parameter, in its own element numbers: outside, the run is empty.
         low = min(max(start - offset, 0), numel)
         found.append((low, max(low, min(stop - offset, numel))))
     return found

@@ -14,6 +14,7 @@ from torch import nn
 from zerostart.checkpoint.catalog import Catalog
 from zerostart.checkpoint.formats.base import CONFIG_NAME
 from zerostart.checkpoint.source import read_config
+from zerostart.checkpoint.strict_json import JsonObject
 from zerostart.errors import BuildError, ConversionError
 from zerostart.models.library import Built, Construction, ModelLibrary, OwnLoading, Stored
 from zerostart.models.tensors import state_names
@@ -234,7 +235,7 @@ def _component(
 def _converted(converter: Callable[..., Any], model: Any, part: Symbols) -> dict[str, SymbolicTensor]:
     """What diffusers' own converter makes of the component."""
 
-    def convert(state_dict: dict[str, Any]) -> dict[str, Any]:
+    def convert(state_dict: JsonObject) -> JsonObject:
         made = converter(config=dict(model.config), checkpoint=state_dict)
         # One that looks for a key with `get` leaves None where the checkpoint has none.
         return {name: value for name, value in made.items() if value is not None}

@@ -17,6 +17,7 @@ from torch import nn
 
 from zerostart.checkpoint.catalog import Catalog
 from zerostart.checkpoint.source import read_config
+from zerostart.checkpoint.strict_json import JsonObject
 from zerostart.errors import BuildError, CheckpointError, ConversionError
 from zerostart.models.library import Attention, Built, Construction, ModelLibrary, OwnLoading, Stored
 from zerostart.models.tensors import state_names
@@ -295,7 +296,7 @@ def _class_of(config: Any, called: str = "the configuration") -> type[nn.Module]
     )
 
 
-def _read_config(root: str | None) -> dict[str, Any]:
+def _read_config(root: str | None) -> JsonObject:
     path = Path(root) / "config.json" if root else None
     if path is None or not path.is_file():
         raise BuildError(
@@ -366,7 +367,7 @@ def _assign(
     mapping: Sequence[Any],
     symbols: Mapping[str, SymbolicTensor],
     targets: Mapping[str, Target],
-) -> tuple[dict[str, Any], dict[str, str], list[str]]:
+) -> tuple[JsonObject, dict[str, str], list[str]]:
     """Give every checkpoint key to a converter, to a model name as it is, or to the unexpected."""
     renamings = [entry for entry in mapping if isinstance(entry, core.WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, core.WeightConverter)]
@@ -374,7 +375,7 @@ def _assign(
     reading_stored = {pattern for pattern, c in by_pattern.items() if _reads_stored(c)}
     # The driver only asks the state dict whether a name is there.
     present = dict.fromkeys(targets, True)
-    groups: dict[str, Any] = {}
+    groups: JsonObject = {}
     plain: dict[str, str] = {}
     unexpected: list[str] = []
     for key in sorted(symbols, key=core.dot_natural_key):

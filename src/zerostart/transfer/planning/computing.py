@@ -87,6 +87,7 @@ def _from_blocks(
         if limit <= BLOCK or all(run.nbytes <= budget for run in runs):
             yield from runs
             return
+        # What one block needs of the operands is only known once it is laid out: so tried, and halved.
         limit //= 2
     for (region,) in _regions(source, copies):
         parts = list(split_region(region, limit))
@@ -180,6 +181,7 @@ class _Builder:
         strides: tuple[int, ...] | None = None,
     ) -> OperandView:
         """The register with ``region`` of ``operand``, filled by then: ``boxes``, one after the other."""
+        # Equal operands are one object, by whose identity registers are known.
         operand = self._operands.one(operand)
         known = self._known.get((id(operand), region))
         if known is not None:
@@ -201,6 +203,7 @@ class _Builder:
         for source, copies in computed.items():
             for taken in _regions(source, copies):
                 self._step(source, taken, number)
+        # Only now: its steps are listed, so that whoever meets it later comes after them.
         self._known[(id(operand), region)] = number
         return number, shape, strides
 
