@@ -96,8 +96,8 @@ def _serve(
     receive = torch.empty_like(send)
     dist.all_to_all_single(receive, send, group=group)
     outgoing, incoming = torch.stack([send, receive]).tolist()  # The one time that the host waits.
-    travel: Any = _AllToAll.apply
-    same: Any = _Same.apply
+    travel: Callable[..., torch.Tensor] = _AllToAll.apply
+    same: Callable[..., torch.Tensor] = _Same.apply
     rows = hidden_states[order // top_k_index.shape[-1]]
     tokens = travel(same(rows, None, alike), outgoing, incoming, group)
     numbers = pairs.new_empty(sum(incoming))
@@ -110,7 +110,9 @@ def _serve(
     return summed.to(hidden_states.dtype)
 
 
-def _run(own_forward: Any, tokens: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+def _run(
+    own_forward: Callable[..., torch.Tensor], tokens: torch.Tensor, numbers: torch.Tensor
+) -> torch.Tensor:
     """Each row of ``tokens`` through the one local expert in ``numbers``."""
     if not len(tokens):
         # A row of zeros, whose result is thrown away: parameters that no token reaches get a gradient of
@@ -122,9 +124,11 @@ def _run(own_forward: Any, tokens: torch.Tensor, numbers: torch.Tensor) -> torch
     return result
 
 
-def _dividing(own_forward: Any, copies: int) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+def _dividing(
+    own_forward: Callable[..., torch.Tensor], copies: int
+) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
     """``_run`` whose gradients of parameters are divided by ``copies``, and those of tokens are not."""
-    scaled: Any = _Scaled.apply
+    scaled: Callable[..., torch.Tensor] = _Scaled.apply
 
     def run(tokens: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = scaled(_run(own_forward, scaled(tokens, copies), numbers), 1 / copies)
@@ -142,7 +146,7 @@ class _Scaled(torch.autograd.Function):
         return rows.view_as(rows)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return gradient * ctx.factor, None
 
 
@@ -151,13 +155,16 @@ class _Same(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows: torch.Tensor, values: dist.ProcessGroup | None, gradients: dist.ProcessGroup | None
+        ctx: Any,
+        rows: torch.Tensor,
+        values: dist.ProcessGroup | None,
+        gradients: dist.ProcessGroup | None,
     ) -> torch.Tensor:
         ctx.gradients = gradients
         return _of_first(rows, values)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return _of_first(gradient, ctx.gradients), None, None
 
 
@@ -180,7 +187,7 @@ class _AllToAll(torch.autograd.Function):
         return _moved(rows, send, receive, group)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return _moved(gradient, *ctx.way_back), None, None, None
 
 

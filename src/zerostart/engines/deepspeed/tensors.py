@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import nn
@@ -22,6 +22,9 @@ from zerostart.models import library_of
 from zerostart.upstream.deepspeed.construction import TensorGroups, mark_sliced
 from zerostart.upstream.deepspeed.parallel import tensors as upstream
 from zerostart.upstream.deepspeed.parallel.tensors import Slice, slices_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 REMEDY = "use engine='fsdp2', which runs it by its own plan, or tensor_parallel=1"
 _GATHERED = ("colwise_gather_output", "colwise_rep")
@@ -71,7 +74,7 @@ def _wrong(
             yield f"leave {name} whole, and cut what is beside it"
 
 
-def _complete(model: nn.Module, became: Any, name: str) -> bool:
+def _complete(model: nn.Module, became: nn.Module, name: str) -> bool:
     """Whether a cut layer has fused parts that are cut each by itself."""
     if not type(became).__name__.startswith("SubParam"):
         return False
@@ -102,14 +105,14 @@ def check_dropout(model: nn.Module, size: int) -> None:
         )
 
 
-def _heads(model: nn.Module) -> tuple[Any, Any]:
+def _heads(model: nn.Module) -> tuple[object, object]:
     config = _text(model)
     heads = getattr(config, "num_attention_heads", None)
     return heads, getattr(config, "num_key_value_heads", None) or heads
 
 
-def _text(model: Any) -> Any:
-    config: Any = getattr(model, "config", None)
+def _text(model: nn.Module) -> PreTrainedConfig:
+    config: PreTrainedConfig = getattr(model, "config", None)
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 

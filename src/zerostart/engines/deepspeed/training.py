@@ -7,7 +7,7 @@ import functools
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,9 @@ from zerostart.engines.training import AccelerateSetup, LauncherSetup, TrainingJ
 from zerostart.errors import ConfigError
 from zerostart.upstream.accelerate.launched import launched_deepspeed
 from zerostart.upstream.deepspeed.state.steps import steps_of
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.engine import DeepSpeedEngine
 
 #: The dtype in which DeepSpeed keeps the model, by the precision that is mixed with fp32 masters.
 KEPT = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -228,7 +231,7 @@ def own_file(stage: int) -> dict[str, Any]:
 # DeepSpeed steps flat tensors, in which the gradient of a parameter that has none is zero: it would decay.
 
 
-def spare_unreached(engine: Any) -> None:
+def spare_unreached(engine: DeepSpeedEngine) -> None:
     """Have the optimizer of DeepSpeed's ``engine`` leave alone what no backward has reached yet, on any rank.
 
     What has been reached once is stepped from then on, as DeepSpeed does, also where it gets no gradient.
@@ -245,7 +248,7 @@ def spare_unreached(engine: Any) -> None:
 class _Spared:
     """What no backward has reached, the same on every rank, and how it was before a step."""
 
-    def __init__(self, engine: Any, parameters: dict[int, Any]) -> None:
+    def __init__(self, engine: DeepSpeedEngine, parameters: dict[int, Any]) -> None:
         self._engine = engine
         self._reached: set[int] = set()  # on this rank, by ids
         self._hooks = {

@@ -13,7 +13,7 @@ import logging
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -23,6 +23,14 @@ from zerostart.upstream.patches import RefCountedPatches, fits, replaced
 from zerostart.upstream.registry import Lasts, Otherwise, PatchPoint, misfit
 from zerostart.upstream.shapes import Shape, found
 from zerostart.upstream.versions import ACCELERATE, TRANSFORMERS
+
+if TYPE_CHECKING:
+    import accelerate
+    from accelerate.state import AcceleratorState
+    from accelerate.utils import FullyShardedDataParallelPlugin
+    from transformers import TrainingArguments
+
+    from zerostart.upstream.accelerate.types import Accelerator
 
 logger = logging.getLogger("zerostart")
 _ACCELERATOR = "accelerate.accelerator:Accelerator"
@@ -123,7 +131,7 @@ class AcceleratorPatches(RefCountedPatches):
     """
 
     def __init__(
-        self, sharded: Callable[[nn.Module], bool], partitioned: Callable[[Any, nn.Module], None]
+        self, sharded: Callable[[nn.Module], bool], partitioned: Callable[[Accelerator, nn.Module], None]
     ) -> None:
         super().__init__(self._enter)
         self._sharded = sharded
@@ -151,13 +159,13 @@ class AcceleratorPatches(RefCountedPatches):
                 stack.enter_context(replaced(point, owner, name, new))
 
     def _fsdp2_prepare_model(self, original: Any) -> Any:
-        def fsdp2_prepare_model(accelerator: Any, model: Any) -> Any:
+        def fsdp2_prepare_model(accelerator: Accelerator, model: nn.Module) -> object:
             return model if self._sharded(model) else original(accelerator, model)
 
         return fsdp2_prepare_model
 
     def _prepare_tp(self, original: Any) -> Any:
-        def prepare_tp(accelerator: Any, *args: Any) -> Any:
+        def prepare_tp(accelerator: Accelerator, *args: Any) -> Any:
             models = [item for item in args if isinstance(item, nn.Module)]
             ready = accelerator.is_fsdp2 and models and all(self._sharded(model) for model in models)
             return args if ready else original(accelerator, *args)
@@ -165,7 +173,7 @@ class AcceleratorPatches(RefCountedPatches):
         return prepare_tp
 
     def _prepare_deepspeed(self, original: Any) -> Any:
-        def prepare_deepspeed(accelerator: Any, *args: Any) -> Any:
+        def prepare_deepspeed(accelerator: Accelerator, *args: Any) -> Any:
             for item in args:
                 if isinstance(item, nn.Module):
                     self._partitioned(accelerator, item)
@@ -175,7 +183,7 @@ class AcceleratorPatches(RefCountedPatches):
 
 
 def _keeps_parameters(original: Any) -> Any:
-    def prepare_fsdp2(accelerator: Any, *args: Any) -> Any:
+    def prepare_fsdp2(accelerator: Accelerator, *args: Any) -> Any:
         # accelerate maps parameters by their addresses, and an empty shard has none: those that stay are put
         # back by identity. Whole ones are replaced, and are not to be held meanwhile.
         before = [
@@ -200,7 +208,7 @@ def _keeps_parameters(original: Any) -> Any:
 def _prepares_fsdp2(original: Any) -> Any:
     keeping = _keeps_parameters(original)
 
-    def prepare_fsdp2(accelerator: Any, *args: Any) -> Any:
+    def prepare_fsdp2(accelerator: Accelerator, *args: Any) -> Any:
         for item in args:
             if isinstance(item, nn.Module):
                 _name_sharded_classes(accelerator.state.fsdp_plugin, item)
@@ -209,7 +217,7 @@ def _prepares_fsdp2(original: Any) -> Any:
     return prepare_fsdp2
 
 
-def _name_sharded_classes(plugin: Any, model: nn.Module) -> None:
+def _name_sharded_classes(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> None:
     """Have ``plugin`` look for the classes that ``fully_shard`` has made of those that it names.
 
     Of a class Layer it makes a class FSDPLayer. accelerate looks the names up when it cuts a model into
@@ -225,7 +233,7 @@ def _name_sharded_classes(plugin: Any, model: nn.Module) -> None:
 
 
 def _has_a_backend_everywhere(original: Any) -> Any:
-    def prepare_backend(state: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    def prepare_backend(state: accelerate.PartialState, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         from accelerate.utils import DistributedType
 
         backend, kind = original(state, *args, **kwargs)
@@ -241,7 +249,7 @@ def _has_a_backend_everywhere(original: Any) -> Any:
 
 
 def _knows_fsdp2_everywhere(original: Any) -> Any:
-    def init(state: Any, *args: Any, **kwargs: Any) -> None:
+    def init(state: AcceleratorState, *args: Any, **kwargs: Any) -> None:
         original(state, *args, **kwargs)
         from accelerate.state import PartialState
         from accelerate.utils import DistributedType
@@ -268,7 +276,7 @@ def _knows_fsdp2_everywhere(original: Any) -> Any:
 
 
 def _remembers_fsdp(original: Any) -> Any:
-    def process(arguments: Any) -> Any:
+    def process(arguments: TrainingArguments) -> Any:
         result = original(arguments)
         if result is not None:
             remember(arguments)

@@ -13,7 +13,7 @@ import types
 import weakref
 from collections.abc import Iterable
 from contextlib import ExitStack
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
@@ -24,6 +24,9 @@ from zerostart.upstream.patches import RefCountedPatches, fits, note, replaced
 from zerostart.upstream.registry import Lasts, PatchPoint, Use, misfit
 from zerostart.upstream.shapes import Shape
 from zerostart.upstream.versions import DEEPSPEED, TORCH
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.engine import DeepSpeedEngine
 
 _ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
 OWN_STATE_DICT = PatchPoint(
@@ -174,7 +177,7 @@ def _enter(stack: ExitStack) -> None:
     original = getattr(DeepSpeedEngine, name)
 
     @functools.wraps(original)
-    def module_state_dict(engine: Any, *args: Any, **kwargs: Any) -> Any:
+    def module_state_dict(engine: DeepSpeedEngine, *args: Any, **kwargs: Any) -> Any:
         if any(expert_of(p) is not None for p in engine.module.parameters()):
             raise EngineError(
                 "DeepSpeed would save the experts of one rank as if they were all, with expert_parallel at "

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -17,6 +17,11 @@ from zerostart.upstream.patches import RefCountedPatches, fits, replaced, replac
 from zerostart.upstream.registry import Lasts, PatchPoint
 from zerostart.upstream.shapes import Shape
 from zerostart.upstream.versions import PEFT
+
+if TYPE_CHECKING:
+    import torch
+    from peft.tuners.trainable_tokens.layer import TrainableTokensLayer
+    from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 
 _LAYERS = "peft.tuners.tuners_utils"
 _FILES = "peft.utils.save_and_load"
@@ -132,7 +137,7 @@ class AdapterCalls(RefCountedPatches):
         injecting: Injecting,
         surrounding: Surrounding,
         merging: Merging,
-        disabling: Callable[[Any], None],
+        disabling: Callable[[BaseTunerLayer], None],
         reading: Reading,
     ) -> None:
         super().__init__(self._enter)
@@ -163,7 +168,7 @@ class AdapterCalls(RefCountedPatches):
         original = module.BaseTuner.inject_adapter
 
         @functools.wraps(original)
-        def inject(tuner: Any, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
+        def inject(tuner: BaseTuner, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
             original_call = functools.partial(original, tuner, model, adapter_name, *args, **kwargs)
             config = tuner.peft_config[adapter_name]
             begins = getattr(config, "init_lora_weights", True)
@@ -178,7 +183,7 @@ class AdapterCalls(RefCountedPatches):
         switched = module.BaseTunerLayer.enable_adapters
 
         @functools.wraps(switched)
-        def switch(layer: Any, enabled: bool) -> Any:
+        def switch(layer: BaseTunerLayer, enabled: bool) -> Any:
             if not enabled:
                 self._disabling(layer)
             return switched(layer, enabled)
@@ -199,7 +204,7 @@ class AdapterCalls(RefCountedPatches):
 
     def _sent(self, original: Any, name: str) -> Any:
         @functools.wraps(original)
-        def call(layer: Any, *args: Any, **kwargs: Any) -> Any:
+        def call(layer: BaseTunerLayer, *args: Any, **kwargs: Any) -> Any:
             return self._merging(functools.partial(original, layer, *args, **kwargs), layer, name)
 
         return call
@@ -248,7 +253,9 @@ class AdapterCalls(RefCountedPatches):
         original = getattr(module.TrainableTokensLayer, name)
 
         @functools.wraps(original)
-        def collect(layer: Any, weight: Any, rows: Any, embed_dim: int) -> Any:
+        def collect(
+            layer: TrainableTokensLayer, weight: torch.Tensor, rows: torch.Tensor, embed_dim: int
+        ) -> Any:
             return (
                 original(layer, weight, rows, embed_dim) if hasattr(weight, "ds_id") else layer.weight[rows]
             )

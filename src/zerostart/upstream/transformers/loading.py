@@ -20,7 +20,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from types import FrameType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -30,6 +30,13 @@ from zerostart.upstream.registry import Lasts, PatchPoint, Use, demand
 from zerostart.upstream.seam import Findings, InterceptedCall, LoadingSeam
 from zerostart.upstream.shapes import Shape
 from zerostart.upstream.versions import TRANSFORMERS
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers.modeling_utils import LoadStateDictConfig
+    from transformers.utils.loading_report import LoadStateDictInfo
 
 _MODEL = "transformers.modeling_utils:PreTrainedModel"
 _FROM_PRETRAINED = PatchPoint(
@@ -167,7 +174,7 @@ def require() -> None:
     demand(TOUCHED, "zerostart.enabled() cannot take over its loading; use zerostart.load")
 
 
-def resize_by(model: Any, function: Callable[..., Any]) -> None:
+def resize_by(model: PreTrainedModel, function: Callable[..., Any]) -> None:
     """Have ``model.resize_token_embeddings`` call ``function``, as long as the model lives."""
     model.resize_token_embeddings = function
     note(_RESIZING, model)
@@ -217,11 +224,17 @@ def knowing_partitions() -> Iterator[None]:
 class TransformersCall(InterceptedCall, Protocol):
     """One call of ``from_pretrained``."""
 
-    def dequantising(self, config: Any) -> None:
+    def dequantising(self, config: PreTrainedConfig) -> None:
         """Have a quantised checkpoint of the configuration ``config`` dequantised; others are left alone."""
         ...
 
-    def load(self, model: Any, files: list[str] | None, state_dict: Any, config: Any) -> Findings:
+    def load(
+        self,
+        model: PreTrainedModel,
+        files: list[str] | None,
+        state_dict: Mapping[str, torch.Tensor] | None,
+        config: LoadStateDictConfig,
+    ) -> Findings:
         """Give ``model`` (on meta) its weights; collective. ``config`` is the LoadStateDictConfig."""
         ...
 
@@ -232,7 +245,7 @@ class FromConfigCall(Protocol):
     #: Keyword arguments with which the library goes on.
     arguments: dict[str, Any]
 
-    def start(self, make: Callable[[], Any]) -> Any:
+    def start(self, make: Callable[[], PreTrainedModel]) -> PreTrainedModel:
         """The model that ``make`` builds; collective."""
         ...
 
@@ -248,7 +261,7 @@ class TransformersSeam(LoadingSeam[TransformersCall]):
         self,
         choose: Callable[[type, dict[str, Any]], TransformersCall | None],
         starting: Callable[[type, dict[str, Any]], FromConfigCall | None],
-        left: Callable[[Any], None],
+        left: Callable[[PreTrainedModel], None],
     ) -> None:
         super().__init__(self._enter, choose, left)
         self._starting = starting
@@ -257,7 +270,7 @@ class TransformersSeam(LoadingSeam[TransformersCall]):
         require()
         from transformers import modeling_utils
 
-        model: Any = modeling_utils.PreTrainedModel
+        model: type[PreTrainedModel] = modeling_utils.PreTrainedModel
         for point, name, make in (
             (_FROM_PRETRAINED, "from_pretrained", self.from_pretrained),
             (_FROM_PRETRAINED, "get_init_context", self._get_init_context),
@@ -300,7 +313,9 @@ class TransformersSeam(LoadingSeam[TransformersCall]):
 
     def _get_hf_quantizer(self, original: Any) -> Any:
         @functools.wraps(original)
-        def get_hf_quantizer(config: Any, quantization_config: Any, *args: Any, **kwargs: Any) -> Any:
+        def get_hf_quantizer(
+            config: PreTrainedConfig, quantization_config: Any, *args: Any, **kwargs: Any
+        ) -> Any:
             call = self.without_weights()
             if call is not None and quantization_config is None:
                 call.dequantising(config)
@@ -311,7 +326,11 @@ class TransformersSeam(LoadingSeam[TransformersCall]):
     def _load_pretrained_model(self, original: Any) -> Any:
         @functools.wraps(original)
         def load(
-            model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, expected_keys: Any = None
+            model: PreTrainedModel,
+            state_dict: Mapping[str, torch.Tensor] | None,
+            checkpoint_files: list[str] | None,
+            load_config: LoadStateDictConfig,
+            expected_keys: Any = None,
         ) -> Any:
             call = self.without_weights()
             if call is None:  # or an adapter of the loaded model
@@ -334,7 +353,9 @@ class TransformersSeam(LoadingSeam[TransformersCall]):
 
     def _finalize_model_loading(self, original: Any) -> Any:
         @functools.wraps(original)
-        def finalize(model: Any, load_config: Any, loading_info: Any) -> Any:
+        def finalize(
+            model: PreTrainedModel, load_config: LoadStateDictConfig, loading_info: LoadStateDictInfo
+        ) -> Any:
             call = self.innermost()
             if call is None or call.model is not model:
                 return original(model, load_config, loading_info)

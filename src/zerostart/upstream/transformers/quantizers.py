@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -12,6 +12,11 @@ from zerostart.upstream.patches import note
 from zerostart.upstream.registry import Lasts, PatchPoint, Use, demand
 from zerostart.upstream.shapes import Shape
 from zerostart.upstream.versions import TRANSFORMERS
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers.core_model_loading import ConversionOps, WeightTransform
+    from transformers.quantizers.base import HfQuantizer
 
 _DEQUANTISED = PatchPoint(
     library=TRANSFORMERS,
@@ -44,7 +49,7 @@ TOUCHED = (
 )
 
 
-def dequantizer(quantization: Mapping[str, Any], source: str) -> Any:
+def dequantizer(quantization: Mapping[str, Any], source: str) -> HfQuantizer:
     """The library's quantizer for a ``quantization_config`` (of the checkpoint ``source``), dequantising.
 
     Raises BuildError for a method that the library cannot dequantise while it loads, UnsupportedVersionError
@@ -73,7 +78,7 @@ def dequantizer(quantization: Mapping[str, Any], source: str) -> Any:
     return quantizer
 
 
-def dequantise(config: Any) -> None:
+def dequantise(config: PreTrainedConfig) -> None:
     """Have the library dequantise, while it loads, what a model's configuration says is quantised, if any.
 
     Raises BuildError for a method with which it cannot.
@@ -91,19 +96,19 @@ def dequantise(config: Any) -> None:
         stored.dequantize = True
 
 
-def method_of(quantizer: Any) -> str:
+def method_of(quantizer: HfQuantizer) -> str:
     """The name of the method with which the weights that ``quantizer`` is for are quantised."""
     method = quantizer.quantization_config.quant_method
     return str(getattr(method, "value", method))
 
 
-def _dequantising(conversions: Iterable[Any]) -> list[Any]:
+def _dequantising(conversions: Iterable[WeightTransform]) -> list[ConversionOps]:
     """The operations among the conversions that belong to a quantizer."""
     found = [op for conversion in conversions for op in getattr(conversion, "operations", ())]
     return [op for op in found if getattr(op, "hf_quantizer", None) is not None]
 
 
-def _mend_blocks(quantizer: Any, block: tuple[int, int]) -> None:
+def _mend_blocks(quantizer: HfQuantizer, block: tuple[int, int]) -> None:
     """Have the conversions of a model that ``quantizer`` adds to dequantise blocks that are cut off, too."""
     update = quantizer.update_weight_conversions
 
@@ -120,13 +125,13 @@ def _mend_blocks(quantizer: Any, block: tuple[int, int]) -> None:
     note(_DEQUANTISED, quantizer)
 
 
-def prepare(quantizer: Any, model: Any, dtype: torch.dtype) -> None:
+def prepare(quantizer: HfQuantizer, model: PreTrainedModel, dtype: torch.dtype) -> None:
     """What the library does to a model on meta before it dequantises; the configuration is plain after."""
     quantizer.preprocess_model(model=model, dtype=dtype, device_map=None, checkpoint_files=None)
     quantizer.remove_quantization_config(model)
 
 
-def _with_cut_blocks(operation: Any, block: tuple[int, int]) -> Any:
+def _with_cut_blocks(operation: type[ConversionOps], block: tuple[int, int]) -> type[ConversionOps]:
     """The fp8 dequantisation, for weights too whose last blocks are cut off by the weight's edge.
 
     DeepSeek-V3 has such a weight in every layer (``kv_a_proj_with_mqa``, 576 rows in blocks of 128). The

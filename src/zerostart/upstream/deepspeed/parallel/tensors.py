@@ -17,7 +17,7 @@ import io
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -28,6 +28,12 @@ from zerostart.upstream.patches import replaced
 from zerostart.upstream.registry import Lasts, PatchPoint, Use, demand
 from zerostart.upstream.shapes import Shape
 from zerostart.upstream.versions import DEEPSPEED
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from deepspeed.runtime.engine import DeepSpeedEngine
+    from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
 
 _ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
 _LAYERS = "deepspeed.module_inject.layers"
@@ -190,7 +196,7 @@ def _partition(model: nn.Module, size: int, section: Mapping[str, Any]) -> None:
     from deepspeed.module_inject import layers
     from deepspeed.runtime.engine import DeepSpeedEngine
 
-    engine: Any = DeepSpeedEngine
+    engine: type[DeepSpeedEngine] = DeepSpeedEngine
     config = _config(size, section)
     layers.set_autotp_mode(training=True)
     kind = type(model).__name__
@@ -207,7 +213,7 @@ def _partition(model: nn.Module, size: int, section: Mapping[str, Any]) -> None:
         ) from error
 
 
-def _config(size: int, section: Mapping[str, Any]) -> Any:
+def _config(size: int, section: Mapping[str, Any]) -> TPTrainingConfig:
     from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
     from pydantic import ValidationError
 
@@ -286,7 +292,7 @@ def _slice(said: Mapping[str, Any]) -> Slice:
     return Slice(shape, 1, tuple(_merged(runs) for runs in first))
 
 
-def _one_after_the_other(sizes: Any) -> tuple[tuple[tuple[int, int], ...], ...]:
+def _one_after_the_other(sizes: Sequence[int]) -> tuple[tuple[tuple[int, int], ...], ...]:
     ends = [sum(sizes[: rank + 1]) for rank in range(len(sizes))]
     return tuple(((end - n, end),) if n else () for n, end in zip(sizes, ends, strict=True))
 

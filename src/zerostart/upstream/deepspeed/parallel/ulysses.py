@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -29,6 +29,11 @@ from zerostart.upstream.registry import Lasts, PatchPoint, Use, demand
 from zerostart.upstream.shapes import Shape
 from zerostart.upstream.transformers.attention import packed_documents, require
 from zerostart.upstream.versions import DEEPSPEED
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 
 _ULYSSES = "deepspeed.runtime.sequence_parallel.ulysses_sp:UlyssesSPAttentionHF"
 _REGISTERING = PatchPoint(
@@ -82,8 +87,10 @@ class _Shared:
 
 
 _ATTRIBUTE = "_zerostart_sequences"
+#: A function of transformers' registry: the module, queries, keys, values, a mask or None, and settings.
+Attention = Callable[..., Any]
 #: What DeepSpeed has made, and put in the place of transformers' attention.
-_made: weakref.WeakSet[Any] = weakref.WeakSet()
+_made: weakref.WeakSet[UlyssesSPAttentionHF] = weakref.WeakSet()
 
 
 def mask_sequences(model: nn.Module) -> None:
@@ -129,7 +136,7 @@ def sequence_group() -> Any:
     """The group of ranks that share this rank's sequences, once Ulysses is registered."""
     from deepspeed.utils import groups
 
-    private: Any = groups
+    private: ModuleType = groups
     return private._get_sequence_parallel_group()
 
 
@@ -174,7 +181,7 @@ def _take_over() -> None:
         _made.add(attention)
 
 
-def _registered() -> Iterator[tuple[str, Any]]:
+def _registered() -> Iterator[tuple[str, UlyssesSPAttentionHF]]:
     """What DeepSpeed has put in the place of an attention function, by its name."""
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -189,11 +196,18 @@ def _registered() -> Iterator[tuple[str, Any]]:
 class _ForMarked:
     """An attention function: ``shares``, which calls ``attention``, for marked models; else ``original``."""
 
-    def __init__(self, shares: Any, attention: Any, original: Any) -> None:
+    def __init__(self, shares: Attention, attention: UlyssesSPAttentionHF, original: Attention) -> None:
         self._shares, self._attention, self._original = shares, attention, original
 
     def __call__(
-        self, module: nn.Module, query: Any, key: Any, value: Any, mask: Any, *args: Any, **kwargs: Any
+        self,
+        module: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         shared, known = vars(module).get(_ATTRIBUTE), self._attention
         if shared is None:
@@ -212,7 +226,7 @@ class _ForMarked:
         return self._shares(module, query, key, value, mask, *args, **kwargs)
 
 
-def _masking(attention: Any) -> Any:
+def _masking(attention: Attention) -> Attention:
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     return _Masking(attention) if attention is sdpa_attention_forward else attention
@@ -221,13 +235,20 @@ def _masking(attention: Any) -> Any:
 class _Masking:
     """``sdpa`` on whole sequences; of one forward's masks there is one for each window."""
 
-    def __init__(self, attention: Any) -> None:
+    def __init__(self, attention: Attention) -> None:
         self._attention = attention
         self._positions: torch.Tensor | None = None
         self._masks: dict[int | None, torch.Tensor | None] = {}
 
     def __call__(
-        self, module: nn.Module, query: Any, key: Any, value: Any, mask: Any, *args: Any, **kwargs: Any
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         if mask is None and _ATTRIBUTE in vars(module):
             mask = self._mask(kwargs["position_ids"], kwargs.get("sliding_window"))

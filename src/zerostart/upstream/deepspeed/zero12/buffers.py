@@ -26,7 +26,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -42,6 +42,9 @@ from zerostart.upstream.registry import Lasts, Otherwise, PatchPoint, misfit
 from zerostart.upstream.shapes import Shape
 from zerostart.upstream.torch.word_sums import lanes_of, signed
 from zerostart.upstream.versions import DEEPSPEED
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.engine import DeepSpeedEngine
 
 logger = logging.getLogger("zerostart")
 
@@ -128,12 +131,12 @@ def _enter(stack: ExitStack) -> None:
     signature = inspect.signature(construct)
 
     @functools.wraps(broadcast)
-    def broadcast_model(self: Any) -> None:
+    def broadcast_model(self: DeepSpeedEngine) -> None:
         with _spared(self):
             broadcast(self)
 
     @functools.wraps(construct)
-    def construct_engine(self: Any, *args: Any, **kwargs: Any) -> None:
+    def construct_engine(self: DeepSpeedEngine, *args: Any, **kwargs: Any) -> None:
         given = signature.bind(self, *args, **kwargs).arguments
         for keeper in _keepers(given.get("model")):
             keeper.bring()
@@ -157,7 +160,7 @@ def _keepers(model: object) -> list[Keeper]:
 
 
 @contextlib.contextmanager
-def _undone(engine: Any, model: Any, client: Any) -> Iterator[None]:
+def _undone(engine: DeepSpeedEngine, model: Any, client: Any) -> Iterator[None]:
     """If the engine's construction fails, leave neither hooks nor an optimizer behind.
 
     Otherwise a hook of the engine on the model, or what it noted on a parameter, keeps it alive, with all
@@ -190,7 +193,7 @@ def _undone(engine: Any, model: Any, client: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _spared(engine: Any) -> Iterator[None]:
+def _spared(engine: DeepSpeedEngine) -> Iterator[None]:
     """Have DeepSpeed not broadcast the parameters that are the same on all ranks that it would send them to.
 
     ``_broadcast_model`` passes over parameters with an attribute ``ds_optim_param``. Experts are sent to the
@@ -224,7 +227,7 @@ def _experts_of(parameter: Any) -> str | None:
 # and the sums are compared in one small message.
 
 
-def alike(parameters: Sequence[torch.Tensor], group: Any) -> list[Any]:
+def alike(parameters: Sequence[torch.Tensor], group: dist.ProcessGroup) -> list[Any]:
     """Those that hold the same bits on all ranks of ``group``; collective, with one small message."""
     if not parameters or dist.get_world_size(group=group) == 1:
         return list(parameters)

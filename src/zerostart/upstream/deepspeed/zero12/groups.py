@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -21,6 +21,11 @@ from zerostart.upstream.patches import RefCountedPatches, replaced
 from zerostart.upstream.registry import Lasts, PatchPoint
 from zerostart.upstream.shapes import Shape
 from zerostart.upstream.versions import DEEPSPEED, TORCH
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    from zerostart.upstream.torch.types import ParameterGroup
 
 _ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
 _CONFIGURE = PatchPoint(
@@ -63,7 +68,7 @@ def _enter(stack: ExitStack) -> None:
     configure = DeepSpeedEngine._configure_optimizer
 
     @functools.wraps(configure)
-    def configure_optimizer(self: Any, client_optimizer: Any, model_parameters: Any) -> Any:
+    def configure_optimizer(self: DeepSpeedEngine, client_optimizer: Any, model_parameters: Any) -> Any:
         parameters = list(self.module.parameters())
         ours = any(expert_of(p) is not None or marked(p) is not None for p in parameters)
         if self.has_moe_layers or not ours or not self.zero_optimization():
@@ -81,7 +86,7 @@ def _enter(stack: ExitStack) -> None:
 grouping = RefCountedPatches(_enter)
 
 
-def _kind(parameter: Any) -> Kind:
+def _kind(parameter: torch.Tensor) -> Kind:
     mark = marked(parameter)
     return Kind(expert_of(parameter), None if mark is None else id(mark.keeper))
 
@@ -124,7 +129,7 @@ class Kind(NamedTuple):
     home: int | None = None
 
 
-KindOf = Callable[[Any], Kind]
+KindOf = Callable[[torch.Tensor], Kind]
 
 #: What a group does not share with the one that it was split from.
 _OWN = frozenset({"params", "param_names", "moe", "name"})
@@ -138,10 +143,10 @@ class _Follower(dict[str, Any]):
     What a step of the optimizer itself notes in its groups (such as a count of steps) is each one's own.
     """
 
-    def __init__(self, leader: dict[str, Any], own: dict[str, Any]) -> None:
+    def __init__(self, leader: ParameterGroup, own: ParameterGroup) -> None:
         super().__init__({**leader, **own})
         self._leader = leader
-        self._seen: dict[str, Any] = {}
+        self._seen: ParameterGroup = {}
         self.settle()
 
     def follow(self) -> None:
@@ -172,7 +177,7 @@ class _Follower(dict[str, Any]):
         return super().values()
 
 
-def split_groups(groups: Sequence[dict[str, Any]], kind_of: KindOf) -> list[dict[str, Any]]:
+def split_groups(groups: Sequence[ParameterGroup], kind_of: KindOf) -> list[ParameterGroup]:
     """New groups in the place of ``groups``: of each its parts, experts last."""
     return [{**group, **part} for group in groups for part in _parts(group, kind_of)]
 
@@ -182,7 +187,7 @@ def split_optimizer(client: torch.optim.Optimizer, kind_of: KindOf) -> torch.opt
 
     Groups of experts alone are named as such in place.
     """
-    groups: list[dict[str, Any]] = []
+    groups: list[ParameterGroup] = []
     leaders: dict[int, int] = {}
     for group in client.param_groups:
         first, *others = _parts(group, kind_of) or [{}]
@@ -195,7 +200,7 @@ def split_optimizer(client: torch.optim.Optimizer, kind_of: KindOf) -> torch.opt
     return _twin(client, groups, leaders) if leaders else client
 
 
-def _parts(group: dict[str, Any], kind_of: KindOf) -> list[dict[str, Any]]:
+def _parts(group: ParameterGroup, kind_of: KindOf) -> list[ParameterGroup]:
     """What each part of a group has of its own, in the order of their first parameters; experts last.
 
     Where no parameter of a kind is trained, they stay with others: DeepSpeed fails on a group without any.
@@ -218,7 +223,7 @@ def _is_of_experts(kind: Kind) -> bool:
 
 
 def _twin(
-    client: torch.optim.Optimizer, groups: list[dict[str, Any]], leaders: dict[int, int]
+    client: torch.optim.Optimizer, groups: list[ParameterGroup], leaders: dict[int, int]
 ) -> torch.optim.Optimizer:
     """An optimizer of the client's class, with its state and hooks, and with ``groups``.
 
@@ -238,7 +243,7 @@ def _twin(
         for group in followers():
             group.settle()
 
-    def loaded(optimizer: Any) -> None:
+    def loaded(optimizer: torch.optim.Optimizer) -> None:
         if optimizer is not twin:
             return
         for number, leader in leaders.items():

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,9 @@ from zerostart.upstream.registry import Lasts, Otherwise, PatchPoint, Use
 from zerostart.upstream.shapes import Shape
 from zerostart.upstream.versions import DEEPSPEED
 
+if TYPE_CHECKING:
+    from deepspeed.runtime.base_optimizer import ZeROOptimizer
+
 logger = logging.getLogger("zerostart")
 
 
@@ -38,7 +41,7 @@ class Adoption(abc.ABC):
     point: PatchPoint
     flatten: str
 
-    def __init__(self, optimizer: Any, arguments: dict[str, Any]) -> None:
+    def __init__(self, optimizer: ZeROOptimizer, arguments: dict[str, Any]) -> None:
         from deepspeed.runtime.utils import is_optimized_parameter
 
         self.optimizer = optimizer
@@ -59,7 +62,7 @@ class Adoption(abc.ABC):
         """Whether the optimizer deals parameters round robin, and aligns each of them."""
         return False, False
 
-    def ranks(self) -> list[Any]:
+    def ranks(self) -> list[dist.ProcessGroup]:
         """Of each group the process group that partitions it: an expert group has its own."""
         from deepspeed.utils import groups
 
@@ -91,7 +94,7 @@ class Adoption(abc.ABC):
         return self.flats[number] if 0 <= number < len(self.flats) else None
 
     @abc.abstractmethod
-    def made(self) -> list[Any]:
+    def made(self) -> list[list[torch.Tensor]]:
         """The groups that the constructor has come to."""
 
     @contextlib.contextmanager
@@ -129,7 +132,7 @@ class Adoption(abc.ABC):
     def read_masters(self) -> None:
         """Read the masters of rounded parameters into this rank's partitions."""
         wanted: dict[RunReader, list[tuple[str, int, torch.Tensor]]] = {}
-        read: list[tuple[Any, int, torch.Tensor]] = []
+        read: list[tuple[torch.Tensor, int, torch.Tensor]] = []
         for parameter, low, share in shares_of(self.optimizer):
             found = marked(parameter)
             if found is None or found.reader is None or parameter.dtype == torch.float32:
@@ -149,14 +152,14 @@ class Adoption(abc.ABC):
         tell_changed(changed)
 
 
-def shares_of(optimizer: Any) -> Iterator[tuple[Any, int, torch.Tensor]]:
+def shares_of(optimizer: ZeROOptimizer) -> Iterator[tuple[torch.Tensor, int, torch.Tensor]]:
     """Of each parameter of a finished optimizer this rank's share of its master, as a 1-D view.
 
     With the element of the parameter's row-major order that the share begins with; a share may be empty.
     ``_hp_mapping``, which DeepSpeed leaves on parameters, is no way to it: with ``round_robin_gradients`` and
     without padding it takes the parameters in the order before they were dealt.
     """
-    groups: list[tuple[list[Any], list[int], torch.Tensor]]
+    groups: list[tuple[list[torch.Tensor], list[int], torch.Tensor]]
     if hasattr(optimizer, "round_robin_bit16_groups"):
         o = optimizer
         parts = (o.round_robin_bit16_groups, o.round_robin_bit16_offsets, o.single_partition_of_fp32_groups)
@@ -345,7 +348,7 @@ def _constructor(original: Any, kind: type[Adoption]) -> Any:
     signature = inspect.signature(original)
 
     @functools.wraps(original)
-    def construct(self: Any, *args: Any, **kwargs: Any) -> None:
+    def construct(self: ZeROOptimizer, *args: Any, **kwargs: Any) -> None:
         bound = signature.bind(self, *args, **kwargs)
         bound.apply_defaults()
         adoption = kind(self, bound.arguments)
@@ -369,7 +372,7 @@ class _Zero(Adoption):
     def rules(self) -> tuple[bool, bool]:
         return bool(self.arguments["round_robin_gradients"]), bool(self.arguments["parameter_alignment"])
 
-    def made(self) -> list[Any]:
+    def made(self) -> list[list[torch.Tensor]]:
         return list(self.optimizer.__dict__.get("bit16_groups", ()))
 
     @contextlib.contextmanager
@@ -415,7 +418,7 @@ class _SkipPartitionClone(TorchFunctionMode):
     returns it: it is half as big as the masters of bf16 parameters, and lives beside them.
     """
 
-    def __init__(self, optimizer: Any) -> None:
+    def __init__(self, optimizer: ZeROOptimizer) -> None:
         super().__init__()
         self._optimizer = optimizer
 
@@ -437,5 +440,5 @@ class _BF16(Adoption):
 
     point, flatten = _BFLOAT16, "_flatten_dense_tensors_aligned"
 
-    def made(self) -> list[Any]:
+    def made(self) -> list[list[torch.Tensor]]:
         return list(self.optimizer.__dict__.get("bf16_groups", ()))

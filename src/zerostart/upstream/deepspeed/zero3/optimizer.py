@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -37,6 +37,12 @@ from zerostart.upstream.patches import RefCountedPatches, Ticket, note, replaced
 from zerostart.upstream.registry import Lasts, PatchPoint, Use, demand
 from zerostart.upstream.shapes import Shape
 from zerostart.upstream.versions import DEEPSPEED
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from zerostart.upstream.deepspeed.types import ZeroParameter
+    from zerostart.upstream.torch.types import ParameterGroup
 
 #: Fills 1-D fp32 tensors with this rank's shares of parameters, by name. Collective, in the same order.
 Reader = Callable[[Sequence[tuple[str, torch.Tensor]]], None]
@@ -184,9 +190,9 @@ def _enter(stack: ExitStack) -> None:
 
     @functools.wraps(original)
     def get_groups(self: Any) -> Any:
-        groups: list[dict[str, Any]] = original(self)
+        groups: list[ParameterGroup] = original(self)
         if any(hasattr(p, _ATTRIBUTE) for group in groups for p in group["params"]):
-            base: Any = type(self)
+            base: type = type(self)
             self.__class__ = _subclass(base)
             note(_SUBCLASS, self)
             groups = self.split_by_buffer(groups)
@@ -217,25 +223,25 @@ class _Overrides:
     params_in_nvme_and_cpu: bool
     swap_optimizer: bool
     zenflow: bool
-    dp_process_group: Any
-    fp16_groups: list[list[Any]]
-    fp16_partitioned_groups: list[list[Any]]
+    dp_process_group: dist.ProcessGroup
+    fp16_groups: list[list[ZeroParameter]]
+    fp16_partitioned_groups: list[list[ZeroParameter]]
     fp16_partitioned_groups_flat: list[torch.Tensor | None]
     fp32_partitioned_groups_flat: list[torch.Tensor]
     lp_param_buffer: torch.Tensor
-    trainable_param_groups: list[dict[str, Any]]
+    trainable_param_groups: list[ParameterGroup]
     param_groups_fp16_flat_cpu_memory: list[torch.Tensor]
     master_weights_and_grads_dtype: torch.dtype
     _swappable_optimizer_subgroup: Callable[[int], bool]
     _optimizer_states_and_gradient_swap_in: Callable[[int], None]
     _optimizer_states_and_gradient_swap_out: Callable[[int], None]
 
-    def split_by_buffer(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def split_by_buffer(self, groups: list[ParameterGroup]) -> list[ParameterGroup]:
         """Groups of one dtype and one load each; the dtype with most elements becomes the optimizer's own."""
         elements: Counter[Buffer] = Counter()
         split = []
         for group in groups:
-            by_buffer: dict[Buffer, list[Any]] = {}
+            by_buffer: dict[Buffer, list[ZeroParameter]] = {}
             for parameter in group["params"]:
                 by_buffer.setdefault(_buffer_of(parameter), []).append(parameter)
                 elements[_buffer_of(parameter)] += parameter.ds_numel
@@ -248,7 +254,7 @@ class _Overrides:
         self.main_buffer = max((b for b in elements if b[0] == self.dtype), key=lambda b: elements[b])
         return split
 
-    def arrange_partitions(self, groups: list[dict[str, Any]]) -> None:
+    def arrange_partitions(self, groups: list[ParameterGroup]) -> None:
         """Bring what is trained into the order of ``groups``, in the buffers of its loads."""
         if self.params_in_nvme_and_cpu or not starting.known():
             return
@@ -265,7 +271,7 @@ class _Overrides:
             if starting.takes(largest, self.offload_param):
                 arrange(parts, [p.ds_tensor for p in every if _buffer_of(p)[1] == load])
 
-    def _create_fp16_partitions_with_defragmentation(self, groups: Any) -> None:
+    def _create_fp16_partitions_with_defragmentation(self, groups: list[ParameterGroup]) -> None:
         with starting.defragmenting() if starting.known() else contextlib.nullcontext():
             super()._create_fp16_partitions_with_defragmentation(groups)  # type: ignore[misc]
 
@@ -325,7 +331,7 @@ class _Overrides:
                 self._read_masters([number])
                 self._optimizer_states_and_gradient_swap_out(number)
 
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure: Callable[[], torch.Tensor] | None = None) -> object:
         trained = [parameter for group in self.fp16_groups for parameter in group]
         check_step(trained, self.dp_process_group, called)
         return super().step(closure)  # type: ignore[misc]
@@ -344,7 +350,7 @@ class _Overrides:
         if self.master_weights_and_grads_dtype != torch.float32:
             return
         wanted: dict[Reader, list[tuple[str, torch.Tensor]]] = {}
-        pairs: list[tuple[Any, torch.Tensor]] = []
+        pairs: list[tuple[ZeroParameter, torch.Tensor]] = []
         for number in numbers:
             flat = self.fp32_partitioned_groups_flat[number].detach()
             offset = 0
@@ -364,22 +370,22 @@ class _Overrides:
         tell_changed(changed)
 
 
-def _mark_of(parameter: Any) -> Mark | None:
+def _mark_of(parameter: object) -> Mark | None:
     found: Mark | None = getattr(parameter, _ATTRIBUTE, None)
     return found
 
 
-def _buffer_of(parameter: Any) -> Buffer:
+def _buffer_of(parameter: torch.Tensor) -> Buffer:
     """What parameters of one flat buffer have in common; those of nobody's load are in one."""
     found = _mark_of(parameter)
     return parameter.dtype, None if found is None else found.load
 
 
-def _reader(parameter: Any) -> Reader | None:
+def _reader(parameter: object) -> Reader | None:
     found = _mark_of(parameter)
     return None if found is None else found.reader
 
 
-def _name(parameter: Any) -> str:
+def _name(parameter: object) -> str:
     found: Mark = getattr(parameter, _ATTRIBUTE)
     return found.name

@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,11 @@ from zerostart.upstream.deepspeed.zero3 import nvme
 from zerostart.upstream.registry import Lasts, PatchPoint, Use, demand
 from zerostart.upstream.shapes import Shape
 from zerostart.upstream.versions import DEEPSPEED
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from deepspeed.runtime.zero.partition_parameters import Init
 
 _INIT = "deepspeed.runtime.zero.partition_parameters:Init"
 _CONTEXTS = Use(
@@ -158,14 +163,18 @@ def join_hierarchical_groups(size: int) -> None:
     from deepspeed.utils import groups
 
     demand((_HIERARCHICAL,), "Leave out zero_hpz_partition_size")
-    private: Any = groups
+    private: ModuleType = groups
     if private._get_zero_param_intra_parallel_group() is None:
         private._create_zero_param_parallel_group(size)
 
 
 def partitioner(
-    world_size: int, dtype: torch.dtype | None, config: Mapping[str, Any] | None, secondary: int, owners: Any
-) -> Any:
+    world_size: int,
+    dtype: torch.dtype | None,
+    config: Mapping[str, Any] | None,
+    secondary: int,
+    owners: dist.ProcessGroup | None,
+) -> Init:
     """A ``zero.Init`` that converts nothing by itself, in a process that has joined all groups.
 
     It is given a whole configuration, and not ``dtype=``, which is ignored for fp32 on a host without fp16.
@@ -209,7 +218,7 @@ def _refusals() -> Iterator[None]:
         raise ConfigError(f"DeepSpeed refuses engine_config: {error}") from error
 
 
-def _check_secondary(init: Any, secondary: int, world_size: int) -> None:
+def _check_secondary(init: Init, secondary: int, world_size: int) -> None:
     asked = min(secondary, world_size)
     if asked > 1 and init.num_ranks_in_param_group != asked:
         raise ConfigError(
@@ -273,7 +282,7 @@ def check_quantising() -> None:
         )
 
 
-def parameter_device(init: Any) -> torch.device:
+def parameter_device(init: Init) -> torch.device:
     """Where the partitions live."""
     device: torch.device = torch.device(init.local_device)
     # "cuda:0" and "cpu:0" name the device that tensors report as "cuda:0" and "cpu".
@@ -289,7 +298,7 @@ class Home:
     nvme: bool = False
 
 
-def converted_parameter(init: Any, old: nn.Parameter) -> nn.Parameter:
+def converted_parameter(init: Init, old: nn.Parameter) -> nn.Parameter:
     """A ZeRO-3 parameter with the shape and attributes of ``old`` (on meta), and no partition yet.
 
     Must be called in the same order on every rank, since DeepSpeed numbers parameters and sorts its
@@ -304,7 +313,7 @@ def converted_parameter(init: Any, old: nn.Parameter) -> nn.Parameter:
     return new
 
 
-def home_of(init: Any, parameter: nn.Parameter) -> Home:
+def home_of(init: Init, parameter: nn.Parameter) -> Home:
     """Where ``Init._partition_param`` keeps the partition of a converted parameter."""
     converted: Any = parameter
     local = parameter_device(init)
@@ -316,11 +325,11 @@ def home_of(init: Any, parameter: nn.Parameter) -> Home:
     return Home(torch.device("cpu"), pinned=bool(init.pin_memory) and local.type != "cpu")
 
 
-def _partition_size(init: Any, parameter: nn.Parameter) -> int:
+def _partition_size(init: Init, parameter: nn.Parameter) -> int:
     return int(init._aligned_size(parameter)) // int(init._partition_world_size(parameter))
 
 
-def give_partition(init: Any, parameter: nn.Parameter, partition: torch.Tensor, home: Home) -> None:
+def give_partition(init: Init, parameter: nn.Parameter, partition: torch.Tensor, home: Home) -> None:
     """Make ``partition`` the share of a converted parameter, and free its placeholder.
 
     Follows ``Init._partition_param``; may be filled afterwards. Raises EngineError for another size.
