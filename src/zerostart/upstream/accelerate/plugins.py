@@ -89,8 +89,10 @@ class FSDP2Plugin:
         from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
         policy = self.plugin.auto_wrap_policy
+        # accelerate binds its arguments with functools.partial.
         policy = getattr(policy, "func", policy)
         known = {transformer_auto_wrap_policy: "classes", size_based_auto_wrap_policy: "size", None: "none"}
+        # A function of somebody's own cuts by rules that are not known: as one that goes by size.
         return known.get(policy, "size")
 
     @property

@@ -147,6 +147,7 @@ class AcceleratorPatches(RefCountedPatches):
             _ARGUMENTS: (_remembers_fsdp,),
         }
         for point, makers in replacements.items():
+            # A patch that only makes something possible may be missing; one that keeps a model whole may not.
             if point.otherwise is Otherwise.STOCK and (wrong := misfit((point,))):
                 logger.warning("%s. It stays as it is", wrong)
                 continue
@@ -167,6 +168,8 @@ class AcceleratorPatches(RefCountedPatches):
     def _prepare_tp(self, original: Any) -> Any:
         def prepare_tp(accelerator: Accelerator, *args: Any) -> Any:
             models = [item for item in args if isinstance(item, nn.Module)]
+            # Shards of the load are DTensors, and accelerate takes any DTensor for one of a tensor-parallel
+            # mesh.
             ready = accelerator.is_fsdp2 and models and all(self._sharded(model) for model in models)
             return args if ready else original(accelerator, *args)
 
@@ -176,6 +179,7 @@ class AcceleratorPatches(RefCountedPatches):
         def prepare_deepspeed(accelerator: Accelerator, *args: Any) -> Any:
             for item in args:
                 if isinstance(item, nn.Module):
+                    # Each module before any is prepared, so that a wrong one leaves nothing half done.
                     self._partitioned(accelerator, item)
             return original(accelerator, *args)
 
@@ -223,6 +227,7 @@ def _name_sharded_classes(plugin: FullyShardedDataParallelPlugin, model: nn.Modu
     Of a class Layer it makes a class FSDPLayer. accelerate looks the names up when it cuts a model into
     units, and once more when it wraps them for activation checkpointing.
     """
+    # None: accelerate takes those of the model. Either way classes that were sharded have another name.
     names = plugin.transformer_cls_names_to_wrap
     there = {type(module).__name__ for module in model.modules()}
     wanted = names if names is not None else list(getattr(model, "_no_split_modules", None) or ())
@@ -236,12 +241,14 @@ def _has_a_backend_everywhere(original: Any) -> Any:
     def prepare_backend(state: accelerate.PartialState, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         from accelerate.utils import DistributedType
 
+        # No backend, though a launcher has started several ranks: there is no accelerator on this host.
         backend, kind = original(state, *args, **kwargs)
         if backend is not None or int(os.environ.get("LOCAL_RANK", "-1")) == -1:
             return backend, kind
         if is_set("ACCELERATE_USE_DEEPSPEED"):
             return "gloo", kind
         if is_set("ACCELERATE_USE_FSDP") and os.environ.get("FSDP_VERSION") == "2":
+            # The state calls it FSDP later: ``_knows_fsdp2_everywhere``.
             return "gloo", DistributedType.MULTI_CPU
         return backend, kind
 
@@ -268,6 +275,7 @@ def _knows_fsdp2_everywhere(original: Any) -> Any:
             # The state is read from there again whenever it is looked at.
             PartialState._shared_state["distributed_type"] = DistributedType.FSDP
             state.distributed_type = DistributedType.FSDP
+            # As accelerate's own branch for FSDP does, which it did not take.
             if state._mixed_precision != "no":
                 plugin.set_mixed_precision(state._mixed_precision)
             state.fsdp_plugin = plugin

@@ -110,6 +110,7 @@ def _plugin() -> DeepSpeedPlugin | None:
         return None
     from accelerate.state import AcceleratorState
 
+    # Asked first: to make an AcceleratorState would be to start accelerate.
     if AcceleratorState._shared_state:
         return AcceleratorState().deepspeed_plugin
     from transformers.integrations.deepspeed import deepspeed_config

@@ -147,6 +147,7 @@ class TensorGroups:
         private._init_tp_mesh_device(tensor_model_parallel_size=size)
         self.tensors: dist.ProcessGroup = private.get_tensor_model_parallel_group()
         self.owners: dist.ProcessGroup = private.get_data_parallel_group()
+        # The groups are globals of the process: a second call gives those of the first.
         made = dist.get_world_size(self.tensors)
         if made != size:
             raise EngineError(
@@ -213,6 +214,7 @@ def _enter(stack: ExitStack) -> None:
     @functools.wraps(original)
     def configure_expert_parallel(self: DeepSpeedEngine, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         _check_stage(self.zero_optimization_stage(), model)
+        # Before the original, which reads the section to find out whether it has to cut the model itself.
         _take_slices(self, model)
         if _has_its_experts(self, model):
             from deepspeed.module_inject.auto_ep_layer import ReplacementSourceMap
@@ -261,6 +263,7 @@ def _take_slices(engine: DeepSpeedEngine, model: nn.Module) -> None:
         if mark is not None:
             _agree(engine._config.tensor_parallel_config, mark)
             parsed: Any = model  # It may be a module around the one that was loaded.
+            # With this mark DeepSpeed takes the layers as they are.
             parsed.ds_autotp_parsed = True
 
 

@@ -112,6 +112,7 @@ class DiffusersSeam(LoadingSeam[DiffusersCall]):
             (_WITHIN, module, "load_state_dict", self._load_state_dict),
         ):
             original = vars(owner)[name]
+            # Two are class methods, two are functions of the module.
             new = make(getattr(original, "__func__", original))
             stack.enter_context(replaced(point, owner, name, new))
 
@@ -119,6 +120,7 @@ class DiffusersSeam(LoadingSeam[DiffusersCall]):
         @functools.wraps(original)
         def contexts(managers: list[Any]) -> Any:
             call = self.without_weights()
+            # The managers that it would enter build without weights in its own way, and with its own dtype.
             return original(managers) if call is None else call.building(torch.get_default_dtype())[1]
 
         return contexts
@@ -126,6 +128,7 @@ class DiffusersSeam(LoadingSeam[DiffusersCall]):
     def _load_state_dict(self, original: Any) -> Any:
         @functools.wraps(original)
         def load_state_dict(*args: Any, **kwargs: Any) -> Any:
+            # Nothing is read here: the files go by name to ``load`` below.
             return original(*args, **kwargs) if self.without_weights() is None else {}
 
         return load_state_dict

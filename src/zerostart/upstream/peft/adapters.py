@@ -149,6 +149,7 @@ class AdapterCalls(RefCountedPatches):
         self._classes: set[tuple[type, str]] = set()
 
     def _enter(self, stack: ExitStack) -> None:
+        # With the replacements on the stack goes the note that they are in place.
         stack.callback(self._classes.clear)
         for name, imported in (
             (_LAYERS, self._layers_imported),
@@ -169,12 +170,14 @@ class AdapterCalls(RefCountedPatches):
 
         @functools.wraps(original)
         def inject(tuner: BaseTuner, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
+            # What surrounds the call decides when it runs: with which weights gathered, or twice.
             original_call = functools.partial(original, tuner, model, adapter_name, *args, **kwargs)
             config = tuner.peft_config[adapter_name]
             begins = getattr(config, "init_lora_weights", True)
             of_values = isinstance(begins, str) and begins not in _OWN_BEGIN
             of_norms = bool(getattr(config, "use_dora", False))
             found = self._injecting(original_call, model, of_values or of_norms)
+            # Only now: classes of layers are made, or imported, while the adapter is put in.
             for kind in {type(m) for m in model.modules() if isinstance(m, module.BaseTunerLayer)}:
                 self._serve(stack, kind)
             return found
@@ -218,6 +221,7 @@ class AdapterCalls(RefCountedPatches):
         @functools.wraps(original)
         def enabled() -> bool:
             # GatheredParameters leaves alone what is not partitioned.
+            # PEFT asks transformers whether ZeRO-3 is configured, which it is not where zerostart has loaded.
             return original() or "deepspeed" in sys.modules
 
         stack.enter_context(replaced_wherever_imported(_GATHERED, name, original, enabled))
@@ -257,6 +261,7 @@ class AdapterCalls(RefCountedPatches):
             layer: TrainableTokensLayer, weight: torch.Tensor, rows: torch.Tensor, embed_dim: int
         ) -> Any:
             return (
+                # Its gathering is that of ZeRO-3; a DTensor is indexed as it is.
                 original(layer, weight, rows, embed_dim) if hasattr(weight, "ds_id") else layer.weight[rows]
             )
 
@@ -267,6 +272,7 @@ def _measures(original: Any) -> Any:
     @functools.wraps(original)
     def sizes(module: nn.Module) -> Any:
         weight = module.weight if isinstance(module, nn.Linear) else None
+        # Sharded by FSDP2 alone: PEFT would take the local shape, and the layer computes with the whole.
         if isinstance(weight, DTensor) and not _CUTTING & {*(weight.device_mesh.mesh_dim_names or ())}:
             return module.in_features, module.out_features
         return original(module)

@@ -73,8 +73,10 @@ def obstacle(model: PreTrainedModel) -> str:
     """Why no ranks can share the sequences of a model, after "it has", in words; empty if they can."""
     require()
     config: PreTrainedConfig = model.config.get_text_config()
+    # Attention modules say it by a bool; elsewhere the name may be a property or a method.
     causal = [m.is_causal for m in _modules(model) if isinstance(getattr(m, "is_causal", None), bool)]
     others = sorted(kinds(model) - {_FULL, _SLIDING})
+    # Sinks are one parameter for each head, which a rank with a part of the heads would have all of.
     names = {name.rpartition(".")[2] for name, _ in model.named_parameters()}
     reasons = {
         "an encoder beside its decoder": bool(getattr(model.config, "is_encoder_decoder", False)),

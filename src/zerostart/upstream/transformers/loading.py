@@ -199,6 +199,7 @@ def _configured(config: Any) -> Iterator[None]:
         else:
             deepspeed.set_hf_deepspeed_config(found)
 
+    # A weak reference: what is put back must be kept alive here meanwhile, which ``before`` does.
     reference = deepspeed._hf_deepspeed_config_weak_ref
     before = None if reference is None else reference()
     put(config)
@@ -278,6 +279,7 @@ class TransformersSeam(LoadingSeam[TransformersCall]):
             (_FROM_PRETRAINED, "_finalize_model_loading", self._finalize_model_loading),
             (_FROM_CONFIG, "_from_config", self._from_config),
         ):
+            # The plain function of a class or static method, which ``make`` wraps in its kind again.
             stack.enter_context(replaced(point, model, name, make(vars(model)[name].__func__)))
         (name,) = _QUANTIZER.names
         made = self._get_hf_quantizer(modeling_utils.get_hf_quantizer)
@@ -286,6 +288,7 @@ class TransformersSeam(LoadingSeam[TransformersCall]):
     def _from_config(self, original: Any) -> Any:
         @functools.wraps(original)
         def from_config(cls: type, *args: Any, **kwargs: Any) -> Any:
+            # A model inside a model is initialised with the outer one, by that one's call.
             call = None if _is_part_of_another() else self._starting(cls, kwargs)
             if call is None:
                 return original(cls, *args, **kwargs)
@@ -302,6 +305,7 @@ class TransformersSeam(LoadingSeam[TransformersCall]):
                 return original(cls, dtype, *args, **kwargs)
             from transformers import modeling_utils
 
+            # The contexts of the library come first and ours last, so that ours is innermost while it builds.
             chosen, context = call.building(dtype)
             modeling_utils.logger.info(f"Detected {call.setup}: zerostart loads the weights in shards")
             with without_zero3():
@@ -317,6 +321,7 @@ class TransformersSeam(LoadingSeam[TransformersCall]):
             config: PreTrainedConfig, quantization_config: Any, *args: Any, **kwargs: Any
         ) -> Any:
             call = self.without_weights()
+            # A configuration that the caller passes is a wish to quantise now, and stays the library's.
             if call is not None and quantization_config is None:
                 call.dequantising(config)
             return original(config, quantization_config, *args, **kwargs)
@@ -338,6 +343,8 @@ class TransformersSeam(LoadingSeam[TransformersCall]):
             from transformers.utils.loading_report import LoadStateDictInfo
 
             missing, unexpected, mismatched = call.load(model, checkpoint_files, state_dict, load_config)
+            # From here on the call counts as loaded: what is built or read later, an adapter say, is not its
+            # own.
             call.model = model
             info = {
                 "missing_keys": missing,
@@ -346,6 +353,7 @@ class TransformersSeam(LoadingSeam[TransformersCall]):
                 "error_msgs": [],
                 "conversion_errors": {},
             }
+            # Fields that a newer release has added are sets of names, and empty here.
             rest = set(LoadStateDictInfo.__dataclass_fields__) - set(info)
             return LoadStateDictInfo(**info, **{name: set() for name in rest}), None
 
@@ -357,6 +365,7 @@ class TransformersSeam(LoadingSeam[TransformersCall]):
             model: PreTrainedModel, load_config: LoadStateDictConfig, loading_info: LoadStateDictInfo
         ) -> Any:
             call = self.innermost()
+            # Another model's, such as that of an adapter's base inside this call.
             if call is None or call.model is not model:
                 return original(model, load_config, loading_info)
             from transformers import modeling_utils
@@ -382,6 +391,7 @@ def _is_part_of_another() -> bool:
     if probe.get_parameter("probe").device.type == "meta":
         return True
     # On the CPU nothing but the stack tells that a model is part of another: its constructor is running.
+    # Two up: this function and ``from_config`` itself are not of interest.
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         if frame.f_code.co_name == "__init__" and isinstance(frame.f_locals.get("self"), PreTrainedModel):

@@ -113,6 +113,7 @@ TOUCHED = (_CONVERSIONS, _MAPPING, _CONTEXTS, _NESTED, _DECLARED, _MARKS, _RECOR
 
 def is_pretrained(model: object) -> bool:
     """Whether ``model`` is a transformers model (or class), without importing transformers to find out."""
+    # By names along the MRO: FSDP2 and PEFT put classes of their own in front.
     kind = model if isinstance(model, type) else type(model)
     return any(
         base.__module__ == "transformers.modeling_utils" and base.__name__ == "PreTrainedModel"
@@ -171,6 +172,8 @@ def without_weights(dtype: torch.dtype) -> Iterator[None]:
             if fits:
                 stack.enter_context(initialization.no_tie_weights())
                 stack.enter_context(without_zero_init())
+            # In the order of the library: its guard puts linspace, whose values constructors read, back on
+            # the CPU.
             stack.enter_context(torch.device("meta"))
             if fits:
                 stack.enter_context(initialization.meta_device_safe_creation_ops())
@@ -265,6 +268,7 @@ def tie(model: PreTrainedModel, missing: set[str]) -> None:
     ties: Mapping[str, str] = model.all_tied_weights_keys
     there = {source for target, source in ties.items() if target not in missing}
     lacking = {source for source in ties.values() if source in missing and source not in there}
+    # Recomputing is for a configuration that was changed after the model was built.
     model.tie_weights(missing_keys=missing - lacking, recompute_mapping=False)
 
 
@@ -286,6 +290,7 @@ def override_plans(
 def _merged(
     model: torch.nn.Module, what: str, own: Mapping[str, str] | None, rules: Mapping[str, str]
 ) -> dict[str, str]:
+    # Rules may name a module, a parameter, or either with ``*`` for the number of a layer.
     declared = dict(own or {})
     named = [name for name, _ in (*model.named_modules(), *model.named_parameters())]
     known = {*declared, *named, *(re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in named)}

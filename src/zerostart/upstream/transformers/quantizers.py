@@ -63,6 +63,7 @@ def dequantizer(quantization: Mapping[str, Any], source: str) -> HfQuantizer:
         quantizer = AutoHfQuantizer.from_config(dict(quantization), pre_quantized=True)
         known = hasattr(quantizer.quantization_config, "dequantize")
         if known:
+            # Before its conversions are asked for: they differ by this flag.
             quantizer.quantization_config.dequantize = True
         operations = _dequantising(quantizer.get_weight_conversions()) if known else []
     except (ImportError, ValueError, TypeError, AttributeError) as error:
@@ -83,6 +84,7 @@ def dequantise(config: PreTrainedConfig) -> None:
 
     Raises BuildError for a method with which it cannot.
     """
+    # Of a model with several parts the text's own configuration may be the one that is quantised.
     text = config.get_text_config(decoder=True)
     owner = next((c for c in (config, text) if getattr(c, "quantization_config", None) is not None), None)
     if owner is None:
@@ -90,6 +92,7 @@ def dequantise(config: PreTrainedConfig) -> None:
     stored = owner.quantization_config
     described = stored if isinstance(stored, Mapping) else stored.to_dict()
     dequantizer(described, str(config.name_or_path or type(config).__name__))
+    # As it was read from config.json, or an object that the library has made of it.
     if isinstance(stored, dict):
         stored["dequantize"] = True
     else:
@@ -118,6 +121,7 @@ def _mend_blocks(quantizer: HfQuantizer, block: tuple[int, int]) -> None:
             operations = getattr(conversion, "operations", [])
             for at, operation in enumerate(operations):
                 if getattr(operation, "hf_quantizer", None) and hasattr(operation, "_dequantize_one"):
+                    # Of the operation's own class: a release may have several, by method.
                     operations[at] = _with_cut_blocks(type(operation), block)(operation.hf_quantizer)
         return conversions
 
@@ -145,11 +149,15 @@ def _with_cut_blocks(operation: type[ConversionOps], block: tuple[int, int]) -> 
             self, quantized: torch.Tensor, scales: torch.Tensor, output_dtype: torch.dtype | None = None
         ) -> torch.Tensor:
             rows, columns = quantized.shape[-2:]
+            # Only what the library gets wrong is ours: fp8 (one byte), cut off, with one scale for each
+            # started block.
             cut = rows % block[0] or columns % block[1]
             grid = (-(-rows // block[0]), -(-columns // block[1]))
             if not cut or quantized.element_size() != 1 or tuple(scales.shape[-2:]) != grid:
                 made: torch.Tensor = super()._dequantize_one(quantized, scales, output_dtype)
                 return made
+            # Each scale over its block, [..., rows of blocks, 128, columns of blocks, 128], then cut to the
+            # weight.
             spread = scales.to(torch.float32).unsqueeze(-1).unsqueeze(-3)
             spread = spread.expand(*spread.shape[:-4], spread.shape[-4], block[0], spread.shape[-2], block[1])
             spread = spread.reshape(

@@ -59,5 +59,6 @@ def run_in_style(model: PreTrainedModel, module: nn.Module, style: str, mesh: De
     layer: TensorParallelLayer = _styles()[style]
     if style == "mla_kv_a_proj":
         owner: Any = module
+        # The style asks its module for the sizes of heads, and the plain Linear here has no configuration.
         owner.config = model.config.get_text_config()
     layer.install_forward(module, mesh)

@@ -105,6 +105,7 @@ def mask_sequences(model: nn.Module) -> None:
     _take_over()
     shared = _Shared(type(model).__name__)
     for module in model.modules():
+        # On each module: an attention function is called with its module alone.
         vars(module)[_ATTRIBUTE] = shared
     model.register_forward_pre_hook(functools.partial(_begin, shared), with_kwargs=True)
     model.register_forward_hook(functools.partial(_end, shared), always_call=True)
@@ -114,6 +115,7 @@ def _begin(shared: _Shared, model: nn.Module, _: Any, kwargs: dict[str, Any]) ->
     shared.apart = kwargs.get("past_key_values") is not None
     if not _made:
         _take_over()  # Of a script that had the method before the model.
+    # With a cache of past tokens each rank generates by itself, and needs no Ulysses.
     if not _made and not shared.apart:
         raise ConfigError(
             f"{shared.kind} was loaded with sequence_parallel, and its attention does not share "
@@ -174,9 +176,12 @@ def _take_over() -> None:
     """Have what DeepSpeed has registered asked for marked models alone."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+    # A list, since the registry changes in the loop; what was taken over is no closure any more, and not
+    # found again.
     for name, attention in list(_registered()):
         shares = ALL_ATTENTION_FUNCTIONS[name]
         ALL_ATTENTION_FUNCTIONS[name] = _ForMarked(shares, attention, attention.attn)
+        # DeepSpeed calls it with whole sequences, after its all-to-all.
         attention.attn = _masking(attention.attn)
         _made.add(attention)
 
@@ -187,6 +192,7 @@ def _registered() -> Iterator[tuple[str, UlyssesSPAttentionHF]]:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     for name in ALL_ATTENTION_FUNCTIONS.valid_keys():
+        # DeepSpeed registers a closure over its object; there is no other way to that.
         for cell in getattr(ALL_ATTENTION_FUNCTIONS[name], "__closure__", None) or ():
             with suppress(ValueError):  # of an empty one, in somebody's own function
                 if isinstance(cell.cell_contents, UlyssesSPAttentionHF):
@@ -256,6 +262,7 @@ class _Masking:
 
     def _mask(self, positions: torch.Tensor, window: int | None) -> torch.Tensor | None:
         """What a token of a sequence may look at, bool [rows, 1, length, length]; None: all before it."""
+        # By contents: each layer of one forward passes the same positions, the next forward maybe others.
         if self._positions is None or not torch.equal(self._positions, positions):
             self._positions, self._masks = positions, {}
         if window not in self._masks:
@@ -268,6 +275,7 @@ def _mask_of(positions: torch.Tensor, window: int | None) -> torch.Tensor | None
     if documents is None and (window is None or window >= length):
         return None
     places = torch.arange(length, device=positions.device)
+    # How far back from a token another lies: 0 itself, below 0 later ones.
     behind = places[:, None] - places[None, :]
     mask = (behind >= 0) if window is None else (behind >= 0) & (behind < window)
     mask = mask[None, None]

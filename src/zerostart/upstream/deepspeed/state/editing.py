@@ -93,6 +93,7 @@ def optimizer_of(parameter: torch.Tensor) -> ZeROOptimizer | None:
     """DeepSpeed's optimizer of a parameter, once there is one that is known here; None for others."""
     if hasattr(parameter, "ds_id"):
         return getattr(parameter, "_z3_optimizer", None)
+    # Stages 1 and 2: nothing on the parameter itself leads to the optimizer, our keeper does.
     mark = marked(parameter)
     reference = None if mark is None else mark.keeper.optimizer
     return None if reference is None else reference()
@@ -106,6 +107,8 @@ def _partitioned(parameter: Any) -> Iterator[Master | None]:
     if optimizer is None or optimizer.get_param_id(parameter) not in optimizer.grad_position:
         yield None  # Not started, or frozen: what the partition holds is all there is.
     else:
+        # Swapped in from NVMe where it lies there, and held until the block ends, so that an edit is written
+        # back.
         values, group = optimizer._get_fp32_opt_state_partition(parameter, release_swap_buffers=False)
         try:
             yield 0, values.detach()

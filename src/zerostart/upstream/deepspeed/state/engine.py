@@ -108,6 +108,7 @@ def engine_of(model: object) -> DeepSpeedEngine | None:
         if isinstance(model, runtime.DeepSpeedEngine):
             demand(_concerning(model))
             return model
+        # Compiled models may wrap each other.
         model = getattr(model, "_orig_mod", None)
     return None
 
@@ -115,6 +116,7 @@ def engine_of(model: object) -> DeepSpeedEngine | None:
 def _concerning(engine: DeepSpeedEngine) -> tuple[Touched, ...]:
     """What is touched of an engine of this stage: of its class, its optimizer's and its loss scaler's."""
     parts = (engine, optimizer_of_engine(engine), _scaler(engine))
+    # By all bases: the ZeRO-3 optimizer may be of the subclass that zerostart makes of it.
     kinds = {f"{kind.__module__}:{kind.__qualname__}" for part in parts for kind in type(part).__mro__}
     partitioned = engine_stage(engine) == 3
     return tuple(p for p in (*TOUCHED, *STEPS) if p.owner in kinds or (partitioned and ":" not in p.owner))
@@ -154,6 +156,7 @@ def set_counters(engine: DeepSpeedEngine, found: Mapping[str, Any]) -> None:
     engine.global_samples = found.get("global_samples", engine.global_samples)
     engine.micro_steps = found.get("micro_steps", engine.micro_steps)
     if "window" not in found:  # The next one begins here, however many batches this engine puts into one.
+        # Up to the next multiple.
         engine.micro_steps += -engine.micro_steps % engine.gradient_accumulation_steps()
     engine.skipped_steps = found.get("skipped_steps", engine.skipped_steps)
     scale, scaler = found.get("scale", {}), _scaler(engine)
@@ -176,6 +179,7 @@ def is_window_open(engine: DeepSpeedEngine) -> bool:
     """Whether gradients have been accumulated that no step has taken yet."""
     if base_optimizer(engine) is None:
         return False
+    # The user steps by himself, so only what has gone backward since the last step counts.
     if not engine.managed_gradient_accumulation():
         return bool(engine._unmanaged_backward_count)
     if engine._is_gradient_accumulation_boundary is not None:
@@ -219,6 +223,7 @@ def drop_gathered(parameters: Iterable[Any]) -> None:
     for parameter in parameters:
         if module is None or not hasattr(parameter, "ds_id"):
             continue
+        # ZeRO++'s copy among a few ranks is of the old values, and is what the next gather would read.
         if getattr(parameter, "ds_secondary_tensor", None) is not None:
             parameter.ds_secondary_tensor = None
         if parameter.ds_status == module.ZeroParamStatus.AVAILABLE:

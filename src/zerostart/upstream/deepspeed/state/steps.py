@@ -133,6 +133,7 @@ def steps_of(engine: DeepSpeedEngine) -> list[Stepped]:
     wrapper, base = optimizer_of_engine(engine), base_optimizer(engine)
     if wrapper is None or base is None:
         return []
+    # Stage 0 in fp32: DeepSpeed hands the client's optimizer through.
     if wrapper is base:
         return plain_steps(base)
     if hasattr(wrapper, "fp32_partitioned_groups_flat"):
@@ -158,6 +159,7 @@ def _partitioned(wrapper: DeepSpeedOptimizer, base: torch.optim.Optimizer) -> It
             for parameter, (_, at, count) in zip(parameters, places, strict=True)
         )
         steps = base
+        # Twin-flow offload: some sub-groups are stepped on the device, by a second optimizer.
         devices = getattr(wrapper, "subgroup_to_device", None)
         if devices and devices[number] != "cpu" and hasattr(wrapper, "backup_optimizer"):
             steps = wrapper.backup_optimizer
@@ -171,6 +173,7 @@ def _in_partitions(wrapper: DeepSpeedOptimizer, base: torch.optim.Optimizer) -> 
         flats = wrapper.fp32_groups_flat_partition
     groups = getattr(wrapper, "round_robin_bit16_groups", None)
     counts = [len(group) for group in (wrapper.bf16_groups if groups is None else groups)]
+    # One stream over all groups in order, of which each group takes its count.
     shares = iter(shares_of(wrapper))
     for number, (flat, count) in enumerate(zip(flats, counts, strict=True)):
         members = tuple(
@@ -208,6 +211,7 @@ def gradients(
         counts = [member.count for step in steps for member in step.members]
         buffer: torch.Tensor = wrapper.grad_partitions_flat_buffer
         return list(torch.split(buffer[: sum(counts)], counts))
+    # Stage 1, and stage 2 with offload, have nothing reduced before the step that could be saved.
     if not getattr(wrapper, "partition_gradients", False) or wrapper.cpu_offload:
         return None
     return [part for step in steps for part in _reduced(wrapper, step, make)]
@@ -223,6 +227,7 @@ def _reduced(wrapper: DeepSpeedOptimizer, step: Stepped, make: bool) -> Iterator
     parameters = wrapper.params_in_partition[number]
     if make:
         dtype = wrapper.gradient_accumulation_dtype
+        # As the first backward of a window would make them.
         made = [torch.zeros_like(p, dtype=dtype, requires_grad=False) for p in parameters]
         wrapper.all_grad_tensors[number] = made
     held = {id(p): g for p, g in zip(parameters, wrapper.all_grad_tensors[number], strict=True)}

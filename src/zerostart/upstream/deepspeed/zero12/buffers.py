@@ -137,13 +137,17 @@ def _enter(stack: ExitStack) -> None:
 
     @functools.wraps(construct)
     def construct_engine(self: DeepSpeedEngine, *args: Any, **kwargs: Any) -> None:
+        # The model may come by position or by name.
         given = signature.bind(self, *args, **kwargs).arguments
         for keeper in _keepers(given.get("model")):
+            # Before the constructor looks at devices: what waits on the host is where it has to be.
+            # Collective.
             keeper.bring()
         with _undone(self, given.get("model"), given.get("optimizer")):
             construct(self, *args, **kwargs)
         if self.optimizer is not None:
             for keeper in _keepers(given.get("model")):
+                # Weakly: a model may outlive its engine, which would be kept with all its buffers.
                 keeper.optimizer = weakref.ref(self.optimizer)
 
     stack.enter_context(replaced(_BROADCAST, DeepSpeedEngine, "_broadcast_model", broadcast_model))
@@ -169,6 +173,7 @@ def _undone(engine: DeepSpeedEngine, model: Any, client: Any) -> Iterator[None]:
     ours = isinstance(model, torch.nn.Module) and any(map(marked, model.parameters()))
     groups = list(getattr(client, "param_groups", [])) if ours else []
     before = [{**group, "params": list(group["params"])} for group in groups]
+    # Attributes as they are before: an engine hangs its own on parameters of any model.
     noted = [(p, dict(p.__dict__)) for p in model.parameters()] if ours else []
     try:
         yield
@@ -203,6 +208,7 @@ def _spared(engine: DeepSpeedEngine) -> Iterator[None]:
     if engine.dist_backend is not None:
         for parameter in engine.module.parameters():
             if marked(parameter) is not None and not hasattr(parameter, "ds_optim_param"):
+                # By the group that each would be sent in: the comparison is collective in just that group.
                 sharing.setdefault(_experts_of(parameter), []).append(parameter)
     spared = []
     for name, parameters in sharing.items():
@@ -214,6 +220,7 @@ def _spared(engine: DeepSpeedEngine) -> Iterator[None]:
         yield
     finally:
         for parameter in spared:
+            # For the call alone: other code of DeepSpeed's reads the same attribute.
             del parameter.ds_optim_param
 
 

@@ -71,6 +71,8 @@ def _enter(stack: ExitStack) -> None:
     def configure_optimizer(self: DeepSpeedEngine, client_optimizer: Any, model_parameters: Any) -> Any:
         parameters = list(self.module.parameters())
         ours = any(expert_of(p) is not None or marked(p) is not None for p in parameters)
+        # Where the model has MoE layers of DeepSpeed, groups are split already; at stage 0 none is
+        # partitioned.
         if self.has_moe_layers or not ours or not self.zero_optimization():
             return configure(self, client_optimizer, model_parameters)
         self.has_moe_layers = any(expert_of(p) is not None and p.requires_grad for p in parameters)
@@ -98,6 +100,8 @@ def _split(client: Any, parameters: Sequence[Any]) -> tuple[Any, Any]:
     if client is not None:
         return (lambda given: split_optimizer(client(given), _kind)), parameters
     # DeepSpeed makes the optimizer. It splits a list of parameters by experts, and of groups only named ones.
+    # A plain list: with parameters of one home there is one kind of buffer, and DeepSpeed's split by experts
+    # is right.
     if not any(isinstance(item, dict) for item in parameters):
         if len({_kind(parameter).home for parameter in parameters}) == 1:
             return client, parameters
@@ -144,6 +148,7 @@ class _Follower(dict[str, Any]):
     """
 
     def __init__(self, leader: ParameterGroup, own: ParameterGroup) -> None:
+        # A real dictionary with all keys: torch copies, iterates and pickles groups without asking.
         super().__init__({**leader, **own})
         self._leader = leader
         self._seen: ParameterGroup = {}
@@ -152,6 +157,8 @@ class _Follower(dict[str, Any]):
     def follow(self) -> None:
         """Take what was changed in the leader since."""
         for key, value in self._leader.items():
+            # By identity: a scheduler puts a new number there; a count that a step keeps here must not be
+            # overwritten.
             if key not in _OWN and not (key in self._seen and self._seen[key] is value):
                 super().__setitem__(key, value)
         self.settle()
@@ -190,6 +197,7 @@ def split_optimizer(client: torch.optim.Optimizer, kind_of: KindOf) -> torch.opt
     groups: list[ParameterGroup] = []
     leaders: dict[int, int] = {}
     for group in client.param_groups:
+        # The first part stays the client's own dictionary, which schedulers and loggers refer to.
         first, *others = _parts(group, kind_of) or [{}]
         leader = len(groups)
         groups.append(group)
@@ -208,6 +216,7 @@ def _parts(group: ParameterGroup, kind_of: KindOf) -> list[ParameterGroup]:
     kinds = [kind_of(parameter) for parameter in group["params"]]
     trained = {kind for kind, p in zip(kinds, group["params"], strict=True) if p.requires_grad and p.numel()}
     if trained:
+        # One that is not of experts where there is any: False sorts first.
         usual = min((kind for kind in kinds if kind in trained), key=_is_of_experts)
         kinds = [kind if kind in trained else usual for kind in kinds]
     listed = [key for key in _LISTS if key in group]
@@ -229,6 +238,8 @@ def _twin(
 
     ``leaders`` has the number of the group that a group, by its number, was split from.
     """
+    # Not by its constructor, whose arguments are not known. State, defaults and hooks are the client's own
+    # objects.
     twin: Any = object.__new__(type(client))
     vars(twin).update({name: value for name, value in vars(client).items() if name != "step"})
     twin.param_groups = groups
@@ -239,6 +250,7 @@ def _twin(
             group.follow()
 
     def after(*_: Any) -> None:
+        # A scheduler on the client warns otherwise that it was stepped before its optimizer.
         owner._opt_called = True
         for group in followers():
             group.settle()
@@ -247,6 +259,7 @@ def _twin(
         if optimizer is not twin:
             return
         for number, leader in leaders.items():
+            # Loading has made plain dictionaries of all groups, whose settings would no longer follow.
             twin.param_groups[number] = _Follower(twin.param_groups[leader], twin.param_groups[number])
         current[:] = twin.param_groups
         owner.state = twin.state

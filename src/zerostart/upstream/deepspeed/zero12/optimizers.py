@@ -47,6 +47,7 @@ class Adoption(abc.ABC):
         self.optimizer = optimizer
         self.arguments = arguments
         self.client = getattr(arguments["init_optimizer"], "param_groups", [])
+        # As the constructor will sort them out, so that numbers of groups and places in them agree.
         self.groups = [[p for p in group["params"] if is_optimized_parameter(p)] for group in self.client]
         self.flats: list[torch.Tensor | None] = [None] * len(self.groups)
         ours = any(marked(p) for group in self.groups for p in group)
@@ -72,12 +73,15 @@ class Adoption(abc.ABC):
 
     def adopt(self) -> None:
         """Bring the parameters into the optimizer's order, in the buffers where they lie."""
+        # A group's padding depends on how many ranks share it.
         partitions = [dist.get_world_size(group=ranks) for ranks in self.ranks()]
         keepers: list[Keeper] = []
         for found in (marked(p) for group in self.groups for p in group):
             if found is not None and found.keeper not in keepers:
                 keepers.append(found.keeper)
         for keeper in keepers:
+            # Each keeper answers for all groups, and has a buffer for those alone that lie wholly in its
+            # load.
             taken = keeper.adopt(self.groups, partitions, *self.rules())
             self.flats = [new if new is not None else old for old, new in zip(self.flats, taken, strict=True)]
         left = [n for n, flat in enumerate(self.flats) if flat is None and any(map(marked, self.groups[n]))]
@@ -90,6 +94,7 @@ class Adoption(abc.ABC):
 
     def current(self) -> torch.Tensor | None:
         """The buffer of the group that the constructor is at, None if it has to make one."""
+        # The constructor appends a group to its list first, and flattens it then.
         number = len(self.made()) - 1
         return self.flats[number] if 0 <= number < len(self.flats) else None
 
@@ -104,6 +109,8 @@ class Adoption(abc.ABC):
 
         def flatten(tensors: Sequence[torch.Tensor], alignment: int, *args: Any, **kwargs: Any) -> Any:
             flat = self.current()
+            # The order in which it deals parameters is predicted; where it did otherwise, its own copy is
+            # right.
             if flat is not None and _fits(flat, tensors, kwargs.get("param_padding"), alignment):
                 return flat
             return original(tensors, alignment, *args, **kwargs)
@@ -119,6 +126,7 @@ class Adoption(abc.ABC):
             yield
         except BaseException:
             for hook in self.optimizer.__dict__.get("_grad_acc_hooks", []):
+                # These hold the half-made optimizer, which holds all its buffers.
                 hook.remove()
             for parameter in (p for group in self.groups for p in group):
                 if getattr(parameter, "_hp_mapping", None) is not None:
@@ -137,6 +145,7 @@ class Adoption(abc.ABC):
             found = marked(parameter)
             if found is None or found.reader is None or parameter.dtype == torch.float32:
                 continue
+            # With bf16 masters there is nothing to read.
             if share.dtype == torch.float32:
                 wanted.setdefault(found.reader, []).append((found.name, low, share))
                 read.append((parameter, low, share))
@@ -168,8 +177,11 @@ def shares_of(optimizer: ZeROOptimizer) -> Iterator[tuple[torch.Tensor, int, tor
         flats = optimizer.fp32_groups_flat_partition
         groups = [(g, _ends(g), flat) for g, flat in zip(optimizer.bf16_groups, flats, strict=True)]
     for (parameters, offsets, master), ranks in zip(groups, optimizer.real_dp_process_group, strict=True):
+        # Partitions are of equal size, the last padded: this rank's begins there in the flat group.
         begin = dist.get_rank(group=ranks) * master.numel()
         for parameter, offset in zip(parameters, offsets, strict=True):
+            # The overlap of [begin, begin + n) with the parameter, in its own elements; empty where there is
+            # none.
             low = min(max(begin - offset, 0), parameter.numel())
             high = max(low, min(begin + master.numel() - offset, parameter.numel()))
             at = max(offset + low - begin, 0) if low < high else 0
@@ -190,6 +202,7 @@ def _fits(
         if tensor.data_ptr() != flat.data_ptr() + end * flat.element_size() or tensor.dtype != flat.dtype:
             return False
         end += tensor.numel() + pad
+    # The end too: of a group that is longer than its parameters the rest is padding.
     return end + -end % alignment == flat.numel()
 
 
@@ -350,11 +363,13 @@ def _constructor(original: Any, kind: type[Adoption]) -> Any:
     @functools.wraps(original)
     def construct(self: ZeROOptimizer, *args: Any, **kwargs: Any) -> None:
         bound = signature.bind(self, *args, **kwargs)
+        # What is asked for below has a default in some releases.
         bound.apply_defaults()
         adoption = kind(self, bound.arguments)
         if not adoption.concerned:
             original(self, *args, **kwargs)
             return
+        # No gradients while parameters move; the constructor itself runs with them, as it would.
         with adoption.cleaned_up(), torch.no_grad():
             adoption.adopt()
             with torch.enable_grad(), adoption.overrides():
@@ -384,6 +399,7 @@ class _Zero(Adoption):
         original = accelerator.available_memory
 
         def available_memory(*args: Any, **kwargs: Any) -> Any:
+            # It goes by way of the CPU where this is less than the group, which is to become one new buffer.
             return original(*args, **kwargs) if self.current() is None else sys.maxsize
 
         with (
@@ -404,6 +420,7 @@ class _Zero(Adoption):
         optimizer, original = self.optimizer, self.optimizer.initialize_optimizer_states
 
         def initialize() -> None:
+            # With offload they stay and are used; Adagrad reads them.
             if optimizer.cpu_offload or isinstance(optimizer.optimizer, torch.optim.Adagrad):
                 original()
 

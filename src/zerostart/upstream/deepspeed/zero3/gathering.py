@@ -102,6 +102,7 @@ def note_loaded(module: torch.nn.Module, _: object = None) -> None:
 
 def _lost(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Those of the ``parameters`` that were changed in place since they were noted."""
+    # Without a note the identity is 0, which no object has: such parameters are never found changed.
     noted = ((p, getattr(p, _ATTRIBUTE, (0, 0))) for p in parameters)
     return [p for p, (which, version) in noted if which == id(p) and version != p._version]
 
@@ -129,6 +130,7 @@ def check_step(
     note(changed)
     names = [call(parameter) for parameter in changed]
     if (size := dist.get_world_size(group)) > 1 and any(map(_is_strict, parameters)):
+        # Collective only where all ranks agree that it is: the flag is of the configuration, alike on all.
         told: list[list[str]] = [[] for _ in range(size)]
         dist.all_gather_object(told, names, group=group)
         names = list(dict.fromkeys(name for theirs in told for name in theirs))
@@ -178,6 +180,7 @@ def _watch_edits(stack: ExitStack, call: Callable[[torch.Tensor], str], module: 
         result = enter(self)
         if self.enabled:
             _count(self.params, 1)
+            # After the gathering: before it there are no contents to take a print of.
             watched = [p for p in self.params if _is_watched(p)]
             outside = {id(p) for p in _lost(watched)}
             self._zerostart_before = [(p, _print(p), id(p) in outside) for p in watched]
@@ -188,10 +191,13 @@ def _watch_edits(stack: ExitStack, call: Callable[[torch.Tensor], str], module: 
         before = getattr(self, "_zerostart_before", None)
         if before is not None:
             _count(self.params, -1)
+        # An error inside is on its way on this rank maybe alone: a collective would wait for the others.
         if not before or (exc and exc[0] is not None):
             return leave(self, *exc)
+        # Before the parameters are partitioned: afterwards what was written is gone.
         wrong = _judged(self, before)
         result = leave(self, *exc)
+        # Partitioning has replaced their data, which counts as unchanged from here on.
         note(parameter for parameter, _, _ in before)
         for parameters, why in wrong:
             if parameters:
@@ -223,6 +229,7 @@ def _judged(
         rows.append([lost and source is None, changed and source not in (None, rank), False, outside])
         rows[-1][2] = changed and source == rank
     first = before[0][0]
+    # One row for each parameter, four flags; the maximum over ranks is "any".
     flags = torch.tensor(rows, dtype=torch.int32, device=first.data.device)
     if dist.get_world_size(first.ds_process_group) > 1:
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=first.ds_process_group)
@@ -248,6 +255,7 @@ def _print(parameter: torch.Tensor) -> tuple[int, int, int]:
     words = data.reshape(-1).view(_WORDS.get(data.itemsize, torch.int64))
     step = words.numel() // _BLOCKS
     if step > _BLOCK and not _is_strict(parameter):
+        # Blocks at equal distances: an edit of a few elements may slip through, one of a tensor does not.
         words = words.as_strided((_BLOCKS, _BLOCK), (step, 1))
     return data.data_ptr(), parameter._version, int(words.sum(dtype=torch.int64))
 

@@ -113,6 +113,7 @@ def swap_file(init: Init, parameter: torch.Tensor, name: str, numel: int) -> tor
             f"set offload_param.buffer_size to at least {numel}"
         )
     path = Path(swapper.get_path(parameter))
+    # DeepSpeed reads whole blocks: the file is as long as what it will ask for.
     aligned = int(swapper._io_aligned_numel(numel))
     _reserve(path, aligned * parameter.dtype.itemsize)
     return torch.from_file(str(path), shared=True, size=aligned, dtype=parameter.dtype)[:numel]
@@ -140,6 +141,7 @@ def leave_on_nvme(
     from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 
     swapper = init.param_swapper
+    # The state in which DeepSpeed itself leaves a partition that it has swapped out.
     partition.data = swapper.invalid_buffer.data
     partition.status = status.NOT_AVAILABLE
     partition.final_location = OffloadDeviceEnum.nvme
@@ -153,6 +155,7 @@ def write_through(init: Init, parameters: Sequence[torch.Tensor]) -> None:
         try:
             descriptor = os.open(path, os.O_RDWR)
             try:
+                # DeepSpeed reads with O_DIRECT, past the page cache that the mapping wrote to.
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
@@ -165,6 +168,7 @@ def current_partition(parameter: ZeroParameter, status: type[PartitionedParamSta
     partition: torch.Tensor = parameter.ds_tensor
     swapper = parameter.nvme_swapper
     if parameter.ds_tensor.status == status.INFLIGHT:
+        # A read that is under way fills a buffer that is not to be looked at before it ends.
         swapper.synchronize_reads()
     if parameter.ds_tensor.status == status.AVAILABLE:
         return partition

@@ -191,8 +191,11 @@ def _enter(stack: ExitStack) -> None:
     @functools.wraps(original)
     def get_groups(self: Any) -> Any:
         groups: list[ParameterGroup] = original(self)
+        # Without a mark it stays the stock optimizer, also while other models' marks keep this in place.
         if any(hasattr(p, _ATTRIBUTE) for group in groups for p in group["params"]):
             base: type = type(self)
+            # In the midst of its constructor: all that it calls on itself from here on is found in ours
+            # first.
             self.__class__ = _subclass(base)
             note(_SUBCLASS, self)
             groups = self.split_by_buffer(groups)
@@ -246,6 +249,7 @@ class _Overrides:
                 by_buffer.setdefault(_buffer_of(parameter), []).append(parameter)
                 elements[_buffer_of(parameter)] += parameter.ds_numel
             split += [{**group, "params": params} for params in by_buffer.values()]
+        # First the dtype with most elements over all loads, then the load with most of that dtype.
         by_dtype: Counter[torch.dtype] = Counter()
         for (dtype, _), count in elements.items():
             by_dtype[dtype] += count
@@ -256,6 +260,7 @@ class _Overrides:
 
     def arrange_partitions(self, groups: list[ParameterGroup]) -> None:
         """Bring what is trained into the order of ``groups``, in the buffers of its loads."""
+        # On NVMe partitions come and go by themselves, and have no buffer of the load to lie in.
         if self.params_in_nvme_and_cpu or not starting.known():
             return
         every: list[Any] = [p for p in self.module.parameters() if hasattr(p, "ds_tensor")]
@@ -267,6 +272,8 @@ class _Overrides:
                 continue
             own.sort(key=lambda params: params[0].dtype != self.dtype)  # Those of one buffer without a gap.
             parts = [[p.ds_tensor for p in params] for params in own]
+            # The largest stands for all: small ones may be persistent, and lie on the device where others do
+            # not.
             largest = max((partition for part in parts for partition in part), key=torch.Tensor.numel)
             if starting.takes(largest, self.offload_param):
                 arrange(parts, [p.ds_tensor for p in every if _buffer_of(p)[1] == load])
@@ -280,6 +287,7 @@ class _Overrides:
 
     def _get_parameter_partitions(self) -> list[torch.Tensor]:
         """The partitions that share one buffer."""
+        # Of the main dtype and load only, so that ``defragment`` finds what it asserts.
         return [p.ds_tensor for g in self.fp16_groups for p in g if _buffer_of(p) == self.main_buffer]
 
     def _set_fp16_partitioned_groups_flat(self) -> None:
@@ -287,6 +295,7 @@ class _Overrides:
         for group in self.fp16_groups:
             numel = sum(p.partition_numel() for p in group)
             if _buffer_of(group[0]) == self.main_buffer:
+                # In the order in which ``_get_parameter_partitions`` gave them to ``defragment``.
                 self.fp16_partitioned_groups_flat.append(self.lp_param_buffer.narrow(0, offset, numel))
                 offset += numel
             else:
@@ -294,6 +303,8 @@ class _Overrides:
 
     def _create_param_groups_fp16_flat_cpu_memory(self) -> None:
         if not self.params_in_nvme_and_cpu and starting.known():
+            # The load has them next to each other already: its buffers are the host buffers, and nothing is
+            # copied.
             parts = [[p.ds_tensor for p in group["params"]] for group in self.trainable_param_groups]
             flats = [starting.joined(part) for part in parts]
             if all(f is not None and starting.takes(f, True) for f in flats):
@@ -304,6 +315,7 @@ class _Overrides:
             dtype = group["params"][0].dtype
             if dtype != self.dtype:
                 buffer = self.param_groups_fp16_flat_cpu_memory[number]
+                # Stock makes all in one dtype; pinned or not, as it has decided.
                 other = torch.empty(buffer.numel(), dtype=dtype, device="cpu", pin_memory=buffer.is_pinned())
                 self.param_groups_fp16_flat_cpu_memory[number] = other
 
@@ -317,9 +329,11 @@ class _Overrides:
     def _create_fp32_partitions(self) -> None:
         with starting.FuseToClone() if starting.known() else contextlib.nullcontext():
             super()._create_fp32_partitions()  # type: ignore[misc]
+        # Those on NVMe have no memory yet: see ``initialize_optimizer_states``.
         self._read_masters([n for n in range(len(self.fp16_groups)) if not self._is_swapped(n)])
 
     def initialize_optimizer_states(self) -> None:
+        # What it gives the masters as gradients is zero, and never written to; swapping and ZenFlow write it.
         unread = starting.known() and not (self.swap_optimizer or self.zenflow)
         largest = max(sum(p.ds_numel for p in group) for group in self.fp16_partitioned_groups)
         with starting.SharedZeroGradients(largest) if unread else contextlib.nullcontext():
@@ -333,6 +347,7 @@ class _Overrides:
 
     def step(self, closure: Callable[[], torch.Tensor] | None = None) -> object:
         trained = [parameter for group in self.fp16_groups for parameter in group]
+        # Before it: a change that was lost is told before anything is trained on without it.
         check_step(trained, self.dp_process_group, called)
         return super().step(closure)  # type: ignore[misc]
 
@@ -347,6 +362,7 @@ class _Overrides:
 
     def _read_masters(self, numbers: Sequence[int]) -> None:
         """Read the marked parameters' shares into the flat masters of the sub-groups ``numbers``."""
+        # Masters of less than fp32 hold nothing that the parameter does not.
         if self.master_weights_and_grads_dtype != torch.float32:
             return
         wanted: dict[Reader, list[tuple[str, torch.Tensor]]] = {}
@@ -361,11 +377,14 @@ class _Overrides:
                 if reader is not None:
                     wanted.setdefault(reader, []).append((_name(parameter), share))
                     pairs.append((parameter, share))
+        # One call for each load, in the order of the groups, which is the same on all ranks: it is
+        # collective.
         for reader, shares in wanted.items():
             reader(shares)
         for parameter, _ in pairs:
             # Read once: what is behind the reader can go.
             setattr(parameter, _ATTRIBUTE, replace(getattr(parameter, _ATTRIBUTE), reader=None))
+        # A master that does not round to what the parameter holds is of a parameter that was edited since.
         changed = [_name(parameter) for parameter, share in pairs if follow_partition(share, parameter)]
         tell_changed(changed)
 

@@ -184,6 +184,7 @@ def partitioner(
     module = _partition_parameters()
     import deepspeed
 
+    # An Init asks for the group itself, and not for its size; it was made by ``join_hierarchical_groups``.
     hierarchical = deepspeed.utils.groups._get_zero_param_intra_parallel_group() if secondary > 1 else None
     with _refusals():
         init = module.Init(
@@ -214,6 +215,7 @@ def _refusals() -> Iterator[None]:
 
     try:
         yield
+    # DeepSpeed checks some settings by assert.
     except (DeepSpeedConfigError, ValidationError, AssertionError) as error:
         raise ConfigError(f"DeepSpeed refuses engine_config: {error}") from error
 
@@ -240,10 +242,12 @@ def _init_config(
     kept = ("zero_optimization", "aio", "bf16", "bfloat16", "fp16", "fp16_master_weights_and_grads")
     result = _settled({key: value for key, value in (config or {}).items() if key in kept})
     zero = result.setdefault("zero_optimization", {})
+    # Also where the configuration says less: this Init is for parameters of stage 3 alone.
     zero["stage"] = 3
     zero.pop("stage3_partition_stream_chunk_size", None)  # Ours to obey; not every version knows it.
     if dtype in (torch.bfloat16, torch.float16):
         result.setdefault("bf16" if dtype is torch.bfloat16 else "fp16", {})["enabled"] = True
+    # Batch sizes are required and not used: the least that DeepSpeed accepts as consistent.
     return {"train_micro_batch_size_per_gpu": 1, "train_batch_size": world_size, **result}
 
 
@@ -304,8 +308,10 @@ def converted_parameter(init: Init, old: nn.Parameter) -> nn.Parameter:
     Must be called in the same order on every rank, since DeepSpeed numbers parameters and sorts its
     collectives by that number.
     """
+    # One element, seen as often as the shape says: a placeholder must have the shape, and no memory for it.
     single = torch.empty((1,) * old.dim(), dtype=old.dtype, device=parameter_device(init))
     new = nn.Parameter(single.expand(old.shape), requires_grad=old.requires_grad)
+    # Marks of ours and of the model (of experts, of what was cut) go along.
     new.__dict__.update(old.__dict__)
     # The conversion wraps this method of the old object's dictionary otherwise.
     new.__dict__.pop("item", None)
@@ -317,6 +323,7 @@ def home_of(init: Init, parameter: nn.Parameter) -> Home:
     """Where ``Init._partition_param`` keeps the partition of a converted parameter."""
     converted: Any = parameter
     local = parameter_device(init)
+    # An enumeration of DeepSpeed's, or the word itself, by how the configuration was given.
     remote = str(getattr(init.remote_device, "value", init.remote_device))
     if nvme.swaps(init, _partition_size(init, parameter)):
         return Home(torch.device("cpu"), nvme=True)
@@ -338,6 +345,7 @@ def give_partition(init: Init, parameter: nn.Parameter, partition: torch.Tensor,
     size = _partition_size(init, parameter)
     if size != partition.numel():
         raise EngineError(f"DeepSpeed partitions a parameter into {size} elements, not {partition.numel()}")
+    # What lies on NVMe has no memory here; its tensor object carries the attributes alone.
     state: Any = torch.empty(0, dtype=parameter.dtype, device="cpu") if home.nvme else partition
     state.requires_grad = False
     state.ds_numel = size
@@ -348,11 +356,13 @@ def give_partition(init: Init, parameter: nn.Parameter, partition: torch.Tensor,
     converted.ds_numel_aligned = init._aligned_size(parameter)
     if home.nvme:
         nvme.leave_on_nvme(init, converted, state, module.PartitionedParamStatus)
+    # Last: it takes the placeholder's data away, whose dtype and shape were asked for above.
     module.free_param(parameter)
 
 
 def partition_of(parameter: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...], int, int] | None:
     """``(partition, logical shape, rank, world size)`` of a ZeRO-3 parameter; None for any other."""
+    # Where it is not imported no parameter can be its own, whatever attributes it has.
     if "deepspeed" not in sys.modules or not hasattr(parameter, "ds_id"):
         return None
     p: Any = parameter
@@ -378,6 +388,7 @@ def partition_available(partition: torch.Tensor) -> bool:
 def contexts_aside() -> Iterator[None]:
     """Suspend a ``zero.Init`` context, which would partition what is built; may be nested."""
     module = sys.modules.get("deepspeed.runtime.zero.partition_parameters")
+    # Not imported, or imported and not open: then there is nothing to suspend.
     context = getattr(module, "top_level_context", None)
     if module is None or context is None or not context.patched:
         yield
