@@ -58,6 +58,7 @@ def exchange_tokens(
     rank, size = dist.get_rank(group), len(counts)
     module.num_experts = counts[rank]
     owner = torch.repeat_interleave(torch.arange(size, device="cpu"), torch.tensor(counts, device="cpu"))
+    # The number of each rank's first expert; less that, a number is one of the owner's own count.
     first = torch.tensor([0, *accumulate(counts)][:size], device="cpu")
 
     @functools.cache
@@ -94,16 +95,22 @@ def _serve(
     # Not by bincount, whose result has a size that the host waits for.
     send = torch.zeros_like(first).scatter_add_(0, to, torch.ones_like(to))
     receive = torch.empty_like(send)
+    # Counts first: a rank must know how much comes before it can make room.
     dist.all_to_all_single(receive, send, group=group)
     outgoing, incoming = torch.stack([send, receive]).tolist()  # The one time that the host waits.
     travel: Callable[..., torch.Tensor] = _AllToAll.apply
     same: Callable[..., torch.Tensor] = _Same.apply
+    # Pair number p is of token p // k.
     rows = hidden_states[order // top_k_index.shape[-1]]
+    # Forward as they are (all of ``alike`` send the same), backward with the first one's gradient.
     tokens = travel(same(rows, None, alike), outgoing, incoming, group)
     numbers = pairs.new_empty(sum(incoming))
+    # Which of its own experts a row is for; needs no gradient, and so no node.
     dist.all_to_all_single(numbers, pairs - first[to], incoming, outgoing, group=group)
+    # And back: the first one's results forward, gradients as they are.
     results: torch.Tensor = same(travel(run(tokens, numbers), incoming, outgoing, group), alike, None)
     back = torch.empty_like(order)
+    # The inverse permutation: from the order of owners to that of tokens.
     back[order] = torch.arange(len(order), device=device)
     by_token: torch.Tensor = results[back].view(*top_k_index.shape, -1)
     summed = (by_token * top_k_weights.unsqueeze(-1)).sum(dim=1)
@@ -202,6 +209,7 @@ def _local_parameters(module: nn.Module) -> Iterator[None]:
     """Inside, parameters that are DTensors over the experts' mesh are seen as this rank's tensors."""
     held: dict[str, Any] = module._parameters
     whole = {name: p for name, p in held.items() if isinstance(p, DTensor)}
+    # In the dictionary itself: setattr would register new parameters, and hooks would fire.
     held.update({name: parameter.to_local() for name, parameter in whole.items()})
     try:
         yield

@@ -52,6 +52,7 @@ def _wrong(
     cut = {name.rpartition(".")[0] for name in sliced}
     # What gathers its result leaves what is beside it as it was.
     partial = {name for name in cut if not getattr(tried.get_submodule(name), "gather_output", False)}
+    # Modules whose children run on a part of the activations: there "whole" may be wrong.
     beside = {name.rpartition(".")[0] for name in partial} - {""}
     for name, module in model.named_modules():
         style = expand(plan, name, parameter=False)
@@ -141,7 +142,9 @@ def tensor_cuts(
     check_dropout(model, size)
     plan = library_of(model).parallel_rules(model, "tp")
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    # DeepSpeed cuts in place: on a copy, since the model itself is cut with the groups at hand, later.
     tried, library = copy.deepcopy(model), library_of(model)
+    # Tied before: a tie decides whether an embedding and a head are cut alike.
     library.tie(tried, set(library.ties(tried)))
     try:
         slices = upstream.described(tried, size, _ruled(model, section, given, experts))
@@ -216,11 +219,13 @@ def _sliced(
     model: nn.Module, parallelism: Parallelism, section: Mapping[str, Any], groups: TensorGroups
 ) -> None:
     """Replace the layers of ``model`` (on meta) by DeepSpeed's, in the slices that were planned."""
+    # DeepSpeed makes new layers in the default dtype.
     kinds = {name: parameter.dtype for name, parameter in model.named_parameters()}
     size = parallelism.mesh.tensor_parallel
     upstream.sliced(model, size, section)
     mark_sliced(model, size, section, groups)
     cuts = parallelism.tensors.cuts
+    # What was planned from the copy against what became of the model: reading goes by the plan.
     found = {name: Ranges(s.dim, s.ranks) for name, s in slices_of(model).items()}
     wrong = next((name for name in {**found, **cuts} if found.get(name) != cuts.get(name)), None)
     if wrong is not None:
