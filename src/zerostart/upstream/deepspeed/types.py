@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-
-if TYPE_CHECKING:
-    from deepspeed.runtime.swap_tensor.partitioned_param_swapper import AsyncPartitionedParameterSwapper
 
 
 class ZeroPartition(torch.Tensor):
@@ -41,7 +38,7 @@ class ZeroParameter(nn.Parameter):
     ds_process_group: dist.ProcessGroup
 
     #: What reads its partition from NVMe, None where no parameters are offloaded there.
-    nvme_swapper: AsyncPartitionedParameterSwapper
+    nvme_swapper: Any
 
     def partition_numel(self) -> int:
         """Elements of this rank's partition, padding included."""
