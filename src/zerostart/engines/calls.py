@@ -35,6 +35,7 @@ class OutsideInferenceMode:
 
     def __init__(self) -> None:
         self._left = ExitStack()
+        # The order matters: outside of inference mode gradients would be on.
         self._left.enter_context(torch.inference_mode(False))
         self._left.enter_context(torch.no_grad())
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -50,6 +51,7 @@ class OutsideInferenceMode:
         """Enter it again."""
         self._left.close()
         for value, copy in self._copies:
+            # Version 0: nobody has written to the copy, and the input needs no copy back.
             if copy._version:
                 value.copy_(copy)
 
@@ -85,6 +87,7 @@ def write_back(pairs: list[Rebuilt]) -> None:
     """Do to the callers' containers what has been done to the copies; what was theirs stays theirs."""
     for given, handed, before in pairs:
         if isinstance(given, dict):
+            # By identity, not equality: tensors have no truth value, and their order counts.
             if list(handed) == list(before) and all(handed[key] is before[key] for key in before):
                 continue
             own = {id(before[key]): given[key] for key in before}

@@ -58,6 +58,7 @@ def exchange_tokens(
     rank, size = dist.get_rank(group), len(counts)
     module.num_experts = counts[rank]
     owner = torch.repeat_interleave(torch.arange(size, device="cpu"), torch.tensor(counts, device="cpu"))
+    # The number of each rank's first expert; less that, a number is one of the owner's own count.
     first = torch.tensor([0, *accumulate(counts)][:size], device="cpu")
 
     @functools.cache
@@ -94,23 +95,31 @@ def _serve(
     # Not by bincount, whose result has a size that the host waits for.
     send = torch.zeros_like(first).scatter_add_(0, to, torch.ones_like(to))
     receive = torch.empty_like(send)
+    # Counts first: a rank must know how much comes before it can make room.
     dist.all_to_all_single(receive, send, group=group)
     outgoing, incoming = torch.stack([send, receive]).tolist()  # The one time that the host waits.
-    travel: Any = _AllToAll.apply
-    same: Any = _Same.apply
+    travel: Callable[..., torch.Tensor] = _AllToAll.apply
+    same: Callable[..., torch.Tensor] = _Same.apply
+    # Pair number p is of token p // k.
     rows = hidden_states[order // top_k_index.shape[-1]]
+    # Forward as they are (all of ``alike`` send the same), backward with the first one's gradient.
     tokens = travel(same(rows, None, alike), outgoing, incoming, group)
     numbers = pairs.new_empty(sum(incoming))
+    # Which of its own experts a row is for; needs no gradient, and so no node.
     dist.all_to_all_single(numbers, pairs - first[to], incoming, outgoing, group=group)
+    # And back: the first one's results forward, gradients as they are.
     results: torch.Tensor = same(travel(run(tokens, numbers), incoming, outgoing, group), alike, None)
     back = torch.empty_like(order)
+    # The inverse permutation: from the order of owners to that of tokens.
     back[order] = torch.arange(len(order), device=device)
     by_token: torch.Tensor = results[back].view(*top_k_index.shape, -1)
     summed = (by_token * top_k_weights.unsqueeze(-1)).sum(dim=1)
     return summed.to(hidden_states.dtype)
 
 
-def _run(own_forward: Any, tokens: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+def _run(
+    own_forward: Callable[..., torch.Tensor], tokens: torch.Tensor, numbers: torch.Tensor
+) -> torch.Tensor:
     """Each row of ``tokens`` through the one local expert in ``numbers``."""
     if not len(tokens):
         # A row of zeros, whose result is thrown away: parameters that no token reaches get a gradient of
@@ -122,9 +131,11 @@ def _run(own_forward: Any, tokens: torch.Tensor, numbers: torch.Tensor) -> torch
     return result
 
 
-def _dividing(own_forward: Any, copies: int) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+def _dividing(
+    own_forward: Callable[..., torch.Tensor], copies: int
+) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
     """``_run`` whose gradients of parameters are divided by ``copies``, and those of tokens are not."""
-    scaled: Any = _Scaled.apply
+    scaled: Callable[..., torch.Tensor] = _Scaled.apply
 
     def run(tokens: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = scaled(_run(own_forward, scaled(tokens, copies), numbers), 1 / copies)
@@ -142,7 +153,7 @@ class _Scaled(torch.autograd.Function):
         return rows.view_as(rows)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return gradient * ctx.factor, None
 
 
@@ -151,13 +162,16 @@ class _Same(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows: torch.Tensor, values: dist.ProcessGroup | None, gradients: dist.ProcessGroup | None
+        ctx: Any,
+        rows: torch.Tensor,
+        values: dist.ProcessGroup | None,
+        gradients: dist.ProcessGroup | None,
     ) -> torch.Tensor:
         ctx.gradients = gradients
         return _of_first(rows, values)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return _of_first(gradient, ctx.gradients), None, None
 
 
@@ -180,7 +194,7 @@ class _AllToAll(torch.autograd.Function):
         return _moved(rows, send, receive, group)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return _moved(gradient, *ctx.way_back), None, None, None
 
 
@@ -195,6 +209,7 @@ def _local_parameters(module: nn.Module) -> Iterator[None]:
     """Inside, parameters that are DTensors over the experts' mesh are seen as this rank's tensors."""
     held: dict[str, Any] = module._parameters
     whole = {name: p for name, p in held.items() if isinstance(p, DTensor)}
+    # In the dictionary itself: setattr would register new parameters, and hooks would fire.
     held.update({name: parameter.to_local() for name, parameter in whole.items()})
     try:
         yield

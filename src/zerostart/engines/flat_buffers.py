@@ -66,6 +66,8 @@ class Buffer:
     @property
     def capacity(self) -> int:
         """Elements of the buffer, with room for the padding of other groupings."""
+        # An optimizer may group the parameters otherwise: each may then begin at a multiple, each group end
+        # at one.
         step, partitions = ALIGNMENT // self.dtype.itemsize, self.family.rules.partitions
         padding = len(self.group.numels) * step + GROUPS * (step + 2 * partitions)
         return self.group.numel + padding + -(self.group.numel + padding) % step
@@ -102,6 +104,7 @@ def families_of(
         for name, p in parameters.items()
         if parallelism.is_expert(name)
     }
+    # DeepSpeed's MoE sets ``allreduce`` to False on what each rank has of its own.
     own = {name: p for name, p in parameters.items() if name not in cut and not getattr(p, "allreduce", True)}
     rest = {
         name: _cut(name, p, parallelism, rank) if name in tensors else p
@@ -112,6 +115,7 @@ def families_of(
     found = [Family(rest, rules, exchange and not slices, slices), Family(own, rules, False)]
     if cut:
         held = {name: held_layouts(parallelism, name) for name in cut}
+        # Only these ranks have the same experts, so they alone partition their optimizer state.
         owners = parallelism.mesh.expert_data(rank)[1]
         found.append(Family(cut, replace(rules, partitions=owners), False, held))
     return found
@@ -142,6 +146,7 @@ def buffers_of(families: Sequence[Family]) -> list[Buffer]:
         parameters = family.parameters
         for dtype in dict.fromkeys(parameter.dtype for parameter in parameters.values()):
             names = [name for name, p in parameters.items() if p.dtype == dtype]
+            # Stable: within each half the order of the model. The optimizer takes what is trained as one run.
             names.sort(key=lambda name: not parameters[name].requires_grad)
             numels = [prod(parameters[name].shape) for name in names]
             made.append(Buffer(family, dtype, tuple(names), family.rules.group(numels, dtype.itemsize)))
@@ -163,6 +168,7 @@ def placed_whole(
     buffers = buffers_of(families)
     held = sum(buffer.nbytes for buffer in buffers)
     here = MemoryFit.here(default_device())
+    # On the host the ranks of a machine share one memory; of accelerators each has its own.
     fits = [here] * (min(size, RANKS_OF_A_MACHINE) if here.on_host else 1)
     parts: dict[str, Callable[[int], Layout]] = {}
     exchanged = [buffer for buffer in buffers if buffer.family.exchange]
@@ -237,6 +243,8 @@ class FlatBufferShards:
         """Give each parameter its place in a buffer; its shard is what this rank reads of it."""
         new, made = {}, {}
         for buffer in self._buffers(model, names):
+            # Not zeros: what parameters cover is read from the checkpoint. Gaps and the end are, since sums
+            # go over them.
             flat = torch.empty(buffer.capacity, dtype=buffer.dtype, device=self.device)
             numel = buffer.group.numel
             for low, high in [*buffer.group.gaps(), (numel, flat.numel())]:
@@ -259,6 +267,7 @@ class FlatBufferShards:
             held = family.held.get(name) or (lambda _: replicated(shape))
             return Shard(name, held(rank), whole, held)
         at = group.share(place, shape, size)
+        # Where this rank's share of the buffer begins within the parameter, clamped to it.
         first = min(max(rank * (group.numel // size) - group.offsets[place], 0), whole.numel())
         part = whole[first : first + at(rank).numel]
         return Shard(name, at(rank), part, at, local=replicated(shape))
@@ -271,6 +280,7 @@ class FlatBufferShards:
 
     def finish(self, model: nn.Module) -> int:
         """Exchange what the ranks have read, in place; returns the bytes that came from the others."""
+        # Given up first, so that the buffers do not outlive their parameters here.
         buffers, self._gathered = self._gathered, []
         if buffers:
             with self._world.collectives("gathering the flat buffers"):
@@ -282,9 +292,11 @@ class FlatBufferShards:
 def gather_in_place(buffer: torch.Tensor, rank: int, size: int, message: int = MESSAGE) -> None:
     """Fill the 1-D ``buffer`` of which each rank has its ``1 / size``, in messages of bounded size."""
     words = buffer.view(torch.uint8)  # Not every backend carries every dtype.
+    # The group is padded so that the ranks divide it.
     share = words.numel() // size
     step = max(1, message // size)
     for start in range(0, share, step):
         count = min(step, share - start)
+        # Views of the buffer itself: what is received lies where it belongs, and needs no memory beside.
         parts = [words[r * share + start : r * share + start + count] for r in range(size)]
         dist.all_gather(parts, parts[rank])

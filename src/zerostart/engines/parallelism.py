@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -11,6 +11,9 @@ from zerostart.errors import ConfigError
 from zerostart.geometry.layout import Mesh, Parallelism, ParallelPlan, expert_plan, tensor_plan
 from zerostart.geometry.layout.partition_config import Linear, partition_plan
 from zerostart.models import library_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 
 def resolve(
@@ -131,7 +134,7 @@ def _partitioned(model: nn.Module, size: int, section: Mapping[str, Any]) -> Par
     }
     tied = library_of(model).ties(model)
     names = {*tied, *tied.values()}
-    config: Any = getattr(model, "config", None)
+    config: PreTrainedConfig = getattr(model, "config", None)
     return partition_plan(
         section,
         linears,
@@ -146,7 +149,7 @@ def _check_heads(model: nn.Module, size: int, plan: ParallelPlan) -> None:
     """Heads are not cut in two: attention looks at what is local as whole heads."""
     if not any("attn" in name or "attention" in name for name in plan.cuts):
         return
-    config: Any = getattr(model, "config", None)
+    config: PreTrainedConfig = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else None
     for key in ("num_attention_heads", "num_key_value_heads"):
         heads = getattr(text, key, None)

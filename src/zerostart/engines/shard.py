@@ -87,6 +87,7 @@ def _has_own_memory(tensor: torch.Tensor) -> bool:
     if tensor.is_conj() or tensor.is_neg():
         return False
     span = 1
+    # From the innermost dimension outwards: each must step over all that is inside of it.
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1:
             if stride < span:

@@ -23,6 +23,7 @@ from zerostart.errors import UnsupportedVersionError
 from zerostart.upstream.registry import PatchPoint, Touched, misfit
 from zerostart.upstream.shapes import found
 
+# Reentrant: a garbage collection inside a locked section may run a finalizer, which closes patches here.
 _lock = threading.RLock()
 _active: list[PatchPoint] = []
 _ABSENT = object()
@@ -58,6 +59,7 @@ def replaced(point: PatchPoint, owner: Any, name: str, new: Any) -> Iterator[Non
         setattr(owner, name, new)
         _active.append(point)
         layers = _layers.setdefault((id(owner), name), [])
+        # The stack of one name; its order is that in which we came, not that in which we go.
         layers.append(layer)
     try:
         yield
@@ -103,6 +105,7 @@ def note(point: PatchPoint, target: object) -> None:
     """Have ``point`` listed for as long as ``target``, an object that is changed for good, lives."""
     with _lock:
         _active.append(point)
+    # At exit the interpreter takes all down anyway, and half of what would be called is gone.
     weakref.finalize(target, _forget, point).atexit = False
 
 
@@ -118,6 +121,7 @@ class Ticket:
         return self
 
     def __reduce__(self) -> Any:
+        # A pickle of a mark is loaded where nothing is replaced: it is to hold nothing there.
         return type(None), ()
 
 
@@ -149,6 +153,8 @@ class RefCountedPatches:
             try:
                 with ExitStack() as stack:
                     self._enter_on(stack)
+                    # Only what was entered in full is kept: where one replacement fails, those before it are
+                    # undone.
                     self._stack = stack.pop_all()
             except BaseException:
                 self._count -= 1
@@ -159,6 +165,7 @@ class RefCountedPatches:
         with _lock:
             self._count -= 1
             if self._count == 0 and self._stack is not None:
+                # Closed for others first: what is undone may ask ``is_open``.
                 stack, self._stack = self._stack, None
                 stack.close()
 
@@ -220,6 +227,7 @@ def _refuse(stack: ExitStack, patches: RefCountedPatches, point: PatchPoint, tex
         if inspect.ismodule(owner):
             stack.enter_context(replaced_wherever_imported(point, name, original, new))
         else:
+            # What a class has is wrapped again in its kind, or the call would get one argument too many.
             bound = isinstance(original, classmethod | staticmethod)
             stack.enter_context(replaced(point, owner, name, type(original)(new) if bound else new))
 
@@ -254,5 +262,6 @@ def _models(argument: Any) -> Iterator[nn.Module]:
         yield argument
     else:
         own = getattr(argument, "__dict__", {}).values()
+        # A Trainer has ``model``, an Accelerator ``_models``, a pipeline each part as an attribute.
         candidates = (getattr(argument, "model", None), *(getattr(argument, "_models", None) or ()), *own)
         yield from (model for model in candidates if isinstance(model, nn.Module))

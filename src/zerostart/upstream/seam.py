@@ -95,14 +95,18 @@ class LoadingSeam(RefCountedPatches, Generic[Call]):
 
         @functools.wraps(original)
         def from_pretrained(cls: type, *args: Any, **kwargs: Any) -> Any:
+            # The outer call has no weights yet: its contexts (meta, dtype) would build the inner model as
+            # well.
             if any(outer.model is None for outer in _calls()[-1:]):
                 raise BuildError(
                     f"{cls.__name__}.from_pretrained is called while another model is built, which "
                     "zerostart.enabled() does not serve; load that model with zerostart.load"
                 )
+            # May take arguments out of ``kwargs``; what the library is to see is in ``call.arguments``.
             call = self._choose(cls, kwargs)
             if call is None:
                 result = original(cls, *args, **kwargs)
+                # With output_loading_info the library returns (model, info).
                 self._left(result[0] if isinstance(result, tuple) else result)
                 return result
             with self._serving(call), call.agreeing():
@@ -112,6 +116,7 @@ class LoadingSeam(RefCountedPatches, Generic[Call]):
 
     @contextlib.contextmanager
     def _serving(self, call: Call) -> Iterator[None]:
+        # Of this library; the stack that all libraries share has the order among them.
         outer = getattr(self._own, "call", None)
         dtype = torch.get_default_dtype()
         _calls().append(call)

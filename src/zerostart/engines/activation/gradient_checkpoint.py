@@ -38,10 +38,12 @@ def checkpointed(
     Raises ConfigError for a cache of past tokens with something in it, and, under DeepSpeed's own
     checkpointing, for arguments that the function changes.
     """
+    # Nothing is saved then, and so nothing to be computed again.
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     call = _Call.of(function, args, kwargs)
     engine = sys.modules.get("deepspeed")
+    # DeepSpeed's own is asked for by the user; it has no place for what goes to the host.
     if not offload and engine is not None and engine.checkpointing.is_configured():
         return call.through_deepspeed(engine.checkpointing.checkpoint)
     with on_host(offload):
@@ -68,11 +70,13 @@ def _recompute_first(results: list[torch.Tensor], inputs: Iterable[torch.Tensor]
     come in between the backward of that very module, which has them gathered, too. So a tensor is saved last
     of all, and asked for before the first of the nodes that made the results.
     """
+    # An input that is handed through has a node from outside, whose backward comes after this one's.
     outside = {tensor.grad_fn for tensor in inputs} | {None}
     made = [tensor for tensor in results if tensor.grad_fn not in outside]
     if not made:
         return
     save: Any = _SavedLast.apply
+    # Only its node is kept: the result goes at once, and no gradient ever flows there.
     saved_last = save(torch.zeros((), device="cpu", requires_grad=True), made[0].detach()).grad_fn
     asked = False
 
@@ -132,6 +136,7 @@ class _Call:
         args, kwargs = self.arguments(tensors)
         # The pytree takes plain containers apart; those of classes of their own are leaves, and stay shared.
         whole = [leaf for leaf in self.leaves if isinstance(leaf, (dict, list))]  # of classes of their own
+        # To be compared by identity afterwards: what a second run would find changed is an error.
         before = [_parts(leaf) for leaf in whole]
         made = self.function(*args, **kwargs)
         for leaf, parts in zip(whole, before, strict=True):
@@ -155,6 +160,8 @@ class _Call:
             before = tree_flatten((args, kwargs), is_leaf=_is_cache)
             leaves, spec = tree_flatten(self.function(*args, **kwargs))
             after = tree_flatten((args, kwargs), is_leaf=_is_cache)
+            # Tensors of the outputs alone have a gradient through DeepSpeed's function; those put elsewhere
+            # have none.
             if before[1] != after[1] or not _same_objects(before[0], after[0]):
                 raise ConfigError(
                     "a function under DeepSpeed's checkpointing changed a list or dictionary that it was "
@@ -170,6 +177,7 @@ class _Call:
             device = inputs[0].device if inputs else torch.device("cpu")
             inputs.append(torch.zeros((), device=device, requires_grad=True))
         results = checkpoint(run, *inputs)
+        # Of the forward, which has just run; the run in the backward appends again, and nobody asks.
         leaves, spec, places = made.pop()
         for place, tensor in zip(places, [results] if len(places) == 1 else results, strict=True):
             leaves[place] = tensor
@@ -226,6 +234,7 @@ def _give_back(own: Any, used: Any) -> Any:
     if own is used or type(own) is not type(used):
         return used
     if isinstance(own, MutableMapping):
+        # Recursively first, so that inner containers of the caller stay the ones that he holds.
         merged = {key: _give_back(own[key], value) if key in own else value for key, value in used.items()}
         if len(merged) != len(own) or any(own.get(key) is not value for key, value in merged.items()):
             own.clear()
@@ -284,6 +293,7 @@ def checkpoint_blocks(
     chosen = dict(list(found.items())[::every])
     for module in chosen.values():
         if isinstance(module.forward, CheckpointedForward):
+            # Undone first: else a checkpoint would run inside a checkpoint.
             module.forward = module.forward.original  # again, with other settings
         module.forward = CheckpointedForward(module, offload)
     return tuple(chosen)
@@ -303,6 +313,7 @@ def _blocks(model: nn.Module, wanted: Sequence[str | type[nn.Module]] | None) ->
                 raise ConfigError(f"blocks has {shown!r}, which no module has as its class or name")
     found: dict[str, nn.Module] = {}
     for name, module in named.items():
+        # Outer modules come before inner ones in the order of names, so looking back is enough.
         inside = any(name.startswith(f"{outer}.") for outer in found)
         if name and not inside and any(_matches(name, module, entry) for entry in wanted):
             found[name] = module

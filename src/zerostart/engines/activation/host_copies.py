@@ -47,6 +47,7 @@ def on_host(offload: bool) -> Iterator[None]:
         sent.append((tensor, copy))
         return copy
 
+    # After the block: the function has run, and any write to a tensor meanwhile shows in its version.
     with torch.autograd.graph.saved_tensors_hooks(pack, _value):
         yield
     for tensor, copy in sent:
@@ -113,7 +114,9 @@ class _CopyStream:
         self._stream.wait_stream(torch.accelerator.current_stream(self._device))
         with self._stream:
             packed.host.copy_(tensor.detach(), non_blocking=True)
+        # Autograd may free it while the copy reads: its memory is not to be given away before.
         tensor.record_stream(self._stream)
+        # Weakly: a chain of strong references would keep all copies of a step until its end.
         self._last = weakref.ref(packed)
         return packed
 
@@ -127,6 +130,8 @@ class _CopyStream:
         like = torch.empty_like(tensor, device="meta")
         nbytes = like.untyped_storage().nbytes()
         room = self._room(nbytes)
+        # Back to the idle ones by whichever thread drops the last reference; a dictionary's item is set at
+        # once.
         weakref.finalize(packed, self._idle.__setitem__, room.data_ptr(), room).atexit = False
         return room[:nbytes].view(tensor.dtype).as_strided(like.shape, like.stride())
 
@@ -134,6 +139,8 @@ class _CopyStream:
         """At least ``nbytes`` of page-locked memory."""
         idle = [(room.nbytes, address) for address, room in list(self._idle.items())]
         for size, address in sorted(idle):
+            # Not much larger, or small tensors would hold large rooms; taken only if no other thread was
+            # faster.
             if nbytes <= size <= 2 * nbytes and (room := self._idle.pop(address, None)) is not None:
                 return room
         freed = 0
@@ -149,9 +156,11 @@ class _CopyStream:
 
     def fetch(self, packed: _HostCopy) -> torch.Tensor:
         tensor, arrived = self._bring(packed)
+        # Autograd holds the value from here on; a second use (a retained graph) brings it again.
         packed.returned = None
         current = torch.accelerator.current_stream(self._device)
         current.wait_event(arrived)
+        # Made on the side stream, used on this one: freed there it could be given away while still read here.
         tensor.record_stream(current)
         # What was sent before this one is asked for next: its copy goes while this one is used.
         if packed.before is not None and (following := packed.before()) is not None:

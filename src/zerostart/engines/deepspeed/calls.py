@@ -53,6 +53,7 @@ class _Guard:
 
         Raises EngineError where no engine gathers the partitions.
         """
+        # First of all hooks here: an ungathered module would fail in its midst with a shape of 0.
         check_called(module)
         left, args, kwargs = leave_inference_mode(args, kwargs)
         if left is not None and not self._follows:
@@ -67,6 +68,7 @@ class _Guard:
         first = next(n for n, value in enumerate(args) if has_containers((value,)))
         if len(args) > len(names):  # what goes into *args has no name
             return args, kwargs
+        # DeepSpeed rebuilds containers among positional arguments and hands keywords on as they are.
         return args[:first], {**dict(zip(names[first:], args[first:], strict=False)), **kwargs}
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:

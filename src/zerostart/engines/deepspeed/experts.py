@@ -41,6 +41,7 @@ def expert_cutter(world: World, parallelism: Parallelism, partitioned: bool) -> 
     with world.collectives("making the experts' groups"):
         groups = ExpertGroups(parallelism.mesh.expert_parallel)
         alike = TensorGroups(size).tensors if size > 1 else None
+    # Stage 3 asks a parameter for its group, stages 1 and 2 for its group's name.
     marked = mark_expert if partitioned else mark_flat_expert
     return lambda model: _cut(model, parallelism, world.rank, groups, alike, lambda p: marked(p, groups))
 
@@ -136,6 +137,7 @@ def cutter(world: World, settings: DeepSpeedSettings, parallelism: Parallelism, 
         cut, owners = tensor_cutter(world, parallelism, settings.tensors, settings.tp_plan)
         cuts.append(cut)
     if parallelism.mesh.expert_parallel > 1:
+        # After the tensors: experts that are left out of their rules are still whole then.
         cuts.append(expert_cutter(world, parallelism, partitioned))
     return partial(_cut_all, cuts) if cuts else None, owners
 

@@ -55,6 +55,7 @@ class FlatKeeper:
         """
         if not self.waits:
             return
+        # One buffer at a time, and the host's copy goes with its last parameter.
         waiting = [members for members in self._members().values() if members[0].device != self._device]
         nbytes = sum(members[0].untyped_storage().nbytes() for members in waiting)
         with current_world().phase("moving the parameters to the device"):
@@ -92,6 +93,7 @@ class FlatKeeper:
         flats: list[torch.Tensor | None] = [None] * len(groups)
         for members in self._members().values():
             here = {id(parameter) for parameter in members}
+            # A group with one foreign parameter has no buffer that could be its own: DeepSpeed copies it.
             wholly = [n for n, group in enumerate(groups) if group and here.issuperset(map(id, group))]
             if wholly:
                 taken = _arrange(members, [(groups[n], rules[n]) for n in wholly])
@@ -111,6 +113,7 @@ def _arrange(
     made: list[tuple[int, FlatGroup]] = []
     end = 0
     for group, rules in groups:
+        # Groups begin aligned, as the buffers of the optimizer's own making would.
         start = end + -end % step
         flat = rules.group([p.numel() for p in group], dtype.itemsize)
         targets |= {id(p): start + offset for p, offset in zip(group, flat.offsets, strict=True)}
@@ -118,9 +121,11 @@ def _arrange(
         end = start + flat.numel
     for parameter in members:
         if id(parameter) not in targets:
+            # Members of no group (frozen ones, those of other optimizers) go behind all groups.
             targets[id(parameter)] = end + -end % step
             end = targets[id(parameter)] + parameter.numel()
     segments = [(int(p.storage_offset()), targets[id(p)], p.numel()) for p in members]
+    # No room for so many groups, or parameters that share elements: DeepSpeed flattens by itself.
     if end > room or _overlapping(segments):
         return []
     base = _entire(first)
@@ -141,6 +146,7 @@ def _arrange(
     flats = []
     for start, flat in made:
         whole = base[start : start + flat.numel]
+        # Last: before the move there were elements of other parameters.
         for low, high in flat.gaps():
             whole[low:high].zero_()
         flats.append(whole)

@@ -42,6 +42,7 @@ def check_mixture(parameters: Mapping[str, nn.Parameter], settings: DeepSpeedSet
 
 def mark_parameters(model: nn.Module, rounded: Collection[str], reader: Reader | None) -> None:
     """Mark all parameters, those named ``rounded`` with what reads their masters."""
+    # Nothing but an identity: parameters with the same one lie in the same buffers.
     load = object()
     for name, parameter in model.named_parameters():
         mark(parameter, name, reader if name in rounded else None, arrange, load)
@@ -67,6 +68,7 @@ def arrange(groups: Sequence[Sequence[torch.Tensor]], others: Sequence[torch.Ten
     targets: dict[int, int] = {}
     end, dtype = 0, None
     for tensor in wanted:
+        # Groups of one dtype without a gap, as DeepSpeed wants a sub-group; another dtype begins aligned.
         start = end if tensor.dtype == dtype else end + -end % ALIGNMENT
         targets[id(tensor)] = start
         end, dtype = start + tensor.nbytes, tensor.dtype
@@ -75,6 +77,7 @@ def arrange(groups: Sequence[Sequence[torch.Tensor]], others: Sequence[torch.Ten
             targets[id(tensor)] = end + -end % ALIGNMENT
             end = targets[id(tensor)] + tensor.nbytes
     segments = [(int(t.storage_offset()) * t.itemsize, targets[id(t)], t.nbytes) for t in here.values()]
+    # In bytes: the storage may have several dtypes.
     segments = [segment for segment in segments if segment[2]]
     if end > storage.nbytes() or _overlapping(segments):
         return
@@ -94,6 +97,7 @@ def arrange(groups: Sequence[Sequence[torch.Tensor]], others: Sequence[torch.Ten
         place = targets[id(tensor)]
         new = base[place : place + tensor.nbytes].view(tensor.dtype)
         if id(tensor) not in here:
+            # From elsewhere: after the move, when its place is free.
             new.copy_(tensor)
         tensor.data = new
 

@@ -64,6 +64,7 @@ class PartitionMaker:
         self._placements = placements
         self._cut = cut
         dtype = dtype or settings.dtype
+        # Before the first collective: a rank that compiles for a minute would have the others time out there.
         load_operations(OPERATIONS if settings.offload == "nvme" else OPERATIONS[:1])
         with world.collectives("starting DeepSpeed"):
             upstream.join_group()
@@ -86,10 +87,12 @@ class PartitionMaker:
         parameters = dict(model.named_parameters())
         self._check_frozen(parameters)
         check_mixture(parameters, self._settings)
+        # Two passes: first all sizes, so that each home is one allocation, then the partitions in it.
         arenas: dict[upstream.Home, Arena] = {}
         placed: list[Placed] = []
         for name in names:
             layout = self._placements.layout(name, self._world.rank)
+            # In the order of ``names``, the same on every rank.
             parameter = upstream.converted_parameter(self._init, parameters[name])
             home = upstream.home_of(self._init, parameter)
             place = 0
@@ -109,6 +112,7 @@ class PartitionMaker:
             upstream.give_partition(self._init, parameter, partition, home)
             at = functools.partial(self._placements.layout, name)
             shards.append(Shard(name, layout, partition, at))
+        # At once, for ties: every place that held the old object gets the one new one.
         replace_everywhere(model, {id(parameters[name]): parameter for name, parameter, *_ in placed})
         if self._world.size > 1 and not self._settings.names_leaves:
             mark_leaves(expert_leaves(model))
@@ -119,6 +123,7 @@ class PartitionMaker:
 
         Gradients that are partial on each rank are summed by the new parameters.
         """
+        # deepspeed.initialize compiles the optimizer's operation, long after the load.
         compiling.hold(model)
         if self._swapped:
             nvme.write_through(self._init, self._swapped)
@@ -179,6 +184,7 @@ def current_shards(model: nn.Module) -> dict[str, Shard]:
             at = functools.partial(flat_partition, tuple(shape), world_size=size)
             held = (0, 1)
             if size < (world := dist.get_world_size()):
+                # Fewer ranks than there are: others have the same partition, of replicas or of other experts.
                 held = holders_of(upstream.partition_ranks(parameter), world)
             shards[name] = Shard(name, at(rank), partition, at, held)
     return shards

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -26,13 +26,16 @@ from zerostart.upstream.deepspeed.state import engine as upstream
 from zerostart.upstream.deepspeed.state import steps as optimizers
 from zerostart.upstream.deepspeed.zero3 import gathering
 
+if TYPE_CHECKING:
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
 
 class DeepSpeedState(TrainingState):
     """The state of a model inside a ``DeepSpeedEngine``."""
 
     owns_optimizer = True
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: DeepSpeedEngine) -> None:
         """Raises ConfigError or EngineError for a state that cannot be read where the engine has it now."""
         optimizers.check_movable(engine)
         self._engine = engine

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import nn
@@ -22,6 +22,9 @@ from zerostart.models import library_of
 from zerostart.upstream.deepspeed.construction import TensorGroups, mark_sliced
 from zerostart.upstream.deepspeed.parallel import tensors as upstream
 from zerostart.upstream.deepspeed.parallel.tensors import Slice, slices_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 REMEDY = "use engine='fsdp2', which runs it by its own plan, or tensor_parallel=1"
 _GATHERED = ("colwise_gather_output", "colwise_rep")
@@ -49,6 +52,7 @@ def _wrong(
     cut = {name.rpartition(".")[0] for name in sliced}
     # What gathers its result leaves what is beside it as it was.
     partial = {name for name in cut if not getattr(tried.get_submodule(name), "gather_output", False)}
+    # Modules whose children run on a part of the activations: there "whole" may be wrong.
     beside = {name.rpartition(".")[0] for name in partial} - {""}
     for name, module in model.named_modules():
         style = expand(plan, name, parameter=False)
@@ -71,7 +75,7 @@ def _wrong(
             yield f"leave {name} whole, and cut what is beside it"
 
 
-def _complete(model: nn.Module, became: Any, name: str) -> bool:
+def _complete(model: nn.Module, became: nn.Module, name: str) -> bool:
     """Whether a cut layer has fused parts that are cut each by itself."""
     if not type(became).__name__.startswith("SubParam"):
         return False
@@ -102,14 +106,14 @@ def check_dropout(model: nn.Module, size: int) -> None:
         )
 
 
-def _heads(model: nn.Module) -> tuple[Any, Any]:
+def _heads(model: nn.Module) -> tuple[object, object]:
     config = _text(model)
     heads = getattr(config, "num_attention_heads", None)
     return heads, getattr(config, "num_key_value_heads", None) or heads
 
 
-def _text(model: Any) -> Any:
-    config: Any = getattr(model, "config", None)
+def _text(model: nn.Module) -> PreTrainedConfig:
+    config: PreTrainedConfig = getattr(model, "config", None)
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
@@ -138,7 +142,9 @@ def tensor_cuts(
     check_dropout(model, size)
     plan = library_of(model).parallel_rules(model, "tp")
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    # DeepSpeed cuts in place: on a copy, since the model itself is cut with the groups at hand, later.
     tried, library = copy.deepcopy(model), library_of(model)
+    # Tied before: a tie decides whether an embedding and a head are cut alike.
     library.tie(tried, set(library.ties(tried)))
     try:
         slices = upstream.described(tried, size, _ruled(model, section, given, experts))
@@ -213,11 +219,13 @@ def _sliced(
     model: nn.Module, parallelism: Parallelism, section: Mapping[str, Any], groups: TensorGroups
 ) -> None:
     """Replace the layers of ``model`` (on meta) by DeepSpeed's, in the slices that were planned."""
+    # DeepSpeed makes new layers in the default dtype.
     kinds = {name: parameter.dtype for name, parameter in model.named_parameters()}
     size = parallelism.mesh.tensor_parallel
     upstream.sliced(model, size, section)
     mark_sliced(model, size, section, groups)
     cuts = parallelism.tensors.cuts
+    # What was planned from the copy against what became of the model: reading goes by the plan.
     found = {name: Ranges(s.dim, s.ranks) for name, s in slices_of(model).items()}
     wrong = next((name for name in {**found, **cuts} if found.get(name) != cuts.get(name)), None)
     if wrong is not None:

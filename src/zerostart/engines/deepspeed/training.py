@@ -7,7 +7,7 @@ import functools
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,9 @@ from zerostart.engines.training import AccelerateSetup, LauncherSetup, TrainingJ
 from zerostart.errors import ConfigError
 from zerostart.upstream.accelerate.launched import launched_deepspeed
 from zerostart.upstream.deepspeed.state.steps import steps_of
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.engine import DeepSpeedEngine
 
 #: The dtype in which DeepSpeed keeps the model, by the precision that is mixed with fp32 masters.
 KEPT = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -46,6 +49,7 @@ def training_config(stage: int, job: TrainingJob, given: Mapping[str, Any]) -> d
     for key in ("optimizer", "scheduler"):
         if key in given:
             raise ConfigError(f"engine.config.{key}: the optimizer and schedule are set in the train section")
+    # The user's keys last: what he adds is taken, what contradicts is refused there.
     _merge(filled, given, "engine.config")
     _fill_hidden_size_values(filled["zero_optimization"], job.hidden_size)
     return filled
@@ -132,10 +136,12 @@ def launched() -> LauncherSetup:
     """
     path, said = launched_deepspeed()
     config = {} if path is None else _read(path)
+    # What the launcher says in words of its own; beside a file that says the same.
     for key, word in said.items():
         _put(config, key, _value(word))
     for key in _IGNORED:
         config.pop(key, None)
+    # Taken out of the configuration, to be held against the run's own sections, which decide.
     agreed: dict[str, tuple[str, Any]] = {}
     for key, name in _DECIDED.items():
         value = _taken(config, key)
@@ -228,7 +234,7 @@ def own_file(stage: int) -> dict[str, Any]:
 # DeepSpeed steps flat tensors, in which the gradient of a parameter that has none is zero: it would decay.
 
 
-def spare_unreached(engine: Any) -> None:
+def spare_unreached(engine: DeepSpeedEngine) -> None:
     """Have the optimizer of DeepSpeed's ``engine`` leave alone what no backward has reached yet, on any rank.
 
     What has been reached once is stepped from then on, as DeepSpeed does, also where it gets no gradient.
@@ -236,6 +242,7 @@ def spare_unreached(engine: Any) -> None:
     steps = steps_of(engine)
     decayed = [step for step in steps if step.optimizer.param_groups[step.group].get("weight_decay")]
     if decayed:
+        # One for all optimizers: what was reached is a fact of the parameter.
         spared = _Spared(engine, {id(m.parameter): m.parameter for step in decayed for m in step.members})
         for optimizer in {id(step.optimizer): step.optimizer for step in decayed}.values():
             optimizer.register_step_pre_hook(spared.before)
@@ -245,7 +252,7 @@ def spare_unreached(engine: Any) -> None:
 class _Spared:
     """What no backward has reached, the same on every rank, and how it was before a step."""
 
-    def __init__(self, engine: Any, parameters: dict[int, Any]) -> None:
+    def __init__(self, engine: DeepSpeedEngine, parameters: dict[int, Any]) -> None:
         self._engine = engine
         self._reached: set[int] = set()  # on this rank, by ids
         self._hooks = {
@@ -265,6 +272,7 @@ class _Spared:
         dist.all_reduce(reached, dist.ReduceOp.MAX)
         for key, flag in zip(list(self._hooks), reached.tolist(), strict=True):
             if flag:
+                # Reached once, stepped for ever: its hook has nothing more to say.
                 self._hooks.pop(key).remove()
 
     @torch.no_grad()
@@ -273,11 +281,14 @@ class _Spared:
         if not self._hooks:
             return
         self._agree()
+        # DeepSpeed may step one flat tensor at a time, with ``param_groups`` cut down to it.
         now = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
         for step in steps_of(self._engine) if self._hooks else ():
             for member in step.members if id(step.tensor) in now else ():
                 if id(member.parameter) in self._hooks:
                     share = step.tensor.detach().view(-1)[member.at : member.at + member.count]
+                    # Put back after the step. Not left out of it: the flat tensor is one, and cannot be
+                    # stepped in part.
                     self._before.append((share, share.clone()))
 
     @torch.no_grad()

@@ -33,6 +33,7 @@ def keep_calls(model: nn.Module, entries: Sequence[str]) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             guard = _Guard(root.begin)
+            # Two hooks around FSDP2's own pre-hook: one before it has rebuilt the arguments, one after.
             module.register_forward_pre_hook(guard.before, prepend=True, with_kwargs=True)
             module.register_forward_pre_hook(guard.within, with_kwargs=True)
             module.register_forward_hook(guard.after, always_call=True)
@@ -51,6 +52,7 @@ class _Root:
         self._begun = False
         units = (m for m in model.modules() if m is not model and isinstance(m, FSDPModule))
         inside = {id(parameter) for unit in units for parameter in unit.parameters()}
+        # Parameters that are in no unit but the root's, whose forward alone would gather them.
         own = [name for name, p in model.named_parameters() if p.dim() and id(p) not in inside]
         # Such as a token for padding: pipelines read it between the calls of modules.
         self._bare = own if len(own) == sum(p.dim() > 0 for p in model.parameters(recurse=False)) else []
@@ -97,6 +99,7 @@ class _Guard:
 
     def within(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Compare it with what the engine hands on."""
+        # The innermost call: a module may be called again within its own forward.
         self.running[-1].compare(args, kwargs)
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -136,6 +139,7 @@ def _add_entry(model: nn.Module, name: str, guard: _Guard) -> None:
         guard.within(self, args, kwargs)
         return plain(*args, **kwargs)
 
+    # Innermost: FSDP2 wraps what is there now, so ``within`` sees what it hands on.
     setattr(model, name, types.MethodType(within, model))
     register_fsdp_forward_method(model, name)
     gathering = getattr(model, name)
@@ -180,6 +184,7 @@ def _following(kind: type[nn.Module]) -> type[nn.Module]:
     """A class like ``kind`` whose modules tell of a new parameter, under the same name."""
 
     def put(self: Any, name: str, value: Any) -> None:
+        # The module first: an alias follows what is really there.
         kind.__setattr__(self, name, value)
         for alias in vars(self)[_ATTRIBUTE].get(name, ()):
             alias.follow(value)

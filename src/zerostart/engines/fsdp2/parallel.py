@@ -54,6 +54,7 @@ class FSDP2ParallelShards:
 
     def _meshes(self, replicas: int, size: int, axis: str) -> tuple[DeviceMesh, DeviceMesh]:
         """The ranks that share what an axis of ``size`` ranks leaves whole, replicas first; and that axis."""
+        # The axis innermost: its ranks are neighbours, which exchange in every layer.
         sizes = (replicas, self._parallelism.mesh.world_size // (replicas * size), size)
         whole = init_device_mesh(self.device.type, sizes, mesh_dim_names=("replicate", "shard", axis))
         return whole["shard"] if replicas == 1 else whole["replicate", "shard"], whole[axis]
@@ -65,6 +66,7 @@ class FSDP2ParallelShards:
     def shard(self, model: nn.Module, names: Sequence[str]) -> list[Shard]:
         """Cut the experts, wrap them, the model's blocks and then its root; give local shards storage."""
         settings, whole = self._settings, dict(model.named_parameters())
+        # Of the whole tensors, before anything is cut: all layouts are in their terms.
         shapes = {name: tuple(parameter.shape) for name, parameter in whole.items()}
         shares = MeshShares.planned(settings, self._parallelism, whole)
         if self._tensors.size() > 1:
@@ -73,6 +75,7 @@ class FSDP2ParallelShards:
         experts = expert_modules(model, self._parallelism)
         for module, own in experts.items():
             self._cut_experts(module, own)
+        # After the cuts, by identity: ``fully_shard`` asks with the parameter that is there now.
         dims: dict[int, int] = {}
         for name, parameter in model.named_parameters():
             if parameter.dim():
@@ -83,6 +86,7 @@ class FSDP2ParallelShards:
             "shard_placement_fn": lambda parameter: ShardPlacement(dims[id(parameter)]),
         }
         for module in experts:
+            # Experts first: their owners are other ranks, and what is sharded already the blocks leave out.
             self._wrap_experts(module, units_of(module, ())[-1].options(options))
         for unit in units_of(model, blocks_of(model, settings.wrap)):
             fully_shard(unit.module, mesh=self._dense, **unit.options(options))
@@ -122,6 +126,7 @@ class FSDP2ParallelShards:
             options = {**options, "mp_policy": replace(policy, reduce_dtype=torch.float32)}
         fully_shard(module, mesh=self._owners, **options)
         unit: Any = module
+        # By all ranks, as the rest: tokens of all of them have come to these experts.
         unit.set_gradient_divide_factor(float(self._parallelism.mesh.world_size))
         # As a sum that is divided afterwards: gloo has no reduction with a factor, and NCCL's gives zeros in
         # bfloat16 (pytorch #190745; read there, not run here). One owner has nothing to reduce, and FSDP2
@@ -133,6 +138,7 @@ def parallel_shards(
     model: nn.Module, settings: FSDP2Settings, parallelism: Parallelism, rank: int
 ) -> dict[str, Shard]:
     """The shards of ``model`` as they are now; parameters that a forward left gathered are resharded."""
+    # What a forward left gathered has no shard to look at until then.
     FSDP2StateEngine.put_to_rest(model)
     names = loaded_names(model)
     # A tied parameter lies as its first name says.
@@ -176,6 +182,7 @@ def cut_tensors(model: nn.Module, parallelism: Parallelism, mesh: DeviceMesh) ->
         cut = parallelism.tensors.cuts.get(name)
         if cut is None:
             if _beside_a_cut(name, parallelism):
+                # As a DTensor all the same: its layer adds it to one, and the two kinds do not mix.
                 new[id(parameter)] = distributed(parameter, parameter.data, mesh, [Replicate()])
             continue
         shape = cut.section(tuple(parameter.shape), *parallelism.mesh.tensor(mesh.get_local_rank())).shape

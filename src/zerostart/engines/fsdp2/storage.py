@@ -45,6 +45,7 @@ def give_storage(
     placed: list[tuple[str, Layout, int]] = []
     for name in names:
         layout = at(name, rank)
+        # First all sizes, then one allocation, in which each shard has its place.
         placed.append((name, layout, arena.reserve(layout.numel, parameters[name].dtype)))
     new: dict[int, nn.Parameter] = {}
     shards = []
@@ -54,8 +55,10 @@ def give_storage(
         new[id(old)] = _over(old, name, storage.view(tuple(chunk(name))))
         shards.append(Shard(name, layout, storage, functools.partial(at, name)))
     replace_everywhere(model, new)
+    # FSDP2 keeps local tensors of its own, which are on meta until it looks at the parameters anew.
     adopt_local_tensors(model)
     for name, layout, _ in (one for one in placed if parameters[one[0]].dim()):
+        # Last: FSDP2 takes the padded tensor, the user sees what this rank really has.
         hide_padding(new[id(parameters[name])], layout.owned)
     return shards
 

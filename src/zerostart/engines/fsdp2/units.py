@@ -82,6 +82,7 @@ def units_of(model: nn.Module, blocks: Sequence[nn.Module]) -> list[Unit]:
     names = {id(module): name for name, module in model.named_modules()}
     done = {id(module) for module in model.modules() if isinstance(module, FSDPModule)}
     units: list[Unit] = []
+    # Innermost first, the model last: ``fully_shard`` takes what is in no unit yet.
     for block in dict.fromkeys((*blocks, model)):
         if id(block) in done:
             continue
@@ -120,6 +121,7 @@ def _split(module: nn.Module, done: set[int], names: dict[int, str]) -> tuple[li
         if kind != keep:
             parts = _callable_parts(child, done)
             units += [Unit(part, kind) for part in parts]
+            # So that the parent, and its parent, leave them out.
             done.update(id(part) for part in parts)
     return units, keep
 
@@ -164,6 +166,7 @@ def blocks_of(model: nn.Module, wrap: Sequence[str | type[nn.Module]] | None) ->
     holders = _holders(model)
     blocks = [m for m in found if m is not model and any(True for _ in m.parameters())]
     # FSDP2 wants all holders of a tied parameter in one unit; here that is the root.
+    # Modules come outer before inner; to be wrapped they must come the other way round.
     return [m for m in reversed(blocks) if _alone(m, holders)]
 
 

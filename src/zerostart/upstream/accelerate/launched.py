@@ -10,7 +10,6 @@ import functools
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from zerostart.upstream.accelerate.plugins import FSDP2Plugin, is_set, launched_fsdp_version
 from zerostart.upstream.accelerate.plugins import require as require_plugin
@@ -105,7 +104,7 @@ def launched_fsdp() -> tuple[int, FSDP2Plugin | None, str | None]:
         return version, None, None
     from accelerate.utils import FullyShardedDataParallelPlugin
 
-    plugin: Any = FullyShardedDataParallelPlugin()
+    plugin: FullyShardedDataParallelPlugin = FullyShardedDataParallelPlugin()
     return version, FSDP2Plugin(plugin, launched_precision()), os.environ.get("FSDP_AUTO_WRAP_POLICY")
 
 

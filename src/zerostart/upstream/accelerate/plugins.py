@@ -6,7 +6,7 @@ import functools
 import os
 import weakref
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,9 @@ import torch.distributed as dist
 from zerostart.upstream.accelerate.types import FSDPPlugin, Parallelism
 from zerostart.upstream.registry import Use, demand
 from zerostart.upstream.versions import ACCELERATE
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
 
 #: What ``fully_shard`` puts before the name of a module's class.
 SHARDED = "FSDP"
@@ -86,8 +89,10 @@ class FSDP2Plugin:
         from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
         policy = self.plugin.auto_wrap_policy
+        # accelerate binds its arguments with functools.partial.
         policy = getattr(policy, "func", policy)
         known = {transformer_auto_wrap_policy: "classes", size_based_auto_wrap_policy: "size", None: "none"}
+        # A function of somebody's own cuts by rules that are not known: as one that goes by size.
         return known.get(policy, "size")
 
     @property
@@ -97,7 +102,7 @@ class FSDP2Plugin:
 
 
 #: The ``TrainingArguments`` that asked for FSDP last.
-_arguments: weakref.ref[Any] | None = None
+_arguments: weakref.ref[TrainingArguments] | None = None
 
 
 def fsdp2_plugin() -> FSDP2Plugin | None:
@@ -115,7 +120,7 @@ def fsdp2_plugin() -> FSDP2Plugin | None:
         found = FSDP2Plugin(state["fsdp_plugin"], state.get("_mixed_precision") or "no")
         return found if found.plugin.fsdp_version == 2 else None
     arguments = _arguments() if _arguments is not None else None
-    plugin: Any = None
+    plugin: FSDPPlugin | None = None
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if arguments is not None:
         plugin = FullyShardedDataParallelPlugin(**arguments.fsdp_plugin_args)
@@ -129,14 +134,14 @@ def fsdp2_plugin() -> FSDP2Plugin | None:
     return FSDP2Plugin(plugin, precision)
 
 
-def remember(arguments: Any) -> None:
+def remember(arguments: TrainingArguments) -> None:
     """Note ``TrainingArguments`` that ask for FSDP, for as long as they live."""
     global _arguments
     _arguments = weakref.ref(arguments)
 
 
 #: The ``TrainingArguments`` with a ``ParallelismConfig`` that were made last.
-_parallel_arguments: weakref.ref[Any] | None = None
+_parallel_arguments: weakref.ref[TrainingArguments] | None = None
 
 
 def parallelism() -> Parallelism | None:
@@ -156,7 +161,7 @@ def parallelism() -> Parallelism | None:
     return found
 
 
-def remember_parallelism(arguments: Any) -> None:
+def remember_parallelism(arguments: TrainingArguments) -> None:
     """Note ``TrainingArguments`` that have a ``ParallelismConfig``, for as long as they live."""
     global _parallel_arguments
     _parallel_arguments = weakref.ref(arguments)

@@ -13,7 +13,7 @@ import logging
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -23,6 +23,14 @@ from zerostart.upstream.patches import RefCountedPatches, fits, replaced
 from zerostart.upstream.registry import Lasts, Otherwise, PatchPoint, misfit
 from zerostart.upstream.shapes import Shape, found
 from zerostart.upstream.versions import ACCELERATE, TRANSFORMERS
+
+if TYPE_CHECKING:
+    import accelerate
+    from accelerate.state import AcceleratorState
+    from accelerate.utils import FullyShardedDataParallelPlugin
+    from transformers import TrainingArguments
+
+    from zerostart.upstream.accelerate.types import Accelerator
 
 logger = logging.getLogger("zerostart")
 _ACCELERATOR = "accelerate.accelerator:Accelerator"
@@ -123,7 +131,7 @@ class AcceleratorPatches(RefCountedPatches):
     """
 
     def __init__(
-        self, sharded: Callable[[nn.Module], bool], partitioned: Callable[[Any, nn.Module], None]
+        self, sharded: Callable[[nn.Module], bool], partitioned: Callable[[Accelerator, nn.Module], None]
     ) -> None:
         super().__init__(self._enter)
         self._sharded = sharded
@@ -139,6 +147,7 @@ class AcceleratorPatches(RefCountedPatches):
             _ARGUMENTS: (_remembers_fsdp,),
         }
         for point, makers in replacements.items():
+            # A patch that only makes something possible may be missing; one that keeps a model whole may not.
             if point.otherwise is Otherwise.STOCK and (wrong := misfit((point,))):
                 logger.warning("%s. It stays as it is", wrong)
                 continue
@@ -151,23 +160,26 @@ class AcceleratorPatches(RefCountedPatches):
                 stack.enter_context(replaced(point, owner, name, new))
 
     def _fsdp2_prepare_model(self, original: Any) -> Any:
-        def fsdp2_prepare_model(accelerator: Any, model: Any) -> Any:
+        def fsdp2_prepare_model(accelerator: Accelerator, model: nn.Module) -> object:
             return model if self._sharded(model) else original(accelerator, model)
 
         return fsdp2_prepare_model
 
     def _prepare_tp(self, original: Any) -> Any:
-        def prepare_tp(accelerator: Any, *args: Any) -> Any:
+        def prepare_tp(accelerator: Accelerator, *args: Any) -> Any:
             models = [item for item in args if isinstance(item, nn.Module)]
+            # Shards of the load are DTensors, and accelerate takes any DTensor for one of a tensor-parallel
+            # mesh.
             ready = accelerator.is_fsdp2 and models and all(self._sharded(model) for model in models)
             return args if ready else original(accelerator, *args)
 
         return prepare_tp
 
     def _prepare_deepspeed(self, original: Any) -> Any:
-        def prepare_deepspeed(accelerator: Any, *args: Any) -> Any:
+        def prepare_deepspeed(accelerator: Accelerator, *args: Any) -> Any:
             for item in args:
                 if isinstance(item, nn.Module):
+                    # Each module before any is prepared, so that a wrong one leaves nothing half done.
                     self._partitioned(accelerator, item)
             return original(accelerator, *args)
 
@@ -175,7 +187,7 @@ class AcceleratorPatches(RefCountedPatches):
 
 
 def _keeps_parameters(original: Any) -> Any:
-    def prepare_fsdp2(accelerator: Any, *args: Any) -> Any:
+    def prepare_fsdp2(accelerator: Accelerator, *args: Any) -> Any:
         # accelerate maps parameters by their addresses, and an empty shard has none: those that stay are put
         # back by identity. Whole ones are replaced, and are not to be held meanwhile.
         before = [
@@ -200,7 +212,7 @@ def _keeps_parameters(original: Any) -> Any:
 def _prepares_fsdp2(original: Any) -> Any:
     keeping = _keeps_parameters(original)
 
-    def prepare_fsdp2(accelerator: Any, *args: Any) -> Any:
+    def prepare_fsdp2(accelerator: Accelerator, *args: Any) -> Any:
         for item in args:
             if isinstance(item, nn.Module):
                 _name_sharded_classes(accelerator.state.fsdp_plugin, item)
@@ -209,12 +221,13 @@ def _prepares_fsdp2(original: Any) -> Any:
     return prepare_fsdp2
 
 
-def _name_sharded_classes(plugin: Any, model: nn.Module) -> None:
+def _name_sharded_classes(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> None:
     """Have ``plugin`` look for the classes that ``fully_shard`` has made of those that it names.
 
     Of a class Layer it makes a class FSDPLayer. accelerate looks the names up when it cuts a model into
     units, and once more when it wraps them for activation checkpointing.
     """
+    # None: accelerate takes those of the model. Either way classes that were sharded have another name.
     names = plugin.transformer_cls_names_to_wrap
     there = {type(module).__name__ for module in model.modules()}
     wanted = names if names is not None else list(getattr(model, "_no_split_modules", None) or ())
@@ -225,15 +238,17 @@ def _name_sharded_classes(plugin: Any, model: nn.Module) -> None:
 
 
 def _has_a_backend_everywhere(original: Any) -> Any:
-    def prepare_backend(state: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    def prepare_backend(state: accelerate.PartialState, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         from accelerate.utils import DistributedType
 
+        # No backend, though a launcher has started several ranks: there is no accelerator on this host.
         backend, kind = original(state, *args, **kwargs)
         if backend is not None or int(os.environ.get("LOCAL_RANK", "-1")) == -1:
             return backend, kind
         if is_set("ACCELERATE_USE_DEEPSPEED"):
             return "gloo", kind
         if is_set("ACCELERATE_USE_FSDP") and os.environ.get("FSDP_VERSION") == "2":
+            # The state calls it FSDP later: ``_knows_fsdp2_everywhere``.
             return "gloo", DistributedType.MULTI_CPU
         return backend, kind
 
@@ -241,7 +256,7 @@ def _has_a_backend_everywhere(original: Any) -> Any:
 
 
 def _knows_fsdp2_everywhere(original: Any) -> Any:
-    def init(state: Any, *args: Any, **kwargs: Any) -> None:
+    def init(state: AcceleratorState, *args: Any, **kwargs: Any) -> None:
         original(state, *args, **kwargs)
         from accelerate.state import PartialState
         from accelerate.utils import DistributedType
@@ -260,6 +275,7 @@ def _knows_fsdp2_everywhere(original: Any) -> Any:
             # The state is read from there again whenever it is looked at.
             PartialState._shared_state["distributed_type"] = DistributedType.FSDP
             state.distributed_type = DistributedType.FSDP
+            # As accelerate's own branch for FSDP does, which it did not take.
             if state._mixed_precision != "no":
                 plugin.set_mixed_precision(state._mixed_precision)
             state.fsdp_plugin = plugin
@@ -268,7 +284,7 @@ def _knows_fsdp2_everywhere(original: Any) -> Any:
 
 
 def _remembers_fsdp(original: Any) -> Any:
-    def process(arguments: Any) -> Any:
+    def process(arguments: TrainingArguments) -> Any:
         result = original(arguments)
         if result is not None:
             remember(arguments)

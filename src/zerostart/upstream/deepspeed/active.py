@@ -11,13 +11,18 @@ import functools
 import os
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from zerostart.upstream.registry import Use, demand
 from zerostart.upstream.shapes import Shape
 from zerostart.upstream.versions import ACCELERATE, DEEPSPEED, TRANSFORMERS
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from accelerate.utils import DeepSpeedPlugin
 
 TOUCHED = (
     Use(
@@ -63,7 +68,7 @@ def require() -> None:
 
 def open_init_dtype() -> torch.dtype | None:
     """The dtype of the ``zero.Init`` context that is open, None if none is."""
-    module: Any = sys.modules.get(_MODULE)
+    module: ModuleType | None = sys.modules.get(_MODULE)
     if module is None or not module.zero_init_context or module.top_level_context is None:
         return None
     dtype: torch.dtype = module.top_level_context.dtype
@@ -91,7 +96,7 @@ def config_stage(config: Mapping[str, Any] | None) -> int:
     return stage if isinstance(stage, int) else 0
 
 
-def _wanted(plugin: Any) -> bool:
+def _wanted(plugin: DeepSpeedPlugin | None) -> bool:
     """Whether a model is to be partitioned as it is built, by accelerate's ``zero3_init_flag``."""
     if plugin is not None:
         return bool(plugin.zero3_init_flag)
@@ -99,12 +104,13 @@ def _wanted(plugin: Any) -> bool:
     return not (launched and os.environ.get("ACCELERATE_DEEPSPEED_ZERO3_INIT", "").lower() == "false")
 
 
-def _plugin() -> Any:
+def _plugin() -> DeepSpeedPlugin | None:
     """accelerate's plugin: the selected one, or the one that the environment describes."""
     if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() != "true":
         return None
     from accelerate.state import AcceleratorState
 
+    # Asked first: to make an AcceleratorState would be to start accelerate.
     if AcceleratorState._shared_state:
         return AcceleratorState().deepspeed_plugin
     from transformers.integrations.deepspeed import deepspeed_config

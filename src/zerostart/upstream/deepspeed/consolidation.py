@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,6 +17,9 @@ from zerostart.upstream.patches import RefCountedPatches, replaced
 from zerostart.upstream.registry import Lasts, PatchPoint, demand
 from zerostart.upstream.shapes import Shape
 from zerostart.upstream.versions import DEEPSPEED
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.engine import DeepSpeedEngine
 
 _METHOD = PatchPoint(
     library=DEEPSPEED,
@@ -57,7 +60,7 @@ class Consolidation(RefCountedPatches):
         original = getattr(DeepSpeedEngine, name)
 
         @functools.wraps(original)
-        def consolidated(engine: Any, exclude_frozen_parameters: bool = False) -> Any:
+        def consolidated(engine: DeepSpeedEngine, exclude_frozen_parameters: bool = False) -> Any:
             found = self._whole(engine.module, exclude_frozen_parameters)
             return original(engine, exclude_frozen_parameters) if found is NotImplemented else found
 

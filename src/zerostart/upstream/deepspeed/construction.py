@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,12 @@ from zerostart.upstream.patches import RefCountedPatches, Ticket, replaced
 from zerostart.upstream.registry import Lasts, Otherwise, PatchPoint, Use, demand, misfit
 from zerostart.upstream.shapes import Shape
 from zerostart.upstream.versions import DEEPSPEED
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from deepspeed.runtime.engine import DeepSpeedEngine
+    from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
 
 logger = logging.getLogger("zerostart")
 
@@ -137,10 +143,11 @@ class TensorGroups:
         upstream.join_group()
         from deepspeed.utils import groups
 
-        private: Any = groups
+        private: ModuleType = groups
         private._init_tp_mesh_device(tensor_model_parallel_size=size)
         self.tensors: dist.ProcessGroup = private.get_tensor_model_parallel_group()
         self.owners: dist.ProcessGroup = private.get_data_parallel_group()
+        # The groups are globals of the process: a second call gives those of the first.
         made = dist.get_world_size(self.tensors)
         if made != size:
             raise EngineError(
@@ -189,7 +196,7 @@ def _summed(group: dist.ProcessGroup, gradient: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def _marked(model: Any) -> _Mark | None:
+def _marked(model: object) -> _Mark | None:
     """What a loaded model in slices tells its engine; None for any other model."""
     found: _Mark | None = getattr(model, "__dict__", {}).get(_SLICED)
     return found
@@ -205,8 +212,9 @@ def _enter(stack: ExitStack) -> None:
     original = getattr(DeepSpeedEngine, name)
 
     @functools.wraps(original)
-    def configure_expert_parallel(self: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def configure_expert_parallel(self: DeepSpeedEngine, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         _check_stage(self.zero_optimization_stage(), model)
+        # Before the original, which reads the section to find out whether it has to cut the model itself.
         _take_slices(self, model)
         if _has_its_experts(self, model):
             from deepspeed.module_inject.auto_ep_layer import ReplacementSourceMap
@@ -231,7 +239,7 @@ def _check_stage(stage: int, model: nn.Module) -> None:
             )
 
 
-def _has_its_experts(engine: Any, model: nn.Module) -> bool:
+def _has_its_experts(engine: DeepSpeedEngine, model: nn.Module) -> bool:
     """Whether the ranks share the experts of ``model`` already, as the engine's section asks for.
 
     Raises EngineError where it asks for another number of ranks.
@@ -248,17 +256,18 @@ def _has_its_experts(engine: Any, model: nn.Module) -> bool:
     return True
 
 
-def _take_slices(engine: Any, model: nn.Module) -> None:
+def _take_slices(engine: DeepSpeedEngine, model: nn.Module) -> None:
     """Have the engine of a model in slices share tensors as that was loaded; raises EngineError."""
     for module in model.modules():
         mark = _marked(module)
         if mark is not None:
             _agree(engine._config.tensor_parallel_config, mark)
             parsed: Any = model  # It may be a module around the one that was loaded.
+            # With this mark DeepSpeed takes the layers as they are.
             parsed.ds_autotp_parsed = True
 
 
-def _agree(config: Any, mark: _Mark) -> None:
+def _agree(config: TPTrainingConfig, mark: _Mark) -> None:
     """Let an engine's configuration say what the model was loaded with, or raise EngineError."""
     from deepspeed.module_inject import layers
 

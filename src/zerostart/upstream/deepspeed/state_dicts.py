@@ -13,7 +13,7 @@ import types
 import weakref
 from collections.abc import Iterable
 from contextlib import ExitStack
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
@@ -24,6 +24,9 @@ from zerostart.upstream.patches import RefCountedPatches, fits, note, replaced
 from zerostart.upstream.registry import Lasts, PatchPoint, Use, misfit
 from zerostart.upstream.shapes import Shape
 from zerostart.upstream.versions import DEEPSPEED, TORCH
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.engine import DeepSpeedEngine
 
 _ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
 OWN_STATE_DICT = PatchPoint(
@@ -113,6 +116,7 @@ def keep_from_loss(model: nn.Module, parameters: Iterable[nn.Parameter]) -> None
         module.register_state_dict_post_hook(_mark)  # type: ignore[no-untyped-call]
         _marked.add(module)
     for parameter in parameters:
+        # In the parameter's dictionary, where ``copy`` finds it: the class is torch's, and every parameter's.
         vars(parameter)["__deepcopy__"] = types.MethodType(_copied, parameter)
         vars(parameter)["__reduce_ex__"] = types.MethodType(_reduced, parameter)
 
@@ -143,6 +147,7 @@ def _are_registered() -> bool:
 def _mark(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
     for name, parameter in module.named_parameters(remove_duplicate=False):
         tensor = state.get(prefix + name)
+        # The parameter itself (keep_vars=True) is for those who know what it is.
         if tensor is not None and tensor is not parameter and _is_hollow(parameter):
             state[prefix + name] = tensor.as_subclass(PartitionedPlaceholder)
 
@@ -174,7 +179,7 @@ def _enter(stack: ExitStack) -> None:
     original = getattr(DeepSpeedEngine, name)
 
     @functools.wraps(original)
-    def module_state_dict(engine: Any, *args: Any, **kwargs: Any) -> Any:
+    def module_state_dict(engine: DeepSpeedEngine, *args: Any, **kwargs: Any) -> Any:
         if any(expert_of(p) is not None for p in engine.module.parameters()):
             raise EngineError(
                 "DeepSpeed would save the experts of one rank as if they were all, with expert_parallel at "
@@ -183,6 +188,8 @@ def _enter(stack: ExitStack) -> None:
             )
         state = original(engine, *args, **kwargs)
         for key, tensor in state.items():
+            # DeepSpeed's own checkpoint has placeholders beside its partition files, and is complete with
+            # them.
             if isinstance(tensor, PartitionedPlaceholder):
                 state[key] = tensor.as_subclass(torch.Tensor)
         return state

@@ -152,6 +152,7 @@ class DiffSynthSeam(RefCountedPatches):
             given = dict(bound.arguments)
             # A module may have kept it beyond the block.
             call = self._choose(given["model_class"], given) if self.is_open else None
+            # The script's own way, whose result is still looked at: it may have to be refused later.
             if call is None:
                 result = original(*args, **kwargs)
                 self._left(result)
@@ -159,6 +160,8 @@ class DiffSynthSeam(RefCountedPatches):
             require()
 
             def own() -> Any:
+                # Its own loading reads the whole model, which ``zero.Init`` would partition before it has
+                # values.
                 with without_zero3():
                     return original(*args, **kwargs)
 

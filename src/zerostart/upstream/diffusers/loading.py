@@ -17,7 +17,7 @@ import functools
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from types import ModuleType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -28,6 +28,9 @@ from zerostart.upstream.registry import Lasts, PatchPoint, demand
 from zerostart.upstream.seam import Findings, InterceptedCall, LoadingSeam
 from zerostart.upstream.shapes import Shape
 from zerostart.upstream.versions import DIFFUSERS
+
+if TYPE_CHECKING:
+    from diffusers import ModelMixin
 
 _MODULE = "diffusers.models.modeling_utils"
 _MIXIN = "diffusers.models.modeling_utils:ModelMixin"
@@ -81,7 +84,7 @@ def require() -> None:
 class DiffusersCall(InterceptedCall, Protocol):
     """One call of ``from_pretrained``."""
 
-    def load(self, model: Any, files: list[str], name: object, options: Mapping[str, Any]) -> Findings:
+    def load(self, model: ModelMixin, files: list[str], name: object, options: Mapping[str, Any]) -> Findings:
         """Give ``model`` (on meta) its weights; collective. ``name`` is the checkpoint's, for messages."""
         ...
 
@@ -90,7 +93,9 @@ class DiffusersSeam(LoadingSeam[DiffusersCall]):
     """``ModelMixin.from_pretrained``, from the import of diffusers on."""
 
     def __init__(
-        self, choose: Callable[[type, dict[str, Any]], DiffusersCall | None], left: Callable[[Any], None]
+        self,
+        choose: Callable[[type, dict[str, Any]], DiffusersCall | None],
+        left: Callable[[ModelMixin], None],
     ) -> None:
         super().__init__(self._enter, choose, left)
 
@@ -99,7 +104,7 @@ class DiffusersSeam(LoadingSeam[DiffusersCall]):
 
     def _imported(self, stack: ExitStack, module: ModuleType) -> None:
         require()
-        mixin: Any = module.ModelMixin
+        mixin: type[ModelMixin] = module.ModelMixin
         for point, owner, name, make in (
             (_FROM_PRETRAINED, mixin, "from_pretrained", self.from_pretrained),
             (_FROM_PRETRAINED, mixin, "_load_pretrained_model", self._load_pretrained_model),
@@ -107,6 +112,7 @@ class DiffusersSeam(LoadingSeam[DiffusersCall]):
             (_WITHIN, module, "load_state_dict", self._load_state_dict),
         ):
             original = vars(owner)[name]
+            # Two are class methods, two are functions of the module.
             new = make(getattr(original, "__func__", original))
             stack.enter_context(replaced(point, owner, name, new))
 
@@ -114,6 +120,7 @@ class DiffusersSeam(LoadingSeam[DiffusersCall]):
         @functools.wraps(original)
         def contexts(managers: list[Any]) -> Any:
             call = self.without_weights()
+            # The managers that it would enter build without weights in its own way, and with its own dtype.
             return original(managers) if call is None else call.building(torch.get_default_dtype())[1]
 
         return contexts
@@ -121,6 +128,7 @@ class DiffusersSeam(LoadingSeam[DiffusersCall]):
     def _load_state_dict(self, original: Any) -> Any:
         @functools.wraps(original)
         def load_state_dict(*args: Any, **kwargs: Any) -> Any:
+            # Nothing is read here: the files go by name to ``load`` below.
             return original(*args, **kwargs) if self.without_weights() is None else {}
 
         return load_state_dict
@@ -128,8 +136,8 @@ class DiffusersSeam(LoadingSeam[DiffusersCall]):
     def _load_pretrained_model(self, original: Any) -> Any:
         @functools.wraps(original)
         def load(
-            cls: Any,
-            model: Any,
+            cls: type[ModelMixin],
+            model: ModelMixin,
             state_dict: Any,
             files: list[Any],
             name: Any,

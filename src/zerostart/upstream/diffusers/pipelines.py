@@ -6,7 +6,7 @@ import importlib
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -16,6 +16,9 @@ from zerostart.upstream.diffusers.weights import require
 from zerostart.upstream.registry import Use, demand
 from zerostart.upstream.transformers.code import unasked
 from zerostart.upstream.versions import DIFFUSERS
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
 
 TOUCHED = (
     Use(
@@ -53,7 +56,7 @@ class Pipeline(Protocol):
         ...
 
 
-def pipeline_class(name: object, root: Path) -> Any:
+def pipeline_class(name: object, root: Path) -> type[DiffusionPipeline]:
     """The pipeline class ``name`` of diffusers; raises BuildError if there is none."""
     require()
     demand(TOUCHED)
@@ -95,7 +98,7 @@ def name_classes(pipe: Pipeline) -> None:
             pipe.register_to_config(**{name: _fetch_class_library_tuple(plain)})
 
 
-def assembled(kind: Any, root: Path, models: Mapping[str, nn.Module | None]) -> Any:
+def assembled(kind: type[DiffusionPipeline], root: Path, models: Mapping[str, nn.Module | None]) -> Any:
     """The pipeline in ``root`` with these models; everything else by diffusers itself, from its files.
 
     Raises BuildError for what diffusers cannot make of them.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -14,6 +14,9 @@ from zerostart.errors import UnsupportedVersionError
 from zerostart.upstream.registry import Use, demand
 from zerostart.upstream.shapes import Shape
 from zerostart.upstream.versions import DIFFUSERS
+
+if TYPE_CHECKING:
+    from diffusers import ModelMixin
 
 TOUCHED = (
     Use(
@@ -98,20 +101,20 @@ def original_layout(kind: type) -> tuple[Converter | None, tuple[str, ...]]:
     return None, ()
 
 
-def fix_names(model: Any, state_dict: dict[str, Any]) -> None:
+def fix_names(model: ModelMixin, state_dict: dict[str, Any]) -> None:
     """Give keys of older releases their present names, in place."""
     require()
     model._fix_state_dict_keys_on_load(state_dict)
 
 
-def kept_in_fp32(model: Any) -> frozenset[str]:
+def kept_in_fp32(model: ModelMixin) -> frozenset[str]:
     """Modules and parameters that stay in float32: a name is one if a part between its dots is here."""
     require()
     kept = model._keep_in_fp32_modules or ()
     return frozenset((kept,) if isinstance(kept, str) else kept)
 
 
-def ignorable_unexpected(model: Any) -> tuple[str, ...]:
+def ignorable_unexpected(model: ModelMixin) -> tuple[str, ...]:
     """The model's own patterns of names that a checkpoint may have too much."""
     require()
     return tuple(model._keys_to_ignore_on_load_unexpected or ())

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -17,6 +17,11 @@ from zerostart.upstream.patches import RefCountedPatches, fits, replaced, replac
 from zerostart.upstream.registry import Lasts, PatchPoint
 from zerostart.upstream.shapes import Shape
 from zerostart.upstream.versions import PEFT
+
+if TYPE_CHECKING:
+    import torch
+    from peft.tuners.trainable_tokens.layer import TrainableTokensLayer
+    from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 
 _LAYERS = "peft.tuners.tuners_utils"
 _FILES = "peft.utils.save_and_load"
@@ -132,7 +137,7 @@ class AdapterCalls(RefCountedPatches):
         injecting: Injecting,
         surrounding: Surrounding,
         merging: Merging,
-        disabling: Callable[[Any], None],
+        disabling: Callable[[BaseTunerLayer], None],
         reading: Reading,
     ) -> None:
         super().__init__(self._enter)
@@ -144,6 +149,7 @@ class AdapterCalls(RefCountedPatches):
         self._classes: set[tuple[type, str]] = set()
 
     def _enter(self, stack: ExitStack) -> None:
+        # With the replacements on the stack goes the note that they are in place.
         stack.callback(self._classes.clear)
         for name, imported in (
             (_LAYERS, self._layers_imported),
@@ -163,13 +169,15 @@ class AdapterCalls(RefCountedPatches):
         original = module.BaseTuner.inject_adapter
 
         @functools.wraps(original)
-        def inject(tuner: Any, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
+        def inject(tuner: BaseTuner, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
+            # What surrounds the call decides when it runs: with which weights gathered, or twice.
             original_call = functools.partial(original, tuner, model, adapter_name, *args, **kwargs)
             config = tuner.peft_config[adapter_name]
             begins = getattr(config, "init_lora_weights", True)
             of_values = isinstance(begins, str) and begins not in _OWN_BEGIN
             of_norms = bool(getattr(config, "use_dora", False))
             found = self._injecting(original_call, model, of_values or of_norms)
+            # Only now: classes of layers are made, or imported, while the adapter is put in.
             for kind in {type(m) for m in model.modules() if isinstance(m, module.BaseTunerLayer)}:
                 self._serve(stack, kind)
             return found
@@ -178,7 +186,7 @@ class AdapterCalls(RefCountedPatches):
         switched = module.BaseTunerLayer.enable_adapters
 
         @functools.wraps(switched)
-        def switch(layer: Any, enabled: bool) -> Any:
+        def switch(layer: BaseTunerLayer, enabled: bool) -> Any:
             if not enabled:
                 self._disabling(layer)
             return switched(layer, enabled)
@@ -199,7 +207,7 @@ class AdapterCalls(RefCountedPatches):
 
     def _sent(self, original: Any, name: str) -> Any:
         @functools.wraps(original)
-        def call(layer: Any, *args: Any, **kwargs: Any) -> Any:
+        def call(layer: BaseTunerLayer, *args: Any, **kwargs: Any) -> Any:
             return self._merging(functools.partial(original, layer, *args, **kwargs), layer, name)
 
         return call
@@ -213,6 +221,7 @@ class AdapterCalls(RefCountedPatches):
         @functools.wraps(original)
         def enabled() -> bool:
             # GatheredParameters leaves alone what is not partitioned.
+            # PEFT asks transformers whether ZeRO-3 is configured, which it is not where zerostart has loaded.
             return original() or "deepspeed" in sys.modules
 
         stack.enter_context(replaced_wherever_imported(_GATHERED, name, original, enabled))
@@ -248,8 +257,11 @@ class AdapterCalls(RefCountedPatches):
         original = getattr(module.TrainableTokensLayer, name)
 
         @functools.wraps(original)
-        def collect(layer: Any, weight: Any, rows: Any, embed_dim: int) -> Any:
+        def collect(
+            layer: TrainableTokensLayer, weight: torch.Tensor, rows: torch.Tensor, embed_dim: int
+        ) -> Any:
             return (
+                # Its gathering is that of ZeRO-3; a DTensor is indexed as it is.
                 original(layer, weight, rows, embed_dim) if hasattr(weight, "ds_id") else layer.weight[rows]
             )
 
@@ -260,6 +272,7 @@ def _measures(original: Any) -> Any:
     @functools.wraps(original)
     def sizes(module: nn.Module) -> Any:
         weight = module.weight if isinstance(module, nn.Linear) else None
+        # Sharded by FSDP2 alone: PEFT would take the local shape, and the layer computes with the whole.
         if isinstance(weight, DTensor) and not _CUTTING & {*(weight.device_mesh.mesh_dim_names or ())}:
             return module.in_features, module.out_features
         return original(module)

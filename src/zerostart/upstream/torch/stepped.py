@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -17,6 +17,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from zerostart.upstream.patches import RefCountedPatches
+
+if TYPE_CHECKING:
+    from zerostart.upstream.torch.types import ParameterGroup
 
 #: On a gradient that a step has taken: how often its memory had been written to by then.
 _ATTRIBUTE = "_zerostart_taken"
@@ -177,7 +180,7 @@ def rule_of(optimizer: torch.optim.Optimizer) -> str:
     return rule
 
 
-def _decouples(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
+def _decouples(optimizer: torch.optim.Optimizer, group: ParameterGroup) -> bool:
     return bool(group.get("decoupled_weight_decay", getattr(optimizer, "adam_w_mode", False)))
 
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from zerostart.upstream.registry import Use, demand
 from zerostart.upstream.shapes import Shape
 from zerostart.upstream.versions import TRANSFORMERS
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 _MODEL = "transformers.modeling_utils:PreTrainedModel"
 TOUCHED = (
@@ -43,21 +47,21 @@ def require() -> None:
     demand(TOUCHED, "Use sequence_parallel=1")
 
 
-def implementation(model: Any) -> str:
+def implementation(model: PreTrainedModel) -> str:
     """The name of the attention implementation of a model."""
     require()
     return str(model.config.get_text_config()._attn_implementation)
 
 
-def heads(model: Any) -> tuple[int, int]:
+def heads(model: PreTrainedModel) -> tuple[int, int]:
     """Heads of queries, and of keys and values."""
-    config: Any = model.config.get_text_config()
+    config: PreTrainedConfig = model.config.get_text_config()
     return config.num_attention_heads, config.num_key_value_heads
 
 
-def kinds(model: Any) -> frozenset[str]:
+def kinds(model: PreTrainedModel) -> frozenset[str]:
     """The kinds of its layers, as the library's configurations name them."""
-    config: Any = model.config.get_text_config()
+    config: PreTrainedConfig = model.config.get_text_config()
     named = getattr(config, "layer_types", None)
     if named:
         return frozenset(named)
@@ -65,12 +69,14 @@ def kinds(model: Any) -> frozenset[str]:
     return frozenset({_SLIDING if getattr(config, "sliding_window", None) else _FULL})
 
 
-def obstacle(model: Any) -> str:
+def obstacle(model: PreTrainedModel) -> str:
     """Why no ranks can share the sequences of a model, after "it has", in words; empty if they can."""
     require()
-    config: Any = model.config.get_text_config()
+    config: PreTrainedConfig = model.config.get_text_config()
+    # Attention modules say it by a bool; elsewhere the name may be a property or a method.
     causal = [m.is_causal for m in _modules(model) if isinstance(getattr(m, "is_causal", None), bool)]
     others = sorted(kinds(model) - {_FULL, _SLIDING})
+    # Sinks are one parameter for each head, which a rank with a part of the heads would have all of.
     names = {name.rpartition(".")[2] for name, _ in model.named_parameters()}
     reasons = {
         "an encoder beside its decoder": bool(getattr(model.config, "is_encoder_decoder", False)),
@@ -87,7 +93,7 @@ def obstacle(model: Any) -> str:
     return next((reason for reason, there in reasons.items() if there), "")
 
 
-def packed_documents(positions: Any) -> Any:
+def packed_documents(positions: torch.Tensor) -> Any:
     """The number of each token's document within its sequence, [rows, length]; None for one in each.
 
     ``positions``, of that shape, begin anew with each document.
@@ -97,5 +103,5 @@ def packed_documents(positions: Any) -> Any:
     return find_packed_sequence_indices(positions)
 
 
-def _modules(model: nn.Module) -> list[Any]:
+def _modules(model: nn.Module) -> list[nn.Module]:
     return list(model.modules())

@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import importlib
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
 from zerostart.upstream.patches import replaced
 from zerostart.upstream.registry import Lasts, Otherwise, PatchPoint, Use, misfit
 from zerostart.upstream.shapes import Shape
 from zerostart.upstream.versions import TRANSFORMERS
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 _MODULE = "transformers.dynamic_module_utils"
 _SECONDS = PatchPoint(
@@ -55,7 +58,7 @@ def unasked() -> Iterator[None]:
         yield
 
 
-def class_beside(config: Any, root: str) -> type | None:
+def class_beside(config: PreTrainedConfig, root: str) -> type | None:
     """The class of the model in the code in ``root``, as its configuration names it; this runs the code.
 
     None where the configuration names none. Only for a caller who trusts the checkpoint.

@@ -21,7 +21,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from types import FrameType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -31,6 +31,13 @@ from zerostart.upstream.registry import Lasts, PatchPoint, Use, demand
 from zerostart.upstream.seam import Findings, InterceptedCall, LoadingSeam
 from zerostart.upstream.shapes import Shape
 from zerostart.upstream.versions import TRANSFORMERS
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers.modeling_utils import LoadStateDictConfig
+    from transformers.utils.loading_report import LoadStateDictInfo
 
 _MODEL = "transformers.modeling_utils:PreTrainedModel"
 _FROM_PRETRAINED = PatchPoint(
@@ -168,7 +175,7 @@ def require() -> None:
     demand(TOUCHED, "zerostart.enabled() cannot take over its loading; use zerostart.load")
 
 
-def resize_by(model: Any, function: Callable[..., Any]) -> None:
+def resize_by(model: PreTrainedModel, function: Callable[..., Any]) -> None:
     """Have ``model.resize_token_embeddings`` call ``function``, as long as the model lives."""
     model.resize_token_embeddings = function
     note(_RESIZING, model)
@@ -236,11 +243,17 @@ def knowing_partitions() -> Iterator[None]:
 class TransformersCall(InterceptedCall, Protocol):
     """One call of ``from_pretrained``."""
 
-    def dequantising(self, config: Any) -> None:
+    def dequantising(self, config: PreTrainedConfig) -> None:
         """Have a quantised checkpoint of the configuration ``config`` dequantised; others are left alone."""
         ...
 
-    def load(self, model: Any, files: list[str] | None, state_dict: Any, config: Any) -> Findings:
+    def load(
+        self,
+        model: PreTrainedModel,
+        files: list[str] | None,
+        state_dict: Mapping[str, torch.Tensor] | None,
+        config: LoadStateDictConfig,
+    ) -> Findings:
         """Give ``model`` (on meta) its weights; collective. ``config`` is the LoadStateDictConfig."""
         ...
 
@@ -251,7 +264,7 @@ class FromConfigCall(Protocol):
     #: Keyword arguments with which the library goes on.
     arguments: dict[str, Any]
 
-    def start(self, make: Callable[[], Any]) -> Any:
+    def start(self, make: Callable[[], PreTrainedModel]) -> PreTrainedModel:
         """The model that ``make`` builds; collective."""
         ...
 
@@ -267,7 +280,7 @@ class TransformersSeam(LoadingSeam[TransformersCall]):
         self,
         choose: Callable[[type, dict[str, Any]], TransformersCall | None],
         starting: Callable[[type, dict[str, Any]], FromConfigCall | None],
-        left: Callable[[Any], None],
+        left: Callable[[PreTrainedModel], None],
     ) -> None:
         super().__init__(self._enter, choose, left)
         self._starting = starting
@@ -276,7 +289,7 @@ class TransformersSeam(LoadingSeam[TransformersCall]):
         require()
         from transformers import modeling_utils
 
-        model: Any = modeling_utils.PreTrainedModel
+        model: type[PreTrainedModel] = modeling_utils.PreTrainedModel
         for point, name, make in (
             (_FROM_PRETRAINED, "from_pretrained", self.from_pretrained),
             (_FROM_PRETRAINED, "get_init_context", self._get_init_context),
@@ -284,6 +297,7 @@ class TransformersSeam(LoadingSeam[TransformersCall]):
             (_FROM_PRETRAINED, "_finalize_model_loading", self._finalize_model_loading),
             (_FROM_CONFIG, "_from_config", self._from_config),
         ):
+            # The plain function of a class or static method, which ``make`` wraps in its kind again.
             stack.enter_context(replaced(point, model, name, make(vars(model)[name].__func__)))
         (name,) = _QUANTIZER.names
         made = self._get_hf_quantizer(modeling_utils.get_hf_quantizer)
@@ -292,6 +306,7 @@ class TransformersSeam(LoadingSeam[TransformersCall]):
     def _from_config(self, original: Any) -> Any:
         @functools.wraps(original)
         def from_config(cls: type, *args: Any, **kwargs: Any) -> Any:
+            # A model inside a model is initialised with the outer one, by that one's call.
             call = None if _is_part_of_another() else self._starting(cls, kwargs)
             if call is None:
                 return original(cls, *args, **kwargs)
@@ -308,6 +323,7 @@ class TransformersSeam(LoadingSeam[TransformersCall]):
                 return original(cls, dtype, *args, **kwargs)
             from transformers import modeling_utils
 
+            # The contexts of the library come first and ours last, so that ours is innermost while it builds.
             chosen, context = call.building(dtype)
             modeling_utils.logger.info(f"Detected {call.setup}: zerostart loads the weights in shards")
             with without_zero3():
@@ -319,8 +335,11 @@ class TransformersSeam(LoadingSeam[TransformersCall]):
 
     def _get_hf_quantizer(self, original: Any) -> Any:
         @functools.wraps(original)
-        def get_hf_quantizer(config: Any, quantization_config: Any, *args: Any, **kwargs: Any) -> Any:
+        def get_hf_quantizer(
+            config: PreTrainedConfig, quantization_config: Any, *args: Any, **kwargs: Any
+        ) -> Any:
             call = self.without_weights()
+            # A configuration that the caller passes is a wish to quantise now, and stays the library's.
             if call is not None and quantization_config is None:
                 call.dequantising(config)
             return original(config, quantization_config, *args, **kwargs)
@@ -330,7 +349,11 @@ class TransformersSeam(LoadingSeam[TransformersCall]):
     def _load_pretrained_model(self, original: Any) -> Any:
         @functools.wraps(original)
         def load(
-            model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, expected_keys: Any = None
+            model: PreTrainedModel,
+            state_dict: Mapping[str, torch.Tensor] | None,
+            checkpoint_files: list[str] | None,
+            load_config: LoadStateDictConfig,
+            expected_keys: Any = None,
         ) -> Any:
             call = self.without_weights()
             if call is None:  # or an adapter of the loaded model
@@ -338,6 +361,8 @@ class TransformersSeam(LoadingSeam[TransformersCall]):
             from transformers.utils.loading_report import LoadStateDictInfo
 
             missing, unexpected, mismatched = call.load(model, checkpoint_files, state_dict, load_config)
+            # From here on the call counts as loaded: what is built or read later, an adapter say, is not its
+            # own.
             call.model = model
             info = {
                 "missing_keys": missing,
@@ -346,6 +371,7 @@ class TransformersSeam(LoadingSeam[TransformersCall]):
                 "error_msgs": [],
                 "conversion_errors": {},
             }
+            # Fields that a newer release has added are sets of names, and empty here.
             rest = set(LoadStateDictInfo.__dataclass_fields__) - set(info)
             return LoadStateDictInfo(**info, **{name: set() for name in rest}), None
 
@@ -353,8 +379,11 @@ class TransformersSeam(LoadingSeam[TransformersCall]):
 
     def _finalize_model_loading(self, original: Any) -> Any:
         @functools.wraps(original)
-        def finalize(model: Any, load_config: Any, loading_info: Any) -> Any:
+        def finalize(
+            model: PreTrainedModel, load_config: LoadStateDictConfig, loading_info: LoadStateDictInfo
+        ) -> Any:
             call = self.innermost()
+            # Another model's, such as that of an adapter's base inside this call.
             if call is None or call.model is not model:
                 return original(model, load_config, loading_info)
             from transformers import modeling_utils
@@ -380,6 +409,7 @@ def _is_part_of_another() -> bool:
     if probe.get_parameter("probe").device.type == "meta":
         return True
     # On the CPU nothing but the stack tells that a model is part of another: its constructor is running.
+    # Two up: this function and ``from_config`` itself are not of interest.
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         if frame.f_code.co_name == "__init__" and isinstance(frame.f_locals.get("self"), PreTrainedModel):

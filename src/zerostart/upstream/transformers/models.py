@@ -7,7 +7,7 @@ import functools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,6 +15,11 @@ from zerostart.errors import ConfigError
 from zerostart.upstream.registry import Lasts, PatchPoint, Use, misfit, need
 from zerostart.upstream.shapes import Shape
 from zerostart.upstream.versions import TRANSFORMERS
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+    from transformers.core_model_loading import WeightTransform
+    from transformers.quantizers.base import HfQuantizer
 
 _MODEL = "transformers.modeling_utils:PreTrainedModel"
 _CONVERSIONS = Use(
@@ -108,6 +113,7 @@ TOUCHED = (_CONVERSIONS, _MAPPING, _CONTEXTS, _NESTED, _DECLARED, _MARKS, _RECOR
 
 def is_pretrained(model: object) -> bool:
     """Whether ``model`` is a transformers model (or class), without importing transformers to find out."""
+    # By names along the MRO: FSDP2 and PEFT put classes of their own in front.
     kind = model if isinstance(model, type) else type(model)
     return any(
         base.__module__ == "transformers.modeling_utils" and base.__name__ == "PreTrainedModel"
@@ -123,16 +129,18 @@ def loading_core() -> Any:
     return core_model_loading
 
 
-def registered_conversions(model: Any, quantizer: Any = None) -> list[Any]:
+def registered_conversions(
+    model: PreTrainedModel, quantizer: HfQuantizer | None = None
+) -> list[WeightTransform]:
     """The ordered renamings and converters registered for ``model``, with a quantizer's operations if any."""
     need(_CONVERSIONS, _MAPPING)
     from transformers.conversion_mapping import get_model_conversion_mapping
 
-    mapping: list[Any] = get_model_conversion_mapping(model, None, quantizer)
+    mapping: list[WeightTransform] = get_model_conversion_mapping(model, None, quantizer)
     return mapping
 
 
-def revert(model: Any, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def revert(model: PreTrainedModel, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The state dict under its hub names and shapes; works on meta and symbolic tensors."""
     result: dict[str, torch.Tensor] = loading_core().revert_weight_conversion(model, dict(state_dict))
     return result
@@ -164,6 +172,8 @@ def without_weights(dtype: torch.dtype) -> Iterator[None]:
             if fits:
                 stack.enter_context(initialization.no_tie_weights())
                 stack.enter_context(without_zero_init())
+            # In the order of the library: its guard puts linspace, whose values constructors read, back on
+            # the CPU.
             stack.enter_context(torch.device("meta"))
             if fits:
                 stack.enter_context(initialization.meta_device_safe_creation_ops())
@@ -183,7 +193,7 @@ def check_built(model: torch.nn.Module) -> None:
         need(_CONTEXTS, _NESTED, _DECLARED, _MARKS)
 
 
-def dtype_plan(model: Any, dtype: torch.dtype) -> list[tuple[re.Pattern[str], torch.dtype]]:
+def dtype_plan(model: PreTrainedModel, dtype: torch.dtype) -> list[tuple[re.Pattern[str], torch.dtype]]:
     """Patterns of parameters that the model keeps in another dtype than ``dtype``."""
     plan: Mapping[str, torch.dtype] = model._get_dtype_plan(dtype)
     return [(_glob(pattern), kept) for pattern, kept in plan.items()]
@@ -194,7 +204,7 @@ def _glob(pattern: str) -> re.Pattern[str]:
     return re.compile(pattern.replace("*", ".*"))
 
 
-def ignorable(model: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def ignorable(model: PreTrainedModel) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The model's own patterns of ignorable (missing, unexpected) names."""
     missing = tuple(model._keys_to_ignore_on_load_missing or ())
     unexpected = tuple(model._keys_to_ignore_on_load_unexpected or ())
@@ -207,12 +217,12 @@ def ignorable(model: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
     return missing, unexpected
 
 
-def ignorable_on_save(model: Any) -> tuple[str, ...]:
+def ignorable_on_save(model: PreTrainedModel) -> tuple[str, ...]:
     """Names that the model itself leaves out of what it saves."""
     return tuple(model._keys_to_ignore_on_save or ())
 
 
-def parallel_rules(model: Any, axis: str) -> dict[str, str]:
+def parallel_rules(model: PreTrainedModel, axis: str) -> dict[str, str]:
     """The expert (``"ep"``) or tensor (``"tp"``) parallel plan of a model: names (``*``: a layer) to styles.
 
     Declared by its configuration and its class, and put together when it was built.
@@ -227,12 +237,12 @@ def mark_loaded(tensor: torch.Tensor) -> None:
     marked._is_hf_initialized = True
 
 
-def keep_conversions(model: Any, conversions: Sequence[object]) -> None:
+def keep_conversions(model: PreTrainedModel, conversions: Sequence[object]) -> None:
     """Leave the conversions that matched where ``save_pretrained`` looks for what to reverse."""
     model._weight_conversions = list(conversions)
 
 
-def keep_outputs(model: Any) -> None:
+def keep_outputs(model: torch.nn.Module) -> None:
     """Have models in ``model`` find what they can record beside their output, whatever class they are."""
     from transformers import modeling_utils
 
@@ -244,13 +254,13 @@ def keep_outputs(model: Any) -> None:
             dict.__setitem__(registry, str(type(module)), module._can_record_outputs)
 
 
-def tied_names(model: Any) -> dict[str, str]:
+def tied_names(model: PreTrainedModel) -> dict[str, str]:
     """Tied names and the name that each is tied to, as the model's class and configuration say."""
     names: dict[str, str] = model.all_tied_weights_keys
     return names
 
 
-def tie(model: Any, missing: set[str]) -> None:
+def tie(model: PreTrainedModel, missing: set[str]) -> None:
     """Tie what the model ties; of a pair the name that is not in ``missing`` is the one that stays."""
     # Where all names of a tie are missing, transformers calls the checkpoint corrupt, such as one without the
     # head. So that it does not, the name that they are tied to counts as there: it ties them all the same,
@@ -258,15 +268,18 @@ def tie(model: Any, missing: set[str]) -> None:
     ties: Mapping[str, str] = model.all_tied_weights_keys
     there = {source for target, source in ties.items() if target not in missing}
     lacking = {source for source in ties.values() if source in missing and source not in there}
+    # Recomputing is for a configuration that was changed after the model was built.
     model.tie_weights(missing_keys=missing - lacking, recompute_mapping=False)
 
 
-def initialise(model: Any) -> None:
+def initialise(model: PreTrainedModel) -> None:
     """Run the model's own initialiser on every parameter and buffer not marked as loaded."""
     model.initialize_weights()
 
 
-def override_plans(model: Any, experts: Mapping[str, str] | None, tensors: Mapping[str, str] | None) -> None:
+def override_plans(
+    model: PreTrainedModel, experts: Mapping[str, str] | None, tensors: Mapping[str, str] | None
+) -> None:
     """Put rules over those of ``model``, on meta. Raises ConfigError for one that names nothing there."""
     if experts is not None:
         model._ep_plan = _merged(model, "ep_plan", model._ep_plan, experts)
@@ -274,7 +287,10 @@ def override_plans(model: Any, experts: Mapping[str, str] | None, tensors: Mappi
         model._tp_plan = _merged(model, "tp_plan", model._tp_plan, tensors)
 
 
-def _merged(model: Any, what: str, own: Mapping[str, str] | None, rules: Mapping[str, str]) -> dict[str, str]:
+def _merged(
+    model: torch.nn.Module, what: str, own: Mapping[str, str] | None, rules: Mapping[str, str]
+) -> dict[str, str]:
+    # Rules may name a module, a parameter, or either with ``*`` for the number of a layer.
     declared = dict(own or {})
     named = [name for name, _ in (*model.named_modules(), *model.named_parameters())]
     known = {*declared, *named, *(re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in named)}
@@ -287,6 +303,6 @@ def _merged(model: Any, what: str, own: Mapping[str, str] | None, rules: Mapping
     return {**declared, **rules}
 
 
-def show_experts(model: Any) -> None:
+def show_experts(model: PreTrainedModel) -> None:
     """Have ``model`` say that its experts are shared out, as releases that know ``has_ep`` do."""
     model.has_ep = True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -12,6 +12,11 @@ from zerostart.upstream.patches import note
 from zerostart.upstream.registry import Lasts, PatchPoint, Use, demand
 from zerostart.upstream.shapes import Shape
 from zerostart.upstream.versions import TRANSFORMERS
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers.core_model_loading import ConversionOps, WeightTransform
+    from transformers.quantizers.base import HfQuantizer
 
 _DEQUANTISED = PatchPoint(
     library=TRANSFORMERS,
@@ -44,7 +49,7 @@ TOUCHED = (
 )
 
 
-def dequantizer(quantization: Mapping[str, Any], source: str) -> Any:
+def dequantizer(quantization: Mapping[str, Any], source: str) -> HfQuantizer:
     """The library's quantizer for a ``quantization_config`` (of the checkpoint ``source``), dequantising.
 
     Raises BuildError for a method that the library cannot dequantise while it loads, UnsupportedVersionError
@@ -58,6 +63,7 @@ def dequantizer(quantization: Mapping[str, Any], source: str) -> Any:
         quantizer = AutoHfQuantizer.from_config(dict(quantization), pre_quantized=True)
         known = hasattr(quantizer.quantization_config, "dequantize")
         if known:
+            # Before its conversions are asked for: they differ by this flag.
             quantizer.quantization_config.dequantize = True
         operations = _dequantising(quantizer.get_weight_conversions()) if known else []
     except (ImportError, ValueError, TypeError, AttributeError) as error:
@@ -73,11 +79,12 @@ def dequantizer(quantization: Mapping[str, Any], source: str) -> Any:
     return quantizer
 
 
-def dequantise(config: Any) -> None:
+def dequantise(config: PreTrainedConfig) -> None:
     """Have the library dequantise, while it loads, what a model's configuration says is quantised, if any.
 
     Raises BuildError for a method with which it cannot.
     """
+    # Of a model with several parts the text's own configuration may be the one that is quantised.
     text = config.get_text_config(decoder=True)
     owner = next((c for c in (config, text) if getattr(c, "quantization_config", None) is not None), None)
     if owner is None:
@@ -85,25 +92,26 @@ def dequantise(config: Any) -> None:
     stored = owner.quantization_config
     described = stored if isinstance(stored, Mapping) else stored.to_dict()
     dequantizer(described, str(config.name_or_path or type(config).__name__))
+    # As it was read from config.json, or an object that the library has made of it.
     if isinstance(stored, dict):
         stored["dequantize"] = True
     else:
         stored.dequantize = True
 
 
-def method_of(quantizer: Any) -> str:
+def method_of(quantizer: HfQuantizer) -> str:
     """The name of the method with which the weights that ``quantizer`` is for are quantised."""
     method = quantizer.quantization_config.quant_method
     return str(getattr(method, "value", method))
 
 
-def _dequantising(conversions: Iterable[Any]) -> list[Any]:
+def _dequantising(conversions: Iterable[WeightTransform]) -> list[ConversionOps]:
     """The operations among the conversions that belong to a quantizer."""
     found = [op for conversion in conversions for op in getattr(conversion, "operations", ())]
     return [op for op in found if getattr(op, "hf_quantizer", None) is not None]
 
 
-def _mend_blocks(quantizer: Any, block: tuple[int, int]) -> None:
+def _mend_blocks(quantizer: HfQuantizer, block: tuple[int, int]) -> None:
     """Have the conversions of a model that ``quantizer`` adds to dequantise blocks that are cut off, too."""
     update = quantizer.update_weight_conversions
 
@@ -113,6 +121,7 @@ def _mend_blocks(quantizer: Any, block: tuple[int, int]) -> None:
             operations = getattr(conversion, "operations", [])
             for at, operation in enumerate(operations):
                 if getattr(operation, "hf_quantizer", None) and hasattr(operation, "_dequantize_one"):
+                    # Of the operation's own class: a release may have several, by method.
                     operations[at] = _with_cut_blocks(type(operation), block)(operation.hf_quantizer)
         return conversions
 
@@ -120,13 +129,13 @@ def _mend_blocks(quantizer: Any, block: tuple[int, int]) -> None:
     note(_DEQUANTISED, quantizer)
 
 
-def prepare(quantizer: Any, model: Any, dtype: torch.dtype) -> None:
+def prepare(quantizer: HfQuantizer, model: PreTrainedModel, dtype: torch.dtype) -> None:
     """What the library does to a model on meta before it dequantises; the configuration is plain after."""
     quantizer.preprocess_model(model=model, dtype=dtype, device_map=None, checkpoint_files=None)
     quantizer.remove_quantization_config(model)
 
 
-def _with_cut_blocks(operation: Any, block: tuple[int, int]) -> Any:
+def _with_cut_blocks(operation: type[ConversionOps], block: tuple[int, int]) -> type[ConversionOps]:
     """The fp8 dequantisation, for weights too whose last blocks are cut off by the weight's edge.
 
     DeepSeek-V3 has such a weight in every layer (``kv_a_proj_with_mqa``, 576 rows in blocks of 128). The
@@ -140,11 +149,15 @@ def _with_cut_blocks(operation: Any, block: tuple[int, int]) -> Any:
             self, quantized: torch.Tensor, scales: torch.Tensor, output_dtype: torch.dtype | None = None
         ) -> torch.Tensor:
             rows, columns = quantized.shape[-2:]
+            # Only what the library gets wrong is ours: fp8 (one byte), cut off, with one scale for each
+            # started block.
             cut = rows % block[0] or columns % block[1]
             grid = (-(-rows // block[0]), -(-columns // block[1]))
             if not cut or quantized.element_size() != 1 or tuple(scales.shape[-2:]) != grid:
                 made: torch.Tensor = super()._dequantize_one(quantized, scales, output_dtype)
                 return made
+            # Each scale over its block, [..., rows of blocks, 128, columns of blocks, 128], then cut to the
+            # weight.
             spread = scales.to(torch.float32).unsqueeze(-1).unsqueeze(-3)
             spread = spread.expand(*spread.shape[:-4], spread.shape[-4], block[0], spread.shape[-2], block[1])
             spread = spread.reshape(

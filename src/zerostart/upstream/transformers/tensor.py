@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from zerostart.upstream.registry import Lasts, PatchPoint, Use, demand
 from zerostart.upstream.shapes import Shape
 from zerostart.upstream.versions import TRANSFORMERS
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from transformers import PreTrainedModel
+    from transformers.distributed.tensor_parallel import TensorParallelLayer
 
 TOUCHED = (
     Use(
@@ -49,10 +54,11 @@ def _styles() -> Any:
     return tensor_parallel.ALL_PARALLEL_STYLES
 
 
-def run_in_style(model: Any, module: nn.Module, style: str, mesh: Any) -> None:
+def run_in_style(model: PreTrainedModel, module: nn.Module, style: str, mesh: DeviceMesh) -> None:
     """Make ``module`` of ``model`` run over the tensor-parallel ``mesh``, with its parameters cut."""
-    layer: Any = _styles()[style]
+    layer: TensorParallelLayer = _styles()[style]
     if style == "mla_kv_a_proj":
         owner: Any = module
+        # The style asks its module for the sizes of heads, and the plain Linear here has no configuration.
         owner.config = model.config.get_text_config()
     layer.install_forward(module, mesh)

@@ -6,7 +6,7 @@ DeepSpeed sets the same marks for its AutoEP layers.
 from __future__ import annotations
 
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -19,6 +19,9 @@ from zerostart.upstream.patches import RefCountedPatches
 from zerostart.upstream.registry import Lasts, PatchPoint, Use, demand
 from zerostart.upstream.shapes import Shape
 from zerostart.upstream.versions import DEEPSPEED
+
+if TYPE_CHECKING:
+    from types import ModuleType
 
 _INIT = "deepspeed.runtime.zero.partition_parameters:Init"
 _OPTIMIZER = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
@@ -111,7 +114,7 @@ class ExpertGroups:
         upstream.join_group()
         from deepspeed.utils import groups
 
-        private: Any = groups
+        private: ModuleType = groups
         self.size = expert_parallel
         self.name = f"ep_size_{expert_parallel}"
         if self.name not in private._get_expert_parallel_group_dict():

@@ -17,7 +17,7 @@ import io
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -28,6 +28,12 @@ from zerostart.upstream.patches import replaced
 from zerostart.upstream.registry import Lasts, PatchPoint, Use, demand
 from zerostart.upstream.shapes import Shape
 from zerostart.upstream.versions import DEEPSPEED
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from deepspeed.runtime.engine import DeepSpeedEngine
+    from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
 
 _ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
 _LAYERS = "deepspeed.module_inject.layers"
@@ -137,6 +143,7 @@ def described(model: nn.Module, size: int, section: Mapping[str, Any]) -> dict[s
     require_layers()
     from deepspeed.module_inject import layers
 
+    # A global of DeepSpeed's, which describing a model must leave as it was.
     mode = layers.get_auto_tp_mode()
     try:
         with _played(size):
@@ -190,7 +197,7 @@ def _partition(model: nn.Module, size: int, section: Mapping[str, Any]) -> None:
     from deepspeed.module_inject import layers
     from deepspeed.runtime.engine import DeepSpeedEngine
 
-    engine: Any = DeepSpeedEngine
+    engine: type[DeepSpeedEngine] = DeepSpeedEngine
     config = _config(size, section)
     layers.set_autotp_mode(training=True)
     kind = type(model).__name__
@@ -198,6 +205,7 @@ def _partition(model: nn.Module, size: int, section: Mapping[str, Any]) -> None:
     try:
         # It prints what it has registered; new layers are to take no memory.
         with contextlib.redirect_stdout(io.StringIO()), device, torch.device("meta"):
+            # The method of the class with a stand-in for ``self``: there is no engine yet.
             engine._apply_autotp_partitioning(_Asked(size), model, config)
     except (ValueError, NotImplementedError, AssertionError, RuntimeError) as error:
         raise ConfigError(
@@ -207,7 +215,7 @@ def _partition(model: nn.Module, size: int, section: Mapping[str, Any]) -> None:
         ) from error
 
 
-def _config(size: int, section: Mapping[str, Any]) -> Any:
+def _config(size: int, section: Mapping[str, Any]) -> TPTrainingConfig:
     from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
     from pydantic import ValidationError
 
@@ -223,6 +231,7 @@ def _played(size: int) -> Iterator[None]:
     import deepspeed.comm as comm
     from deepspeed.utils import groups
 
+    # For the group: nothing is sent while a model on meta is cut.
     stand_in = object()
     with ExitStack() as stack:
         for point, module, answers in (
@@ -267,6 +276,8 @@ def slices_of(model: nn.Module) -> dict[str, Slice]:
 
 def _slice(said: Mapping[str, Any]) -> Slice:
     shape = tuple(said["original_shape"])
+    # Three ways of saying it, the most exact first: strided pieces, sizes along a dimension, or a reason why
+    # not.
     ranks = (said["conversion"].get("affine_map") or {}).get("ranks")
     if ranks is None and said["partition_sizes"] is not None:
         return Slice(shape, said["partition_dim"], _one_after_the_other(said["partition_sizes"]))
@@ -277,6 +288,7 @@ def _slice(said: Mapping[str, Any]) -> Slice:
         return Slice(shape, 0, (), "parts of it are on several ranks")
     rows = [[run for piece in pieces for run in _runs(piece)] for pieces in ordered]
     width = shape[1] if len(shape) > 1 else 1
+    # Whole rows, so the cut is along the first dimension.
     if len(shape) == 1 or all(n % width == 0 and at % width == 0 for runs in rows for _, at, n in runs):
         return Slice(
             shape, 0, tuple(_merged([(to, at // width, n // width) for to, at, n in runs]) for runs in rows)
@@ -286,7 +298,7 @@ def _slice(said: Mapping[str, Any]) -> Slice:
     return Slice(shape, 1, tuple(_merged(runs) for runs in first))
 
 
-def _one_after_the_other(sizes: Any) -> tuple[tuple[tuple[int, int], ...], ...]:
+def _one_after_the_other(sizes: Sequence[int]) -> tuple[tuple[tuple[int, int], ...], ...]:
     ends = [sum(sizes[: rank + 1]) for rank in range(len(sizes))]
     return tuple(((end - n, end),) if n else () for n, end in zip(sizes, ends, strict=True))
 
@@ -296,11 +308,13 @@ def _runs(piece: Mapping[str, Any]) -> Iterator[tuple[int, int, int]]:
     shape, (at, strides), (to, places) = piece["shape"], piece["source"], piece["dest"]
     if 0 in shape:
         return
+    # From the last dimension backwards, as long as source and slice both lie without a gap: that is one run.
     split, step = len(shape), 1
     while split and (shape[split - 1] == 1 or strides[split - 1] == places[split - 1] == step):
         split -= 1
         step *= shape[split]
     starts = [(to, at)]
+    # The outer dimensions multiply the starts.
     for size, source, place in zip(shape[:split], strides, places, strict=False):
         starts = [(t + i * place, a + i * source) for t, a in starts for i in range(size)]
     yield from ((t, a, step) for t, a in starts)

@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -29,6 +29,11 @@ from zerostart.upstream.registry import Lasts, PatchPoint, Use, demand
 from zerostart.upstream.shapes import Shape
 from zerostart.upstream.transformers.attention import packed_documents, require
 from zerostart.upstream.versions import DEEPSPEED
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 
 _ULYSSES = "deepspeed.runtime.sequence_parallel.ulysses_sp:UlyssesSPAttentionHF"
 _REGISTERING = PatchPoint(
@@ -82,8 +87,10 @@ class _Shared:
 
 
 _ATTRIBUTE = "_zerostart_sequences"
+#: A function of transformers' registry: the module, queries, keys, values, a mask or None, and settings.
+Attention = Callable[..., Any]
 #: What DeepSpeed has made, and put in the place of transformers' attention.
-_made: weakref.WeakSet[Any] = weakref.WeakSet()
+_made: weakref.WeakSet[UlyssesSPAttentionHF] = weakref.WeakSet()
 
 
 def mask_sequences(model: nn.Module) -> None:
@@ -98,6 +105,7 @@ def mask_sequences(model: nn.Module) -> None:
     _take_over()
     shared = _Shared(type(model).__name__)
     for module in model.modules():
+        # On each module: an attention function is called with its module alone.
         vars(module)[_ATTRIBUTE] = shared
     model.register_forward_pre_hook(functools.partial(_begin, shared), with_kwargs=True)
     model.register_forward_hook(functools.partial(_end, shared), always_call=True)
@@ -107,6 +115,7 @@ def _begin(shared: _Shared, model: nn.Module, _: Any, kwargs: dict[str, Any]) ->
     shared.apart = kwargs.get("past_key_values") is not None
     if not _made:
         _take_over()  # Of a script that had the method before the model.
+    # With a cache of past tokens each rank generates by itself, and needs no Ulysses.
     if not _made and not shared.apart:
         raise ConfigError(
             f"{shared.kind} was loaded with sequence_parallel, and its attention does not share "
@@ -129,7 +138,7 @@ def sequence_group() -> Any:
     """The group of ranks that share this rank's sequences, once Ulysses is registered."""
     from deepspeed.utils import groups
 
-    private: Any = groups
+    private: ModuleType = groups
     return private._get_sequence_parallel_group()
 
 
@@ -167,19 +176,23 @@ def _take_over() -> None:
     """Have what DeepSpeed has registered asked for marked models alone."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+    # A list, since the registry changes in the loop; what was taken over is no closure any more, and not
+    # found again.
     for name, attention in list(_registered()):
         shares = ALL_ATTENTION_FUNCTIONS[name]
         ALL_ATTENTION_FUNCTIONS[name] = _ForMarked(shares, attention, attention.attn)
+        # DeepSpeed calls it with whole sequences, after its all-to-all.
         attention.attn = _masking(attention.attn)
         _made.add(attention)
 
 
-def _registered() -> Iterator[tuple[str, Any]]:
+def _registered() -> Iterator[tuple[str, UlyssesSPAttentionHF]]:
     """What DeepSpeed has put in the place of an attention function, by its name."""
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     for name in ALL_ATTENTION_FUNCTIONS.valid_keys():
+        # DeepSpeed registers a closure over its object; there is no other way to that.
         for cell in getattr(ALL_ATTENTION_FUNCTIONS[name], "__closure__", None) or ():
             with suppress(ValueError):  # of an empty one, in somebody's own function
                 if isinstance(cell.cell_contents, UlyssesSPAttentionHF):
@@ -189,11 +202,18 @@ def _registered() -> Iterator[tuple[str, Any]]:
 class _ForMarked:
     """An attention function: ``shares``, which calls ``attention``, for marked models; else ``original``."""
 
-    def __init__(self, shares: Any, attention: Any, original: Any) -> None:
+    def __init__(self, shares: Attention, attention: UlyssesSPAttentionHF, original: Attention) -> None:
         self._shares, self._attention, self._original = shares, attention, original
 
     def __call__(
-        self, module: nn.Module, query: Any, key: Any, value: Any, mask: Any, *args: Any, **kwargs: Any
+        self,
+        module: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         shared, known = vars(module).get(_ATTRIBUTE), self._attention
         if shared is None:
@@ -212,7 +232,7 @@ class _ForMarked:
         return self._shares(module, query, key, value, mask, *args, **kwargs)
 
 
-def _masking(attention: Any) -> Any:
+def _masking(attention: Attention) -> Attention:
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     return _Masking(attention) if attention is sdpa_attention_forward else attention
@@ -221,13 +241,20 @@ def _masking(attention: Any) -> Any:
 class _Masking:
     """``sdpa`` on whole sequences; of one forward's masks there is one for each window."""
 
-    def __init__(self, attention: Any) -> None:
+    def __init__(self, attention: Attention) -> None:
         self._attention = attention
         self._positions: torch.Tensor | None = None
         self._masks: dict[int | None, torch.Tensor | None] = {}
 
     def __call__(
-        self, module: nn.Module, query: Any, key: Any, value: Any, mask: Any, *args: Any, **kwargs: Any
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         if mask is None and _ATTRIBUTE in vars(module):
             mask = self._mask(kwargs["position_ids"], kwargs.get("sliding_window"))
@@ -235,6 +262,7 @@ class _Masking:
 
     def _mask(self, positions: torch.Tensor, window: int | None) -> torch.Tensor | None:
         """What a token of a sequence may look at, bool [rows, 1, length, length]; None: all before it."""
+        # By contents: each layer of one forward passes the same positions, the next forward maybe others.
         if self._positions is None or not torch.equal(self._positions, positions):
             self._positions, self._masks = positions, {}
         if window not in self._masks:
@@ -247,6 +275,7 @@ def _mask_of(positions: torch.Tensor, window: int | None) -> torch.Tensor | None
     if documents is None and (window is None or window >= length):
         return None
     places = torch.arange(length, device=positions.device)
+    # How far back from a token another lies: 0 itself, below 0 later ones.
     behind = places[:, None] - places[None, :]
     mask = (behind >= 0) if window is None else (behind >= 0) & (behind < window)
     mask = mask[None, None]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,6 +15,12 @@ from zerostart.upstream.deepspeed.zero12.optimizers import shares_of
 from zerostart.upstream.registry import Use
 from zerostart.upstream.torch.tensors import row_major
 from zerostart.upstream.versions import DEEPSPEED
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from deepspeed.runtime.base_optimizer import ZeROOptimizer
+
 
 TOUCHED = (
     Use(
@@ -83,10 +89,11 @@ def master_of(parameter: torch.Tensor) -> Iterator[Master | None]:
                 yield found
 
 
-def optimizer_of(parameter: Any) -> Any:
+def optimizer_of(parameter: torch.Tensor) -> ZeROOptimizer | None:
     """DeepSpeed's optimizer of a parameter, once there is one that is known here; None for others."""
     if hasattr(parameter, "ds_id"):
         return getattr(parameter, "_z3_optimizer", None)
+    # Stages 1 and 2: nothing on the parameter itself leads to the optimizer, our keeper does.
     mark = marked(parameter)
     reference = None if mark is None else mark.keeper.optimizer
     return None if reference is None else reference()
@@ -95,11 +102,13 @@ def optimizer_of(parameter: Any) -> Any:
 @contextlib.contextmanager
 def _partitioned(parameter: Any) -> Iterator[Master | None]:
     """As ``master_of``, at stage 3."""
-    module: Any = sys.modules[_MODULE]
+    module: ModuleType = sys.modules[_MODULE]
     optimizer = optimizer_of(parameter)
     if optimizer is None or optimizer.get_param_id(parameter) not in optimizer.grad_position:
         yield None  # Not started, or frozen: what the partition holds is all there is.
     else:
+        # Swapped in from NVMe where it lies there, and held until the block ends, so that an edit is written
+        # back.
         values, group = optimizer._get_fp32_opt_state_partition(parameter, release_swap_buffers=False)
         try:
             yield 0, values.detach()
@@ -112,14 +121,14 @@ def _partitioned(parameter: Any) -> Iterator[Master | None]:
         module.free_param(parameter)  # Gathered again when a module needs it.
 
 
-def _in_partition(optimizer: Any, parameter: torch.Tensor) -> Master | None:
+def _in_partition(optimizer: ZeROOptimizer, parameter: torch.Tensor) -> Master | None:
     """As ``master_of``, at stages 1 and 2."""
     shares = shares_of(optimizer)
     return next(((first, share) for member, first, share in shares if member is parameter), None)
 
 
 @contextlib.contextmanager
-def _in_groups(optimizer: Any, parameter: torch.Tensor) -> Iterator[Master | None]:
+def _in_groups(optimizer: ZeROOptimizer, parameter: torch.Tensor) -> Iterator[Master | None]:
     """As ``master_of``, at stage 0: one flat buffer of masters for each group, or one tensor for each."""
     for number, group in enumerate(getattr(optimizer, "fp16_groups", ())):
         offset = 0

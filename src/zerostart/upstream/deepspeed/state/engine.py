@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,6 +15,11 @@ from zerostart.upstream.deepspeed.state.steps import base_optimizer, optimizer_o
 from zerostart.upstream.registry import Lasts, PatchPoint, Touched, Use, demand
 from zerostart.upstream.shapes import Shape
 from zerostart.upstream.versions import DEEPSPEED
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from deepspeed.runtime.engine import DeepSpeedEngine
 
 _ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
 _STAGE3 = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
@@ -96,20 +101,22 @@ _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 _SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
-def engine_of(model: Any) -> Any:
+def engine_of(model: object) -> DeepSpeedEngine | None:
     """The DeepSpeed engine that ``model`` is, under ``torch.compile`` or not; None for other models."""
     runtime = sys.modules.get("deepspeed.runtime.engine")
     while model is not None and runtime is not None:
         if isinstance(model, runtime.DeepSpeedEngine):
             demand(_concerning(model))
             return model
+        # Compiled models may wrap each other.
         model = getattr(model, "_orig_mod", None)
     return None
 
 
-def _concerning(engine: Any) -> tuple[Touched, ...]:
+def _concerning(engine: DeepSpeedEngine) -> tuple[Touched, ...]:
     """What is touched of an engine of this stage: of its class, its optimizer's and its loss scaler's."""
     parts = (engine, optimizer_of_engine(engine), _scaler(engine))
+    # By all bases: the ZeRO-3 optimizer may be of the subclass that zerostart makes of it.
     kinds = {f"{kind.__module__}:{kind.__qualname__}" for part in parts for kind in type(part).__mro__}
     partitioned = engine_stage(engine) == 3
     return tuple(p for p in (*TOUCHED, *STEPS) if p.owner in kinds or (partitioned and ":" not in p.owner))
@@ -127,12 +134,12 @@ def check_engine_given(parameters: Iterable[torch.Tensor]) -> None:
         )
 
 
-def engine_stage(engine: Any) -> int:
+def engine_stage(engine: DeepSpeedEngine) -> int:
     """The ZeRO stage at which an engine runs."""
     return int(engine.zero_optimization_stage())
 
 
-def counters(engine: Any) -> dict[str, Any]:
+def counters(engine: DeepSpeedEngine) -> dict[str, Any]:
     """What the engine counts and how its losses are scaled now, as JSON values."""
     found: dict[str, Any] = {name: getattr(engine, name) for name in _COUNTERS}
     found["scale"] = {
@@ -143,12 +150,13 @@ def counters(engine: Any) -> dict[str, Any]:
     return found
 
 
-def set_counters(engine: Any, found: Mapping[str, Any]) -> None:
+def set_counters(engine: DeepSpeedEngine, found: Mapping[str, Any]) -> None:
     """Put back what ``counters`` gave; what this engine does not have is left out."""
     engine.global_steps = found.get("global_steps", engine.global_steps)
     engine.global_samples = found.get("global_samples", engine.global_samples)
     engine.micro_steps = found.get("micro_steps", engine.micro_steps)
     if "window" not in found:  # The next one begins here, however many batches this engine puts into one.
+        # Up to the next multiple.
         engine.micro_steps += -engine.micro_steps % engine.gradient_accumulation_steps()
     engine.skipped_steps = found.get("skipped_steps", engine.skipped_steps)
     scale, scaler = found.get("scale", {}), _scaler(engine)
@@ -162,15 +170,16 @@ def set_counters(engine: Any, found: Mapping[str, Any]) -> None:
         scaler.cur_hysteresis = scale.get("cur_hysteresis", scaler.cur_hysteresis)
 
 
-def _scaler(engine: Any) -> Any:
+def _scaler(engine: DeepSpeedEngine) -> Any:
     wrapper = optimizer_of_engine(engine)
     return getattr(wrapper, "loss_scaler", None) or getattr(wrapper, "loss_scale_config", None)
 
 
-def is_window_open(engine: Any) -> bool:
+def is_window_open(engine: DeepSpeedEngine) -> bool:
     """Whether gradients have been accumulated that no step has taken yet."""
     if base_optimizer(engine) is None:
         return False
+    # The user steps by himself, so only what has gone backward since the last step counts.
     if not engine.managed_gradient_accumulation():
         return bool(engine._unmanaged_backward_count)
     if engine._is_gradient_accumulation_boundary is not None:
@@ -179,7 +188,7 @@ def is_window_open(engine: Any) -> bool:
     return bool(engine.micro_steps % engine.gradient_accumulation_steps())
 
 
-def window(engine: Any) -> dict[str, Any]:
+def window(engine: DeepSpeedEngine) -> dict[str, Any]:
     """Where stages 2 and 3 are in an open window, as JSON values."""
     wrapper = optimizer_of_engine(engine)
     return {
@@ -190,7 +199,7 @@ def window(engine: Any) -> dict[str, Any]:
     }
 
 
-def check_window(engine: Any, found: Mapping[str, Any]) -> None:
+def check_window(engine: DeepSpeedEngine, found: Mapping[str, Any]) -> None:
     """Raise ConfigError for a window of another number of batches than this engine puts into one."""
     before, now = found.get("accumulation"), engine.gradient_accumulation_steps()
     if before not in (None, now):
@@ -200,7 +209,7 @@ def check_window(engine: Any, found: Mapping[str, Any]) -> None:
         )
 
 
-def set_window(engine: Any, found: Mapping[str, Any]) -> None:
+def set_window(engine: DeepSpeedEngine, found: Mapping[str, Any]) -> None:
     """Put back what ``window`` gave."""
     wrapper = optimizer_of_engine(engine)
     wrapper.micro_step_id = found["micro_step_id"]
@@ -208,12 +217,13 @@ def set_window(engine: Any, found: Mapping[str, Any]) -> None:
     engine._unmanaged_backward_count = found["unmanaged"]
 
 
-def drop_gathered(parameters: Any) -> None:
+def drop_gathered(parameters: Iterable[Any]) -> None:
     """Drop gathered copies of ZeRO-3 parameters whose partitions have changed; others are left alone."""
-    module: Any = sys.modules.get("deepspeed.runtime.zero.partition_parameters")
+    module: ModuleType | None = sys.modules.get("deepspeed.runtime.zero.partition_parameters")
     for parameter in parameters:
         if module is None or not hasattr(parameter, "ds_id"):
             continue
+        # ZeRO++'s copy among a few ranks is of the old values, and is what the next gather would read.
         if getattr(parameter, "ds_secondary_tensor", None) is not None:
             parameter.ds_secondary_tensor = None
         if parameter.ds_status == module.ZeroParamStatus.AVAILABLE:

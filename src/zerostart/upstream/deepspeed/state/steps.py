@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,6 +14,10 @@ from zerostart.upstream.registry import Use
 from zerostart.upstream.shapes import Shape
 from zerostart.upstream.torch.stepped import Member, Stepped, plain_steps
 from zerostart.upstream.versions import DEEPSPEED
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
+    from deepspeed.runtime.engine import DeepSpeedEngine
 
 _STAGE3 = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
 _ZERO = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
@@ -88,13 +92,13 @@ TOUCHED = (
 )
 
 
-def optimizer_of_engine(engine: Any) -> Any:
+def optimizer_of_engine(engine: DeepSpeedEngine) -> Any:
     """DeepSpeed's optimizer of an engine; None for an engine without one, which only evaluates."""
     found = engine.optimizer
     return None if found is None or not hasattr(found, "param_groups") else found
 
 
-def base_optimizer(engine: Any) -> torch.optim.Optimizer | None:
+def base_optimizer(engine: DeepSpeedEngine) -> torch.optim.Optimizer | None:
     """The torch optimizer that steps, inside DeepSpeed's; None where an engine has none."""
     wrapper = optimizer_of_engine(engine)
     if wrapper is None or isinstance(wrapper, torch.optim.Optimizer):
@@ -103,7 +107,7 @@ def base_optimizer(engine: Any) -> torch.optim.Optimizer | None:
     return base if isinstance(base, torch.optim.Optimizer) else None
 
 
-def check_movable(engine: Any) -> None:
+def check_movable(engine: DeepSpeedEngine) -> None:
     """Raise ConfigError or EngineError for a state that is not where it can be read and written."""
     wrapper = optimizer_of_engine(engine)
     if getattr(wrapper, "offloaded_states", None):
@@ -121,7 +125,7 @@ def check_movable(engine: Any) -> None:
         )
 
 
-def steps_of(engine: Any) -> list[Stepped]:
+def steps_of(engine: DeepSpeedEngine) -> list[Stepped]:
     """What the optimizer of an engine steps, in the order of its groups; the same number on every rank.
 
     Raises EngineError for an optimizer that is not known here.
@@ -129,6 +133,7 @@ def steps_of(engine: Any) -> list[Stepped]:
     wrapper, base = optimizer_of_engine(engine), base_optimizer(engine)
     if wrapper is None or base is None:
         return []
+    # Stage 0 in fp32: DeepSpeed hands the client's optimizer through.
     if wrapper is base:
         return plain_steps(base)
     if hasattr(wrapper, "fp32_partitioned_groups_flat"):
@@ -143,7 +148,7 @@ def steps_of(engine: Any) -> list[Stepped]:
     )
 
 
-def _partitioned(wrapper: Any, base: torch.optim.Optimizer) -> Iterator[Stepped]:
+def _partitioned(wrapper: DeepSpeedOptimizer, base: torch.optim.Optimizer) -> Iterator[Stepped]:
     """At stage 3: one flat tensor for each sub-group, of the partitions of its parameters."""
     for number, (flat, parameters) in enumerate(
         zip(wrapper.fp32_partitioned_groups_flat, wrapper.fp16_groups, strict=True)
@@ -154,19 +159,21 @@ def _partitioned(wrapper: Any, base: torch.optim.Optimizer) -> Iterator[Stepped]
             for parameter, (_, at, count) in zip(parameters, places, strict=True)
         )
         steps = base
+        # Twin-flow offload: some sub-groups are stepped on the device, by a second optimizer.
         devices = getattr(wrapper, "subgroup_to_device", None)
         if devices and devices[number] != "cpu" and hasattr(wrapper, "backup_optimizer"):
             steps = wrapper.backup_optimizer
         yield Stepped(steps, flat, wrapper.sub_group_to_group_id[number], members)
 
 
-def _in_partitions(wrapper: Any, base: torch.optim.Optimizer) -> Iterator[Stepped]:
+def _in_partitions(wrapper: DeepSpeedOptimizer, base: torch.optim.Optimizer) -> Iterator[Stepped]:
     """At stages 1 and 2: this rank's partition of each flat group."""
     flats = getattr(wrapper, "single_partition_of_fp32_groups", None)
     if flats is None:
         flats = wrapper.fp32_groups_flat_partition
     groups = getattr(wrapper, "round_robin_bit16_groups", None)
     counts = [len(group) for group in (wrapper.bf16_groups if groups is None else groups)]
+    # One stream over all groups in order, of which each group takes its count.
     shares = iter(shares_of(wrapper))
     for number, (flat, count) in enumerate(zip(flats, counts, strict=True)):
         members = tuple(
@@ -176,7 +183,7 @@ def _in_partitions(wrapper: Any, base: torch.optim.Optimizer) -> Iterator[Steppe
         yield Stepped(base, flat, number, members)
 
 
-def _in_groups(wrapper: Any, base: torch.optim.Optimizer) -> Iterator[Stepped]:
+def _in_groups(wrapper: DeepSpeedOptimizer, base: torch.optim.Optimizer) -> Iterator[Stepped]:
     """At stage 0: whole masters, one flat tensor for each group, or one for each parameter."""
     for number, parameters in enumerate(wrapper.fp16_groups):
         flats = getattr(wrapper, "fp32_groups_flat", None)
@@ -192,7 +199,9 @@ def _in_groups(wrapper: Any, base: torch.optim.Optimizer) -> Iterator[Stepped]:
         yield Stepped(base, flats[number], number, members)
 
 
-def gradients(engine: Any, steps: Sequence[Stepped], make: bool = False) -> list[torch.Tensor] | None:
+def gradients(
+    engine: DeepSpeedEngine, steps: Sequence[Stepped], make: bool = False
+) -> list[torch.Tensor] | None:
     """Gradients that have been reduced in an open window, 1-D, of each member of ``steps`` in turn.
 
     ``make``: give room for them, zeros, in a window to be. None where the engine keeps unreduced ones.
@@ -202,12 +211,13 @@ def gradients(engine: Any, steps: Sequence[Stepped], make: bool = False) -> list
         counts = [member.count for step in steps for member in step.members]
         buffer: torch.Tensor = wrapper.grad_partitions_flat_buffer
         return list(torch.split(buffer[: sum(counts)], counts))
+    # Stage 1, and stage 2 with offload, have nothing reduced before the step that could be saved.
     if not getattr(wrapper, "partition_gradients", False) or wrapper.cpu_offload:
         return None
     return [part for step in steps for part in _reduced(wrapper, step, make)]
 
 
-def _reduced(wrapper: Any, step: Stepped, make: bool) -> Iterator[torch.Tensor]:
+def _reduced(wrapper: DeepSpeedOptimizer, step: Stepped, make: bool) -> Iterator[torch.Tensor]:
     """The same at stage 2, for one group: in a flat partition, or in whole tensors of which a part counts."""
     number = step.group
     if wrapper._use_compact_grad_partition_buffer(number):
@@ -217,6 +227,7 @@ def _reduced(wrapper: Any, step: Stepped, make: bool) -> Iterator[torch.Tensor]:
     parameters = wrapper.params_in_partition[number]
     if make:
         dtype = wrapper.gradient_accumulation_dtype
+        # As the first backward of a window would make them.
         made = [torch.zeros_like(p, dtype=dtype, requires_grad=False) for p in parameters]
         wrapper.all_grad_tensors[number] = made
     held = {id(p): g for p, g in zip(parameters, wrapper.all_grad_tensors[number], strict=True)}

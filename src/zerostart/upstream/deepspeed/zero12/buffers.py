@@ -26,7 +26,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -42,6 +42,9 @@ from zerostart.upstream.registry import Lasts, Otherwise, PatchPoint, misfit
 from zerostart.upstream.shapes import Shape
 from zerostart.upstream.torch.word_sums import lanes_of, signed
 from zerostart.upstream.versions import DEEPSPEED
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.engine import DeepSpeedEngine
 
 logger = logging.getLogger("zerostart")
 
@@ -128,19 +131,23 @@ def _enter(stack: ExitStack) -> None:
     signature = inspect.signature(construct)
 
     @functools.wraps(broadcast)
-    def broadcast_model(self: Any) -> None:
+    def broadcast_model(self: DeepSpeedEngine) -> None:
         with _spared(self):
             broadcast(self)
 
     @functools.wraps(construct)
-    def construct_engine(self: Any, *args: Any, **kwargs: Any) -> None:
+    def construct_engine(self: DeepSpeedEngine, *args: Any, **kwargs: Any) -> None:
+        # The model may come by position or by name.
         given = signature.bind(self, *args, **kwargs).arguments
         for keeper in _keepers(given.get("model")):
+            # Before the constructor looks at devices: what waits on the host is where it has to be.
+            # Collective.
             keeper.bring()
         with _undone(self, given.get("model"), given.get("optimizer")):
             construct(self, *args, **kwargs)
         if self.optimizer is not None:
             for keeper in _keepers(given.get("model")):
+                # Weakly: a model may outlive its engine, which would be kept with all its buffers.
                 keeper.optimizer = weakref.ref(self.optimizer)
 
     stack.enter_context(replaced(_BROADCAST, DeepSpeedEngine, "_broadcast_model", broadcast_model))
@@ -157,7 +164,7 @@ def _keepers(model: object) -> list[Keeper]:
 
 
 @contextlib.contextmanager
-def _undone(engine: Any, model: Any, client: Any) -> Iterator[None]:
+def _undone(engine: DeepSpeedEngine, model: Any, client: Any) -> Iterator[None]:
     """If the engine's construction fails, leave neither hooks nor an optimizer behind.
 
     Otherwise a hook of the engine on the model, or what it noted on a parameter, keeps it alive, with all
@@ -166,6 +173,7 @@ def _undone(engine: Any, model: Any, client: Any) -> Iterator[None]:
     ours = isinstance(model, torch.nn.Module) and any(map(marked, model.parameters()))
     groups = list(getattr(client, "param_groups", [])) if ours else []
     before = [{**group, "params": list(group["params"])} for group in groups]
+    # Attributes as they are before: an engine hangs its own on parameters of any model.
     noted = [(p, dict(p.__dict__)) for p in model.parameters()] if ours else []
     try:
         yield
@@ -190,7 +198,7 @@ def _undone(engine: Any, model: Any, client: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _spared(engine: Any) -> Iterator[None]:
+def _spared(engine: DeepSpeedEngine) -> Iterator[None]:
     """Have DeepSpeed not broadcast the parameters that are the same on all ranks that it would send them to.
 
     ``_broadcast_model`` passes over parameters with an attribute ``ds_optim_param``. Experts are sent to the
@@ -200,6 +208,7 @@ def _spared(engine: Any) -> Iterator[None]:
     if engine.dist_backend is not None:
         for parameter in engine.module.parameters():
             if marked(parameter) is not None and not hasattr(parameter, "ds_optim_param"):
+                # By the group that each would be sent in: the comparison is collective in just that group.
                 sharing.setdefault(_experts_of(parameter), []).append(parameter)
     spared = []
     for name, parameters in sharing.items():
@@ -211,6 +220,7 @@ def _spared(engine: Any) -> Iterator[None]:
         yield
     finally:
         for parameter in spared:
+            # For the call alone: other code of DeepSpeed's reads the same attribute.
             del parameter.ds_optim_param
 
 
@@ -224,7 +234,7 @@ def _experts_of(parameter: Any) -> str | None:
 # and the sums are compared in one small message.
 
 
-def alike(parameters: Sequence[torch.Tensor], group: Any) -> list[Any]:
+def alike(parameters: Sequence[torch.Tensor], group: dist.ProcessGroup) -> list[Any]:
     """Those that hold the same bits on all ranks of ``group``; collective, with one small message."""
     if not parameters or dist.get_world_size(group=group) == 1:
         return list(parameters)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -21,6 +21,11 @@ from zerostart.upstream.patches import RefCountedPatches, replaced
 from zerostart.upstream.registry import Lasts, PatchPoint
 from zerostart.upstream.shapes import Shape
 from zerostart.upstream.versions import DEEPSPEED, TORCH
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    from zerostart.upstream.torch.types import ParameterGroup
 
 _ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
 _CONFIGURE = PatchPoint(
@@ -63,9 +68,11 @@ def _enter(stack: ExitStack) -> None:
     configure = DeepSpeedEngine._configure_optimizer
 
     @functools.wraps(configure)
-    def configure_optimizer(self: Any, client_optimizer: Any, model_parameters: Any) -> Any:
+    def configure_optimizer(self: DeepSpeedEngine, client_optimizer: Any, model_parameters: Any) -> Any:
         parameters = list(self.module.parameters())
         ours = any(expert_of(p) is not None or marked(p) is not None for p in parameters)
+        # Where the model has MoE layers of DeepSpeed, groups are split already; at stage 0 none is
+        # partitioned.
         if self.has_moe_layers or not ours or not self.zero_optimization():
             return configure(self, client_optimizer, model_parameters)
         self.has_moe_layers = any(expert_of(p) is not None and p.requires_grad for p in parameters)
@@ -81,7 +88,7 @@ def _enter(stack: ExitStack) -> None:
 grouping = RefCountedPatches(_enter)
 
 
-def _kind(parameter: Any) -> Kind:
+def _kind(parameter: torch.Tensor) -> Kind:
     mark = marked(parameter)
     return Kind(expert_of(parameter), None if mark is None else id(mark.keeper))
 
@@ -93,6 +100,8 @@ def _split(client: Any, parameters: Sequence[Any]) -> tuple[Any, Any]:
     if client is not None:
         return (lambda given: split_optimizer(client(given), _kind)), parameters
     # DeepSpeed makes the optimizer. It splits a list of parameters by experts, and of groups only named ones.
+    # A plain list: with parameters of one home there is one kind of buffer, and DeepSpeed's split by experts
+    # is right.
     if not any(isinstance(item, dict) for item in parameters):
         if len({_kind(parameter).home for parameter in parameters}) == 1:
             return client, parameters
@@ -124,7 +133,7 @@ class Kind(NamedTuple):
     home: int | None = None
 
 
-KindOf = Callable[[Any], Kind]
+KindOf = Callable[[torch.Tensor], Kind]
 
 #: What a group does not share with the one that it was split from.
 _OWN = frozenset({"params", "param_names", "moe", "name"})
@@ -138,15 +147,18 @@ class _Follower(dict[str, Any]):
     What a step of the optimizer itself notes in its groups (such as a count of steps) is each one's own.
     """
 
-    def __init__(self, leader: dict[str, Any], own: dict[str, Any]) -> None:
+    def __init__(self, leader: ParameterGroup, own: ParameterGroup) -> None:
+        # A real dictionary with all keys: torch copies, iterates and pickles groups without asking.
         super().__init__({**leader, **own})
         self._leader = leader
-        self._seen: dict[str, Any] = {}
+        self._seen: ParameterGroup = {}
         self.settle()
 
     def follow(self) -> None:
         """Take what was changed in the leader since."""
         for key, value in self._leader.items():
+            # By identity: a scheduler puts a new number there; a count that a step keeps here must not be
+            # overwritten.
             if key not in _OWN and not (key in self._seen and self._seen[key] is value):
                 super().__setitem__(key, value)
         self.settle()
@@ -172,7 +184,7 @@ class _Follower(dict[str, Any]):
         return super().values()
 
 
-def split_groups(groups: Sequence[dict[str, Any]], kind_of: KindOf) -> list[dict[str, Any]]:
+def split_groups(groups: Sequence[ParameterGroup], kind_of: KindOf) -> list[ParameterGroup]:
     """New groups in the place of ``groups``: of each its parts, experts last."""
     return [{**group, **part} for group in groups for part in _parts(group, kind_of)]
 
@@ -182,9 +194,10 @@ def split_optimizer(client: torch.optim.Optimizer, kind_of: KindOf) -> torch.opt
 
     Groups of experts alone are named as such in place.
     """
-    groups: list[dict[str, Any]] = []
+    groups: list[ParameterGroup] = []
     leaders: dict[int, int] = {}
     for group in client.param_groups:
+        # The first part stays the client's own dictionary, which schedulers and loggers refer to.
         first, *others = _parts(group, kind_of) or [{}]
         leader = len(groups)
         groups.append(group)
@@ -195,7 +208,7 @@ def split_optimizer(client: torch.optim.Optimizer, kind_of: KindOf) -> torch.opt
     return _twin(client, groups, leaders) if leaders else client
 
 
-def _parts(group: dict[str, Any], kind_of: KindOf) -> list[dict[str, Any]]:
+def _parts(group: ParameterGroup, kind_of: KindOf) -> list[ParameterGroup]:
     """What each part of a group has of its own, in the order of their first parameters; experts last.
 
     Where no parameter of a kind is trained, they stay with others: DeepSpeed fails on a group without any.
@@ -203,6 +216,7 @@ def _parts(group: dict[str, Any], kind_of: KindOf) -> list[dict[str, Any]]:
     kinds = [kind_of(parameter) for parameter in group["params"]]
     trained = {kind for kind, p in zip(kinds, group["params"], strict=True) if p.requires_grad and p.numel()}
     if trained:
+        # One that is not of experts where there is any: False sorts first.
         usual = min((kind for kind in kinds if kind in trained), key=_is_of_experts)
         kinds = [kind if kind in trained else usual for kind in kinds]
     listed = [key for key in _LISTS if key in group]
@@ -218,12 +232,14 @@ def _is_of_experts(kind: Kind) -> bool:
 
 
 def _twin(
-    client: torch.optim.Optimizer, groups: list[dict[str, Any]], leaders: dict[int, int]
+    client: torch.optim.Optimizer, groups: list[ParameterGroup], leaders: dict[int, int]
 ) -> torch.optim.Optimizer:
     """An optimizer of the client's class, with its state and hooks, and with ``groups``.
 
     ``leaders`` has the number of the group that a group, by its number, was split from.
     """
+    # Not by its constructor, whose arguments are not known. State, defaults and hooks are the client's own
+    # objects.
     twin: Any = object.__new__(type(client))
     vars(twin).update({name: value for name, value in vars(client).items() if name != "step"})
     twin.param_groups = groups
@@ -234,14 +250,16 @@ def _twin(
             group.follow()
 
     def after(*_: Any) -> None:
+        # A scheduler on the client warns otherwise that it was stepped before its optimizer.
         owner._opt_called = True
         for group in followers():
             group.settle()
 
-    def loaded(optimizer: Any) -> None:
+    def loaded(optimizer: torch.optim.Optimizer) -> None:
         if optimizer is not twin:
             return
         for number, leader in leaders.items():
+            # Loading has made plain dictionaries of all groups, whose settings would no longer follow.
             twin.param_groups[number] = _Follower(twin.param_groups[leader], twin.param_groups[number])
         current[:] = twin.param_groups
         owner.state = twin.state

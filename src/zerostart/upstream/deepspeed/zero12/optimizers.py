@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,9 @@ from zerostart.upstream.registry import Lasts, Otherwise, PatchPoint, Use
 from zerostart.upstream.shapes import Shape
 from zerostart.upstream.versions import DEEPSPEED
 
+if TYPE_CHECKING:
+    from deepspeed.runtime.base_optimizer import ZeROOptimizer
+
 logger = logging.getLogger("zerostart")
 
 
@@ -38,12 +41,13 @@ class Adoption(abc.ABC):
     point: PatchPoint
     flatten: str
 
-    def __init__(self, optimizer: Any, arguments: dict[str, Any]) -> None:
+    def __init__(self, optimizer: ZeROOptimizer, arguments: dict[str, Any]) -> None:
         from deepspeed.runtime.utils import is_optimized_parameter
 
         self.optimizer = optimizer
         self.arguments = arguments
         self.client = getattr(arguments["init_optimizer"], "param_groups", [])
+        # As the constructor will sort them out, so that numbers of groups and places in them agree.
         self.groups = [[p for p in group["params"] if is_optimized_parameter(p)] for group in self.client]
         self.flats: list[torch.Tensor | None] = [None] * len(self.groups)
         ours = any(marked(p) for group in self.groups for p in group)
@@ -59,7 +63,7 @@ class Adoption(abc.ABC):
         """Whether the optimizer deals parameters round robin, and aligns each of them."""
         return False, False
 
-    def ranks(self) -> list[Any]:
+    def ranks(self) -> list[dist.ProcessGroup]:
         """Of each group the process group that partitions it: an expert group has its own."""
         from deepspeed.utils import groups
 
@@ -69,12 +73,15 @@ class Adoption(abc.ABC):
 
     def adopt(self) -> None:
         """Bring the parameters into the optimizer's order, in the buffers where they lie."""
+        # A group's padding depends on how many ranks share it.
         partitions = [dist.get_world_size(group=ranks) for ranks in self.ranks()]
         keepers: list[Keeper] = []
         for found in (marked(p) for group in self.groups for p in group):
             if found is not None and found.keeper not in keepers:
                 keepers.append(found.keeper)
         for keeper in keepers:
+            # Each keeper answers for all groups, and has a buffer for those alone that lie wholly in its
+            # load.
             taken = keeper.adopt(self.groups, partitions, *self.rules())
             self.flats = [new if new is not None else old for old, new in zip(self.flats, taken, strict=True)]
         left = [n for n, flat in enumerate(self.flats) if flat is None and any(map(marked, self.groups[n]))]
@@ -87,11 +94,12 @@ class Adoption(abc.ABC):
 
     def current(self) -> torch.Tensor | None:
         """The buffer of the group that the constructor is at, None if it has to make one."""
+        # The constructor appends a group to its list first, and flattens it then.
         number = len(self.made()) - 1
         return self.flats[number] if 0 <= number < len(self.flats) else None
 
     @abc.abstractmethod
-    def made(self) -> list[Any]:
+    def made(self) -> list[list[torch.Tensor]]:
         """The groups that the constructor has come to."""
 
     @contextlib.contextmanager
@@ -101,6 +109,8 @@ class Adoption(abc.ABC):
 
         def flatten(tensors: Sequence[torch.Tensor], alignment: int, *args: Any, **kwargs: Any) -> Any:
             flat = self.current()
+            # The order in which it deals parameters is predicted; where it did otherwise, its own copy is
+            # right.
             if flat is not None and _fits(flat, tensors, kwargs.get("param_padding"), alignment):
                 return flat
             return original(tensors, alignment, *args, **kwargs)
@@ -116,6 +126,7 @@ class Adoption(abc.ABC):
             yield
         except BaseException:
             for hook in self.optimizer.__dict__.get("_grad_acc_hooks", []):
+                # These hold the half-made optimizer, which holds all its buffers.
                 hook.remove()
             for parameter in (p for group in self.groups for p in group):
                 if getattr(parameter, "_hp_mapping", None) is not None:
@@ -129,11 +140,12 @@ class Adoption(abc.ABC):
     def read_masters(self) -> None:
         """Read the masters of rounded parameters into this rank's partitions."""
         wanted: dict[RunReader, list[tuple[str, int, torch.Tensor]]] = {}
-        read: list[tuple[Any, int, torch.Tensor]] = []
+        read: list[tuple[torch.Tensor, int, torch.Tensor]] = []
         for parameter, low, share in shares_of(self.optimizer):
             found = marked(parameter)
             if found is None or found.reader is None or parameter.dtype == torch.float32:
                 continue
+            # With bf16 masters there is nothing to read.
             if share.dtype == torch.float32:
                 wanted.setdefault(found.reader, []).append((found.name, low, share))
                 read.append((parameter, low, share))
@@ -149,14 +161,14 @@ class Adoption(abc.ABC):
         tell_changed(changed)
 
 
-def shares_of(optimizer: Any) -> Iterator[tuple[Any, int, torch.Tensor]]:
+def shares_of(optimizer: ZeROOptimizer) -> Iterator[tuple[torch.Tensor, int, torch.Tensor]]:
     """Of each parameter of a finished optimizer this rank's share of its master, as a 1-D view.
 
     With the element of the parameter's row-major order that the share begins with; a share may be empty.
     ``_hp_mapping``, which DeepSpeed leaves on parameters, is no way to it: with ``round_robin_gradients`` and
     without padding it takes the parameters in the order before they were dealt.
     """
-    groups: list[tuple[list[Any], list[int], torch.Tensor]]
+    groups: list[tuple[list[torch.Tensor], list[int], torch.Tensor]]
     if hasattr(optimizer, "round_robin_bit16_groups"):
         o = optimizer
         parts = (o.round_robin_bit16_groups, o.round_robin_bit16_offsets, o.single_partition_of_fp32_groups)
@@ -165,8 +177,11 @@ def shares_of(optimizer: Any) -> Iterator[tuple[Any, int, torch.Tensor]]:
         flats = optimizer.fp32_groups_flat_partition
         groups = [(g, _ends(g), flat) for g, flat in zip(optimizer.bf16_groups, flats, strict=True)]
     for (parameters, offsets, master), ranks in zip(groups, optimizer.real_dp_process_group, strict=True):
+        # Partitions are of equal size, the last padded: this rank's begins there in the flat group.
         begin = dist.get_rank(group=ranks) * master.numel()
         for parameter, offset in zip(parameters, offsets, strict=True):
+            # The overlap of [begin, begin + n) with the parameter, in its own elements; empty where there is
+            # none.
             low = min(max(begin - offset, 0), parameter.numel())
             high = max(low, min(begin + master.numel() - offset, parameter.numel()))
             at = max(offset + low - begin, 0) if low < high else 0
@@ -187,6 +202,7 @@ def _fits(
         if tensor.data_ptr() != flat.data_ptr() + end * flat.element_size() or tensor.dtype != flat.dtype:
             return False
         end += tensor.numel() + pad
+    # The end too: of a group that is longer than its parameters the rest is padding.
     return end + -end % alignment == flat.numel()
 
 
@@ -345,13 +361,15 @@ def _constructor(original: Any, kind: type[Adoption]) -> Any:
     signature = inspect.signature(original)
 
     @functools.wraps(original)
-    def construct(self: Any, *args: Any, **kwargs: Any) -> None:
+    def construct(self: ZeROOptimizer, *args: Any, **kwargs: Any) -> None:
         bound = signature.bind(self, *args, **kwargs)
+        # What is asked for below has a default in some releases.
         bound.apply_defaults()
         adoption = kind(self, bound.arguments)
         if not adoption.concerned:
             original(self, *args, **kwargs)
             return
+        # No gradients while parameters move; the constructor itself runs with them, as it would.
         with adoption.cleaned_up(), torch.no_grad():
             adoption.adopt()
             with torch.enable_grad(), adoption.overrides():
@@ -369,7 +387,7 @@ class _Zero(Adoption):
     def rules(self) -> tuple[bool, bool]:
         return bool(self.arguments["round_robin_gradients"]), bool(self.arguments["parameter_alignment"])
 
-    def made(self) -> list[Any]:
+    def made(self) -> list[list[torch.Tensor]]:
         return list(self.optimizer.__dict__.get("bit16_groups", ()))
 
     @contextlib.contextmanager
@@ -381,6 +399,7 @@ class _Zero(Adoption):
         original = accelerator.available_memory
 
         def available_memory(*args: Any, **kwargs: Any) -> Any:
+            # It goes by way of the CPU where this is less than the group, which is to become one new buffer.
             return original(*args, **kwargs) if self.current() is None else sys.maxsize
 
         with (
@@ -401,6 +420,7 @@ class _Zero(Adoption):
         optimizer, original = self.optimizer, self.optimizer.initialize_optimizer_states
 
         def initialize() -> None:
+            # With offload they stay and are used; Adagrad reads them.
             if optimizer.cpu_offload or isinstance(optimizer.optimizer, torch.optim.Adagrad):
                 original()
 
@@ -415,7 +435,7 @@ class _SkipPartitionClone(TorchFunctionMode):
     returns it: it is half as big as the masters of bf16 parameters, and lives beside them.
     """
 
-    def __init__(self, optimizer: Any) -> None:
+    def __init__(self, optimizer: ZeROOptimizer) -> None:
         super().__init__()
         self._optimizer = optimizer
 
@@ -437,5 +457,5 @@ class _BF16(Adoption):
 
     point, flatten = _BFLOAT16, "_flatten_dense_tensors_aligned"
 
-    def made(self) -> list[Any]:
+    def made(self) -> list[list[torch.Tensor]]:
         return list(self.optimizer.__dict__.get("bf16_groups", ()))

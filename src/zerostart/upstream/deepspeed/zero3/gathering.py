@@ -19,7 +19,7 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,11 @@ from zerostart.upstream.patches import RefCountedPatches, replaced
 from zerostart.upstream.registry import Lasts, Otherwise, PatchPoint, misfit
 from zerostart.upstream.shapes import Shape
 from zerostart.upstream.versions import DEEPSPEED
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.zero.partition_parameters import GatheredParameters
+
+    from zerostart.upstream.deepspeed.types import ZeroParameter
 
 _GATHERED = "deepspeed.runtime.zero.partition_parameters:GatheredParameters"
 _WATCH = PatchPoint(
@@ -75,7 +80,7 @@ _REMEDY = (
 )
 
 
-def note(parameters: Iterable[Any]) -> None:
+def note(parameters: Iterable[torch.Tensor]) -> None:
     """Take what the ZeRO-3 ``parameters`` are now for unchanged."""
     for parameter in parameters:
         # With its identity: attributes may go from one parameter to another.
@@ -87,7 +92,7 @@ def is_gathered(parameter: torch.Tensor) -> bool:
     return getattr(parameter, _INSIDE, 0) > 0
 
 
-def note_loaded(module: torch.nn.Module, _: Any = None) -> None:
+def note_loaded(module: torch.nn.Module, _: object = None) -> None:
     """A hook after ``load_state_dict``: placeholders were given placeholders, as DeepSpeed's resuming does.
 
     Anything else does not fit into one, which is torch's own error.
@@ -95,13 +100,14 @@ def note_loaded(module: torch.nn.Module, _: Any = None) -> None:
     note(parameter for parameter in module.parameters() if hasattr(parameter, _ATTRIBUTE))
 
 
-def _lost(parameters: Iterable[Any]) -> list[Any]:
+def _lost(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Those of the ``parameters`` that were changed in place since they were noted."""
+    # Without a note the identity is 0, which no object has: such parameters are never found changed.
     noted = ((p, getattr(p, _ATTRIBUTE, (0, 0))) for p in parameters)
     return [p for p, (which, version) in noted if which == id(p) and version != p._version]
 
 
-def check_outside(parameters: Iterable[Any], call: Callable[[Any], str]) -> None:
+def check_outside(parameters: Iterable[torch.Tensor], call: Callable[[torch.Tensor], str]) -> None:
     """Raise ConfigError for parameters that were changed outside; ``call`` says what one is called.
 
     Told once: they count as unchanged then, which is what their partitions are.
@@ -111,7 +117,9 @@ def check_outside(parameters: Iterable[Any], call: Callable[[Any], str]) -> None
     _raise_outside([call(parameter) for parameter in changed])
 
 
-def check_step(parameters: Iterable[Any], group: Any, call: Callable[[Any], str]) -> None:
+def check_step(
+    parameters: Iterable[torch.Tensor], group: dist.ProcessGroup, call: Callable[[torch.Tensor], str]
+) -> None:
     """``check_outside`` before a step, of what this rank has changed.
 
     With ``enable_sanity_checks`` collective, and the same on all ranks; else the step of the others, which
@@ -122,17 +130,18 @@ def check_step(parameters: Iterable[Any], group: Any, call: Callable[[Any], str]
     note(changed)
     names = [call(parameter) for parameter in changed]
     if (size := dist.get_world_size(group)) > 1 and any(map(_is_strict, parameters)):
+        # Collective only where all ranks agree that it is: the flag is of the configuration, alike on all.
         told: list[list[str]] = [[] for _ in range(size)]
         dist.all_gather_object(told, names, group=group)
         names = list(dict.fromkeys(name for theirs in told for name in theirs))
     _raise_outside(names)
 
 
-def _is_strict(parameter: Any) -> bool:
+def _is_strict(parameter: object) -> bool:
     return bool(getattr(parameter, "ds_enable_sanity_checks", False))
 
 
-def _is_watched(parameter: Any) -> bool:
+def _is_watched(parameter: torch.Tensor) -> bool:
     """Whether zerostart loaded it, and looking at it costs little or is asked for."""
     on_host = parameter.data.device.type == "cpu"
     return hasattr(parameter, _ATTRIBUTE) and (on_host or _is_strict(parameter))
@@ -146,7 +155,7 @@ def _raise_outside(names: Sequence[str]) -> None:
         )
 
 
-def watching(call: Callable[[Any], str]) -> RefCountedPatches:
+def watching(call: Callable[[torch.Tensor], str]) -> RefCountedPatches:
     """What watches ``GatheredParameters`` while it is held, of parameters that were noted.
 
     ``call`` says what a parameter is called.
@@ -160,31 +169,35 @@ def watching(call: Callable[[Any], str]) -> RefCountedPatches:
     return RefCountedPatches(enter)
 
 
-def _watch_edits(stack: ExitStack, call: Callable[[Any], str], module: ModuleType) -> None:
+def _watch_edits(stack: ExitStack, call: Callable[[torch.Tensor], str], module: ModuleType) -> None:
     if misfit((_WATCH,)):
         return
-    gathered: Any = module.__dict__["GatheredParameters"]
+    gathered: type[GatheredParameters] = module.__dict__["GatheredParameters"]
     enter, leave = gathered.__enter__, gathered._exit
 
     @functools.wraps(enter)
-    def entered(self: Any) -> Any:
+    def entered(self: GatheredParameters) -> object:
         result = enter(self)
         if self.enabled:
             _count(self.params, 1)
+            # After the gathering: before it there are no contents to take a print of.
             watched = [p for p in self.params if _is_watched(p)]
             outside = {id(p) for p in _lost(watched)}
             self._zerostart_before = [(p, _print(p), id(p) in outside) for p in watched]
         return result
 
     @functools.wraps(leave)
-    def exit_(self: Any, *exc: Any) -> Any:
+    def exit_(self: GatheredParameters, *exc: object) -> object:
         before = getattr(self, "_zerostart_before", None)
         if before is not None:
             _count(self.params, -1)
+        # An error inside is on its way on this rank maybe alone: a collective would wait for the others.
         if not before or (exc and exc[0] is not None):
             return leave(self, *exc)
+        # Before the parameters are partitioned: afterwards what was written is gone.
         wrong = _judged(self, before)
         result = leave(self, *exc)
+        # Partitioning has replaced their data, which counts as unchanged from here on.
         note(parameter for parameter, _, _ in before)
         for parameters, why in wrong:
             if parameters:
@@ -196,14 +209,14 @@ def _watch_edits(stack: ExitStack, call: Callable[[Any], str], module: ModuleTyp
     stack.enter_context(replaced(_WATCH, gathered, "_exit", exit_))
 
 
-def _count(parameters: Iterable[Any], more: int) -> None:
+def _count(parameters: Iterable[torch.Tensor], more: int) -> None:
     for parameter in parameters:
         setattr(parameter, _INSIDE, getattr(parameter, _INSIDE, 0) + more)
 
 
 def _judged(
-    context: Any, before: Sequence[tuple[Any, tuple[int, int, int], bool]]
-) -> list[tuple[list[Any], str]]:
+    context: GatheredParameters, before: Sequence[tuple[ZeroParameter, tuple[int, int, int], bool]]
+) -> list[tuple[list[ZeroParameter], str]]:
     """Parameters whose change is lost, by how it came about, the same on all ranks; collective."""
     rank = dist.get_rank()
     rows = []
@@ -216,6 +229,7 @@ def _judged(
         rows.append([lost and source is None, changed and source not in (None, rank), False, outside])
         rows[-1][2] = changed and source == rank
     first = before[0][0]
+    # One row for each parameter, four flags; the maximum over ranks is "any".
     flags = torch.tensor(rows, dtype=torch.int32, device=first.data.device)
     if dist.get_world_size(first.ds_process_group) > 1:
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=first.ds_process_group)
@@ -235,12 +249,13 @@ def _judged(
     ]
 
 
-def _print(parameter: Any) -> tuple[int, int, int]:
+def _print(parameter: torch.Tensor) -> tuple[int, int, int]:
     """What tells that a gathered parameter has other contents."""
     data = parameter.data
     words = data.reshape(-1).view(_WORDS.get(data.itemsize, torch.int64))
     step = words.numel() // _BLOCKS
     if step > _BLOCK and not _is_strict(parameter):
+        # Blocks at equal distances: an edit of a few elements may slip through, one of a tensor does not.
         words = words.as_strided((_BLOCKS, _BLOCK), (step, 1))
     return data.data_ptr(), parameter._version, int(words.sum(dtype=torch.int64))
 
@@ -260,7 +275,7 @@ def _listed(names: Sequence[str], shown: int = 5) -> str:
 BYTES = 16
 
 
-def aligning(is_loaded: Callable[[Any], bool]) -> RefCountedPatches:
+def aligning(is_loaded: Callable[[object], bool]) -> RefCountedPatches:
     """What aligns gathered experts while it is held, of parameters for which ``is_loaded`` is true."""
 
     def enter(stack: ExitStack) -> None:
@@ -270,14 +285,14 @@ def aligning(is_loaded: Callable[[Any], bool]) -> RefCountedPatches:
     return RefCountedPatches(enter)
 
 
-def _align(stack: ExitStack, is_loaded: Callable[[Any], bool], module: ModuleType) -> None:
+def _align(stack: ExitStack, is_loaded: Callable[[object], bool], module: ModuleType) -> None:
     if misfit((_GATHER,)):
         return
     (name,) = _GATHER.names
     stock = module.__dict__[name]
 
     @functools.wraps(stock)
-    def gathered(params: Iterable[Any]) -> Any:
+    def gathered(params: Iterable[ZeroParameter]) -> Any:
         params = list(params)
         handle = stock(params)
         for parameter in params:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,6 +17,13 @@ from zerostart.errors import EngineError, WriteError
 from zerostart.upstream.registry import Lasts, PatchPoint, Use, demand
 from zerostart.upstream.shapes import Shape
 from zerostart.upstream.versions import DEEPSPEED
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from deepspeed.runtime.zero.partition_parameters import Init, PartitionedParamStatus
+
+    from zerostart.upstream.deepspeed.types import ZeroParameter, ZeroPartition
 
 _SWAPPER = "deepspeed.runtime.swap_tensor.partitioned_param_swapper:AsyncPartitionedParameterSwapper"
 TOUCHED = (
@@ -81,13 +88,13 @@ def check_swapping() -> None:
         )
 
 
-def swaps(init: Any, numel: int) -> bool:
+def swaps(init: Init, numel: int) -> bool:
     """Whether ``zero.Init`` keeps a partition of ``numel`` elements on NVMe; small ones stay in memory."""
     swapper = init.param_swapper
     return swapper is not None and bool(swapper.swappable_tensor(numel=numel))
 
 
-def swap_file(init: Any, parameter: Any, name: str, numel: int) -> torch.Tensor:
+def swap_file(init: Init, parameter: torch.Tensor, name: str, numel: int) -> torch.Tensor:
     """The swap file of a parameter as a 1-D tensor of ``numel`` elements, mapped shared.
 
     What is written into it goes to the page cache and from there to the device: it is no memory of the
@@ -106,6 +113,7 @@ def swap_file(init: Any, parameter: Any, name: str, numel: int) -> torch.Tensor:
             f"set offload_param.buffer_size to at least {numel}"
         )
     path = Path(swapper.get_path(parameter))
+    # DeepSpeed reads whole blocks: the file is as long as what it will ask for.
     aligned = int(swapper._io_aligned_numel(numel))
     _reserve(path, aligned * parameter.dtype.itemsize)
     return torch.from_file(str(path), shared=True, size=aligned, dtype=parameter.dtype)[:numel]
@@ -126,24 +134,28 @@ def _reserve(path: Path, nbytes: int) -> None:
         ) from error
 
 
-def leave_on_nvme(init: Any, parameter: Any, partition: Any, status: Any) -> None:
+def leave_on_nvme(
+    init: Init, parameter: ZeroParameter, partition: ZeroPartition, status: type[PartitionedParamStatus]
+) -> None:
     """Make ``partition``, a tensor object without data, stand for the parameter's swap file."""
     from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 
     swapper = init.param_swapper
+    # The state in which DeepSpeed itself leaves a partition that it has swapped out.
     partition.data = swapper.invalid_buffer.data
     partition.status = status.NOT_AVAILABLE
     partition.final_location = OffloadDeviceEnum.nvme
     swapper.param_id_to_numel[parameter.ds_id] = partition.ds_numel
 
 
-def write_through(init: Any, parameters: list[Any]) -> None:
+def write_through(init: Init, parameters: Sequence[torch.Tensor]) -> None:
     """Write the swap files of ``parameters`` to the device. Raises WriteError where that fails."""
     for parameter in parameters:
         path = init.param_swapper.get_path(parameter, must_exist=True)
         try:
             descriptor = os.open(path, os.O_RDWR)
             try:
+                # DeepSpeed reads with O_DIRECT, past the page cache that the mapping wrote to.
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
@@ -151,11 +163,12 @@ def write_through(init: Any, parameters: list[Any]) -> None:
             raise WriteError(f"the swap file {path} cannot be written: {error.strerror}") from error
 
 
-def current_partition(parameter: Any, status: Any) -> torch.Tensor:
+def current_partition(parameter: ZeroParameter, status: type[PartitionedParamStatus]) -> torch.Tensor:
     """The partition's values wherever they are: in a buffer, or in the swap file, mapped."""
     partition: torch.Tensor = parameter.ds_tensor
     swapper = parameter.nvme_swapper
     if parameter.ds_tensor.status == status.INFLIGHT:
+        # A read that is under way fills a buffer that is not to be looked at before it ends.
         swapper.synchronize_reads()
     if parameter.ds_tensor.status == status.AVAILABLE:
         return partition

@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -37,6 +37,12 @@ from zerostart.upstream.patches import RefCountedPatches, Ticket, note, replaced
 from zerostart.upstream.registry import Lasts, PatchPoint, Use, demand
 from zerostart.upstream.shapes import Shape
 from zerostart.upstream.versions import DEEPSPEED
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from zerostart.upstream.deepspeed.types import ZeroParameter
+    from zerostart.upstream.torch.types import ParameterGroup
 
 #: Fills 1-D fp32 tensors with this rank's shares of parameters, by name. Collective, in the same order.
 Reader = Callable[[Sequence[tuple[str, torch.Tensor]]], None]
@@ -184,9 +190,12 @@ def _enter(stack: ExitStack) -> None:
 
     @functools.wraps(original)
     def get_groups(self: Any) -> Any:
-        groups: list[dict[str, Any]] = original(self)
+        groups: list[ParameterGroup] = original(self)
+        # Without a mark it stays the stock optimizer, also while other models' marks keep this in place.
         if any(hasattr(p, _ATTRIBUTE) for group in groups for p in group["params"]):
-            base: Any = type(self)
+            base: type = type(self)
+            # In the midst of its constructor: all that it calls on itself from here on is found in ours
+            # first.
             self.__class__ = _subclass(base)
             note(_SUBCLASS, self)
             groups = self.split_by_buffer(groups)
@@ -217,29 +226,30 @@ class _Overrides:
     params_in_nvme_and_cpu: bool
     swap_optimizer: bool
     zenflow: bool
-    dp_process_group: Any
-    fp16_groups: list[list[Any]]
-    fp16_partitioned_groups: list[list[Any]]
+    dp_process_group: dist.ProcessGroup
+    fp16_groups: list[list[ZeroParameter]]
+    fp16_partitioned_groups: list[list[ZeroParameter]]
     fp16_partitioned_groups_flat: list[torch.Tensor | None]
     fp32_partitioned_groups_flat: list[torch.Tensor]
     lp_param_buffer: torch.Tensor
-    trainable_param_groups: list[dict[str, Any]]
+    trainable_param_groups: list[ParameterGroup]
     param_groups_fp16_flat_cpu_memory: list[torch.Tensor]
     master_weights_and_grads_dtype: torch.dtype
     _swappable_optimizer_subgroup: Callable[[int], bool]
     _optimizer_states_and_gradient_swap_in: Callable[[int], None]
     _optimizer_states_and_gradient_swap_out: Callable[[int], None]
 
-    def split_by_buffer(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def split_by_buffer(self, groups: list[ParameterGroup]) -> list[ParameterGroup]:
         """Groups of one dtype and one load each; the dtype with most elements becomes the optimizer's own."""
         elements: Counter[Buffer] = Counter()
         split = []
         for group in groups:
-            by_buffer: dict[Buffer, list[Any]] = {}
+            by_buffer: dict[Buffer, list[ZeroParameter]] = {}
             for parameter in group["params"]:
                 by_buffer.setdefault(_buffer_of(parameter), []).append(parameter)
                 elements[_buffer_of(parameter)] += parameter.ds_numel
             split += [{**group, "params": params} for params in by_buffer.values()]
+        # First the dtype with most elements over all loads, then the load with most of that dtype.
         by_dtype: Counter[torch.dtype] = Counter()
         for (dtype, _), count in elements.items():
             by_dtype[dtype] += count
@@ -248,8 +258,9 @@ class _Overrides:
         self.main_buffer = max((b for b in elements if b[0] == self.dtype), key=lambda b: elements[b])
         return split
 
-    def arrange_partitions(self, groups: list[dict[str, Any]]) -> None:
+    def arrange_partitions(self, groups: list[ParameterGroup]) -> None:
         """Bring what is trained into the order of ``groups``, in the buffers of its loads."""
+        # On NVMe partitions come and go by themselves, and have no buffer of the load to lie in.
         if self.params_in_nvme_and_cpu or not starting.known():
             return
         every: list[Any] = [p for p in self.module.parameters() if hasattr(p, "ds_tensor")]
@@ -261,11 +272,13 @@ class _Overrides:
                 continue
             own.sort(key=lambda params: params[0].dtype != self.dtype)  # Those of one buffer without a gap.
             parts = [[p.ds_tensor for p in params] for params in own]
+            # The largest stands for all: small ones may be persistent, and lie on the device where others do
+            # not.
             largest = max((partition for part in parts for partition in part), key=torch.Tensor.numel)
             if starting.takes(largest, self.offload_param):
                 arrange(parts, [p.ds_tensor for p in every if _buffer_of(p)[1] == load])
 
-    def _create_fp16_partitions_with_defragmentation(self, groups: Any) -> None:
+    def _create_fp16_partitions_with_defragmentation(self, groups: list[ParameterGroup]) -> None:
         with starting.defragmenting() if starting.known() else contextlib.nullcontext():
             super()._create_fp16_partitions_with_defragmentation(groups)  # type: ignore[misc]
 
@@ -274,6 +287,7 @@ class _Overrides:
 
     def _get_parameter_partitions(self) -> list[torch.Tensor]:
         """The partitions that share one buffer."""
+        # Of the main dtype and load only, so that ``defragment`` finds what it asserts.
         return [p.ds_tensor for g in self.fp16_groups for p in g if _buffer_of(p) == self.main_buffer]
 
     def _set_fp16_partitioned_groups_flat(self) -> None:
@@ -281,6 +295,7 @@ class _Overrides:
         for group in self.fp16_groups:
             numel = sum(p.partition_numel() for p in group)
             if _buffer_of(group[0]) == self.main_buffer:
+                # In the order in which ``_get_parameter_partitions`` gave them to ``defragment``.
                 self.fp16_partitioned_groups_flat.append(self.lp_param_buffer.narrow(0, offset, numel))
                 offset += numel
             else:
@@ -288,6 +303,8 @@ class _Overrides:
 
     def _create_param_groups_fp16_flat_cpu_memory(self) -> None:
         if not self.params_in_nvme_and_cpu and starting.known():
+            # The load has them next to each other already: its buffers are the host buffers, and nothing is
+            # copied.
             parts = [[p.ds_tensor for p in group["params"]] for group in self.trainable_param_groups]
             flats = [starting.joined(part) for part in parts]
             if all(f is not None and starting.takes(f, True) for f in flats):
@@ -298,6 +315,7 @@ class _Overrides:
             dtype = group["params"][0].dtype
             if dtype != self.dtype:
                 buffer = self.param_groups_fp16_flat_cpu_memory[number]
+                # Stock makes all in one dtype; pinned or not, as it has decided.
                 other = torch.empty(buffer.numel(), dtype=dtype, device="cpu", pin_memory=buffer.is_pinned())
                 self.param_groups_fp16_flat_cpu_memory[number] = other
 
@@ -311,9 +329,11 @@ class _Overrides:
     def _create_fp32_partitions(self) -> None:
         with starting.FuseToClone() if starting.known() else contextlib.nullcontext():
             super()._create_fp32_partitions()  # type: ignore[misc]
+        # Those on NVMe have no memory yet: see ``initialize_optimizer_states``.
         self._read_masters([n for n in range(len(self.fp16_groups)) if not self._is_swapped(n)])
 
     def initialize_optimizer_states(self) -> None:
+        # What it gives the masters as gradients is zero, and never written to; swapping and ZenFlow write it.
         unread = starting.known() and not (self.swap_optimizer or self.zenflow)
         largest = max(sum(p.ds_numel for p in group) for group in self.fp16_partitioned_groups)
         with starting.SharedZeroGradients(largest) if unread else contextlib.nullcontext():
@@ -325,8 +345,9 @@ class _Overrides:
                 self._read_masters([number])
                 self._optimizer_states_and_gradient_swap_out(number)
 
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure: Callable[[], torch.Tensor] | None = None) -> object:
         trained = [parameter for group in self.fp16_groups for parameter in group]
+        # Before it: a change that was lost is told before anything is trained on without it.
         check_step(trained, self.dp_process_group, called)
         return super().step(closure)  # type: ignore[misc]
 
@@ -341,10 +362,11 @@ class _Overrides:
 
     def _read_masters(self, numbers: Sequence[int]) -> None:
         """Read the marked parameters' shares into the flat masters of the sub-groups ``numbers``."""
+        # Masters of less than fp32 hold nothing that the parameter does not.
         if self.master_weights_and_grads_dtype != torch.float32:
             return
         wanted: dict[Reader, list[tuple[str, torch.Tensor]]] = {}
-        pairs: list[tuple[Any, torch.Tensor]] = []
+        pairs: list[tuple[ZeroParameter, torch.Tensor]] = []
         for number in numbers:
             flat = self.fp32_partitioned_groups_flat[number].detach()
             offset = 0
@@ -355,31 +377,34 @@ class _Overrides:
                 if reader is not None:
                     wanted.setdefault(reader, []).append((_name(parameter), share))
                     pairs.append((parameter, share))
+        # One call for each load, in the order of the groups, which is the same on all ranks: it is
+        # collective.
         for reader, shares in wanted.items():
             reader(shares)
         for parameter, _ in pairs:
             # Read once: what is behind the reader can go.
             setattr(parameter, _ATTRIBUTE, replace(getattr(parameter, _ATTRIBUTE), reader=None))
+        # A master that does not round to what the parameter holds is of a parameter that was edited since.
         changed = [_name(parameter) for parameter, share in pairs if follow_partition(share, parameter)]
         tell_changed(changed)
 
 
-def _mark_of(parameter: Any) -> Mark | None:
+def _mark_of(parameter: object) -> Mark | None:
     found: Mark | None = getattr(parameter, _ATTRIBUTE, None)
     return found
 
 
-def _buffer_of(parameter: Any) -> Buffer:
+def _buffer_of(parameter: torch.Tensor) -> Buffer:
     """What parameters of one flat buffer have in common; those of nobody's load are in one."""
     found = _mark_of(parameter)
     return parameter.dtype, None if found is None else found.load
 
 
-def _reader(parameter: Any) -> Reader | None:
+def _reader(parameter: object) -> Reader | None:
     found = _mark_of(parameter)
     return None if found is None else found.reader
 
 
-def _name(parameter: Any) -> str:
+def _name(parameter: object) -> str:
     found: Mark = getattr(parameter, _ATTRIBUTE)
     return found.name

@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,11 @@ from zerostart.upstream.deepspeed.zero3 import nvme
 from zerostart.upstream.registry import Lasts, PatchPoint, Use, demand
 from zerostart.upstream.shapes import Shape
 from zerostart.upstream.versions import DEEPSPEED
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from deepspeed.runtime.zero.partition_parameters import Init
 
 _INIT = "deepspeed.runtime.zero.partition_parameters:Init"
 _CONTEXTS = Use(
@@ -158,14 +163,18 @@ def join_hierarchical_groups(size: int) -> None:
     from deepspeed.utils import groups
 
     demand((_HIERARCHICAL,), "Leave out zero_hpz_partition_size")
-    private: Any = groups
+    private: ModuleType = groups
     if private._get_zero_param_intra_parallel_group() is None:
         private._create_zero_param_parallel_group(size)
 
 
 def partitioner(
-    world_size: int, dtype: torch.dtype | None, config: Mapping[str, Any] | None, secondary: int, owners: Any
-) -> Any:
+    world_size: int,
+    dtype: torch.dtype | None,
+    config: Mapping[str, Any] | None,
+    secondary: int,
+    owners: dist.ProcessGroup | None,
+) -> Init:
     """A ``zero.Init`` that converts nothing by itself, in a process that has joined all groups.
 
     It is given a whole configuration, and not ``dtype=``, which is ignored for fp32 on a host without fp16.
@@ -175,6 +184,7 @@ def partitioner(
     module = _partition_parameters()
     import deepspeed
 
+    # An Init asks for the group itself, and not for its size; it was made by ``join_hierarchical_groups``.
     hierarchical = deepspeed.utils.groups._get_zero_param_intra_parallel_group() if secondary > 1 else None
     with _refusals():
         init = module.Init(
@@ -205,11 +215,12 @@ def _refusals() -> Iterator[None]:
 
     try:
         yield
+    # DeepSpeed checks some settings by assert.
     except (DeepSpeedConfigError, ValidationError, AssertionError) as error:
         raise ConfigError(f"DeepSpeed refuses engine_config: {error}") from error
 
 
-def _check_secondary(init: Any, secondary: int, world_size: int) -> None:
+def _check_secondary(init: Init, secondary: int, world_size: int) -> None:
     asked = min(secondary, world_size)
     if asked > 1 and init.num_ranks_in_param_group != asked:
         raise ConfigError(
@@ -231,10 +242,12 @@ def _init_config(
     kept = ("zero_optimization", "aio", "bf16", "bfloat16", "fp16", "fp16_master_weights_and_grads")
     result = _settled({key: value for key, value in (config or {}).items() if key in kept})
     zero = result.setdefault("zero_optimization", {})
+    # Also where the configuration says less: this Init is for parameters of stage 3 alone.
     zero["stage"] = 3
     zero.pop("stage3_partition_stream_chunk_size", None)  # Ours to obey; not every version knows it.
     if dtype in (torch.bfloat16, torch.float16):
         result.setdefault("bf16" if dtype is torch.bfloat16 else "fp16", {})["enabled"] = True
+    # Batch sizes are required and not used: the least that DeepSpeed accepts as consistent.
     return {"train_micro_batch_size_per_gpu": 1, "train_batch_size": world_size, **result}
 
 
@@ -273,7 +286,7 @@ def check_quantising() -> None:
         )
 
 
-def parameter_device(init: Any) -> torch.device:
+def parameter_device(init: Init) -> torch.device:
     """Where the partitions live."""
     device: torch.device = torch.device(init.local_device)
     # "cuda:0" and "cpu:0" name the device that tensors report as "cuda:0" and "cpu".
@@ -289,14 +302,16 @@ class Home:
     nvme: bool = False
 
 
-def converted_parameter(init: Any, old: nn.Parameter) -> nn.Parameter:
+def converted_parameter(init: Init, old: nn.Parameter) -> nn.Parameter:
     """A ZeRO-3 parameter with the shape and attributes of ``old`` (on meta), and no partition yet.
 
     Must be called in the same order on every rank, since DeepSpeed numbers parameters and sorts its
     collectives by that number.
     """
+    # One element, seen as often as the shape says: a placeholder must have the shape, and no memory for it.
     single = torch.empty((1,) * old.dim(), dtype=old.dtype, device=parameter_device(init))
     new = nn.Parameter(single.expand(old.shape), requires_grad=old.requires_grad)
+    # Marks of ours and of the model (of experts, of what was cut) go along.
     new.__dict__.update(old.__dict__)
     # The conversion wraps this method of the old object's dictionary otherwise.
     new.__dict__.pop("item", None)
@@ -304,10 +319,11 @@ def converted_parameter(init: Any, old: nn.Parameter) -> nn.Parameter:
     return new
 
 
-def home_of(init: Any, parameter: nn.Parameter) -> Home:
+def home_of(init: Init, parameter: nn.Parameter) -> Home:
     """Where ``Init._partition_param`` keeps the partition of a converted parameter."""
     converted: Any = parameter
     local = parameter_device(init)
+    # An enumeration of DeepSpeed's, or the word itself, by how the configuration was given.
     remote = str(getattr(init.remote_device, "value", init.remote_device))
     if nvme.swaps(init, _partition_size(init, parameter)):
         return Home(torch.device("cpu"), nvme=True)
@@ -316,11 +332,11 @@ def home_of(init: Any, parameter: nn.Parameter) -> Home:
     return Home(torch.device("cpu"), pinned=bool(init.pin_memory) and local.type != "cpu")
 
 
-def _partition_size(init: Any, parameter: nn.Parameter) -> int:
+def _partition_size(init: Init, parameter: nn.Parameter) -> int:
     return int(init._aligned_size(parameter)) // int(init._partition_world_size(parameter))
 
 
-def give_partition(init: Any, parameter: nn.Parameter, partition: torch.Tensor, home: Home) -> None:
+def give_partition(init: Init, parameter: nn.Parameter, partition: torch.Tensor, home: Home) -> None:
     """Make ``partition`` the share of a converted parameter, and free its placeholder.
 
     Follows ``Init._partition_param``; may be filled afterwards. Raises EngineError for another size.
@@ -329,6 +345,7 @@ def give_partition(init: Any, parameter: nn.Parameter, partition: torch.Tensor, 
     size = _partition_size(init, parameter)
     if size != partition.numel():
         raise EngineError(f"DeepSpeed partitions a parameter into {size} elements, not {partition.numel()}")
+    # What lies on NVMe has no memory here; its tensor object carries the attributes alone.
     state: Any = torch.empty(0, dtype=parameter.dtype, device="cpu") if home.nvme else partition
     state.requires_grad = False
     state.ds_numel = size
@@ -339,11 +356,13 @@ def give_partition(init: Any, parameter: nn.Parameter, partition: torch.Tensor, 
     converted.ds_numel_aligned = init._aligned_size(parameter)
     if home.nvme:
         nvme.leave_on_nvme(init, converted, state, module.PartitionedParamStatus)
+    # Last: it takes the placeholder's data away, whose dtype and shape were asked for above.
     module.free_param(parameter)
 
 
 def partition_of(parameter: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...], int, int] | None:
     """``(partition, logical shape, rank, world size)`` of a ZeRO-3 parameter; None for any other."""
+    # Where it is not imported no parameter can be its own, whatever attributes it has.
     if "deepspeed" not in sys.modules or not hasattr(parameter, "ds_id"):
         return None
     p: Any = parameter
@@ -369,6 +388,7 @@ def partition_available(partition: torch.Tensor) -> bool:
 def contexts_aside() -> Iterator[None]:
     """Suspend a ``zero.Init`` context, which would partition what is built; may be nested."""
     module = sys.modules.get("deepspeed.runtime.zero.partition_parameters")
+    # Not imported, or imported and not open: then there is nothing to suspend.
     context = getattr(module, "top_level_context", None)
     if module is None or context is None or not context.patched:
         yield

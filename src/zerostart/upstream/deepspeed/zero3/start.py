@@ -147,6 +147,7 @@ def joined(partitions: Sequence[torch.Tensor]) -> torch.Tensor | None:
     first = partitions[0]
     place = first.storage_offset()
     for partition in partitions:
+        # Neighbours by address are not enough: no view spans two storages.
         same = partition.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
         if not same or partition.dtype != first.dtype or partition.storage_offset() != place:
             return None
@@ -215,12 +216,15 @@ class FuseToClone(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.Tensor.clone and self._made is not None and args[0] is self._made:
+            # Only the clone of what was just made: nobody else can have seen it, so it needs no copy.
             made, self._made = self._made, None
             return made
         if func is torch.Tensor.to and args[0].dim() == 1:
             source = args[0]
             like = func(source[:0], *args[1:], **kwargs)
             if (like.dtype, like.device) != (source.dtype, source.device):
+                # In pieces, for a device that converts for the host: a whole converted copy there is what is
+                # to be saved.
                 self._made = like.new_empty(source.numel())
                 for start in range(0, source.numel(), _CHUNK):
                     self._made[start : start + _CHUNK].copy_(source[start : start + _CHUNK])
