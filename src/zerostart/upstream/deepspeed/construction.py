@@ -198,6 +198,7 @@ def _marked(model: Any) -> _Mark | None:
 def _enter(stack: ExitStack) -> None:
     if wrong := misfit((_CONSTRUCTION, _STAGE)):
         logger.warning("%s. An engine of another ZeRO stage than a model's load fails by itself", wrong)
+    if misfit((_CONSTRUCTION,)):
         return
     from deepspeed.runtime.engine import DeepSpeedEngine
 
@@ -206,7 +207,8 @@ def _enter(stack: ExitStack) -> None:
 
     @functools.wraps(original)
     def configure_expert_parallel(self: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        _check_stage(self.zero_optimization_stage(), model)
+        if not wrong:  # What slices and experts need does not depend on it.
+            _check_stage(self.zero_optimization_stage(), model)
         _take_slices(self, model)
         if _has_its_experts(self, model):
             from deepspeed.module_inject.auto_ep_layer import ReplacementSourceMap
