@@ -59,10 +59,11 @@ def documents(path: str | Path) -> list[dict[str, Any]]:
 
 def current(place: Path, name: str) -> dict[str, Any] | None:
     """The document called ``name`` as it is to be read now; None without one. Raises VerifyError."""
+    # One that waits for its name comes first: the weights that it describes are those that readers find now.
     return _pending(place, name) or _read(place / name)
 
 
-def saved_at(document: Mapping[str, Any], marker: Path) -> int:
+def saved_at(document: Mapping[str, object], marker: Path) -> int:
     """When the save that ``document`` in the file ``marker`` describes was made, in nanoseconds.
 
     As it says, since files that were copied are of another time; of the file where it does not say.
@@ -71,7 +72,7 @@ def saved_at(document: Mapping[str, Any], marker: Path) -> int:
     return said if type(said) is int else marker.stat().st_mtime_ns
 
 
-def sealed(document: Mapping[str, Any]) -> dict[str, Any]:
+def sealed(document: Mapping[str, object]) -> dict[str, Any]:
     """``document`` with the digest of all its entries."""
     entries = sorted(document)
     return {**document, _SEAL: {"entries": entries, "blake2b": _digest(document, entries)}}
@@ -93,12 +94,13 @@ def check_seal(document: Mapping[str, Any], marker: Path) -> None:
         )
 
 
-def _digest(document: Mapping[str, Any], entries: Iterable[str]) -> str:
+def _digest(document: Mapping[str, object], entries: Iterable[str]) -> str:
+    # A list of pairs, since entries of later versions may be added to the document without breaking the seal.
     text = json.dumps([[entry, document[entry]] for entry in entries], sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def lies_at(place: Path, document: Mapping[str, Any], name: str) -> Path:
+def lies_at(place: Path, document: Mapping[str, object], name: str) -> Path:
     """Where a file of a document lies: of a save that was killed, or goes on, it may lie with that still."""
     staged = place / HIDDEN / str(document.get("save")) / name
     return staged if _TOKEN.fullmatch(str(document.get("save"))) and staged.is_file() else place / name
@@ -137,6 +139,8 @@ def grouped(names: Iterable[str], staged: bool = False) -> dict[str, list[str]]:
             rest.append(name)
     first = next(iter(groups), "")
     for name in rest:
+        # What has no weights beside it (a file of another folder) goes with the first content, so that each
+        # file is in exactly one.
         beside = (key for key in groups if PurePosixPath(key).parent == PurePosixPath(name).parent)
         groups.setdefault(next(beside, first), []).append(name)
     return groups
@@ -153,6 +157,8 @@ def _pending(place: Path, name: str) -> dict[str, Any] | None:
             if document is None or not {"switch"} <= document.keys():
                 continue
             switch, over = str(document["switch"]), str(document.get("over") or "")
+            # The staged switch has gone to its place, and the single file that readers would prefer is gone
+            # as well.
             if not (directory / switch).exists() and not (over and os.path.lexists(place / over)):
                 return document
     return None
@@ -194,7 +200,7 @@ def is_state(directory: Path) -> bool:
     return marker.is_file() and not is_foreign(marker)
 
 
-def _is_foreign(document: Mapping[str, Any]) -> bool:
+def _is_foreign(document: Mapping[str, object]) -> bool:
     return not {"format", "files"} & document.keys()
 
 

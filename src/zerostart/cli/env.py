@@ -49,6 +49,7 @@ def _found(check: bool) -> dict[str, Any]:
     from zerostart.upstream.registry import touched
     from zerostart.upstream.versions import LIBRARIES
 
+    # By metadata: an import of all libraries takes seconds, and may fail.
     installed = {library.name: library.installed() for library in LIBRARIES}
     patches = []
     for file, points in touched().items():
@@ -124,7 +125,7 @@ def _left_locks() -> list[str]:
     return [str(lock) for lock in left_locks()]
 
 
-def _devices(check: bool) -> dict[str, Any]:
+def _devices(check: bool) -> dict[str, object]:
     """Cores, bytes of memory that can be had, names of accelerators, and how many of them torch can use."""
     from zerostart.distributed.machine import available_memory, cores
 

@@ -109,7 +109,7 @@ def _document(catalog: Catalog, config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _print_summary(catalog: Catalog, config: dict[str, Any]) -> None:
+def _print_summary(catalog: Catalog, config: dict[str, object]) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -157,7 +157,7 @@ def _add_figures(table: Table, *headings: str) -> None:
         table.add_column(heading, no_wrap=True)
 
 
-def _describe(component: Component) -> dict[str, Any]:
+def _describe(component: Component) -> dict[str, object]:
     """One model of a pipeline as plain data, from its headers."""
     from zerostart.checkpoint.source import open_catalog
 

@@ -35,6 +35,8 @@ from zerostart import errors
 from zerostart.checkpoint.strict_json import dump_json
 from zerostart.errors import ConfigError, PeerError, ZerostartError, printable
 
+# Seconds: between two looks at the ranks, and from SIGTERM to SIGKILL. Then lines of a rank's output that are
+# shown.
 _POLL_SECONDS = 0.02
 _TERM_SECONDS = 5.0
 _TAIL_LINES = 30
@@ -120,9 +122,13 @@ def _start(
     cores = len(os.sched_getaffinity(0))
     workers: list[_Worker] = []
     with socket.socket() as store:
+        # The socket is bound here and handed to rank 0: a port that was only chosen could be another's by the
+        # time rank 0 listens.
         store.bind(("127.0.0.1", 0))
         store.listen(max(64, nproc))
         common = {
+            # Before the environment, so that a user's own setting holds; what follows it is the launcher's
+            # alone.
             "OMP_NUM_THREADS": str(max(1, cores // nproc)),
             **_loopback(),
             **os.environ,
@@ -172,11 +178,14 @@ def _supervise(workers: Sequence[_Worker], ended: list[_Worker], caught: Sequenc
         for worker in [worker for worker in pending if worker.poll()]:
             pending.remove(worker)
             ended.append(worker)
+            # The first failure starts the clock: the others are to raise the error that all agree on, and
+            # have so long for it.
             if worker.returncode != 0 and deadline is None:
                 deadline = time.monotonic() + grace
         if caught and not forwarded:
             forwarded = True
             for worker in pending:
+                # The rank alone and not its group: its workers that load data are its own to end.
                 os.kill(worker.process.pid, caught[0])
         if len(caught) > 1 or (deadline is not None and time.monotonic() > deadline):
             _stop(pending)
@@ -225,11 +234,12 @@ def _caught_signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _outcome(ended: Sequence[_Worker], *, interrupted: bool) -> list[Any]:
+def _outcome(ended: Sequence[_Worker], *, interrupted: bool) -> list[object]:
     """The results by rank, or the one error that tells why there are none."""
     failed = [worker for worker in ended if worker.returncode != 0]
     if not failed:
         return [worker.report().get("result") for worker in sorted(ended, key=lambda worker: worker.rank)]
+    # Ranks that this launcher has ended say nothing of the cause.
     own = [worker for worker in failed if not worker.stopped]
     if interrupted and all(worker.returncode in _INTERRUPTED for worker in own):
         raise KeyboardInterrupt
@@ -339,6 +349,7 @@ def _report(status: dict[str, object]) -> None:
         return
     temporary = Path(f"{target}.tmp")
     temporary.write_text(dump_json(status))
+    # Renamed when it is whole: the launcher reads it as soon as it is there.
     temporary.replace(target)
 
 

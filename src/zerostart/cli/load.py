@@ -8,7 +8,7 @@ from __future__ import annotations
 import json as json_module
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -17,6 +17,10 @@ from zerostart.cli.launch import join_group, leave_group, run_local_ranks, worke
 from zerostart.cli.options import SourceArgument, takes, values_of
 from zerostart.errors import ConfigError, ZerostartError
 from zerostart.loading.arguments import LoadArguments, dtype_of
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 
 @takes(LoadArguments)
@@ -102,7 +106,7 @@ def _show(result: dict[str, Any], text: str) -> None:
     show_comparison(result["forecast"], result["ranks"], console)
 
 
-def _run(argv: list[str]) -> dict[str, Any]:
+def _run(argv: list[str]) -> dict[str, object]:
     """One rank's rehearsal."""
     import dataclasses
 
@@ -159,9 +163,8 @@ def _forecast(options: dict[str, Any], place: tuple[int, int] | None) -> list[di
     return [{key: getattr(rank, key) for key in kept} for rank in made.ranks]
 
 
-def _differences(model: Any, source: str, dtype: Any) -> list[str]:
+def _differences(model: nn.Module, source: str, dtype: torch.dtype | None) -> list[str]:
     """Names of the tensors that differ from the library's own loading of the class; found on rank 0."""
-    import torch
     import torch.distributed as dist
 
     import zerostart
@@ -176,28 +179,32 @@ def _differences(model: Any, source: str, dtype: Any) -> list[str]:
         )
     reference: dict[str, torch.Tensor] = {}
     buffers: dict[str, torch.Tensor] = {}
+    # One whole copy to compare with, on one rank: all ranks on this machine would need as many.
     if dist.get_rank() == 0:
         plain = loading(root, dtype)
         reference, buffers = plain.state_dict(), dict(plain.named_buffers())
     wrong = []
     seen = set()
+    # Every rank walks along, as each tensor is gathered by all; ``reference`` is empty on the others, whose
+    # result nobody looks at.
     for name, tensor in zerostart.full_tensors(model):
         if tensor is not None:
             seen.add(name)
             if name not in reference or not _same(tensor, reference[name]):
                 wrong.append(name)
+    # Buffers that are in no state dict are compared as well: they were computed while the model was built.
     own = {name: buffer.cpu() for name, buffer in model.named_buffers()}
     wrong += [name for name, buffer in buffers.items() if name not in own or not _same(own[name], buffer)]
     return sorted({*wrong, *(reference.keys() - seen)})
 
 
-def _same(a: Any, b: Any) -> bool:
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
     import torch
 
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(_bits(a), _bits(b))
 
 
-def _bits(tensor: Any) -> Any:
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes: a NaN equals itself here, and a negative zero differs from a zero."""
     import torch
 

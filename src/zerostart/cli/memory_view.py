@@ -138,6 +138,7 @@ def _bars(console: Console, made: WorldPlan, rank: RankForecast) -> None:
                 Text(f"  {TITLES[phase]:<11}") + bar + Text(f" {decimal(sum(parts.values()))}"),
                 soft_wrap=True,
             )
+            # For the legend: each kind once, in the order in which it is first seen.
             used |= dict.fromkeys(parts)
         if limit is not None and near:
             marked = " " * _cells(limit, scale, width)

@@ -57,6 +57,7 @@ def takes(*kinds: type) -> Callable[[Command], Command]:
 
     def extend(command: Command) -> Command:
         own = list(inspect.signature(command, eval_str=True).parameters.values())
+        # The last parameter is ``**given``, which typer knows nothing of.
         required = [p for p in own[:-1] if p.default is p.empty]
         optional = [p for p in own[:-1] if p.default is not p.empty]
         shared = [_parameter(*described) for described in options(*kinds)]
@@ -82,7 +83,7 @@ def _parameter(name: str, default: Any, words: str) -> inspect.Parameter:
     elif option.kind in ("size", "rate"):
         more["metavar"] = option.kind.upper()
     flag = f"--{word}/--no-{word}" if option.kind == "switch" else f"--{word}"
-    wanted: Any = kind if default is not None else kind | None
+    wanted: object = kind if default is not None else kind | None
     return inspect.Parameter(
         name,
         inspect.Parameter.KEYWORD_ONLY,

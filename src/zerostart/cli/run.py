@@ -183,7 +183,7 @@ def _specification(name: str) -> importlib.machinery.ModuleSpec | None:
 
 
 def _code(spec: importlib.machinery.ModuleSpec) -> CodeType | None:
-    loader: Any = spec.loader
+    loader: object = spec.loader
     if not hasattr(loader, "get_code"):
         return None
     code: CodeType | None = loader.get_code(spec.name)

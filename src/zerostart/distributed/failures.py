@@ -34,6 +34,7 @@ def report_of(failure: BaseException) -> bytes:
         name = type(failure).__name__ + (f": {text}" if text else "")
         made = PeerError(f"stopped by {name}; what was under way is not complete: start all ranks again")
     try:
+        # Tried in both directions: what can be pickled need not come back (an __init__ with other arguments).
         data = pickle.dumps(made)
         pickle.loads(data)
     except Exception:  # of a class of somebody else's, with arguments that do not travel
@@ -46,6 +47,7 @@ def restored(report: bytes, rank: int | None) -> ZerostartError:
     """The error of a report; its text names ``rank`` unless that is None."""
     error: ZerostartError = pickle.loads(report)
     if rank is not None:
+        # In `args`, and not by a new error: the class and what else it carries stay as they were.
         error.args = (f"rank {rank}: {error}", *error.args[1:])
     return error
 
@@ -65,6 +67,7 @@ def agreed_since(error: BaseException, moment: int) -> BaseException | None:
     seen: set[int] = set()
     left: list[BaseException | None] = [error]
     while left:
+        # Causes and contexts form a graph, which may have cycles: hence `seen`.
         found = left.pop(0)
         if found is None or id(found) in seen:
             continue
@@ -99,6 +102,7 @@ class DeferredSignals:
     def __enter__(self) -> DeferredSignals:
         if threading.current_thread() is threading.main_thread():
             for number in _HELD:
+                # SIG_DFL and SIG_IGN are no callables, and None is a handler of C code: these stay in force.
                 handler = signal.getsignal(number)
                 if callable(handler):
                     self._handlers[number] = handler
@@ -114,6 +118,7 @@ class DeferredSignals:
     def deliver(self) -> None:
         """Handle what came meanwhile, now; raises what the handlers raise."""
         while self._came:
+            # Taken out first: a handler that raises leaves the rest for the next `deliver`.
             number, frame = self._came.pop(0)
             self._handlers[number](number, frame)
 

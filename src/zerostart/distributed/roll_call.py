@@ -74,10 +74,13 @@ class RollCall:
         self._silent_store = False
         # A group that is made anew often has the store of the one before it, with all that was written there.
         self._series = f"series {store.add(f'series/{rank}', 1)}"
+        # For messages alone: `named` finds the machine of a rank that can no longer be asked.
         store.set(f"host/{rank}", platform.node())
 
     def come(self, place: str, times: int = 1) -> None:
         """Write down that this rank has come to ``place``; with ``times=-1``, that it has left."""
+        # First who, then how many: whoever reads a full count finds all ranks among those that have come.
+        # Each rank adds a power of two of its own, which is an "or" as long as none comes twice.
         self.store.add(f"{place}/ranks/{self.rank // _BITS}", times << self.rank % _BITS)
         self.store.add(f"{place}/count", times)
 
@@ -87,6 +90,7 @@ class RollCall:
 
     def absent(self, place: str) -> list[int]:
         """The ranks that have not come, ascending."""
+        # Adding 0 reads a number, and makes it where nobody has written yet: `get` would wait for the key.
         parts = [self.store.add(f"{place}/ranks/{part}", 0) for part in range(-(-self.size // _BITS))]
         return [rank for rank in range(self.size) if not parts[rank // _BITS] >> rank % _BITS & 1]
 
@@ -127,6 +131,8 @@ class RollCall:
     ) -> Sequence[int]:
         begun, pause, silent = time.monotonic(), 0.001, True
         is_full = all_here or (lambda: not absent())
+        # One round trip a look, and looks soon get rarer: with a thousand ranks rank 0's store answers them
+        # all.
         while not self._ask(is_full):
             seconds = time.monotonic() - begun
             # All may have been here in the meantime, before one went there.
@@ -147,6 +153,8 @@ class RollCall:
         """
         place = self._next()
         with _store_needed(call):
+            # Before this rank comes: when all are here, all have told their group, so that every rank reads
+            # the same number below and takes the same branch.
             self.store.add(f"{place}/{group}", 1)
             self._gather(place, call)
             if self.store.add(f"{place}/{group}", 0) == self.size:
@@ -154,9 +162,11 @@ class RollCall:
             own, key = doubt(), f"{place}/doubt"
             if own and self.store.add(f"{key}s", 1) == 1:
                 self.store.set(key, f"rank {self.rank}: {own}")
+            # A second roll call: nobody may look for a doubt before all have had the time to write theirs.
             self._gather(self._next(), call)
             if not self.store.add(f"{key}s", 0):
                 return ""
+            # It is counted before it is written: the rank that counted may still be writing.
             self._ask(lambda: self.store.wait([key]))
             return str(self.store.get(key).decode())
 
@@ -176,21 +186,28 @@ class RollCall:
         """
         place, begun, silent, here = self._next(), time.monotonic(), True, False
         while True:
+            # Asked before the wait: a RuntimeError of `wait` is its time-out (LOOK) if the collective goes
+            # on, and the collective's own failure if it had ended by then.
             ended = work.is_completed()
             try:
                 work.wait(timedelta(seconds=LOOK))
                 return
             except RuntimeError as error:
                 failure, seconds = error, time.monotonic() - begun
+            # Only ranks that have waited for LOOK write to the store: a collective that goes well costs it
+            # nothing.
             new, here = not here, True
             reason = failure if ended else None
             try:
                 text = self._ask(functools.partial(self._look, place, call, seconds, reason, new, lost))
             except RuntimeError as gone:
+                # The store is slow, and the collective may still come to an end. Without its connection
+                # nobody will.
                 if not ended and not isinstance(gone, dist.DistNetworkError):
                     continue
                 text = lost("nor is the process group's store there, which rank 0 or its launcher serves")
             if text:
+                # The error is known already, and matters more than whether the others have heard of it.
                 with contextlib.suppress(RuntimeError):  # the store has gone meanwhile
                     self._ask(lambda: self._hear(place))
                 raise PeerError(text) from failure
@@ -230,6 +247,8 @@ class RollCall:
             except RuntimeError as error:
                 failures.append(error)
 
+        # A call of the store cannot be interrupted, and waits for minutes if its host is cut off: so it waits
+        # in a thread of its own, which is left behind (`daemon`: it does not keep the process from ending).
         asking = threading.Thread(target=ask, daemon=True)
         asking.start()
         asking.join(10 * LOOK)
@@ -249,6 +268,8 @@ class RollCall:
     ) -> str:
         """What is the matter, in the words of the first rank that has noticed it."""
         key = f"{place}/verdict"
+        # The first to add is the one that writes the verdict; the others take it over, so that all ranks
+        # raise the same text. If the first dies meanwhile, each says what it knows by itself.
         if self.store.add(f"{place}/noticed", 1) > 1:
             begun = time.monotonic()
             while not self.store.check([key]) and time.monotonic() - begun < 5 * LOOK:
@@ -257,6 +278,8 @@ class RollCall:
         if seconds < self.timeout:
             time.sleep(1.5 * LOOK)  # whoever waits in it has written that down by then
         missing = self.absent(place)
+        # At the time-out torch breaks the collective itself, on each rank a little earlier or later; sooner
+        # than that it can only have been a rank that has gone.
         if missing and seconds > 0.9 * self.timeout:
             text = self._overdue(missing, call)
         else:
@@ -268,6 +291,7 @@ class RollCall:
         """Note that this rank knows what is the matter; rank 0, with which the store may go, leaves last."""
         heard, begun = f"{place}/heard", time.monotonic()
         self.store.add(heard, 1)
+        # Those that have come (`count`) are those that read the verdict; who never came is not waited for.
         while self.rank == 0 and time.monotonic() - begun < 3 * LOOK:
             if self.store.add(heard, 0) >= self.store.add(f"{place}/count", 0):
                 return

@@ -137,6 +137,7 @@ def _control_group() -> Any:
     """A process group for small CPU messages: the default one if it is gloo, else one made once beside it."""
     default = dist.group.WORLD
     if "gloo" in str(dist.get_backend(default)):
+        # Made when a rank first asks, without meeting the others: see the counters of `RollCall`.
         if default not in _roll_calls:
             _roll_calls[default] = _new_roll_call("calls")
         return default
@@ -163,6 +164,7 @@ def _new_roll_call(prefix: str) -> RollCall | None:
         return None
     try:
         return RollCall(store_of(f"zerostart/{prefix}"), dist.get_rank(), size, patience())
+    # None: calls are then waited for without a word about who is missing.
     except RuntimeError:
         return None
 
@@ -199,6 +201,8 @@ class World:
     size: int
     group: Any
 
+    # Every method below is collective: all ranks of the group call it, in the same order, with the same
+    # `during`.
     def all_gather_object(self, value: T, during: str) -> list[T]:
         """``value`` of every rank, in rank order.
 
@@ -208,7 +212,9 @@ class World:
         if self.size == 1:
             return [value]
         data, failure = _pickled(value)
+        # No bodies: all ranks have the same bytes, as the first message has told each.
         gathered = self._meet(during, failure, data, gather=True).bodies or [data] * self.size
+        # The own value is handed back itself: a copy of it would be another object than the caller's.
         return [value if rank == self.rank else pickle.loads(d) for rank, d in enumerate(gathered)]
 
     def broadcast_object(self, make: Callable[[], T], during: str, source: int = 0) -> T:
@@ -227,6 +233,7 @@ class World:
         with DeferredSignals() as signals:
             head = self._meet(during, failure, data)
             if self.size > 1:
+                # Only the source has data, so that the longest of all is the length of its.
                 sent = _room(head.longest, data)
                 self._transfer(during, dist.broadcast, sent, src=source)
                 made = made if self.rank == source else pickle.loads(sent.numpy().data)
@@ -242,6 +249,8 @@ class World:
         total = values.clone()
         with DeferredSignals() as signals:
             length = torch.tensor([values.numel()], device="cpu")
+            # Tensors of unlike lengths would be added up wrongly, or wait for ever: so lengths are compared
+            # first.
             if not self._meet(during, None, length.numpy().tobytes()).alike:
                 raise _uneven(self._gathered(during, length).view(-1).tolist(), during)
             if self.size > 1 and total.numel():
@@ -262,12 +271,17 @@ class World:
 
         Phases may be nested. An interrupt stays what it is on its own rank, and is a PeerError on the others.
         """
+        # Errors are marked with the moment at which all ranks agreed on them. One that was agreed on since
+        # this phase began has been raised on every rank, and must not be told a second time: nobody would
+        # listen.
         begun = now()
         failure: BaseException | None = None
         outer = _phases.get()
         _phases.set((*outer, name))
         try:
             yield
+        # After a PeerError there is nobody to meet; a GeneratorExit comes when a generator is closed, at a
+        # moment that the other ranks do not share.
         except (PeerError, GeneratorExit):
             raise
         except BaseException as error:
@@ -279,10 +293,11 @@ class World:
             failure = error
         finally:
             _phases.set(outer)
+        # Outside of `finally`, and after the phase is left: the meeting's own place is the one around it.
         self.raise_together(failure, name)
 
     @contextlib.contextmanager
-    def collectives(self, during: str, prepare: Callable[[], Any] = lambda: None) -> Iterator[Any]:
+    def collectives(self, during: str, prepare: Callable[[], object] = lambda: None) -> Iterator[Any]:
         """Inside, ranks make collective calls that are not of this class, and nothing else that may fail.
 
         What may is in ``prepare``, whose result is given; a rank that fails there, or has failed before,
@@ -297,6 +312,8 @@ class World:
         except BaseException as error:
             failure = error
         with DeferredSignals() as signals:
+            # The ranks meet with the result of `prepare` in hand: from here on nothing may fail on one rank
+            # alone.
             self.raise_together(failure, during)
             begun, groups = now(), made_groups()
             try:
@@ -305,8 +322,12 @@ class World:
                 if isinstance(error, RuntimeError) and is_lost(error):
                     raise self._lost(during) from error
                 if self.size > 1 and agreed_since(error, begun) is None:
+                    # Marked as agreed, for a phase around it would wait for ranks that wait in the library's
+                    # own call.
                     self._raise(error, report_of(error), None)  # by itself: nobody can be met
                 raise
+            # Groups that the library has made inside wait as long as the default group does: torch gives them
+            # a time-out of its own.
             same_patience(groups)
         signals.deliver()
 
@@ -326,8 +347,11 @@ class World:
             return _Head(len(data), True, [])
         report, place = b"" if failure is None else report_of(failure), during.encode()
         with DeferredSignals() as signals:
+            # All is asked by one MAX: the lengths for the buffers of what follows; a hash and its negative,
+            # whose maxima cancel if and only if all hashes are equal.
             own = [len(data), len(place), len(report), *_both_ways(place), *_both_ways(data)]
             # Of the ranks that have failed the first, and whether any has not.
+            # Of negative ranks the largest is that of the lowest rank; -size stands for "has not failed".
             own += [-self.size, 1] if failure is None else [-self.rank, 0]
             most = torch.tensor(own, device="cpu")
             self._transfer(during, dist.all_reduce, most, dist.ReduceOp.MAX)
@@ -335,6 +359,9 @@ class World:
             astray, unlike = numbers[0] != -numbers[1], numbers[2] != -numbers[3]
             failed, bodies = first > -self.size, []
             if failed:
+                # All ranks take the same branch, since all have the same maxima: each is one collective for
+                # all of them. `length` is the longest report of any rank, and the bytes after a shorter one
+                # are zeros, which pickle leaves alone.
                 told = _room(length, report if self.rank == -first else b"")
                 self._transfer(during, dist.broadcast, told, src=-first)
             elif astray:
@@ -359,10 +386,12 @@ class World:
             raise failure
         error = restored(report, rank)
         mark_agreed(error)
+        # The own failure stays the cause, for this rank's log; the error itself is the same on all ranks.
         raise error from failure
 
     def _bodies(self, during: str, message: bytes, longest: int) -> list[bytes]:
         """``message`` of every rank, of which the longest is known."""
+        # all_gather wants rows of one length: each begins with how much of it is meant.
         sized = len(message).to_bytes(8, "little") + message
         rows = self._gathered(during, _room(8 + longest, sized)).numpy()
         return [row[8:][: int.from_bytes(row[:8].tobytes(), "little")].tobytes() for row in rows]

@@ -190,6 +190,8 @@ def _whole_state(model: nn.Module, without_frozen: bool) -> Any:
     state: dict[str, torch.Tensor] = {}
     for name, tensor in full_tensors(model, 0):
         parameter = parameters.get(name)
+        # All ranks walk through all tensors, as each is gathered by all of them; rank 0 alone gets them, None
+        # is on the others.
         if tensor is None or (without_frozen and parameter is not None and not parameter.requires_grad):
             continue
         # Tied names share one tensor, as in the model's own state dict.
@@ -218,7 +220,7 @@ def _left(model: nn.Module) -> None:
         _accelerate.hold(model)
 
 
-def _keys_of(path: str) -> dict[str, Any] | None:
+def _keys_of(path: str) -> dict[str, object] | None:
     """Names and shapes in a torch file that DiffSynth looks at, where what follows is a sharded load."""
     return None if _resolved(_stack[-1], nn.Module) is None else keys_of_torch_file(path)
 

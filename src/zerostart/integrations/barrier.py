@@ -92,6 +92,8 @@ class _Calls:
                 if theirs != directory:
                     raise _apart(directory, 0, theirs)
                 return True
+            # Both of us were handed a state dict for that directory: rank 0 saved its own, this rank had done
+            # so before.
             if self.own[theirs]:
                 self.own[theirs] -= 1
             elif theirs == directory:
@@ -152,6 +154,7 @@ def _here() -> _Calls | None:
         return None
     group, world = dist.group.WORLD, current_world()
     if group not in _calls:
+        # A prefix of its own, so that the numbers meet nobody else's in the group's store.
         store = store_of("zerostart/meeting")
         roll = RollCall(store, world.rank, world.size, patience())
         _calls[group] = _Calls(store, world.rank, world.size, roll)

@@ -112,13 +112,14 @@ class EngineSetup:
         return cls(engine, stage, config, dtype or kind.adopted_dtype, building and (dtype or building))
 
     @classmethod
-    def asked(cls, engine: str, stage: int, config: Mapping[str, Any]) -> EngineSetup:
+    def asked(cls, engine: str, stage: int, config: Mapping[str, object]) -> EngineSetup:
         """An engine that the script itself is not set up for: with a dtype where ``config`` names one."""
         kind = check_choice(engine, stage).for_stage(stage, config, Mesh(1), None)
         return cls(engine, stage, config, kind.parameter_dtype).at(stage)
 
     def at(self, stage: int) -> EngineSetup:
         """The same at another stage."""
+        # Whether models are built in another dtype depends on the stage, which dtype it is does not.
         builds = check_choice(self.engine, stage).for_stage(stage, self.config, Mesh(1), None).building_dtype
         return replace(self, zero_stage=stage, building_dtype=self.dtype if builds is not None else None)
 
@@ -174,14 +175,14 @@ def _with_tensors(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**config, "tensor_parallel": {**section, "autotp_size": size}}
 
 
-def _with_replicas(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def _with_replicas(config: Mapping[str, object]) -> Mapping[str, object]:
     """FSDP2's configuration, with as many copies of the model as accelerate has."""
     shared = parallelism()
     replicas = 1 if shared is None else shared.dp_replicate_size
     return config if replicas == 1 else {**config, "replicate": replicas}
 
 
-def fsdp2_config(found: FSDP2Plugin, model: type) -> dict[str, Any]:
+def fsdp2_config(found: FSDP2Plugin, model: type) -> dict[str, object]:
     """accelerate's FSDP2 settings as ``engine_config``. Raises ConfigError, by the setting."""
     plugin = found.plugin
     if plugin.ignored_modules is not None:

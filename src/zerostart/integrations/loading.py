@@ -74,6 +74,9 @@ class InterceptedLoad:
 
     @contextlib.contextmanager
     def _logged(self) -> Iterator[None]:
+        # An open zero.Init is put aside: the model is built on the meta device, and shared out by the load.
+        # The log notes the operators of its constructor, by which tensors that the checkpoint lacks get their
+        # values.
         with engines.contexts_aside(), self._log:
             yield
 

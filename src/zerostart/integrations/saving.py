@@ -55,6 +55,8 @@ def save_pretrained(original: Original, **call: Any) -> object:
         return None
     if call.get("distributed_checkpoint") or not in_shards(model):
         return original()
+    # The script has gathered the model itself, so this call is rank 0's alone; the others, if they call it
+    # too, are told.
     if call.get("state_dict") is not None:
         announce_local_save(directory)
         return original()

@@ -27,6 +27,8 @@ def full_tensors(model: nn.Module, rank: int | None) -> Iterator[tuple[str, torc
     size = world.size
     if rank is not None and not 0 <= rank < size:
         raise ConfigError(f"rank={rank} is not one of the {size} ranks")
+    # A generator runs nothing before its first step: the checks stand out here, so that a wrong argument
+    # fails at the call.
     return _walk(model, rank)
 
 
@@ -64,11 +66,16 @@ def whole_tensor(shard: Shard, rank: int | None) -> torch.Tensor | None:
     # The place names the receiver: ranks that differ in it would wait for each other in what follows.
     with world.collectives(f"gathering {shard.name} on {_receiver(rank)}", prepare) as (layouts, out):
         longest = max(layout.numel for layout in layouts)
+        # Every rank takes part in every round, also one whose share has ended: a collective that one rank
+        # skips would hang the others. The longest share says how many rounds there are, which all ranks know
+        # alike from the layouts.
         for start in range(0, longest, MESSAGE):
             count = min(MESSAGE, longest - start)
             parts = _exchange(_segment(shard.storage, start, count), rank, here, size)
             if out is None:
                 continue
+            # A round brings elements [start, start + count) of each rank's storage. A run says where elements
+            # of the storage lie in the tensor: what both have in common is copied.
             for layout, part in zip(layouts, parts, strict=True):
                 for first, length, place in layout.runs():
                     low, high = max(place, start), min(place + length, start + count)

@@ -67,6 +67,7 @@ def remember_load(model: nn.Module, record: LoadRecord) -> None:
 def loaded_model(model: nn.Module) -> nn.Module:
     """The loaded model inside the wrappers of engines, of torch.compile and of PEFT, or ``model`` itself."""
     inner: nn.Module | None = model
+    # A record outranks the wrapper's kind: a loaded model may itself be of a class that looks like a wrapper.
     while inner is not None and inner not in _records:
         inner = wrapped(inner)
     return model if inner is None else inner
@@ -75,6 +76,8 @@ def loaded_model(model: nn.Module) -> nn.Module:
 def bare_model(model: nn.Module) -> nn.Module:
     """The model inside the wrappers of libraries, whoever has loaded it."""
     inner = loaded_model(model)
+    # Only libraries' own classes are opened: a script's class with a child called ``module`` is a model, not
+    # a wrapper.
     while inner not in _records and type(inner).__module__.partition(".")[0] in _WRAPPERS:
         inside = wrapped(inner)
         if inside is None:
@@ -87,6 +90,8 @@ def wrapped(wrapper: nn.Module) -> nn.Module | None:
     """What a wrapper wraps; None for a module that is none."""
     names: tuple[str, ...] = ("module", "_orig_mod")
     if type(wrapper).__module__.partition(".")[0] == "peft":
+        # PeftModel has the tuner in ``base_model``, and the tuner the model in ``model``. In other libraries
+        # these are names of parts of a model.
         names += ("base_model", "model")
     found = (wrapper._modules.get(name) for name in names)
     return next((module for module in found if module is not None), None)
@@ -125,6 +130,8 @@ def loaded_parts(model: nn.Module) -> list[tuple[str, nn.Module, LoadRecord]]:
         record = find_record(module)
         if record is not None and id(module) not in inside:
             found.append((f"{name}." if name else "", module, record))
+            # named_modules goes from the outside to the inside: the outermost load counts, and loads within
+            # it are its parts.
             inside.update(id(part) for part in module.modules())
     return found
 
@@ -228,6 +235,8 @@ class LiveModel:
         outer, parts = self._outer, loaded_parts(self._outer)
         named = dict(outer.named_parameters(remove_duplicate=False))
         loaded = {id(p) for _, part, _ in parts for p in part.parameters()}
+        # Engines search the whole model, which takes its time: only where a parameter is no load's (the model
+        # is not ours, or adapters were added to it).
         added = any(id(p) not in loaded for p in named.values())
         shards = find_shards(outer, self.world) if added else {}
         # A record knows more than can be seen: experts and slices look like whole tensors.
@@ -306,6 +315,8 @@ class LiveModel:
         for name, parameter in self.module.named_parameters(remove_duplicate=False):
             inside.add(id(parameter))
             yield plain_name(name), parameter
+        # Then what wrappers have added around the model (adapters of PEFT, say), which the model does not
+        # see. After the model's own, so that a first name is the model's where both have one.
         for name, parameter in self._outer.named_parameters():
             if id(parameter) not in inside:
                 yield plain_name(name), parameter

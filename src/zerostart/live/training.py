@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -38,7 +37,7 @@ class StateTensor:
     shard: Shard
 
 
-def training_state(model: nn.Module, optimizer: Any) -> TrainingState:
+def training_state(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> TrainingState:
     """What is kept for ``model`` in training, by the engine that trains it or by ``optimizer`` alone.
 
     Raises ConfigError and EngineError for a state that cannot be read where it is.
@@ -51,7 +50,7 @@ def training_state(model: nn.Module, optimizer: Any) -> TrainingState:
 class LiveTraining(LiveModel):
     """A live model with its training state, whoever keeps that: a torch optimizer, or an engine."""
 
-    def __init__(self, model: nn.Module, optimizer: Any, world: World) -> None:
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, world: World) -> None:
         """``model`` and ``optimizer`` are as ``zerostart.save_state`` takes them.
 
         Raises ConfigError and EngineError for what cannot be saved or restored as it is given.
@@ -72,6 +71,7 @@ class LiveTraining(LiveModel):
     def masters(self) -> Iterator[StateTensor]:
         """The copies that are stepped in the place of parameters."""
         for step in self.steps:
+            # Where the parameter is stepped itself, there is no copy: the parameter is saved as such.
             if not step.is_parameter:
                 yield from self._members(step, "master", step.tensor)
 
@@ -132,6 +132,8 @@ def share_of(member: Member, shard: Shard, values: torch.Tensor) -> Shard:
     whole = whole and shard.layout.owned >= member.count
     if whole and member.first is None and not isinstance(values, DTensor):
         return laid_out(shard, values)  # it lies in memory in an order of its own
+    # Else the values are one run: of this member alone, or of all members of the step, of which it has a
+    # part.
     local = (values.to_local() if isinstance(values, DTensor) else values).detach().view(-1)
     storage = local if local.numel() == member.count else local[member.at : member.at + member.count]
     if member.first is None:
@@ -158,5 +160,6 @@ def is_number(key: str, value: object, step: Stepped) -> bool:
     """Whether an entry of a state is a number, which is the same for every element."""
     if isinstance(value, (bool, int, float)) or value is None:
         return True
+    # A parameter without dimensions has moments without dimensions: only its ``step`` is a number then.
     shaped = step.tensor.dim() == 0 and key != "step"
     return isinstance(value, torch.Tensor) and value.dim() == 0 and not shaped

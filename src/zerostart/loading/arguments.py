@@ -236,7 +236,9 @@ _KINDS: dict[str, tuple[type | tuple[str, str] | tuple[type, ...], str]] = {
 _JSON = "give a JSON file; an accelerate configuration (YAML) names DeepSpeed's as deepspeed_config_file"
 
 
-def check_arguments(verb: Callable[..., object], given: Mapping[str, Any], collective: bool = True) -> None:
+def check_arguments(
+    verb: Callable[..., object], given: Mapping[str, object], collective: bool = True
+) -> None:
     """Raise ConfigError for the first of the ``given`` arguments that is not of the kind that ``verb`` names.
 
     Where all ranks make the call (``collective``), it is raised on all of them. What an annotation calls by
@@ -248,7 +250,7 @@ def check_arguments(verb: Callable[..., object], given: Mapping[str, Any], colle
 
 @contextmanager
 def checked_arguments(
-    verb: Callable[..., object], given: Mapping[str, Any], collective: bool = True
+    verb: Callable[..., object], given: Mapping[str, object], collective: bool = True
 ) -> Iterator[None]:
     """``check_arguments``; inside, what ``verb`` reads of them may raise, which is told in the same way."""
     try:

@@ -223,7 +223,7 @@ class _Use:
         module.register_forward_pre_hook(self.begin, with_kwargs=True)
         module.register_forward_hook(self.end, always_call=True)
 
-    def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def begin(self, module: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
         """Raise EngineError where a backward would need the weights; else have them there."""
         if torch.is_grad_enabled() and any(
             isinstance(value, torch.Tensor) and value.requires_grad for value in (*args, *kwargs.values())
@@ -235,7 +235,7 @@ class _Use:
         self.window.enter(self.unit)
         self.depth += 1
 
-    def end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def end(self, module: nn.Module, args: tuple[object, ...], output: object) -> None:
         """Let them go; called after a forward, and after a beginning, that has failed as well."""
         if self.depth:
             self.depth -= 1
@@ -267,7 +267,7 @@ class _Absent(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch declares it without the class
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        cls, func: object, types: object, args: object = (), kwargs: object = None
     ) -> Any:
         own = next(arg for arg in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(arg, cls))
         if func is torch.ops.aten.detach.default:
@@ -285,7 +285,7 @@ class _Absent(torch.Tensor):
         """Where files are written from; there is none. Raises EngineError."""
         raise self._asked_for_by("storage")
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"Absent({self._name}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
 

@@ -25,7 +25,7 @@ from zerostart.distributed.world import World
 from zerostart.errors import ConfigError, ReadError
 
 
-def open_source(source: Any, world: World, model: Any = None) -> Catalog:
+def open_source(source: object, world: World, model: object = None) -> Catalog:
     """``source_or_none``, where there must be a source. Raises ConfigError on every rank if there is none."""
     catalog = source_or_none(source, world, model)
     if catalog is None:
@@ -114,14 +114,14 @@ def check_model(model: Any, source: Any, catalog: Catalog) -> None:
         )
 
 
-def described(source: Any, catalog: Catalog) -> str:
+def described(source: object, catalog: Catalog) -> str:
     """What to call the source in messages; the same on every rank."""
     if not isinstance(source, (str, os.PathLike, Files)):
         return catalog.storage.name
     return str(Path(str(source)) / catalog.component) if catalog.component else str(source)
 
 
-def _classes(model: Any) -> tuple[str, ...]:
+def _classes(model: object) -> tuple[str, ...]:
     """Names of the classes that ``model`` is of; none for a callable, which says so only once it has run."""
     kind = type(model) if isinstance(model, nn.Module) else model
     if not isinstance(kind, type):
@@ -129,7 +129,7 @@ def _classes(model: Any) -> tuple[str, ...]:
     return tuple(base.__name__ for base in kind.__mro__ if issubclass(base, nn.Module))
 
 
-def _kind(source: Any) -> str:
+def _kind(source: object) -> str:
     if source is None:
         return "None"
     if isinstance(source, Mapping):

@@ -130,7 +130,7 @@ class Values:
         return replace(plan, storage=storage, reads=reads)
 
 
-def _check(model: Any, take: bool) -> None:
+def _check(model: object, take: bool) -> None:
     """Raise ConfigError for what cannot be sharded as it is."""
     if not isinstance(model, nn.Module):
         raise ConfigError(

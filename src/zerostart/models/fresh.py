@@ -7,7 +7,6 @@ the unsharded model has after the same ``torch.manual_seed``, and leave the gene
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch import nn
@@ -26,13 +25,13 @@ from zerostart.recipe import Coverage, Recipes, Target, matched, symbols_of
 from zerostart.upstream.transformers.fresh import initialising
 
 
-def import_model(model: Any) -> None:
+def import_model(model: object) -> None:
     """Import what building ``model`` needs, as far as that is known. Raises as ``build_fresh`` does."""
     if not isinstance(model, (nn.Module, Built)):
         maker_of(model, None)
 
 
-def build_fresh(model: Any, asked: torch.dtype | None, dtype: torch.dtype | None) -> Built:
+def build_fresh(model: object, asked: torch.dtype | None, dtype: torch.dtype | None) -> Built:
     """Build ``model``, a configuration, class or callable, as it initialises itself; or a module on meta.
 
     ``asked`` is torch's default dtype meanwhile, None: the configuration's, else as it is. ``dtype`` is in

@@ -195,7 +195,7 @@ def _discard(op: Op) -> None:
     op.func(*args, **kwargs)
 
 
-def _stand_in(value: Any) -> Any:
+def _stand_in(value: object) -> Any:
     """A tensor of any values on the CPU for one on meta: how much is drawn depends on its shape alone."""
     if isinstance(value, torch.Tensor) and value.device.type == "meta":
         # What torch draws for elements that lie apart differs from what it draws for a run.

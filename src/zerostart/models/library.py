@@ -93,7 +93,7 @@ class Built:
     quantizer: Any = None
 
     @one_thread()
-    def recipes(self, catalog: Catalog, targets: Mapping[str, Target], converter: Any = None) -> Recipes:
+    def recipes(self, catalog: Catalog, targets: Mapping[str, Target], converter: object = None) -> Recipes:
         """``ModelLibrary.recipes`` of this model, with bits that no number of threads decides."""
         return self.library.recipes(self, catalog, targets, converter)
 
@@ -169,7 +169,7 @@ class Converting:
         return None
 
     def recipes(
-        self, built: Built, catalog: Catalog, targets: Mapping[str, Target], converter: Any = None
+        self, built: Built, catalog: Catalog, targets: Mapping[str, Target], converter: object = None
     ) -> Recipes:
         """The recipe of every target that the checkpoint covers, and what is left open.
 
@@ -188,7 +188,7 @@ class Converting:
         """What dequantises the weights in ``root``, the model made ready for it; None if they need none."""
         return None
 
-    def quantisation(self, quantizer: Any) -> str:
+    def quantisation(self, quantizer: object) -> str:
         """The name of the method with which the weights that ``quantizer`` dequantises are quantised."""
         return ""
 
@@ -304,7 +304,7 @@ class ModelLibrary(Building, Converting, Completing, Running, Saving):
 
 
 def chosen_converter(
-    model: nn.Module, converter: Any, own: Callable[[nn.Module], Converter | None]
+    model: nn.Module, converter: object, own: Callable[[nn.Module], Converter | None]
 ) -> Converter | None:
     """The converter to run: the caller's, or without one what ``own`` gives for the model.
 

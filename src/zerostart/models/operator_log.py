@@ -99,7 +99,7 @@ def _written_arguments(func: Any) -> tuple[int, ...]:
     )
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
+def _tensors(value: object) -> list[torch.Tensor]:
     """Tensors among the arguments or results of an operator, which are in lists and tuples at most.
 
     Called for every operator of a model's construction, where a general walk would be most of the cost.
@@ -109,15 +109,15 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     return [t for item in value for t in _tensors(item)] if isinstance(value, (list, tuple)) else []
 
 
-def _meta_tensors(value: Any) -> list[torch.Tensor]:
+def _meta_tensors(value: object) -> list[torch.Tensor]:
     return [t for t in _tensors(value) if t.device.type == "meta"]
 
 
-def _is_meta(value: Any) -> bool:
+def _is_meta(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.device.type == "meta"
 
 
-def _snapshot(value: Any) -> Any:
+def _snapshot(value: object) -> Any:
     """A tensor as it is now: the caller may change a real one, or transpose a meta one in place."""
     if not isinstance(value, torch.Tensor):
         return value
@@ -167,11 +167,13 @@ class OperatorLog(TorchDispatchMode):
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
         self._entered.pop().close()
 
-    def _opaque(self, function: Callable[..., Any], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def _opaque(
+        self, function: Callable[..., object], tensor: torch.Tensor, *args: object, **kwargs: object
+    ) -> Any:
         """Note a Python function as one step on a meta tensor; let it run on any other."""
         if tensor.device.type != "meta":
             return function(tensor, *args, **kwargs)

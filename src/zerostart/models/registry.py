@@ -6,7 +6,6 @@ import functools
 import importlib
 from collections.abc import Callable
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any
 
 import torch
 from torch import nn
@@ -59,7 +58,7 @@ def library_in(root: str | None) -> ModelLibrary:
     return next(library for library in _libraries() if library.describes(root))
 
 
-def maker_of(model: Any, dtype: torch.dtype | None) -> tuple[Callable[[], nn.Module], torch.dtype | None]:
+def maker_of(model: object, dtype: torch.dtype | None) -> tuple[Callable[[], nn.Module], torch.dtype | None]:
     """What builds a model of a configuration, and the dtype that this names; a class or callable as it is.
 
     Raises ConfigError for anything else, and as ``library_of`` does.

@@ -141,7 +141,7 @@ def _first(config: Mapping[str, Any], keys: tuple[str, ...]) -> int | None:
     return next((config[key] for key in keys if _is_size(config.get(key))), None)
 
 
-def _set_layers(config: Mapping[str, Any], result: dict[str, Any], layers: Mapping[str, int]) -> None:
+def _set_layers(config: Mapping[str, object], result: dict[str, object], layers: Mapping[str, int]) -> None:
     """Set the numbers of layers, and cut the lists that speak of each layer or name some of them."""
     result.update(layers)
     if not layers:
@@ -163,7 +163,7 @@ def _is_index(value: object) -> TypeGuard[int]:
     return type(value) is int and value >= 0
 
 
-def _resample(kinds: list[Any], count: int) -> list[Any]:
+def _resample(kinds: list[object], count: int) -> list[Any]:
     """``count`` of the entries: the first ones, the last replaced by kinds that would be lost."""
     kept = [kinds[position % len(kinds)] for position in range(count)]
     lost = [kind for position, kind in enumerate(kinds) if kind not in kinds[:position] and kind not in kept]
@@ -172,7 +172,7 @@ def _resample(kinds: list[Any], count: int) -> list[Any]:
     return kept[: count - len(tail)] + tail
 
 
-def _clip_token_ids(config: dict[str, Any]) -> None:
+def _clip_token_ids(config: dict[str, object]) -> None:
     vocabulary = config.get("vocab_size")
     if not _is_size(vocabulary):
         return
@@ -185,7 +185,7 @@ def _clip_token_ids(config: dict[str, Any]) -> None:
             config[key] = min(value, vocabulary - 1)
 
 
-def _shrink_rotary_sections(config: dict[str, Any]) -> None:
+def _shrink_rotary_sections(config: dict[str, object]) -> None:
     """Multi-axis rotary positions divide half of a head among time, height and width."""
     head = config.get("head_dim")
     if not _is_size(head):

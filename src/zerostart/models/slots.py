@@ -31,7 +31,7 @@ class Slot:
     set: Callable[[Any], None]
     hidden: bool = False
 
-    def within(self, suffix: str, get: Callable[[], Any], put: Callable[[Any], None]) -> Slot:
+    def within(self, suffix: str, get: Callable[[], object], put: Callable[[object], None]) -> Slot:
         """A place inside what lies here."""
         return Slot(self.path + suffix, get, put, self.hidden)
 
@@ -69,7 +69,7 @@ def tensor_slots(model: nn.Module) -> Iterator[Slot]:
                 waiting += _inside(slot, value)
 
 
-def _first(value: Any, seen: dict[int, Any]) -> bool:
+def _first(value: object, seen: dict[int, object]) -> bool:
     """Whether ``value`` is met for the first time; it is kept, for its ``id`` to stay its own."""
     if id(value) in seen:
         return False
@@ -77,12 +77,12 @@ def _first(value: Any, seen: dict[int, Any]) -> bool:
     return True
 
 
-def _empty(value: Any) -> bool:
+def _empty(value: object) -> bool:
     # Instances of other classes may have attributes besides.
     return isinstance(value, _ATOMS) or (type(value) in (dict, OrderedDict, list, tuple, set) and not value)
 
 
-def _inside(slot: Slot, value: Any) -> list[Slot]:
+def _inside(slot: Slot, value: object) -> list[Slot]:
     """The places in what lies in ``slot``, but for those that hold nothing."""
     if isinstance(value, dict):
         return [*_entries(slot, value), *_state(slot, value)]
@@ -113,7 +113,7 @@ def _attributes(module: nn.Module, slot: Slot, but: frozenset[str] = frozenset()
             )
 
 
-def _dictionary(owner: Any) -> dict[str, Any]:
+def _dictionary(owner: object) -> dict[str, Any]:
     """What an object has as its own attributes, past what its class makes of the question."""
     try:
         held: dict[str, Any] = object.__getattribute__(owner, "__dict__")
@@ -122,15 +122,15 @@ def _dictionary(owner: Any) -> dict[str, Any]:
     return held
 
 
-def _look(owner: Any, leaf: str) -> Any:
+def _look(owner: object, leaf: str) -> Any:
     return _dictionary(owner)[leaf]
 
 
-def _put(owner: Any, leaf: str, value: Any) -> None:
+def _put(owner: object, leaf: str, value: object) -> None:
     _dictionary(owner)[leaf] = value
 
 
-def _state(slot: Slot, value: Any) -> Iterator[Slot]:
+def _state(slot: Slot, value: object) -> Iterator[Slot]:
     """The attributes of an object, those in ``__slots__`` included."""
     for leaf, held in list(_dictionary(value).items()):
         if not _empty(held):
@@ -157,7 +157,7 @@ def _member(slot: Slot, member: types.MemberDescriptorType) -> Slot:
     )
 
 
-def _entries(slot: Slot, value: dict[Any, Any]) -> Iterator[Slot]:
+def _entries(slot: Slot, value: dict[object, object]) -> Iterator[Slot]:
     for key, held in list(value.items()):
         if not _empty(held):
             yield slot.within(f"[{key!r}]" if isinstance(key, (str, int)) else "[...]", *_entry(slot, key))
@@ -165,7 +165,7 @@ def _entries(slot: Slot, value: dict[Any, Any]) -> Iterator[Slot]:
             yield _key(slot, key)
 
 
-def _entry(slot: Slot, key: Any) -> tuple[Callable[[], Any], Callable[[Any], None]]:
+def _entry(slot: Slot, key: object) -> tuple[Callable[[], Any], Callable[[Any], None]]:
     return (lambda: slot.get()[key]), (lambda new: slot.get().__setitem__(key, new))
 
 
@@ -173,11 +173,11 @@ def _item(slot: Slot, number: int) -> Slot:
     return slot.within(f"[{number}]", *_entry(slot, number))
 
 
-def _key(slot: Slot, key: Any) -> Slot:
+def _key(slot: Slot, key: object) -> Slot:
     """The key of an entry; the order of the entries stays."""
     now = [key]
 
-    def put(new: Any) -> None:
+    def put(new: object) -> None:
         held = slot.get()
         entries = [(new if k is now[0] else k, v) for k, v in held.items()]
         held.clear()
@@ -188,7 +188,7 @@ def _key(slot: Slot, key: Any) -> Slot:
 
 
 def _part(slot: Slot, number: int) -> Slot:
-    def put(new: Any) -> None:
+    def put(new: object) -> None:
         old = slot.get()
         parts = [*old[:number], new, *old[number + 1 :]]
         made = getattr(type(old), "_make", type(old))  # a named tuple takes its parts one by one
@@ -197,10 +197,10 @@ def _part(slot: Slot, number: int) -> Slot:
     return slot.within(f"[{number}]", lambda: slot.get()[number], put)
 
 
-def _element(slot: Slot, element: Any) -> Slot:
+def _element(slot: Slot, element: object) -> Slot:
     now = [element]
 
-    def put(new: Any) -> None:
+    def put(new: object) -> None:
         held = slot.get()
         if isinstance(held, frozenset):
             slot.set(type(held)(new if e is now[0] else e for e in held))
@@ -213,7 +213,7 @@ def _element(slot: Slot, element: Any) -> Slot:
 
 
 def _referent(slot: Slot) -> Slot:
-    def put(new: Any) -> None:
+    def put(new: object) -> None:
         old = slot.get()
         if isinstance(old, weakref.KeyedRef):
             slot.set(weakref.KeyedRef(new, old.__callback__, old.key))
@@ -226,19 +226,19 @@ def _referent(slot: Slot) -> Slot:
 def _owner(slot: Slot) -> Slot:
     """What a method is bound to."""
 
-    def put(new: Any) -> None:
+    def put(new: object) -> None:
         slot.set(getattr(new, slot.get().__name__))
 
     return slot.within(".__self__", lambda: slot.get().__self__, put)
 
 
-def _arguments(slot: Slot, value: functools.partial[Any]) -> list[Slot]:
+def _arguments(slot: Slot, value: functools.partial[object]) -> list[Slot]:
     """What a partial function holds; it is changed in place, since others may hold it too."""
 
     def held() -> list[Any]:
         return [value.func, value.args, value.keywords, value.__dict__]
 
-    def put(number: int, new: Any) -> None:
+    def put(number: int, new: object) -> None:
         state = held()
         state[number] = new
         changed: Any = value
@@ -265,5 +265,5 @@ def _captured(slot: Slot, function: types.FunctionType) -> Iterator[Slot]:
             yield _own(slot, f".{leaf}", function, leaf)
 
 
-def _own(slot: Slot, suffix: str, owner: Any, leaf: str) -> Slot:
+def _own(slot: Slot, suffix: str, owner: object, leaf: str) -> Slot:
     return slot.within(suffix, lambda: getattr(owner, leaf), functools.partial(setattr, owner, leaf))

@@ -140,13 +140,13 @@ def _default_fields(model_type: str) -> dict[str, Any]:
     return fields
 
 
-def _without_quantisation(raw: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
+def _without_quantisation(raw: Mapping[str, object]) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Random weights are written unquantised, so their configuration must not speak of quantisation."""
     dropped = tuple(key for key in ("quantization_config",) if raw.get(key) is not None)
     return {key: value for key, value in raw.items() if key not in dropped}, dropped
 
 
-def _resized(raw: dict[str, Any], size: str) -> dict[str, Any]:
+def _resized(raw: dict[str, object], size: str) -> dict[str, Any]:
     """``raw`` has all fields, because those that a file leaves out are as large as their defaults."""
     if size == "tiny":
         return tiny(raw)
@@ -159,7 +159,7 @@ def _resized(raw: dict[str, Any], size: str) -> dict[str, Any]:
     return scaled(raw, factor)
 
 
-def _configuration(raw: dict[str, Any], source: str | os.PathLike[str]) -> Any:
+def _configuration(raw: dict[str, object], source: str | os.PathLike[str]) -> Any:
     import transformers
 
     model_type = raw.get("model_type")
@@ -173,7 +173,7 @@ def _configuration(raw: dict[str, Any], source: str | os.PathLike[str]) -> Any:
         raise ConfigError(f"{os.fspath(source)}: not a usable {model_type} configuration: {error}") from error
 
 
-def _chosen_dtype(name: str | None, config: Any) -> torch.dtype:
+def _chosen_dtype(name: str | None, config: object) -> torch.dtype:
     if name is not None:
         if name not in _DTYPES:
             raise ConfigError(f"dtype {name!r} is not one of {', '.join(_DTYPES)}")
@@ -185,7 +185,7 @@ def _chosen_dtype(name: str | None, config: Any) -> torch.dtype:
     return torch.bfloat16
 
 
-def _parts(config: Any) -> list[Any]:
+def _parts(config: object) -> list[Any]:
     """The configuration and the ones nested in it."""
     nested = (getattr(config, name, None) for name in getattr(config, "sub_configs", ()))
     return [config, *(part for part in nested if part is not None)]
@@ -213,7 +213,7 @@ def _model_class(config: Any) -> type[torch.nn.Module]:
 
 
 def _plan(
-    kind: type[torch.nn.Module], config: Any, dtype: torch.dtype, max_shard_size: int | str
+    kind: type[torch.nn.Module], config: object, dtype: torch.dtype, max_shard_size: int | str
 ) -> tuple[SaveLayout, int]:
     """Layout of the files under hub names and shapes, and the number of elements."""
     for part in _parts(config):
@@ -254,7 +254,7 @@ def _fill(writer: CheckpointWriter, noise: Noise) -> None:
             offset += piece.nbytes
 
 
-def _deviation(config: Any) -> float:
+def _deviation(config: object) -> float:
     for part in _parts(config):
         stated = getattr(part, "initializer_range", None)
         if isinstance(stated, float) and stated > 0:

@@ -63,7 +63,7 @@ def _viewed(cls: Any, source: Any, func: OpOverload, rest: tuple[Any, ...], meta
     return cls(source.memory, straight(steps, source.memory.layout), meta)
 
 
-def write(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def write(cls: Any, func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
     """What an operator gives that writes into tensors. Raises ConversionError for what cannot be followed."""
     if func is aten.copy_.default and args[0] is args[1]:
         return args[0]
@@ -128,7 +128,7 @@ def _goes_along(functional: OpOverload) -> bool:
     return bool(functional._schema.name.startswith("aten::_foreach"))
 
 
-def _written(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+def _written(func: OpOverload, args: Sequence[object], kwargs: dict[str, object]) -> list[Any]:
     """The tensors that an operator writes into."""
     found: list[Any] = []
     for position, argument in enumerate(func._schema.arguments):
@@ -138,7 +138,7 @@ def _written(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> l
     return found
 
 
-def _given_back(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _given_back(func: OpOverload, args: Sequence[object], kwargs: dict[str, object]) -> Any:
     """What an operator that writes returns: the tensors that it wrote into."""
     returns = func._schema.returns
     written = _written(func, args, kwargs)
@@ -205,7 +205,7 @@ def _resized(target: Any, shape: Sequence[int]) -> Any:
     return target.new_empty(shape) if not room else None
 
 
-def _settable(cls: Any, target: Any, source: Any) -> bool:
+def _settable(cls: Any, target: object, source: object) -> bool:
     """Whether ``set_`` makes one the other: a conjugate or negative bit would stay with the target."""
     both = (target, source)
     return all(isinstance(t, cls) and not t.is_conj() and not t.is_neg() for t in both)

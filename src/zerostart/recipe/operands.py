@@ -55,7 +55,7 @@ def tensors_in(values: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(value)
 
 
-def mapped(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+def mapped(value: object, change: Callable[[torch.Tensor], object]) -> Any:
     """``value`` with its tensors changed, those in lists and dictionaries too."""
     if isinstance(value, torch.Tensor):
         return change(value)
@@ -76,7 +76,7 @@ def constant_of(cls: Any, real: torch.Tensor) -> Any:
     return cls(memory)
 
 
-def fill_of(func: OpOverload, args: Sequence[Any]) -> Any:
+def fill_of(func: OpOverload, args: Sequence[object]) -> Any:
     """The one element that a factory fills a tensor with; None for any other operator."""
     name = func._schema.name.removeprefix("aten::").removeprefix("new_").removesuffix("_like")
     if name == "full":
@@ -84,12 +84,12 @@ def fill_of(func: OpOverload, args: Sequence[Any]) -> Any:
     return {"empty": 0, "empty_strided": 0, "new_empty_strided": 0, "zeros": 0, "ones": 1}.get(name)
 
 
-def reals(cls: Any, values: Any) -> Any:
+def reals(cls: Any, values: object) -> Any:
     """Arguments with the elements of constants."""
     return mapped(values, lambda t: t.elements if isinstance(t, cls) else t)
 
 
-def all_constant(cls: Any, tensors: Sequence[Any]) -> bool:
+def all_constant(cls: Any, tensors: Sequence[object]) -> bool:
     """Whether the elements of all tensors are known."""
     return all(not isinstance(t, cls) or t.memory.is_constant for t in tensors)
 
@@ -126,7 +126,7 @@ def on_meta(cls: Any, func: OpOverload, args: Any, kwargs: Any) -> Any:
     return as_on_cpu(func, twins, named, made)
 
 
-def valued(cls: Any, values: Any) -> Any:
+def valued(cls: Any, values: object) -> Any:
     """Arguments with the values of tensors, for the handlers of operators."""
 
     def own(t: torch.Tensor) -> Value:

@@ -17,7 +17,7 @@ aten = torch.ops.aten
 H = TypeVar("H", bound=Callable[..., Any])
 
 
-def _handles(*operators: Any) -> Callable[[H], H]:
+def _handles(*operators: object) -> Callable[[H], H]:
     def register(handler: H) -> H:
         for operator in operators:
             HANDLERS[operator] = handler
@@ -38,12 +38,12 @@ def _same(t: Value, pieces: Sequence[geometry.Piece], shape: Sequence[int]) -> V
 
 
 @_handles(aten.clone.default)
-def _clone(t: Value, **_: Any) -> Value:
+def _clone(t: Value, **_: object) -> Value:
     return t
 
 
 @_handles(aten._to_copy.default)
-def cast(t: Value, dtype: torch.dtype | None = None, **_: Any) -> Value:
+def cast(t: Value, dtype: torch.dtype | None = None, **_: object) -> Value:
     """Note the cast; one that follows a cast which lost something has to be computed from that."""
     if dtype is None or dtype == t.dtype:
         return t

@@ -34,7 +34,7 @@ aten = torch.ops.aten
 
 
 @ours_are_refused
-def record(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def record(cls: Any, func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
     """What ``func`` gives, as tensors of the class ``cls``.
 
     Raises ConversionError for what no trace can follow, and torch's own errors where torch does not accept
@@ -46,7 +46,7 @@ def record(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, 
     return _recorded(cls, func, args, kwargs)
 
 
-def _recorded(cls: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _recorded(cls: Any, func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
     tensors = list(tensors_in((args, kwargs.values())))
     if all(not isinstance(t, cls) for t in tensors):
         return _from_outside(cls, func, args, kwargs, tensors)

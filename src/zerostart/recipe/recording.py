@@ -27,8 +27,8 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch l
         self,
         func: OpOverload,
         types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
     ) -> Any:
         """Record one operator."""
         return record(SymbolicTensor, func, args, kwargs or {})

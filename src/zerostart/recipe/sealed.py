@@ -30,7 +30,7 @@ _MEMORY = (
 
 
 def _refuses(name: str) -> Callable[..., Any]:
-    def refuse(self: Any, *_: Any, **__: Any) -> Any:
+    def refuse(self: object, *_: object, **__: object) -> Any:
         raise refusal(
             f"the conversion of {names_of(self)} asks for the memory of a tensor ({name}); a "
             "conversion runs on tensors without data, so it has to leave this out"
@@ -78,7 +78,7 @@ class Sealed:
         self.memory.exported = True
         return made
 
-    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+    def __array__(self, *args: object, **kwargs: object) -> Any:
         """The elements of a constant, for NumPy."""
         elements: Any = self._elements("numpy")
         made = elements.__array__(*args, **kwargs)
@@ -95,7 +95,7 @@ class Sealed:
         tensor: Any = self
         return tensor.detach()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+    def __deepcopy__(self, memo: dict[int, object]) -> Any:
         """A tensor of its own; what shares memory with it shares that of its copy."""
         if id(self) not in memo:
             tensor: Any = self
@@ -116,7 +116,7 @@ class Sealed:
         return tensor.detach()
 
     @data.setter
-    def data(self, other: Any) -> None:
+    def data(self, other: object) -> None:
         tensor: Any = self
         if not isinstance(other, type(tensor)):
             raise refusal(f"the conversion of {names_of(self)} gives a tensor the memory of one from outside")

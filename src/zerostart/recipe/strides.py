@@ -60,7 +60,7 @@ def _few(sizes: set[int]) -> dict[int, int]:
     return {0: 0, 1: 1} | {size: 2 + number for number, size in enumerate(larger)}
 
 
-def _small(value: Any, sizes: Mapping[int, int]) -> Any:
+def _small(value: object, sizes: Mapping[int, int]) -> Any:
     """A tensor of few elements that lies in memory as ``value`` does; anything else as it is."""
     if not isinstance(value, torch.Tensor):
         return value

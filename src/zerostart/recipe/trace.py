@@ -56,7 +56,7 @@ def run_converter(
         raise ConversionError(f"the converter {name} failed: {type(error).__name__}: {error}") from error
 
 
-def _state_dict(name: str, made: Any) -> dict[str, SymbolicTensor]:
+def _state_dict(name: str, made: object) -> dict[str, SymbolicTensor]:
     """What the converter ``name`` made, in the state that its tensors have when it is done."""
     if not isinstance(made, Mapping):
         raise ConversionError(f"the converter {name} gave a {type(made).__name__}, and not a mapping")
@@ -85,7 +85,7 @@ def loaded_into(
     model: torch.nn.Module,
     symbols: Mapping[str, SymbolicTensor],
     targets: Mapping[str, Target],
-    versions: Mapping[str, Mapping[str, Any]] | None,
+    versions: Mapping[str, Mapping[str, object]] | None,
     log: AbstractContextManager[object],
 ) -> Recipes:
     """Recipes out of what the module's own ``load_state_dict`` makes of ``symbols``; see ``load_module``.
@@ -216,7 +216,7 @@ def load_module(
     model: nn.Module,
     tensors: Mapping[str, SymbolicTensor],
     targets: Collection[str],
-    versions: Mapping[str, Mapping[str, Any]] | None,
+    versions: Mapping[str, Mapping[str, object]] | None,
     log: AbstractContextManager[object],
 ) -> Loaded:
     """Run ``model.load_state_dict`` on ``tensors``; ``versions`` is what torch saves as ``_metadata``.
@@ -334,7 +334,7 @@ def _as_torch_does() -> Iterator[None]:
         torch.__future__.set_swap_module_params_on_conversion(swapping)
 
 
-def _is_constant(value: Any) -> bool:
+def _is_constant(value: object) -> bool:
     return isinstance(value, SymbolicTensor) and value.memory.is_constant
 
 
@@ -375,7 +375,7 @@ def _assigned(model: nn.Module) -> dict[str, SymbolicTensor]:
     return found
 
 
-def _left(keys: list[Any], unfilled: list[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _left(keys: list[object], unfilled: list[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Missing and unexpected names as torch reports them; a method that reports none leaves them to us."""
     found = keys[-1] if keys else None
     missing = getattr(found, "missing_keys", None)

@@ -112,16 +112,16 @@ def compute(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], mad
     return type(made)(result(meta, number) for number, meta in enumerate(made))
 
 
-def _empty(value: Any) -> Any:
+def _empty(value: object) -> Any:
     """A value as a tensor on the meta device; anything else as it is."""
     return value.on_meta() if isinstance(value, Value) else value
 
 
-def _operand(value: Any) -> Any:
+def _operand(value: object) -> Any:
     return value.as_operand() if isinstance(value, Value) else value
 
 
-def depends_on_values(func: OpOverload, *arguments: Any) -> ConversionError:
+def depends_on_values(func: OpOverload, *arguments: object) -> ConversionError:
     """The error for an operator whose result depends on the elements of ``arguments``."""
     return refusal(
         f"the conversion of {names_of(*arguments)} calls {func}, whose result depends on the values of the "
@@ -129,13 +129,13 @@ def depends_on_values(func: OpOverload, *arguments: Any) -> ConversionError:
     )
 
 
-def names_of(*arguments: Any) -> str:
+def names_of(*arguments: object) -> str:
     """The checkpoint tensors that values, and what has a ``value``, draw from, for a message."""
     found = sorted({name for value in _values(arguments) for name in leaves_of(value.pieces)})
     return (", ".join(found[:3]) or "a constant") + (", ..." if len(found) > 3 else "")
 
 
-def _values(argument: Any) -> Iterator[Value]:
+def _values(argument: object) -> Iterator[Value]:
     if isinstance(argument, dict):
         argument = list(argument.values())
     if isinstance(argument, (list, tuple)):
@@ -185,8 +185,8 @@ class Regions:
 
 def regions_of(
     func: OpOverload,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
     operands: Sequence[Operand],
     made: torch.Tensor,
 ) -> Regions:
@@ -228,8 +228,8 @@ def regions_of(
 
 def _exact(
     func: OpOverload,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
     operands: Sequence[Operand],
     made: torch.Tensor,
 ) -> bool:
@@ -297,8 +297,8 @@ def _in_order(operand: Operand, order: tuple[int, ...]) -> Operand:
 
 def computed(
     func: OpOverload,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
     made: torch.Tensor,
     output: int | None = None,
 ) -> tuple[geometry.Piece, ...]:

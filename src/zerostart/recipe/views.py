@@ -89,7 +89,7 @@ class Step:
 SAME = {aten.alias.default, aten.detach.default}
 
 
-def _reshaped(base: Value, new: Value, *_: Any) -> Value:
+def _reshaped(base: Value, new: Value, *_: object) -> Value:
     return reshape(new, base.shape)
 
 
@@ -98,27 +98,27 @@ def _permuted(base: Value, new: Value, dims: Sequence[int]) -> Value:
     return permute(new, [order.index(d) for d in range(base.dim())])
 
 
-def _turned(base: Value, new: Value, *args: Any) -> Value:
+def _turned(base: Value, new: Value, *args: object) -> Value:
     made: Value = HANDLERS[aten.transpose.int](new, *(args or (0, 1))) if base.dim() > 1 or args else new
     return made
 
 
-def _conjugate(t: Value, *_: Any) -> Value:
+def _conjugate(t: Value, *_: object) -> Value:
     made: Value = compute(aten._conj_physical.default, (t,), {}) if t.dtype.is_complex else t
     return made
 
 
-def _negative(t: Value, *_: Any) -> Value:
+def _negative(t: Value, *_: object) -> Value:
     made: Value = compute(aten.neg.default, (t,), {})
     return made
 
 
-def _as_real(t: Value, *_: Any) -> Value:
+def _as_real(t: Value, *_: object) -> Value:
     made: Value = compute(aten.view_as_real.default, (t,), {})
     return made
 
 
-def _as_complex(t: Value, *_: Any) -> Value:
+def _as_complex(t: Value, *_: object) -> Value:
     made: Value = compute(aten.view_as_complex.default, (t,), {})
     return made
 

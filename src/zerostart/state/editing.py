@@ -46,9 +46,13 @@ def gathered(model: nn.Module, name: str, modifier_rank: int | None) -> Iterator
                     "that name: it is not one tensor; use deepspeed.utils.safe_set_full_fp32_param"
                 )
         whole = _whole(shard, parameter)
+        # The block may change the tensor in any way that torch knows not of; so the bytes are compared before
+        # and after.
         form, before = _form(whole), _fingerprint(whole)
         yield whole
         now = _form(whole)
+        # All ranks meet here whether they changed something or not, and judge by the same answers: an error
+        # is raised on all or on none.
         seen = world.all_gather_object(
             (now, now == form and _fingerprint(whole) != before), f"{change}: the end"
         )
@@ -62,6 +66,7 @@ def gathered(model: nn.Module, name: str, modifier_rank: int | None) -> Iterator
                 "alone"
             )
         if modifier_rank is not None and changed[modifier_rank]:
+            # A save in the background may still copy the shards that are about to change.
             settle_last()
             with master_of(parameter) as master, _memory(shard, parameter) as (layout, storage):
                 _write_back(layout, storage, master, whole, world, modifier_rank)
@@ -114,6 +119,8 @@ def _write_back(
             if world.size > 1:
                 # As bytes: not every backend carries every dtype.
                 dist.broadcast(part.view(torch.uint8), src=source)
+            # The message has elements [start, start + numel) of the tensor, the run says which of them this
+            # rank holds, and where.
             for first, length, place in runs:
                 low, high = max(first, start), min(first + length, start + part.numel())
                 if low < high:

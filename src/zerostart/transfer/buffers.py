@@ -57,17 +57,20 @@ def page_locked(nbytes: int, device: torch.device | None = None) -> torch.Tensor
     if runtime is not None:
         index = device.index if device is not None else None
         pages = _Pages(-1, -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE)
+        # The tensor keeps the pages alive; they are unregistered when they go (`__del__`), and not before.
         if pages.lock(*runtime, torch.accelerator.current_device_index() if index is None else index):
             return torch.frombuffer(pages, dtype=torch.uint8)[:nbytes]
     return _of_torch(nbytes)
 
 
 def _of_torch(nbytes: int) -> torch.Tensor:
+    # First: what was freed here would stay with torch beside what is taken now.
     release_locked()
     made = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
     if nbytes:
         storage = made.untyped_storage()
         _taken[storage.data_ptr()] = rounded_up(nbytes)
+        # By the storage, which lives as long as its last view; not at exit, when torch itself may be gone.
         weakref.finalize(storage, _free, storage.data_ptr()).atexit = False
     return made
 

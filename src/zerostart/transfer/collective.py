@@ -78,6 +78,7 @@ def agree_on_strategy(own: ReadDemand, plan: Plan, world: World) -> ReadStrategy
     ``chunk_size``. None where there is nothing to choose: one rank, a mapping, no bytes that several ranks
     want. Raises ConfigError, on all ranks, if what is asked for does not fit the memory limit.
     """
+    # Both are the same on all ranks: who returned here alone would leave the others in the gathering.
     if world.size == 1 or not plan.storage.worth_exchanging:
         return None
     return chosen(world.all_gather_object(own, "agreeing who reads what"), sum(plan.sizes))
@@ -88,6 +89,7 @@ def chosen(wants: Sequence[ReadDemand], stored: int) -> ReadStrategy | None:
 
     Raises ConfigError for an exchange that is asked for and cannot be.
     """
+    # Rank 0's argument and the smallest buffer, so that all ranks come to one answer.
     exchange, chunk = wants[0].exchange, min(want.chunk for want in wants)
     wanted, got = sum(want.nbytes for want in wants), sum(want.fetched for want in wants)
     traffic = Traffic(
@@ -99,6 +101,7 @@ def chosen(wants: Sequence[ReadDemand], stored: int) -> ReadStrategy | None:
         chunk=chunk,
         fetched=got,
     )
+    # No byte is wanted twice: to exchange would only add messages.
     if exchange is None and got <= traffic.differ:
         return None
     strategy = choose(traffic, Rates.slowest([want.rates for want in wants]), exchange)
@@ -155,17 +158,21 @@ def _once(
     world: World,
 ) -> TransferStats:
     """What no other rank wants, and computations, by all threads; then the rest in the order of steps."""
+    # 1. Nothing longer than one buffer: a region of the exchange is at most two of these.
     plan = spans_within(plan, plan.chunk_size)
     table = table_of(plan.reads)
     tables = world.all_gather_object(table, "planning the exchange")
+    # 2. Every rank works out the same steps from all tables, so that no message needs an announcement.
     schedule = exchange_schedule(tables, plan.chunk_size, BETWEEN)
     alone = frozenset(schedule.alone[world.rank])
     # Computations make their reads in no order that ranks could agree on.
     own = replace(plan, reads=tuple(r for n, r in enumerate(plan.reads) if n in alone))
     others = tuple(r for n, r in enumerate(plan.reads) if n not in alone)
     rest = replace(plan, reads=others, computations=())
+    # 3. What is this rank's alone, by all threads; no rank waits for another one meanwhile.
     execute(own, storages, progress, tuning.threads, reader, tuning.depth)
     read = progress.done
+    # 4. The steps, by one thread: messages between two ranks have to be in the same order on both sides.
     reader = ExchangeReader(schedule.steps, tables, reader, world, tuning.threads)
     execute(rest, storages, progress, 1, reader, tuning.depth)
     return TransferStats(
@@ -182,9 +189,11 @@ def _from_holder(
     holders = plan.storage.readers(world.size)
     holds = world.rank in holders
     table = table_of(() if holds else tuple(plan.all_reads()))
+    # A message takes at least one request whole, so the longest request of any rank sets the room of all.
     longest = max(plan.chunk_size, int(table[:, 2].max(initial=0)))
     told = world.all_gather_object((len(table), longest), "agreeing who reads what")
     served = [rank for rank, (requests, _) in enumerate(told) if requests]
+    # Of one size on all ranks: how requests are grouped into messages depends on it, on either side.
     room = torch.empty(max(nbytes for _, nbytes in told), dtype=torch.uint8, device="cpu")
     if not holds:
         reader = MappingReader(table, holders[0], len(served), room, world)

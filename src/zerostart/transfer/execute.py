@@ -78,6 +78,8 @@ class _Reading:
     def work(self, items: Iterator[tuple[int, Read | Computation]]) -> None:
         """Reads in order, then computations; each time the read after those in flight is announced."""
         staging = make_staging(self._plan.chunk_size, self._depth, self._device)
+        # Announced ahead by as many as there are threads: the reader can have the system fetch what the
+        # thread that is free next will ask for.
         reads = self._plan.reads
         for number, item in items:
             if number + self._ahead < len(reads):
@@ -127,7 +129,10 @@ class _Reading:
             ]
             made = step.source.evaluate(operands, step.box, step.factors).contiguous()
             # Not ``view(-1)``: a dimension of size 1 may have kept a stride of 0.
+            # As bytes, as what was read is: parts are delivered alike, wherever they come from.
             result = made.as_strided((made.numel(),), (1,)).view(torch.uint8)
+            # Results in between are operands of later steps, and live in registers until the computation
+            # ends.
             to = targets if step is computation.steps[-1] else registers
             for part in step.parts:
                 staging.put(part, result, to.storages[part.target])

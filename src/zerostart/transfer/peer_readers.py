@@ -49,6 +49,8 @@ class ExchangeReader(Reader):
         threads: int = 1,
     ) -> None:
         me = world.rank
+        # Steps of others are left out; the order of those that stay is that of all ranks, which is what keeps
+        # two ranks from waiting for each other.
         own = [e for e in steps if isinstance(e, Agreement) or _concerns(e, me)]
         extents = [e.extent for e in own if isinstance(e, ExchangeStep) and e.server == me]
         self._steps = iter(own)
@@ -64,7 +66,9 @@ class ExchangeReader(Reader):
             for d in e.deliveries
             if me in (e.server, d.to)
         )
+        # Extents go to the two rooms in turn: one is sent while the next is being read into the other.
         self._rooms = [_room(end - begin for _, begin, end in extents[turn::2]) for turn in range(2)]
+        # Threads read alone; all messages are sent and received by the thread that calls this reader.
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="zerostart-extents")
         self._left = memoryview(b"")  # of the last message to this rank
         self._ahead: tuple[torch.Tensor, list[Future[None]]] | None = None
@@ -75,9 +79,11 @@ class ExchangeReader(Reader):
     def __enter__(self) -> ExchangeReader:
         """Begin, with all others. From here on they wait for this rank, which fails at a step."""
         with DeferredSignals() as signals:
+            # Collective: whoever failed before is told of here, before anybody waits for a message.
             self._world.raise_together(None, "beginning to exchange")
             try:
                 self._reader.__enter__()
+                # The first extent is read while this rank may still be receiving.
                 self._fetch()
                 signals.deliver()
             except BaseException as error:
@@ -91,7 +97,10 @@ class ExchangeReader(Reader):
         self._failure = self._failure or error
         with DeferredSignals() as signals:
             try:
+                # Where a rank has gone no step can be run any more: the others notice by themselves.
                 if not isinstance(error, PeerError):
+                    # This rank's messages still go out, with whatever content: others have settled how many
+                    # they wait for.
                     while self._run():
                         pass
             finally:
@@ -141,6 +150,7 @@ class ExchangeReader(Reader):
         elif step.server == self._world.rank:
             self._serve(step)
         else:
+            # Exactly one: a region has one message for each rank that wants something of it.
             (own,) = (delivery for delivery in step.deliveries if delivery.to == self._world.rank)
             send_or_receive(dist.recv, self._message[: own.nbytes], step.server, self._world)
             self._left = bytes_view(self._message)[: own.nbytes]
@@ -175,6 +185,8 @@ class ExchangeReader(Reader):
                     pack(bytes_view(room), requests, reader, step.extent[1])
             except BaseException as error:
                 self._failure = error
+            # Sent in any case, whole, after a failure too: the receiver waits for so many bytes, and hears of
+            # the failure at the next agreement.
             if delivery.to != me:
                 send_or_receive(dist.send, room, delivery.to, self._world)
             else:
@@ -188,6 +200,7 @@ class ExchangeReader(Reader):
             return
         file, begin, end = extent
         room = self._rooms[0][: end - begin]
+        # What was read into the other room has been sent: its step came before this one.
         self._rooms.reverse()
         part = -(-(end - begin) // self._threads)
         parts = [
@@ -202,6 +215,8 @@ class ExchangeReader(Reader):
         room, parts = self._ahead
         for part in parts:
             failure = part.exception()
+            # The first failure is the one that is told; all parts are waited for, since they write into the
+            # room.
             self._failure = self._failure or failure
         self.read_bytes += len(room)
         if self._failure is None:
@@ -262,6 +277,7 @@ class MappingReader(Reader):
                 pass
             failed = error is not None or self._failure is not None
             if not self._ended:
+                # No requests: the holder takes this rank off its list, and tells the others if it has failed.
                 self._send(torch.tensor([int(failed), 0], device="cpu"))
         if error is None:
             if self._failure is not None:
@@ -307,7 +323,10 @@ class MappingReader(Reader):
     def _ask(self) -> None:
         """Begin a round. Raises what another rank has failed with."""
         first = self._next
+        # An equal share of the round for each rank that is served, whether or not it still wants something:
+        # that bounds what the holder keeps, and needs no word between the ranks.
         sizes = self._table[first : first + max(1, ROUND_REQUESTS // self._ranks), 2]
+        # At least one request, be it larger than the share: else there would be no end.
         count = max(1, int(np.searchsorted(np.cumsum(sizes), ROUND_BYTES // self._ranks, side="right")))
         self._next = first + min(count, len(sizes))
         if self._next == first:
@@ -318,6 +337,8 @@ class MappingReader(Reader):
         send_or_receive(dist.recv, answer, self._holder, self._world)
         if answer.item():
             self._ended = True
+            # The rank that failed is in the same call, with its error; the holder and all that were served as
+            # well.
             self._world.raise_together(None, _DURING)
         self._coming = batches(self._table[first : self._next, 2].tolist(), len(self._room))
 
@@ -335,6 +356,8 @@ def serve_others(ranks: Sequence[int], reader: Reader, room: torch.Tensor, world
     with DeferredSignals() as signals:
         world.raise_together(None, _BEGIN)
         while left:
+            # 1. Every rank that is left says how it is and what it wants next; one that wants nothing is left
+            # out.
             lists, failed = _lists(left, world)
             try:
                 signals.deliver()
@@ -342,10 +365,12 @@ def serve_others(ranks: Sequence[int], reader: Reader, room: torch.Tensor, world
                 failure = interrupt
             left, stop = list(lists), failed or failure is not None
             for rank in left:
+                # 2. Each hears whether the round takes place.
                 answer = torch.tensor([int(stop)], device="cpu")
                 send_or_receive(dist.send, answer, rank, world)
             if stop:
                 world.raise_together(failure, _DURING)
+            # 3. The bytes, a message to each in turn. A failure here is told in the next round.
             for rank, table, nbytes in _messages(lists, len(room)):
                 try:
                     if failure is None:
@@ -354,6 +379,7 @@ def serve_others(ranks: Sequence[int], reader: Reader, room: torch.Tensor, world
                     failure = error
                 send_or_receive(dist.send, room[:nbytes], rank, world)
                 sent += nbytes
+    # Nobody waits for this rank any more: the phase around the transfer tells the others.
     if failure is not None:  # in the last round
         raise failure
     signals.deliver()
@@ -377,6 +403,7 @@ def _lists(ranks: Sequence[int], world: World) -> tuple[dict[int, Table], bool]:
 
 def _messages(lists: dict[int, Table], limit: int) -> Iterator[tuple[int, Table, int]]:
     """To each rank in turn one message: the rank, the requests in it, and bytes."""
+    # The receiver groups its list by the same `batches` and the same room: so both know every length.
     turns = {rank: batches(table[:, 2].tolist(), limit) for rank, table in lists.items()}
     while turns:
         for rank in list(turns):
@@ -388,7 +415,7 @@ def _messages(lists: dict[int, Table], limit: int) -> Iterator[tuple[int, Table,
                 yield rank, lists[rank][first:stop], nbytes
 
 
-def send_or_receive(call: Callable[..., Any], tensor: torch.Tensor, peer: int, world: World) -> None:
+def send_or_receive(call: Callable[..., object], tensor: torch.Tensor, peer: int, world: World) -> None:
     """One message to or from a peer: ``call`` is ``dist.send`` or ``dist.recv``. Raises PeerError."""
     try:
         call(tensor, peer, group=world.group)

@@ -68,6 +68,7 @@ def _permute(mover: _Mover, parts: Sequence[tuple[int, int]]) -> None:
     # Before ``at`` all is in order; ``queue`` has the parts from there on, as they lie.
     queue, at = _joined(parts), 0
     while queue:
+        # There is one: `at` is always where a part begins, also of those that were cut in two.
         index = next(i for i, (target, _) in enumerate(queue) if target == at)
         gap = sum(numel for _, numel in queue[:index])
         before, numel, after = queue[:index], queue[index][1], queue[index + 1 :]
@@ -129,9 +130,11 @@ class _Mover:
         if start == to:
             return
         firsts = range(0, numel, self.room)
+        # As memmove does: towards the front from the front, towards the back from the back.
         for first in firsts if to < start else reversed(firsts):
             count = min(self.room, numel - first)
             source = self._flat[start + first : start + first + count]
+            # A single chunk overlaps with where it goes, and `copy_` may read what it has written.
             if abs(to - start) < count:
                 source = self._through(source)
             self._flat[to + first : to + first + count].copy_(source)

@@ -62,6 +62,7 @@ def _read(directory: Path, files: PartFiles) -> TrainingContents:
         # From its first byte and its last one: a sparse file of any length has neither.
         if handle.read(1, 0) != b"\x80" or handle.read(1, size - 1) != b".":
             raise CheckpointError(f"{path}: is not a pickle, or only a part of one: {DAMAGED}")
+        # Not of `weights`: the description names classes of torch, which become records.
         value = read_inert_pickle(handle.read(size, 0), str(path))
     described = _described(value, path)
     stored, pickled = _stored(directory, value, described, files)
@@ -70,6 +71,8 @@ def _read(directory: Path, files: PartFiles) -> TrainingContents:
     for key, name in _names(described, value, path).items():
         shape, dtype, boxes = described[key]
         parts = [(stored[key, origin], origin) for origin in boxes if (key, origin) in stored]
+        # A state without dimensions is a counter such as `step`: its value is read now, and no tensor is
+        # planned.
         kind, _, parameter = name.partition(STATE)
         if parameter and shape == () and len(parts) == 1:
             found.numbers.setdefault(kind, {})[parameter] = files.number(parts[0][0])
@@ -108,7 +111,7 @@ def _flat(name: str, kind: str) -> tuple[str, str] | None:
 Described = tuple[tuple[int, ...], str, list[tuple[int, ...]]]
 
 
-def _described(value: Any, path: Path) -> dict[str, Described]:
+def _described(value: object, path: Path) -> dict[str, Described]:
     """The tensors that the description speaks of."""
     entries = value.get("state_dict_metadata") if isinstance(value, InertObject) else None
     if not isinstance(entries, dict):
@@ -150,6 +153,7 @@ def _stored(
     out: dict[tuple[str, tuple[int, ...]], TensorEntry] = {}
     pickled: dict[str, Any] = {}
     for file, places in sorted(by_file.items()):
+        # The name comes out of a pickle that anybody may have written: it stays in the directory.
         if "/" in file or "\\" in file or "\0" in file or file in ("", ".", ".."):
             raise CheckpointError(
                 f"{directory}: a part is said to lie in {shown(file)}, outside the checkpoint"
@@ -162,6 +166,8 @@ def _stored(
                     raise CheckpointError(
                         f"{path}: {shown(place.key)} is said to lie beyond its end: {DAMAGED}"
                     )
+                # Each part is an archive of its own (`torch.save` into a stream), at an offset of the rank's
+                # file.
                 window = Window(handle, place.offset, place.length)
                 archive = TorchArchive(window, place.length, str(path), place.offset)
                 tensor = archive.value()
@@ -229,7 +235,7 @@ def _route(route: Any, key: str) -> tuple[str, ...]:
     return tuple(map(str, route)) if named else (key,)
 
 
-def _sizes(value: Any, path: Path) -> tuple[int, ...]:
+def _sizes(value: object, path: Path) -> tuple[int, ...]:
     if not is_shape(value):
         raise CheckpointError(f"{path}: a shape is not a list of sizes: {DAMAGED}")
     return value

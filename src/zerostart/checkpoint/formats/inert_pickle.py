@@ -81,8 +81,10 @@ class Opaque(type):
     callable: bool
     free: list[int]
 
-    def __call__(cls, *arguments: Any) -> Any:
+    def __call__(cls, *arguments: object) -> Any:
         """What one of the known calls makes of records, else a ``InertObject``."""
+        # Known calls first: they make records of tensors, and run nothing of the library that they are named
+        # after.
         if (call := _CALLS.get(cls.name)) is not None:
             return call(*arguments)
         if not cls.callable:
@@ -99,8 +101,10 @@ class InertObject:
     name: str
     free: list[int]
 
-    def __new__(cls, *arguments: Any, **keywords: Any) -> InertObject:
+    def __new__(cls, *arguments: object, **keywords: object) -> InertObject:
         """Copy no more of arguments than the whole pickle may."""
+        # A memoised tuple can be handed to thousands of calls in a few bytes each: what all of them copy
+        # together is counted. The list is one for all classes of the pickle.
         cls.free[0] -= len(arguments) + len(keywords)
         if cls.free[0] < 0:
             raise _Refused("copies the same containers over and over")
@@ -108,7 +112,7 @@ class InertObject:
         made.arguments, made.state = arguments, keywords or None
         return made
 
-    def __setstate__(self, state: Any) -> None:
+    def __setstate__(self, state: object) -> None:
         self.state = state
 
     def get(self, key: str) -> Any:
@@ -118,12 +122,12 @@ class InertObject:
                 return part[key]
         return None
 
-    def append(self, items: Any) -> None:
+    def append(self, items: object) -> None:
         """A list or dictionary of a class of its own takes its items after it is made: they are left."""
 
     extend = append
 
-    def __setitem__(self, key: Any, value: Any) -> None:
+    def __setitem__(self, key: object, value: object) -> None:
         self.append(value)
 
 
@@ -133,11 +137,13 @@ class _Dict(dict[Any, Any]):
     __slots__ = ("_hashes", "noted")
     _hashes: dict[int, int]
 
-    def __setitem__(self, key: Any, value: Any) -> None:
+    def __setitem__(self, key: object, value: object) -> None:
         if type(key) is not str:
             parts = key if type(key) is tuple else (key,)
             if len(parts) > MAX_DIMENSIONS or not all(map(_hashes_soon, parts)):
                 raise _Refused(f"has a dictionary with a {type(key).__name__} for a key")
+            # Hashes of tuples can be made to collide at will, which makes each insertion as slow as the
+            # dictionary is long.
             if parts is key:
                 self._count(hash(key))
         super().__setitem__(key, value)
@@ -150,18 +156,18 @@ class _Dict(dict[Any, Any]):
         if count > _MAX_OF_ONE_HASH:
             raise _Refused(f"has a dictionary with more than {_MAX_OF_ONE_HASH} keys of one hash")
 
-    def __setstate__(self, state: Any) -> None:
+    def __setstate__(self, state: object) -> None:
         if isinstance(state, dict) and isinstance(noted := state.get("_metadata"), dict):
             self.noted = noted
 
 
-def _hashes_soon(key: Any) -> bool:
+def _hashes_soon(key: object) -> bool:
     if type(key) is int:
         return key.bit_length() <= 64  # of longer ones any number have the same hash
     return type(key) in (str, float, bool, bytes, type(None), Opaque) or isinstance(key, InertObject)
 
 
-def plain_versions(noted: Mapping[Any, Any]) -> dict[str, dict[str, Any]]:
+def plain_versions(noted: Mapping[object, object]) -> dict[str, dict[str, Any]]:
     """What torch notes of modules (``_metadata``): for each name numbers and strings by their names."""
     kept = (int, float, str, bool, type(None))
     return {
@@ -214,6 +220,7 @@ class _Unpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         name = f"{module}.{name}"
+        # A class of its own for each name, made here: nothing is imported to have it.
         if name not in self._named:
             if self._weights and not any(name in known for known in (_CALLS, _STORAGES, _DTYPES, _HARMLESS)):
                 raise _Refused(f"names {shown(name)}, which is code, and no part of plain tensors")
@@ -224,7 +231,7 @@ class _Unpickler(pickle.Unpickler):
             self._named[name] = Opaque("Opaque", (InertObject,), about)
         return self._named[name]
 
-    def persistent_load(self, pid: Any) -> Storage | _Dict:
+    def persistent_load(self, pid: object) -> Storage | _Dict:
         match pid:
             case None:  # a dictionary, as ``_INSTEAD_2`` spells it
                 return _Dict()
@@ -249,6 +256,8 @@ _INSTEAD_4 = {**_INSTEAD_2, 0x8F: b"]", 0x90: b"e", 0x91: b"l"}
 def _checked(raw: bytes, weights: bool) -> bytes:
     """The pickle up to its end, for Python's unpickler; what is no more than a frame is left out."""
     lengths, instead = (_LENGTHS_2, _INSTEAD_2) if weights else (_LENGTHS_4, _INSTEAD_4)
+    # So an index into the memo beyond half the pickle's length is a trick to have gigabytes allocated: the
+    # pattern below takes no 4-byte index whose upper half is larger than this.
     highest = len(raw) >> 16  # to remember a value takes two bytes or more
     index = b"[\\x00-\\x%02x][\\x00-\\x%02x]" % (min(highest, 255), highest >> 8)
     simple = re.compile(b"(?:%b)*+" % ((_PROTOCOL_2 if weights else _PROTOCOL_4) % index), re.DOTALL)
@@ -256,6 +265,7 @@ def _checked(raw: bytes, weights: bool) -> bytes:
     parts: list[bytes] = []
     at = begin = count = 0
     while True:
+        # A run of plain instructions in one step of the expression (possessive, `*+`: it never goes back).
         end = run.end() if (run := simple.match(raw, at)) else at
         count += end - at + 1
         if count > limit:
@@ -270,6 +280,8 @@ def _checked(raw: bytes, weights: bool) -> bytes:
             at = raw.index(b"\n", raw.index(b"\n", at, at + 1024) + 1, at + 2048) + 1
         elif code == ord("."):
             return b"".join((*parts, raw[begin:at]))
+        # 0x95 (FRAME) says how long a part is, by which the unpickler would allocate: it and its 8 bytes are
+        # dropped.
         elif code in instead or (code == 0x95 and not weights):
             parts += (raw[begin:end], instead.get(code, b""))
             begin = at = at + 8 * (code == 0x95)
@@ -285,7 +297,7 @@ def _size(sizes: Any) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def _counts(values: Any) -> bool:
+def _counts(values: object) -> bool:
     return (
         type(values) is tuple
         and len(values) <= MAX_DIMENSIONS
@@ -304,7 +316,7 @@ def _tensor(*arguments: Any) -> StoredTensor:
     return StoredTensor(storage, storage.dtype, offset, shape, strides, bool(arguments[6:] and arguments[6]))
 
 
-def _tensor_v3(*arguments: Any) -> StoredTensor:
+def _tensor_v3(*arguments: object) -> StoredTensor:
     """_rebuild_tensor_v3: as v2, over bytes, with the dtype before the metadata."""
     dtype = arguments[6].name if len(arguments) > 6 and type(arguments[6]) is Opaque else ""
     if dtype not in _DTYPES:
@@ -312,14 +324,16 @@ def _tensor_v3(*arguments: Any) -> StoredTensor:
     return _tensor(*arguments[:6], *arguments[7:])._replace(dtype=_DTYPES[dtype])
 
 
-def _parameter(tensor: Any = None, *_: Any) -> StoredTensor:
+def _parameter(tensor: object = None, *_: object) -> StoredTensor:
     """_rebuild_parameter(data, ...): the tensor in it."""
     if type(tensor) is not StoredTensor:
         raise _Refused("makes a parameter of something other than a tensor")
     return tensor
 
 
-def _typed(function: Any, kind: Any, arguments: Any, attributes: Any) -> StoredTensor | InertObject:
+def _typed(
+    function: object, kind: object, arguments: object, attributes: object
+) -> StoredTensor | InertObject:
     """_rebuild_from_type_v2: a tensor with Python attributes; one of a class of its own is a record."""
     if type(function) is type(kind) is Opaque and type(arguments) is tuple:
         if kind.name in _PLAIN and function.name in _TENSORS:
@@ -346,7 +360,7 @@ _CALLS: dict[str, Callable[..., Any]] = {
 }
 
 
-def _check_unfolded(value: Any, limit: int) -> None:
+def _check_unfolded(value: object, limit: int) -> None:
     """Refuse containers that hold one another so often that nobody could print or copy them.
 
     A list that holds another one twice, which holds a third one twice, takes a few bytes for each, and twice

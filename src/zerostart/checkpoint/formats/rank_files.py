@@ -84,14 +84,14 @@ def _opened(directory: Path, stem: str, files: PartFiles) -> Iterator[tuple[dict
         yield _dict(value, str(path)), place, str(path)
 
 
-def _dict(value: Any, path: str) -> dict[Any, Any]:
+def _dict(value: object, path: str) -> dict[Any, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: holds no state dict as FSDP2 has it; {_REMEDY}")
     return value
 
 
 def _assemble(
-    name: str, parts: list[tuple[Any, Placing, str]], found: TrainingContents, files: PartFiles
+    name: str, parts: list[tuple[object, Placing, str]], found: TrainingContents, files: PartFiles
 ) -> None:
     """Add a tensor, or a number, of which each rank has a part, or each has the whole."""
     # Rank 0 says what it is: a plain tensor, which each rank has whole; a DTensor, of which each has its box;

@@ -84,7 +84,7 @@ def _read_state(path: Path) -> dict[str, Any]:
 
 
 def open_saved_state(
-    path: Path, folders: Sequence[str], read: Callable[[Path], dict[str, Any]] = _read_state
+    path: Path, folders: Sequence[str], read: Callable[[Path], dict[str, object]] = _read_state
 ) -> tuple[dict[str, Any], list[Catalog]]:
     """The document of the training state in ``path``, and the catalogs of some of its ``folders``.
 
@@ -103,7 +103,7 @@ def open_saved_state(
     raise missing
 
 
-def _listed(path: Path, document: dict[str, Any], folder: str) -> Catalog:
+def _listed(path: Path, document: dict[str, object], folder: str) -> Catalog:
     files = document.get("files")
     names = [name for name in files if is_inside(name)] if isinstance(files, dict) else []
     names = sorted(n for n in names if n.endswith(SUFFIX) and str(PurePosixPath(n).parent) == folder)

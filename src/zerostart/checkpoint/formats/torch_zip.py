@@ -285,14 +285,14 @@ def _weights(value: Any, path: str) -> tuple[dict[str, StoredTensor], dict[str, 
     return found, notes
 
 
-def _tensors(value: dict[Any, Any]) -> dict[Any, StoredTensor]:
+def _tensors(value: dict[object, object]) -> dict[Any, StoredTensor]:
     return {key: item for key, item in value.items() if type(item) is StoredTensor}
 
 
-def _kind(value: Any) -> str:
+def _kind(value: object) -> str:
     return "tensor" if type(value) is StoredTensor else type(value).__name__
 
 
-def _listed(values: dict[Any, Any]) -> str:
+def _listed(values: dict[object, object]) -> str:
     names = [shown(key)[1:-1] if type(key) is str else f"a {type(key).__name__}" for key in values]
     return ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")

@@ -123,7 +123,7 @@ def local_tensor(made: InertObject) -> StoredTensor | None:
     return local if type(local) is StoredTensor else None
 
 
-def _tensors(value: Any) -> Iterator[StoredTensor]:
+def _tensors(value: object) -> Iterator[StoredTensor]:
     """Every tensor in what a pickle holds, in containers of any depth."""
     seen: set[int] = set()
     open_ones = [value]

@@ -109,7 +109,7 @@ class Base:
     place: Placing
 
     @classmethod
-    def of(cls, states: Mapping[str, Any], place: Placing) -> Base:
+    def of(cls, states: Mapping[str, object], place: Placing) -> Base:
         """What the pickled ``states`` of ZeRO's optimizer say of it; ``place`` places the tensors there."""
         base = states.get("base_optimizer_state", states.get("optimizer_state_dict"))
         if not isinstance(base, dict) or not isinstance(base.get("state"), dict):
@@ -215,14 +215,14 @@ class _Rank:
         )
 
 
-def _paddings(value: Any) -> Sequence[Sequence[int]] | None:
+def _paddings(value: object) -> Sequence[Sequence[int]] | None:
     groups = value if type(value) is list else []
     if any(type(n) is not int or n < 0 for group in groups for n in group):
         raise CheckpointError(f"the padding behind parameters is not a number: {DAMAGED}")
     return groups or None
 
 
-def _scale(scaler: Any) -> dict[str, Any]:
+def _scale(scaler: object) -> dict[str, Any]:
     """The numbers in a loss scaler's state."""
     state = scaler.state if isinstance(scaler, InertObject) and isinstance(scaler.state, dict) else {}
     return {str(key): value for key, value in state.items() if type(value) in (int, float)}
@@ -231,6 +231,8 @@ def _scale(scaler: Any) -> dict[str, Any]:
 def _flat(states: ModelStates, ranks: Sequence[_Rank]) -> Iterator[tuple[str, tuple[int, ...], list[Run]]]:
     """Where each parameter lies: the ranks' buffers of a group are one row of elements."""
     for group, shapes in enumerate(states.groups):
+        # The ranks' parts laid end to end are the group's flat buffer, in which parameters follow each other
+        # (with the padding of each behind it): a parameter may begin on one rank and end on the next.
         lengths = [rank.buffers[MASTERS][group].numel for rank in ranks]
         starts = [0, *accumulate(lengths)]
         paddings = ranks[0].paddings[group] if ranks[0].paddings else [0] * len(shapes)
@@ -238,6 +240,7 @@ def _flat(states: ModelStates, ranks: Sequence[_Rank]) -> Iterator[tuple[str, tu
         for (name, shape), padding in zip(shapes.items(), paddings, strict=True):
             stop = at + prod(shape)
             places = []
+            # What the parameter's run [at, stop) has in common with the rank's [low, high).
             for rank, (low, high) in enumerate(pairwise(starts)):
                 first, last = max(at, low), min(stop, high)
                 if first < last:
@@ -253,6 +256,8 @@ def _partitioned(
     starts = [0, *accumulate(buffer.numel for buffer in ranks[0].buffers[MASTERS])]
     at = 0
     for name, shape in (item for group in states.groups for item in group.items()):
+        # Stage 3 gives each rank an equal part, the last one padded: rounded up. `at` counts on one rank, and
+        # is the same on all.
         stop = at - (-prod(shape) // len(ranks))
         places = []
         for rank in range(len(ranks)):
@@ -264,7 +269,7 @@ def _partitioned(
         at = stop
 
 
-def _number(value: Any) -> int:
+def _number(value: object) -> int:
     """An integer, or that of an enumeration's member."""
     if isinstance(value, InertObject) and len(value.arguments) == 1:
         value = value.arguments[0]
@@ -402,12 +407,12 @@ def by_rank(directory: Path, pattern: re.Pattern[str]) -> list[Path]:
     return [found[rank] for rank in range(len(found))]
 
 
-def _refuse_experts(value: Mapping[str, Any], path: Path) -> None:
+def _refuse_experts(value: Mapping[str, object], path: Path) -> None:
     if any("autoep" in key.lower() and value[key] for key in value if type(key) is str):
         raise CheckpointError(f"{path}: experts are cut over ranks (AutoEP); {INSTEAD}")
 
 
-def _shapes(group: Any) -> dict[str, tuple[int, ...]]:
+def _shapes(group: object) -> dict[str, tuple[int, ...]]:
     pairs = list(_pairs(group))
     for name, shape in pairs:
         if type(name) is not str:
@@ -422,7 +427,7 @@ def _pairs(value: Any) -> Iterator[tuple[Any, Any]]:
     yield from value.items() if isinstance(value, dict) else value
 
 
-def _placed(tensors: Mapping[str, Any], place: Placing, prefix: str) -> dict[str, TensorEntry]:
+def _placed(tensors: Mapping[str, object], place: Placing, prefix: str) -> dict[str, TensorEntry]:
     return {
         str(name): place(f"{prefix}{name}", tensor)
         for name, tensor in tensors.items()

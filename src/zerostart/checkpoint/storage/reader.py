@@ -63,6 +63,7 @@ class FileReader(Reader):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Close all files. Raises ReadError if one of them was written to meanwhile."""
+        # Asked of the open files, before they are closed: the path may lead to another file by now.
         now = {file: FileState.of(descriptor) for file, descriptor in self._open.items()}
         while self._open:
             os.close(self._open.popitem()[1])
@@ -98,6 +99,7 @@ class FileReader(Reader):
                     f"were expected (its length was {self._sizes[file]}); was it replaced during the load?"
                 )
             offset += count
+            # Buffers that are full go; the first that is not begins where the short read has ended.
             while left and count >= len(left[0]):
                 count -= len(left.pop(0))
             if count:
@@ -107,6 +109,7 @@ class FileReader(Reader):
         """Read rows, many with one call where the system can; raises as ``read`` does."""
         descriptor = self._descriptor(file)
         advise(descriptor, offset, rows)
+        # What the vectored call has left is read row by row, which also tells why it could not be copied.
         for row in range(gather(descriptor, offset, rows, target, step), rows.count):
             self.read(file, offset + row * rows.stride, [target[row * step : row * step + rows.width]])
 
@@ -150,6 +153,7 @@ class FileReader(Reader):
         return bounce
 
     def _direct_descriptor(self, file: int) -> int | None:
+        # Under the lock, so that two threads that ask for a new file open it once.
         with self._lock:
             if file not in self._open_direct:
                 self._open_direct[file] = descriptor = open_direct(self._files[file])
@@ -226,6 +230,7 @@ def gather(descriptor: int, offset: int, rows: Rows, target: memoryview, step: i
     """
     if not vectored():
         return 0
+    # A mapping begins at a page: so it begins before the rows, by `shift` bytes.
     shift = offset % mmap.ALLOCATIONGRANULARITY
     try:
         mapping = mmap.mmap(
@@ -285,4 +290,5 @@ def vectored() -> bool:
         return False
     source, target = np.ones(1, np.uint8), np.zeros(1, np.uint8)
     one = [np.array([[a.ctypes.data, 1]], np.uint64) for a in (source, target)]
+    # Tried, and not looked up: sandboxes forbid the call (seccomp), and some pretend that it went well.
     return _copy(one[0], one[1]) == 1 and ctypes.get_errno() != errno.ENOSYS and bool(target[0])

@@ -49,6 +49,8 @@ class Folder:
     def parent(self, name: str) -> Iterator[tuple[int, str]]:
         """A handle of the directory that has ``name``, and the last part of the name."""
         *folders, last = PurePosixPath(name).parts
+        # From the open directory down, never by a path from the root: the directory may be renamed meanwhile,
+        # and no link on the way is followed (O_NOFOLLOW).
         handle = os.dup(self._handle)
         try:
             for folder in folders:
@@ -98,12 +100,16 @@ class Folder:
         """Give a file a name that nothing has. Raises FileExistsError where something has it."""
         with self.parent(source) as (old, begin), self.parent(name) as (new, end):
             try:
+                # A link fails where the name is taken, which a rename does not; and a kill between it and the
+                # unlink below leaves two names of one file, which `finish` knows.
                 os.link(begin, end, src_dir_fd=old, dst_dir_fd=new, follow_symlinks=False)
             except OSError as error:
                 if error.errno not in NO_LINKS:
                     raise
                 if not _renamed(old, begin, new, end):
                     # The name is ours from here on, and the file follows.
+                    # Neither links nor renameat2 here (some network file systems): an empty file with a mode
+                    # of its own reserves the name, so that a killed save's is told from a user's.
                     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
                     os.close(os.open(end, flags, _RESERVED, dir_fd=new))
                     os.replace(begin, end, src_dir_fd=old, dst_dir_fd=new)
@@ -149,6 +155,8 @@ class Folder:
         Raises WriteError where another one takes longer than a minute.
         """
         end = time.monotonic() + _PATIENCE
+        # None (no locks on this file system) goes on: saves there are told apart by the names of their files
+        # alone.
         while (locked := lock(self._handle)) is False and wait:
             if time.monotonic() > end:
                 raise WriteError(f"{self.path}: another process is saving here; save when it has ended")
@@ -224,6 +232,7 @@ def sync_handle(handle: int) -> None:
     try:
         os.fsync(handle)
     except OSError as error:
+        # All others, EIO and ENOSPC first, say that bytes may be lost: these are the caller's.
         if error.errno not in (errno.EINVAL, errno.EBADF, errno.EOPNOTSUPP, errno.ENOSYS):
             raise
 

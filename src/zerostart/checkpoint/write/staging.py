@@ -57,6 +57,7 @@ class Staging:
         the names of weights; None: by the one of a training state.
         """
         # A link that leads to a directory goes on doing so.
+        # Resolved once: all that follows, clean-ups included, is done to one directory.
         self.path = Path(os.path.realpath(expanded(path)))
         self._marker, self._by_document = (
             marker,
@@ -80,11 +81,14 @@ class Staging:
                     )
                 clear_killed(self.path)
                 self._begin()
+        # Also at an interrupt: the lock must not outlive a save that has never begun.
         except BaseException:
             self.discard()
             raise
 
     def _begin(self) -> None:
+        # Again, where somebody who cleans up has removed the directory or the lock between two of these
+        # steps.
         while self._folder is None:
             self._make_place()
             with contextlib.suppress(FileNotFoundError):  # removed, as what a killed save has left
@@ -119,6 +123,7 @@ class Staging:
         with write_errors(self.path, state):
             known = document.get("files", {})
             below = _files_below(self.directory)
+            # Whoever wrote them (other ranks too): bytes are on the disk before anything names them.
             for name in below:
                 sync(self.directory / name)
             files = {name: known.get(name) or self._described(name, document) for name in below}
@@ -126,7 +131,11 @@ class Staging:
             contents = {"": list(files)} if self._by_document else grouped(files, staged=True)
         with contextlib.ExitStack() as stack:
             with write_errors(self.path, state):
+                # From the plan to the last name: two saves that plan at once would give out the same free
+                # names.
                 stack.enter_context(self._folder.alone())
+            # One switch for each content (a model, an adapter beside it): readers of one never wait for the
+            # other.
             for key, of in contents.items():
                 described = {**document, "format": FORMAT, "files": {name: files[name] for name in of}}
                 if not self._by_document and "digests" in document:
@@ -138,13 +147,15 @@ class Staging:
             self._close()
         return names
 
-    def _publish(self, key: str, document: dict[str, Any], state: str) -> dict[str, str]:
+    def _publish(self, key: str, document: dict[str, object], state: str) -> dict[str, str]:
         folder = self._folder
         assert folder is not None, "not yet discarded"
         with write_errors(self.path, state):
             plan = planned(folder, self._token, self._marker, self._by_document, key, document)
             plan.folders = _above([*plan.puts.values(), *plan.deliver, plan.switch])
             plan.folders = [name for name in plan.folders if folder.identity(name) is None]
+            # On the disk before the first name changes: a kill after this leaves a plan to finish or to take
+            # back.
             _note(self._lock, dataclasses.asdict(plan))
             self._plan = plan
             if self._marker:  # once it is noted of what: that of another content is given its name at a kill
@@ -167,6 +178,7 @@ class Staging:
                 place.rmdir()
 
     def _close(self) -> None:
+        # Taken out first, so that a second call finds nothing to do, whatever fails in this one.
         folder, self._folder = self._folder, None
         handle, self._lock = self._lock, -1
         if folder is not None:
@@ -205,6 +217,7 @@ def remove(path: Path, marker: str) -> None:
             token = uuid.uuid4().hex[:12]
             folder.make(HIDDEN)
             handle = _locked(folder, token, True)
+            # No switch of its own: removing the document is the step from which on nothing of it counts.
             plan = Plan(marker, "")
             contents = contents_of(document).values() if marker == MARKER else [document]
             names = {name for content in contents for name in content["files"]}
@@ -232,6 +245,8 @@ def _locked(folder: Folder, token: str, new: bool) -> int:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         handle = os.open(last, flags, 0o666, dir_fd=parent)
         try:
+            # Between making the file and locking it somebody may have taken it for a left one, and have
+            # removed it: then the name has another inode, or none.
             mine = lock(handle)
             found = os.stat(last, dir_fd=parent, follow_symlinks=False)
             if mine is False or found.st_ino != os.fstat(handle).st_ino:
@@ -247,7 +262,7 @@ def _locked(folder: Folder, token: str, new: bool) -> int:
     return handle
 
 
-def _note(handle: int, line: Mapping[str, Any]) -> None:
+def _note(handle: int, line: Mapping[str, object]) -> None:
     left = memoryview((json.dumps(line) + "\n").encode())
     while left:
         left = left[os.write(handle, left) :]

@@ -91,11 +91,13 @@ def planned(
     ``by_document``: readers go by the document (of a training state, of a cache), which says what the files
     are called; else by the index of the weights, or by their single file. Raises OSError.
     """
+    # The document is the switch until the weights of a group turn out to have one of their own.
     planner = _Planner(folder, token, Plan(marker, marker), by_document, key, document)
     for group, names in grouped(planner.files, staged=True).items():
         if "cache" in document:
             planner.replace_all(names)
             continue
+        # Weights first: which names are taken, and what goes for them, settles what readers go by.
         weights = [name for name in names if WEIGHTS.fullmatch(PurePosixPath(name).name)]
         if weights:
             planner.name_weights(group, weights)
@@ -104,6 +106,8 @@ def planned(
                 planner.name_companion(name)
     if by_document:
         planner.drop_listed()
+    # "save" and "switch" are what a reader finds a save by that was killed after its switch: while its
+    # document is still staged, the absence of the staged switch says that it counts.
     document.update(planner.beside(), content=key, save=token, switch=planner.plan.switch)
     if planner.plan.over:
         document["over"] = planner.plan.over
@@ -121,6 +125,7 @@ class _Planner:
         self._before: dict[str, dict[str, Any]] = {}
         self._groups: set[str] = set()
         for name in MARKERS:
+            # Both documents: a file that either of them lists is ours to replace.
             with contextlib.suppress(ZerostartError):  # a damaged one says nothing
                 top = current(folder.path, name)
                 if top is not None:
@@ -137,8 +142,11 @@ class _Planner:
         single = f"{group}.safetensors"
         index = single + INDEX
         files = [name for name in names if name != index and self.staged(name).is_file()]
+        # A single file needs no other switch than its own rename; several have their index for it.
         alone = not self._by_document and index not in names
         taken = {name for name in (*files, single, index) if self._folder.identity(name) is not None}
+        # A name that is taken would mix old and new shards for whoever reads meanwhile: then all new ones
+        # have the token in their names, and the index, or the document, leads to them.
         tagged = not alone and bool(taken if self._by_document else taken & set(files))
         called = {name: self._tagged(name) if tagged else name for name in files}
         if alone:
@@ -146,9 +154,12 @@ class _Planner:
         else:
             self.plan.puts |= called
             self.plan.made |= {new: self._identity(name) for name, new in called.items()}
+        # The document lists a file by the name that it will have; "name" keeps the one that it was staged
+        # under.
         for name, new in called.items() if tagged else ():
             self.files[new] = {**self.files.pop(name), "name": name}
         if tagged:
+            # Before identities are asked for below: this replaces the staged index.
             self._write_index(group, index, called)
         if self._by_document:
             self._groups.add(group)
@@ -173,9 +184,12 @@ class _Planner:
             found = self._folder.sha256(name)
             same = found is not None and found == self.files[name].get("sha256")
             ours = any(one["files"].get(name, {}).get("sha256", "") == found for one in self._known)
+            # Somebody's own file (a README of the script, say) stays, and this save has none of that name. A
+            # configuration is replaced even so: weights would be read by another one's.
             if not ours and not _is_content(name):
                 del self.files[name]
                 return
+        # Bytes that are there already are not written again, so that nobody sees the file change.
         if not same:
             self.plan.deliver[name] = there
         if there is None and _is_content(name):
@@ -200,6 +214,8 @@ class _Planner:
         if self.plan.marker != MARKER:
             return {}
         others = {}
+        # Names that this save has taken over are no longer the other content's; one without any weights left
+        # is gone.
         for key, other in self._before.items():
             files = {name: one for name, one in other["files"].items() if name not in self.files}
             weights = [name for name in files if name.endswith(".safetensors")]
@@ -251,22 +267,28 @@ class _Planner:
 
     def _drop(self, name: str, groups: set[str], links: Sequence[str] = ()) -> None:
         """Note a file of weights that were there before; those that readers go by may be ``links``, too."""
+        # Both readings of a name: a shard of another stem may look like a tagged one of this.
         if name in self.files or not {group_of(name), group_of(name, staged=True)} & groups:
             return
         there = self._folder.identity(name, regular=True, link=name in links)
+        # What the switch replaces goes by itself.
         if name != self.plan.switch and there is not None:
             self.plan.drop[name] = there
 
 
 def switch(folder: Folder, staged: str, plan: Plan) -> None:
     """Give weights their names, and make the one step that readers see. Raises OSError."""
+    # 1. Weights get names that nothing has: nobody reads by these yet, and `put` never replaces.
     for name, new in plan.puts.items():
         folder.put(staged + name, new)
+    # 2. What has to be there with the weights, and is not.
     for name in reversed([name for name in plan.deliver if name in plan.made]):  # the index last
         with contextlib.suppress(FileExistsError):  # somebody has just put something there
             folder.put(staged + name, name)
+    # 3. All these names are on the disk before the switch is: after a power cut the index leads to files.
     for new in {PurePosixPath(new).parent: new for new in (*plan.puts.values(), plan.switch)}.values():
         folder.sync(new)
+    # 4. The switch: one rename, before which readers have all of the old, and after which all of the new.
     folder.replace(staged + plan.switch, plan.switch)
 
 
@@ -276,12 +298,15 @@ def finish(folder: Folder, staged: str, plan: Plan, copied: bool = False) -> Non
     In a directory that was ``copied`` since, no file is the one that it was. Then a configuration or an index
     is taken for the one before where it has its length: else it would be read with other weights, silently.
     """
+    # Readers prefer a single file to an index: as long as it is there the old weights count.
     if plan.over and plan.over in plan.drop:
         folder.remove(plan.over, plan.drop[plan.over])
     if plan.switch:
         folder.sync(plan.switch)
     lost = []
     for name, known in plan.deliver.items():
+        # Every step may have been done by the save before it was killed: what is no longer staged has been
+        # delivered.
         there, own = folder.identity(name), folder.identity(staged + name)
         if own is None:
             continue
@@ -290,6 +315,9 @@ def finish(folder: Folder, staged: str, plan: Plan, copied: bool = False) -> Non
                 folder.remove(staged + name)
             elif there is None and known is None:
                 folder.put(staged + name, name)
+            # Replaced is only what was there when the save was planned, an empty file that `put` reserved for
+            # it, or (in a copied directory, where inodes and times are others) a configuration of the same
+            # length.
             elif (
                 there == known
                 or (known is None and folder.is_reserved(name))
@@ -317,8 +345,11 @@ def _is_content(name: str) -> bool:
 
 
 def _is_switched(folder: Folder, staged: str, plan: Plan) -> bool:
+    # The switch moves the staged file: as long as it lies there, nothing has been switched.
     if folder.identity(staged + plan.switch if plan.switch else plan.marker) is not None:
         return False
+    # Nobody but the save takes it away. A staged document, though, is removed last of all by a clean-up, too:
+    # there the document in place has to say whose it is.
     if plan.switch != plan.marker:
         return True
     with contextlib.suppress(ZerostartError):
@@ -338,10 +369,12 @@ def settle(folder: Folder, staged: str, plan: Plan, copied: bool = False) -> boo
     else:
         named: set[str] = set()
         with contextlib.suppress(ZerostartError):
+            # Another save may have taken the same file over since: what a document names stays.
             named = {name for document in documents(folder.path) for name in document["files"]}
         for name, known in plan.made.items():
             if name not in named:
                 folder.remove(name, None if folder.is_reserved(name) else known)
+    # Inner ones first, of which only those go that are empty.
     for name in sorted(plan.folders, reverse=True):
         folder.remove_empty(name)
     return done
@@ -373,8 +406,10 @@ def clean_up(folder: Folder, token: str, handle: int, plan: Plan | None, copied:
         os.ftruncate(handle, os.pread(handle, _MOST, 0).find(b"\n") + 1)
     for marker in MARKERS:  # first: what they describe may not be there any more
         folder.remove(f"{HIDDEN}/{token}/{marker}")
+    # By a handle of the parent: a link that somebody has put into the path meanwhile is not followed.
     with folder.parent(f"{HIDDEN}/{token}") as (parent, last):
         shutil.rmtree(last, ignore_errors=True, dir_fd=parent)
+    # The lock goes last: while it is there, others know what is left and whose it was.
     if folder.identity(f"{HIDDEN}/{token}") is None:  # else whoever saves next removes it
         folder.remove(f"{HIDDEN}/{token}.lock")
         folder.remove_empty(HIDDEN)
@@ -385,6 +420,8 @@ def clear_killed(path: Path) -> None:
     with contextlib.suppress(OSError):
         with os.scandir(path.parent) as entries:
             beside = [Path(entry) for entry, _ in zip(entries, range(_NEIGHBOURS), strict=False)]
+        # Beside too: a run saves to checkpoint-1, checkpoint-2, ..., and may never come back to the one that
+        # was cut.
         for place in {path, *beside}:
             with contextlib.suppress(OSError, ZerostartError):
                 if os.path.lexists(place / HIDDEN):
@@ -436,6 +473,8 @@ def _clear_one(folder: Folder, wait: bool = False) -> None:
                 lines = _lines(handle)
                 if _is_free(handle, lines):
                     made = made or bool(lines and lines[0].get("new"))
+                    # A copy of the directory has another lock file than the one that the save noted: its
+                    # plan's identities are those of the original.
                     inode = os.fstat(handle).st_ino
                     copied = bool(lines) and lines[0].get("inode", inode) != inode
                     clean_up(folder, match["token"], handle, _noted(lines), copied)
@@ -445,6 +484,7 @@ def _clear_one(folder: Folder, wait: bool = False) -> None:
         if mine and not os.path.lexists(
             folder.path / HIDDEN
         ):  # what a save has left has gone, and the directory is as old as it was
+            # Scripts that keep the newest checkpoints go by this time.
             os.utime(folder.path, ns=(found.st_atime_ns, found.st_mtime_ns))
     if made:
         with contextlib.suppress(OSError):
@@ -473,11 +513,13 @@ def _noted(lines: list[dict[str, Any]]) -> Plan | None:
 
 def _is_free(handle: int, lines: list[dict[str, Any]]) -> bool:
     """Whether the process of a lock is no more; where a file system has no locks, as far as can be told."""
+    # The system lets go of a lock when its process ends, however it ends.
     if (locked := lock(handle)) is not None:
         return locked
     if not lines or lines[0].get("host") != socket.gethostname():
         return False
     try:
+        # Signal 0 does nothing but ask whether the process exists; on another host that cannot be asked.
         os.kill(int(lines[0]["pid"]), 0)
     except ProcessLookupError:
         return True

@@ -96,6 +96,8 @@ class CheckpointWriter:
             ) from error
         try:
             for position, file in enumerate(self.layout.files):
+                # Full size at once: ranks write their parts in any order, and no space is found missing by
+                # the last alone.
                 self._truncate(self._open(position, os.O_CREAT | os.O_EXCL), position, file.size)
                 self._pwrite(memoryview(file.header), 0, position)
         except BaseException:
@@ -174,6 +176,7 @@ class CheckpointWriter:
 
     def discard(self) -> None:
         """Close and remove the temporary files, where they can be; what was there before this save stays."""
+        # Nothing of it is wanted: `close` need not wait for the disk.
         self._durable = False
         self.close()
         for position in range(len(self.layout.files)):

@@ -108,7 +108,7 @@ PRESETS: Mapping[str, tuple[_Rule, ...]] = {
 
 
 def partition_plan(
-    section: Mapping[str, Any],
+    section: Mapping[str, object],
     linears: Mapping[str, Linear],
     size: int,
     model_type: str | None = None,
@@ -263,7 +263,7 @@ def _rule(spec: Mapping[str, Any]) -> _Rule:
     )
 
 
-def _known(where: str, given: Mapping[str, Any], keys: Collection[str]) -> None:
+def _known(where: str, given: Mapping[str, object], keys: Collection[str]) -> None:
     if unknown := sorted(set(given) - set(keys)):
         raise ConfigError(
             f"{where} has unknown keys {', '.join(unknown)}; known are {', '.join(sorted(keys))}"

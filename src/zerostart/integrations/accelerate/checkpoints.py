@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -27,6 +27,9 @@ from zerostart.state.resuming.save_state import save_state
 from zerostart.state.resuming.values import checksum, encoded_whole
 from zerostart.upstream.accelerate.types import Accelerator, FSDPPlugin
 
+if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
+
 Original = Callable[[], object]
 _CLIENT, _CLIENTS = "client_state", "client_states"
 #: Whether adapters alone were asked for, of models that are saved with the optimizer that follows.
@@ -36,7 +39,7 @@ _adapters_alone: dict[Path, bool] = {}
 def save_checkpoint(
     original: Original,
     *,
-    self: Any,
+    self: DeepSpeedEngine,
     save_dir: str | None,
     tag: object,
     client_state: Mapping[str, Any],
@@ -64,7 +67,7 @@ def save_checkpoint(
     return True
 
 
-def _client_states(own: Any, engine: Any, world: World) -> dict[str, Any]:
+def _client_states(own: Any, engine: DeepSpeedEngine, world: World) -> dict[str, Any]:
     """What DeepSpeed keeps of a script's own: the first rank's, and at stage 3 that of every rank."""
     with world.phase("looking at the client's state"):
         state, tensors = dict(own), dict[str, Any]()
@@ -73,6 +76,7 @@ def _client_states(own: Any, engine: Any, world: World) -> dict[str, Any]:
     alike = len(set(world.all_gather_object(own_sum, "comparing the client's states"))) == 1
     if alike:
         return {_CLIENT: state}
+    # DeepSpeed saves a file of every rank at stage 3 alone; at others rank 0 writes what it has.
     if not engine.zero_optimization_partition_weights():
         return {_CLIENT: world.broadcast_object(lambda: state, "taking the first rank's client state")}
     first, *others = world.all_gather_object(state, "collecting the client's states")
@@ -82,7 +86,7 @@ def _client_states(own: Any, engine: Any, world: World) -> dict[str, Any]:
 def load_checkpoint(
     original: Original,
     *,
-    self: Any,
+    self: DeepSpeedEngine,
     load_dir: str,
     tag: str | None,
     load_optimizer_states: bool,
@@ -126,7 +130,7 @@ def _number(tag: str | None) -> int:
     return int(last) if last.isdecimal() else 0
 
 
-def _movable(engine: Any) -> bool:
+def _movable(engine: DeepSpeedEngine) -> bool:
     """Whether an engine's state is saved here: of every model that zerostart loaded, and of plain ones."""
     if engine.use_node_local_storage():
         return False
@@ -135,6 +139,7 @@ def _movable(engine: Any) -> bool:
     if not engine.zero_optimization() or engine.has_moe_layers or engine.mpu is not None:
         return False
     try:
+        # Asked and not kept: only whether its state can be read at all.
         training_state(engine, None)
     except ZerostartError:
         return False
@@ -157,6 +162,8 @@ def save_fsdp_model(
         return original()
     path = _fsdp_path(output_dir, model_index)
     if _has_optimizer(accelerator, model_index):
+        # accelerate calls for the model first and for its optimizer right after: one directory has both, and
+        # is written by the second call, which is not told of adapters.
         _adapters_alone[path] = adapter_only
     else:
         save_state(path, model, None, None, wait=True, frozen=not adapter_only, saved=path.parent)
@@ -233,6 +240,7 @@ def _is_saved_here(plugin: FSDPPlugin, model: nn.Module) -> bool:
 
 def _has_optimizer(accelerator: Accelerator, model_index: int) -> bool:
     """Whether accelerate goes on with an optimizer of this model right after it."""
+    # accelerate pairs models and optimizers by their numbers.
     return len(accelerator._optimizers) > model_index
 
 
@@ -242,6 +250,7 @@ def _fsdp_path(directory: str, number: int) -> Path:
 
 def load_accelerator_state(original: Callable[[], dict[str, Any]], **_: object) -> dict[str, Any]:
     """accelerate's function: ranks that are new get the number of the step from the first one."""
+    # Its file is one of each rank; a rank that was not there when it was saved finds none, and no step.
     found = original()
     world = current_world()
     step = world.broadcast_object(lambda: found.get("step"), "agreeing on the step")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -16,6 +16,9 @@ from zerostart.integrations.engine_setup import check_sharing, check_tensors, fs
 from zerostart.live.model import find_record, loaded_model, loaded_models, record_of
 from zerostart.upstream.accelerate.plugins import FSDP2Plugin, fsdp2_plugin
 from zerostart.upstream.deepspeed.active import config_stage
+
+if TYPE_CHECKING:
+    from zerostart.upstream.accelerate.types import Accelerator
 
 #: Settings of FSDP2 that the parameters of a model have, and which cannot be left to the engine's default.
 POLICIES = ("mp_policy", "offload_policy")
@@ -42,6 +45,8 @@ def sharded(model: nn.Module) -> bool:
         return False
     _refuse_beside_tensors(model, parts)
     policies, fp32 = wanted[0], plugin.mixed_precision != "no"
+    # The whole model is a load. Else loads are parts of a model of the script, whose other parameters are
+    # sharded around them, after what lies within.
     if find_record(loaded_model(model)) is not None:
         shard_added(model, policies, fp32)
         return True
@@ -91,7 +96,7 @@ def _wanted(part: nn.Module, plugin: FSDP2Plugin | None) -> Mapping[str, Any]:
     return {key: wanted[key] for key in POLICIES if key in wanted}
 
 
-def partitioned(accelerator: Any, model: nn.Module) -> None:
+def partitioned(accelerator: Accelerator, model: nn.Module) -> None:
     """Raise ConfigError for a model that, or a part of which, was not loaded for accelerate's stage."""
     plugin = accelerator.state.deepspeed_plugin
     parts = list(loaded_models(model))

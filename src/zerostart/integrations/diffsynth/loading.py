@@ -71,6 +71,7 @@ class DiffSynthLoad(InterceptedLoad):
             made: nn.Module = kind(**config)
             return made if dtype is None else _without_integers(made, dtype)
 
+        # Errors name the model by the name of what builds it.
         build.__name__ = kind.__name__
         with self.agreeing():
             request = replace(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,6 +15,9 @@ from zerostart.integrations.loading import InterceptedLoad
 from zerostart.models import Built, library_of
 from zerostart.upstream.seam import Findings
 from zerostart.upstream.transformers.models import without_weights
+
+if TYPE_CHECKING:
+    from diffusers import ModelMixin
 
 
 class DiffusersLoad(InterceptedLoad):
@@ -40,7 +43,7 @@ class DiffusersLoad(InterceptedLoad):
         with without_weights(dtype), self._logged():
             yield
 
-    def load(self, model: Any, files: list[str], name: object, options: Mapping[str, Any]) -> Findings:
+    def load(self, model: ModelMixin, files: list[str], name: object, options: Mapping[str, Any]) -> Findings:
         """Load, collectively, the checkpoint ``name`` with the ``options`` that diffusers read it with.
 
         Raises ConfigError for quantised weights, and what ``zerostart.load`` raises.

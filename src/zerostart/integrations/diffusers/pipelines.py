@@ -92,6 +92,7 @@ def drop_components(pipe: Pipeline, *names: str) -> tuple[str, ...]:
         component = pipe.components[name]
         if isinstance(component, nn.Module):
             release(component)
+        # diffusers' own way to have no component of that name: its code asks for None.
         pipe.register_modules(**{name: None})
     return dropped
 

@@ -38,6 +38,8 @@ def take_turns(pipe: Pipeline | nn.Module) -> Iterator[None]:
             for prefix, model in _sharded(pipe).items():
                 turns.add(prefix, model, hooks)
         yield
+        # Through with the block, but not gone: this rank runs the others' calls along until they are through
+        # as well. Not after an error, which the phase tells them.
         turns.take(None, (), {})
 
 
@@ -74,10 +76,13 @@ class _Turns:
             place = f"{name}.{path}".strip(".") or type(model).__name__
             self._calls[place] = self._modules[place] = module
             before = functools.partial(self._before, place)
+            # Before all other hooks, the engine's among them, which gather at once.
             handle = module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
             hooks.callback(handle.remove)
             hooks.callback(module.register_forward_hook(self._after, always_call=True).remove)
         for entry in library_of(model).entries(model):
+            # Methods by which pipelines call a model past its forward (``encode`` of an autoencoder) have no
+            # hooks: they are replaced on the object.
             place, plain, own = f"{name}.{entry}()".strip("."), getattr(model, entry), vars(model).get(entry)
             self._calls[place], self._modules[place] = plain, model
             setattr(model, entry, functools.wraps(plain)(functools.partial(self._run, place, plain)))
@@ -95,6 +100,7 @@ class _Turns:
                 return
             if any(one != chosen for one in wanted):
                 sent = self._world.broadcast_object(pack, DURING, wanted.index(chosen))
+                # The others' call stays to be made: this loop asks again until it is the one that is chosen.
                 if call != chosen:
                     self._along(chosen, sent)
             if call == chosen:
@@ -134,6 +140,7 @@ class _Turns:
 
     def _begin(self, call: str, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
         self._depth += 1
+        # A module inside a call that has had its turn: all ranks are in it together.
         if self._depth > 1:
             return
         values = [*args, *kwargs.values(), *self._modules[call].parameters()]
@@ -150,6 +157,8 @@ def explain_waiting(name: str, model: nn.Module) -> None:
 
     def after(path: str, module: nn.Module, args: object, output: object) -> None:
         error = sys.exception()
+        # Modules are left from the inside to the outside: the innermost adds the note, the others find it
+        # there.
         if isinstance(error, RuntimeError) and is_lost(error) and not getattr(error, "__notes__", None):
             error.add_note(
                 f"This rank was in {path} of the sharded component {name}, for which all ranks have to be "

@@ -30,6 +30,7 @@ def injected(original: Callable[[], object], model: nn.Module, of_values: bool) 
     Raises ConfigError for an adapter that begins with values of a weight in FSDP2's shards, as is known
     before (``of_values``), or seen on the way.
     """
+    # ZeRO-3 gathers a weight on demand, also for PEFT; FSDP2's are DTensors, of which PEFT takes no values.
     of_units = any(isinstance(module, FSDPModule) for module in model.modules())
     refusal = (
         f"this adapter is made of values of the weights of {type(model).__name__}, which FSDP2 has in "
@@ -39,6 +40,8 @@ def injected(original: Callable[[], object], model: nn.Module, of_values: bool) 
         raise ConfigError(refusal)
     # A part of a loaded model may be given: the language model of one that sees, or a single layer.
     loaded = list(loaded_models(model)) or list(loaded_around(model))
+    # Parameters by their objects, before PEFT adds its own: their names change when it puts layers around
+    # others.
     parts = [(part, {id(p) for p in part.parameters()}) for part in loaded]
     try:
         found = original()
@@ -133,6 +136,8 @@ def _merged_whole(
             found = original()
             now = {name: layer.get_parameter(name).detach() for name in shards}
         finally:
+            # The engine's own parameters come back also after an error: its hooks and its optimizer know
+            # these objects.
             for name, parameter in kept.items():
                 _put(layer, name, parameter)
         for name, shard in shards.items():
@@ -189,6 +194,8 @@ def read(original: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: A
             f"PEFT computes {computed} of an adapter that is in shards here; pass it state_dict= with whole "
             "tensors under the names of model.state_dict() (zerostart.full_tensors has them)"
         )
+    # Only here is it known that shards are to be gathered; a rank that called this alone would wait in the
+    # first gathering for ever.
     barrier(f"get_peft_model_state_dict of a {type(model).__name__} in shards")
     with world.phase("putting an adapter together"):
         return {name: _whole(wanted[name]) if name in wanted else chosen[name] for name in chosen}
@@ -208,6 +215,8 @@ def shown(transformer: nn.Module, given: Mapping[str, torch.Tensor]) -> Iterator
     hidden = {name: transformer.get_parameter(name) for name in shards}
     empty = {name: p.data for name, p in hidden.items() if p.numel() == 0}
     for name, data in empty.items():
+        # One element with strides of 0: the whole shape, and no memory for it. ZeRO-3's parameters are empty
+        # between uses.
         hidden[name].data = data.new_zeros(1).expand(shards[name].layout.shape)
     try:
         yield
@@ -225,6 +234,8 @@ def _check_beside(model: nn.Module, shards: Mapping[str, Shard], given: Mapping[
         if stem == own:
             continue
         shard = shards.get(f"{stem}.weight") or shards.get(f"{stem}.base_layer.weight")
+        # diffusers widens a layer for a LoRA with more inputs (of control pictures), and so makes its weight
+        # anew.
         if shard is not None and tensor.shape[1] > shard.layout.shape[1]:
             more = f"has {tensor.shape[1]} inputs for {stem}, which has {shard.layout.shape[1]}"
             raise ConfigError(_refusal(model, more))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -22,6 +22,9 @@ from zerostart.models import Built, build_fresh, library_of
 from zerostart.upstream.seam import Findings
 from zerostart.upstream.transformers.quantizers import dequantise, dequantizer
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 _DEVICE_MAP = "the ranks share the model out by themselves"
 
 
@@ -36,6 +39,7 @@ class _TransformersCall(InterceptedLoad):
         on_loaded: Callable[[nn.Module, str], None],
     ) -> None:
         super().__init__(settings, setup, arguments, on_loaded)
+        # Taken out of the arguments: transformers would cut the model a second time.
         self._parallel = take_parallel_arguments(self.arguments, current_world().size)
         self._settings = self._parallel.over(settings)
         if _names_the_host(self.arguments.get("device_map")):
@@ -64,7 +68,13 @@ class TransformersLoad(_TransformersCall):
                 "checkpoint that is quantised is dequantised on the way"
             )
 
-    def load(self, model: Any, files: list[str] | None, state_dict: Any, config: Any) -> Findings:
+    def load(
+        self,
+        model: PreTrainedModel,
+        files: list[str] | None,
+        state_dict: Mapping[str, torch.Tensor] | None,
+        config: Any,
+    ) -> Findings:
         """Load, collectively, by transformers' rules for what is missing, unexpected or mismatched.
 
         Raises ConfigError for a device or a quantisation that cannot be, and what ``zerostart.load`` raises.
@@ -91,7 +101,7 @@ class TransformersLoad(_TransformersCall):
         self._on_loaded(model, self.setup)
         return findings
 
-    def dequantising(self, config: Any) -> None:
+    def dequantising(self, config: object) -> None:
         """Have a quantised checkpoint of that configuration dequantised, though nobody has asked for it.
 
         Raises BuildError for a method that transformers cannot dequantise while it loads.
@@ -114,14 +124,14 @@ class FromConfigLoad(_TransformersCall):
 
     function = "from_config"
 
-    def start(self, make: Callable[[], Any]) -> Any:
+    def start(self, make: Callable[[], PreTrainedModel]) -> PreTrainedModel:
         """The model that ``make`` builds, with the unsharded model's bits; collective.
 
         Raises what ``zerostart.load`` raises.
         """
         with engines.contexts_aside():
             built = build_fresh(make, None, self._setup.dtype)
-        model: Any = built.model
+        model: PreTrainedModel = built.model
         self._setup.sequences.check(model)
         self._parallel.plan(model)
         named = model.config.dtype

@@ -5,12 +5,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from zerostart.errors import ConfigError
 from zerostart.loading.arguments import EnabledArguments
 from zerostart.upstream.transformers.distributed import AxesAsked, axes_asked
 from zerostart.upstream.transformers.models import override_plans, show_experts
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from transformers import PreTrainedModel
 
 #: transformers' arguments for it.
 ARGUMENTS = ("distributed_config", "tp_plan", "tp_size", "device_mesh")
@@ -38,12 +42,12 @@ class ParallelArguments:
             sizes[name] = max(asked, set_)
         return dataclasses.replace(settings, **sizes)
 
-    def plan(self, model: Any) -> None:
+    def plan(self, model: PreTrainedModel) -> None:
         """Put the rules into ``model``, on meta. Raises ConfigError for one that names nothing there."""
         override_plans(model, self.expert_plan, self.tensor_plan)
 
     @staticmethod
-    def show(model: Any, expert_parallel: int) -> None:
+    def show(model: PreTrainedModel, expert_parallel: int) -> None:
         """Leave on the loaded ``model`` what transformers' own loading would."""
         if expert_parallel > 1:
             show_experts(model)
@@ -61,6 +65,7 @@ def take_parallel_arguments(arguments: dict[str, Any], world_size: int) -> Paral
     for name in ARGUMENTS:
         arguments.pop(name, None)
     mesh = given.get("device_mesh")
+    # Tensor parallel in transformers' older words, without a configuration.
     if alone:
         size = given.get("tp_size") or _size_of(mesh, ("tp",)) or world_size
         config = {"tp_plan": given.get("tp_plan"), "tp_size": size}
@@ -103,7 +108,7 @@ def _refuse(axes: AxesAsked, world_size: int) -> None:
         )
 
 
-def _size_of(mesh: Any, names: tuple[str, ...]) -> int | None:
+def _size_of(mesh: DeviceMesh | None, names: tuple[str, ...]) -> int | None:
     """The ranks of the dimension of a ``DeviceMesh`` that is called one of ``names``, or of its only one.
 
     None without a mesh. Raises ConfigError where there is no such dimension, or its ranks are no neighbours.
@@ -117,6 +122,8 @@ def _size_of(mesh: Any, names: tuple[str, ...]) -> int | None:
             f"device_mesh has the dimensions {', '.join(called) or mesh.ndim}, and none of them is called "
             f"{' or '.join(names)}; name one so, or leave device_mesh out"
         )
+    # One row for each group of ranks along that dimension. A load puts neighbours together, so each row has
+    # to be of such.
     rows = mesh.mesh.movedim(found, -1).flatten(0, -2) if mesh.ndim > 1 else mesh.mesh.unsqueeze(0)
     size: int = rows.shape[-1]
     for row in rows.tolist():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from torch import nn
@@ -14,16 +14,19 @@ from zerostart.errors import EngineError
 from zerostart.live.model import record_of
 from zerostart.upstream.transformers.loading import knowing_partitions
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 #: What a model, its configuration and its layers say of their size.
 _SIZES = ("vocab_size", "num_embeddings", "in_features", "out_features")
 
 
 def resize_token_embeddings(
-    model: Any,
+    model: PreTrainedModel,
     new_num_tokens: int | None = None,
     pad_to_multiple_of: int | None = None,
     mean_resizing: bool = True,
-) -> Any:
+) -> object:
     """The method of transformers, of whose arguments these are, for a model in shards; collective.
 
     The rows of new tokens are those that rank 0 draws. Raises EngineError once the model has run or has its
@@ -38,7 +41,7 @@ def resize_token_embeddings(
     return resize(model, arguments)
 
 
-def _resize_partitions(model: Any, arguments: tuple[object, ...]) -> object:
+def _resize_partitions(model: PreTrainedModel, arguments: tuple[object, ...]) -> object:
     """By transformers, which gathers the rows that it copies if it is told of partitions.
 
     What it leaves is whole on every rank until the engine starts.
@@ -53,7 +56,7 @@ def _resize_partitions(model: Any, arguments: tuple[object, ...]) -> object:
     return model.get_input_embeddings()
 
 
-def _resize_units(model: Any, arguments: tuple[object, ...]) -> object:
+def _resize_units(model: PreTrainedModel, arguments: tuple[object, ...]) -> object:
     """Of FSDP2's units, by transformers, which copies rows from the old weight to the new one.
 
     So the embeddings, and the head, are whole on every rank while it does; then they are shards again.
@@ -62,6 +65,7 @@ def _resize_units(model: Any, arguments: tuple[object, ...]) -> object:
     original, embeddings = type(model).resize_token_embeddings, model.get_input_embeddings()
     head = model.get_output_embeddings()
     layers = [layer for layer in (embeddings, head) if layer is not None]
+    # transformers writes the new size into all of these; where it fails they get their old one back.
     told = [model, model.config.get_text_config(), *layers]
     sizes = [(one, name, getattr(one, name)) for one in told for name in _SIZES if hasattr(one, name)]
     with record_of(model).engine.whole_for_a_while(model, layers):
@@ -83,7 +87,7 @@ def _resize_units(model: Any, arguments: tuple[object, ...]) -> object:
     return embeddings
 
 
-def _check(model: Any, have: int, wanted: int | None) -> None:
+def _check(model: PreTrainedModel, have: int, wanted: int | None) -> None:
     what = f"the embeddings of {type(model).__name__} cannot be resized from {have} to {wanted}"
     weight = model.get_input_embeddings().weight
     for engine in engine_families():

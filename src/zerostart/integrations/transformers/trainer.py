@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,9 @@ from zerostart.live.model import loaded_models, record_of
 from zerostart.state.resuming.load_state import load_state
 from zerostart.upstream.accelerate.types import Accelerator, Trainer
 from zerostart.upstream.deepspeed.parallel.ulysses import sequence_group
+
+if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
 
 Original = Callable[[], object]
 #: The Trainer's file of its schedule.
@@ -69,7 +72,9 @@ def _is_fsdp2(trainer: Trainer) -> bool:
     return plugin is not None and plugin.fsdp_version == 2
 
 
-def load_deepspeed(original: Original, *, deepspeed_engine: Any, checkpoint_path: str, **_: object) -> object:
+def load_deepspeed(
+    original: Original, *, deepspeed_engine: DeepSpeedEngine, checkpoint_path: str, **_: object
+) -> object:
     """``deepspeed_load_checkpoint``, which knows DeepSpeed's checkpoints by their names."""
     if state_in(checkpoint_path) is None:
         return original()
@@ -155,6 +160,7 @@ def _tell(part: nn.Module, accelerator: Accelerator, inputs: Mapping[str, object
     labels = inputs.get("shift_labels")
     if size > 1 and batches > 1 and isinstance(labels, torch.Tensor) and _looks():
         count = (labels != _IGNORED).sum()
+        # Of the ranks that share a sequence: each has counted its own chunk.
         dist.all_reduce(count, group=sequence_group())
         _counts.append(int(count))
         if len(set(_counts)) > 1:
@@ -166,6 +172,7 @@ def _tell(part: nn.Module, accelerator: Accelerator, inputs: Mapping[str, object
 
 
 def _looks() -> bool:
+    # The counts are sums, alike on the ranks of the group, so all of them stop looking at the same batch.
     return len(_counts) < _LOOKED and len(set(_counts)) < 2
 
 

@@ -75,7 +75,7 @@ class Diffusers(ModelLibrary):
         return targets
 
     def recipes(
-        self, built: Built, catalog: Catalog, targets: Mapping[str, Target], converter: Any = None
+        self, built: Built, catalog: Catalog, targets: Mapping[str, Target], converter: object = None
     ) -> Recipes:
         """By the layout that fits of those that a checkpoint may have, or by a callable."""
         if converter is not None:
@@ -145,7 +145,7 @@ def _construct(kind: Any, root: str | None) -> nn.Module:
     return model
 
 
-def _check_described(config: Mapping[str, Any], kind: type, path: Path) -> None:
+def _check_described(config: Mapping[str, object], kind: type, path: Path) -> None:
     """Original releases have a config.json too, of which diffusers would take nothing and say little."""
     name = config.get("_class_name")
     known = {base.__name__ for base in kind.__mro__}
@@ -171,7 +171,7 @@ class Reading:
     others: tuple[str, ...] = ()
 
 
-def convert(model: Any, symbols: Symbols, targets: Mapping[str, Target]) -> Reading:
+def convert(model: object, symbols: Symbols, targets: Mapping[str, Target]) -> Reading:
     """The reading of ``symbols`` that covers most of ``targets``, by name and shape.
 
     Raises ConversionError if the registered converter fails and the names are not the model's own either.
@@ -200,7 +200,7 @@ def convert(model: Any, symbols: Symbols, targets: Mapping[str, Target]) -> Read
     return best
 
 
-def _readings(model: Any, symbols: Symbols) -> Iterator[Callable[[], Reading]]:
+def _readings(model: object, symbols: Symbols) -> Iterator[Callable[[], Reading]]:
     """The ways to read the checkpoint, the plainest first."""
 
     def as_it_is(part: Symbols, others: tuple[str, ...] = ()) -> Reading:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import Any
 
 from torch import nn
 
@@ -26,7 +25,7 @@ class Plain(ModelLibrary):
         return True
 
     def recipes(
-        self, built: Built, catalog: Catalog, targets: Mapping[str, Target], converter: Any = None
+        self, built: Built, catalog: Catalog, targets: Mapping[str, Target], converter: object = None
     ) -> Recipes:
         """What the module's own loading makes of the checkpoint, or of what the caller's converter makes."""
         chosen = chosen_converter(built.model, converter, self.converter)

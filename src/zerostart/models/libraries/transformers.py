@@ -119,7 +119,7 @@ class Transformers(ModelLibrary):
         prepare(quantizer, model, dtype or torch.get_default_dtype())
         return quantizer
 
-    def quantisation(self, quantizer: Any) -> str:
+    def quantisation(self, quantizer: object) -> str:
         """As its configuration calls it."""
         return method_of(quantizer)
 
@@ -307,7 +307,7 @@ def _read_config(root: str | None) -> dict[str, Any]:
         raise BuildError(str(error)) from error
 
 
-def _named_dtype(value: Any) -> torch.dtype | None:
+def _named_dtype(value: object) -> torch.dtype | None:
     found = getattr(torch, value, None) if isinstance(value, str) else value
     return found if isinstance(found, torch.dtype) else None
 

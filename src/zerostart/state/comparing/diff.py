@@ -144,6 +144,7 @@ def _differences(a: torch.Tensor, b: torch.Tensor) -> tuple[float, int]:
         one, other = _bits(a), _bits(b)
         if torch.equal(one, other):
             return 0.0, 0
+        # A complex element is two words of bits here: it differs where one of them does.
         differ = (one != other).view(a.numel(), -1).any(1)
     else:
         one, other = _wide(a), _wide(b)
@@ -204,6 +205,8 @@ def _files(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Difference:
             for first in range(0, one.count(name), _PIECE)
         )
         with ThreadPoolExecutor(max(1, min(_THREADS, int(cores())))) as pool:
+            # In batches: ``map`` over all jobs would put every one of a large checkpoint into its queue at
+            # once.
             while batch := list(itertools.islice(jobs, 64)):
                 list(pool.map(compare, batch))
         kinds = {name: _kind(entry) for name, entry in one.tensors.items()}
@@ -256,6 +259,8 @@ def _model_and_files(model: nn.Module, path: str | os.PathLike[str]) -> Differen
                 if _comparable(kinds[name], stored.tensors.get(name)):
                     _compare_rows(tally, stored, name, first, step, rows)
 
+            # The plan of a save, of which nothing is written: its chunks go to ``compare``, so that the model
+            # is compared in the very layout that it would be saved in.
             layout = plan_shards(contents.entries, 1 << 62)
             plan, sources = planned(layout, contents.outgoing, _CHUNK)
             write_out(plan, sources, None, max(1, min(4, int(cores()))), compare)
@@ -285,6 +290,7 @@ def _contents(model: nn.Module, names: Mapping[str, object], state: bool, world:
         own = item.recipe.target.name
         sources = {str(source) for piece in item.recipe.pieces for source in piece.source}
         if own in names and sources.isdisjoint(names):
+            # What it would have been saved as goes: the files have it under the model's own name.
             for source in sources:
                 entries.pop(source, None)
             item = plain(own, item.shard)
@@ -338,6 +344,8 @@ def _shards(model: nn.Module, world: World) -> dict[str, Shard]:
 
 def _compare_segments(tally: Tally, name: str, a: Shard, b: Shard, world: World) -> None:
     parts = [(shard.storage.detach(), _runs(shard)) for shard in (a, b)]
+    # Collective in each round. Digests have told every rank alike which tensors come here, and shapes how
+    # many rounds there are.
     for first in range(0, prod(a.layout.shape), _PIECE):
         count = min(_PIECE, prod(a.layout.shape) - first)
         one, other = (_segment(storage, runs, first, count, world) for storage, runs in parts)
@@ -346,6 +354,7 @@ def _compare_segments(tally: Tally, name: str, a: Shard, b: Shard, world: World)
 
 def _runs(shard: Shard) -> list[tuple[int, int, int]]:
     """The runs of this rank's share of which it is the one holder that counts."""
+    # The size 0 has one holder take all, the first; it only matters that exactly one does.
     part = own_part(shard.layout, shard.held, 0, 0)
     return [] if part is None else part.runs()
 
@@ -359,6 +368,8 @@ def _segment(
         low, high = max(start, first), min(start + length, first + count)
         if low < high:
             own[low - first : high - first] = storage[place + low - start : place + high - start].cpu()
+    # A sum of bytes of which all but one rank's are zero is that rank's bytes: no rounding, whatever the
+    # dtype.
     octets = (torch.view_as_real(own) if own.is_complex() else own).view(-1).view(torch.uint8)
     octets.copy_(world.all_reduce_sum(octets, f"comparing {count} elements"))
     return own

@@ -59,6 +59,8 @@ def add_share(digests: Digests, name: str, layout: Layout, storage: torch.Tensor
         for piece in whole(name, layout.shape):
             for copy in copies_between(piece, placed.box, placed.to, placed.strides):
                 loops = list(copy.loops)
+                # The two innermost loops are handed on as rows and columns, so that many short runs are
+                # digested in one go; the loops around them are walked here.
                 columns = loops.pop() if loops and loops[-1][1] == 1 else (1, 1, 1)
                 rows = loops.pop() if loops else (1, columns[0], 0)
                 for index in itertools.product(*(range(size) for size, _, _ in loops)):
@@ -80,6 +82,7 @@ def _add_rows(
     if stride == 1 and (count == 1 or (step == length and apart == length)):
         digests.add(name, first, storage[: count * length])
         return
+    # In pieces of bounded size: what is not contiguous is copied for the arithmetic.
     wide = max(1, min(length, _TOGETHER // storage.itemsize))
     many = max(1, _TOGETHER // (storage.itemsize * wide))
     for row in range(0, count, many):

@@ -107,6 +107,8 @@ class Saving:
         if self._open:
             self._open = False
             _before_the_end.close()
+        # Taken out, so that an error is raised once; what nobody has asked for is still there at the end of
+        # the program.
         error, self._error = self._error, None
         if error is not None:
             raise error
@@ -192,11 +194,15 @@ def begin(
     ``copy``, if any, runs before, in the same thread; the next step of an optimizer waits for it. Raises
     WriteError, on every rank, where one can start no thread.
     """
+    # Made on the calling thread: creating a process group is collective, and must not meet what training
+    # exchanges.
     aside = _aside(world)
     saving = Saving(_place=place)
     agreed = threading.Event()
 
     def run() -> None:
+        # No thread begins before all ranks have one: else some would wait in collectives for ranks that never
+        # come.
         agreed.wait()
         if saving._thread is None:  # some rank has none
             return
@@ -233,7 +239,9 @@ def begin(
     _last.append(saving)
     if multiprocessing.parent_process() is not None:  # after what others do at its end
         saving._at_end = Finalize(None, _end_child, exitpriority=-1000)
+    # Whoever reads the place in this process finds the thread there, and joins it.
     note_pending(place, thread)
+    # destroy_process_group waits for the save from here on, which still needs the group beside it.
     _before_the_end.open()
     saving._open = True
     saving.seconds["blocked"] = time.perf_counter() - begun
@@ -255,6 +263,7 @@ def _aside(world: World) -> World:
     if world.size == 1:
         return world
     default = dist.group.WORLD
+    # A default group that was destroyed and made again has taken the one beside it along.
     if not _groups or _groups[0][0] is not default:
         with world.collectives("making a process group for saving"):
             _groups[:] = [(default, group_beside())]
@@ -288,6 +297,7 @@ def copied_to_host(
     own = [_own(outgoing) for outgoing in (content.model[1], content.state[1])]
     needed = sum(piece.nbytes for part in own for piece in part)
     with world.phase("copying the state to host memory"):
+        # Memory of the last copies is used again, so it counts as free.
         there = sum(buffer.nbytes for buffer in _buffers.get(content.module, {}).values())
         limit = available_memory() // max(1, local_ranks()) + there if budget is None else budget
         if needed > limit:
@@ -301,6 +311,7 @@ def copied_to_host(
             locked: Arena(torch.device("cpu"), partial(_buffer, content.module, locked, of))
             for locked in (False, True)
         }
+        # First all room is reserved and then anything taken: an arena allocates once, in the size of all.
         places = [[piece.reserved(arenas) for piece in part] for part in own]
         model, state = (
             [
@@ -310,6 +321,7 @@ def copied_to_host(
             for part, at in zip(own, places, strict=True)
         )
         for device in devices:
+            # Copies off the device were only started: training may change what they read once they are done.
             torch.accelerator.synchronize(device)  # not the current one, which may be another
     found = replace(content, model=(content.model[0], model), state=(content.state[0], state))
     return found, partial(_all, left) if later else None
@@ -337,6 +349,8 @@ class _Own:
     def __init__(self, item: Outgoing, part: Layout | None) -> None:
         self._item = item
         self._boxes: Sequence[LocalBox] = part.boxes if part is not None else ()
+        # From the first to the last element that this rank writes: one copy of a range, though others'
+        # elements may lie in between.
         self._low = min((placed.to for placed in self._boxes), default=0)
         high = max((placed.to + _span(placed) for placed in self._boxes), default=0)
         self._storage = item.shard.storage.detach()[self._low : high]

@@ -38,6 +38,7 @@ def check_size(document: Mapping[str, Any], entries: Sequence[Entry]) -> None:
     ``entries`` are the tensors whose digests come to it.
     """
     text, names = json.dumps(document, indent=1), [json.dumps(name) for name, _, _ in entries]
+    # The limits are those of reading: bytes, objects and members of a JSON document that may be a stranger's.
     size = len(text) + _PER_FILE + sum(len(name) + _PER_TENSOR for name in names)
     objects, members = (sum(part.count(mark) for part in (text, *names)) for mark in "{,")
     if size > MAX_DOCUMENT_BYTES or is_too_much(objects + _PER_FILE, members + len(names) + _PER_FILE):
@@ -70,7 +71,7 @@ def read_document(state: Path) -> dict[str, Any]:
 
 def _check_fields(
     path: Path,
-    document: Mapping[str, Any],
+    document: Mapping[str, object],
     needed: Mapping[str, tuple[type, ...]],
     later: Mapping[str, tuple[type, ...]],
     where: str,
@@ -94,7 +95,7 @@ OTHERS = 0
 _SIMPLE = (bool, int, float, str, type(None))
 
 
-def foreign_state(path: Path) -> tuple[dict[str, Any], Catalog, Catalog] | None:
+def foreign_state(path: Path) -> tuple[dict[str, object], Catalog, Catalog] | None:
     """The document and the catalogs of a state of DeepSpeed's, torch's or accelerate's.
 
     It has what these save of a model and its optimizer; random states, schedules and the positions in the
@@ -106,8 +107,8 @@ def foreign_state(path: Path) -> tuple[dict[str, Any], Catalog, Catalog] | None:
     return _document(found), model, state
 
 
-def _document(found: TrainingContents) -> dict[str, Any]:
-    engine: dict[str, Any] = {"name": "deepspeed", **found.engine} if found.engine else {"name": "torch"}
+def _document(found: TrainingContents) -> dict[str, object]:
+    engine: dict[str, object] = {"name": "deepspeed", **found.engine} if found.engine else {"name": "torch"}
     if found.schedule is not None:
         engine["schedule"] = _simple(found.schedule)
     return {

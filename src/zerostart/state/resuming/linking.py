@@ -39,6 +39,7 @@ def linked(
         return None
     with world.phase("comparing the model with the files that are saved"):
         found = digests_of((item.shard for item in outgoing), world)
+    # By what the ranks hold now and not by names alone: a step may have been made since that save.
     if found != known:
         return None
     made = world.broadcast_object(lambda: _link(saved, folder, files), "linking the files that are saved")

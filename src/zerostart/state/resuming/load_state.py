@@ -117,7 +117,7 @@ def _described(path: Path) -> Saved:
 def load_state(
     path: str | os.PathLike[str],
     model: nn.Module,
-    optimizer: Any,
+    optimizer: torch.optim.Optimizer | None,
     beside: Sequence[StateTensor] = (),
     stepped: bool = True,
     counters: bool = True,
@@ -131,6 +131,7 @@ def load_state(
     world = current_world()
     with world.phase("restoring the training state"):
         place = agreed_place(path, world, "restoring from")
+        # A save in the background that goes to this very place has to be there before it is read.
         finish_last(world, place)
         saved = opened(place, world)
         with world.phase("looking at what is restored"):
@@ -270,6 +271,8 @@ def _beside(beside: Sequence[StateTensor], saved: Saved) -> list[_Wanted]:
 
 def _source(name: str, dtype: torch.dtype, saved: Saved) -> str:
     """What a parameter or a master is restored from: what was saved in its dtype, else the master."""
+    # The master has all bits of which the parameter's were rounded. Where what is restored has the dtype that
+    # was saved, the parameter's own bits are taken, so that they come back exactly.
     name = _name(name, saved)
     master = f"master/{name}"
     if master in saved.state.weights and dtype_of(saved.model.weights[name].dtype) != dtype:
@@ -294,12 +297,16 @@ def planned_reads(catalog: Catalog, wanted: Iterable[_Wanted]) -> tuple[Plan, li
     storages: list[torch.Tensor] = []
     staged = False
     for name, layout, storage in wanted:
+        # A rank may hold nothing of a tensor: there is nothing to be read, and all else of the load is
+        # collective without it.
         if not storage.numel():
             continue
         entry, direct = catalog.weights[name], storage.device.type == "cpu"
         if entry.shape != layout.shape:
             raise CheckpointError(f"{name} has the shape {entry.shape} in the checkpoint, not {layout.shape}")
         recipe = Recipe(Target(name, layout.shape, storage.dtype), entry.pieces)
+        # Engines pad shares, and some keep less of the padding than the layout has: what is not kept cannot
+        # be filled.
         owned = min(layout.owned, storage.numel())
         parts.append((recipe, layout, Destination(name, storage.numel(), owned, storage.dtype, direct)))
         storages.append(storage)
@@ -313,6 +320,7 @@ def _masters(training: LiveTraining, saved: Saved) -> list[_Wanted]:
         (_source(kept.name, kept.shard.storage.dtype, saved), kept.shard.layout, kept.shard.storage)
         for kept in training.masters()
         if kept.name not in saved.document["left_out"]
+        # A master in the parameter's own dtype may be the parameter itself: it is read once.
         and not _same_memory(kept.shard, training.shards[kept.name])
     ]
 
@@ -425,6 +433,8 @@ def _restore_random(saved: Saved, rows: Mapping[str, torch.Tensor], world: World
     if saved.document["world_size"] == world.size:
         set_random_rows({name.removeprefix("random/"): row for name, row in rows.items()})
         return
+    # The rank is added, so that ranks do not draw alike; the rest is the first saved row, so that two
+    # resumptions of one state draw the same.
     seed = zlib.crc32(rows["random/torch"].numpy().tobytes()) + world.rank
     random.seed(seed)
     np.random.seed(seed)

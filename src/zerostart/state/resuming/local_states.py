@@ -45,6 +45,7 @@ def local_states(training: LiveTraining, world: World) -> tuple[list[Shard], dic
         if is_elementwise(step):
             continue
         name = training.name_of(step.members[0].parameter)
+        # Named by the step's first parameter: a step has one state, whichever parameters are in it.
         tensors[name] = {}
         whole = _is_whole(step, training)
         own[name] = {"whole": whole, "share": _share(step, training), "states": {}}
@@ -58,6 +59,8 @@ def local_states(training: LiveTraining, world: World) -> tuple[list[Shard], dic
                     "global": list(value.shape) if isinstance(value, DTensor) else None,
                     "parts": {n: [spelling(t.dtype, key), list(t.shape)] for n, t in parts.items()},
                 }
+    # Only the descriptions travel, not the tensors: each rank needs the lengths of all to know where its own
+    # part lies in the row that they make together.
     every = world.all_gather_object(own, "comparing states of the optimizer that each rank has of its own")
     shards, document = [], {}
     for name in own:
@@ -124,6 +127,8 @@ def _shard(name: str, tensor: torch.Tensor, lengths: Sequence[int], whole: bool,
     if whole:
         layout = replicated((storage.numel(),))
         return Shard(name, layout, storage, lambda _: layout, (world.rank, world.size))
+    # Not the whole of a parameter but all ranks' parts one after the other, by rank: that is the order in
+    # which they are read again.
     first = sum(lengths[: world.rank])
     run = flat_run((sum(lengths),), first, first + lengths[world.rank])
     return Shard(name, run, storage, lambda _: run)
@@ -164,6 +169,8 @@ def restored_local(training: LiveTraining, document: Mapping[str, Any], world: W
                 part: torch.zeros(shape, dtype=dtype_of(kind), device=device)
                 for part, (kind, shape) in state["parts"].items()
             }
+            # Put together of empty parts first: the parts are filled by the read that follows, in the memory
+            # that the value has then.
             value = put_together(
                 state["class"], parts, decoded(state["context"], {}), _local(step.tensor.detach())
             )

@@ -40,6 +40,8 @@ def optimizer_document(training: LiveTraining) -> dict[str, Any]:
         groups.setdefault(step.group, []).extend(names)
         for key, value in step.state.items():
             if is_number(key, value, step):
+                # Most parameters have the same number (their step): it is written once, with the names that
+                # have it.
                 held = encoded(value, key, {})
                 numbers.setdefault(key, {}).setdefault(repr(held), (held, []))[1].extend(names)
     base = steps[0].optimizer
@@ -54,7 +56,7 @@ def optimizer_document(training: LiveTraining) -> dict[str, Any]:
     }
 
 
-def _settings(group: Mapping[str, Any], number: int) -> dict[str, Any]:
+def _settings(group: Mapping[str, object], number: int) -> dict[str, object]:
     tensors: dict[str, torch.Tensor] = {}
     settings = {
         key: encoded(value, f"{key} of parameter group {number}", tensors)
@@ -67,7 +69,7 @@ def _settings(group: Mapping[str, Any], number: int) -> dict[str, Any]:
 
 
 def restored_moments(
-    training: LiveTraining, document: Mapping[str, Any], stored: Mapping[str, str]
+    training: LiveTraining, document: Mapping[str, object], stored: Mapping[str, str]
 ) -> Iterator[StateTensor]:
     """Make the state that was saved, and give the tensors that are to be filled; the others are zero.
 
@@ -75,6 +77,9 @@ def restored_moments(
     What had no state when it was saved has none, and what is there now besides goes. Raises CheckpointError
     where parameters that are stepped together were saved with different numbers.
     """
+    # Three spaces of keys meet here: paths of the checkpoint (``optimizer/KEY/NAME``), names of parameters,
+    # and the tensors that are stepped, each of one parameter or of runs of many. Here the first is turned
+    # round: the keys of the state by parameter.
     keys: dict[str, list[str]] = {}
     for path in stored:
         kind, _, rest = path.partition("/")
@@ -84,11 +89,14 @@ def restored_moments(
     numbers = _numbers(document)
     for step in training.steps:
         names = [training.name_of(member.parameter) for member in step.members]
+        # Of the parameters in this step, those that had a state when it was saved. The others' elements stay
+        # zero.
         having = [name for name in names if name in keys or name in numbers]
         if not having:
             step.optimizer.state.pop(step.tensor, None)
             continue
         state = step.optimizer.state[step.tensor]
+        # A dict and no set: its order decides the order of the state's keys, which must be one on all ranks.
         counted = dict.fromkeys(key for name in having for key in numbers.get(name, {}))
         filled = dict.fromkeys(key for name in having for key in keys.get(name, ()))
         for key in state.keys() - (counted | filled):  # of steps that are not those of the saved run
@@ -96,6 +104,7 @@ def restored_moments(
         for key in counted:
             state[key] = _number(key, having, numbers, step, document)
         for key in filled:
+            # One room for all members of the step; then each member's own part of it is what is read into.
             state[key] = values = _room(key, having, state.get(key), step, stored)
             for member, name in zip(step.members, names, strict=True):
                 if f"optimizer/{key}/{name}" in stored:
@@ -104,7 +113,7 @@ def restored_moments(
 
 def _numbers(document: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """By parameter, the numbers of its state as they were written."""
-    found: dict[str, dict[str, Any]] = {}
+    found: dict[str, dict[str, object]] = {}
     for key, values in document.get("numbers", {}).items():
         for value, names in values:
             for name in names:
@@ -129,6 +138,8 @@ def _number(
                 f"{first} was saved with {key}={plain} and {name} with {_plain(other)}, and this engine "
                 "steps them together: resume with one that steps each by itself (engine='fsdp2')"
             )
+    # The class of the optimizer decides how a number lies in the state: torch's own have tensors (``step``),
+    # others numbers.
     given = decoded(value, {})
     if class_of(step.optimizer) != document["class"]:
         if _is_torchs(step.optimizer):
@@ -138,6 +149,7 @@ def _number(
         else:
             given = plain
     group = step.optimizer.param_groups[step.group]
+    # A fused or capturable step reads its number on the device.
     if isinstance(given, torch.Tensor) and (group.get("capturable") or group.get("fused")):
         given = given.to(step.tensor.device)
     return given
@@ -198,6 +210,7 @@ def restore_groups(training: LiveTraining, document: Mapping[str, Any]) -> None:
                 f"{names[0]} and {other} are in one parameter group now, and were in groups with other "
                 "settings when the state was saved; group them as they were"
             )
+        # An engine may step through several optimizers with the same groups: each gets the settings.
         for optimizer in {id(step.optimizer): step.optimizer for step in training.steps}.values():
             _set(optimizer, number, settings, document["class"])
 
@@ -207,10 +220,13 @@ def _set(
 ) -> None:
     group, same = optimizer.param_groups[number], class_of(optimizer) == saved_class
     for key, value in settings.items():
+        # Of another class only settings that both know are taken over; ``initial_lr`` is a schedule's, which
+        # is no default of any.
         if key in _HOW or not (same or key in group or key == "initial_lr"):
             continue
         new, old = decoded(value, {}), group.get(key)
         if isinstance(old, torch.Tensor):
+            # In place: a captured graph, or a schedule, may hold this very tensor.
             old.copy_(torch.as_tensor(new, device=old.device))
         else:
             group[key] = new if same or not isinstance(new, torch.Tensor) else new.item()
@@ -278,6 +294,7 @@ def restore_own(
     """Give the optimizers what ``own_of`` had of them."""
     found = decoded(document.get("own", {}), tensors)
     for number, optimizer in enumerate(optimizers_of(steps)):
+        # What is there under no parameter is of steps since the optimizer was made, not of the saved run.
         for key in [key for key in optimizer.state if not isinstance(key, torch.Tensor)]:
             del optimizer.state[key]
         if str(number) in found:

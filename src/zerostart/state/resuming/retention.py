@@ -38,8 +38,8 @@ def prune(
     directory: Path,
     keep: int | None,
     best: int = 0,
-    score: Callable[[Any], float | None] | None = None,
-    own: Callable[[Any], bool] | None = None,
+    score: Callable[[object], float | None] | None = None,
+    own: Callable[[object], bool] | None = None,
 ) -> list[Path]:
     """Remove training checkpoints in ``directory`` but the last ``keep`` and the ``best`` ones; gives them.
 

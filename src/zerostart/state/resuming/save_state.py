@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from zerostart.checkpoint.manifest import SAVED_AT, sealed
@@ -30,7 +31,7 @@ logger = logging.getLogger("zerostart")
 def save_state(
     path: str | os.PathLike[str],
     model: nn.Module,
-    optimizer: Any,
+    optimizer: torch.optim.Optimizer | None,
     extra: Any,
     wait: bool,
     budget: int | None = None,
@@ -63,6 +64,7 @@ def save_state(
         if wait:
             _write(place, content, saved, world)
             return Saving.finished(time.perf_counter() - begun)
+        # Nothing that the thread writes may lie where training goes on: from here on content has copies.
         content, copy = copied_to_host(content, world, budget, copy_later)
         return begin(_writer(place, content, saved), place, world, begun, copy)
 
@@ -115,8 +117,10 @@ def _write(place: Path, content: Content, saved: Path | None, world: World) -> N
             _save_settings(content, folder / MODEL)
         # The model before the state, and the document last: readers go by it.
         state = write_tensors(folder / STATE, *content.state, world, stem=STATE)
+        # On all ranks; rank 0's is the one that is written, once the digests of all tensors are in it.
         publication.document.update(content.document, **{SAVED_AT: time.time_ns()})
         publication.add_digests(known, MODEL)
         publication.add_digests(state.digests, STATE)
         if world.rank == 0:
+            # The seal is over all that the document has, so it comes last.
             publication.document.update(sealed(publication.document))

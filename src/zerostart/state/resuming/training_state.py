@@ -72,8 +72,8 @@ class Content:
 
 def collected(
     model: nn.Module,
-    optimizer: Any,
-    extra: Any,
+    optimizer: torch.optim.Optimizer | None,
+    extra: object,
     world: World,
     frozen: bool = True,
     beside: Sequence[StateTensor] = (),
@@ -84,12 +84,15 @@ def collected(
     checkpoint.
     """
     training = LiveTraining(model, optimizer, world)
+    # From here on steps are noticed, so that the next save knows whether gradients were used.
     watched = training.state.watch()
     check_restorable(training)
     _tell_of_gradients(training, watched, world)
     left_out = [] if frozen else [n for n, p in training.parameters.items() if not p.requires_grad]
     kept = training.shards.keys() - left_out
     shards = [replace(shard, name=name) for name, shard in training.shards.items() if name in kept]
+    # Buffers may differ between ranks (statistics of their batches): the first rank's are saved, as the
+    # model's own save has it.
     shards += [first_rank_shard(name, buffer, world) for name, buffer in training.buffers.items()]
     masters = [k for k in training.masters() if _is_copy(k, training)]
     shares = [replace(k.shard, name=f"master/{k.name}") for k in masters]
@@ -146,7 +149,7 @@ def check_restorable(live: LiveModel) -> None:
             check_own_memory(name, tensor)
 
 
-def module_states(module: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+def module_states(module: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, object]:
     """What modules keep beside tensors (``get_extra_state``), by their names, as ``encoded_whole`` has it."""
     return {
         plain_name(name): encoded_whole(inner.get_extra_state(), f"modules.{plain_name(name)}", tensors)
@@ -176,7 +179,7 @@ def _random(world: World) -> Iterator[Shard]:
         yield Shard(f"random/{name}", at(world.rank), row, at)
 
 
-def _engine(state: TrainingState, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+def _engine(state: TrainingState, tensors: dict[str, torch.Tensor]) -> dict[str, object]:
     """What the engine knows beside tensors, and the schedule that it steps."""
     found = state.counters()
     for key, component in state.components().items():
@@ -190,6 +193,8 @@ def _engine(state: TrainingState, tensors: dict[str, torch.Tensor]) -> dict[str,
 def random_rows() -> dict[str, torch.Tensor]:
     """This rank's state of each generator, as a 1-D CPU tensor whose length is the same on every rank."""
     version, words, gauss = random.getstate()
+    # As integers alone, so that the states of all ranks are the rows of one tensor: the cached normal number
+    # goes as its bits, with a 1 before it where there is one.
     found = {"python": [version, *words, *_optional(gauss)]}
     _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     found["numpy"] = [*map(int, keys), int(position), int(has_gauss), _bits(float(cached))]

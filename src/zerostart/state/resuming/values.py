@@ -223,6 +223,7 @@ def encoded_whole(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> A
     try:
         found = encoded(value, where, tensors)
         text = json.dumps({where: found}, ensure_ascii=False).encode()
+        # Read once, now: what cannot be read again has to fail the save and not the resumption.
         load_json(text, where, "value", any_number=True)
     except RecursionError:
         raise ConfigError(f"{where} is nested too deeply, or contains itself: {_REMEDY}") from None
@@ -253,6 +254,8 @@ def encoded(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
     NumPy's numbers and those of enumerations become Python's. Raises ConfigError, naming the place, for what
     is no JSON value and no tensor.
     """
+    # The order of the cases matters: bool before int, which it is too; numbers of NumPy before all, since
+    # some derive from Python's.
     if isinstance(value, np.generic) and form_of(value) is None:
         value = value.item()
     if value is None or isinstance(value, (bool, str)):
@@ -273,6 +276,7 @@ def encoded(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
         items = [(encoded(k, where, {}), encoded(v, f"{where}.{k}", tensors)) for k, v in value.items()]
         if isinstance(value, Counter):
             return {_COUNTER: items}
+        # A dict whose keys JSON has not, or that looks like one of our forms, is written as pairs.
         plain = all(isinstance(key, str) and key not in _MARKS for key in value)
         return dict(items) if plain else {_ITEMS: items}
     if (form := form_of(value)) is not None:
@@ -301,6 +305,8 @@ def _tensor(value: torch.Tensor, where: str, tensors: dict[str, torch.Tensor]) -
         )
     held = value.detach().resolve_conj().resolve_neg()
     kind = spelling(held.dtype, where)
+    # A tensor of one number goes into the document itself: thousands of ``step`` tensors would be as many
+    # entries in the files.
     if held.dim() == 0 and not held.is_complex():
         return {_SCALAR: encoded(held.item(), where, tensors), "dtype": kind}
     while where in tensors:

@@ -68,7 +68,7 @@ class Adapted:
     def save_config(self, adapter: str, directory: Path) -> None:
         """Write ``adapter_config.json`` as PEFT's ``save_pretrained`` does."""
         config = copy.deepcopy(self.model.peft_config[adapter])
-        base: Any = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
+        base: object = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
         if config.base_model_name_or_path is None:
             config.base_model_name_or_path = base.__dict__.get("name_or_path") or None
         config.inference_mode = True
@@ -101,7 +101,7 @@ def has_adapters(model: nn.Module) -> bool:
     return any(True for _ in _layers(model)) or any(True for _ in _replacing(model))
 
 
-def _layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+def _layers(model: nn.Module) -> Iterator[tuple[str, object]]:
     """Layers with adapters, whose base layer they hold."""
     if "peft" not in sys.modules:
         return
@@ -165,6 +165,8 @@ def _contents(
     """What PEFT's ``save_pretrained`` puts into the file of one adapter, by the format's names."""
     from peft.utils import get_peft_model_state_dict
 
+    # PEFT chooses and names the tensors of its file itself. It is handed tensors on the meta device of the
+    # full shapes; which shard each of them stands for is known by its identity.
     twins: dict[str, torch.Tensor] = {}
     by_twin: dict[int, Shard] = {}
     for name, tensor in adapted.model.state_dict(keep_vars=True).items():
@@ -175,6 +177,7 @@ def _contents(
             by_twin[id(twins[name])] = shard
     chosen = get_peft_model_state_dict(adapted.model, state_dict=twins, adapter_name=adapter)
     contents = Contents()
+    # Only the second factor is multiplied, else the product would have the factor twice.
     times = _scaling(adapted.model.peft_config[adapter], adapter) if written_as.folded else 1.0
     for name, twin in chosen.items():
         shard = by_twin.get(id(twin))
@@ -227,7 +230,10 @@ def merged(model: nn.Module, tensors: Sequence[LogicalTensor]) -> list[LogicalTe
     changed: dict[str, LogicalTensor] = {}
     for name, layer in _layers(model):
         own = f"{name}."
+        # What belongs to the adapter is not saved: its effect goes into the base layer's weight.
         inside |= {n for n in by_name if n.startswith(own) and not n.startswith(f"{own}base_layer.")}
+        # Collective: each delta gathers its factors. Ranks have the same layers and adapters, so they gather
+        # in one order.
         deltas = [_delta(name, layer, adapter, by_name) for adapter in _unmerged(layer)]
         item = by_name.get(f"{name}.base_layer.weight")
         if deltas and item is None:
@@ -306,6 +312,7 @@ def _delta(name: str, layer: Any, adapter: str, tensors: Mapping[str, LogicalTen
 def _whole(factor: LogicalTensor) -> torch.Tensor:
     shard = factor.shard
     boxes, storage = shard.layout.boxes, shard.storage.detach()
+    # Each rank has all of it (a replica): read where it lies, without a collective.
     if shard.held[1] > 1 and [placed.box.numel for placed in boxes] == [prod(shard.layout.shape)]:
         (placed,) = boxes
         at = int(storage.storage_offset()) + placed.to
@@ -334,6 +341,8 @@ class _Merge:
 
     def _add(self, elements: torch.Tensor, at: int) -> None:
         """Add to ``elements``, which begin at element ``at`` of the row-major order of the weight."""
+        # A run may begin and end within a row: the product is made of whole rows, and its first ``column``
+        # elements left out.
         row, column = divmod(at, self._columns)
         stop = -(-(at + elements.numel()) // self._columns)
         for delta in self._deltas:

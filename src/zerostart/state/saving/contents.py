@@ -100,6 +100,7 @@ def _as_loaded(
     found = reversal(same, catalog.tensors)
     # What was loaded under its own name needs no recipe backwards; only a converted one can lose its layout.
     reasons = {n: why for n, why in found.reasons.items() if recipes[n].converted or recipes[n].computed}
+    # One tensor of the files may be put together of several parameters: it has the dtype that holds them all.
     kinds: dict[str, torch.dtype] = {}
     done.update(found.recipes)
     for name, recipe in found.recipes.items():
@@ -110,6 +111,8 @@ def _as_loaded(
         contents.outgoing.append(Outgoing(recipe, wanted[name].shard, wanted[name].change))
     # What has no elements is in no piece, and yet a tensor of the checkpoint.
     empty = [n for n, recipe in found.recipes.items() if not recipe.pieces]
+    # In the checkpoint's own order, so that all ranks have the entries in one order, and files come out as
+    # they were.
     for name in catalog.tensors:
         if name in kinds:
             contents.entries.append((name, spelling(kinds[name], name), catalog.tensors[name].shape))
@@ -133,6 +136,8 @@ def _as_reverted(
     if not rest or type(library).revert is ModelLibrary.revert:  # it has no way back of its own
         return
     shapes = {name: item.shard.layout.shape for name, item in rest.items()}
+    # The library's own code is run on symbols instead of values: what comes out says which element went
+    # where, and taken backwards that is the recipe.
     with one_thread():
         symbols: dict[str, torch.Tensor] = {
             name: SymbolicTensor.of(name, shape, _out(rest[name].shard.storage.dtype, dtype))
@@ -148,6 +153,8 @@ def _as_reverted(
         for name, tensor in made.items()
         if isinstance(tensor, SymbolicTensor) and name not in taken
     }
+    # Only what is a plain arrangement of elements can be inverted: where the library calculates, the tensor
+    # is left to the third way.
     back = inverted(files, shapes)
     used: set[str] = set()
     done.update(back)

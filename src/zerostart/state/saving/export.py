@@ -134,6 +134,8 @@ def _once(weights: Mapping[str, TensorEntry | Assembled], tied: bool) -> dict[st
     seen: set[object] = set()
     out = {}
     for name, tensor in weights.items():
+        # In shares of ranks the same pieces are the same tensor; in ordinary files each name is one that
+        # somebody wrote.
         place = (tensor.pieces, tensor.shape)
         key: object = place if isinstance(tensor, Assembled) else name
         if key not in seen:
@@ -160,6 +162,8 @@ def _read(
             layout = flat_run(tensor.shape, first, first + count)
             wanted.append((recipe, layout, Destination(tensor.name, count, count, dtype, True)))
             storages.append(torch.empty(count, dtype=dtype, device="cpu"))
+        # The machinery of a load with a single rank: conversions of dtype and shares of a training state come
+        # with it.
         plan = join(catalog, wanted)
         execute(plan, storages, Progress(plan.read_bytes, shown=False))
         for (tensor, first, _), storage in zip(batch, storages, strict=True):

@@ -166,6 +166,8 @@ def _model(
     world, inner, record = live.world, live.module, live.record
     with world.phase("looking at the model"):
         tensors, tied = live.tensors()
+        # The order of what follows matters: masters stand for rounded parameters, then the caller's overrides
+        # for both, and only then adapters are merged, into the values that are to be saved.
         if request.dtype == torch.float32:
             tensors = overridden(tensors, _masters(model, world), world)
         if request.overrides is not None:

@@ -118,9 +118,13 @@ def write_tensors(
             # With other tensors, or other files, a rank would write to places that are another's: told here.
             place = f"writing {stem} files with the checksum {zlib.crc32(described):08x}"
             token = world.broadcast_object(begin, place)
+            # Rank 0 has made the files inside ``begin``; the others open them by its token.
             writer = writer or CheckpointWriter(directory, layout, token)
             write_out(plan, storages, writer, threads, digests.add_rows)
             writer.close()
+            # Digests are sums over elements, so that ranks' partial ones add up to those of whole tensors.
+            # The reduction is also where the ranks meet: after it each has closed its files, and only then
+            # may rank 0 commit.
             known = digests.summed(world)
             if world.rank == 0:
                 writer.commit()
@@ -144,6 +148,8 @@ def planned(
 
     def own() -> Iterator[tuple[Recipe, Layout, Origin]]:
         items = list(outgoing)
+        # Of replicas of an element one rank writes it; who, follows from the order of ``outgoing``, so it
+        # must be the same on all ranks, also where one has nothing to write.
         for item, part in zip(items, own_parts(share(item.shard) for item in items), strict=True):
             storage = item.shard.storage.detach()
             if part is not None and part.boxes:

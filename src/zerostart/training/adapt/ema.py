@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -47,7 +46,9 @@ class _Followed:
 class Ema:
     """The average of one run, from when it is made on; as the weights are then."""
 
-    def __init__(self, config: EmaConfig, model: nn.Module, optimizer: Any, world: World) -> None:
+    def __init__(
+        self, config: EmaConfig, model: nn.Module, optimizer: torch.optim.Optimizer | None, world: World
+    ) -> None:
         """``model`` and ``optimizer`` are as ``zerostart.save_state`` takes them."""
         training = LiveTraining(model, optimizer, world)
         self.config = config
@@ -61,6 +62,7 @@ class Ema:
         name = training.name_of(member.parameter)
         shard = training.shards[name]
         storage = share_of(member, shard, stepped.tensor).storage
+        # In bf16 a small difference times 1 - decay would be rounded away.
         kind = torch.promote_types(storage.dtype, torch.float32)
         device = storage.device if self.config.place == "device" else torch.device("cpu")
         average = storage.detach().to(device, kind, copy=True)
@@ -106,8 +108,11 @@ class Ema:
             yield
         finally:
             with torch.no_grad():
+                # By every rank for itself, and so also after an error.
                 for storage, copy in copies:
                     storage.copy_(copy)
+        # Where masters are stepped the model's own values are theirs, rounded: they are rounded again, and
+        # need no copy.
         masters = {
             one.name: (one.source, one.source.storage.detach())
             for one in self._followed
@@ -142,6 +147,7 @@ def _joined(whole: Shard, value: tuple[Shard, torch.Tensor] | None, world: World
         share, elements = value
         for start, count, place in share.layout.runs():
             joined[start : start + count] = elements[place : place + count]
+    # Runs of ranks do not overlap and the rest is zero: the sum is the whole, to the bit.
     if torch.distributed.is_initialized():
         torch.distributed.all_reduce(joined)
     return joined

@@ -57,6 +57,8 @@ def add_lora(model: nn.Module, config: LoraConfig, seed: int) -> tuple[str, ...]
         exclude_modules=_meant_besides(model, targets) or None,
         init_lora_weights=True if config.init == "default" else config.init,
     )
+    # The run's own random states stay as they were, so that a run with adapters draws its data as one without
+    # does.
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(seed)
         inject_adapter_in_model(given, model, adapter_name=ADAPTER)
@@ -67,6 +69,7 @@ def highest_rank(model: nn.Module, adapted: Sequence[str]) -> int:
     """The highest rank that a weight of the ``adapted`` modules of ``model`` can have: more adds nothing."""
     found = 0
     for name in adapted:
+        # A module that has its adapter already is a layer of PEFT around the original.
         weight: Any = getattr(model.get_submodule(name), "base_layer", model.get_submodule(name)).weight
         rows, *columns = full_shape(weight)
         found = max(found, min(rows, prod(columns)))
@@ -126,6 +129,8 @@ def _as_scripts(
     entries = [entry.strip() for entry in targets.split(",") if entry.strip()]
     names = names_for(model)
     if names is not None:
+        # All entries by one way of naming or all by the other: half of a list by each would adapt what nobody
+        # asked for.
         theirs = {name: names.of(name) for name in modules}
         if not strict or all(any(_is(shown, entry) for shown in theirs.values()) for entry in entries):
             return _all_matching(theirs, entries, strict)

@@ -123,7 +123,7 @@ def _file_of(path: Path) -> Path:
     return files[0]
 
 
-def _read(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def _read(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, object]]:
     """The tensors of a file, and the configuration of the adapter that lies in it or beside it."""
     from safetensors import SafetensorError, safe_open
 
@@ -142,7 +142,7 @@ def _read(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
 
 
 def _parsed(
-    tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, Any], path: Path
+    tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, object], path: Path
 ) -> dict[str, _Factors]:
     """Factors by the names of modules in the file."""
     for key in ("rank_pattern", "alpha_pattern", "use_dora", "lora_bias", "modules_to_save"):
@@ -173,7 +173,7 @@ def _parsed(
     }
 
 
-def _scaling(rank: int, alpha: float | None, metadata: Mapping[str, Any], path: Path) -> float:
+def _scaling(rank: int, alpha: float | None, metadata: Mapping[str, object], path: Path) -> float:
     """What scales the product of two factors: a module's own ``alpha`` counts before the whole adapter's."""
     if alpha is not None:
         return alpha / rank
@@ -194,6 +194,7 @@ def _by_module(
     known = {name: name for name in adapted}
     if names is not None and not names.fused:
         known |= {names.of(name): name for name in adapted}
+    # Last, over what is known by then: kohya writes the names of either with underscores.
     known |= {before + name.replace(".", "_"): known[name] for name in [*known] for before in _KOHYA}
     factors: dict[str, _Factors] = {}
     unexpected = []

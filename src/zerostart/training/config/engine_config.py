@@ -106,7 +106,7 @@ def with_launcher(config: TrainConfig) -> TrainConfig:
     return config.model_copy(update={"engine": config.engine.model_copy(update={"config": merged})})
 
 
-def _merged(own: Mapping[str, object], launched: Mapping[str, object], where: str) -> dict[str, Any]:
+def _merged(own: Mapping[str, object], launched: Mapping[str, object], where: str) -> dict[str, object]:
     merged = dict(own)
     for key, value in launched.items():
         there = merged.get(key, "auto")

@@ -37,8 +37,8 @@ def parsed_json(text: str, where: str) -> Any:
     Half of a surrogate pair, which ``\\ud83d`` alone stands for, is no text that a tokenizer takes.
     """
 
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+    def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        found: dict[str, object] = {}
         for key, value in pairs:
             if key in found:
                 raise ConfigError(f"{where}: the name {key!r} is given twice; leave one of them out")
@@ -47,6 +47,7 @@ def parsed_json(text: str, where: str) -> Any:
 
     try:
         value = json.loads(text, object_pairs_hook=unique)
+        # Only an escape can bring one in: the text itself was decoded as UTF-8.
         if "\\ud" in text or "\\uD" in text:
             json.dumps(value, ensure_ascii=False).encode()
         return value
@@ -61,16 +62,17 @@ def parsed_json(text: str, where: str) -> Any:
 class _Unique(yaml.SafeLoader):
     """PyYAML's safe loader, without a second value for a key, and of values that anybody can go through."""
 
-    def get_single_node(self) -> Any:
+    def get_single_node(self) -> yaml.Node | None:
         """The document's node, which is refused where what it stands for is without bound."""
         node = super().get_single_node()
         if node is not None:
             _weigh(node, {})
         return node
 
-    def compose_mapping_node(self, anchor: Any) -> Any:
+    def compose_mapping_node(self, anchor: dict[str, yaml.Node]) -> yaml.MappingNode:
         """As composed, before keys are merged into it, of which its own may replace some."""
         node = super().compose_mapping_node(anchor)
+        # By tag and text: ``1`` and ``"1"`` are two keys.
         first: dict[tuple[str, str], yaml.Mark] = {}
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode):

@@ -105,6 +105,7 @@ def _bring_up_to_date(wanted: _Wanted, update: CacheUpdate | None, world: World)
     chosen = None
     if update is not None and not update.is_empty:
         chosen = _change_items(wanted, update, world)
+    # Read by rank 0 after the items: encoding them has brought the texts along.
     there = world.broadcast_object(lambda: CachedItems(wanted.directory).texts, "looking at the cache")
     if missing := [text for text in wanted.texts if text not in there]:
         with encoders(wanted.source, wanted.facts.settings, world) as encoder:
@@ -221,6 +222,7 @@ def _check_directory(directory: Path, media: MediaItems | None) -> None:
 def _check_fits(wanted: _Wanted, made: Mapping[str, Any], update: CacheUpdate | None) -> None:
     """Raise ConfigError for a cache that is not what is asked for now, nor can be by an ``update``."""
     document = wanted.facts.document()
+    # The rows have been compared one by one already: where some differ the cache is changed, not refused.
     if update is not None:
         document["data"] = None
     if found := differences(made["facts"], document):

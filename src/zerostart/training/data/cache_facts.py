@@ -28,7 +28,7 @@ class Facts:
     encoders: Mapping[str, Any] | None
     settings: CacheConfig
 
-    def document(self) -> dict[str, Any]:
+    def document(self) -> dict[str, object]:
         """As JSON."""
         chosen = self.settings.model_dump(mode="json", include=set(_SETTINGS))
         if self.settings.posterior == "mode":
@@ -36,12 +36,12 @@ class Facts:
         return {"data": self.data, "encoders": self.encoders, "settings": chosen}
 
 
-def facts_of_media(media: MediaItems) -> dict[str, Any]:
+def facts_of_media(media: MediaItems) -> dict[str, object]:
     """How many items there are, and a digest of them and of how they are decoded."""
     return {"items": len(media), "digest": media.digest()}
 
 
-def facts_of_rows(keys: Sequence[bytes]) -> dict[str, Any]:
+def facts_of_rows(keys: Sequence[bytes]) -> dict[str, object]:
     """The same of some rows alone."""
     return {"items": len(keys), "digest": hashlib.blake2b(b"".join(keys), digest_size=16).hexdigest()}
 

@@ -148,7 +148,7 @@ def _spelling(tensor: torch.Tensor) -> str:
 
 def _write_tensors(
     path: Path, tensors: Tensors, metadata: Mapping[str, str] | None = None
-) -> tuple[dict[str, int], dict[str, Any]]:
+) -> tuple[dict[str, int], dict[str, object]]:
     """Write a safetensors file; gives the offset of each tensor in it, and the file's length and hash.
 
     It gets its name when its bytes are on the disk; nothing is put together in memory. Raises OSError.
@@ -165,6 +165,8 @@ def _write_tensors(
             hashed.update(data)
             _write(handle, data)
         os.fsync(handle.fileno())
+    # Synced first and renamed then: a name in the directory means that the bytes are there, also after a
+    # power cut.
     part.replace(path)
     offsets = {entry.name: entry.offset for entry in layout.tensors.values()}
     return offsets, {"bytes": file.size, "sha256": hashed.hexdigest()}
@@ -188,6 +190,7 @@ def drafted(
     directory, numbers = _beside(place, "encoding"), update.draw_numbers
     rows = repr([(update.keys[row], number) for row, number in zip(update.new_rows, numbers, strict=True)])
     plan = {**plan, "rows": hashlib.blake2b(rows.encode(), digest_size=16).hexdigest()}
+    # Held by rank 0 alone, for all ranks, until they are done with the draft.
     stack = contextlib.ExitStack()
 
     def begin() -> bool:
@@ -276,6 +279,7 @@ def publish_prompts(place: Path, added: Mapping[str, Tensors], world: World) -> 
             _lock(stack, place, wait=True)
             there = CachedItems(place)
             prompts = {text: there.prompt(text) for text in there.texts} | dict(added)
+            # Read under the lock: another run may have added texts since this one began.
             document = read_manifest(place) or {}
             publication.document["files"] = dict(
                 document["files"]
@@ -293,6 +297,7 @@ def _fill(
     prompts: Mapping[str, Tensors],
 ) -> None:
     files = publication.document.setdefault("files", {})
+    # Items that stay keep their files; their order in the index is that of the rows now, wherever they lie.
     made = {} if draft is None else _link_made(publication, update, draft)
     there = _name_cached(publication, update)
     entries = [found for row in range(len(update.items)) if (found := there.get(row) or made.get(row))]

@@ -154,6 +154,7 @@ class CachedItems:
 
     def _open(self, document: dict[str, Any]) -> None:
         self._document = document
+        # By this the files of this save are told from those of one that comes in its place meanwhile.
         self._save = {"save": document.get("save")}
         found = document["cache"]
         if found.get("version") not in (VERSION, _OLDER):
@@ -161,7 +162,7 @@ class CachedItems:
                 f"{self.directory} is a cache of version {found.get('version')!r}, and this zerostart reads "
                 f"version {VERSION}: {self._remedy()}"
             )
-        self.facts: Mapping[str, Any] = found["facts"]
+        self.facts: Mapping[str, object] = found["facts"]
         self.texts: tuple[str, ...] = tuple(found["prompts"])
         self._count, self._per_file = int(found["items"]), int(found["per_file"])
         self._kinds: list[Kind] = [
@@ -179,6 +180,7 @@ class CachedItems:
     @property
     def next_file(self) -> int:
         """The lowest number that no file of items has, nor any before it."""
+        # By the highest that is there: files that lost all their items leave their numbers unused.
         numbers = [re.fullmatch(r"items-(\d+)\.safetensors", name) for name in self._sizes]
         return max((int(found[1]) + 1 for found in numbers if found), default=0)
 
@@ -296,6 +298,7 @@ class CachedItems:
 def digest_of(tensors: Mapping[str, torch.Tensor]) -> str:
     """Of the bytes of contiguous tensors on the CPU, in the order of their names."""
     hashed = hashlib.blake2b(digest_size=16)
+    # Only the bytes, in this order; names, dtypes and shapes are in the index beside it.
     for name in sorted(tensors):
         hashed.update(tensor_bytes(tensors[name]))
     return hashed.hexdigest()
@@ -333,6 +336,7 @@ def _tensor(handle: int, path: Path, offset: int, dtype: str, shape: Sequence[in
     count = prod(shape) * DTYPE_BITS[dtype] // 8
     data = torch.empty(count, dtype=torch.uint8, device="cpu")
     view, done = data.numpy().data, 0
+    # A read may end early without an error, at a signal or at about 2 GiB.
     while done < count:
         try:
             got = os.preadv(handle, [view[done:]], offset + done)

@@ -120,11 +120,11 @@ class EncoderFiles:
 
     root: str
     kind: Any
-    settings: dict[str, Any]
+    settings: dict[str, object]
     states: dict[str, list[int]]
     digests: dict[str, str] = field(default_factory=dict)
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, object]:
         """What a cache depends on, wherever the files are."""
         files = {name: [state[0], self.digests[name]] for name, state in self.states.items()}
         return {"class": self.kind, "settings": self.settings, "files": files}
@@ -183,7 +183,7 @@ def _found(source: str, cache: Path) -> EncoderFiles | None:
 
 def _known(cache: Path, place: str, states: Mapping[str, list[int]]) -> dict[str, str]:
     """The digests of files that are in the states in which ``cache`` knows them."""
-    found: Any = None
+    found: object = None
     with contextlib.suppress(ZerostartError):  # none, or damaged: what is not known is read
         found = read_json(cache / KNOWN_FILES, "digests of encoders").get(place)
     entries = found if isinstance(found, dict) else {}

@@ -25,6 +25,7 @@ from zerostart.errors import ConfigError
 from zerostart.training.data.media_config import Kind
 
 if TYPE_CHECKING:
+    from av import VideoFrame
     from PIL.Image import Image
 
 Color = tuple[int, int, int]  # red, green, blue
@@ -351,6 +352,7 @@ class _Stream(Clip):
         if not container.streams.video:
             raise ConfigError(f"{self._file.name} has no video stream; replace it")
         stream = container.streams.video[0]
+        # PyAV decodes with one thread unless it is told otherwise.
         stream.thread_type = "AUTO"
         return stream
 
@@ -359,6 +361,7 @@ class _Stream(Clip):
         with readable(self._file, "a video"), self._opened() as container:
             found = 0
             for packet in container.demux(self._stream(container)):
+                # An empty packet ends the stream, and one that is to be discarded is never shown.
                 found += bool(packet.size) and not packet.is_discard
                 if found == most:
                     break
@@ -367,6 +370,8 @@ class _Stream(Clip):
     def pictures(self, indices: Sequence[int]) -> Iterator[Image]:
         with readable(self._file, "a video"), self._opened() as container:
             frames = enumerate(container.decode(self._stream(container)))
+            # Frames are decoded in order and never sought: many files have wrong times or keyframes, and a
+            # search would give another frame.
             number, frame = next(frames)
             for index in indices:
                 while number < index:
@@ -380,7 +385,7 @@ class _Stream(Clip):
                 yield _upright(frame)
 
 
-def _upright(frame: Any) -> Image:
+def _upright(frame: VideoFrame) -> Image:
     """A decoded frame as it is to be shown: a camera that was held upright tells so by quarter turns."""
     picture = frame.to_image()
     turns = round(frame.rotation / 90) % 4  # counterclockwise

@@ -50,7 +50,10 @@ def fill(
     """
     with world.collectives("encoding the first item", lambda: _first(media, encoder, update)) as first:
         size = sum(t.nbytes for t in _encoded(encoder, first, 0).values())
+    # Embeddings of texts that the cache has are not computed again, which with a sharded encoder all ranks
+    # would have to.
     there = {} if update.cached is None else {t: update.cached.prompt(t) for t in update.cached.texts}
+    # The empty text stands for a dropped prompt, whether somebody asks for that now or later.
     asked = ["", *texts] if encoder.texts_alone else texts
     prompts = {**there, **embedded(encoder, [text for text in asked if text not in there], world)}
     per_file = items_of_a_file(len(update.new_rows), size, encoder.settings.bytes_of_a_file)
@@ -126,9 +129,12 @@ def _fill_draft(
     for file, turn in zip(own, turns, strict=True):
         places = [] if file is None else list(draft.items(file))
         items: list[Encoded | str] = []
+        # As many steps on every rank as the longest file of this turn has items.
         for step in range(max(len(draft.items(one)) for one in turn)):
             given = step < len(places)
             prepare = partial(examples.next, encoder) if given else (lambda: first)
+            # ``prepare`` runs on each rank before any of them enters the encoder: what it raises on one is
+            # raised on all.
             with world.collectives("encoding an item", prepare) as prepared:
                 failed = isinstance(prepared, str)
                 example = first if isinstance(prepared, str) else prepared
@@ -184,6 +190,7 @@ def _checked(media: MediaItems, encoder: Encoder, number: int, example: Any = No
 def _encoded(encoder: Encoder, example: Example, number: int) -> Encoded:
     """The tensors of an item; what is drawn for it follows from its number and the seed alone."""
     text = f"{encoder.settings.seed} {number}".encode()
+    # Of 63 bits, which every generator takes.
     seed = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
     return _copied(encoder.encode(example, torch.Generator(device="cpu").manual_seed(seed)))
 
@@ -203,7 +210,7 @@ class _Guarded(Dataset[Any]):
     def __len__(self) -> int:
         return len(self.numbers)
 
-    def __getitem__(self, place: int) -> Any:
+    def __getitem__(self, place: int) -> object:
         try:
             return self.media[self.numbers[place]]
         except ZerostartError as error:
@@ -216,20 +223,21 @@ class _Ahead:
     def __init__(self, media: MediaItems, numbers: Sequence[int]) -> None:
         self._media = media
         self._numbers = iter(numbers)
-        loader: DataLoader[Any] = DataLoader(
+        loader: DataLoader[object] = DataLoader(
             _Guarded(media, numbers),
             batch_size=None,
             num_workers=media.config.workers,
             collate_fn=_as_it_is,
             generator=torch.Generator(device="cpu"),  # of the seeds that workers get, which need none
         )
-        self._found: Iterator[Any] = iter(loader)
+        self._found: Iterator[object] = iter(loader)
 
     def next(self, encoder: Encoder) -> Example | str:
         """The next item, or why there is none: what decoding it, or checking it, fails with."""
         number, example = next(self._numbers), next(self._found)
         if isinstance(example, ConfigError):
             return str(example)
+        # A row that is wrong is noted and passed over; files that cannot be read end the run.
         if isinstance(example, ZerostartError):
             raise example
         try:
@@ -238,7 +246,7 @@ class _Ahead:
             return str(error)
 
 
-def _as_it_is(value: Any) -> Any:
+def _as_it_is(value: object) -> object:
     return value
 
 

@@ -169,6 +169,7 @@ class MediaItems(Dataset[dict[str, Any]]):
         """``function`` of each row; the rows that fail are one error, which names some."""
         found: list[T] = []
         failures: list[str] = []
+        # Files may lie on a network: most of the time is waiting.
         with ThreadPoolExecutor(_THREADS) as threads:
             for start in range(0, len(self), _CHUNK):
                 rows = range(start, min(start + _CHUNK, len(self)))
@@ -193,7 +194,7 @@ class MediaItems(Dataset[dict[str, Any]]):
         column = next(column.column for column in self.columns if column.name == name)
         return f"{self.where(index)}, column {column!r}"
 
-    def _other_cells(self, index: int) -> dict[str, Any]:
+    def _other_cells(self, index: int) -> dict[str, object]:
         """The text, and what names no files."""
         row = self._table.rows[index]
         taken = {column.column for column in self.columns} | {self.config.prompt}

@@ -88,6 +88,7 @@ def read_table(config: MediaConfig) -> Table:
 
 def _table(found: Iterator[tuple[str, Row]], source: str, base: Path, items: int) -> Table:
     try:
+        # The rows are made while they are read, so errors of the file come up here.
         pairs = list(itertools.islice(found, items or None))
     except UnicodeDecodeError as error:
         raise ConfigError(f"media.source {source} is not UTF-8 text: {error.reason}") from error
@@ -185,7 +186,7 @@ def _files_in(folder: Path, prompt: str | None, items: int, notes: list[str]) ->
         if items and found == items:
             break
         found += 1
-        row: dict[str, Any] = {kind: name.as_posix()}
+        row: dict[str, object] = {kind: name.as_posix()}
         if prompt is not None:
             text = path.with_suffix(".txt")
             if not text.is_file():
@@ -303,6 +304,8 @@ def _read_dataset(source: str, split: str, base: str | None, items: int) -> Tabl
         found = found[split]
     if not len(found):
         raise ConfigError(f"media.source {source} is empty: it has no row to train on")
+    # The library would decode every file of a row when the row is asked for, by its own rules; here that is
+    # done later, and by ours.
     for name, feature in found.features.items():
         found = found.cast_column(name, _undecoded(feature, datasets))
     rows = found.select(range(min(items, len(found)))) if items else found

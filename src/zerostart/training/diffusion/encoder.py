@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -19,6 +19,9 @@ from zerostart.errors import ConfigError
 from zerostart.training.config.configuration import CacheConfig
 from zerostart.training.data.items import as_picture
 from zerostart.training.data.media_config import KNOWN_COLUMNS, Kind
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
 
 #: A decoded example, as ``zerostart.training.data.items`` makes it.
 Example = Mapping[str, Any]
@@ -38,7 +41,7 @@ class Encoder(ABC):
     #: Whether a text means something without the pictures of its example.
     texts_alone: ClassVar[bool] = True
 
-    def __init__(self, pipe: Any, settings: CacheConfig) -> None:
+    def __init__(self, pipe: DiffusionPipeline, settings: CacheConfig) -> None:
         """``pipe`` is the pipeline without its transformers."""
         self.pipe = pipe
         self.settings = settings

@@ -88,7 +88,7 @@ class Family(ABC):
         """Raise ConfigError for an example that the transformer cannot take, before anybody calls it."""
         return
 
-    def _joined(self, name: str, parts: list[torch.Tensor]) -> Any:
+    def _joined(self, name: str, parts: list[torch.Tensor]) -> object:
         """One key of all examples: stacked, [batch, ...]; texts that are masked are padded first."""
         lengths = [len(part) for part in parts if part.ndim]
         if self.masked and name in ("prompt_embeds", "prompt_embeds_mask") and len(set(lengths)) > 1:
@@ -179,10 +179,12 @@ class Packed(Family):
             return_dict=False,
             **self.model_inputs(pictures, conditions),
         )[0]
+        # The transformer gives tokens back for all pictures; the latents' are the first, and the others are
+        # given, not predicted.
         return _unpacked(predicted[:, : self.tokens(latents.shape)], *latents.shape[-2:])
 
     @abstractmethod
-    def model_inputs(self, pictures: Sequence[torch.Tensor], conditions: Conditions) -> dict[str, Any]:
+    def model_inputs(self, pictures: Sequence[torch.Tensor], conditions: Conditions) -> dict[str, object]:
         """What else the transformer takes; ``pictures``, [batch, C, H, W], begin with the latents."""
 
 

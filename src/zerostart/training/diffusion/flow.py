@@ -298,7 +298,7 @@ class FlowMatching(Task):
         seed = hashlib.blake2b(f"{self.config.train.seed}:{epoch}:{index}".encode(), digest_size=7).digest()
         return torch.Generator("cpu").manual_seed(int.from_bytes(seed, "big"))
 
-    def _cast(self, conditions: dict[str, Any]) -> dict[str, Any]:
+    def _cast(self, conditions: dict[str, object]) -> dict[str, object]:
         """Floating tensors in the dtype that the model was loaded in."""
 
         def cast(value: Any) -> Any:

@@ -62,7 +62,7 @@ def read_source(model: ModelConfig) -> FlowSource:
     if config is None or not isinstance(config.get("_class_name"), str):
         raise CheckpointError(f"{directory} has no configuration of a transformer of diffusers (config.json)")
     around = directory.parent if root is None else root
-    index: dict[str, Any] = {}
+    index: dict[str, object] = {}
     if (around / PIPELINE_INDEX).is_file():
         index = read_json(around / PIPELINE_INDEX, "pipeline index")
     if root is None:  # a pipeline's model, named by itself, is for the same times

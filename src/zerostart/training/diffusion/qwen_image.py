@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import exp
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
 from zerostart.training.data.items import as_picture
 from zerostart.training.diffusion.encoder import Encoded, Encoder, Example
 from zerostart.training.diffusion.family import Conditions, Packed, Tensors, linear_shift
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 
 class QwenImageEncoder(Encoder):
@@ -66,7 +69,7 @@ class QwenImageEditEncoder(QwenImageEncoder):
         shown = self.shown(example["edit_image"])
         return _texts(*self.pipe.encode_prompt(example["prompt"], image=shown, **self.text))
 
-    def shown(self, pictures: Sequence[torch.Tensor]) -> Any:
+    def shown(self, pictures: Sequence[torch.Tensor]) -> Image | list[Image]:
         """What the text encoder sees of the pictures: the one, as it is encoded."""
         return as_picture(pictures[0])
 
@@ -76,7 +79,7 @@ class QwenImageEditPlusEncoder(QwenImageEditEncoder):
 
     single: ClassVar[frozenset[str]] = frozenset()
 
-    def shown(self, pictures: Sequence[torch.Tensor]) -> Any:
+    def shown(self, pictures: Sequence[torch.Tensor]) -> Image | list[Image]:
         """What the text encoder sees: each of them, scaled down to the area that the pipeline shows it."""
         from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as plus
 
@@ -128,7 +131,7 @@ class QwenImage(Packed):
             items = [{"prompt_embeds_mask": _whole(item), **item} for item in items]
         return super().conditions(items)
 
-    def model_inputs(self, pictures: Sequence[torch.Tensor], conditions: Conditions) -> dict[str, Any]:
+    def model_inputs(self, pictures: Sequence[torch.Tensor], conditions: Conditions) -> dict[str, object]:
         sides = [(1, one.shape[-2] // 2, one.shape[-1] // 2) for one in pictures]
         return {
             "encoder_hidden_states_mask": conditions.get("prompt_embeds_mask"),

@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Mapping, Sequence
 from math import prod
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import nn
@@ -16,6 +16,10 @@ from zerostart.training.config.configuration import CacheConfig
 from zerostart.training.data.items import as_picture
 from zerostart.training.diffusion.encoder import Encoded, Encoder, Example
 from zerostart.training.diffusion.family import Conditions, Family, Tensors
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
+    from PIL.Image import Image
 
 #: Pixels of the latents in a patch of the transformer, each way.
 _PATCH = 2
@@ -90,7 +94,7 @@ class ImageToVideo(TextToVideo):
     takes: ClassVar[frozenset[str]] = frozenset({"video", "first_frame", "last_frame"})
     needs: ClassVar[tuple[str, ...]] = ("video",)
 
-    def __init__(self, pipe: Any, settings: CacheConfig) -> None:
+    def __init__(self, pipe: DiffusionPipeline, settings: CacheConfig) -> None:
         super().__init__(pipe, settings)
         _check_texts(self.kind)
         if pipe.image_encoder is not None and (length := self.text["max_sequence_length"]) != _TEXT:
@@ -153,7 +157,7 @@ class Vace(TextToVideo):
     takes: ClassVar[frozenset[str]] = frozenset({"video", "control_video", "control_mask", "reference_image"})
     needs: ClassVar[tuple[str, ...]] = ("video", "control_video or reference_image")
 
-    def __init__(self, pipe: Any, settings: CacheConfig) -> None:
+    def __init__(self, pipe: DiffusionPipeline, settings: CacheConfig) -> None:
         super().__init__(pipe, settings)
         _check_texts(self.kind)
         # The pipeline asks its transformer, which is not there, for the size of a patch.
@@ -183,6 +187,8 @@ class Vace(TextToVideo):
             _frames(example[n]) if n in example else None for n in ("control_video", "control_mask")
         )
         references = [as_picture(picture) for picture in example.get("reference_image", ())]
+        # The pipeline's own functions do all this, so that examples are encoded as it will be called; each is
+        # handed what a call of the pipeline would hand it.
         clip, shown, pictures = self.pipe.preprocess_conditions(
             control, mask, references or None, 1, height, width, frames, torch.float32, self.device
         )
@@ -196,7 +202,7 @@ class Vace(TextToVideo):
         return found
 
 
-def _frames(video: torch.Tensor) -> list[Any]:
+def _frames(video: torch.Tensor) -> list[Image]:
     """The pictures of a video, uint8 [3, F, H, W]."""
     return [as_picture(frame) for frame in video.unbind(1)]
 
@@ -273,7 +279,7 @@ class Wan(Family):
             timestep = self._after(timestep, latents, frames)
         elif condition is not None:
             given = torch.cat([latents, condition], dim=1)
-        more: dict[str, Any] = {}
+        more: dict[str, object] = {}
         image = conditions.get("image_embeds")
         if image is not None and self.config.get("image_dim") is not None:
             if self.config.get("pos_embed_seq_len") is not None:  # which puts two frames together by itself

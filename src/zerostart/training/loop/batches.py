@@ -59,6 +59,8 @@ class Buckets(Sampler[list[int]]):
 
     def __len__(self) -> int:
         """Batches of an epoch: equally many in each."""
+        # In two parts, as ``_batches`` makes them: steps of one bucket, and what is left of all buckets
+        # together.
         whole = sum(size // (self.batch_size * self._step) for size in self._sizes.values())
         left = sum(size % (self.batch_size * self._step) // self.batch_size for size in self._sizes.values())
         return (whole + left // self._step) * self._step
@@ -86,12 +88,15 @@ class Buckets(Sampler[list[int]]):
         order: list[int] = torch.randperm(len(self._shapes), generator=generator, device="cpu").tolist()
         waiting: dict[Hashable, list[int]] = {}
         for index in order:
+            # Of several buckets the one that fills up first comes first: that follows from the drawn order,
+            # so it is the same on every rank.
             together = waiting.setdefault(self._shapes[index], [])
             together.append(index)
             if len(together) == self.batch_size * self._step:
                 yield from self._cut(together)
                 together.clear()
         left = [batch for together in waiting.values() for batch in self._cut(together)]
+        # Whole steps alone: each rank has to have a batch in each.
         yield from left[: len(left) // self._step * self._step]
 
     def _cut(self, together: Sequence[int]) -> list[list[int]]:
@@ -155,6 +160,7 @@ class Sharing:
         # Labels are shifted before anything is cut: the last token of a part predicts the first of the next.
         more, rows = -length % self.count, self.rows - held
         labels = pad(batch["labels"], (0, more + 1, 0, rows), value=IGNORED_LABEL)[:, 1:]
+        # Positions are those in the whole sequence, which a model cannot see from its chunk.
         positions = torch.arange(length + more, device=labels.device).expand_as(labels)
         whole = {key: pad(batch[key], (0, more, 0, rows)) for key in ("input_ids", "attention_mask")}
         part = {

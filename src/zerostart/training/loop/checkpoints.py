@@ -93,7 +93,7 @@ class Checkpoints:
         return f"The last checkpoint with finite weights is {self._newest}"
 
     @property
-    def _optimizer(self) -> Any:
+    def _optimizer(self) -> torch.optim.Optimizer | None:
         """None where the engine has it."""
         return None if self._session.engine.owns_optimizer else self._session.optimizer
 
@@ -125,6 +125,7 @@ class Checkpoints:
             "finite": True,  # or it would not be saved
             "ema": None if self._session.ema is None else self._session.ema.updates,
         }
+        # Eight digits, so that names sort as steps do.
         path = self._folder / f"step-{history.steps:08d}"
         wait = not self._config.background
         self._last = save_state(
@@ -149,6 +150,7 @@ class Checkpoints:
         Raises :class:`ConfigError` for the checkpoint of another run, saying in what it is another.
         """
         extra = current_world().broadcast_object(lambda: _extra(path), "reading the checkpoint's document")
+        # Checkpoints of the first versions noted the data alone.
         before = extra["course"] if "course" in extra else {DATA: extra["data"]}
         self._check_course(path, before)
         epoch, had = extra["epoch"], extra["sequences"]
@@ -166,7 +168,10 @@ class Checkpoints:
         batches = self._session.batches_after(epoch, had)
         load_state(path, self._session.model, self._optimizer, self._averages)
         if self._session.ema is not None:
+            # The averages themselves are filled by the load; how often they were updated decides the decay of
+            # the next one.
             self._session.ema.updates = extra["ema"]
+        # A schedule's state has its base rates in it, which would bring the old rate back.
         if "lr" in self._accept:
             reschedule(self._session.scheduler, extra["schedule"], self._course["train.learning_rate"])
         else:
@@ -175,7 +180,7 @@ class Checkpoints:
         self._newest = path
         return History(extra["step"], first, last, dict(extra["held_out"])), batches
 
-    def _check_course(self, path: Path, before: Mapping[str, Any]) -> None:
+    def _check_course(self, path: Path, before: Mapping[str, object]) -> None:
         other = dict(changes(before, self._course))
         if DATA in other:
             key = self._session.task.data_key
@@ -221,7 +226,7 @@ def _extra(path: Path) -> Any:
     return decoded(extra, {})
 
 
-def _how_good(extra: Any) -> float | None:
+def _how_good(extra: object) -> float | None:
     """The held-out loss of a checkpoint's own step, less being more; None where it was not measured there."""
     known = decoded(extra, {})
     if not isinstance(known, dict) or "held_out" not in known:

@@ -85,6 +85,8 @@ class HeldOut:
         """Mean loss by weight over all ranks; collective. Raises what a rank fails to read, on all."""
         from accelerate.utils import send_to_device
 
+        # Without dropout; what is drawn for an example follows from its number, so that two evaluations
+        # differ by the weights alone.
         session.model.eval()
         total = weight = 0.0
         with torch.no_grad():

@@ -81,12 +81,14 @@ def is_finite(model: nn.Module, optimizer: Any) -> bool:
             sums.setdefault(tensor.device, []).append(tensor.sum(dtype=torch.float32))
         if all(bool(torch.stack(some).isfinite().all()) for some in sums.values()):
             return True
+        # A sum was not finite: it overflowed, or an element is not. The largest magnitude tells which.
         return all(math.isfinite(torch.linalg.vector_norm(tensor, math.inf)) for tensor in held)
 
 
 def _trained(model: nn.Module, optimizer: Any) -> Iterator[torch.Tensor]:
     for parameter in model.parameters():
         if parameter.requires_grad:
+            # ZeRO-3 leaves an empty parameter behind, and this rank's part of it in ``ds_tensor``.
             yield _local(getattr(parameter, "ds_tensor", parameter))
     # DeepSpeed's engine has an optimizer around the one of torch, and accelerate one around either.
     while (inner := getattr(optimizer, "optimizer", None)) is not None:

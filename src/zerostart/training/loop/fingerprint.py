@@ -83,6 +83,7 @@ def read_inputs(config: TrainConfig, world: World) -> Inputs:
         drawing = open_drawing(config)  # before anything is encoded that could not be drawn with
         given = engine_config(config, world.size, task.hidden_size)
         facts = _facts(config, task)
+    # Before the data: ranks with other settings would enter other collectives while data are prepared.
     _agree_on_facts(facts, world)
     with world.phase("preparing the data"):
         every = task.items(world)
@@ -137,6 +138,7 @@ def _agree_on_data(task: TaskData, own: Items, world: World) -> None:
     if len(groups) == 1:
         return
     with world.phase("looking for the files that differ"):
+        # Only after a difference was found: reading every file again takes its time.
         digests = task.files()
     files = world.all_gather_object(digests, "comparing the files of the data")
     most, *others = groups

@@ -137,6 +137,7 @@ def set_aside(directory: Path, resumed: Path | None, world: World) -> Iterator[N
         if not there:
             return False, None
         try:
+            # A run that was killed may have left a note of its own: it comes back where this one fails.
             before = note.read_bytes() if note.is_file() else None
             write_whole(note, json.dumps(there).encode(), directory / f"{_NOTE}.part")
             sync_directory(directory)
@@ -217,6 +218,7 @@ def remove_earlier_run(directory: Path, resumed: Path | None) -> None:
         (directory / _NOTE).unlink(missing_ok=True)
         if resumed is not None and _is_own(resumed, folder):
             found = complete(folder, is_run_state)
+            # The newest first: a run that is killed here leaves a row of checkpoints without a gap.
             for path in reversed(found[[one.name for one in found].index(resumed.name) + 1 :]):
                 remove(path, MARKER)
             return

@@ -288,7 +288,10 @@ class _Run:
         )
         loss = 0.0
         for batch, weight in parts:
+            # A step may predict nothing at all: all its weights are 0 then, and so is each share.
             share = weight / max(whole_weight, 1.0)
+            # The sum of the shares' losses over batches here, and over ranks below, is the mean loss of the
+            # step by its whole weight.
             loss += float(session.accumulate(batch, share)) * share
         rate = session.scheduler.get_last_lr()[0]  # of this step; ``update`` sets that of the next
         norm = session.clip(self._config.max_grad_norm)
@@ -300,11 +303,15 @@ class _Run:
         searching = not stepped and self._config.mixed_precision == "fp16"
         if not (stepped or searching):
             norm = math.nan  # DeepSpeed has passed over gradients that are not finite; it tells an older norm
+        # Kept from before the sum, for a message that names the rank; the sum itself may not be finite
+        # because of another rank.
         own, bad = loss, Divergence.is_in(loss, norm, searching)
         loss, wishes, diverging = summed(loss, float(self._stop.requested), float(bad))
         self._stopped = wishes > 0
         with self._failures.deferred():
             self._note(Metrics(step, loss if whole_weight else None, norm, rate, int(seen), self._peak()))
+        # ``diverging`` is a sum over the ranks, so all of them go into the collective that ``note`` then is,
+        # or none.
         figures = (own, norm, bad) if diverging else None
         if told := self.divergence.note(step, figures, self._checkpoints.recovery_hint):
             self._display.say(told)
@@ -327,6 +334,7 @@ class _Run:
 
     def _evaluate(self, step: int) -> None:
         if self._held_out is not None:
+            # The weights are replaced together: no rank may stay away with an error that it holds back.
             if self._averaged:
                 self._failures.raise_together()
             with self._session.averaged(self._averaged):

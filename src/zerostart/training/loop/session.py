@@ -35,6 +35,10 @@ from zerostart.upstream.accelerate.launched import hidden
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+    from accelerate.data_loader import DataLoaderShard
+    from accelerate.optimizer import AcceleratedOptimizer
+    from accelerate.tracking import GeneralTracker
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 @dataclass
@@ -43,9 +47,9 @@ class Session:
 
     accelerator: Accelerator
     model: nn.Module  # as the engine wraps it: call this
-    optimizer: Any
+    optimizer: AcceleratedOptimizer
     scheduler: Any
-    loader: Any
+    loader: DataLoaderShard
     task: Task
     engine: Engine  # that the model was loaded for
     items_a_round: int  # in one batch on every rank, or on all that share one
@@ -70,6 +74,8 @@ class Session:
         if self.buckets is not None:
             self.buckets.pass_over(had * self.items_a_round // self.buckets.batch_size)
         while True:
+            # The order of an epoch is drawn from the seed and its number, so that a resumed run has the order
+            # of the one before.
             self.loader.set_epoch(epoch)
             for number, batch in enumerate(self.loader, start=had + 1):
                 self.position = (epoch, number)
@@ -82,12 +88,16 @@ class Session:
         The order is the same for any number of ranks; where rounds were of another size, and do not end at
         the same place, some come again.
         """
+        # Buckets can begin anywhere in an epoch; other orders have no such start, so their batches are made
+        # and dropped.
         if self.buckets is not None:
             had = items // self.items_a_round
             if had >= len(self.loader):
                 return self.batches(epoch + 1)
             batches = self.batches(epoch, had)
             return chain([next(batches)], batches)  # begun, as `next` below has it: that draws
+        # A collator's generator is in no checkpoint. What it has drawn since the first batch of the run is
+        # drawn again, epoch by epoch; without one the passed epochs need not be made.
         batches = self.batches(0 if self.draws else epoch)
         for _ in range(epoch * len(self.loader) * self.draws + items // self.items_a_round):
             next(batches)
@@ -111,6 +121,8 @@ class Session:
         # Every engine averages over ranks, and accelerate or DeepSpeed over the batches of a step: both as if
         # all weighed alike.
         alike = self.engine.gradient_divisor * self.accelerator.gradient_accumulation_steps
+        # Inside, accelerate has set ``sync_gradients``: gradients are reduced at the last batch of a step
+        # alone.
         with self.accelerator.accumulate(self.model):
             self.engine.begin_batch(self.model, self.accelerator.sync_gradients)
             loss = self.forward(batch)
@@ -128,6 +140,7 @@ class Session:
             # DeepSpeed has clipped and stepped in the backward; accelerate knows that, and asks it.
             norm = self.accelerator.clip_grad_norm_(parameters, max_grad_norm)
         else:
+            # 0 stands for no clipping; accelerate would clip all gradients to nothing by it.
             norm = _total_norm([p.grad for p in parameters if p.grad is not None])
         if isinstance(norm, DTensor):
             norm = norm.full_tensor()
@@ -185,6 +198,8 @@ def open_session(config: TrainConfig, model: nn.Module, task: Task, items: Items
     train, engine = config.train, record_of(model).engine
     accelerator = _accelerator(config, engine)
     place, count = engine.mesh.batch(accelerator.process_index)
+    # ``count`` batches are different at a time; ranks that share a sequence or a tensor see the same one, and
+    # so count once.
     needed = train.batch_size * count
     order, buckets = order_of(items, task, train, count)
     optimizer = torch.optim.AdamW(
@@ -235,7 +250,7 @@ def _begin_trackers(accelerator: Accelerator, config: TrainConfig) -> None:
         ) from error
 
 
-def _prepared(accelerator: Accelerator, loader: Any, place: int, count: int) -> Any:
+def _prepared(accelerator: Accelerator, loader: DataLoader[Batch], place: int, count: int) -> DataLoaderShard:
     """The ``loader`` of the batches at ``place`` of ``count`` at a time, as accelerate prepares one.
 
     Not by ``accelerator.prepare``: it knows no ranks that see one batch, or has each draw its own.
@@ -258,8 +273,9 @@ def _prepared(accelerator: Accelerator, loader: Any, place: int, count: int) -> 
 
 def _total_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
     """The norm of all gradients, [], which may lie on several meshes (experts on their own)."""
-    by_mesh: dict[Any, list[torch.Tensor]] = {}
+    by_mesh: dict[DeviceMesh | None, list[torch.Tensor]] = {}
     for gradient in gradients:
+        # torch stacks the norms of a group, which DTensors of two meshes refuse.
         by_mesh.setdefault(gradient.device_mesh if isinstance(gradient, DTensor) else None, []).append(
             gradient
         )
@@ -325,6 +341,7 @@ def learning_rate_schedule(optimizer: Optimizer, train: TrainingConfig) -> Lambd
 
 def reschedule(schedule: LambdaLR, state: Mapping[str, Any], rate: float) -> None:
     """Have ``schedule`` continue from the step of ``state``, by its own rules, with another ``rate``."""
+    # The state has the old rate in three places: base rates, last rates, and each group's own.
     rates = [rate * rule(state["last_epoch"]) for rule in schedule.lr_lambdas]
     schedule.load_state_dict({**state, "base_lrs": [rate] * len(rates), "_last_lr": rates})
     for group, now in zip(schedule.optimizer.param_groups, rates, strict=True):
@@ -349,12 +366,12 @@ def check_trackers(names: Sequence[str]) -> None:
             raise ConfigError(f"tracking.trackers: {name} {what}")
 
 
-def made_trackers(names: Sequence[str], directory: Path, writes: bool) -> list[Any]:
+def made_trackers(names: Sequence[str], directory: Path, writes: bool) -> list[str | GeneralTracker]:
     """What accelerate takes as ``log_with``; ``writes``: whether this rank is the one that writes tables."""
     return [_table(directory / TABLE, writes) if name == OWN else name for name in names]
 
 
-def log_images(trackers: Iterable[Any], images: Mapping[str, Any], step: int) -> list[str]:
+def log_images(trackers: Iterable[GeneralTracker], images: Mapping[str, Any], step: int) -> list[str]:
     """Hand pictures to the trackers that take some; on one rank. Gives the names of those trackers.
 
     ``images`` has by name an array of bytes (uint8), [pictures, height, width, 3].
@@ -371,7 +388,7 @@ def log_images(trackers: Iterable[Any], images: Mapping[str, Any], step: int) ->
     return told
 
 
-def _table(path: Path, writes: bool) -> Any:
+def _table(path: Path, writes: bool) -> GeneralTracker:
     """A tracker that writes a row for each value; accelerate, which has its base class, is imported late."""
     from accelerate.tracking import GeneralTracker
 
@@ -406,6 +423,7 @@ class Table:
     def add(self, step: int, values: Mapping[str, object]) -> None:
         """Append the values of a step. Raises WriteError."""
         try:
+            # Not when it is made: only the first step that is logged tells from where on rows are made anew.
             if not self._begun:
                 self._begin(step)
             with self._path.open("a", encoding="utf-8", newline="") as file:

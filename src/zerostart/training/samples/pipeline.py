@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -17,6 +17,9 @@ from zerostart.checkpoint.strict_json import read_json
 from zerostart.errors import ConfigError
 from zerostart.training.config.configuration import SamplesConfig
 from zerostart.upstream.diffusers.pipelines import assembled, component_class, pipeline_class
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
 
 #: What encoders have made of a prompt: tensors of one item, [L, D] and the like, by the pipelines' names.
 Prompt = Mapping[str, torch.Tensor]
@@ -91,7 +94,7 @@ class Drawing:
         takes = self._takes.get("num_frames")
         return takes is not None and (self.settings.num_frames or takes.default) > 1
 
-    def opened(self, model: nn.Module, dtype: torch.dtype) -> Any:
+    def opened(self, model: nn.Module, dtype: torch.dtype) -> DiffusionPipeline:
         """The pipeline with ``model`` in the place of its own, computing in ``dtype``; collective.
 
         The autoencoder is loaded whole on every rank. Raises what a load raises.
@@ -100,6 +103,8 @@ class Drawing:
         kind = component_class(self._vae.library, self._vae.kind, path)
         vae = zerostart.load(path, model=kind, engine="fsdp2", zero_stage=0, dtype=dtype, progress=False)
         vae.eval().requires_grad_(False)
+        # All else of the pipeline, its text encoders first of all, is left out: texts were encoded before the
+        # training.
         left_out: dict[str, Any] = {
             name: None
             for name, value in self._index.items()
@@ -112,7 +117,11 @@ class Drawing:
         return pipe
 
     def draw(
-        self, pipe: Any, prompts: Sequence[Prompt], negatives: Sequence[Prompt], seeds: Sequence[int]
+        self,
+        pipe: DiffusionPipeline,
+        prompts: Sequence[Prompt],
+        negatives: Sequence[Prompt],
+        seeds: Sequence[int],
     ) -> torch.Tensor:
         """One picture or video of each prompt, [B, F, 3, H, W] from 0 to 1; collective where ranks share it.
 
@@ -120,7 +129,7 @@ class Drawing:
         """
         settings = self.settings
         sizes = {"height": settings.height, "width": settings.width, "num_frames": settings.num_frames}
-        arguments: dict[str, Any] = {name: value for name, value in sizes.items() if value is not None}
+        arguments: dict[str, object] = {name: value for name, value in sizes.items() if value is not None}
         arguments |= self._guidance | self._embedded(pipe, prompts)
         for negative in negatives:
             away = self._embedded(pipe, [negative] * len(prompts))
@@ -135,7 +144,7 @@ class Drawing:
         pictures = made.float().cpu()
         return pictures if pictures.dim() == 5 else pictures[:, None]
 
-    def _embedded(self, pipe: Any, prompts: Sequence[Prompt]) -> dict[str, Any]:
+    def _embedded(self, pipe: DiffusionPipeline, prompts: Sequence[Prompt]) -> dict[str, Any]:
         """The prompts' tensors that the pipeline takes, each [B, ...], or lists where it takes those."""
         found: dict[str, Any] = {}
         for name in prompts[0].keys() & self._takes.keys():

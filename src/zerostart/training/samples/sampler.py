@@ -119,6 +119,8 @@ class Sampler:
         drawn: dict[int, torch.Tensor] = {}
         with _undisturbed(session):
             own = session.accelerator.unwrap_model(session.model)
+            # By way of the engine, which gathers shards at each call; the bare model has only this rank's
+            # part.
             model = InTraining(session.model, own, session.device, self._dtype)
             pipe = self._drawing.opened(model, self._dtype)
             # Each group of ranks that shares sequences takes every ``count``-th batch.
@@ -259,11 +261,13 @@ def _video(path: Path, rows: torch.Tensor, fps: int) -> None:
         # Every player knows yuv420p, whose colours are shared by 2 x 2 pixels.
         name = _encoder()
         stream = container.add_stream(name, rate=fps, options=_ENCODERS[name])
+        # An odd side gets one more pixel.
         stream.width, stream.height, stream.pix_fmt = width + width % 2, height + height % 2, "yuv420p"
         for row in rows:
             frame = av.VideoFrame.from_ndarray(row.numpy(), format="rgb24")
             for packet in stream.encode(frame.reformat(stream.width, stream.height, "yuv420p")):
                 container.mux(packet)
+        # The encoder holds frames back for those that refer to later ones: without a frame it gives the rest.
         for packet in stream.encode():
             container.mux(packet)
 

@@ -91,6 +91,7 @@ class _Language(Task):
         self.settings = _read_settings(self.config.model.source, trusted)
         self.tokenizer = _load_tokenizer(self._data.tokenizer or self.config.model.source, trusted)
         size = self.settings.get_text_config().vocab_size
+        # The other way round is usual: tables of embeddings are rounded up to a multiple.
         if len(self.tokenizer) > size:
             raise ConfigError(
                 f"the tokenizer has {len(self.tokenizer)} tokens, but the model knows only {size}"

@@ -92,6 +92,8 @@ def exchange_schedule(tables: Sequence[Table], limit: int, between: int = 1 << 6
     alone: list[list[int]] = [[] for _ in tables]
     regions = []
     for region in _regions(tables, limit):
+        # One rank's region is read by it alone, in no step; its bytes count as its load when servers are
+        # chosen.
         if len(region.wanted) > 1:
             regions.append(region)
             continue
@@ -100,6 +102,7 @@ def exchange_schedule(tables: Sequence[Table], limit: int, between: int = 1 << 6
         load[rank] += nbytes
     steps: list[ExchangeStep | Agreement] = []
     agreed = 0
+    # In the order of the files, by every rank alike: ties of `min` go to the lowest rank.
     for region in regions:
         server = min(region.wanted, key=lambda rank: load[rank])
         if served[server] - agreed >= between:
@@ -122,11 +125,15 @@ class _Region:
         self.wanted: dict[int, tuple[int, int, int]] = {}  # by rank: first request, one past the last, bytes
 
     def takes(self, file: int, begin: int, end: int, rank: int, nbytes: int, limit: int) -> bool:
+        # Both the message to a rank and the extent that its server reads have to fit buffers of twice the
+        # limit.
         message = nbytes + (self.wanted[rank][2] if rank in self.wanted else 0)
         if file != self.file or max(message, max(end, self.end) - self.begin) > 2 * limit:
             return False
         if begin < self.end:
             return True
+        # What only touches is joined for a rank that is in the region already, for longer reads and fewer
+        # messages; another rank's would be sent by a server without need.
         return begin == self.end and rank in self.wanted and end - self.begin <= limit
 
     def add(self, end: int, rank: int, number: int, nbytes: int) -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from types import FrameType
@@ -181,9 +182,18 @@ class _ZeRO3:
         return True
 
 
+#: What is put in the place of the configuration, the last one on top, above what was there before; each in a
+#: list of its own, for that is told apart by identity.
+_put_configurations: list[list[Any]] = []
+_configuring = threading.Lock()
+
+
 @contextlib.contextmanager
 def _configured(config: Any) -> Iterator[None]:
-    """Inside, ``config`` is the DeepSpeed configuration that transformers knows of; None for none."""
+    """Inside, ``config`` is the DeepSpeed configuration that transformers knows of; None for none.
+
+    Of several threads inside the first may leave first: the last one leaves what the first one found.
+    """
     from transformers.integrations import deepspeed
 
     def put(found: Any) -> None:
@@ -192,13 +202,22 @@ def _configured(config: Any) -> Iterator[None]:
         else:
             deepspeed.set_hf_deepspeed_config(found)
 
-    reference = deepspeed._hf_deepspeed_config_weak_ref
-    before = None if reference is None else reference()
-    put(config)
+    mine = [config]
+    with _configuring:
+        if not _put_configurations:
+            reference = deepspeed._hf_deepspeed_config_weak_ref
+            _put_configurations.append([None if reference is None else reference()])
+        _put_configurations.append(mine)
+        put(config)
     try:
         yield
     finally:
-        put(before)
+        with _configuring:
+            at = next(i for i, one in enumerate(_put_configurations) if one is mine)
+            del _put_configurations[at]
+            put(_put_configurations[-1][0])
+            if len(_put_configurations) == 1:  # what was there before, which is not to live on by us
+                _put_configurations.clear()
 
 
 def without_zero3() -> AbstractContextManager[None]:
