@@ -205,6 +205,7 @@ def _marked(model: object) -> _Mark | None:
 def _enter(stack: ExitStack) -> None:
     if wrong := misfit((_CONSTRUCTION, _STAGE)):
         logger.warning("%s. An engine of another ZeRO stage than a model's load fails by itself", wrong)
+    if misfit((_CONSTRUCTION,)):
         return
     from deepspeed.runtime.engine import DeepSpeedEngine
 
@@ -213,7 +214,8 @@ def _enter(stack: ExitStack) -> None:
 
     @functools.wraps(original)
     def configure_expert_parallel(self: DeepSpeedEngine, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        _check_stage(self.zero_optimization_stage(), model)
+        if not wrong:  # What slices and experts need does not depend on it.
+            _check_stage(self.zero_optimization_stage(), model)
         # Before the original, which reads the section to find out whether it has to cut the model itself.
         _take_slices(self, model)
         if _has_its_experts(self, model):
