@@ -154,7 +154,7 @@ class CachedItems:
 
     def _open(self, document: dict[str, Any]) -> None:
         self._document = document
-        # By this the files of this save are told from those of one that comes in its place meanwhile.
+        # A save that was killed, or is not over, may have its files in a folder of this name still.
         self._save = {"save": document.get("save")}
         found = document["cache"]
         if found.get("version") not in (VERSION, _OLDER):
