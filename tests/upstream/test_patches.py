@@ -227,7 +227,10 @@ def test_nothing_is_left_of_a_model_and_its_engine(stage: int, checkpoints: Tiny
         }
         assert started > loaded
     else:
-        assert loaded == started == saving | {"__init__", "_broadcast_model", "_configure_optimizer"}
+        # A point is listed with all its names: here of the two optimizers of ZeRO-1 and 2.
+        starts = {"__init__", "flatten_dense_tensors_aligned", "initialize_optimizer_states"}
+        starts |= {"_flatten_dense_tensors_aligned", "_broadcast_model", "_configure_optimizer"}
+        assert loaded == started == saving | starts
     assert gone == set()
     assert same
 

@@ -24,7 +24,7 @@ def batch():
 def test_parts_make_up_the_whole(engine, size):
     """Each token is in one part, with its position and with the token after it as its label."""
     whole, kind = batch(), check_choice(engine, 3)
-    engine = kind.of(3, None, Mesh(2 * size, sequence_parallel=size), None)
+    engine = kind.for_stage(3, None, Mesh(2 * size, sequence_parallel=size), None)
     predicted = sum(length - 1 for length in LENGTHS)
     parts = [Sharing(*engine.sequence_chunks(rank), 4).part(whole, predicted) for rank in range(size)]
     assert sum(weight for _, weight in parts) == predicted
