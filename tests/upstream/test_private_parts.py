@@ -28,7 +28,7 @@ from zerostart.upstream.torch.fsdp2 import are_reduced_as_shards
 from zerostart.upstream.transformers import distributed as transformers_distributed
 from zerostart.upstream.transformers import loading
 from zerostart.upstream.transformers import models as hf
-from zerostart.upstream.transformers.distributed import require
+from zerostart.upstream.transformers.distributed import require_styles
 from zerostart.upstream.transformers.models import without_weights
 
 
@@ -196,7 +196,7 @@ def sharded_class() -> str:
 
 
 def test_transformers_tensor_parallel_styles() -> None:
-    require()
+    require_styles()
     # Of other ways to route tokens, which older releases register here: zerostart routes by itself.
     routers = {"ep_router", "megamoe_router", "megamoe_experts"}
     known = {*TENSOR_STYLES, *EXPERT_STYLES}
