@@ -1,8 +1,8 @@
 """Where names of types in signatures lead: our own to their entry, those of others to their documentation.
 
 A signature says ``Report`` or ``nn.Module``, as the code imports it; Sphinx asks here for what it has no
-entry for. What is found nowhere stays a warning, and so fails the build. No inventory is fetched: the addresses are
-few, and stand here.
+entry for. What is found nowhere stays a warning, and so fails the build. No inventory is fetched:
+The addresses are few, and stand here.
 """
 
 from __future__ import annotations
