@@ -2,7 +2,7 @@
 
 A signature says ``Report`` or ``nn.Module``, as the code imports it; Sphinx asks here for what it has no
 entry for. What is found nowhere stays a warning, and so fails the build. No inventory is fetched:
-The addresses are few, and stand here.
+the addresses are few, and stand here.
 """
 
 from __future__ import annotations
