@@ -38,7 +38,7 @@ from zerostart.loading.arguments import EnabledArguments, config_of
 from zerostart.upstream.accelerate.plugins import join_ranks
 from zerostart.upstream.accelerate.preparing import AcceleratorPatches
 from zerostart.upstream.accelerate.types import Accelerator
-from zerostart.upstream.deepspeed.consolidation import Consolidation
+from zerostart.upstream.deepspeed.state_dicts import Consolidation
 from zerostart.upstream.diffsynth.loading import DiffSynthSeam
 from zerostart.upstream.diffusers.loading import DiffusersSeam
 from zerostart.upstream.registry import is_first_rank
