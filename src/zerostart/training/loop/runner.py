@@ -31,6 +31,7 @@ from zerostart.training.loop.failures import Divergence, Failures, is_finite, un
 from zerostart.training.loop.fingerprint import fingerprint_of, read_inputs
 from zerostart.training.loop.output_directory import (
     METRICS,
+    check_room,
     claim_output,
     remove_earlier_run,
     resumable_checkpoints,
@@ -120,6 +121,8 @@ def _train(config: TrainConfig, directory: Path, resumed: Path | None, world: Wo
         if told := choose_trained(model, config, world):
             display.say(told)
         check_export(model, config)
+        if world.rank == 0:
+            check_room(config, model, directory)
         session = open_session(config, model, task, inputs.items)
         course = fingerprint_of(config, model, inputs.items.digest(), world)
         accepted = [] if config.resume is None else config.resume.accept
