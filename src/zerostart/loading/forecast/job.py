@@ -172,7 +172,8 @@ def advice(
 
     changes = [(list[str](), engine), *engine.relaxations(limits.accelerator)]
     tried = [attempt(*change) for change in changes]
-    for words, start in (changes[0], changes[-1]):
+    starts = [*changes[:1], *changes[1:][-1:]]  # as it is, and with all that can be changed
+    for words, start in starts:
         if words and any(other.fit for other in tried):
             break
         for size in _sizes(start.mesh.world_size):
@@ -180,7 +181,7 @@ def advice(
             tried.append(attempt([f"{size} ranks", *words], more))
             if tried[-1].fit:
                 break
-    for words, start in (changes[0], changes[-1]):
+    for words, start in starts:
         if words and any(other.fit for other in tried):
             break
         tried += [attempt([split, *words], changed) for split, changed in _splits(start)]
