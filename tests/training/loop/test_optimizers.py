@@ -40,7 +40,7 @@ def test_as_the_trainers_own(optimizer, checkpoints, values, tmp_path):
 
 
 def test_factors_go_on_exactly(checkpoints, values):
-    """Adafactor's rows and columns are no elements of a parameter: each rank's own are kept."""
+    """Adafactor's rows and columns are no elements of a parameter: they are kept as they are."""
     options = {"steps": 4, "optimizer": "torch.optim:Adafactor"}
     whole = {"engine": {"name": "fsdp2", "zero_stage": 0}}
     straight = run_ranks(run, 2, values(checkpoints("qwen3"), output="straight", **options) | whole)[0]
