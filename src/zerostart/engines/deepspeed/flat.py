@@ -62,9 +62,9 @@ class FlatKeeper:
             free = free_bytes(self._device)
             if free is not None and nbytes > free:
                 raise InsufficientMemoryError(
-                    f"{nbytes / 2**30:.2f} GiB of parameters wait in host memory, and {self._device} has "
-                    f"{free / 2**30:.2f} GiB free; free memory there before deepspeed.initialize, or use "
-                    "zero_stage=3"
+                    f"{nbytes / 2**30:.2f} GiB of parameters wait in host memory, but {self._device} has "
+                    f"only {free / 2**30:.2f} GiB free; free memory there before deepspeed.initialize, or "
+                    "use zero_stage=3"
                 )
             for members in waiting:
                 moved = _entire(members[0]).to(self._device)
@@ -133,9 +133,9 @@ def _arrange(
         # The parameters, the buffer as a whole, and the handle of the storage.
         if storage_users(storage) > len(members) + 2:
             logger.warning(
-                "tensors other than the model's parameters share their memory (a state dict, or views that "
-                "were kept): the parameters are not reordered within it, but copied; drop such tensors "
-                "before deepspeed.initialize"
+                "tensors other than the model's parameters share their memory (a state dict, or views of "
+                "them): the parameters are copied instead of being reordered in place; delete such "
+                "tensors before deepspeed.initialize"
             )
             return []
         with torch.no_grad():
