@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.filesize import decimal
 from torch import nn
 
 from zerostart.checkpoint.manifest import group_of
@@ -92,11 +93,11 @@ class SaveReport:
     tied: dict[str, str]
 
     def __str__(self) -> str:
-        rate = self.total_bytes / max(self.seconds, 1e-9) / 1e9
+        rate = int(self.total_bytes / max(self.seconds, 1e-9))
         lines = [
-            f"saved {len(self.tensors)} tensors, {self.total_bytes / 2**30:.2f} GiB, in {len(self.files)} "
-            f"files to {self.path} in {self.seconds:.1f} s ({rate:.2f} GB/s); this rank "
-            f"{self.written_bytes / 2**30:.2f} GiB"
+            f"saved {len(self.tensors)} tensors, {decimal(self.total_bytes)}, in {len(self.files)} "
+            f"files to {self.path} in {self.seconds:.1f} s ({decimal(rate)}/s); this rank "
+            f"{decimal(self.written_bytes)}"
         ]
         lines += [f"  {name} under the model's own name: {why}" for name, why in self.own_names.items()]
         return "\n".join(lines)
