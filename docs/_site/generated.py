@@ -22,17 +22,28 @@ from zerostart.training.loop.task import known_tasks, task_class
 __all__ = ["markdown"]
 
 _HEADS = ("key", "values", "default", "meaning")
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+REPOSITORY = Path(__file__).parents[2]
+RESULTS = REPOSITORY / "benchmarks" / "results"
 
 
 def markdown(name: str) -> str:
     """The text that stands where a page says ``<!-- generated: NAME -->``."""
     makers: dict[str, Callable[[], Iterator[str]]] = {
+        "changelog": _changelog,
         "commands": _commands,
         "configuration": _configuration,
         "figures": _figures,
     }
     return "\n".join(makers[name]()) + "\n"
+
+
+def anchor(results: str) -> str:
+    """The name under which a page links to the results of a benchmark, by the name of their file."""
+    return f"results-{results.replace('_', '-')}"
+
+
+def _changelog() -> Iterator[str]:
+    yield (REPOSITORY / "CHANGELOG.md").read_text(encoding="utf-8")
 
 
 def _commands() -> Iterator[str]:
@@ -43,6 +54,8 @@ def _commands() -> Iterator[str]:
         yield from (f"## {name}", "", "```text", command.get_usage(context), "```", "")
         yield from (_prose(command.help or ""), "")
         yield from _table(("option", "meaning", "default"), _options(command))
+        examples = (command.epilog or "").splitlines()[2:]  # after the mark that keeps lines, and a title
+        yield from ("", "```bash", *(line.strip() for line in examples), "```", "")
 
 
 def _options(command: TyperCommand) -> Iterator[tuple[str, str, str]]:
@@ -133,7 +146,8 @@ def _spoken(kind: Any) -> str:
 def _figures() -> Iterator[str]:
     for file in sorted(RESULTS.glob("*.md")):
         text = re.sub(r"^# (.+)$", r"**\1**", file.read_text(encoding="utf-8").strip(), flags=re.MULTILINE)
-        yield from (f"## {file.stem}", "", re.sub(r"^(##+) ", r"#\1 ", text, flags=re.MULTILINE), "")
+        yield from (f"({anchor(file.stem)})=", f"## {file.stem}", "")
+        yield from (re.sub(r"^(##+) ", r"#\1 ", text, flags=re.MULTILINE), "")
 
 
 def _docstring(owner: type) -> str:

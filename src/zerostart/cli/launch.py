@@ -377,7 +377,7 @@ def join_group(timeout: timedelta | None = None) -> None:
     from zerostart.distributed.network import explained
     from zerostart.distributed.world import backend_of, default_device, make_device_current
     from zerostart.errors import ConfigError
-    from zerostart.upstream.torch.store import connected_lazily
+    from zerostart.upstream.torch.process_group import connected_lazily
 
     if dist.is_initialized():
         return

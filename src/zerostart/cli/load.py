@@ -27,19 +27,24 @@ if TYPE_CHECKING:
 def command(
     source: SourceArgument,
     nproc: Annotated[
-        int | None, typer.Option("--nproc", min=1, help="Local ranks.", show_default=False)
+        int | None, typer.Option("--nproc", metavar="N", min=1, help="Local ranks.", show_default=False)
     ] = None,
     verify: Annotated[
         bool, typer.Option("--verify", help="Compare every element with an unsharded load.")
     ] = False,
     world_size: Annotated[
-        int | None, typer.Option("--world-size", min=1, help="With --rank: ranks of the whole job.")
+        int | None,
+        typer.Option("--world-size", metavar="N", min=1, help="With --rank: ranks of the whole job."),
     ] = None,
-    rank: Annotated[int | None, typer.Option("--rank", min=0, help="Play this rank alone.")] = None,
-    json: Annotated[Path | None, typer.Option("--json", help="Write the result to this file.")] = None,
+    rank: Annotated[
+        int | None, typer.Option("--rank", metavar="N", min=0, help="Play this rank alone.")
+    ] = None,
+    json: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the result to this file.")
+    ] = None,
     **given: Any,
 ) -> None:
-    """Rehearse a load: on local ranks, or one rank of a bigger job by itself; time it and measure it.
+    """Rehearse a load on this machine: time it, measure it, verify it.
 
     With --nproc all ranks load, on their engine; --verify compares every element with an unsharded load.
     With --world-size and --rank one process reads what that rank reads, and drops it. Ends with what was

@@ -34,7 +34,7 @@ from zerostart.distributed.failures import (
 from zerostart.distributed.network import explained, network_view, tell_file_limit, unreachable
 from zerostart.distributed.roll_call import RollCall
 from zerostart.errors import ConfigError, PeerError
-from zerostart.upstream.torch.store import (
+from zerostart.upstream.torch.process_group import (
     made_groups,
     messages_group,
     patience,

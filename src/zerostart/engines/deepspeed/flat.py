@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
+from rich.filesize import decimal
 from torch import nn
 
 from zerostart.distributed.world import World, current_world
@@ -62,9 +63,9 @@ class FlatKeeper:
             free = free_bytes(self._device)
             if free is not None and nbytes > free:
                 raise InsufficientMemoryError(
-                    f"{nbytes / 2**30:.2f} GiB of parameters wait in host memory, but {self._device} has "
-                    f"only {free / 2**30:.2f} GiB free; free memory there before deepspeed.initialize, or "
-                    "use zero_stage=3"
+                    f"{decimal(nbytes)} of parameters wait in host memory, but {self._device} has only "
+                    f"{decimal(free)} free; free memory there before deepspeed.initialize, or use "
+                    "zero_stage=3"
                 )
             for members in waiting:
                 moved = _entire(members[0]).to(self._device)

@@ -97,7 +97,7 @@ class FSDP2(FSDP2StateEngine, Engine):
 
     def require(self) -> None:
         """See ``Engine``."""
-        import zerostart.engines.fsdp2.engine  # noqa: F401
+        import zerostart.engines.fsdp2.storage  # noqa: F401
 
     @property
     def compute_dtype(self) -> torch.dtype | None:
@@ -174,7 +174,7 @@ class FSDP2(FSDP2StateEngine, Engine):
             from zerostart.engines.fsdp2.parallel import FSDP2ParallelShards
 
             return FSDP2ParallelShards(world, self.settings, parallelism)
-        from zerostart.engines.fsdp2.engine import FSDP2Shards
+        from zerostart.engines.fsdp2.storage import FSDP2Shards
 
         return FSDP2Shards(world, self.settings)
 

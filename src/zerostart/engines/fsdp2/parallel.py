@@ -33,8 +33,7 @@ from zerostart.engines.same_draws import share_draws
 from zerostart.engines.shard import Shard, replace_everywhere
 from zerostart.errors import EngineError
 from zerostart.geometry.layout import Parallelism, Ranges, ShardSpec
-from zerostart.upstream.transformers.tensor import require as require_styles
-from zerostart.upstream.transformers.tensor import run_in_style
+from zerostart.upstream.transformers.distributed import require_styles, run_in_style
 
 
 class FSDP2ParallelShards:

@@ -32,10 +32,9 @@ from zerostart.recipe import (
     symbols_of,
 )
 from zerostart.upstream.transformers import attention as attention_parts
-from zerostart.upstream.transformers import fresh
 from zerostart.upstream.transformers import models as upstream
 from zerostart.upstream.transformers.code import class_beside, unasked
-from zerostart.upstream.transformers.models import loading_core
+from zerostart.upstream.transformers.models import is_configuration, loading_core
 from zerostart.upstream.transformers.quantizers import dequantizer, method_of, prepare
 
 logger = logging.getLogger("zerostart")
@@ -86,7 +85,7 @@ class Transformers(ModelLibrary):
         self, config: object, dtype: torch.dtype | None
     ) -> tuple[Callable[[], nn.Module], torch.dtype | None] | None:
         """As ``from_config`` of the class that it names first, or of the base model. Raises BuildError."""
-        if not fresh.is_configuration(config):
+        if not is_configuration(config):
             return None
         own = copy.deepcopy(config)
         made, named = _class_of(own), dtype or _named_dtype(getattr(own, "dtype", None))
