@@ -63,6 +63,8 @@ def _commands() -> Iterator[str]:
         yield from (f"## {name}", "", "```text", command.get_usage(context), "```", "")
         yield from (_prose(command.help or ""), "")
         yield from _table(("option", "meaning", "default"), _options(command))
+        examples = (command.epilog or "").splitlines()[2:]  # after the mark that keeps lines, and a title
+        yield from ("", "```bash", *(line.strip() for line in examples), "```", "")
 
 
 def _options(command: TyperCommand) -> Iterator[tuple[str, str, str]]:
