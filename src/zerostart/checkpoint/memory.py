@@ -74,7 +74,7 @@ def _check(name: object, tensor: object) -> None:
         raise ConfigError(f"source: the mapping has a key of type {type(name).__name__}; names are strings")
     if not isinstance(tensor, torch.Tensor):
         raise ConfigError(
-            f"source[{name!r}] is a {type(tensor).__name__}, and not a tensor; leave it out of the mapping"
+            f"source[{name!r}] is a {type(tensor).__name__}, not a tensor; leave it out of the mapping"
         )
     reason = None
     if tensor.layout != torch.strided or tensor.is_quantized:

@@ -119,7 +119,7 @@ def joined_world(device: torch.device | None = None) -> World:
         launched = int(os.environ.get("WORLD_SIZE", "1") or 1)
         if launched > 1:
             raise ConfigError(
-                f"the launcher started {launched} ranks, but there is no process group: call "
+                f"the launcher started {launched} ranks, but torch.distributed has no process group: call "
                 "torch.distributed.init_process_group() before zerostart.load"
             )
         backend = backend_of(device or default_device())
@@ -180,7 +180,7 @@ def _messages_group(calls: RollCall | None) -> object:
     try:
         return messages_group()
     except RuntimeError as error:
-        raise ConfigError(f"torch makes no group over gloo: {error}.{explained(error)}") from error
+        raise ConfigError(f"torch cannot make a group over gloo: {error}.{explained(error)}") from error
 
 
 #: The names of the phases that this thread is in, outermost first.
@@ -424,9 +424,9 @@ class World:
 
     def _lost_at(self, call: str, who: str) -> PeerError:
         return PeerError(
-            f"a rank died or stopped answering during {call}{f' ({who})' if who else ''}, as the "
-            f"process group of {self.size} ranks has noticed; its own output, or the system log where memory "
-            "ran out, tells why. What was under way is not complete: start all ranks again"
+            f"a rank died or stopped answering during {call}{(f' ({who})' if who else '')} in the "
+            f"process group of {self.size} ranks; that rank's own output, or the system log if memory "
+            "ran out, says why. The operation in progress is incomplete: start all ranks again"
         )
 
 
@@ -468,8 +468,9 @@ def _pickled(value: object) -> tuple[bytes, Exception | None]:
 def _uneven(lengths: Sequence[int], during: str) -> ConfigError:
     first = next(rank for rank, length in enumerate(lengths) if length != lengths[0])
     error = ConfigError(
-        f"the ranks do not do the same: during '{during}' rank 0 has {lengths[0]} numbers and rank {first} "
-        f"{lengths[first]}; call the same functions of zerostart, with the same arguments, on every rank"
+        f"the ranks do not do the same: during '{during}' rank 0 has {lengths[0]} numbers and rank "
+        f"{first} has {lengths[first]}; call the same functions of zerostart, with the same "
+        "arguments, on every rank"
     )
     mark_agreed(error)
     return error
@@ -478,8 +479,9 @@ def _uneven(lengths: Sequence[int], during: str) -> ConfigError:
 def _astray(places: Sequence[str]) -> ConfigError:
     first = next(rank for rank, place in enumerate(places) if place != places[0])
     error = ConfigError(
-        f"the ranks do not do the same: rank 0 is at '{places[0]}' and rank {first} at '{places[first]}'; "
-        "call the same functions of zerostart, with the same arguments, on every rank"
+        f"the ranks do not do the same: rank 0 is at '{places[0]}' and rank {first} at "
+        f"'{places[first]}'; call the same functions of zerostart, with the same arguments, on "
+        "every rank"
     )
     mark_agreed(error)
     return error

@@ -59,7 +59,8 @@ def family_of(name: str) -> type[Engine]:
             family = _installed()[name].load()
         except Exception as error:
             raise ConfigError(
-                f"engine={name!r} of another package cannot be imported: {type(error).__name__}: {error}"
+                f"engine={name!r} of another installed package cannot be imported: {type(error).__name__}: "
+                f"{error}; repair that package, or uninstall it"
             ) from error
     else:
         raise ConfigError(f"engine={name!r} is unknown; choose one of {', '.join(engine_names())}")

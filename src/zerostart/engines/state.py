@@ -195,7 +195,7 @@ class OptimizerState(TrainingState):
             self._accumulation = getattr(getattr(optimizer, "gradient_state", None), "num_steps", None)
             optimizer = optimizer.optimizer
         if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-            raise ConfigError(f"optimizer is a {type(optimizer).__name__}, and not a torch optimizer")
+            raise ConfigError(f"optimizer is a {type(optimizer).__name__}, not a torch optimizer")
         self.steps = plain_steps(optimizer) if optimizer is not None else []
 
     def watch(self) -> bool:

@@ -200,12 +200,13 @@ def read_inert_pickle(raw: bytes, path: str, weights: bool = False) -> Any:
         return value
     except _Refused as error:
         raise CheckpointError(
-            f"{path}: the pickle of the weights {error}; nothing of it was run. If you trust where it comes "
-            "from, load it with torch.load(..., weights_only=False) and save its tensors as safetensors"
+            f"{path}: the pickle of the weights {error}; none of its code was run. If you trust where "
+            "the file comes from, load it with torch.load(..., weights_only=False) and save its "
+            "tensors as safetensors"
         ) from None
     except _DAMAGE as error:
         raise CheckpointError(
-            f"{path}: the pickle in it is damaged ({shown(str(error))}): {DAMAGED}"
+            f"{path}: the pickle in the file is damaged ({shown(str(error))}): {DAMAGED}"
         ) from error
 
 
@@ -223,7 +224,7 @@ class _Unpickler(pickle.Unpickler):
         # A class of its own for each name, made here: nothing is imported to have it.
         if name not in self._named:
             if self._weights and not any(name in known for known in (_CALLS, _STORAGES, _DTYPES, _HARMLESS)):
-                raise _Refused(f"names {shown(name)}, which is code, and no part of plain tensors")
+                raise _Refused(f"names {shown(name)}, which is code and no part of plain tensors")
             if len(self._named) == MAX_NAMES:
                 raise _Refused(f"names more than {MAX_NAMES} classes")
             callable_ = not self._weights or name in _HARMLESS

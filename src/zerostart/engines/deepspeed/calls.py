@@ -36,8 +36,9 @@ def _check_reached(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, o
     given = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
     if trained and not any(value.requires_grad for value in given):
         raise EngineError(
-            f"{type(module).__name__} is trained, and nothing before it is, which DeepSpeed's ZeRO-3 cannot "
-            "do: call model.enable_input_require_grads() before deepspeed.initialize, or use zero_stage=2"
+            f"{type(module).__name__} is trained, but no layer before it is, which DeepSpeed's ZeRO-3 "
+            "does not support: call model.enable_input_require_grads() before deepspeed.initialize, "
+            "or use zero_stage=2"
         )
 
 

@@ -134,8 +134,8 @@ class PartitionMaker:
         frozen = [name for name, parameter in parameters.items() if not parameter.requires_grad]
         if frozen and self._settings.quantized_frozen_weights:
             raise EngineError(
-                f"zero_quantized_nontrainable_weights would keep {frozen[0]} and {len(frozen) - 1} more in 8 "
-                "bits, which is not what the checkpoint holds; remove it from "
+                f"zero_quantized_nontrainable_weights would store {frozen[0]} and {len(frozen) - 1} more "
+                "in 8 bits, and they would no longer equal the checkpoint; remove it from "
                 "engine_config['zero_optimization']"
             )
 
@@ -164,8 +164,8 @@ def holders_of(ranks: Sequence[int], world_size: int) -> tuple[int, int]:
     if list(ranks) == list(range(first, world_size, count)) and first < count:
         return first, count
     raise EngineError(
-        f"a parameter is partitioned over the ranks {list(ranks)} of {world_size}, and nothing says what the "
-        "others have; use groups of neighbouring ranks"
+        f"a parameter is partitioned over the ranks {list(ranks)} of {world_size}, so the parts of "
+        "the other ranks are unknown; use groups of neighbouring ranks"
     )
 
 

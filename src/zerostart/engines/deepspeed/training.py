@@ -48,7 +48,7 @@ def training_config(stage: int, job: TrainingJob, given: Mapping[str, object]) -
     }
     for key in ("optimizer", "scheduler"):
         if key in given:
-            raise ConfigError(f"engine.config.{key}: the optimizer and schedule are set in the train section")
+            raise ConfigError(f"engine.config.{key}: set the optimizer and the schedule in the section train")
     # The user's keys last: what he adds is taken, what contradicts is refused there.
     _merge(filled, given, "engine.config")
     _fill_hidden_size_values(filled["zero_optimization"], job.hidden_size)
@@ -97,8 +97,8 @@ def _merge(base: dict[str, Any], given: Mapping[str, object], where: str) -> Non
             base[key] = value
         elif value not in ("auto", base[key]):
             raise ConfigError(
-                f"{where}.{key} is {value!r}, but the other sections make it {base[key]!r}; "
-                "leave it out or write auto"
+                f"{where}.{key} is {value!r}, but the other sections make it {base[key]!r}; leave it out, "
+                "or write auto"
             )
 
 
@@ -108,7 +108,8 @@ def _fill_hidden_size_values(zero: dict[str, object], hidden_size: int | None) -
         if zero.get(key) == "auto":
             if hidden_size is None:
                 raise ConfigError(
-                    f"engine.config.zero_optimization.{key}: auto needs a hidden size; give a number"
+                    f"engine.config.zero_optimization.{key}: auto needs a hidden size, which this model does "
+                    "not declare; give a number"
                 )
             # The formulas that transformers and accelerate use.
             area = hidden_size * hidden_size

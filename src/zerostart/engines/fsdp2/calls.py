@@ -76,8 +76,8 @@ class _Root:
             trained = [name for name in self._bare if self._model.get_parameter(name).requires_grad]
             if trained and torch.is_grad_enabled():
                 raise EngineError(
-                    f"{type(self._model).__name__} is called by its parts, and holds {', '.join(trained)} "
-                    "itself, whose gradients FSDP2 does not reduce then; freeze them before the first call, "
+                    f"{type(self._model).__name__} is called part by part and holds {', '.join(trained)} "
+                    "itself, whose gradients FSDP2 then does not reduce; freeze them before the first call, "
                     "call it under torch.no_grad(), or use engine='deepspeed'"
                 )
             self._model.unshard()

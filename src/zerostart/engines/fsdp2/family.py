@@ -59,8 +59,8 @@ class FSDP2(FSDP2StateEngine, Engine):
             return False
         if (version := launched_fsdp_version()) != "2":
             raise ConfigError(
-                f"accelerate launch has set up FSDP version {version}, and zerostart shards with version 2; "
-                "give it --fsdp_version 2 (fsdp_version: 2), or name an engine: load(engine=...)"
+                f"accelerate launch has set up FSDP version {version}, but zerostart shards with version "
+                "2; start it with --fsdp_version 2 (fsdp_version: 2), or name an engine: load(engine=...)"
             )
         return True
 
