@@ -64,7 +64,7 @@ class RankForecast:
     memory: Mapping[str, Memory] = field(default_factory=dict)
     extents: Extents = field(default_factory=lambda: extents_of([]), compare=False, repr=False)
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Plain data: ``memory`` as the peaks alone, ``{phase: {host, device}}`` in bytes."""
         aside = ("memory", "extents")
         plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in aside}
@@ -180,7 +180,7 @@ class WorldPlan:
             found.setdefault(held, []).append(rank)
         return [(max(alike, key=lambda r: r.read_bytes), tuple(alike)) for alike in found.values()]
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """The contract's JSON form; ``memory`` has the components of each class of ranks that hold alike."""
         aside = ("ranks", "sharing", "fits", "tier", "alternatives", "stored", "messages")
         plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in aside}
