@@ -291,6 +291,8 @@ def _report(
 #: What is copied from beside the weights that a model was loaded from: its tokenizer or processor, its code.
 _KINDS = frozenset({".json", ".txt", ".model", ".jinja", ".py", ".tiktoken", ".vocab", ".bpe", ".spm"})
 _FOLDERS = ("additional_chat_templates",)
+#: Without a configuration there, a text or a program is anybody's: a single file may lie in a folder of data.
+_VOCABULARIES = ("vocab.txt", "merges.txt")
 #: What describes the weights that are saved anew, or a run, and not the model.
 _NOT_COPIED = re.compile(
     r".*\.index\.json|(config|generation_config|adapter_config|trainer_state|state|zerostart|model_index)\.json"
@@ -323,7 +325,10 @@ def copy_beside(root: Path, directory: Path) -> None:
     """
     if not root.is_dir():
         return
+    configured = (root / "config.json").is_file()
     for path in sorted(root.iterdir()):
+        if not configured and path.suffix in (".txt", ".py") and path.name not in _VOCABULARIES:
+            continue
         if path.suffix in _KINDS and not _NOT_COPIED.fullmatch(path.name):
             _copy(path, directory / path.name)
     for name in _FOLDERS:
