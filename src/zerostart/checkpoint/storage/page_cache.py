@@ -15,7 +15,6 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import numpy as np
 
 from zerostart.checkpoint.storage.files import read_some
 
@@ -128,6 +127,8 @@ def read_direct(
     missed: Callable[[], None],
 ) -> int:
     """Fill the start of ``buffers`` from ``offset`` on, through ``bounce``; bytes filled, 0 at the end."""
+    import numpy as np  # here, as reading headers needs none of it
+
     begin = offset // BLOCK * BLOCK
     wanted = sum(map(len, buffers))
     length = min(len(bounce), -(-(offset + wanted - begin) // BLOCK) * BLOCK)
@@ -147,6 +148,8 @@ def whole_pages(view: memoryview, offset: int) -> tuple[int, int]:
 
     Empty where memory and file do not lie in their pages alike.
     """
+    import numpy as np
+
     begin = min(-offset % PAGE, view.nbytes)
     address = np.frombuffer(view, np.uint8).ctypes.data if view.nbytes else 0
     if (address - offset) % PAGE:
