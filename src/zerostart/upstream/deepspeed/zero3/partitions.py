@@ -135,13 +135,14 @@ def import_deepspeed() -> object:
 
 
 @functools.cache
-def _partition_parameters() -> Any:
+def _partition_parameters() -> ModuleType:
     """The module ``deepspeed.runtime.zero.partition_parameters``, checked for what is used of it."""
     import_deepspeed()
     demand(point for point in TOUCHED if point not in (_CONTEXTS, _HIERARCHICAL, _LEAVES))
     from deepspeed.runtime.zero import partition_parameters
 
-    return partition_parameters
+    module: ModuleType = partition_parameters
+    return module
 
 
 def require() -> None:
