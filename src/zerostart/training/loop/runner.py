@@ -29,6 +29,7 @@ from zerostart.training.loop.checkpoints import Checkpoints, History, checkpoint
 from zerostart.training.loop.evaluate import HeldOut
 from zerostart.training.loop.failures import Divergence, Failures, is_finite, unreported
 from zerostart.training.loop.fingerprint import fingerprint_of, read_inputs
+from zerostart.training.loop.optimizers import check_optimizer
 from zerostart.training.loop.output_directory import (
     METRICS,
     claim_output,
@@ -80,6 +81,7 @@ def train(config: TrainConfig) -> TrainResult:
         Mesh(world.size, sequence_parallel=config.engine.sequence_parallel)
         check_trackers(config.tracking.trackers)
         config = with_launcher(config)
+        check_optimizer(config.train, config.engine.chosen(), world)
     with claim_output(config, world) as directory:
         resumed = checkpoint_to_resume(config.resume, directory, world)
         with set_aside(directory, resumed, world):
