@@ -1,4 +1,4 @@
-"""The way of a load: catalog, model, recipes, shards, plan, transfer. Read ``_Load.load_in_shards`` from the top.
+"""The way of a load: catalog, model, recipes, shards, plan, transfer. Begin at ``_Load.load_in_shards``.
 
 A rehearsal goes the same way: one process does what a rank of another job does, and hands nothing over.
 """
