@@ -70,7 +70,7 @@ SECTIONS: dict[str, tuple[Row, ...]] = {
         ),
         Row("learning_rate", ("train.learning_rate",)),
         Row("weight_decay", ("train.weight_decay",), "of matrices alone"),
-        Row("num_epochs", ("train.steps",), "a run is as long as its steps, whatever the data"),
+        Row("num_epochs", ("train.epochs",)),
         Row("trainable_models", ("model.component", "train.trainable"), "one component a run"),
         Row("gradient_accumulation_steps", ("train.accumulation",)),
         Row("use_gradient_checkpointing", ("train.checkpoint_blocks",)),
@@ -171,8 +171,8 @@ TESTED = {
     "tracking.trackers": "test_lora_runs.py::test_trackers_get_what_a_step_is",
     "train.accumulation": "test_flow_runs.py::test_a_run_is_that_of_one_process",
     "train.checkpoint_blocks": "test_flow_runs.py::test_every_family_is_trained_as_by_one_process",
+    "train.epochs": "test_buckets.py::test_epochs_are_the_steps_that_going_over_the_data_takes",
     "train.learning_rate": "test_lora_runs.py::test_a_lora_on_every_engine",
-    "train.steps": "test_whole_way.py::test_from_an_empty_directory_to_pictures",
     "train.trainable": "test_lora_runs.py::test_a_part_of_the_model_is_trained",
     "train.weight_decay": "test_flow_runs.py::test_decay_where_optimizers_step_parts",
 }

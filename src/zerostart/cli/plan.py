@@ -17,17 +17,20 @@ from zerostart.loading.arguments import ForecastArguments, LoadArguments
 def command(
     source: SourceArgument,
     world_size: Annotated[
-        int, typer.Option("--world-size", min=1, help="Number of ranks.", show_default=False)
+        int, typer.Option("--world-size", metavar="N", min=1, help="Number of ranks.", show_default=False)
     ],
     must_fit: Annotated[
         bool, typer.Option("--must-fit", help="Exit with status 1 if it does not fit into the memory.")
     ] = False,
-    rank: Annotated[int | None, typer.Option("--rank", min=0, help="Plan this rank alone.")] = None,
+    rank: Annotated[
+        int | None, typer.Option("--rank", metavar="N", min=0, help="Plan this rank alone.")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     **given: Any,
 ) -> None:
-    """Show what every rank would read and hold, and whether it fits; needs no accelerator and no other rank.
+    """Tell what each rank would read and hold, and whether it fits.
 
+    Needs the headers of the files alone: no accelerator, no other rank, and no engine that is installed.
     Memory is told through the load, the engine's construction and the first step, without activations.
     """
     import zerostart

@@ -60,7 +60,7 @@ class RankForecast:
     read_seconds: float = 0.0
     memory: Mapping[str, Memory] = field(default_factory=dict)
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Plain data: ``memory`` as the peaks alone, ``{phase: {host, device}}`` in bytes."""
         plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "memory"}
         peaks = {p: {"host": m.host_bytes, "device": m.device_bytes} for p, m in self.memory.items()}
@@ -147,7 +147,7 @@ class WorldPlan:
             found.setdefault(held, []).append(rank)
         return [(max(alike, key=lambda r: r.read_bytes), tuple(alike)) for alike in found.values()]
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """The contract's JSON form; ``memory`` has the components of each class of ranks that hold alike."""
         aside = ("ranks", "sharing", "fits", "tier")
         plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in aside}

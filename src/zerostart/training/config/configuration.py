@@ -140,8 +140,14 @@ class EngineConfig(Section):
 class TrainingConfig(Section):
     """The optimisation: AdamW on ``batch_size * accumulation`` examples of each rank in a step."""
 
-    steps: Positive
-    """Steps of the optimizer."""
+    steps: Positive | None = None
+    """Steps of the optimizer. Either these or ``epochs`` are given."""
+    epochs: Positive | None = None
+    """How often the data are gone over, in the place of ``steps``.
+
+    As many steps as that takes are what everything else goes by. A run that resumes on other ranks has as
+    many only where its step has as many examples.
+    """
     batch_size: Positive = 8
     """Examples of a batch, on each rank."""
     accumulation: Positive = 1
@@ -176,6 +182,19 @@ class TrainingConfig(Section):
 
     A name is that of a module or a parameter, with ``*`` for any characters (``blocks.*.attn1``).
     """
+
+    @property
+    def last_step(self) -> int:
+        """``steps``, which are known once the data are read where ``epochs`` were given."""
+        assert self.steps is not None, "they were counted before the model was loaded"
+        return self.steps
+
+    @model_validator(mode="after")
+    def _long(self) -> TrainingConfig:
+        if (self.steps is None) == (self.epochs is None):
+            given = "neither is given" if self.steps is None else "both are given"
+            raise ValueError(f"steps or epochs say how long a run is, and {given}: give one of them")
+        return self
 
 
 class OutputConfig(Section):
@@ -220,6 +239,12 @@ class CheckpointConfig(Section):
     """How many of the lowest held-out loss stay besides; see train.evaluate_every."""
     background: bool = False
     """true: write them while training continues, from copies in host memory."""
+    skip_unwritable: bool = False
+    """true: say so where a checkpoint or an export cannot be written, and train on.
+
+    A disk is full, or a directory has gone: the next one that is due is tried again. Older checkpoints stay.
+    What the run ends with, the trained model, is an error still.
+    """
 
 
 class ResumeConfig(Section):

@@ -324,7 +324,7 @@ def _parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, A
 
 
 def learning_rate_schedule(optimizer: Optimizer, train: TrainingConfig) -> LambdaLR:
-    """``train.schedule`` over ``train.steps`` steps of ``optimizer``, to be stepped after each of them.
+    """``train.schedule`` over all steps of ``optimizer``, to be stepped after each of them.
 
     Step ``k`` (from 0) of ``train.warmup_steps`` = ``W`` has the rate ``learning_rate * (k + 1) / W``: the
     last of them has the full rate, and none has zero, which would be a batch for nothing. From step ``W``
@@ -333,7 +333,7 @@ def learning_rate_schedule(optimizer: Optimizer, train: TrainingConfig) -> Lambd
     """
     from transformers import get_scheduler
 
-    made: Any = get_scheduler(train.schedule, optimizer, train.warmup_steps, train.steps)
+    made: Any = get_scheduler(train.schedule, optimizer, train.warmup_steps, train.last_step)
     theirs: Callable[[int], float] = made.lr_lambdas[0]
     warmup = 0 if train.schedule == "constant" else train.warmup_steps  # "constant" takes no notice of it
     return LambdaLR(optimizer, lambda step: (step + 1) / warmup if step < warmup else theirs(step))
