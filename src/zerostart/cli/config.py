@@ -19,7 +19,8 @@ def command(
     family: Annotated[
         str,
         typer.Argument(
-            help="causal-lm, masked-lm, wan, qwen-image, flux, flux2, z-image, or the directory of a model.",
+            help="causal-lm, masked-lm, wan, qwen-image, flux, flux2, z-image, hunyuan-video, ltx2, or the "
+            "directory of a model.",
             show_default=False,
         ),
     ],
