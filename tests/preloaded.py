@@ -30,7 +30,7 @@ MODULES = (
     "pytest",
     "zerostart.engines.deepspeed.experts",
     "zerostart.engines.deepspeed.flat",
-    "zerostart.engines.fsdp2.engine",
+    "zerostart.engines.fsdp2.storage",
     "zerostart.engines.fsdp2.parallel",
     "zerostart.loading.forecast.job",
     "zerostart.integrations.adoption",

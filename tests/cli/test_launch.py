@@ -135,7 +135,7 @@ def test_foreign_error_and_silent_exit_are_named(worker, capfd):
         run_local_ranks(module, [], 2, env=env)
     module, env = worker('print("last words", flush=True); os._exit(3 if rank else 0)')
     capfd.readouterr()
-    with pytest.raises(PeerError, match="rank 1 ended with exit status 3 and without a report"):
+    with pytest.raises(PeerError, match="rank 1 exited with status 3 and without a report"):
         run_local_ranks(module, [], 2, env=env)
     assert capfd.readouterr().err == "[rank 1] last words\n"
 

@@ -12,8 +12,8 @@ import zerostart
 from tests.parity import checkpoint
 from tests.ranks import run_ranks
 from zerostart.errors import ConfigError
-from zerostart.integrations.transformers.parallel_arguments import ParallelArguments as Asked
-from zerostart.integrations.transformers.parallel_arguments import take_parallel_arguments
+from zerostart.integrations.transformers.loading import ParallelArguments as Asked
+from zerostart.integrations.transformers.loading import take_parallel_arguments
 from zerostart.loading.arguments import EnabledArguments
 
 FLAG = {"enable_expert_parallel": True}

@@ -25,11 +25,11 @@ from zerostart.upstream.deepspeed.zero3 import optimizer as ds3
 from zerostart.upstream.deepspeed.zero3 import start
 from zerostart.upstream.diffusers import weights as df
 from zerostart.upstream.torch.fsdp2 import are_reduced_as_shards
+from zerostart.upstream.transformers import distributed as transformers_distributed
 from zerostart.upstream.transformers import loading
 from zerostart.upstream.transformers import models as hf
-from zerostart.upstream.transformers import tensor as transformers_tensor
+from zerostart.upstream.transformers.distributed import require_styles
 from zerostart.upstream.transformers.models import without_weights
-from zerostart.upstream.transformers.tensor import require
 
 
 @pytest.mark.parametrize("glob", ["router", "layers.*.norm", "a.*.b.*"])
@@ -196,13 +196,13 @@ def sharded_class() -> str:
 
 
 def test_transformers_tensor_parallel_styles() -> None:
-    require()
+    require_styles()
     # Of other ways to route tokens, which older releases register here: zerostart routes by itself.
     routers = {"ep_router", "megamoe_router", "megamoe_experts"}
     known = {*TENSOR_STYLES, *EXPERT_STYLES}
-    assert set(transformers_tensor._styles()) <= {*known, *routers}
+    assert set(transformers_distributed._styles()) <= {*known, *routers}
     if Version(transformers.__version__) >= Version("5.23"):
-        assert set(transformers_tensor._styles()) == known
+        assert set(transformers_distributed._styles()) == known
 
 
 def test_transformers_declares_plans_on_models() -> None:

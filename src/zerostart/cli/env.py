@@ -34,7 +34,10 @@ def command(
         ),
     ] = False,
 ) -> None:
-    """Show versions, devices, and what zerostart replaces of other libraries, and for how long."""
+    """Show versions, devices, and what is replaced of other libraries.
+
+    With --check, the first line says whether this installation works.
+    """
     found = _found(check)
     if as_json:
         print(json.dumps(found, indent=1))

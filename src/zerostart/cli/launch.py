@@ -300,11 +300,11 @@ def _foreign_error(worker: _Worker) -> PeerError:
         hint = "" if os.environ.get("ZEROSTART_TRACEBACK") else " (--traceback shows where)"
         return PeerError(f"rank {worker.rank} failed with {_line(worker)}{hint}")
     if worker.stopped:
-        return PeerError(f"rank {worker.rank} did not end by itself and was stopped")
+        return PeerError(f"rank {worker.rank} did not exit and was stopped")
     tail = worker.log.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
     for line in tail:
         print(f"[rank {worker.rank}] {printable(line)}", file=sys.stderr)
-    return PeerError(f"rank {worker.rank} ended with exit status {worker.returncode} and without a report")
+    return PeerError(f"rank {worker.rank} exited with status {worker.returncode} and without a report")
 
 
 def _show_tracebacks(failed: Sequence[_Worker]) -> None:
@@ -377,7 +377,7 @@ def join_group(timeout: timedelta | None = None) -> None:
     from zerostart.distributed.network import explained
     from zerostart.distributed.world import backend_of, default_device, make_device_current
     from zerostart.errors import ConfigError
-    from zerostart.upstream.torch.store import connected_lazily
+    from zerostart.upstream.torch.process_group import connected_lazily
 
     if dist.is_initialized():
         return
@@ -391,7 +391,7 @@ def join_group(timeout: timedelta | None = None) -> None:
                 dist.init_process_group(backend, timeout=timeout)
         except RuntimeError as error:
             if remedy := explained(error):
-                raise ConfigError(f"torch makes no process group: {error}.{remedy}") from error
+                raise ConfigError(f"torch cannot make a process group: {error}.{remedy}") from error
             raise
         return
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

@@ -55,16 +55,17 @@ def _experts(
         if not any("experts" in name for name in shapes):
             raise ConfigError(f"expert_parallel={size}, but {kind} has no experts; use expert_parallel=1")
         raise ConfigError(
-            f"expert_parallel={size}, but {kind} declares no expert-parallel plan; use expert_parallel=1, or "
-            "give one as engine_config={'ep_plan': {'layers.*.experts.gate_up_proj': 'grouped_gemm', ...}}"
+            f"expert_parallel={size}, but {kind} declares no expert-parallel plan; use "
+            "expert_parallel=1, or pass a plan: engine_config={'ep_plan': "
+            "{'layers.*.experts.gate_up_proj': 'grouped_gemm', ...}}"
         )
     for name in plan.cuts:
         experts = shapes[name][0]
         if not _all_served(experts, size):
             fitting = max(n for n in range(1, size) if mesh.world_size % n == 0 and _all_served(experts, n))
             raise ConfigError(
-                f"expert_parallel={size} leaves ranks without any of the {experts} experts of {name}, "
-                f"{-(-experts // size)} a rank; use expert_parallel={fitting}"
+                f"expert_parallel={size} leaves some ranks without any of the {experts} experts of {name}, "
+                f"at {-(-experts // size)} experts a rank; use expert_parallel={fitting}"
             )
     _check_complete(plan, shapes)
     return plan
@@ -125,7 +126,7 @@ def _without_experts(tensors: ParallelPlan, experts: ParallelPlan) -> ParallelPl
     )
 
 
-def _partitioned(model: nn.Module, size: int, section: Mapping[str, Any]) -> ParallelPlan:
+def _partitioned(model: nn.Module, size: int, section: Mapping[str, object]) -> ParallelPlan:
     """The plan that DeepSpeed's ``tensor_parallel`` section makes for the linear layers of ``model``."""
     linears = {
         name: Linear((module.out_features, module.in_features), module.bias is not None)

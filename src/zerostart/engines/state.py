@@ -82,7 +82,7 @@ class StateEngine(EngineBase):
     # What is kept for them.
 
     @classmethod
-    def training_state(cls, model: nn.Module, optimizer: Any) -> TrainingState | None:
+    def training_state(cls, model: nn.Module, optimizer: object) -> TrainingState | None:
         """What is kept for ``model`` in training; None where this kind of engine does not keep it.
 
         Raises ConfigError where an engine trains the model and is not what is given, and ConfigError or
@@ -195,7 +195,7 @@ class OptimizerState(TrainingState):
             self._accumulation = getattr(getattr(optimizer, "gradient_state", None), "num_steps", None)
             optimizer = optimizer.optimizer
         if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-            raise ConfigError(f"optimizer is a {type(optimizer).__name__}, and not a torch optimizer")
+            raise ConfigError(f"optimizer is a {type(optimizer).__name__}, not a torch optimizer")
         self.steps = plain_steps(optimizer) if optimizer is not None else []
 
     def watch(self) -> bool:

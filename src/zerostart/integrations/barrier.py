@@ -22,7 +22,7 @@ import torch.distributed as dist
 from zerostart.distributed.roll_call import RollCall
 from zerostart.distributed.world import current_world
 from zerostart.errors import ConfigError
-from zerostart.upstream.torch.store import patience, store_of
+from zerostart.upstream.torch.process_group import patience, store_of
 
 _ALONE, _TOGETHER = "alone", "together"
 _ALIKE = (

@@ -22,7 +22,7 @@ from zerostart.models.origins import Origins, fill_plain_tensors, keep_dtypes, p
 from zerostart.models.registry import library_of, maker_of
 from zerostart.models.tensors import recast, replace_tensor, state_names
 from zerostart.recipe import Coverage, Recipes, Target, matched, symbols_of
-from zerostart.upstream.transformers.fresh import initialising
+from zerostart.upstream.transformers.models import initialising
 
 
 def import_model(model: object) -> None:

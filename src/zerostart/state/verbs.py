@@ -62,7 +62,7 @@ def save_state(
             element of each page of memory, and such a save fails.
 
     Returns:
-        The save: ``done()``, ``wait()``, ``settle()``, and ``seconds`` with ``blocked`` and ``written``.
+        Saving: ``done()``, ``wait()``, ``settle()``, and ``seconds`` with ``blocked`` and ``written``.
 
     Raises:
         ZerostartError: the same type and text on every rank; what was at ``path`` is then as it was.

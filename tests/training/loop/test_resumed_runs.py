@@ -3,11 +3,12 @@
 import os
 import shutil
 import signal
+import time
 from pathlib import Path
 
 import pytest
 
-from tests.ranks import run_ranks
+from tests.ranks import rank_outcomes, run_ranks
 from tests.tiny import minilm_path
 from tests.training.loop.test_run import losses, metrics, run
 from tests.training.loop.test_run import values as values
@@ -184,3 +185,37 @@ def test_a_run_that_is_asked_to_stop_goes_on(checkpoints, values):
     early = run_ranks(stopped, 2, given, 3)[0]
     assert (early.steps, early.stopped) == (3, True)
     assert losses(run_ranks(run, 2, given)[0]) == losses(straight)
+
+
+def short_of_room(given, steps):
+    """A run in which the system lets no file grow beyond 4 KiB in ``steps``; what the log says of it."""
+    import resource
+
+    from zerostart.training.loop.runner import _Run
+
+    step, (soft, hard) = _Run._step, resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def limited(self, number, batches):
+        while self._checkpoints._last is not None and not self._checkpoints._last.done():
+            time.sleep(0.01)  # in the background, as it was begun
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096 if number in steps else soft, hard))
+        step(self, number, batches)
+
+    _Run._step = limited
+    return run(given)
+
+
+def test_a_checkpoint_that_cannot_be_written_is_skipped(checkpoints, values):
+    """The next one is written again; without the option the run ends at the first."""
+    given = values(checkpoints("qwen3"), "fsdp2", "short", steps=4, evaluate_every=0)
+    told = []
+    for background in (False, True):
+        given["output"]["directory"] += "-again"
+        kept = {"every": 1, "keep": 9, "background": background, "skip_unwritable": True}
+        results = run_ranks(short_of_room, 2, given | {"checkpoint": kept}, [2, 3])
+        assert steps_in(results[0].directory) == ["step-00000001", "step-00000004"]
+        told.append(losses(results[0]))
+    assert told[0] == told[1]
+    given["output"]["directory"] += "-ended"
+    (failed,) = rank_outcomes(short_of_room, 1, given | {"checkpoint": {"every": 1}}, [2])
+    assert "File too large" in str(failed)

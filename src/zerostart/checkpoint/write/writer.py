@@ -20,8 +20,7 @@ import uuid
 from pathlib import Path
 from types import TracebackType
 
-from zerostart.checkpoint.storage.direct import PAGE, open_direct, whole_pages
-from zerostart.checkpoint.storage.page_cache import direct_suits, file_system
+from zerostart.checkpoint.storage.page_cache import PAGE, direct_suits, file_system, open_direct, whole_pages
 from zerostart.checkpoint.write.folders import begin_writeback, sync_directory, write_whole
 from zerostart.checkpoint.write.shards import SaveLayout
 from zerostart.errors import CheckpointError, WriteError
@@ -123,7 +122,8 @@ class CheckpointWriter:
         if entry is None or offset < 0 or offset + span > entry.nbytes:
             size = "is not in the layout" if entry is None else f"has {entry.nbytes} bytes"
             raise CheckpointError(
-                f"cannot write {span} bytes at offset {offset} of tensor {name!r}: it {size}"
+                f"cannot write {span} bytes at offset {offset} of tensor {name!r}: it {size}; this is a "
+                "bug in zerostart"
             )
         place = entry.offset + offset
         cached = 0

@@ -64,9 +64,9 @@ class DeepSpeedState(TrainingState):
         found = optimizers.gradients(self._engine, self.steps)
         if found is None:
             raise ConfigError(
-                "the engine is in the middle of a window of gradient accumulation, and its gradients are not "
-                "yet reduced (below ZeRO stage 2, and where stage 2 offloads them): save after an optimizer "
-                "step"
+                "the engine is in the middle of gradient accumulation, and its gradients are not reduced "
+                "yet (below ZeRO stage 2, and at stage 2 when they are offloaded): save after an "
+                "optimizer step"
             )
         return list(zip(members_of(self.steps), found, strict=True))
 
@@ -98,7 +98,7 @@ class DeepSpeedStateEngine(StateEngine):
         return editing.has_own_values(parameter)
 
     @classmethod
-    def training_state(cls, model: nn.Module, optimizer: Any) -> TrainingState | None:
+    def training_state(cls, model: nn.Module, optimizer: object) -> TrainingState | None:
         engine = upstream.engine_of(model)
         if engine is None:
             upstream.check_engine_given(model.parameters())
@@ -127,5 +127,6 @@ class DeepSpeedStateEngine(StateEngine):
     def check_replaceable(cls, model: nn.Module, parameter: torch.Tensor, action: str) -> None:
         if editing.optimizer_of(parameter) is not None:
             raise EngineError(
-                f"{action} once DeepSpeed has an optimizer of them; resize them before initialize"
+                f"{action} after DeepSpeed has made an optimizer for them; resize them before "
+                "deepspeed.initialize"
             )

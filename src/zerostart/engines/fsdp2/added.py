@@ -45,9 +45,9 @@ def shard_added(model: nn.Module, options: Mapping[str, Any], fp32: bool) -> lis
         where = f"{name}.{plain[0]}".lstrip(".")
         if isinstance(module, (*_CONTAINERS, FSDPModule)) or len(plain) != len(own):
             raise EngineError(
-                f"{where} was added to a model that FSDP2 has sharded, to a {type(module).__name__} that it "
-                "cannot shard by itself. Adapters of linear layers can be added; for others, use DeepSpeed "
-                "ZeRO-3, or load without zerostart"
+                f"{where} was added to a model that FSDP2 has sharded, in a {type(module).__name__} that "
+                "FSDP2 cannot shard by itself. Adapters of linear layers can be added; for others, use "
+                "DeepSpeed ZeRO-3, or load without zerostart"
             )
         added.append((name, module))
     mesh = _mesh_of(model)
@@ -120,8 +120,10 @@ class _Sharing:
             if parameter.requires_grad and self._alone:
                 if torch.is_grad_enabled():
                     raise EngineError(
-                        f"{self._alone} was added after the load, and nothing averages its gradients; share "
-                        "no tensors, and no experts unless accelerate prepares the model, which shards it"
+                        f"{self._alone} was added after the load, and nothing averages its gradients "
+                        "over the "
+                        "ranks; use tensor_parallel=1, and expert_parallel=1 unless accelerate prepares the "
+                        "model, which shards it"
                     )
             elif parameter.requires_grad:
                 setattr(parameter, _AVERAGED, True)

@@ -33,8 +33,7 @@ from zerostart.engines.same_draws import share_draws
 from zerostart.engines.shard import Shard, replace_everywhere
 from zerostart.errors import EngineError
 from zerostart.geometry.layout import Parallelism, Ranges, ShardSpec
-from zerostart.upstream.transformers.tensor import require as require_styles
-from zerostart.upstream.transformers.tensor import run_in_style
+from zerostart.upstream.transformers.distributed import require_styles, run_in_style
 
 
 class FSDP2ParallelShards:
@@ -229,7 +228,7 @@ def _sum_gradients(module: nn.Module, group: dist.ProcessGroup) -> None:
     runner: Any = module
     own_forward, summed = runner.forward, cast(Any, _Summed.apply)
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def forward(*args: object, **kwargs: object) -> object:
         held: dict[str, Any] = module._parameters
         whole = {name: p for name, p in held.items() if p is not None}
         held.update({name: summed(p, group) for name, p in whole.items()})
@@ -250,7 +249,7 @@ class _Summed(torch.autograd.Function):
         return tensor.view_as(tensor)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+    def backward(ctx: Any, gradient: torch.Tensor) -> object:
         summed = gradient.contiguous().clone()
         dist.all_reduce(summed, group=ctx.group)
         return summed, None

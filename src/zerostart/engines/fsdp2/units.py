@@ -63,9 +63,9 @@ def check_frozen(model: nn.Module) -> None:
     trained = [name for name, p in model.named_parameters() if not p.dim() and p.requires_grad]
     if trained:
         raise EngineError(
-            f"FSDP2 cannot train parameters without dimensions ({', '.join(trained[:4])}): it shards none, "
-            "and reduces no gradient of one; freeze them (requires_grad_(False)), give them a dimension, "
-            "or use engine='deepspeed'"
+            f"FSDP2 cannot train parameters without dimensions ({', '.join(trained[:4])}): it does not "
+            "shard them or reduce their gradients; freeze them (requires_grad_(False)), give them a "
+            "dimension, or use engine='deepspeed'"
         )
 
 
@@ -101,8 +101,8 @@ def _split(module: nn.Module, done: set[int], names: dict[int, str]) -> tuple[li
     if len(own) > 1:
         found = ", ".join(f"{name} is {_spelled(kind)}" for kind, name in own.items())
         raise EngineError(
-            f"FSDP2 shards a module's own parameters in one dtype, and {type(module).__name__} mixes them: "
-            f"{found}. Freeze the smaller ones, or use engine='deepspeed'"
+            f"FSDP2 shards a module's own parameters in one dtype, but {type(module).__name__} mixes "
+            f"them: {found}. Freeze the smaller ones, or use engine='deepspeed'"
         )
     units: list[Unit] = []
     left: list[tuple[nn.Module, Kind]] = []

@@ -32,10 +32,9 @@ from zerostart.recipe import (
     symbols_of,
 )
 from zerostart.upstream.transformers import attention as attention_parts
-from zerostart.upstream.transformers import fresh
 from zerostart.upstream.transformers import models as upstream
 from zerostart.upstream.transformers.code import class_beside, unasked
-from zerostart.upstream.transformers.models import loading_core
+from zerostart.upstream.transformers.models import is_configuration, loading_core
 from zerostart.upstream.transformers.quantizers import dequantizer, method_of, prepare
 
 logger = logging.getLogger("zerostart")
@@ -86,7 +85,7 @@ class Transformers(ModelLibrary):
         self, config: object, dtype: torch.dtype | None
     ) -> tuple[Callable[[], nn.Module], torch.dtype | None] | None:
         """As ``from_config`` of the class that it names first, or of the base model. Raises BuildError."""
-        if not fresh.is_configuration(config):
+        if not is_configuration(config):
             return None
         own = copy.deepcopy(config)
         made, named = _class_of(own), dtype or _named_dtype(getattr(own, "dtype", None))
@@ -106,7 +105,7 @@ class Transformers(ModelLibrary):
             own = _named_dtype(getattr(config, "dtype", None))
         return stored.asked or own or stored.first
 
-    def quantizer(self, model: nn.Module, root: str | None, dtype: torch.dtype | None) -> Any:
+    def quantizer(self, model: nn.Module, root: str | None, dtype: torch.dtype | None) -> object:
         """The quantizer that the configuration beside the weights calls for.
 
         Raises BuildError for a file that is no configuration, ConversionError for a format that is not known.
@@ -241,7 +240,7 @@ class Transformers(ModelLibrary):
 
 def _configured(
     root: str | None, kind: type[nn.Module] | None, trusted: bool = False
-) -> tuple[type[nn.Module], Any]:
+) -> tuple[type[nn.Module], object]:
     """The transformers class and configuration of a checkpoint directory; code of its own if ``trusted``."""
     import transformers
 
@@ -313,7 +312,7 @@ def _named_dtype(value: object) -> torch.dtype | None:
     return found if isinstance(found, torch.dtype) else None
 
 
-def _with_dtype(config: Any, dtype: torch.dtype) -> Any:
+def _with_dtype(config: Any, dtype: torch.dtype) -> object:
     """The configuration says what the weights are, as after ``from_pretrained``; sub-configurations too."""
     config.dtype = dtype
     for name in getattr(config, "sub_configs", {}):
@@ -364,7 +363,7 @@ def convert(
 def _assign(
     core: Any,
     model: Any,
-    mapping: Sequence[Any],
+    mapping: Sequence[object],
     symbols: Mapping[str, SymbolicTensor],
     targets: Mapping[str, Target],
 ) -> tuple[JsonObject, dict[str, str], list[str]]:

@@ -8,7 +8,6 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -32,7 +31,7 @@ def save_state(
     path: str | os.PathLike[str],
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
-    extra: Any,
+    extra: object,
     wait: bool,
     budget: int | None = None,
     frozen: bool = True,

@@ -138,20 +138,35 @@ class EngineConfig(Section):
 
 
 class TrainingConfig(Section):
-    """The optimisation: AdamW on ``batch_size * accumulation`` examples of each rank in a step."""
+    """The optimisation, of ``batch_size * accumulation`` examples of each rank in a step."""
 
-    steps: Positive
-    """Steps of the optimizer."""
+    steps: Positive | None = None
+    """Steps of the optimizer. Either these or ``epochs`` are given."""
+    epochs: Positive | None = None
+    """How often the data are gone over, in the place of ``steps``.
+
+    As many steps as that takes are what everything else goes by. A run that resumes on other ranks has as
+    many only where its step has as many examples.
+    """
     batch_size: Positive = 8
     """Examples of a batch, on each rank."""
     accumulation: Positive = 1
     """Batches of each rank in one step."""
     learning_rate: Annotated[float, Field(gt=0.0)] = 5e-5
     """The highest rate, after the warm-up."""
+    optimizer: str = "adamw"
+    """adamw, another of torch's, one of the HF Trainer's, or package.module:Class.
+
+    torch's classes are known by their names in small letters (``sgd``, ``radam``), the Trainer's by those of
+    its argument ``optim`` (``adafactor``, ``adamw_bnb_8bit``, ``lion_32bit``), where their packages are
+    installed.
+    """
+    optimizer_args: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of the optimizer's class, such as ``{momentum: 0.9}``."""
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
-    """AdamW's, of matrices; biases and norms have none."""
+    """The optimizer's, of matrices; biases and norms have none."""
     betas: tuple[Proportion, Proportion] = (0.9, 0.999)
-    """AdamW's."""
+    """The optimizer's, where it has two."""
     schedule: Schedule = "linear"
     """Of the learning rate: linear, cosine, constant, ... as transformers.get_scheduler has them."""
     warmup_steps: Count = 0
@@ -176,6 +191,19 @@ class TrainingConfig(Section):
 
     A name is that of a module or a parameter, with ``*`` for any characters (``blocks.*.attn1``).
     """
+
+    @property
+    def last_step(self) -> int:
+        """``steps``, which are known once the data are read where ``epochs`` were given."""
+        assert self.steps is not None, "they were counted before the model was loaded"
+        return self.steps
+
+    @model_validator(mode="after")
+    def _long(self) -> TrainingConfig:
+        if (self.steps is None) == (self.epochs is None):
+            given = "neither is given" if self.steps is None else "both are given"
+            raise ValueError(f"steps or epochs say how long a run is, and {given}: give one of them")
+        return self
 
 
 class OutputConfig(Section):
@@ -220,6 +248,12 @@ class CheckpointConfig(Section):
     """How many of the lowest held-out loss stay besides; see train.evaluate_every."""
     background: bool = False
     """true: write them while training continues, from copies in host memory."""
+    skip_unwritable: bool = False
+    """true: say so where a checkpoint or an export cannot be written, and train on.
+
+    A disk is full, or a directory has gone: the next one that is due is tried again. Older checkpoints stay.
+    What the run ends with, the trained model, is an error still.
+    """
 
 
 class ResumeConfig(Section):

@@ -105,6 +105,22 @@ class Buckets(Sampler[list[int]]):
         return [list(together[start : start + self.batch_size]) for start in starts]
 
 
+def epochs_as_steps(items: Items, task: Task, train: TrainingConfig, count: int) -> TrainingConfig:
+    """``train`` with as many steps as its epochs are, rounded up; as it is where it has none.
+
+    ``count`` batches go to the ranks at a time. Raises :class:`ConfigError` where an epoch has no batch.
+    """
+    if train.epochs is None:
+        return train
+    if task.whole_steps:
+        at_a_time = len(Buckets(items.shapes(), train.batch_size, count * train.accumulation, train.seed))
+    else:  # what fills no batch of every rank is left out of an epoch, but a step may begin in one
+        at_a_time = len(items) // train.batch_size // count * count
+    steps = -(-train.epochs * at_a_time // (count * train.accumulation))
+    # Too few examples for a step are refused where the order is made, in words of the data.
+    return train.model_copy(update={"steps": max(1, steps), "epochs": None})
+
+
 def order_of(
     items: Items, task: Task, train: TrainingConfig, count: int
 ) -> tuple[dict[str, Any], Buckets | None]:

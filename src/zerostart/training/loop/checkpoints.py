@@ -13,9 +13,9 @@ import torch
 
 from zerostart.checkpoint.paths import expanded
 from zerostart.distributed.world import World, current_world
-from zerostart.errors import ConfigError
+from zerostart.errors import ConfigError, WriteError
 from zerostart.live.training import StateTensor
-from zerostart.state.resuming.background import Saving
+from zerostart.state.resuming.background import Saving, finish_last
 from zerostart.state.resuming.document import read_document
 from zerostart.state.resuming.load_state import load_state
 from zerostart.state.resuming.retention import complete, prune
@@ -84,6 +84,7 @@ class Checkpoints:
         self._accept = accept
         self._last: Saving | None = None
         self._newest: Path | None = None
+        self._older: Path | None = None  # than the newest, which may still be written
 
     @property
     def recovery_hint(self) -> str:
@@ -128,21 +129,38 @@ class Checkpoints:
         # Eight digits, so that names sort as steps do.
         path = self._folder / f"step-{history.steps:08d}"
         wait = not self._config.background
-        self._last = save_state(
-            path,
-            self._session.model,
-            self._optimizer,
-            extra,
-            wait,
-            frozen=not self._session.adapted,
-            beside=self._averages,
-            copy_later=True,  # until the next step, a run changes nothing of it
-        )
-        self._newest = path
+        if self._config.skip_unwritable:  # or this save would be given up for the failure of that before it
+            before, self._newest = self._newest, self._older
+            with self.skipped("the checkpoint before this one"):
+                finish_last(current_world())
+                self._newest = before
+        with self.skipped(f"the checkpoint of step {history.steps}"):
+            self._last = save_state(
+                path,
+                self._session.model,
+                self._optimizer,
+                extra,
+                wait,
+                frozen=not self._session.adapted,
+                beside=self._averages,
+                copy_later=True,  # until the next step, a run changes nothing of it
+            )
+            self._older, self._newest = self._newest, path
         world = current_world()
         with world.phase("removing older checkpoints"):
             if world.rank == 0:
                 prune(self._folder, self._config.keep, self._config.best, _how_good, is_resumable)
+
+    @contextmanager
+    def skipped(self, what: str) -> Iterator[None]:
+        """Where the run goes on without what cannot be written, say so; every rank has failed alike then."""
+        try:
+            yield
+        except WriteError as error:
+            if not self._config.skip_unwritable:
+                raise
+            if current_world().rank == 0:
+                logger.warning("%s is skipped, and the run goes on: %s", what, error)
 
     def resume(self, path: Path) -> tuple[History, Iterator[dict[str, torch.Tensor]]]:
         """Restore ``path``; gives what its run had seen, and the batches that come after; collective.
@@ -211,7 +229,8 @@ class Checkpoints:
             except Exception as error:
                 logger.warning("the checkpoint that was being written was lost: %s", error)
             raise
-        self._wait()
+        with self.skipped("the last checkpoint"):
+            self._wait()
 
     def _wait(self) -> None:
         if self._last is not None:

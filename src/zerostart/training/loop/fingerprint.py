@@ -44,6 +44,7 @@ _FREE: Mapping[str, frozenset[str]] = {
             "evaluate_every",
             "checkpoint_blocks",
             "patience_nonfinite",
+            "epochs",  # which steps have become
         }
     ),
     "lora": frozenset({"targets", "exclude", "init", "start_from"}),

@@ -24,10 +24,12 @@ from zerostart.training.adapt.export import check_export, export_model, export_s
 from zerostart.training.adapt.trained import choose_trained, round_to
 from zerostart.training.config.configuration import TrainConfig
 from zerostart.training.config.engine_config import with_launcher
+from zerostart.training.loop.batches import epochs_as_steps
 from zerostart.training.loop.checkpoints import Checkpoints, History, checkpoint_to_resume
 from zerostart.training.loop.evaluate import HeldOut
 from zerostart.training.loop.failures import Divergence, Failures, is_finite, unreported
 from zerostart.training.loop.fingerprint import fingerprint_of, read_inputs
+from zerostart.training.loop.optimizers import check_optimizer
 from zerostart.training.loop.output_directory import (
     METRICS,
     claim_output,
@@ -79,6 +81,7 @@ def train(config: TrainConfig) -> TrainResult:
         Mesh(world.size, sequence_parallel=config.engine.sequence_parallel)
         check_trackers(config.tracking.trackers)
         config = with_launcher(config)
+        check_optimizer(config.train, config.engine.chosen(), world)
     with claim_output(config, world) as directory:
         resumed = checkpoint_to_resume(config.resume, directory, world)
         with set_aside(directory, resumed, world):
@@ -88,6 +91,10 @@ def train(config: TrainConfig) -> TrainResult:
 def _train(config: TrainConfig, directory: Path, resumed: Path | None, world: World) -> TrainResult:
     inputs = read_inputs(config, world)
     task = inputs.task
+    with world.phase("counting the steps"):
+        _, count = Mesh(world.size, sequence_parallel=config.engine.sequence_parallel).batch(world.rank)
+        steps = epochs_as_steps(inputs.items, task, config.train, count)
+        config = config.model_copy(update={"train": steps})
     with world.phase("looking at the samples"):
         sampler = open_sampler(config, inputs.drawing, task, directory)
     # Parameters that the checkpoint lacks are initialised from the default seed: the same on every rank.
@@ -106,7 +113,7 @@ def _train(config: TrainConfig, directory: Path, resumed: Path | None, world: Wo
     path, every = directory / METRICS, config.logging.every
     with (
         world.phase("training"),
-        Display(config.train.steps, path, every, task.counted, active=world.rank == 0) as display,
+        Display(config.train.last_step, path, every, task.counted, active=world.rank == 0) as display,
         StopSignal() as stop,
     ):
         # What is trained is chosen before the engine wraps the model: it makes an optimizer of those alone.
@@ -225,10 +232,10 @@ class _Run:
                 self._begin(directory, resumed)
             self._display.say(f"resuming after step {self._history.steps}, from {resumed}")
         self._display.start()
-        for step in range(self._history.steps + 1, self._config.steps + 1):
+        for step in range(self._history.steps + 1, self._config.last_step + 1):
             self._step(step, batches)
             every = self._config.evaluate_every
-            if not self._stopped and (step == self._config.steps or (every and step % every == 0)):
+            if not self._stopped and (step == self._config.last_step or (every and step % every == 0)):
                 self._evaluate(step)
                 self._display.start()
             if not self._stopped:
@@ -252,7 +259,8 @@ class _Run:
         if due:
             self._checkpoints.save(self._history)
         if exported:
-            self._export(step)
+            with self._checkpoints.skipped(f"the export of step {step}"):
+                self._export(step)
 
     def _finite(self) -> bool:
         """Whether what is trained is finite on all ranks; collective."""

@@ -30,6 +30,7 @@ from zerostart.training.adapt.ema import Ema
 from zerostart.training.config.configuration import TrainConfig, TrainingConfig
 from zerostart.training.loop.batches import Buckets, Sharing, order_of
 from zerostart.training.loop.failures import unreported
+from zerostart.training.loop.optimizers import optimizer_of
 from zerostart.training.loop.task import Batch, Items, Task
 from zerostart.upstream.accelerate.launched import hidden
 
@@ -202,9 +203,7 @@ def open_session(config: TrainConfig, model: nn.Module, task: Task, items: Items
     # so count once.
     needed = train.batch_size * count
     order, buckets = order_of(items, task, train, count)
-    optimizer = torch.optim.AdamW(
-        _parameter_groups(model, train.weight_decay), lr=train.learning_rate, betas=train.betas
-    )
+    optimizer = optimizer_of(train)(_parameter_groups(model, train.weight_decay))
     # What is drawn differs from rank to rank in training.
     collator = task.collator(train.seed + accelerator.process_index)
     data: Any = items  # which DataLoader takes without it being its Dataset
@@ -324,7 +323,7 @@ def _parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, A
 
 
 def learning_rate_schedule(optimizer: Optimizer, train: TrainingConfig) -> LambdaLR:
-    """``train.schedule`` over ``train.steps`` steps of ``optimizer``, to be stepped after each of them.
+    """``train.schedule`` over all steps of ``optimizer``, to be stepped after each of them.
 
     Step ``k`` (from 0) of ``train.warmup_steps`` = ``W`` has the rate ``learning_rate * (k + 1) / W``: the
     last of them has the full rate, and none has zero, which would be a batch for nothing. From step ``W``
@@ -333,7 +332,7 @@ def learning_rate_schedule(optimizer: Optimizer, train: TrainingConfig) -> Lambd
     """
     from transformers import get_scheduler
 
-    made: Any = get_scheduler(train.schedule, optimizer, train.warmup_steps, train.steps)
+    made: Any = get_scheduler(train.schedule, optimizer, train.warmup_steps, train.last_step)
     theirs: Callable[[int], float] = made.lr_lambdas[0]
     warmup = 0 if train.schedule == "constant" else train.warmup_steps  # "constant" takes no notice of it
     return LambdaLR(optimizer, lambda step: (step + 1) / warmup if step < warmup else theirs(step))

@@ -74,7 +74,7 @@ class Sampler:
         """``embedded`` has what the encoders made of each prompt, and of what is guided away from."""
         assert config.samples is not None
         self._settings = config.samples
-        self._last = config.train.steps
+        self._last = config.train.last_step
         self._folder = directory / FOLDER
         self._drawing = drawing
         self._texts = self._settings.prompts * self._settings.count

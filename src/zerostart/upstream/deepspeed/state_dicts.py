@@ -3,7 +3,9 @@
 ``state_dict()`` of a model at stage 3 has tensors without elements under the names of its weights, and so has
 a copy of it. What is saved of that is a file without a model, and nothing says so. Here such a tensor says so
 when its bytes are asked for; DeepSpeed's own checkpoints have them as before. At stages 1 and 2, with experts
-that ranks share, DeepSpeed's own state dict has those of one rank as if they were all: it is refused.
+that ranks share, DeepSpeed's own state dict has those of one rank as if they were all: it is refused. At
+stage 3 it gathers over the group of each parameter and keeps rank 0's: what Trainer and accelerate save is
+put together by ``Consolidation`` there.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from __future__ import annotations
 import functools
 import types
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -21,12 +23,13 @@ from torch import nn
 from zerostart.errors import ConfigError, EngineError
 from zerostart.upstream.deepspeed.zero12.marks import expert_of
 from zerostart.upstream.patches import RefCountedPatches, fits, note, replaced
-from zerostart.upstream.registry import Lasts, PatchPoint, Use, misfit
+from zerostart.upstream.registry import Lasts, PatchPoint, Use, demand, misfit
 from zerostart.upstream.shapes import Shape
 from zerostart.upstream.versions import DEEPSPEED, TORCH
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
+
 
 _ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
 OWN_STATE_DICT = PatchPoint(
@@ -70,7 +73,24 @@ _REGISTERED = Use(
         ),
     ),
 )
-TOUCHED = (OWN_STATE_DICT, _COPIES, _REGISTERED)
+_CONSOLIDATED = PatchPoint(
+    library=DEEPSPEED,
+    owner="deepspeed.runtime.engine:DeepSpeedEngine",
+    names=("_zero3_consolidated_16bit_state_dict",),
+    why="experts that several ranks share are put together before they are saved",
+    lasts=Lasts.MODEL,
+    shapes=(
+        Shape(
+            "deepspeed.runtime.engine:DeepSpeedEngine._zero3_consolidated_16bit_state_dict",
+            leads=("exclude_frozen_parameters",),
+        ),
+        Shape(
+            "deepspeed.runtime.engine:DeepSpeedEngine.save_16bit_model",
+            has=("self._zero3_consolidated_16bit_state_dict(...)",),
+        ),
+    ),
+)
+TOUCHED = (OWN_STATE_DICT, _COPIES, _REGISTERED, _CONSOLIDATED)
 #: Modules whose state dicts say so.
 _marked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -87,11 +107,11 @@ def _refuse() -> NoReturn:
 class PartitionedPlaceholder(torch.Tensor):
     """A tensor without elements, of a ``state_dict()``, that is no weight; copies of it are such tensors."""
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> Any:
         """Raise ConfigError, where it is empty."""
         return super().__reduce_ex__(protocol) if self.numel() else _refuse()  # type: ignore[no-untyped-call]
 
-    def __deepcopy__(self, memo: Any) -> Any:
+    def __deepcopy__(self, memo: object) -> object:
         """Raise ConfigError, where it is empty."""
         return super().__deepcopy__(memo) if self.numel() else _refuse()  # type: ignore[no-untyped-call]
 
@@ -99,7 +119,7 @@ class PartitionedPlaceholder(torch.Tensor):
         """Raise ConfigError, where it is empty: files of safetensors are written from there."""
         return super().data_ptr() if self.numel() else _refuse()
 
-    def numpy(self, *args: Any, **kwargs: Any) -> Any:
+    def numpy(self, *args: object, **kwargs: Any) -> Any:
         """Raise ConfigError, where it is empty."""
         return super().numpy(*args, **kwargs) if self.numel() else _refuse()
 
@@ -144,7 +164,7 @@ def _are_registered() -> bool:
     return not misfit((_REGISTERED,))
 
 
-def _mark(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+def _mark(module: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
     for name, parameter in module.named_parameters(remove_duplicate=False):
         tensor = state.get(prefix + name)
         # The parameter itself (keep_vars=True) is for those who know what it is.
@@ -156,13 +176,13 @@ def _is_hollow(parameter: Any) -> bool:
     return hasattr(parameter, "ds_id") and not parameter.numel() and parameter.ds_numel > 0
 
 
-def _copied(parameter: nn.Parameter, memo: Any) -> Any:
+def _copied(parameter: nn.Parameter, memo: object) -> object:
     if _is_hollow(parameter):
         _refuse()
     return nn.Parameter.__deepcopy__(parameter, memo)  # type: ignore[no-untyped-call]
 
 
-def _reduced(parameter: nn.Parameter, protocol: Any) -> Any:
+def _reduced(parameter: nn.Parameter, protocol: Any) -> object:
     if _is_hollow(parameter):
         _refuse()
     # Without what engines have hung on it, which nobody can pickle.
@@ -179,7 +199,7 @@ def _enter(stack: ExitStack) -> None:
     original = getattr(DeepSpeedEngine, name)
 
     @functools.wraps(original)
-    def module_state_dict(engine: DeepSpeedEngine, *args: Any, **kwargs: Any) -> Any:
+    def module_state_dict(engine: DeepSpeedEngine, *args: object, **kwargs: object) -> object:
         if any(expert_of(p) is not None for p in engine.module.parameters()):
             raise EngineError(
                 "DeepSpeed would save the experts of one rank as if they were all, with expert_parallel at "
@@ -199,3 +219,32 @@ def _enter(stack: ExitStack) -> None:
 
 #: In place while a model lives whose own state dict is not all of it.
 own_state_dicts = RefCountedPatches(_enter)
+
+
+#: The whole state dict of a model (True: without frozen parameters) on rank 0 and None elsewhere, or
+#: NotImplemented for a model that DeepSpeed gathers by itself.
+Whole = Callable[[torch.nn.Module, bool], object]
+
+
+class Consolidation(RefCountedPatches):
+    """Asks ``whole`` first, while one of the models that it is held for lives; others are as before."""
+
+    def __init__(self, whole: Whole) -> None:
+        super().__init__(self._enter)
+        self._whole = whole
+
+    def _enter(self, stack: ExitStack) -> None:
+        demand(
+            (_CONSOLIDATED,), "Experts that several ranks share would be saved in part; use expert_parallel=1"
+        )
+        from deepspeed.runtime.engine import DeepSpeedEngine
+
+        (name,) = _CONSOLIDATED.names
+        original = getattr(DeepSpeedEngine, name)
+
+        @functools.wraps(original)
+        def consolidated(engine: DeepSpeedEngine, exclude_frozen_parameters: bool = False) -> Any:
+            found = self._whole(engine.module, exclude_frozen_parameters)
+            return original(engine, exclude_frozen_parameters) if found is NotImplemented else found
+
+        stack.enter_context(replaced(_CONSOLIDATED, DeepSpeedEngine, name, consolidated))

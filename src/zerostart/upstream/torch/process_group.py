@@ -1,16 +1,20 @@
-"""The end of torch's process groups: what still goes on over one is finished before it goes."""
+"""torch's process groups: the default one's store and time-out, groups beside it, and the end of all."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from datetime import timedelta
 from typing import Any
 
+import torch
 from torch.distributed import distributed_c10d
 
 from zerostart.upstream.patches import RefCountedPatches, replaced_wherever_imported
-from zerostart.upstream.registry import Lasts, PatchPoint, misfit
+from zerostart.upstream.registry import Lasts, PatchPoint, Use, demand, misfit
 from zerostart.upstream.shapes import Shape
 from zerostart.upstream.versions import TORCH
 
@@ -22,7 +26,81 @@ _DESTROY = PatchPoint(
     lasts=Lasts.SAVE,
     shapes=(Shape("torch.distributed.distributed_c10d:destroy_process_group", leads=("group",)),),
 )
-TOUCHED = (_DESTROY,)
+_STORE = Use(
+    library=TORCH,
+    owner="torch.distributed.distributed_c10d",
+    names=("_get_default_store", "_world"),
+    why="a rank that is alone in a call learns it without a collective, which would wait for the others",
+)
+TOUCHED = (_STORE, _DESTROY)
+#: Has gloo connect two ranks when they first send each other something, not all ranks with all at once.
+LAZILY = "TORCH_GLOO_LAZY_INIT"
+
+
+@functools.cache
+def _require() -> None:
+    demand((_STORE,))
+
+
+def store_of(prefix: str) -> Any:
+    """The default group's store, with ``prefix`` before all keys."""
+    _require()
+    parts: Any = distributed_c10d
+    return parts.PrefixStore(prefix, parts._get_default_store())
+
+
+def patience() -> timedelta:
+    """How long a rank waits for the others: the time-out that the default group was made with."""
+    _require()
+    parts: Any = distributed_c10d
+    group = parts.group.WORLD
+    for kind in ("cpu", *sorted({device.type for device in group._device_types} - {"cpu"})):
+        with contextlib.suppress(AttributeError, RuntimeError):  # no backend for it, or one that tells none
+            own: timedelta = group._get_backend(torch.device(kind)).options._timeout
+            return own
+    stores: timedelta = parts._get_default_store().timeout
+    return stores
+
+
+def made_groups() -> list[Any]:
+    """The process groups that there are."""
+    parts: Any = distributed_c10d
+    return list(parts._world.pg_map) if torch.distributed.is_initialized() else []
+
+
+def same_patience(before: list[Any]) -> None:
+    """Give those that have been made since ``before`` the time-out of the default group.
+
+    Those of meshes, and of DeepSpeed, have torch's own, whatever ``init_process_group`` was told.
+    """
+    for group in [group for group in made_groups() if group not in before]:
+        for device in group._device_types:
+            with contextlib.suppress(AttributeError, RuntimeError):  # of somebody else's backend
+                group._get_backend(device)._set_default_timeout(patience())
+
+
+def messages_group() -> Any:
+    """All ranks, over gloo, with the default group's time-out; collective.
+
+    Each rank is connected with those alone with which it exchanges something: in rings and trees of
+    broadcasts a dozen of a thousand.
+    """
+    with connected_lazily():
+        return torch.distributed.new_group(backend="gloo", timeout=patience())
+
+
+@contextlib.contextmanager
+def connected_lazily() -> Iterator[None]:
+    """Inside, gloo's groups are made without a connection; two ranks are connected when one is needed."""
+    before = os.environ.get(LAZILY)
+    os.environ[LAZILY] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[LAZILY]
+        else:
+            os.environ[LAZILY] = before
 
 
 class BeforeTheEnd(RefCountedPatches):
@@ -33,7 +111,7 @@ class BeforeTheEnd(RefCountedPatches):
         self._finish = finish
 
     def _enter(self, stack: ExitStack) -> None:
-        if misfit(TOUCHED):
+        if misfit((_DESTROY,)):
             return  # the save that is broken off says so, and the process ends with an error
         parts: Any = distributed_c10d
         original = parts.destroy_process_group

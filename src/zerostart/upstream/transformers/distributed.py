@@ -1,4 +1,4 @@
-"""Private parts of transformers: what its ``DistributedConfig`` asks for.
+"""Private parts of transformers: what its ``DistributedConfig`` asks for, and its tensor-parallel styles.
 
 The flag ``enable_expert_parallel`` alone asks for experts over all ranks; some releases resolve it, when the
 object is made, to one rank and forget it. So it is noted while ``Noting`` is open.
@@ -10,12 +10,20 @@ import functools
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
 
 from zerostart.upstream.patches import RefCountedPatches, replaced
 from zerostart.upstream.registry import Lasts, PatchPoint, Use, demand
 from zerostart.upstream.shapes import Shape
 from zerostart.upstream.versions import TRANSFORMERS
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from transformers import PreTrainedModel
+    from transformers.distributed.tensor_parallel import TensorParallelLayer
+
 
 _CONFIG = "transformers.distributed.configuration_utils:DistributedConfig"
 _ATTRIBUTE = "_zerostart_experts_alone"
@@ -32,15 +40,32 @@ _FLAG = PatchPoint(
         ),
     ),
 )
-TOUCHED = (
-    _FLAG,
-    Use(
-        library=TRANSFORMERS,
-        owner=_CONFIG,
-        names=("from_dict",),
-        why="what a call of from_pretrained asks for",
+_ASKED = Use(
+    library=TRANSFORMERS,
+    owner=_CONFIG,
+    names=("from_dict",),
+    why="what a call of from_pretrained asks for",
+)
+_STYLES = Use(
+    library=TRANSFORMERS,
+    owner="transformers.distributed.tensor_parallel",
+    names=("ALL_PARALLEL_STYLES",),
+    why="the registry of styles",
+)
+_FORWARDS = PatchPoint(
+    library=TRANSFORMERS,
+    owner="transformers.distributed.tensor_parallel:TensorParallelLayer",
+    writes=("forward", "config"),
+    why="a module whose parameters are cut runs by the library's own forward for its style",
+    lasts=Lasts.MODEL,
+    shapes=(
+        Shape(
+            "transformers.distributed.tensor_parallel:TensorParallelLayer.install_forward",
+            leads=("module",),
+        ),
     ),
 )
+TOUCHED = (_FLAG, _ASKED, _STYLES, _FORWARDS)
 
 
 @dataclass(frozen=True)
@@ -75,7 +100,7 @@ class Noting(RefCountedPatches):
 
 
 def _enter(stack: ExitStack) -> None:
-    demand(TOUCHED, "zerostart.enabled() cannot translate distributed_config; use zerostart.load")
+    demand((_FLAG, _ASKED), "zerostart.enabled() cannot translate distributed_config; use zerostart.load")
     from transformers.distributed.configuration_utils import DistributedConfig
 
     (name,) = _FLAG.names
@@ -92,7 +117,7 @@ def _enter(stack: ExitStack) -> None:
     stack.enter_context(replaced(_FLAG, DistributedConfig, name, post_init))
 
 
-def axes_asked(config: Any) -> AxesAsked:
+def axes_asked(config: object) -> AxesAsked:
     """What ``config``, a ``DistributedConfig`` or a dict of its fields, asks for."""
     from transformers.distributed.configuration_utils import DistributedConfig
 
@@ -120,3 +145,30 @@ def axes_asked(config: Any) -> AxesAsked:
         made.pp_size or 1,
         tuple(unserved),
     )
+
+
+_REMEDY = "tensor_parallel needs a transformers whose styles zerostart knows; use tensor_parallel=1"
+
+
+@functools.cache
+def require_styles() -> None:
+    """Raise UnsupportedVersionError unless the styles are there."""
+    demand((_STYLES, _FORWARDS), _REMEDY)
+
+
+def _styles() -> Any:
+    """The registry, filled."""
+    require_styles()
+    from transformers.distributed import tensor_parallel
+
+    return tensor_parallel.ALL_PARALLEL_STYLES
+
+
+def run_in_style(model: PreTrainedModel, module: nn.Module, style: str, mesh: DeviceMesh) -> None:
+    """Make ``module`` of ``model`` run over the tensor-parallel ``mesh``, with its parameters cut."""
+    layer: TensorParallelLayer = _styles()[style]
+    if style == "mla_kv_a_proj":
+        owner: Any = module
+        # The style asks its module for the sizes of heads, and the plain Linear here has no configuration.
+        owner.config = model.config.get_text_config()
+    layer.install_forward(module, mesh)

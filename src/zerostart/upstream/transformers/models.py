@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zerostart.errors import ConfigError
-from zerostart.upstream.registry import Lasts, PatchPoint, Use, misfit, need
+from zerostart.upstream.patches import replaced
+from zerostart.upstream.registry import Lasts, PatchPoint, Use, demand, misfit, need
 from zerostart.upstream.shapes import Shape
 from zerostart.upstream.versions import TRANSFORMERS
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
     from transformers.core_model_loading import WeightTransform
     from transformers.quantizers.base import HfQuantizer
+
 
 _MODEL = "transformers.modeling_utils:PreTrainedModel"
 _CONVERSIONS = Use(
@@ -108,7 +110,36 @@ _RECORDED = PatchPoint(
     why="FSDP2 puts a class of its own before a model's, under whose name hidden states are not found",
     lasts=Lasts.MODEL,
 )
-TOUCHED = (_CONVERSIONS, _MAPPING, _CONTEXTS, _NESTED, _DECLARED, _MARKS, _RECORDED)
+_DEVICE = PatchPoint(
+    library=TRANSFORMERS,
+    owner="transformers.modeling_utils",
+    names=("get_torch_context_manager_or_global_device",),
+    why="a model that is built on meta initialises its weights as one on the CPU does, for the log of calls",
+    lasts=Lasts.LOAD,
+    shapes=(
+        Shape(
+            "transformers.modeling_utils:PreTrainedModel.init_weights",
+            has=("get_torch_context_manager_or_global_device()", "self.initialize_weights()"),
+        ),
+    ),
+)
+_CREATION = Use(
+    library=TRANSFORMERS,
+    owner="transformers.initialization",
+    names=("meta_device_safe_creation_ops",),
+    why="the library's own context for a model that is built on meta",
+)
+TOUCHED = (
+    _CONVERSIONS,
+    _MAPPING,
+    _CONTEXTS,
+    _NESTED,
+    _DECLARED,
+    _MARKS,
+    _RECORDED,
+    _DEVICE,
+    _CREATION,
+)
 
 
 def is_pretrained(model: object) -> bool:
@@ -306,3 +337,36 @@ def _merged(
 def show_experts(model: PreTrainedModel) -> None:
     """Have ``model`` say that its experts are shared out, as releases that know ``has_ep`` do."""
     model.has_ep = True
+
+
+def is_configuration(value: object) -> bool:
+    """Whether ``value`` is a transformers configuration, without importing transformers to find out."""
+    return any(
+        base.__module__ == "transformers.configuration_utils" and base.__name__ == "PreTrainedConfig"
+        for base in type(value).__mro__
+    )
+
+
+@contextlib.contextmanager
+def initialising(dtype: torch.dtype) -> Iterator[None]:
+    """Inside, models are built on the meta device in ``dtype``, initialised and tied as on the CPU.
+
+    Raises UnsupportedVersionError.
+    """
+    demand((_DEVICE, _CREATION))
+    from transformers import initialization, modeling_utils
+
+    module: Any = modeling_utils
+    (name,) = _DEVICE.names
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with (
+            replaced(_DEVICE, module, name, lambda: None),
+            without_zero_init(),
+            torch.device("meta"),
+            initialization.meta_device_safe_creation_ops(),
+        ):
+            yield
+    finally:
+        torch.set_default_dtype(before)
