@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+import charts
 import typer
 import typer.main
 from pydantic import BaseModel
@@ -22,17 +23,36 @@ from zerostart.training.loop.task import known_tasks, task_class
 __all__ = ["markdown"]
 
 _HEADS = ("key", "values", "default", "meaning")
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+REPOSITORY = Path(__file__).parents[2]
+RESULTS = REPOSITORY / "benchmarks" / "results"
+#: What a table says that was measured beside other work.
+_BUSY = re.compile(r"\bbusy\b|load average|other work")
 
 
 def markdown(name: str) -> str:
     """The text that stands where a page says ``<!-- generated: NAME -->``."""
     makers: dict[str, Callable[[], Iterator[str]]] = {
+        "changelog": _changelog,
         "commands": _commands,
         "configuration": _configuration,
-        "figures": _figures,
+        "charts-load": _charts("load", "memory", "cold"),
+        "charts-start": _charts("initialize"),
+        "charts-save": _charts("save", "state"),
+        "charts-forecast": _charts("forecast"),
+        "results-in-short": _in_short,
+        "results-quiet": _results(busy=False),
+        "results-busy": _results(busy=True),
     }
     return "\n".join(makers[name]()) + "\n"
+
+
+def anchor(results: str) -> str:
+    """The name under which a page links to the results of a benchmark, by the name of their file."""
+    return f"results-{results.replace('_', '-')}"
+
+
+def _changelog() -> Iterator[str]:
+    yield (REPOSITORY / "CHANGELOG.md").read_text(encoding="utf-8")
 
 
 def _commands() -> Iterator[str]:
@@ -43,6 +63,8 @@ def _commands() -> Iterator[str]:
         yield from (f"## {name}", "", "```text", command.get_usage(context), "```", "")
         yield from (_prose(command.help or ""), "")
         yield from _table(("option", "meaning", "default"), _options(command))
+        examples = (command.epilog or "").splitlines()[2:]  # after the mark that keeps lines, and a title
+        yield from ("", "```bash", *(line.strip() for line in examples), "```", "")
 
 
 def _options(command: TyperCommand) -> Iterator[tuple[str, str, str]]:
@@ -130,10 +152,46 @@ def _spoken(kind: Any) -> str:
     return names.get(kind, "any value" if kind is Any else getattr(kind, "__name__", str(kind)))
 
 
-def _figures() -> Iterator[str]:
-    for file in sorted(RESULTS.glob("*.md")):
-        text = re.sub(r"^# (.+)$", r"**\1**", file.read_text(encoding="utf-8").strip(), flags=re.MULTILINE)
-        yield from (f"## {file.stem}", "", re.sub(r"^(##+) ", r"#\1 ", text, flags=re.MULTILINE), "")
+def _charts(*names: str) -> Callable[[], Iterator[str]]:
+    """Charts one below the other."""
+
+    def lines() -> Iterator[str]:
+        for name in names:
+            yield from ("```{raw} html", charts.figure(name), "```", "")
+
+    return lines
+
+
+def _in_short() -> Iterator[str]:
+    """The table of ``benchmarks/README.md``, whose names lead to the tables of this page."""
+    text = (REPOSITORY / "benchmarks" / "README.md").read_text(encoding="utf-8")
+    table = text.partition("## What is in results\n")[2].strip().partition("\n\n")[0]
+    for row in table.splitlines():
+        names, bar, rest = row[1:].partition("|")
+        yield "|" + re.sub(r"`(\w+)`", _to_results, names) + bar + rest
+    yield ""
+
+
+def _to_results(found: re.Match[str]) -> str:
+    there = (RESULTS / f"{found[1]}.md").is_file()
+    return f"[{found[1]}](#{anchor(found[1])})" if there else found[0]
+
+
+def _results(busy: bool) -> Callable[[], Iterator[str]]:
+    """Every table of results, of a quiet machine or of one that was busy, as the table says."""
+
+    def lines() -> Iterator[str]:
+        for file in sorted(RESULTS.glob("*.md")):
+            text = file.read_text(encoding="utf-8").strip()
+            if bool(_BUSY.search(text)) != busy:
+                continue
+            title = re.match(r"# (.+)\n", text)
+            text = text.removeprefix(title[0]) if title else text
+            heading = f"{title[1]} ({file.stem})" if title else file.stem
+            yield from (f"({anchor(file.stem)})=", f"### {heading}", "")
+            yield from (re.sub(r"^##+ ", "#### ", text.strip(), flags=re.MULTILINE), "")
+
+    return lines
 
 
 def _docstring(owner: type) -> str:

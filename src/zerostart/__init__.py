@@ -174,7 +174,7 @@ def plan(
         ForecastArguments: its fields, which are described there.
 
     Returns:
-        The plan: ``ranks`` with bytes, operations, peaks of the load, seconds, and ``memory`` by phase and
+        WorldPlan: ``ranks`` with bytes, operations, peaks of the load, seconds, and ``memory`` by phase and
         component; ``fits`` and ``advice`` where it does not. All sizes are bytes, all times seconds.
 
     Raises:

@@ -1,10 +1,25 @@
-"""``python -m zerostart SCRIPT ARGS`` and ``-m zerostart -m MODULE ARGS``: the same as ``zerostart run``."""
+"""``python -m zerostart``: a command (``-m zerostart train``), or a script as for ``run``.
+
+So ``-m zerostart SCRIPT ARGS`` and ``-m zerostart -m MODULE ARGS`` are what launchers start.
+"""
 
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
-from zerostart.cli import main
+from zerostart.cli import is_command, main
+
+
+def _is_script(word: str) -> bool:
+    """Whether a script, or a directory that can be run, has the name of a command."""
+    return Path(word).is_file() or (Path(word) / "__main__.py").is_file()
+
 
 if __name__ == "__main__":
-    main(["run", *sys.argv[1:]])
+    given = sys.argv[1:]
+    first = given[0] if given else ""
+    named = first in ("-h", "--help", "--version", "--traceback") or (
+        is_command(first) and not _is_script(first)
+    )
+    main(given if named else ["run", *given])

@@ -77,6 +77,7 @@ SLOW = [
     ["{folder}/script.py", "die"],
     ["-m", "package", "alone", "--help"],  # whose __main__ children do not import
     ["script.py", "alone", "interrupt"],
+    ["script.py", "--engine", "fsdp2"],  # which the script gets, and a person is told
     ["broken.py"],
     ["package", "alone"],
     ["archive.zip", "alone", "--lr", "3"],
@@ -99,12 +100,15 @@ def test_a_script_sees_what_it_sees_under_python(arguments: list[str], folder: P
     )
     assert "zerostart" not in own
     assert "nothing was taken over: the script loaded no model" in found.stderr
+    assert ("--engine behind the script's name goes to the script" in found.stderr) == (
+        "--engine" in arguments
+    )
 
 
 @pytest.mark.slow
 def test_what_is_no_script_is_a_usage_error(folder: Path) -> None:
     for arguments, text in (
-        (["missing.py"], "there is no script missing.py"),
+        (["missing.py"], "no such script: missing.py"),
         (["empty"], "empty has no __main__.py"),
         (["--zero-stage", "7", "script.py"], "--zero-stage"),
         ([], "Missing argument"),

@@ -31,7 +31,7 @@ EXCLUDED_CLASSES: Mapping[str, str] = {
     "ZImageControlNetModel": "its converter leaves tensors out, and changes none",
 }
 
-_HEAD = """# Diffusers: original layouts
+_HEAD = """## Diffusers: original layouts
 
 Small models of diffusers {version}, written in the layout of the original release, in float32 and in a
 half precision, and loaded as above (2 and 3 ranks, flat ZeRO partitions and `Shard(0)`, the same bound on
@@ -43,7 +43,7 @@ which is not read.
 {covered} families are covered, {wrong} of them wrong. Of the classes that diffusers has a converter for,
 {left} are left out.
 
-## Families
+### Families
 
 | family | class | converter | prefix | it does | dtypes | parameters | tensors | result | remark |
 |---|---|---|---|---|---|---|---|---|---|
@@ -64,7 +64,7 @@ def section() -> str:
     )
     rows = [
         *map(_row, results),
-        "\n## Classes left out\n",
+        "\n### Classes left out\n",
         "| class | reason |",
         "|---|---|",
         *(f"| {name} | {EXCLUDED_CLASSES[name]} |" for name in left),

@@ -90,7 +90,7 @@ def wrong(command: str) -> str:
     if "zerostart" not in words:
         return ""
     rest = words[words.index("zerostart") + 1 :]
-    if words[max(0, words.index("zerostart") - 1)] == "-m":
+    if words[max(0, words.index("zerostart") - 1)] == "-m" and rest[:1] and rest[0] not in COMMANDS.commands:
         rest = ["run", *rest]  # python -m zerostart
     return options_of(rest) if rest and not rest[0].startswith("-") else ""
 

@@ -12,7 +12,7 @@ import importlib.metadata
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -22,11 +22,30 @@ from zerostart.errors import ZerostartError
 
 __all__ = ["application", "main"]
 
-#: In the order in which ``--help`` lists them.
-_COMMANDS = (
-    *("inspect", "plan", "load", "train", "cache", "config"),
-    *("run", "export", "synth", "verify", "diff", "env"),
-)
+#: In the order in which ``--help`` lists them, with the examples that end the help of each.
+_COMMANDS: Mapping[str, tuple[str, ...]] = {
+    "inspect": ("inspect Qwen/Qwen3-0.6B", "inspect checkpoints/step-100 --json"),
+    "plan": (
+        "plan Qwen/Qwen3-30B-A3B --world-size 8 --device-memory 80GB",
+        "plan checkpoints/step-100 --world-size 64 --engine fsdp2 --json",
+    ),
+    "load": (
+        "load Qwen/Qwen3-0.6B --nproc 2 --verify",
+        "load Qwen/Qwen3-30B-A3B --world-size 64 --rank 0",
+    ),
+    "train": ("train run.yaml --nproc 2", "train run.yaml train.steps=10 resume=auto"),
+    "cache": ("cache run.yaml --nproc 2",),
+    "config": ("config causal-lm run.yaml", "config wan run.yaml --engine fsdp2 --lora"),
+    "run": (
+        "run --engine fsdp2 train.py --epochs 3",
+        "run -m package.train --epochs 3",
+    ),
+    "export": ("export runs/demo/checkpoints/step-100 exported --dtype bfloat16",),
+    "synth": ("synth qwen3_moe tiny-moe --size tiny", "synth config.json big --sparse"),
+    "verify": ("verify runs/demo/final",),
+    "diff": ("diff checkpoints/step-100 checkpoints/step-200",),
+    "env": ("env", "env --check"),
+}
 #: Commands that share a module, where each is the function of its name; elsewhere it is ``command``.
 _MODULES = {"inspect": "inspect", "verify": "inspect", "diff": "inspect"}
 _INTERRUPTED = 130  # 128 + SIGINT, as shells report it
@@ -38,15 +57,16 @@ def application() -> typer.Typer:
         name="zerostart",
         help="Pretrained checkpoints straight into sharded, ready-to-train models.",
         no_args_is_help=True,
-        add_completion=False,
+        context_settings={"help_option_names": ["-h", "--help"]},  # of the commands, too
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
     )
     app.callback()(_global_options)
-    for name in _COMMANDS:
+    for name, examples in _COMMANDS.items():
         module = importlib.import_module(f"zerostart.cli.{_MODULES.get(name, name)}")
         command = getattr(module, name if name in _MODULES else "command")
-        app.command(name, context_settings=getattr(module, "CONTEXT", None))(_guarded(command))
+        told = app.command(name, epilog=_epilog(examples), context_settings=getattr(module, "CONTEXT", None))
+        told(_guarded(command))
     return app
 
 
@@ -66,6 +86,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     for script in run.pending:
         script.run()
     raise ended
+
+
+def is_command(word: str) -> bool:
+    """Whether ``word`` is the name of a command."""
+    return word in _COMMANDS
+
+
+def _epilog(examples: Sequence[str]) -> str:
+    """The end of a command's help; the first character keeps its lines as they are."""
+    title = "Example:" if len(examples) == 1 else "Examples:"
+    return "\n".join(["\b", title, *(f"  zerostart {example}" for example in examples)])
 
 
 def _show_version(value: bool) -> None:

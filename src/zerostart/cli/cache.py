@@ -15,9 +15,10 @@ from zerostart.errors import ConfigError
 
 
 def command(config: Config, overrides: Overrides = None, nproc: Ranks = None) -> None:
-    """Compute latents and embeddings of the media once, on all ranks, and keep them.
+    """Encode the media of a run once, and keep what comes out.
 
-    zerostart train then opens no file of an encoder. A run that was killed continues where it stopped; a
+    Latents and embeddings are computed on all ranks. zerostart train then opens no file of an encoder.
+    A run that was killed continues where it stopped; a
     cache that is there already is compared with what is asked for.
     """
     run_config("zerostart.cli.cache", [str(config), *(overrides or [])], nproc, _run)

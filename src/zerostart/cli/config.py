@@ -19,14 +19,18 @@ def command(
     family: Annotated[
         str,
         typer.Argument(
+            metavar="FAMILY",
             help="causal-lm, masked-lm, wan, qwen-image, flux, flux2, z-image, or the directory of a model.",
             show_default=False,
         ),
     ],
-    out: Annotated[Path, typer.Argument(help="The YAML file to write.", show_default=False)],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The YAML file to write.")],
     engine: Annotated[str, typer.Option("--engine", help="deepspeed or fsdp2.")] = "deepspeed",
     zero_stage: Annotated[
-        int, typer.Option("--zero-stage", min=0, max=3, help="3 shards parameters, 0 to 2 leave them whole.")
+        int,
+        typer.Option(
+            "--zero-stage", metavar="N", min=0, max=3, help="3 shards parameters, 0 to 2 leave them whole."
+        ),
     ] = LoadArguments.zero_stage,
     lora: Annotated[bool, typer.Option("--lora", help="Train low-rank adapters.")] = False,
     accelerate: Annotated[
@@ -37,9 +41,10 @@ def command(
         bool, typer.Option("--deepspeed", help="Write the engine's own file, too: OUT.deepspeed.json.")
     ] = False,
 ) -> None:
-    """Write the configuration of a training run, with a comment at each key that users change.
+    """Write a training configuration to begin with.
 
-    Nothing is overwritten. What is left to do is to name the model and the data.
+    It has a comment at each key that users change. Nothing is overwritten. What is left to do is to
+    name the model and the data.
     """
     from zerostart.engines import Mesh, check_choice
     from zerostart.training.config.templates import described, template_of
@@ -64,7 +69,7 @@ def command(
 def _own_file(engine: Engine) -> str:
     settings = engine.config_template()
     if settings is None:
-        raise ConfigError(f"{engine.title} has no configuration file of its own; leave --deepspeed out")
+        raise ConfigError(f"{engine.title} has no configuration file of its own; leave out --deepspeed")
     return json.dumps(settings, indent=2) + "\n"
 
 
@@ -79,7 +84,7 @@ def _write(files: dict[Path, str]) -> None:
     """All of them, or an error before the first: nothing that is there is touched."""
     there = [str(path) for path in files if path.exists() or path.is_symlink()]
     if there:
-        raise ConfigError(f"{', '.join(there)}: already there; choose another name, or remove it")
+        raise ConfigError(f"{', '.join(there)} already exist; choose another name, or remove them")
     for path, text in files.items():
         try:
             with path.open("x", encoding="utf-8") as file:

@@ -24,17 +24,22 @@ def command(
             "other that can be loaded.",
         ),
     ],
-    out: Annotated[Path, typer.Argument(help="Directory to write to.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to write to.")],
     dtype: Annotated[
         _Dtype | None, typer.Option(help="Floating type of the weights; without it each stays as it is.")
     ] = None,
-    max_shard_size: Annotated[str, typer.Option(help="Most bytes of one file, such as 5GB.")] = "5GB",
+    max_shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Most bytes of one file.")] = "5GB",
 ) -> None:
-    """Write the model that RUN holds as a plain directory OUT, in bounded memory, by one process."""
+    """Write a training checkpoint as an ordinary model directory.
+
+    One process does it, in bounded memory: RUN may be larger than the machine's.
+    """
     import torch
+    from rich.filesize import decimal
 
     from zerostart.state.saving.export import export
 
     chosen = None if dtype is None else getattr(torch, dtype.value)
     made = export(run, out, chosen, max_shard_size)
-    typer.echo(f"{made.path}: {made.tensors} tensors, {made.bytes:,} bytes in {len(made.files)} files")
+    files = f"{len(made.files)} {'file' if len(made.files) == 1 else 'files'}"
+    typer.echo(f"{made.path}: {made.tensors} tensors, {decimal(made.bytes)} in {files}")

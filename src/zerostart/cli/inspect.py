@@ -22,13 +22,17 @@ _LARGEST = 5
 
 def inspect(
     source: Annotated[
-        str, typer.Argument(help="Directory, file, or the id of a model in the local hub cache.")
+        str,
+        typer.Argument(metavar="SOURCE", help="Directory, file, or hub id in the local cache."),
     ],
     as_json: Annotated[
         bool, typer.Option("--json", help="Print everything, tensor by tensor, as JSON.")
     ] = False,
 ) -> None:
-    """Show the files, tensors and sizes of a checkpoint, or the models of a pipeline. Reads no weights."""
+    """Show files, tensors and sizes of a checkpoint.
+
+    Reads no weights. Of a diffusers pipeline it shows the models, each of which is a source of its own.
+    """
     from zerostart.checkpoint.formats.pipeline import components
     from zerostart.checkpoint.source import open_catalog, read_config, resolve_source
 
@@ -145,10 +149,9 @@ def _print_summary(catalog: Catalog, config: dict[str, object]) -> None:
 
 def readable(count: int) -> str:
     """Bytes in decimal units, as the hub and ``--max-shard-size`` count them."""
-    for unit, size in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if count >= size:
-            return f"{count / size:.2f} {unit}"
-    return f"{count} B"
+    from rich.filesize import decimal
+
+    return decimal(count)
 
 
 def _add_figures(table: Table, *headings: str) -> None:
@@ -200,9 +203,12 @@ def _print_components(root: str, described: Sequence[dict[str, Any]]) -> None:
 
 
 def verify(
-    path: Annotated[Path, typer.Argument(help="A directory that zerostart has saved.", show_default=False)],
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="A directory that zerostart has saved.")],
 ) -> None:
-    """Read a saved checkpoint once and compare it with the digests that were saved with it."""
+    """Check a saved checkpoint by the digests beside it.
+
+    Reads each file once. A file or tensor that is not as it was saved ends it with status 1.
+    """
     import zerostart
     from zerostart.errors import printable
 
@@ -215,11 +221,17 @@ _DIFFERENT = 1
 
 
 def diff(
-    a: Annotated[str, typer.Argument(help="A checkpoint: directory, file, or hub id in the local cache.")],
-    b: Annotated[str, typer.Argument(help="Another one.")],
+    a: Annotated[
+        str,
+        typer.Argument(metavar="A", help="A checkpoint: directory, file, or hub id in the local cache."),
+    ],
+    b: Annotated[str, typer.Argument(metavar="B", help="Another one.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print all names as JSON.")] = False,
 ) -> None:
-    """Compare the tensors of two checkpoints by name, bit by bit; exits 1 where there is a difference."""
+    """Compare two checkpoints, tensor by tensor.
+
+    By their names, bit by bit. Exits with status 1 where there is a difference.
+    """
     import zerostart
     from zerostart.checkpoint.strict_json import dump_json
 

@@ -27,19 +27,24 @@ if TYPE_CHECKING:
 def command(
     source: SourceArgument,
     nproc: Annotated[
-        int | None, typer.Option("--nproc", min=1, help="Local ranks.", show_default=False)
+        int | None, typer.Option("--nproc", metavar="N", min=1, help="Local ranks.", show_default=False)
     ] = None,
     verify: Annotated[
         bool, typer.Option("--verify", help="Compare every element with an unsharded load.")
     ] = False,
     world_size: Annotated[
-        int | None, typer.Option("--world-size", min=1, help="With --rank: ranks of the whole job.")
+        int | None,
+        typer.Option("--world-size", metavar="N", min=1, help="With --rank: ranks of the whole job."),
     ] = None,
-    rank: Annotated[int | None, typer.Option("--rank", min=0, help="Play this rank alone.")] = None,
-    json: Annotated[Path | None, typer.Option("--json", help="Write the result to this file.")] = None,
+    rank: Annotated[
+        int | None, typer.Option("--rank", metavar="N", min=0, help="Play this rank alone.")
+    ] = None,
+    json: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the result to this file.")
+    ] = None,
     **given: Any,
 ) -> None:
-    """Rehearse a load: on local ranks, or one rank of a bigger job by itself; time it and measure it.
+    """Rehearse a load on this machine: time it, measure it, verify it.
 
     With --nproc all ranks load, on their engine; --verify compares every element with an unsharded load.
     With --world-size and --rank one process reads what that rank reads, and drops it. Ends with what was
@@ -59,17 +64,22 @@ def command(
     _show(result, str(ranks[0]["text"]))
     if result["verified"] is False:
         wrong = ranks[0]["wrong"]
-        raise ZerostartError(f"{len(wrong)} tensors differ from the unsharded load: {', '.join(wrong[:5])}")
+        raise ZerostartError(
+            f"{len(wrong)} tensors differ from the unsharded load: {', '.join(wrong[:5])}; this is a "
+            "bug in zerostart"
+        )
 
 
 def _check(nproc: int | None, world_size: int | None, rank: int | None, verify: bool) -> None:
     """Raise a usage error where it is not clear who is to load."""
     if (world_size is None) != (rank is None):
-        raise typer.BadParameter("--world-size and --rank belong together")
+        raise typer.BadParameter("--world-size and --rank must be given together")
     if (nproc is None) == (rank is None):
         raise typer.BadParameter("give --nproc, or --world-size and --rank")
     if rank is not None and verify:
-        raise typer.BadParameter("--verify compares whole tensors, and --rank reads a share; use --nproc")
+        raise typer.BadParameter(
+            "--verify compares whole tensors, but --rank reads one rank's share; use --nproc"
+        )
 
 
 def _summed(ranks: list[dict[str, Any]]) -> dict[str, Any]:
@@ -175,7 +185,8 @@ def _differences(model: nn.Module, source: str, dtype: torch.dtype | None) -> li
     root = open_catalog(source).root
     if loading is None or root is None:
         raise ConfigError(
-            f"--verify compares with what a model's library loads, and {type(model).__name__} has none"
+            f"--verify compares with what the model's library loads, but {type(model).__name__} "
+            "belongs to no known library"
         )
     reference: dict[str, torch.Tensor] = {}
     buffers: dict[str, torch.Tensor] = {}

@@ -45,7 +45,7 @@ _TYPED = {
 
 SourceArgument = Annotated[
     str,
-    typer.Argument(help="A checkpoint: directory, file, or hub id in the local cache.", show_default=False),
+    typer.Argument(metavar="SOURCE", help="A checkpoint: directory, file, or hub id in the local cache."),
 ]
 
 
@@ -72,14 +72,16 @@ def takes(*kinds: type) -> Callable[[Command], Command]:
 def _parameter(name: str, default: Any, words: str) -> inspect.Parameter:
     """One option, as typer reads a command's signature."""
     word, option = name.replace("_", "-"), _TYPED.get(name, _Typed())
-    more: dict[str, Any] = {"help": words, "show_default": default is not None}
+    # A switch's default is told by its own words, for ``no-`` and its name would be said twice.
+    shown = default is not None and option.kind != "switch"
+    more: dict[str, Any] = {"help": words, "show_default": shown}
     kind: Any = str
     if option.kind == "number":
-        kind, more = int, {**more, "min": option.least, "max": option.most}
+        kind, more = int, {**more, "min": option.least, "max": option.most, "metavar": "N"}
     elif option.kind == "switch":
         kind = bool
     elif option.kind == "json":
-        kind, more = Path, {**more, "exists": True, "dir_okay": False}
+        kind, more = Path, {**more, "exists": True, "dir_okay": False, "metavar": "FILE"}
     elif option.kind in ("size", "rate"):
         more["metavar"] = option.kind.upper()
     flag = f"--{word}/--no-{word}" if option.kind == "switch" else f"--{word}"

@@ -20,7 +20,7 @@ import typer
 
 from zerostart.cli.options import takes, values_of
 from zerostart.errors import ConfigError
-from zerostart.loading.arguments import EnabledArguments
+from zerostart.loading.arguments import EnabledArguments, options
 
 if TYPE_CHECKING:
     from zerostart.integrations.adoption import Notice
@@ -33,10 +33,10 @@ pending: list[Script] = []
 
 @takes(EnabledArguments)
 def command(
-    script: Annotated[
-        list[str],
-        typer.Argument(metavar="SCRIPT [ARGS]", help="The script and its arguments.", show_default=False),
-    ],
+    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="The script, or with -m a module.")],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="ARGS", help="What the script gets.")
+    ] = None,
     module: Annotated[
         bool, typer.Option("-m", "--module", help="SCRIPT is the name of a module, as in python -m.")
     ] = False,
@@ -46,21 +46,35 @@ def command(
     ] = True,
     **given: Any,
 ) -> None:
-    """Run a script as it is, with zerostart.enable() before it.
+    """Run an existing script, its models loaded in shards.
 
-    Also the command of a launcher: torchrun --no-python zerostart run SCRIPT, torchrun -m zerostart SCRIPT,
-    accelerate launch -m zerostart SCRIPT. Options come before the script's name.
+    The script stays as it is; zerostart.enable() comes before it. Also the command of a launcher:
+    torchrun --no-python zerostart run SCRIPT, torchrun -m zerostart SCRIPT, accelerate launch -m zerostart
+    SCRIPT. Options of zerostart come before the script's name; what follows the name is the script's.
     """
     from zerostart.integrations.adoption import enable
 
-    found = Script(script[0], script[1:], module)
+    found = Script(script, arguments or [], module)
     try:
         found.check()
     except ConfigError as error:
         raise typer.BadParameter(str(error)) from error
+    _point_out(found)
     enable(EnabledArguments(**values_of(given), progress=progress, fp32_masters=fp32_masters))
     _watch()
     pending.append(found)
+
+
+def _point_out(script: Script) -> None:
+    """Say where an option of ours stands behind the script's name: the script gets it, and we do not."""
+    own = {f"--{name.replace('_', '-')}" for name, *_ in options(EnabledArguments)}
+    behind = [word for word in script.arguments if word.partition("=")[0] in own]
+    if behind:
+        named = f"-m {script.name}" if script.module else script.name
+        _say(
+            f"{' and '.join(behind)} behind the script's name goes to the script; zerostart's own options "
+            f"stand before it: zerostart run {behind[0]} ... {named}"
+        )
 
 
 def _watch() -> None:
@@ -114,7 +128,7 @@ class Script:
         if self.module or Path(self.name).is_file():
             return
         if not Path(self.name).is_dir():
-            raise ConfigError(f"there is no script {self.name}; name a file, or a module with -m")
+            raise ConfigError(f"no such script: {self.name}; name a file, or a module with -m")
         if self._held() is None:
             raise ConfigError(f"{self.name} has no __main__.py; name the script in it")
 

@@ -45,7 +45,9 @@ def command(
             help="A config.json, a directory that holds one, or a transformers model type such as qwen3_moe.",
         ),
     ],
-    out: Annotated[Path, typer.Argument(help="Directory to write to; a checkpoint in it is replaced.")],
+    out: Annotated[
+        Path, typer.Argument(metavar="OUT", help="Directory to write to; a checkpoint in it is replaced.")
+    ],
     size: Annotated[
         str | None,
         typer.Option(
@@ -56,14 +58,20 @@ def command(
         bool, typer.Option("--sparse", help="Files of full size that hold no data and take no space.")
     ] = False,
     dtype: Annotated[
-        _Dtype | None, typer.Option(help="Element type.", show_default="the configuration's, else bfloat16")
+        _Dtype | None, typer.Option(help="Element type; default: the configuration's, else bfloat16.")
     ] = None,
     seed: Annotated[int, typer.Option(help="The same seed gives the same bytes.")] = 0,
     max_shard_size: Annotated[
-        str, typer.Option(callback=_checked_shard_size, help="Most bytes of tensors in one file.")
+        str,
+        typer.Option(metavar="SIZE", callback=_checked_shard_size, help="Most bytes of tensors in one file."),
     ] = "5GB",
 ) -> None:
-    """Write random weights in the hub's layout of an architecture, for rehearsals and benchmarks."""
+    """Write random weights in the layout of a real model.
+
+    For rehearsals, benchmarks and tests: transformers loads the directory as one from the hub.
+    """
+    from rich.filesize import decimal
+
     from zerostart.models.synth import synthesise
 
     made = synthesise(
@@ -79,6 +87,6 @@ def command(
         print(f"note: {name} was left out of the configuration: these weights are not quantised")
     print(
         f"{made.path}: {made.architecture}, {made.parameters:,} parameters in {made.tensors:,} tensors, "
-        f"{made.nbytes:,} bytes, {made.files} {'file' if made.files == 1 else 'files'}"
+        f"{decimal(made.nbytes)}, {made.files} {'file' if made.files == 1 else 'files'}"
         f"{' (sparse: no data)' if sparse else ''}"
     )

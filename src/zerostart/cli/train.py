@@ -16,15 +16,17 @@ import typer
 from zerostart.cli.launch import join_group, leave_group, run_local_ranks, worker_main
 from zerostart.errors import ConfigError
 
-Config = Annotated[Path, typer.Argument(help="The configuration, a YAML file.", show_default=False)]
+Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="The configuration, a YAML file.")]
 Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Values over those of the file.")
+    list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Values over those of the file.")
 ]
-Ranks = Annotated[int | None, typer.Option("--nproc", min=1, help="Start this many ranks on this machine.")]
+Ranks = Annotated[
+    int | None, typer.Option("--nproc", metavar="N", min=1, help="Start this many ranks on this machine.")
+]
 
 
 def command(config: Config, overrides: Overrides = None, nproc: Ranks = None) -> None:
-    """Load a pretrained model in shards, train it, and save it.
+    """Load a model in shards, train it, and save it.
 
     Under torchrun or accelerate launch it joins their ranks; elsewhere it starts --nproc of its own
     (default 1). The first Ctrl-C ends the run after the step in hand and saves the model.
@@ -46,7 +48,8 @@ def run_config(
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         if nproc is not None:
             raise ConfigError(
-                "--nproc starts ranks, but RANK is set: a launcher has started them; leave it out"
+                "--nproc starts ranks, but a launcher has started them already (RANK is set); leave out "
+                "--nproc"
             )
         run(arguments)
     else:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from rich.filesize import decimal
 
 from zerostart.distributed.machine import machine_name
 from zerostart.distributed.world import World
@@ -65,10 +66,10 @@ class Residence:
 
     def __str__(self) -> str:
         each = f" for each of {self.sharers} ranks" if self.sharers > 1 else ""
-        known = "" if self.free_bytes is None else f", where {_gib(self.free_bytes)} are free"
-        text = f"{self.name}: {_gib(self.buffer_bytes)} in flat buffers{each} on {self.device}{known}"
+        known = "" if self.free_bytes is None else f", where {decimal(self.free_bytes)} are free"
+        text = f"{self.name}: {decimal(self.buffer_bytes)} in flat buffers{each} on {self.device}{known}"
         if self.name == IN_PLACE and self.segment_bytes:
-            return f"{text}; another order is made in segments of {self.segment_bytes / 2**20:.0f} MiB"
+            return f"{text}; another order is made in segments of {decimal(self.segment_bytes)}"
         if self.name == HOST:
             return f"{text}; until the engine starts they lie in host memory"
         return text
@@ -84,8 +85,8 @@ def agree_on_residence(nbytes: int, world: World, device: torch.device, stage: i
     residence = residence_of(nbytes, rooms, host, stage > 0)
     if residence.name == NOWHERE:
         raise InsufficientMemoryError(
-            f"ZeRO stage {stage} keeps the whole model on every rank, and it {residence}; use zero_stage=3, "
-            "which shards it, or free memory"
+            f"ZeRO stage {stage} keeps the whole model on every rank, and it {residence}; use "
+            "zero_stage=3, which shards it, or free memory"
         )
     return residence
 
@@ -111,7 +112,3 @@ def residence_of(nbytes: int, rooms: Sequence[MemoryFit], host: bool, reordered:
 
 def _share(free: int | None, ranks: int) -> float:
     return float("inf") if free is None else free / ranks
-
-
-def _gib(nbytes: int) -> str:
-    return f"{nbytes / 2**30:.2f} GiB"

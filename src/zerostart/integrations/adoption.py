@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -40,6 +41,7 @@ from zerostart.upstream.accelerate.types import Accelerator
 from zerostart.upstream.deepspeed.state_dicts import Consolidation
 from zerostart.upstream.diffsynth.loading import DiffSynthSeam
 from zerostart.upstream.diffusers.loading import DiffusersSeam
+from zerostart.upstream.registry import is_first_rank
 from zerostart.upstream.saving_calls import SavingCalls
 from zerostart.upstream.torch.stepped import adopted_steps
 from zerostart.upstream.transformers.distributed import Noting
@@ -69,9 +71,12 @@ def listen(listener: Callable[[Notice], None]) -> Callable[[], None]:
 
 
 def _notify(notice: Notice) -> None:
-    """Tell everybody who listens."""
+    """Tell everybody who listens; where nobody does, a person hears of what was taken over."""
     for listener in list(_listeners):
         listener(notice)
+    if not _listeners and notice.how is not None and _stack and _stack[-1].progress and is_first_rank():
+        # As a progress bar is shown, and not by the logger, whose notes of this kind nobody sees.
+        print(f"zerostart: {notice.model} {notice.how}", file=sys.stderr, flush=True)
 
 
 def enable(settings: EnabledArguments) -> None:
@@ -225,7 +230,7 @@ def _keys_of(path: str) -> dict[str, object] | None:
     return None if _resolved(_stack[-1], nn.Module) is None else keys_of_torch_file(path)
 
 
-def _wait_for_everyone(original: Any, **call: Any) -> Any:
+def _wait_for_everyone(original: Any, **call: object) -> object:
     """``wait_for_everyone`` of accelerate, which ranks that wait for others at another place look at."""
     barrier.note_wait()
     return original()
@@ -241,7 +246,7 @@ _consolidation = Consolidation(_whole_state)
 _saving = SavingCalls(
     {
         **SAVE_PRETRAINED,
-        "Accelerator.save_model": saving.save_model,
+        "Accelerator.save_model": saving.accelerator_save_model,
         "Accelerator.get_state_dict": _get_state_dict,
         "DeepSpeedEngine.save_checkpoint": checkpoints.save_checkpoint,
         "DeepSpeedEngine.load_checkpoint": checkpoints.load_checkpoint,

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from rich.filesize import decimal
+
 from zerostart.engines.residence import Residence
 from zerostart.errors import printable
 
@@ -77,11 +79,11 @@ class Report:
             f"Loaded on {self.engine}, rank {self.rank} of {self.world_size}, "
             f"in {self.phases['total']:.2f} s",
             "  phases: " + ", ".join(f"{k} {v:.2f} s" for k, v in self.phases.items() if k != "total"),
-            f"  read {_size(self.read_bytes)}"
-            + (f" and got {_size(self.exchanged_bytes)} from other ranks" if self.exchanged_bytes else "")
+            f"  read {decimal(self.read_bytes)}"
+            + (f" and got {decimal(self.exchanged_bytes)} from other ranks" if self.exchanged_bytes else "")
             + self._rate()
             + (f" ({self.reading})" if self.reading else ""),
-            f"  peak memory: {_size(self.peak_host_bytes)} on the host" + self._on_the_device(),
+            f"  peak memory: {decimal(self.peak_host_bytes)} on the host" + self._on_the_device(),
         ]
         lines += [f"  whole parameters {self.tier}"] if self.tier is not None else []
         if self.dequantised:
@@ -105,12 +107,12 @@ class Report:
     def _on_the_device(self) -> str:
         if self.peak_device_bytes is None:
             return ", unknown on the device"
-        return f", {_size(self.peak_device_bytes)} on the device" if self.peak_device_bytes else ""
+        return f", {decimal(self.peak_device_bytes)} on the device" if self.peak_device_bytes else ""
 
     def _rate(self) -> str:
         seconds = self.phases.get("read", 0.0)
         moved = self.read_bytes + self.exchanged_bytes
-        return f" at {_size(int(moved / seconds))}/s" if seconds > 0 and moved else ""
+        return f" at {decimal(int(moved / seconds))}/s" if seconds > 0 and moved else ""
 
 
 def _named(kind: str, names: tuple[str, ...], shown: int = 5) -> list[str]:
@@ -118,12 +120,3 @@ def _named(kind: str, names: tuple[str, ...], shown: int = 5) -> list[str]:
         return []
     rest = f", and {len(names) - shown} more" if len(names) > shown else ""
     return [f"  {kind} ({len(names)}): {', '.join(map(printable, names[:shown]))}{rest}"]
-
-
-def _size(nbytes: int) -> str:
-    value = float(nbytes)
-    for unit in ("B", "KiB", "MiB"):
-        if value < 1024:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.2f} GiB"

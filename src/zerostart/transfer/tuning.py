@@ -11,6 +11,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from rich.filesize import decimal
+
 from zerostart.checkpoint.storage import Reader, Storage
 from zerostart.checkpoint.storage.page_cache import BOUNCE_BYTES
 from zerostart.distributed.machine import available_memory, cores, cores_of_node, local_ranks
@@ -93,7 +95,7 @@ class Tuning:
 
     def describe(self, reader: Reader | None = None) -> str:
         """What was set, and what a reader found that was used, in one line for a person."""
-        chunk = f"{self.chunk_size / MiB:.3g} MiB"
+        chunk = decimal(self.chunk_size)
         words = [f"{self.threads} threads x {chunk}" + (f" x {self.depth}" if self.depth > 1 else "")]
         if self.file_system:
             cached = "" if self.resident is None else f", {self.resident:.0%} in the page cache"

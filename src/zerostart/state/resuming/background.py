@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from rich.filesize import decimal
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -116,7 +117,7 @@ class Saving:
 
 _last: list[Saving] = []
 #: The default process group, and the one beside it.
-_groups: list[tuple[Any, Any]] = []
+_groups: list[tuple[object, Any]] = []
 
 
 def finish_last(world: World, place: Path | None = None) -> None:
@@ -302,8 +303,8 @@ def copied_to_host(
         limit = available_memory() // max(1, local_ranks()) + there if budget is None else budget
         if needed > limit:
             raise InsufficientMemoryError(
-                f"rank {world.rank} would copy {needed / 2**20:.1f} MiB to host memory to save in the "
-                f"background, and {limit / 2**20:.1f} MiB are free for it; use wait=True"
+                f"rank {world.rank} would copy {decimal(needed)} to host memory to save in the "
+                f"background, and {decimal(limit)} are free for it; use wait=True"
             )
         devices = {piece.device for part in own for piece in part if piece.locked}
         of = next(iter(devices), None)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.filesize import decimal
 from torch import nn
 
 from zerostart.checkpoint.manifest import group_of
@@ -92,17 +93,17 @@ class SaveReport:
     tied: dict[str, str]
 
     def __str__(self) -> str:
-        rate = self.total_bytes / max(self.seconds, 1e-9) / 1e9
+        rate = int(self.total_bytes / max(self.seconds, 1e-9))
         lines = [
-            f"saved {len(self.tensors)} tensors, {self.total_bytes / 2**30:.2f} GiB, in {len(self.files)} "
-            f"files to {self.path} in {self.seconds:.1f} s ({rate:.2f} GB/s); this rank "
-            f"{self.written_bytes / 2**30:.2f} GiB"
+            f"saved {len(self.tensors)} tensors, {decimal(self.total_bytes)}, in {len(self.files)} "
+            f"files to {self.path} in {self.seconds:.1f} s ({decimal(rate)}/s); this rank "
+            f"{decimal(self.written_bytes)}"
         ]
         lines += [f"  {name} under the model's own name: {why}" for name, why in self.own_names.items()]
         return "\n".join(lines)
 
 
-def save(model: nn.Module, path: str | os.PathLike[str], request: SaveRequest) -> SaveReport:
+def save_model(model: nn.Module, path: str | os.PathLike[str], request: SaveRequest) -> SaveReport:
     """See ``zerostart.save``, which raises what this raises."""
     begun = time.perf_counter()
     world = current_world()
@@ -290,6 +291,8 @@ def _report(
 #: What is copied from beside the weights that a model was loaded from: its tokenizer or processor, its code.
 _KINDS = frozenset({".json", ".txt", ".model", ".jinja", ".py", ".tiktoken", ".vocab", ".bpe", ".spm"})
 _FOLDERS = ("additional_chat_templates",)
+#: Without a configuration there, a text or a program is anybody's: a single file may lie in a folder of data.
+_VOCABULARIES = ("vocab.txt", "merges.txt")
 #: What describes the weights that are saved anew, or a run, and not the model.
 _NOT_COPIED = re.compile(
     r".*\.index\.json|(config|generation_config|adapter_config|trainer_state|state|zerostart|model_index)\.json"
@@ -322,7 +325,10 @@ def copy_beside(root: Path, directory: Path) -> None:
     """
     if not root.is_dir():
         return
+    configured = (root / "config.json").is_file()
     for path in sorted(root.iterdir()):
+        if not configured and path.suffix in (".txt", ".py") and path.name not in _VOCABULARIES:
+            continue
         if path.suffix in _KINDS and not _NOT_COPIED.fullmatch(path.name):
             _copy(path, directory / path.name)
     for name in _FOLDERS:

@@ -14,6 +14,7 @@ from types import TracebackType
 
 import torch
 from rich.console import Console
+from rich.filesize import decimal
 from rich.progress import BarColumn, Progress, TextColumn
 
 from zerostart.checkpoint.strict_json import dump_json
@@ -163,7 +164,7 @@ class Display:
             f"lr {metrics.learning_rate:.1e}",
             f"{self._rate:,.{0 if self._rate >= 10 else 2}f} {self._unit}",
             f"{duration(left)} left",
-            f"{metrics.peak_bytes / 2**30:.1f} GiB",
+            decimal(metrics.peak_bytes),
         ]
 
     def _write(self, **values: float | None) -> None:
