@@ -178,10 +178,11 @@ def save(
     report = save_model(model, path, request)
     if push_to_hub is not None:
         from zerostart.distributed.world import current_world
-        from zerostart.live.model import source_root
+        from zerostart.live.model import find_record
         from zerostart.state.saving.hub import push
 
-        push(path, push_to_hub, source_root(model), {}, current_world())
+        record = find_record(model)
+        push(path, push_to_hub, "" if record is None else record.catalog.root, {}, current_world())
     return report
 
 

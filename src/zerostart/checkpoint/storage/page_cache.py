@@ -15,7 +15,6 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-
 from zerostart.checkpoint.storage.files import read_some
 
 #: File systems whose bytes come over a network or from another machine's cache.

@@ -43,10 +43,10 @@ def push(
             made = api.create_repo(repo_id, exist_ok=True)
             api.upload_folder(repo_id=made.repo_id, folder_path=path, ignore_patterns=list(_KEPT_HERE))
         except Exception as error:  # the hub's own, a network's, and mistakes in the name
-            told = " ".join(str(error).split()) or type(error).__name__
+            told = " ".join(str(error).split()).rstrip(".") or type(error).__name__
             raise WriteError(
-                f"{os.fspath(path)} is saved, but not pushed to {repo_id}: {told}; log in with hf auth login, "
-                f"and push it with hf upload {repo_id} {os.fspath(path)}"
+                f"{os.fspath(path)} is saved, but not pushed to {repo_id}: {told}; log in with hf auth "
+                f"login, and push it with hf upload {repo_id} {os.fspath(path)}"
             ) from error
         return str(made)
 
@@ -54,7 +54,7 @@ def push(
 
 
 def check_repository(repo_id: str) -> None:
-    """Make the repository ``repo_id``, unless it is there, so that a mistake is told before a run and not after.
+    """Make the repository ``repo_id``, unless it is there: a mistake is told before a run and not after.
 
     Raises ConfigError where the hub does not let this user write there.
     """
@@ -63,10 +63,10 @@ def check_repository(repo_id: str) -> None:
     try:
         HfApi().create_repo(repo_id, exist_ok=True)
     except Exception as error:  # as above
-        told = " ".join(str(error).split()) or type(error).__name__
+        told = " ".join(str(error).split()).rstrip(".") or type(error).__name__
         raise ConfigError(
-            f"output.push_to_hub: {repo_id} cannot be written to ({told}); log in with hf auth login, look for "
-            "a mistake in the name, or leave it out"
+            f"output.push_to_hub: {repo_id} cannot be written to ({told}); log in with hf auth login, look "
+            "for a mistake in the name, or leave it out"
         ) from error
 
 
@@ -78,7 +78,9 @@ def model_card(path: Path, root: str, facts: Mapping[str, object]) -> ModelCard:
 
     source = _SNAPSHOT.search(Path(root).as_posix())
     base = None if source is None else source["id"].replace("--", "/")
-    adapter = (path / "adapter_config.json").is_file() or (path / "pytorch_lora_weights.safetensors").is_file()
+    adapter = (path / "adapter_config.json").is_file() or (
+        path / "pytorch_lora_weights.safetensors"
+    ).is_file()
     library = "transformers"
     if (path / "model_index.json").is_file() or (path / "pytorch_lora_weights.safetensors").is_file():
         library = "diffusers"

@@ -229,6 +229,8 @@ class OutputConfig(Section):
     """true: save the whole model, with the LoRA in its weights."""
     every: Count = 0
     """Steps between exports, in exports; 0: at the end alone."""
+    push_to_hub: str | None = None
+    """A repository of the hub to upload the trained model to, with a card of the run; see hf auth login."""
 
     @field_validator("max_shard_size")
     @classmethod
