@@ -86,15 +86,15 @@ SHOWN = 8
 
 @dataclass(frozen=True)
 class Coverage:
-    """Names left over on either side of the join of checkpoint and model.
+    """Names left over on either side of the join of checkpoint and model."""
 
-    ``mismatched`` maps a name to (shape in the checkpoint after conversion, shape in the model);
-    ``ignored`` are missing or unexpected names that the model itself declares ignorable.
-    """
-
+    #: Names of the model that the checkpoint lacks.
     missing: tuple[str, ...] = ()
+    #: Names of the checkpoint that nothing in the model takes.
     unexpected: tuple[str, ...] = ()
+    #: By name, the shape in the checkpoint after conversion and that in the model.
     mismatched: dict[str, tuple[Shape, Shape]] = field(default_factory=dict)
+    #: Missing or unexpected names that the model itself declares ignorable.
     ignored: tuple[str, ...] = ()
 
     def ignoring(self, missing: Iterable[str], unexpected: Iterable[str]) -> Coverage:

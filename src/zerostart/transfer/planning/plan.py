@@ -17,15 +17,15 @@ OperandView = tuple[int, tuple[int, ...], tuple[int, ...] | None]
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """Local storage that the plan fills: ``numel`` elements of ``dtype``, the first ``owned`` of them real.
-
-    ``direct`` tells storage that a read may land in (host memory) from storage behind a staging buffer.
-    """
+    """Local storage that the plan fills."""
 
     name: str
+    #: Its elements, padding included.
     numel: int
+    #: How many of them, from the first on, are real.
     owned: int
     dtype: torch.dtype
+    #: Whether a read may land in it: host memory, and not memory behind a staging buffer.
     direct: bool
 
     @property
@@ -36,18 +36,19 @@ class Destination:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What becomes of the bytes at ``at`` of a read.
+    """What becomes of some of the bytes of a read."""
 
-    They are elements of ``dtype`` and go to destination number ``target`` from element ``to`` on, by
-    ``loops`` of (size, source stride, destination stride). ``direct`` parts are one unbroken run on both
-    sides with no cast, and can be read into place.
-    """
-
+    #: Bytes from the start of the read to the first element.
     at: int
+    #: Of the elements as they are stored.
     dtype: torch.dtype
+    #: Number of the destination.
     target: int
+    #: Its element that the first one goes to.
     to: int
+    #: (size, source stride, destination stride), in elements.
     loops: tuple[tuple[int, int, int], ...]
+    #: Whether it is one unbroken run on both sides with no cast, and can be read into place.
     direct: bool
 
     @property
