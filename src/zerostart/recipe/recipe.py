@@ -16,15 +16,15 @@ from zerostart.recipe.computed import Computed
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What the model expects under a state-dict name: the unsharded shape and the final dtype.
-
-    With ``as_stored`` a floating tensor takes instead the dtype in which the checkpoint has it.
-    """
+    """What the model expects under a state-dict name."""
 
     name: str
+    #: Unsharded.
     shape: tuple[int, ...]
+    #: The final one.
     dtype: torch.dtype
     buffer: bool = False
+    #: A floating tensor takes instead the dtype in which the checkpoint has it.
     as_stored: bool = False
 
 
