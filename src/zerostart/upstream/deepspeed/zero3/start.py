@@ -22,6 +22,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -30,7 +31,8 @@ from torch.overrides import TorchFunctionMode
 
 from zerostart.upstream.patches import RefCountedPatches, replaced
 from zerostart.upstream.registry import Lasts, Otherwise, PatchPoint, demand, misfit
-from zerostart.upstream.shapes import Shape
+from zerostart.upstream.shapes import Function, Shape
+from zerostart.upstream.torch.types import Arguments, Keywords
 from zerostart.upstream.versions import DEEPSPEED
 
 logger = logging.getLogger("zerostart")
@@ -174,7 +176,7 @@ def defragmenting() -> Iterator[None]:
     """Inside, ``defragment`` leaves partitions where they are if they need not be moved."""
     from deepspeed.runtime.zero import stage3
 
-    module: Any = stage3
+    module: ModuleType = stage3
     original = module.defragment
 
     @functools.wraps(original)
@@ -213,7 +215,9 @@ class FuseToClone(TorchFunctionMode):
         super().__init__()
         self._made: torch.Tensor | None = None
 
-    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
+    def __torch_function__(
+        self, func: Function, types: object, args: Arguments = (), kwargs: Keywords | None = None
+    ) -> object:
         kwargs = kwargs or {}
         if func is torch.Tensor.clone and self._made is not None and args[0] is self._made:
             # Only the clone of what was just made: nobody else can have seen it, so it needs no copy.
@@ -243,7 +247,9 @@ class SharedZeroGradients(TorchFunctionMode):
         self._numel = numel
         self._done = False
 
-    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
+    def __torch_function__(
+        self, func: Function, types: object, args: Arguments = (), kwargs: Keywords | None = None
+    ) -> object:
         if func is torch.zeros and args == (self._numel,) and not self._done:
             self._done = True
             return torch.zeros(1, **(kwargs or {})).expand(*args)
