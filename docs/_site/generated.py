@@ -53,6 +53,7 @@ def anchor(results: str) -> str:
 
 def _changelog() -> Iterator[str]:
     text = (REPOSITORY / "CHANGELOG.md").read_text(encoding="utf-8")
+    text = re.sub(r"^# .+\n", "", text)
     yield re.sub(r"^## \[(.+?)\]", r"## \1", text, flags=re.MULTILINE)
 
 

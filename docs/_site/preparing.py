@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import tomllib
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -39,7 +40,7 @@ def prepare(_app: Sphinx, page: str, source: list[str]) -> None:
     source[0] = _outside_of_fences(text, lambda prose: _linked(prose, page))
 
 
-def _outside_of_fences(text: str, change) -> str:  # type: ignore[no-untyped-def]
+def _outside_of_fences(text: str, change: Callable[[str], str]) -> str:
     found, at = [], 0
     for fence in _FENCE.finditer(text):
         found += [change(text[at : fence.start()]), fence[0]]
