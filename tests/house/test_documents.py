@@ -111,7 +111,7 @@ def test_links_of_the_readme_work_where_it_is_read_apart_from_the_repository() -
 
 
 def test_links_of_what_is_not_on_the_site_lead_somewhere() -> None:
-    """Files and headings, by relative links and by those into the repository; the site checks its own pages."""
+    """Files and headings, by relative links and by those into the repository; the site checks its own."""
     base = tomllib.loads((REPOSITORY / "pyproject.toml").read_text("utf-8"))["project"]["urls"]["Repository"]
     pages = [*REPOSITORY.glob("*.md"), *(REPOSITORY / ".github").glob("*.md")]
     pages += [page for folder in ("benchmarks", "examples") for page in (REPOSITORY / folder).rglob("*.md")]
