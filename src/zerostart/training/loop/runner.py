@@ -34,6 +34,7 @@ from zerostart.training.loop.fingerprint import fingerprint_of, read_inputs
 from zerostart.training.loop.optimizers import check_optimizer
 from zerostart.training.loop.output_directory import (
     METRICS,
+    check_room,
     claim_output,
     remove_earlier_run,
     resumable_checkpoints,
@@ -125,6 +126,8 @@ def _train(config: TrainConfig, directory: Path, resumed: Path | None, world: Wo
         if told := choose_trained(model, config, world):
             display.say(told)
         check_export(model, config)
+        if world.rank == 0:
+            check_room(config, model, directory)
         session = open_session(config, model, task, inputs.items)
         course = fingerprint_of(config, model, inputs.items.digest(), world)
         accepted = [] if config.resume is None else config.resume.accept
