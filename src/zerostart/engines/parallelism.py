@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 
+from zerostart.engines.base import EngineConfig
 from zerostart.errors import ConfigError
 from zerostart.geometry.layout import Mesh, Parallelism, ParallelPlan, expert_plan, tensor_plan
 from zerostart.geometry.layout.partition_config import Linear, partition_plan
@@ -21,7 +22,7 @@ def resolve(
     mesh: Mesh,
     experts_given: Mapping[str, str] | None = None,
     tensors_given: Mapping[str, str] | None = None,
-    section: Mapping[str, Any] | None = None,
+    section: EngineConfig | None = None,
     decide: Callable[[ParallelPlan], ParallelPlan] | None = None,
 ) -> Parallelism:
     """What ``mesh`` does to the parameters of ``model`` (on meta, with its true shapes).
@@ -93,7 +94,7 @@ def _tensors(
     mesh: Mesh,
     shapes: Mapping[str, tuple[int, ...]],
     given: Mapping[str, str] | None,
-    section: Mapping[str, Any] | None = None,
+    section: EngineConfig | None = None,
 ) -> ParallelPlan:
     kind, size = type(model).__name__, mesh.tensor_parallel
     if section is not None:
@@ -126,7 +127,7 @@ def _without_experts(tensors: ParallelPlan, experts: ParallelPlan) -> ParallelPl
     )
 
 
-def _partitioned(model: nn.Module, size: int, section: Mapping[str, object]) -> ParallelPlan:
+def _partitioned(model: nn.Module, size: int, section: EngineConfig) -> ParallelPlan:
     """The plan that DeepSpeed's ``tensor_parallel`` section makes for the linear layers of ``model``."""
     linears = {
         name: Linear((module.out_features, module.in_features), module.bias is not None)

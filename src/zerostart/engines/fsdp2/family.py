@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from zerostart.distributed.world import World, default_device
+from zerostart.engines.base import EngineConfig
 from zerostart.engines.engine import Engine
 from zerostart.engines.flat_buffers import FlatBufferShards, placed_whole
 from zerostart.engines.forecast import MemoryPeak, OptimizerCost, ParameterBytes, Target, replicated_peaks
@@ -47,7 +48,7 @@ class FSDP2(FSDP2StateEngine, Engine):
 
     @classmethod
     def for_stage(
-        cls, zero_stage: int, config: Mapping[str, object] | None, mesh: Mesh, exchange: bool | None
+        cls, zero_stage: int, config: EngineConfig | None, mesh: Mesh, exchange: bool | None
     ) -> Engine:
         """Stage 0 shards nothing."""
         return (FSDP2 if zero_stage else Replicated)(zero_stage, config, mesh, exchange)
@@ -81,7 +82,7 @@ class FSDP2(FSDP2StateEngine, Engine):
         _ = self.settings
 
     @classmethod
-    def configured_tensor_parallel(cls, config: Mapping[str, object]) -> int:
+    def configured_tensor_parallel(cls, config: EngineConfig) -> int:
         """See ``Engine``; it is ``autotp_size``, as in DeepSpeed's section."""
         return FSDP2Settings.of(config).autotp_size
 
@@ -198,7 +199,7 @@ class FSDP2(FSDP2StateEngine, Engine):
             return parallel_shards(model, self.settings, parallelism, rank)
         return current_shards(model)
 
-    def training_config(self, job: TrainingJob, given: Mapping[str, object]) -> dict[str, Any]:
+    def training_config(self, job: TrainingJob, given: EngineConfig) -> dict[str, Any]:
         """See ``Engine``; the units cast what they gather. Raises ConfigError for an unknown key."""
         from torch.distributed.fsdp import MixedPrecisionPolicy
 

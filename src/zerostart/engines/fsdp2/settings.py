@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import Shard
 
+from zerostart.engines.base import EngineConfig
 from zerostart.engines.training import LauncherSetup
 from zerostart.errors import ConfigError, EngineError
 from zerostart.geometry.layout import Mesh
@@ -46,10 +47,10 @@ class FSDP2Settings:
     offload_policy: OffloadPolicy | None = None
     ep_plan: Mapping[str, str] | None = None
     tp_plan: Mapping[str, str] | None = None
-    tensor_parallel: Mapping[str, Any] | None = None
+    tensor_parallel: EngineConfig | None = None
 
     @classmethod
-    def of(cls, config: Mapping[str, Any] | None) -> FSDP2Settings:
+    def of(cls, config: EngineConfig | None) -> FSDP2Settings:
         """Read a configuration; raises ConfigError for an unknown key or a value of the wrong kind."""
         if config is not None and not isinstance(config, Mapping):
             raise ConfigError(f"engine_config is a {type(config).__name__}; FSDP2 takes a dict")
@@ -135,7 +136,7 @@ class FSDP2Settings:
         return int((self.tensor_parallel or {}).get("autotp_size") or 1)
 
     @property
-    def rules(self) -> Mapping[str, Any] | None:
+    def rules(self) -> EngineConfig | None:
         """The section ``tensor_parallel``, if it says more than how many ranks."""
         section = self.tensor_parallel
         return None if section is not None and section.keys() == {"autotp_size"} else section
