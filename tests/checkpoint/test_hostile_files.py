@@ -61,7 +61,7 @@ def test_ranks_of_unequal_lengths_are_no_weights(tmp_path: Path) -> None:
     assert open_catalog(zero3(tmp_path, (4, 4))).weights["weight"].shape == (4, 2)
     for lengths in ((4, 2), (2, 4), (8, 4)):
         zero3(tmp_path, lengths)
-        assert "rank_1" in soon(lambda: open_catalog(tmp_path), "where ranks have equal ones")
+        assert "rank_1" in soon(lambda: open_catalog(tmp_path), "all ranks' must be equal")
 
 
 ROW = TensorEntry("row", "F32", (8,), 0, 0, 32)
@@ -77,10 +77,10 @@ def piece(origin: tuple[int, ...], axes: Any, offset: int = 0, unit: int = 8) ->
     [
         ((8,), (piece((0,), RUN),), ""),
         ((4, 2), (piece((0, 0), (((4, 2),), ((2, 1),))),), ""),
-        ((9,), (piece((0,), RUN),), "has 9 elements, and the files hold 8"),
-        ((7,), (piece((0,), RUN),), "reaches out of it"),
-        ((8,), (piece((0,), RUN, 1, 9),), "outside of what is stored"),
-        ((8,), (piece((0,), (((8, 2),),), 0, 15),), "outside of what is stored"),
+        ((9,), (piece((0,), RUN),), "has 9 elements, but the files hold 8"),
+        ((7,), (piece((0,), RUN),), "lies outside that shape"),
+        ((8,), (piece((0,), RUN, 1, 9),), "outside the data that is stored"),
+        ((8,), (piece((0,), (((8, 2),),), 0, 15),), "outside the data that is stored"),
         ((8,), (piece((0,), (((4, 1),),)), piece((2,), (((4, 1),),))), "fill the same elements"),
         ((8,), (piece((4,), (((4, 1),),)), piece((0,), (((4, 1),),), 4)), ""),
         ((-8,), (), "invalid shape"),
@@ -255,7 +255,7 @@ def test_a_zip_file_in_the_place_of_safetensors(tmp_path: Path) -> None:
     zipped(tmp_path / "model.safetensors")
     soon(lambda: open_catalog(tmp_path), r"a zip archive, as torch\.save writes it; call it \.bin")
     save_file({"a": torch.ones(2)}, tmp_path / "pytorch_model.bin")
-    soon(lambda: open_catalog(tmp_path / "pytorch_model.bin"), "not a file of torch.save")
+    soon(lambda: open_catalog(tmp_path / "pytorch_model.bin"), "not a file written by torch.save")
 
 
 @pytest.mark.parametrize(
@@ -269,7 +269,7 @@ def test_a_zip_file_in_the_place_of_safetensors(tmp_path: Path) -> None:
 def test_sources_that_are_not_read(tmp_path: Path, name: str, message: str) -> None:
     (tmp_path / name).write_bytes(b"x")
     soon(lambda: open_catalog(tmp_path / name), message)
-    soon(lambda: open_catalog(tmp_path), f"no checkpoint here.*{message}", ZerostartError)
+    soon(lambda: open_catalog(tmp_path), f"no checkpoint in this directory.*{message}", ZerostartError)
 
 
 def test_damaged_records_are_named_with_their_file(tmp_path: Path) -> None:

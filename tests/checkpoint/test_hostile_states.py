@@ -157,7 +157,7 @@ def test_ranks_of_deepspeeds_with_other_states_are_of_two_jobs(
     torch.save(
         {"module": {}, "param_shapes": [{"weight": torch.Size([4])}]}, tmp_path / "mp_rank_00_model_states.pt"
     )
-    with pytest.raises(CheckpointError, match="those of two jobs, or of two moments, are mixed"):
+    with pytest.raises(CheckpointError, match="files of two jobs, or of two moments, are mixed"):
         training_states(tmp_path)
     _zero_rank(tmp_path, 1, first)
     found = training_states(tmp_path)

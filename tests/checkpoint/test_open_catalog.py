@@ -209,13 +209,13 @@ def test_an_index_without_end(tmp_path: Path) -> None:
 
 def test_a_listed_tensor_that_no_shard_has(tmp_path: Path) -> None:
     save_index(tmp_path, ghost="model-00001-of-00003.safetensors")
-    with pytest.raises(CheckpointError, match=r"'ghost' is said to lie in .*00001.*no shard has it"):
+    with pytest.raises(CheckpointError, match=r"places tensor 'ghost' in .*00001.*no shard has it"):
         open_catalog(tmp_path)
 
 
 def test_a_listed_tensor_in_another_shard(tmp_path: Path) -> None:
     save_index(tmp_path, a="model-00003-of-00003.safetensors")
-    with pytest.raises(CheckpointError, match=r"'a' is said to lie in .*00003.*00001.* has it"):
+    with pytest.raises(CheckpointError, match=r"places tensor 'a' in .*00003.*00001.* has it"):
         open_catalog(tmp_path)
 
 

@@ -320,7 +320,7 @@ def test_a_reader_finishes_a_save_that_was_killed_after_its_switch(
     assert values() == (3.0, 1.0)
     with monkeypatch.context() as patched:
         patched.setattr(folders.Folder, "replace", denied)
-        with pytest.raises(CheckpointError, match=r"config\.json is that of an earlier checkpoint"):
+        with pytest.raises(CheckpointError, match=r"config\.json belongs to an earlier checkpoint"):
             open_catalog(path)
     open_catalog(path)
     assert values() == (3.0, 3.0)

@@ -27,7 +27,7 @@ VERBS: dict[str, Callable[[str], Any]] = {
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_home_directory_of_nobody_is_named(verb: str) -> None:
-    with pytest.raises(ConfigError, match="~no-such-user/model: there is no home directory of that name"):
+    with pytest.raises(ConfigError, match="~no-such-user/model: no user of that name has a home directory"):
         VERBS[verb]("~no-such-user/model")
 
 
@@ -38,5 +38,5 @@ def test_home_directories_are_found_and_a_nul_is_no_path(
     (tmp_path / "text.txt").write_text("one")
     assert expanded("~/model") == tmp_path / "model"
     assert list(iter_documents(DataConfig(source="~/text.txt"))) == ["one"]
-    with pytest.raises(ConfigError, match=r"'a\\x00b' is not a path: it has a NUL character"):
+    with pytest.raises(ConfigError, match=r"'a\\x00b' is not a path: it contains a NUL character"):
         zerostart.verify("a\0b")

@@ -75,7 +75,7 @@ def test_an_index_leads_nowhere_outside(name: str, tmp_path: Path) -> None:
     (tmp_path / "p").mkdir()
     (tmp_path / "p" / "model_index.json").write_text(json.dumps({name: ["diffusers", "X"]}))
     assert components(tmp_path / "p") == ()
-    with pytest.raises(CheckpointError, match="names no folder with a config"):
+    with pytest.raises(CheckpointError, match="names no folder that has a config"):
         open_catalog(tmp_path / "p")
 
 

@@ -194,7 +194,7 @@ def test_a_header_beyond_the_end_names_both_sizes(tmp_path: Path) -> None:
 def test_a_truncated_file_names_sizes_tensor_and_remedy(tmp_path: Path) -> None:
     whole = blob({"a": entry(), "b": entry(offsets=[4, 8])}, 8)
     message = refused(tmp_path, whole[:-1])
-    assert f"describes {len(whole)} bytes, the file has {len(whole) - 1}" in message
+    assert f"describes {len(whole)} bytes, but the file has {len(whole) - 1}" in message
     assert "tensor 'b' is cut off" in message
     assert "download it again" in message
 

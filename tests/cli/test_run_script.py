@@ -108,7 +108,7 @@ def test_a_script_sees_what_it_sees_under_python(arguments: list[str], folder: P
 @pytest.mark.slow
 def test_what_is_no_script_is_a_usage_error(folder: Path) -> None:
     for arguments, text in (
-        (["missing.py"], "there is no script missing.py"),
+        (["missing.py"], "no such script: missing.py"),
         (["empty"], "empty has no __main__.py"),
         (["--zero-stage", "7", "script.py"], "--zero-stage"),
         ([], "Missing argument"),

@@ -191,7 +191,9 @@ def test_an_engine_of_another_package_that_cannot_be_imported(monkeypatch: pytes
     broken = EntryPoint("broken", "no_such_module:Engine", "zerostart.engines")
     monkeypatch.setattr("zerostart.engines.registry._installed", lambda: {"broken": broken})
     assert default_engine() == "deepspeed"
-    with pytest.raises(ConfigError, match=r"'broken' of another package cannot be imported: .*no_such"):
+    with pytest.raises(
+        ConfigError, match=r"'broken' of another installed package cannot be imported: .*no_such"
+    ):
         zerostart.load({"weight": torch.ones(1, 1)}, torch.nn.Identity, engine="broken", progress=False)
 
 

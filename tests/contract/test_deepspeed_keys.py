@@ -140,10 +140,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"tensor_parallel": {"autotp_size": 3}},
         "tensor_parallel=3 does not divide the 2 ranks",
     ),
-    "AutoEP": ({"expert_parallel": {"enabled": True}}, "autoep_size=1, with which no ranks share experts"),
+    "AutoEP": ({"expert_parallel": {"enabled": True}}, "autoep_size=1, so that no ranks share experts"),
     "another router": (
         {"expert_parallel": {"enabled": True, "autoep_size": 2, "top_k": 1}},
-        "top_k=1: experts run as the model itself has it",
+        "top_k=1, but the model itself decides how its experts run",
     ),
     "quantised": (
         {"weight_quantization": {"quantized_initialization": {"num_bits": 8}}},
@@ -177,7 +177,7 @@ def refused_by_loads(path: Path) -> None:
     before = {"use_data_before_expert_parallelism": True}
     with pytest.raises(zerostart.ZerostartError, match="expert_parallel=2 with use_data_before_expert"):
         zerostart.load(path, expert_parallel=2, engine_config=before, progress=False)
-    with pytest.raises(zerostart.ZerostartError, match="sequence_parallel_size=2, and the load for"):
+    with pytest.raises(zerostart.ZerostartError, match="sequence_parallel_size=2, but the load for"):
         zerostart.load(path, engine_config={"sequence_parallel_size": 2}, progress=False)
     for stage in (1, 2, 3):
         unknown = {"zero_optimization": {"stage": stage, "round_robin_gradient": True}}

@@ -31,7 +31,7 @@ def refused_training(model: nn.Module, family: Any) -> list[str]:
     try:
         family.call(model)
     except zerostart.errors.EngineError as error:
-        return [] if "is called by its parts, and holds" in str(error) else [str(error)]
+        return [] if "is called part by part and holds" in str(error) else [str(error)]
     return ["trained in parts"]
 
 

@@ -150,8 +150,8 @@ def test_copies_on_each_machine(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("what", "kind", "words"),
     [
-        ("other header", errors.ReadError, ["rank 1", "not the file that rank 0 has"]),
-        ("not there", errors.CheckpointNotFoundError, ["rank 1", "is not there on this machine"]),
+        ("other header", errors.ReadError, ["rank 1", "differs from the file on the machine of rank 0"]),
+        ("not there", errors.CheckpointNotFoundError, ["rank 1", "does not exist on this machine"]),
         ("written", errors.ReadError, ["rank 1", "was changed", "written to"]),
         ("replaced for rank 0", errors.ReadError, ["rank 0", "was changed", "replaced"]),
     ],

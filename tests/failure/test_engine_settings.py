@@ -10,7 +10,7 @@ from tests.tiny import TinyCheckpoints
 CASES: list[tuple[str, dict[str, Any], str]] = [
     ("fsdp2", {"shard_placement_fn": 3}, "engine_config['shard_placement_fn'] is not callable"),
     ("fsdp2", {"wrap": "Qwen3DecoderLayer"}, "engine_config['wrap']='Qwen3DecoderLayer' is not a list"),
-    ("fsdp2", {"replicate": 0}, "engine_config['replicate']=0 is not a number of replicas"),
+    ("fsdp2", {"replicate": 0}, "engine_config['replicate']=0 must be a number of replicas"),
     ("fsdp2", {"replicat": 2}, "has the unknown key 'replicat'; did you mean 'replicate'?"),
     ("fsdp2", {"mp_policy": "bf16"}, "engine_config['mp_policy'] is a str"),
     ("fsdp2", {"tp_plan": {"lm_head": "column"}}, "gives lm_head.weight the style 'column'; known are "),

@@ -33,7 +33,7 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
             "zero_stage": 1,
             "engine_config": {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
         },
-        "BF16_Optimizer, which that asks for, reduces gradients of experts of its own layers alone",
+        "BF16_Optimizer, which reduces gradients of experts only in DeepSpeed's own layers",
     ),
     (
         "deepspeed",
@@ -42,7 +42,7 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
             "zero_stage": 2,
             "engine_config": {"zero_optimization": {"stage": 2, "reduce_scatter": False}},
         },
-        "experts at stages 1 and 2 with reduce_scatter alone",
+        "experts at stages 1 and 2 only with reduce_scatter",
     ),
     (
         "deepspeed",
@@ -75,7 +75,7 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
     (
         "fsdp2",
         {"expert_parallel": 2, "engine_config": {"shard_placement_fn": beyond}},
-        "for model.embed_tokens.weight, of 2 dimensions; use one of them, or None",
+        "for model.embed_tokens.weight, which has 2 dimensions; use Shard(dim) of one of them, or None",
     ),
 ]
 

@@ -99,7 +99,8 @@ CASES: list[tuple[Callable[[], nn.Module], str, dict[str, Any], str]] = [
         qwen3,
         "fsdp2",
         {"sequence_parallel": 2, "tensor_parallel": 2},
-        "tensor_parallel=2 with sequence_parallel=2 asks for 4 ranks to a batch, which does not divide the 6",
+        "tensor_parallel=2 with sequence_parallel=2 needs 4 ranks for each batch, which does not "
+        "divide the 6",
     ),
     (
         qwen3,
@@ -117,7 +118,7 @@ CASES: list[tuple[Callable[[], nn.Module], str, dict[str, Any], str]] = [
         qwen3,
         "deepspeed",
         {"engine_config": {"sequence_parallel_size": 2}},
-        "asks for sequence_parallel_size=2, and the load for sequence_parallel=1; pass sequence_parallel=2",
+        "asks for sequence_parallel_size=2, but the load for sequence_parallel=1; pass sequence_parallel=2",
     ),
 ]
 

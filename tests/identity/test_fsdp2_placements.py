@@ -209,7 +209,7 @@ REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "replicas": (lambda: {"replicate": 2}, "does not divide the 3 ranks"),
     "mesh-and-replicas": (lambda: {"mesh": init_device_mesh("cpu", (3,)), "replicate": 3}, "both mesh and"),
     "mesh-without-names": (lambda: {"mesh": init_device_mesh("cpu", (1, 3))}, "mesh_dim_names"),
-    "wrap": (lambda: {"wrap": ["Qwen3MoeDecoderLayer", "model.layer.*"]}, "'model.layer.*', which no module"),
+    "wrap": (lambda: {"wrap": ["Qwen3MoeDecoderLayer", "model.layer.*"]}, "'model.layer.*', but no module"),
     "uneven": (lambda: {"shard_placement_fn": widest}, "evenly along dimensions other than 0"),
     "placement": (lambda: {"shard_placement_fn": lambda p: Replicate()}, "returned a Replicate"),
     "dimension": (lambda: {"shard_placement_fn": lambda p: Shard(5)}, "dimensions"),

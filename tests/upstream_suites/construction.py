@@ -125,7 +125,7 @@ def _sliced(model: nn.Module, config: Mapping[str, Any]) -> bool:
     try:
         zerostart.plan(None, 4, model=empty, zero_stage=_stage(config), engine_config=config)
     except zerostart.ZerostartError as refusal:
-        return "DeepSpeed cuts no layer" not in str(refusal)
+        return "DeepSpeed shards no layer" not in str(refusal)
     return True
 
 

@@ -101,7 +101,8 @@ class Digests:
         ):
             if row[-1] != prod(shape):
                 raise CheckpointError(
-                    f"{name}: {row[-1]} elements were counted for its digest, and it has {prod(shape)}"
+                    f"tensor {name}: {row[-1]} elements were counted for its digest, but the tensor has "
+                    f"{prod(shape)}; this is a bug in zerostart"
                 )
             lanes = [(row[2 * lane] + (row[2 * lane + 1] << 32)) & ALL for lane in range(LANES)]
             found[name] = _final(dtype, shape, lanes)

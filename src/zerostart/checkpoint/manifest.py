@@ -174,8 +174,8 @@ def _read(marker: Path) -> JsonObject | None:
         return None
     if document.get("format") != FORMAT:
         raise VerifyError(
-            f"{marker}: its format is {document.get('format')!r}, and this version knows {FORMAT}: use "
-            "the version of zerostart that has saved it"
+            f"{marker}: its format is {document.get('format')!r}, but this version of zerostart knows "
+            f"{FORMAT}: use the version of zerostart that wrote it"
         )
     others = document.get("others", {})
     if not isinstance(others, dict) or not all(map(_well_formed, (document, *others.values()))):

@@ -17,9 +17,9 @@ def expanded(path: str | os.PathLike[str]) -> Path:
     try:
         found = Path(path).expanduser()
     except RuntimeError:
-        raise ConfigError(f"{os.fspath(path)}: there is no home directory of that name") from None
+        raise ConfigError(f"{os.fspath(path)}: no user of that name has a home directory") from None
     if "\0" in str(found):
-        raise ConfigError(f"{os.fspath(path)!r} is not a path: it has a NUL character")
+        raise ConfigError(f"{os.fspath(path)!r} is not a path: it contains a NUL character")
     return found
 
 

@@ -133,8 +133,8 @@ def check_configuration(catalog: Catalog) -> None:
     known, path = catalog.configured, Path(catalog.root) / CONFIG_NAME
     if known is not None and (now := FileState.at(str(path))) != known:
         raise ReadError(
-            f"{path} was changed while the checkpoint was opened (it {known.changed_to(now)}); load again "
-            "when nobody writes to it"
+            f"{path} was changed while the checkpoint was opened (it {known.changed_to(now)}); load "
+            "again when no other process writes to it"
         )
 
 
@@ -159,7 +159,10 @@ def states_here(catalog: Catalog) -> tuple[FileState, ...]:
     states = [FileState.at(path) for path in catalog.files]
     for path, state in zip(catalog.files, states, strict=True):
         if state is None:
-            raise CheckpointNotFoundError(f"{path} is not there on this machine, and it is where rank 0 runs")
+            raise CheckpointNotFoundError(
+                f"{path} does not exist on this machine, but it does on the machine of rank 0; copy the "
+                "checkpoint to every machine, or to a file system that all share"
+            )
     known = states_of(catalog)
     copies = [number for number, state in enumerate(states) if state != known[number]]
     if catalog.assembled is not None:  # parts of files of many kinds: their lengths have to do
@@ -173,8 +176,8 @@ def states_here(catalog: Catalog) -> tuple[FileState, ...]:
     for number, (entries, _, state) in zip(copies, read, strict=True):
         if state is None or state.size != catalog.sizes[number] or entries != expected[number]:
             raise ReadError(
-                f"{catalog.files[number]} on this machine is not the file that rank 0 has: its header or its "
-                "length differs; copy the checkpoint to every machine again"
+                f"{catalog.files[number]} on this machine differs from the file on the machine of rank 0, "
+                "in its header or length; copy the checkpoint to every machine again"
             )
         states[number] = state
     return tuple(state for state in states if state is not None)
@@ -201,8 +204,8 @@ def _check_lengths(catalog: Catalog, states: Sequence[FileState | None]) -> None
     for path, size, state in zip(catalog.files, catalog.sizes, states, strict=True):
         if state is None or state.size != size:
             raise ReadError(
-                f"{path} on this machine has another length than on rank 0's; copy the checkpoint to every "
-                "machine again"
+                f"{path} has another length on this machine than on the machine of rank 0; copy the "
+                "checkpoint to every machine again"
             )
 
 
@@ -222,6 +225,6 @@ def check_unchanged(catalog: Catalog) -> None:
         replaced = now is None or now.number != before.number
         if not replaced or number in copied:
             raise ReadError(
-                f"{path} was changed during the load (it {before.changed_to(now)}), and what was read may be "
-                "a mixture; load again when nobody writes to it"
+                f"{path} was changed during the load (it {before.changed_to(now)}), so what was read may "
+                "be a mixture; load again when no other process writes to it"
             )

@@ -20,7 +20,8 @@ def command(
         str,
         typer.Argument(
             metavar="FAMILY",
-            help="causal-lm, masked-lm, wan, qwen-image, flux, flux2, z-image, or the directory of a model.",
+            help="causal-lm, masked-lm, wan, qwen-image, flux, flux2, z-image, hunyuan-video, ltx2, or the "
+            "directory of a model.",
             show_default=False,
         ),
     ],
@@ -69,7 +70,7 @@ def command(
 def _own_file(engine: Engine) -> str:
     settings = engine.config_template()
     if settings is None:
-        raise ConfigError(f"{engine.title} has no configuration file of its own; leave --deepspeed out")
+        raise ConfigError(f"{engine.title} has no configuration file of its own; leave out --deepspeed")
     return json.dumps(settings, indent=2) + "\n"
 
 
@@ -84,7 +85,7 @@ def _write(files: dict[Path, str]) -> None:
     """All of them, or an error before the first: nothing that is there is touched."""
     there = [str(path) for path in files if path.exists() or path.is_symlink()]
     if there:
-        raise ConfigError(f"{', '.join(there)}: already there; choose another name, or remove it")
+        raise ConfigError(f"{', '.join(there)} already exist; choose another name, or remove them")
     for path, text in files.items():
         try:
             with path.open("x", encoding="utf-8") as file:

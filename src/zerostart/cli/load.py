@@ -64,17 +64,22 @@ def command(
     _show(result, str(ranks[0]["text"]))
     if result["verified"] is False:
         wrong = ranks[0]["wrong"]
-        raise ZerostartError(f"{len(wrong)} tensors differ from the unsharded load: {', '.join(wrong[:5])}")
+        raise ZerostartError(
+            f"{len(wrong)} tensors differ from the unsharded load: {', '.join(wrong[:5])}; this is a "
+            "bug in zerostart"
+        )
 
 
 def _check(nproc: int | None, world_size: int | None, rank: int | None, verify: bool) -> None:
     """Raise a usage error where it is not clear who is to load."""
     if (world_size is None) != (rank is None):
-        raise typer.BadParameter("--world-size and --rank belong together")
+        raise typer.BadParameter("--world-size and --rank must be given together")
     if (nproc is None) == (rank is None):
         raise typer.BadParameter("give --nproc, or --world-size and --rank")
     if rank is not None and verify:
-        raise typer.BadParameter("--verify compares whole tensors, and --rank reads a share; use --nproc")
+        raise typer.BadParameter(
+            "--verify compares whole tensors, but --rank reads one rank's share; use --nproc"
+        )
 
 
 def _summed(ranks: list[dict[str, Any]]) -> dict[str, Any]:
@@ -180,7 +185,8 @@ def _differences(model: nn.Module, source: str, dtype: torch.dtype | None) -> li
     root = open_catalog(source).root
     if loading is None or root is None:
         raise ConfigError(
-            f"--verify compares with what a model's library loads, and {type(model).__name__} has none"
+            f"--verify compares with what the model's library loads, but {type(model).__name__} "
+            "belongs to no known library"
         )
     reference: dict[str, torch.Tensor] = {}
     buffers: dict[str, torch.Tensor] = {}

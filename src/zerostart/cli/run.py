@@ -128,7 +128,7 @@ class Script:
         if self.module or Path(self.name).is_file():
             return
         if not Path(self.name).is_dir():
-            raise ConfigError(f"there is no script {self.name}; name a file, or a module with -m")
+            raise ConfigError(f"no such script: {self.name}; name a file, or a module with -m")
         if self._held() is None:
             raise ConfigError(f"{self.name} has no __main__.py; name the script in it")
 

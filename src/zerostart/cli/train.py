@@ -48,7 +48,8 @@ def run_config(
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         if nproc is not None:
             raise ConfigError(
-                "--nproc starts ranks, but RANK is set: a launcher has started them; leave it out"
+                "--nproc starts ranks, but a launcher has started them already (RANK is set); leave out "
+                "--nproc"
             )
         run(arguments)
     else:

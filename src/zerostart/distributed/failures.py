@@ -32,7 +32,7 @@ def report_of(failure: BaseException) -> bytes:
         made = ZerostartError(f"{type(failure).__name__}: {text}")
     else:
         name = type(failure).__name__ + (f": {text}" if text else "")
-        made = PeerError(f"stopped by {name}; what was under way is not complete: start all ranks again")
+        made = PeerError(f"stopped by {name}; the operation in progress is incomplete: start all ranks again")
     try:
         # Tried in both directions: what can be pickled need not come back (an __init__ with other arguments).
         data = pickle.dumps(made)

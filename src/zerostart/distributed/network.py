@@ -68,8 +68,8 @@ def tell_file_limit(ranks: int) -> None:
     limit, used = _file_limit(), _open_files()
     if limit - used < ranks + _OTHER_FILES:
         logger.warning(
-            "this process may open %d files (RLIMIT_NOFILE) and has %d open; %d ranks that all exchange "
-            "bytes with each other need %d more: raise the limit (ulimit -n; %s)",
+            "this process may open %d files (RLIMIT_NOFILE) and has %d open; when %d ranks all "
+            "exchange bytes with each other, each needs %d more: raise the limit (ulimit -n; %s)",
             *(limit, used, ranks, ranks + _OTHER_FILES, _PAGE),
         )
 

@@ -119,7 +119,7 @@ def joined_world(device: torch.device | None = None) -> World:
         launched = int(os.environ.get("WORLD_SIZE", "1") or 1)
         if launched > 1:
             raise ConfigError(
-                f"the launcher started {launched} ranks, but there is no process group: call "
+                f"the launcher started {launched} ranks, but torch.distributed has no process group: call "
                 "torch.distributed.init_process_group() before zerostart.load"
             )
         backend = backend_of(device or default_device())
@@ -128,12 +128,12 @@ def joined_world(device: torch.device | None = None) -> World:
 
 
 #: By default process group that is not gloo's: the group over which the ranks' messages go.
-_control: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+_control: weakref.WeakKeyDictionary[Any, object] = weakref.WeakKeyDictionary()
 #: By group over which messages go: who has come to a call.
-_roll_calls: weakref.WeakKeyDictionary[Any, RollCall | None] = weakref.WeakKeyDictionary()
+_roll_calls: weakref.WeakKeyDictionary[object, RollCall | None] = weakref.WeakKeyDictionary()
 
 
-def _control_group() -> Any:
+def _control_group() -> object:
     """A process group for small CPU messages: the default one if it is gloo, else one made once beside it."""
     default = dist.group.WORLD
     if "gloo" in str(dist.get_backend(default)):
@@ -146,7 +146,7 @@ def _control_group() -> Any:
     return _control[default]
 
 
-def group_beside() -> Any:
+def group_beside() -> object:
     """Another group of all ranks, for messages alone, of another thread perhaps; collective.
 
     Raises ConfigError where hosts cannot reach each other, naming the host and the remedy.
@@ -169,7 +169,7 @@ def _new_roll_call(prefix: str) -> RollCall | None:
         return None
 
 
-def _messages_group(calls: RollCall | None) -> Any:
+def _messages_group(calls: RollCall | None) -> object:
     """A group of all ranks, each of which is connected with those alone that it has messages for."""
     during = "making a process group"
     if calls is not None:
@@ -180,7 +180,7 @@ def _messages_group(calls: RollCall | None) -> Any:
     try:
         return messages_group()
     except RuntimeError as error:
-        raise ConfigError(f"torch makes no group over gloo: {error}.{explained(error)}") from error
+        raise ConfigError(f"torch cannot make a group over gloo: {error}.{explained(error)}") from error
 
 
 #: The names of the phases that this thread is in, outermost first.
@@ -402,7 +402,9 @@ class World:
         self._transfer(during, dist.all_gather, list(rows), own)
         return rows
 
-    def _transfer(self, during: str, collective: Callable[..., Any], *arguments: Any, **options: Any) -> None:
+    def _transfer(
+        self, during: str, collective: Callable[..., Any], *arguments: object, **options: object
+    ) -> None:
         """One collective of torch's, over this world's group."""
         at = _call(during)
         try:
@@ -422,9 +424,9 @@ class World:
 
     def _lost_at(self, call: str, who: str) -> PeerError:
         return PeerError(
-            f"a rank died or stopped answering during {call}{f' ({who})' if who else ''}, as the "
-            f"process group of {self.size} ranks has noticed; its own output, or the system log where memory "
-            "ran out, tells why. What was under way is not complete: start all ranks again"
+            f"a rank died or stopped answering during {call}{(f' ({who})' if who else '')} in the "
+            f"process group of {self.size} ranks; that rank's own output, or the system log if memory "
+            "ran out, says why. The operation in progress is incomplete: start all ranks again"
         )
 
 
@@ -466,8 +468,9 @@ def _pickled(value: object) -> tuple[bytes, Exception | None]:
 def _uneven(lengths: Sequence[int], during: str) -> ConfigError:
     first = next(rank for rank, length in enumerate(lengths) if length != lengths[0])
     error = ConfigError(
-        f"the ranks do not do the same: during '{during}' rank 0 has {lengths[0]} numbers and rank {first} "
-        f"{lengths[first]}; call the same functions of zerostart, with the same arguments, on every rank"
+        f"the ranks do not do the same: during '{during}' rank 0 has {lengths[0]} numbers and rank "
+        f"{first} has {lengths[first]}; call the same functions of zerostart, with the same "
+        "arguments, on every rank"
     )
     mark_agreed(error)
     return error
@@ -476,8 +479,9 @@ def _uneven(lengths: Sequence[int], during: str) -> ConfigError:
 def _astray(places: Sequence[str]) -> ConfigError:
     first = next(rank for rank, place in enumerate(places) if place != places[0])
     error = ConfigError(
-        f"the ranks do not do the same: rank 0 is at '{places[0]}' and rank {first} at '{places[first]}'; "
-        "call the same functions of zerostart, with the same arguments, on every rank"
+        f"the ranks do not do the same: rank 0 is at '{places[0]}' and rank {first} at "
+        f"'{places[first]}'; call the same functions of zerostart, with the same arguments, on "
+        "every rank"
     )
     mark_agreed(error)
     return error

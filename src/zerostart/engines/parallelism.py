@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 
+from zerostart.engines.base import EngineConfig
 from zerostart.errors import ConfigError
 from zerostart.geometry.layout import Mesh, Parallelism, ParallelPlan, expert_plan, tensor_plan
 from zerostart.geometry.layout.partition_config import Linear, partition_plan
@@ -21,7 +22,7 @@ def resolve(
     mesh: Mesh,
     experts_given: Mapping[str, str] | None = None,
     tensors_given: Mapping[str, str] | None = None,
-    section: Mapping[str, Any] | None = None,
+    section: EngineConfig | None = None,
     decide: Callable[[ParallelPlan], ParallelPlan] | None = None,
 ) -> Parallelism:
     """What ``mesh`` does to the parameters of ``model`` (on meta, with its true shapes).
@@ -55,16 +56,17 @@ def _experts(
         if not any("experts" in name for name in shapes):
             raise ConfigError(f"expert_parallel={size}, but {kind} has no experts; use expert_parallel=1")
         raise ConfigError(
-            f"expert_parallel={size}, but {kind} declares no expert-parallel plan; use expert_parallel=1, or "
-            "give one as engine_config={'ep_plan': {'layers.*.experts.gate_up_proj': 'grouped_gemm', ...}}"
+            f"expert_parallel={size}, but {kind} declares no expert-parallel plan; use "
+            "expert_parallel=1, or pass a plan: engine_config={'ep_plan': "
+            "{'layers.*.experts.gate_up_proj': 'grouped_gemm', ...}}"
         )
     for name in plan.cuts:
         experts = shapes[name][0]
         if not _all_served(experts, size):
             fitting = max(n for n in range(1, size) if mesh.world_size % n == 0 and _all_served(experts, n))
             raise ConfigError(
-                f"expert_parallel={size} leaves ranks without any of the {experts} experts of {name}, "
-                f"{-(-experts // size)} a rank; use expert_parallel={fitting}"
+                f"expert_parallel={size} leaves some ranks without any of the {experts} experts of {name}, "
+                f"at {-(-experts // size)} experts a rank; use expert_parallel={fitting}"
             )
     _check_complete(plan, shapes)
     return plan
@@ -92,7 +94,7 @@ def _tensors(
     mesh: Mesh,
     shapes: Mapping[str, tuple[int, ...]],
     given: Mapping[str, str] | None,
-    section: Mapping[str, Any] | None = None,
+    section: EngineConfig | None = None,
 ) -> ParallelPlan:
     kind, size = type(model).__name__, mesh.tensor_parallel
     if section is not None:
@@ -125,7 +127,7 @@ def _without_experts(tensors: ParallelPlan, experts: ParallelPlan) -> ParallelPl
     )
 
 
-def _partitioned(model: nn.Module, size: int, section: Mapping[str, Any]) -> ParallelPlan:
+def _partitioned(model: nn.Module, size: int, section: EngineConfig) -> ParallelPlan:
     """The plan that DeepSpeed's ``tensor_parallel`` section makes for the linear layers of ``model``."""
     linears = {
         name: Linear((module.out_features, module.in_features), module.bias is not None)

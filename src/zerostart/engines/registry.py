@@ -59,7 +59,8 @@ def family_of(name: str) -> type[Engine]:
             family = _installed()[name].load()
         except Exception as error:
             raise ConfigError(
-                f"engine={name!r} of another package cannot be imported: {type(error).__name__}: {error}"
+                f"engine={name!r} of another installed package cannot be imported: {type(error).__name__}: "
+                f"{error}; repair that package, or uninstall it"
             ) from error
     else:
         raise ConfigError(f"engine={name!r} is unknown; choose one of {', '.join(engine_names())}")
@@ -106,7 +107,7 @@ def check_choice(name: str, zero_stage: int) -> type[Engine]:
 def resolve_engine(
     name: str,
     zero_stage: int,
-    config: Mapping[str, Any] | None,
+    config: Mapping[str, object] | None,
     mesh: Mesh,
     exchange: bool | None = None,
 ) -> Engine:

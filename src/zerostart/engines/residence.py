@@ -85,8 +85,8 @@ def agree_on_residence(nbytes: int, world: World, device: torch.device, stage: i
     residence = residence_of(nbytes, rooms, host, stage > 0)
     if residence.name == NOWHERE:
         raise InsufficientMemoryError(
-            f"ZeRO stage {stage} keeps the whole model on every rank, and it {residence}; use zero_stage=3, "
-            "which shards it, or free memory"
+            f"ZeRO stage {stage} keeps the whole model on every rank, and it {residence}; use "
+            "zero_stage=3, which shards it, or free memory"
         )
     return residence
 

@@ -70,8 +70,8 @@ def check_own_memory(name: str, tensor: torch.Tensor) -> None:
     _check_dense(name, tensor)
     if not _has_own_memory(tensor):
         raise ConfigError(
-            f"{name} is an expanded, conjugate or negative view, which cannot be restored: make it a tensor "
-            "of its own (clone(), resolve_conj()) before training"
+            f"{name} is an expanded, conjugate or negative view, which cannot be restored: replace it "
+            "with a tensor of its own (clone(), resolve_conj()) before training"
         )
 
 

@@ -230,7 +230,7 @@ def _keys_of(path: str) -> dict[str, object] | None:
     return None if _resolved(_stack[-1], nn.Module) is None else keys_of_torch_file(path)
 
 
-def _wait_for_everyone(original: Any, **call: Any) -> Any:
+def _wait_for_everyone(original: Any, **call: object) -> object:
     """``wait_for_everyone`` of accelerate, which ranks that wait for others at another place look at."""
     barrier.note_wait()
     return original()
@@ -246,7 +246,7 @@ _consolidation = Consolidation(_whole_state)
 _saving = SavingCalls(
     {
         **SAVE_PRETRAINED,
-        "Accelerator.save_model": saving.save_model,
+        "Accelerator.save_model": saving.accelerator_save_model,
         "Accelerator.get_state_dict": _get_state_dict,
         "DeepSpeedEngine.save_checkpoint": checkpoints.save_checkpoint,
         "DeepSpeedEngine.load_checkpoint": checkpoints.load_checkpoint,

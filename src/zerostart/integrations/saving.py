@@ -15,12 +15,12 @@ from zerostart.errors import ConfigError
 from zerostart.integrations.barrier import announce_local_save, join_save
 from zerostart.live.model import bare_model, find_record, find_shards, loaded_models
 from zerostart.state.saving.adapters import adapted_model, has_adapters
-from zerostart.state.saving.save import SaveRequest, save, save_own_names
+from zerostart.state.saving.save import SaveRequest, save_model, save_own_names
 from zerostart.upstream.diffusers.pipelines import Pipeline, name_classes
 
 Original = Callable[[], object]
 #: Arguments that a sharded save cannot honour: what they are unless they are given, and the way out.
-_REFUSED: Mapping[str, tuple[Any, str]] = {
+_REFUSED: Mapping[str, tuple[object, str]] = {
     "push_to_hub": (False, "save it first, and upload the directory (huggingface_hub.upload_folder)"),
     "variant": (None, "save it without, into a directory of its own"),
     "save_original_format": (
@@ -110,7 +110,7 @@ def save_adapters(original: Original, **call: Any) -> object:
     return None
 
 
-def save_model(
+def accelerator_save_model(
     original: Original,
     *,
     model: nn.Module,
@@ -144,7 +144,7 @@ def save_weights(
                 f"the adapters {names} of a sharded {type(model).__name__} cannot be saved as one: name the "
                 "one that is to be saved 'default', or use get_peft_model"
             )
-    save(model, directory, SaveRequest(max_shard_size, adapters_only=adapted is not None, copied=False))
+    save_model(model, directory, SaveRequest(max_shard_size, adapters_only=adapted is not None, copied=False))
 
 
 @contextlib.contextmanager

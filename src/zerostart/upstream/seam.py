@@ -22,6 +22,7 @@ import torch
 
 from zerostart.errors import BuildError
 from zerostart.upstream.patches import RefCountedPatches
+from zerostart.upstream.shapes import Function
 
 #: Missing and unexpected names, and (name, shape in the checkpoint, shape in the model) of mismatched ones.
 Findings = tuple[set[str], set[str], set[tuple[str, tuple[int, ...], tuple[int, ...]]]]
@@ -72,8 +73,8 @@ class LoadingSeam(RefCountedPatches, Generic[Call]):
     def __init__(
         self,
         enter: Callable[[ExitStack], None],
-        choose: Callable[[type, dict[str, Any]], Call | None],
-        left: Callable[[Any], None],
+        choose: Callable[[type, dict[str, object]], Call | None],
+        left: Callable[[object], None],
     ) -> None:
         super().__init__(enter)
         self._choose = choose
@@ -90,11 +91,11 @@ class LoadingSeam(RefCountedPatches, Generic[Call]):
         call = self.innermost()
         return None if call is None or call.model is not None else call
 
-    def from_pretrained(self, original: Callable[..., Any]) -> Any:
+    def from_pretrained(self, original: Function) -> object:
         """The class method that stands in the place of ``original``, its function."""
 
         @functools.wraps(original)
-        def from_pretrained(cls: type, *args: Any, **kwargs: Any) -> Any:
+        def from_pretrained(cls: type, *args: Any, **kwargs: Any) -> object:
             # The outer call has no weights yet: its contexts (meta, dtype) would build the inner model as
             # well.
             if any(outer.model is None for outer in _calls()[-1:]):

@@ -231,5 +231,5 @@ def test_a_model_whose_cache_counts_no_tokens_fills_none() -> None:
     assert unlike(*made) == []
     with torch.no_grad():
         past = model(input_ids=tokens).cache_params
-    with pytest.raises(zerostart.errors.ConfigError, match="a cache with tokens in it"):
+    with pytest.raises(zerostart.errors.ConfigError, match="a cache that already has tokens"):
         model(input_ids=tokens[:, :1], cache_params=past)

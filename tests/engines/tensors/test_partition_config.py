@@ -239,7 +239,7 @@ def test_model_types_heads_and_norms() -> None:
             {"partition_config": {"layer_specs": [{"patterns": [], "partition_type": "both"}]}},
             "'both' is unknown",
         ),
-        ({"partition_config": {"strict_mode": True}}, "has no rule for a.up.weight"),
+        ({"partition_config": {"strict_mode": True}}, "no rule for a.up.weight"),
         ({"partition_config": {"layer_specs": [{"patterns": ["a"]}]}}, "does not divide a part of 9 of a.up"),
         (
             {
@@ -259,7 +259,7 @@ def test_model_types_heads_and_norms() -> None:
                     "layer_specs": [{"patterns": ["a"], "shape": [2, -1], "partition_dim": 0}]
                 }
             },
-            "9 is not made of 2 equal parts",
+            "9 cannot be divided into 2 equal parts",
         ),
         (
             {
@@ -267,7 +267,7 @@ def test_model_types_heads_and_norms() -> None:
                     "layer_specs": [{"patterns": ["a"], "shape": [3, -1], "gather_output": True}]
                 }
             },
-            "gather_output and shape exclude each other, for a.up",
+            "both gather_output and shape for a.up, which exclude each other",
         ),
     ],
 )

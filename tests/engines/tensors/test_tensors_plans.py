@@ -48,9 +48,7 @@ def test_experts_beside_tensors_name_the_other_engine(folder: Path) -> None:
 
 @pytest.mark.parametrize("preset", ["bloom", None])
 def test_heads_that_are_counted(preset: str | None, folder: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"BloomForCausalLM has a bias of positions for each head \(ALiBi\)"
-    ):
+    with pytest.raises(ConfigError, match=r"BloomForCausalLM has a position bias for each head \(ALiBi\)"):
         planned(checkpoint("bloom", folder), preset)
 
 
@@ -95,11 +93,11 @@ def zero(**settings: Any) -> dict[str, Any]:
 CASES: list[tuple[dict[str, Any], str]] = [
     (
         {"tensor_parallel": 2, "engine_config": {"tensor_parallel": {"preset_model": "qwen2"}}},
-        "leaves ranks without a part of model.layers.0.self_attn.q_proj.weight",
+        "leaves some ranks without a slice of model.layers.0.self_attn.q_proj.weight",
     ),
     (
         {"tensor_parallel": 2, "engine_config": {"tensor_parallel": {"preset_model": "bloom"}}},
-        "DeepSpeed cuts no layer of Qwen3MoeForCausalLM",
+        "DeepSpeed shards no layer of Qwen3MoeForCausalLM",
     ),
     (
         {"tensor_parallel": 2, "engine_config": {"tensor_parallel": {"autotp_size": 4}}},
@@ -129,7 +127,7 @@ CASES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"tensor_parallel": 2, "sequence_parallel": 2},
-        "tensor_parallel=2 with sequence_parallel=2 asks for 4 ranks to a batch",
+        "tensor_parallel=2 with sequence_parallel=2 needs 4 ranks for each batch",
     ),
     (
         {"tensor_parallel": 2, "engine_config": {"compile": {"passes": ["autotp"]}}},

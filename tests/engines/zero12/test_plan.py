@@ -98,7 +98,7 @@ def test_contradictions_are_refused(checkpoints: TinyCheckpoints) -> None:
         zerostart.plan(path, world_size=2, zero_stage=4)
     for outcome in rank_outcomes(refused, 2, path):
         assert outcome.error == "zerostart.errors.EngineError"
-        assert "asks for ZeRO stage 2, and the load for stage 1" in outcome.message
+        assert "asks for ZeRO stage 2, but the load for stage 1" in outcome.message
 
 
 def test_shares_of_a_flat_group() -> None:

@@ -75,7 +75,7 @@ def test_files_for_launchers_and_no_file_twice(tmp_path: Path, capsys: pytest.Ca
             main(["config", "causal-lm", str(out), "--zero-stage", "2", "--accelerate", "--deepspeed"])
         assert ended.value.code == expected
     assert "run.yaml, " in (told := capsys.readouterr().err)
-    assert told.count("already there; choose another name") == 1
+    assert told.count("already exist; choose another name") == 1
     assert yaml.safe_load((tmp_path / "run.accelerate.yaml").read_text())["deepspeed_config"] == {
         "deepspeed_config_file": str(tmp_path / "run.deepspeed.json")
     }

@@ -83,14 +83,17 @@ def from_runs(
                     f"{entry.numel}: the file is truncated, or belongs to another job"
                 )
             if entry.strides is not None:
-                raise CheckpointError(f"tensor {shown(name)}: {shown(entry.name)} is not stored as one row")
+                raise CheckpointError(
+                    f"tensor {shown(name)}: {shown(entry.name)} is not stored as one contiguous row, and is "
+                    "not read: the file was not written as this format is"
+                )
             stored = geometry.whole(entry.name, (entry.numel,))
             parts.append((geometry.crop(stored, 0, first, first + count), count))
             have += count
     if have < total:
         raise CheckpointError(
-            f"tensor {shown(name)} has {total} elements, and the files hold {have} of them: one is missing, "
-            "or was written by another number of ranks"
+            f"tensor {shown(name)} has {total} elements, but the files hold {have} of them: a file is "
+            "missing, or the files were written by another number of ranks"
         )
     flat = geometry.concatenate(parts, 0)
     return Assembled(name, dtype, tuple(shape), geometry.reshape(flat, (total,), shape))
@@ -115,7 +118,10 @@ def from_boxes(
 
 def _check_dtype(name: str, dtype: str, entry: TensorEntry) -> None:
     if entry.dtype != dtype or dtype not in DTYPE_BITS:
-        raise CheckpointError(f"tensor {shown(name)} is {dtype}, and a part of it is stored as {entry.dtype}")
+        raise CheckpointError(
+            f"tensor {shown(name)} is {dtype}, but a part of it is stored as {entry.dtype}: files of "
+            "two jobs are mixed, or one is damaged"
+        )
 
 
 #: Most pairs of pieces of one tensor that are compared, where no shorter way says that they tile it.
@@ -154,7 +160,9 @@ def _check_stored(entry: TensorEntry, sizes: Sequence[int]) -> None:
         return
     span = 1 + sum((size - 1) * stride for size, stride in zip(entry.shape, strides, strict=True))
     if entry.offset + span * DTYPE_BITS[entry.dtype] // 8 > sizes[entry.file]:
-        raise CheckpointError(f"tensor {shown(entry.name)} is said to reach beyond the end of its file")
+        raise CheckpointError(
+            f"tensor {shown(entry.name)} reaches beyond the end of its file: the file is truncated or damaged"
+        )
 
 
 def _check_assembled(tensor: Assembled, tensors: Mapping[str, TensorEntry]) -> None:
@@ -166,18 +174,20 @@ def _check_assembled(tensor: Assembled, tensors: Mapping[str, TensorEntry]) -> N
         if len(ends) != len(shape) or any(
             at < 0 or end > size for at, end, size in zip(piece.origin, ends, shape, strict=True)
         ):
-            raise CheckpointError(f"tensor {name} of shape {list(shape)} has a part that reaches out of it")
+            raise CheckpointError(
+                f"tensor {name} of shape {list(shape)} has a part that lies outside that shape"
+            )
         if not _within_source(piece, tensor.dtype, tensors):
-            raise CheckpointError(f"a part of tensor {name} is said to lie outside of what is stored of it")
+            raise CheckpointError(f"a part of tensor {name} lies outside the data that is stored for it")
     have = sum(piece.numel for piece in tensor.pieces)
     if have != prod(shape):
         raise CheckpointError(
-            f"tensor {name} has {prod(shape)} elements, and the files hold {have} of it: a file is missing, "
+            f"tensor {name} has {prod(shape)} elements, but the files hold {have}: a file is missing, "
             "is there twice, or belongs to another job"
         )
     if len(tensor.pieces) > 1 and not _apart(tensor.pieces, shape):
         raise CheckpointError(
-            f"two parts of tensor {name} fill the same elements, and other elements are not filled: the "
+            f"two parts of tensor {name} fill the same elements, and other elements stay empty: the "
             "files belong to two jobs, or are damaged"
         )
 

@@ -137,7 +137,7 @@ def _loaded(point: EntryPoint) -> Format:
         format_: Format = point.load()()
     except Exception as error:
         raise ConfigError(
-            f"the format {point.name} ({point.value}), which another package brings, cannot be imported: "
+            f"the format {point.name} ({point.value}) of another installed package cannot be imported: "
             f"{type(error).__name__}: {error}; repair that package, or uninstall it"
         ) from error
     return format_

@@ -58,7 +58,9 @@ def _read(directory: Path, files: PartFiles) -> TrainingContents:
     path = directory / METADATA
     with files.opened(path) as (handle, size, _):
         if size > MAX_METADATA_BYTES:
-            raise CheckpointError(f"{path}: {size} bytes are beyond the limit of {MAX_METADATA_BYTES}")
+            raise CheckpointError(
+                f"{path}: its {size} bytes are beyond the limit of {MAX_METADATA_BYTES} for metadata"
+            )
         # From its first byte and its last one: a sparse file of any length has neither.
         if handle.read(1, 0) != b"\x80" or handle.read(1, size - 1) != b".":
             raise CheckpointError(f"{path}: is not a pickle, or only a part of one: {DAMAGED}")
@@ -84,8 +86,8 @@ def _read(directory: Path, files: PartFiles) -> TrainingContents:
 
 def _add_groups(value: InertObject, pickled: Mapping[str, Any], found: TrainingContents) -> None:
     """Parameter groups out of entries ``optim.param_groups.0.lr`` and so on."""
-    groups: dict[Any, dict[str, Any]] = {}
-    alone: dict[str, dict[str, Any]] = {}
+    groups: dict[Any, dict[str, object]] = {}
+    alone: dict[str, dict[str, object]] = {}
     for key, item in pickled.items():
         route = _route(_routes(value).get(key), key)
         if len(route) == 4 and route[1] == "param_groups":
@@ -151,12 +153,12 @@ def _stored(
     for file, place in _places(value, directory / METADATA):
         by_file.setdefault(file, []).append(place)
     out: dict[tuple[str, tuple[int, ...]], TensorEntry] = {}
-    pickled: dict[str, Any] = {}
+    pickled: dict[str, object] = {}
     for file, places in sorted(by_file.items()):
         # The name comes out of a pickle that anybody may have written: it stays in the directory.
         if "/" in file or "\\" in file or "\0" in file or file in ("", ".", ".."):
             raise CheckpointError(
-                f"{directory}: a part is said to lie in {shown(file)}, outside the checkpoint"
+                f"{directory}: the metadata places a part in {shown(file)}, outside the checkpoint"
             )
         path = directory / file
         with files.opened(path) as (handle, size, number):
@@ -164,7 +166,8 @@ def _stored(
                 files.record = place.key
                 if place.offset < 0 or place.length < 0 or place.offset + place.length > size:
                     raise CheckpointError(
-                        f"{path}: {shown(place.key)} is said to lie beyond its end: {DAMAGED}"
+                        f"{path}: the metadata places {shown(place.key)} beyond the end of the file: "
+                        f"{DAMAGED}"
                     )
                 # Each part is an archive of its own (`torch.save` into a stream), at an offset of the rank's
                 # file.
@@ -175,7 +178,9 @@ def _stored(
                     pickled[place.key] = tensor
                     continue
                 if type(tensor) is not StoredTensor:
-                    raise CheckpointError(f"{path}: {shown(place.key)} is not a tensor there: {DAMAGED}")
+                    raise CheckpointError(
+                        f"{path}: {shown(place.key)} is not a tensor in this file: {DAMAGED}"
+                    )
                 name = f"{place.key} at {list(place.origin)}"
                 out[place.key, place.origin] = archive.entry(name, tensor, number)
     return out, pickled
@@ -191,11 +196,12 @@ def _places(value: InertObject, path: Path) -> Iterator[tuple[str, _Place]]:
         origin = index.get("offset") or ()  # what is no tensor has none
         if info.get("transform_descriptors"):
             raise CheckpointError(
-                f"{path}: parts are compressed; save the checkpoint again without extensions"
+                f"{path}: parts are compressed, which is not read; save the checkpoint again without "
+                "extensions"
             )
         file, offset, length = (info.get(key) for key in ("relative_path", "offset", "length"))
         if [type(one) for one in (index.get("fqn"), file, offset, length)] != [str, str, int, int]:
-            raise CheckpointError(f"{path}: gives no file and offset for a part: {DAMAGED}")
+            raise CheckpointError(f"{path}: the metadata gives no file and offset for a part: {DAMAGED}")
         yield file, _Place(index.get("fqn"), _sizes(origin, path), offset, length)
 
 
@@ -206,7 +212,10 @@ def _names(described: Mapping[str, Described], value: InertObject, path: Path) -
     tops = {route[0] for route in keyed.values() if len(route) > 1}
     wrapped = [name for name in WRAPPERS if name in tops]
     if len(wrapped) > 1:
-        raise CheckpointError(f"{path}: which weights are meant? It holds {' and '.join(wrapped)}")
+        raise CheckpointError(
+            f"{path}: holds several sets of weights ({' and '.join(wrapped)}), and it is not clear "
+            "which one to load; save the one that is meant by itself"
+        )
     out = {}
     for key, route in keyed.items():
         if wrapped and route[0] == wrapped[0]:
@@ -219,13 +228,13 @@ def _names(described: Mapping[str, Described], value: InertObject, path: Path) -
             out[key] = f"{flat[1]}{STATE}{flat[0]}"
     if not out:
         raise CheckpointError(
-            f"{path}: no weights at the top nor under {', '.join(WRAPPERS)}; it holds "
+            f"{path}: holds no weights at its top level or under {', '.join(WRAPPERS)}; it holds "
             f"{', '.join(map(shown, sorted(tops)[:8]))}"
         )
     return out
 
 
-def _routes(value: InertObject) -> dict[Any, Any]:
+def _routes(value: InertObject) -> dict[object, object]:
     routes = value.get("planner_data")
     return routes if isinstance(routes, dict) else {}
 

@@ -81,7 +81,7 @@ class Opaque(type):
     callable: bool
     free: list[int]
 
-    def __call__(cls, *arguments: object) -> Any:
+    def __call__(cls, *arguments: object) -> object:
         """What one of the known calls makes of records, else a ``InertObject``."""
         # Known calls first: they make records of tensors, and run nothing of the library that they are named
         # after.
@@ -167,7 +167,7 @@ def _hashes_soon(key: object) -> bool:
     return type(key) in (str, float, bool, bytes, type(None), Opaque) or isinstance(key, InertObject)
 
 
-def plain_versions(noted: Mapping[object, object]) -> dict[str, dict[str, Any]]:
+def plain_versions(noted: Mapping[object, object]) -> dict[str, dict[str, object]]:
     """What torch notes of modules (``_metadata``): for each name numbers and strings by their names."""
     kept = (int, float, str, bool, type(None))
     return {
@@ -200,12 +200,13 @@ def read_inert_pickle(raw: bytes, path: str, weights: bool = False) -> Any:
         return value
     except _Refused as error:
         raise CheckpointError(
-            f"{path}: the pickle of the weights {error}; nothing of it was run. If you trust where it comes "
-            "from, load it with torch.load(..., weights_only=False) and save its tensors as safetensors"
+            f"{path}: the pickle of the weights {error}; none of its code was run. If you trust where "
+            "the file comes from, load it with torch.load(..., weights_only=False) and save its "
+            "tensors as safetensors"
         ) from None
     except _DAMAGE as error:
         raise CheckpointError(
-            f"{path}: the pickle in it is damaged ({shown(str(error))}): {DAMAGED}"
+            f"{path}: the pickle in the file is damaged ({shown(str(error))}): {DAMAGED}"
         ) from error
 
 
@@ -218,12 +219,12 @@ class _Unpickler(pickle.Unpickler):
         self._named: dict[str, Opaque] = {}
         self._free = [_FREE + len(raw)]
 
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
         name = f"{module}.{name}"
         # A class of its own for each name, made here: nothing is imported to have it.
         if name not in self._named:
             if self._weights and not any(name in known for known in (_CALLS, _STORAGES, _DTYPES, _HARMLESS)):
-                raise _Refused(f"names {shown(name)}, which is code, and no part of plain tensors")
+                raise _Refused(f"names {shown(name)}, which is code and no part of plain tensors")
             if len(self._named) == MAX_NAMES:
                 raise _Refused(f"names more than {MAX_NAMES} classes")
             callable_ = not self._weights or name in _HARMLESS
@@ -352,7 +353,7 @@ _TENSORS = {
     "torch._utils._rebuild_parameter": _parameter,
     "torch._utils._rebuild_parameter_with_state": _parameter,
 }
-_CALLS: dict[str, Callable[..., Any]] = {
+_CALLS: dict[str, Callable[..., object]] = {
     **_TENSORS,
     "torch._tensor._rebuild_from_type_v2": _typed,
     "collections.OrderedDict": lambda: _Dict(),
@@ -367,7 +368,7 @@ def _check_unfolded(value: object, limit: int) -> None:
     the time with each. What objects hold is asked for by its name, and nobody goes through it as a whole.
     """
     weights: dict[int, int] = {}  # negative: begun
-    pending: list[tuple[Any, list[Any] | None]] = [(value, None)]
+    pending: list[tuple[Any, list[object] | None]] = [(value, None)]
     total = 0
     while pending:
         item, inside = pending.pop()

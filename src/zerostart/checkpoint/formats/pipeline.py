@@ -80,7 +80,7 @@ def choose(root: Path, found: Collection[Component], classes: Collection[str]) -
     """
     if not found:
         raise CheckpointError(
-            f"{root}: {PIPELINE_INDEX} names no folder with a {CONFIG_NAME}, hence no model"
+            f"{root}: {PIPELINE_INDEX} names no folder that has a {CONFIG_NAME}, so it holds no model"
         )
     fitting = [c for c in found if c.kind in classes] if classes else list(found)
     if len(fitting) == 1:
@@ -95,6 +95,6 @@ def choose(root: Path, found: Collection[Component], classes: Collection[str]) -
         )
     listed = fitting or list(found)
     raise CheckpointError(
-        f"{root} {what}: {', '.join(f'{c.name} ({printable(c.kind)})' for c in listed)}. Name the directory "
-        f"of the one that is meant, such as {listed[0].path}{remedy}"
+        f"{root} {what}: {', '.join(f'{c.name} ({printable(c.kind)})' for c in listed)}. Name "
+        f"the directory of the model to load, such as {listed[0].path}{remedy}"
     )

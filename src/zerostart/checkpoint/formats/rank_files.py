@@ -72,12 +72,12 @@ def _read(directory: Path, files: PartFiles) -> TrainingContents:
     return found
 
 
-def _opened(directory: Path, stem: str, files: PartFiles) -> Iterator[tuple[dict[Any, Any], Placing, str]]:
+def _opened(directory: Path, stem: str, files: PartFiles) -> Iterator[tuple[dict[object, Any], Placing, str]]:
     """The dictionaries in the files of all ranks, in the ranks' order."""
     pattern = re.compile(rf"{stem}(\d+)\.bin")
     ranks = sorted(int(m[1]) for entry in directory.iterdir() if (m := pattern.fullmatch(entry.name)))
     if ranks != list(range(len(ranks))):
-        raise CheckpointError(f"{directory}: of the ranks' files {stem}*.bin some are missing: {DAMAGED}")
+        raise CheckpointError(f"{directory}: some of the ranks' files {stem}*.bin are missing: {DAMAGED}")
     for rank in ranks:
         path = directory / f"{stem}{rank}.bin"
         value, place = files.torch_file(path)
@@ -86,7 +86,7 @@ def _opened(directory: Path, stem: str, files: PartFiles) -> Iterator[tuple[dict
 
 def _dict(value: object, path: str) -> dict[Any, Any]:
     if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: holds no state dict as FSDP2 has it; {_REMEDY}")
+        raise CheckpointError(f"{path}: holds no state dict as FSDP2 saves it; {_REMEDY}")
     return value
 
 
@@ -117,7 +117,9 @@ def _assemble(
     for rank, (box, place_of, path_of) in enumerate(parts if dim is not None else parts[:1]):
         cut = _cut(box, name, path_of) if isinstance(box, InertObject) else None
         if cut is None or cut[:2] != (shape, dim):
-            raise CheckpointError(f"{path_of}: {shown(name)} is cut otherwise than on rank 0: {DAMAGED}")
+            raise CheckpointError(
+                f"{path_of}: {shown(name)} is sharded differently than on rank 0: {DAMAGED}"
+            )
         entry = place_of(f"{name} of rank {rank}", cut[2])
         if entry.numel and len(entry.shape) == len(shape):
             boxes.append((entry, tuple(at if axis == dim else 0 for axis in range(len(shape)))))
@@ -133,13 +135,13 @@ def _cut(item: InertObject, name: str, path: str) -> tuple[tuple[int, ...], int 
     sizes = item.arguments[2] if len(item.arguments) > 2 else None
     local = local_tensor(item)
     if local is None or type(placements) is not tuple or not is_shape(sizes):
-        raise CheckpointError(f"{path}: {shown(name)} is a {item.name} and no part of FSDP2's; {_REMEDY}")
+        raise CheckpointError(f"{path}: {shown(name)} is a {item.name}, which FSDP2 does not save; {_REMEDY}")
     kinds = [one.name.rpartition(".")[2] if isinstance(one, InertObject) else "" for one in placements]
     if kinds == ["Shard"] and type(dim := placements[0].get("dim")) is int and 0 <= dim < len(sizes):
         return sizes, dim, local
     if kinds == ["Replicate"]:
         return sizes, None, local
     raise CheckpointError(
-        f"{path}: {shown(name)} is cut as {', '.join(kinds)}, and read are tensors that FSDP2 cuts along one "
-        f"dimension; {_REMEDY}"
+        f"{path}: {shown(name)} is sharded as {', '.join(kinds)}, but only tensors that FSDP2 "
+        f"shards along one dimension are read; {_REMEDY}"
     )

@@ -87,8 +87,8 @@ def _check_work(raw: bytes, path: str) -> None:
 def _header_length(prefix: bytes, file_size: int, path: str) -> int:
     if len(prefix) < _PREFIX_BYTES:
         raise CheckpointError(
-            f"{path}: the file is truncated: the length of its header takes 8 bytes, it has {file_size}; "
-            "download it again"
+            f"{path}: the file is truncated: the length of its header takes 8 bytes, but the file has "
+            f"{file_size}; download it again"
         )
     length = int.from_bytes(prefix, "little")
     if length > MAX_JSON_BYTES:
@@ -97,15 +97,15 @@ def _header_length(prefix: bytes, file_size: int, path: str) -> int:
         )
     if _PREFIX_BYTES + length > file_size:
         raise CheckpointError(
-            f"{path}: the file is truncated: its header takes {length} bytes, the file has {file_size}; "
-            "download it again"
+            f"{path}: the file is truncated: its header takes {length} bytes, but the file has "
+            f"{file_size}; download it again"
         )
     return length
 
 
 def _metadata(value: object, path: str) -> dict[str, str]:
     if not isinstance(value, dict) or not all(isinstance(item, str) for item in value.values()):
-        raise CheckpointError(f"{path}: {_METADATA} has to map strings to strings: the file is malformed")
+        raise CheckpointError(f"{path}: {_METADATA} must map strings to strings: the file is malformed")
     return value
 
 
@@ -165,13 +165,14 @@ def _check_cover(entries: list[TensorEntry], data_start: int, file_size: int, pa
         previous = entry.name
     if position > file_size:
         raise CheckpointError(
-            f"{path}: the file is truncated: its header describes {position} bytes, the file has {file_size} "
-            f"(tensor {shown(_first_cut(entries, file_size))} is cut off); download it again"
+            f"{path}: the file is truncated: its header describes {position} bytes, but the file has "
+            f"{file_size} (tensor {shown(_first_cut(entries, file_size))} is cut off); download it "
+            "again"
         )
     if position < file_size:
         raise CheckpointError(
-            f"{path}: {file_size - position} bytes follow the last tensor: its header describes {position} "
-            f"bytes, the file has {file_size}; download it again"
+            f"{path}: {file_size - position} bytes follow the last tensor: its header describes "
+            f"{position} bytes, but the file has {file_size}; download it again"
         )
 
 

@@ -165,7 +165,7 @@ class TorchArchive:
         prefix = pickles[0].removesuffix("data.pkl")
         if f"{prefix}constants.pkl" in self._records:
             raise CheckpointError(
-                f"{self._path}: a TorchScript program and no state dict; {_CONVERT}, from torch.jit.load(...)"
+                f"{self._path}: a TorchScript program, not a state dict; {_CONVERT}, from torch.jit.load(...)"
             )
         order = f"{prefix}byteorder"
         if order in self._records and self._read(order, 64) != b"little":
@@ -198,10 +198,10 @@ def _records(handle: HeaderBytes, size: int, path: str) -> dict[str, tuple[int, 
             f"{path}: a directory of {length} bytes is beyond the limit of {MAX_DIRECTORY_BYTES}: {DAMAGED}"
         )
     if disks or here != count or start + length != stop:
-        raise CheckpointError(f"{path}: the archive's end record makes no sense: {DAMAGED}")
+        raise CheckpointError(f"{path}: the archive's end record contradicts itself: {DAMAGED}")
     raw = handle.read(length, start)
     if raw.count(b"PK\1\2") > MAX_RECORDS:
-        raise CheckpointError(f"{path}: more than {MAX_RECORDS} records are in the archive: {DAMAGED}")
+        raise CheckpointError(f"{path}: the archive has more than {MAX_RECORDS} records: {DAMAGED}")
     # An archive of nothing else, which begins with its directory: places of headers stay as they are.
     alone = raw + struct.pack("<4s8xL4xH", b"PK\5\6", len(raw), 0)
     try:
@@ -245,23 +245,23 @@ def _check_format(head: bytes, path: str) -> None:
     if head[:1] == b"\x80" or head[257:262] == b"ustar":
         kind = "a bare pickle" if head[:1] == b"\x80" else "a tar archive"
         raise CheckpointError(
-            f"{path}: in the format of torch.save before version 1.6 ({kind}), whose tensors cannot be read "
-            f"without running what it holds; {_CONVERT}"
+            f"{path}: in the format of torch.save before version 1.6 ({kind}), whose tensors cannot be "
+            f"read without running code in the file; {_CONVERT}"
         )
     what = named_kind(head) or DAMAGED
-    raise CheckpointError(f"{path}: not a file of torch.save (no zip archive): {what}")
+    raise CheckpointError(f"{path}: not a file written by torch.save (no zip archive): {what}")
 
 
 def _weights(value: Any, path: str) -> tuple[dict[str, StoredTensor], dict[str, str]]:
     """The state dict in what the pickle holds, and notes on where it was and what was left alone."""
     if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: holds a {_kind(value)} and not a state dict; {_CONVERT}")
+        raise CheckpointError(f"{path}: holds a {_kind(value)}, not a state dict; {_CONVERT}")
     notes: dict[str, str] = {}
     wrapped = [key for key in WRAPPERS if isinstance(value.get(key), dict) and _tensors(value[key])]
     if len(wrapped) > 1:
         raise CheckpointError(
-            f"{path}: which weights are meant? It holds {' and '.join(wrapped)}; "
-            "save the one as a file of its own"
+            f"{path}: holds several sets of weights ({' and '.join(wrapped)}), and it is not clear "
+            "which one to load; save the one that is meant as a file of its own"
         )
     left = {}
     if wrapped:
@@ -272,8 +272,8 @@ def _weights(value: Any, path: str) -> tuple[dict[str, StoredTensor], dict[str, 
     left |= {key: item for key, item in value.items() if type(item) is not StoredTensor}
     if left and not found:
         raise CheckpointError(
-            f"{path}: no tensors at the top nor under {', '.join(WRAPPERS)}; it holds {_listed(left)}. "
-            "Save the state dict as a file of its own"
+            f"{path}: holds no tensors at its top level or under {', '.join(WRAPPERS)}; it holds "
+            f"{_listed(left)}. Save the state dict as a file of its own"
         )
     if left:
         notes["ignored"] = _listed(left)
@@ -281,7 +281,7 @@ def _weights(value: Any, path: str) -> tuple[dict[str, StoredTensor], dict[str, 
         notes[NOTED_VERSIONS] = json.dumps(plain_versions(noted))
     for key in found:
         if type(key) is not str:
-            raise CheckpointError(f"{path}: a tensor is called by a {type(key).__name__} and not by a name")
+            raise CheckpointError(f"{path}: a tensor has a {type(key).__name__} for a name, not a string")
     return found, notes
 
 

@@ -11,7 +11,6 @@ import struct
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import Any
 
 from zerostart.checkpoint.catalog import Assembled, Catalog, TensorEntry
 from zerostart.checkpoint.formats.assembling import STATE, TrainingContents, check_whole
@@ -66,7 +65,9 @@ class PartFiles:
             number = len(self.paths)
             yield handle, size, number
         if before is None or FileState.at(str(path)) != before:
-            raise ReadError(f"{path} was changed while it was read; load again when nobody writes to it")
+            raise ReadError(
+                f"{path} was changed while it was read; load again when no other process writes to it"
+            )
         self.paths.append(str(path))
         self.states.append(before)
 
@@ -79,7 +80,7 @@ class PartFiles:
         with open_regular(self.reading, "training") as (handle, _):
             return float(struct.unpack(form, handle.read(struct.calcsize(form), entry.offset))[0])
 
-    def torch_file(self, path: Path) -> tuple[Any, Placing]:
+    def torch_file(self, path: Path) -> tuple[object, Placing]:
         """What a file of ``torch.save`` holds, and what places its tensors."""
         with self.opened(path) as (handle, size, number):
             archive = TorchArchive(handle, size, str(path))
@@ -269,7 +270,9 @@ def _held_by(directory: Path) -> TrainingFormat | None:
 def _locate(directory: Path, depth: int = 0) -> tuple[Path, TrainingFormat] | None:
     """The directory itself, the newest one that it names, or the one within that accelerate makes."""
     if depth > _DEEPEST:
-        raise CheckpointError(f"{directory}: directories name each other in a circle: {DAMAGED}")
+        raise CheckpointError(
+            f"{directory}: the checkpoint's directories refer to each other in a circle: {DAMAGED}"
+        )
     if (format_ := _held_by(directory)) is not None:
         return directory, format_
     for name in _LATEST:
@@ -277,10 +280,10 @@ def _locate(directory: Path, depth: int = 0) -> tuple[Path, TrainingFormat] | No
             tag = read_small(str(directory / name)).decode("utf-8", "replace").strip()
             if not tag or "/" in tag or "\\" in tag or "\0" in tag or tag in (".", ".."):
                 raise CheckpointError(
-                    f"{directory / name}: names {shown(tag)}, which is not a folder beside it"
+                    f"{directory / name}: names {shown(tag)}, which is not a folder beside this file"
                 )
             if not (directory / tag).is_dir():
-                raise CheckpointNotFoundError(f"{directory / tag}: not there, but {name} names it")
+                raise CheckpointNotFoundError(f"{directory / tag}: does not exist, but {name} names it")
             return _locate(directory / tag, depth + 1)
     for name in _ACCELERATE:
         if (directory / name).is_dir() and (inner := _locate(directory / name, depth + 1)) is not None:

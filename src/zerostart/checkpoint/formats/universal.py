@@ -60,7 +60,9 @@ def _read(directory: Path, files: PartFiles) -> TrainingContents:
                 found.assembled[key] = _shaped(key, entry, shapes.get(name, entry.shape), path)
     absent = [name for name in shapes if name not in found.assembled]
     if absent:
-        raise CheckpointError(f"{directory / 'zero' / absent[0]} is missing, and {len(absent) - 1} more")
+        raise CheckpointError(
+            f"{directory / 'zero' / absent[0]} is missing, and {len(absent) - 1} more files are"
+        )
     _add_groups(directory / "zero" / "optimizer_state.pt", states, found, files)
     return states.ended(found)
 
@@ -86,6 +88,6 @@ def _shaped(key: str, entry: TensorEntry, shape: tuple[int, ...], path: Path) ->
     if entry.shape == (prod(shape),):
         return from_runs(key, shape, entry.dtype, [(entry, 0, entry.numel)])
     raise CheckpointError(
-        f"{path}: has the shape {list(entry.shape)} where the model has {list(shape)}; which of its elements "
-        "count is not known here"
+        f"{path}: the file has the shape {list(entry.shape)}, but the model has {list(shape)}; "
+        "which of the file's elements belong to the model is unknown"
     )

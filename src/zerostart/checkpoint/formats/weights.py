@@ -91,12 +91,14 @@ def weights_in(directory: Path) -> Path:
             return directory / found[0]
         if found:
             raise CheckpointError(
-                f"{directory}: which checkpoint is meant? It holds {', '.join(map(shown, found[:8]))}"
-                f"{' and more' if len(found) > 8 else ''}; name one file, or add an index"
+                f"{directory}: holds several checkpoints "
+                f"({', '.join(map(shown, found[:8]))}{(' and more' if len(found) > 8 else '')}), and it is "
+                "not clear which one to load; name one file, or add an index"
             )
     others = next((f"; {shown(n)}: {OTHER_FORMATS[s]}" for n in names if (s := _other(n))), "")
     raise CheckpointNotFoundError(
-        f"{directory}: no checkpoint here; looked for {', '.join(STANDARD_NAMES)}, any other *{SUFFIX}, and "
+        f"{directory}: no checkpoint in this directory; looked for {', '.join(STANDARD_NAMES)}, "
+        f"any other *{SUFFIX}, and "
         f"{', '.join(f'*{suffix}' for suffix in TORCH_SUFFIXES)}{others}"
     )
 
@@ -111,7 +113,7 @@ def _open_index(index: Path) -> Catalog:
     wanted = document.get("weight_map")
     if not isinstance(wanted, dict) or not wanted:
         raise CheckpointError(
-            f"{index}: there is no weight_map that says which file holds which tensor: {DAMAGED}"
+            f"{index}: has no weight_map that says which file holds which tensor: {DAMAGED}"
         )
     checked: set[object] = set()
     for name, file in wanted.items():
@@ -122,7 +124,8 @@ def _open_index(index: Path) -> Catalog:
     for file in names:
         if not (index.parent / file).exists():
             raise CheckpointNotFoundError(
-                f"{index.parent / file}: this shard is missing, but {index.name} lists it; download it again"
+                f"{index.parent / file}: this file of the checkpoint is missing, but {index.name} lists "
+                "it; download it again"
             )
     return catalog_of(index.parent, [index.parent / file for file in names], wanted, index)
 
@@ -138,14 +141,14 @@ def _check_shard_name(index: Path, name: str, file: object) -> None:
     outside = file.startswith("/") or ".." in parts or bool(PureWindowsPath(file).drive) or "\\" in file
     if outside or "\0" in file:
         raise CheckpointError(
-            f"{index}: tensor {shown(name)} is said to lie in {shown(file)}, outside the checkpoint's "
+            f"{index}: places tensor {shown(name)} in {shown(file)}, outside the checkpoint's "
             "directory; do not load this checkpoint"
         )
     match = INDEX_NAME.fullmatch(index.name)
     suffix = PurePosixPath(match["weights"]).suffix if match else ""
     if not file.endswith(suffix):
         raise CheckpointError(
-            f"{index}: tensor {shown(name)} is said to lie in {shown(file)}, which is not a {suffix} file"
+            f"{index}: places tensor {shown(name)} in {shown(file)}, which is not a {suffix} file"
         )
 
 
@@ -164,7 +167,8 @@ def _read_file(
     if before is None or (now := FileState.at(path)) != before:
         what = before.changed_to(now) if before is not None else "was made"
         raise ReadError(
-            f"{path} was changed while its header was read (it {what}); load again when nobody writes to it"
+            f"{path} was changed while its header was read (it {what}); load again when no other "
+            "process writes to it"
         )
     return entries, metadata, before
 
@@ -193,13 +197,14 @@ def _joined(
     headers = read_files(paths, range(len(paths)), storage)
     tensors: dict[str, TensorEntry] = {}
     metadata: dict[str, str] = {}
-    versions: dict[str, Any] | None = None
+    versions: dict[str, object] | None = None
     for (entries, own, _), path in zip(headers, paths, strict=True):
         for entry in entries:
             if (other := tensors.setdefault(entry.name, entry)) is not entry:
                 raise CheckpointError(
-                    f"{path}: tensor {shown(entry.name)} is also in {paths[other.file]}; which one counts? "
-                    "Remove one of the two files, or write the checkpoint again"
+                    f"{path}: tensor {shown(entry.name)} is also in {paths[other.file]}; remove the "
+                    "wrong one "
+                    "of the two files, or write the checkpoint again"
                 )
         if path.endswith(TORCH_SUFFIXES) and NOTED_VERSIONS in own:
             versions = {**json.loads(own.pop(NOTED_VERSIONS)), **(versions or {})}
@@ -225,6 +230,6 @@ def _check_index(
         if entry is None or entry.file != spelled[file]:
             where = "no shard has it" if entry is None else f"{shown(files[entry.file].name)} has it"
             raise CheckpointError(
-                f"{index}: tensor {shown(name)} is said to lie in {shown(file)}, but {where}; "
-                "shards of different checkpoints are mixed: download them again"
+                f"{index}: places tensor {shown(name)} in {shown(file)}, but {where}; files of different "
+                "checkpoints are mixed: download them again"
             )

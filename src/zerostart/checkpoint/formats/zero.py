@@ -66,24 +66,25 @@ def _read(directory: Path, files: PartFiles) -> TrainingContents:
     for rank in ranks:
         if (rank.stage, rank.partitions) != (first.stage, len(ranks)):
             raise CheckpointError(
-                f"{rank.path}: written by one of {rank.partitions} ranks at stage {rank.stage}, and here are "
-                f"the files of {len(ranks)} ranks, the first of stage {first.stage}: some are missing, or "
-                "those of two jobs are mixed"
+                f"{rank.path}: written by one of {rank.partitions} ranks at stage {rank.stage}, but the "
+                f"directory has files of {len(ranks)} ranks, the first of stage {first.stage}: some are "
+                "missing, or files of two jobs are mixed"
             )
         if rank.kinds != first.kinds:
             raise CheckpointError(
-                f"{rank.path}: holds {rank.kinds} (states and groups of parameters), and {first.path} "
-                f"{first.kinds}: those of two jobs, or of two moments, are mixed"
+                f"{rank.path}: holds {rank.kinds} (states and groups of parameters), but {first.path} "
+                f"holds {first.kinds}: files of two jobs, or of two moments, are mixed"
             )
         if (step := rank.base.step(files)) != (other := first.base.step(files)):
             raise CheckpointError(
-                f"{rank.path} is of step {step:g} and {first.path} of step {other:g}: files of two moments "
-                "are mixed; take a checkpoint that is whole"
+                f"{rank.path} is of step {step:g}, but {first.path} of step {other:g}: files of two "
+                "moments are mixed; use a complete checkpoint"
             )
         if first.partitioned and rank.lengths != first.lengths:
             raise CheckpointError(
-                f"{rank.path}: its parts have {rank.lengths} elements, and those of {first.path} "
-                f"{first.lengths}, where ranks have equal ones: one is cut off, or two jobs are mixed"
+                f"{rank.path}: its parts have {rank.lengths} elements, but those of {first.path} have "
+                f"{first.lengths}; all ranks' must be equal: one file is truncated, or files of two jobs "
+                "are mixed"
             )
         for buffers in rank.buffers.values():
             found.add(buffers)
@@ -169,7 +170,7 @@ class _Rank:
     #: Elements of padding after each parameter of each group; None where there are none.
     paddings: Sequence[Sequence[int]] | None
     base: Base
-    scale: Mapping[str, Any]
+    scale: Mapping[str, object]
 
     @property
     def kinds(self) -> dict[str, int]:
@@ -190,12 +191,14 @@ class _Rank:
         stage, partitions = _number(states["zero_stage"]), states.get("partition_count")
         if type(partitions) is list:
             if len(set(partitions)) > 1:
-                raise CheckpointError(f"{path}: experts are shared by fewer ranks than the rest; {INSTEAD}")
+                raise CheckpointError(
+                    f"{path}: experts are shared by fewer ranks than the other parameters; {INSTEAD}"
+                )
             partitions = partitions[0] if partitions else 1
         masters = states.get(_PARTITIONED if _PARTITIONED in states else _FLAT)
         if type(masters) is not list or any(type(t) is not StoredTensor for t in masters):
             raise CheckpointError(
-                f"{path}: holds no fp32 masters, and weights are read from these: {DAMAGED}"
+                f"{path}: holds no fp32 masters, from which the weights are read: {DAMAGED}"
             )
         base = Base.of(states, place)
         kinds = {MASTERS: masters, **base.like([t.shape for t in masters])}
@@ -222,7 +225,7 @@ def _paddings(value: object) -> Sequence[Sequence[int]] | None:
     return groups or None
 
 
-def _scale(scaler: object) -> dict[str, Any]:
+def _scale(scaler: object) -> dict[str, object]:
     """The numbers in a loss scaler's state."""
     state = scaler.state if isinstance(scaler, InertObject) and isinstance(scaler.state, dict) else {}
     return {str(key): value for key, value in state.items() if type(value) in (int, float)}
@@ -323,7 +326,8 @@ class ModelStates:
             parts = [fragments[name] for fragments in self.fragments if name in fragments]
             if not parts:
                 raise CheckpointError(
-                    f"the frozen parameter {shown(name)} is in no file of the model's states"
+                    f"the frozen parameter {shown(name)} is in none of the files of model states: a file is "
+                    "missing, or files of two jobs are mixed"
                 )
             found.add(parts)
             if parts[0].shape == shape:  # whole on every rank
@@ -357,12 +361,12 @@ def read_model_states(directory: Path, files: PartFiles) -> ModelStates:
     for other, _, beside in found[1:]:
         if other.get("global_steps") != value.get("global_steps"):
             raise CheckpointError(
-                f"{beside} and {path} say different global_steps: files of two moments are mixed; take a "
-                "checkpoint that is whole"
+                f"{beside} and {path} have different global_steps: files of two moments are mixed; use a "
+                "complete checkpoint"
             )
     module, shapes = value["module"], value.get("param_shapes")
     if type(shapes) is not list:
-        raise CheckpointError(f"{path}: does not say which parameters it has (param_shapes); {INSTEAD}")
+        raise CheckpointError(f"{path}: does not list its parameters (param_shapes); {INSTEAD}")
     groups = tuple(_shapes(group) for group in shapes)
     frozen = _shapes(value.get("frozen_param_shapes") or {})
     tied = dict(_pairs(value.get("shared_params") or {}))
@@ -391,38 +395,44 @@ def by_rank(directory: Path, pattern: re.Pattern[str]) -> list[Path]:
     """The files of one kind in the order of the ranks; raises CheckpointError where one is missing."""
     names = sorted(entry.name for entry in directory.iterdir())
     if cut := next((name for name in names if _CUT.fullmatch(name)), None):
-        raise CheckpointError(f"{directory / cut}: of a model that is cut in stages or experts; {INSTEAD}")
+        raise CheckpointError(
+            f"{directory / cut}: belongs to a model that is split into pipeline stages or experts; {INSTEAD}"
+        )
     found = {}
     for name in names:
         if match := pattern.fullmatch(name):
             if int(match["model"]):
-                raise CheckpointError(f"{directory / name}: of a model with tensor parallelism; {INSTEAD}")
+                raise CheckpointError(
+                    f"{directory / name}: belongs to a model with tensor parallelism; {INSTEAD}"
+                )
             found[int(match["rank"] or 0)] = directory / name
     missing = next((rank for rank in range(max(found, default=0) + 1) if rank not in found), None)
     if missing is not None:
         raise CheckpointError(
-            f"{directory}: the file of rank {missing} is not here ({pattern.pattern}): copy the checkpoint "
-            "again"
+            f"{directory}: the file of rank {missing} is missing ({pattern.pattern}): copy the "
+            "checkpoint again"
         )
     return [found[rank] for rank in range(len(found))]
 
 
 def _refuse_experts(value: Mapping[str, object], path: Path) -> None:
     if any("autoep" in key.lower() and value[key] for key in value if type(key) is str):
-        raise CheckpointError(f"{path}: experts are cut over ranks (AutoEP); {INSTEAD}")
+        raise CheckpointError(f"{path}: experts are sharded over ranks (AutoEP); {INSTEAD}")
 
 
 def _shapes(group: object) -> dict[str, tuple[int, ...]]:
     pairs = list(_pairs(group))
     for name, shape in pairs:
         if type(name) is not str:
-            raise CheckpointError(f"the name of a parameter is a {type(name).__name__}: {DAMAGED}")
+            raise CheckpointError(
+                f"a parameter has a {type(name).__name__} for a name, not a string: {DAMAGED}"
+            )
         if not is_shape(shape):
-            raise CheckpointError(f"the shape of parameter {shown(name)} is none: {DAMAGED}")
+            raise CheckpointError(f"parameter {shown(name)} has no valid shape: {DAMAGED}")
     return dict(pairs)
 
 
-def _pairs(value: Any) -> Iterator[tuple[Any, Any]]:
+def _pairs(value: Any) -> Iterator[tuple[Any, object]]:
     """Items of a dictionary, or of a list of pairs, which older versions write."""
     yield from value.items() if isinstance(value, dict) else value
 

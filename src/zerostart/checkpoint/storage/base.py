@@ -242,7 +242,7 @@ def register_storage(kind: type[Storage]) -> type[Storage]:
         if (installed and _package(installed.module) != _package(kind.__module__)) or _registered.get(
             scheme, kind
         ) is not kind:
-            raise ConfigError(f"a storage of {scheme}:// is already registered; choose another scheme")
+            raise ConfigError(f"a storage for {scheme}:// is already registered; choose another scheme")
     _check_reached(kind)
     _registered.update(dict.fromkeys(schemes, kind))
     return kind

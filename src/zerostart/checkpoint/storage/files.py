@@ -83,9 +83,7 @@ def read_small(path: str, most: int = 4096, kind: str = "training") -> bytes:
     """
     with open_regular(path, kind) as (handle, size):
         if size > most:
-            raise CheckpointError(
-                f"{path}: {size} bytes are beyond the limit of {most}, so it is none of these"
-            )
+            raise CheckpointError(f"{path}: its {size} bytes are beyond the limit of {most} for such a file")
         return handle.read(most, 0)
 
 

@@ -178,7 +178,7 @@ class FileReader(Reader):
                     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
                 except FileNotFoundError as error:
                     raise CheckpointNotFoundError(
-                        f"{path} is gone since the checkpoint was opened"
+                        f"{path} was removed after the checkpoint was opened"
                     ) from error
                 except OSError as error:
                     raise ReadError(f"{path} cannot be opened: {error.strerror or error}") from error
@@ -199,8 +199,8 @@ class FileReader(Reader):
 
     def _changed(self, file: int, state: FileState, when: str) -> ReadError:
         return ReadError(
-            f"{self._files[file]} was changed {when} (it {self._states[file].changed_to(state)}); load again "
-            "when nobody writes to it"
+            f"{self._files[file]} was changed {when} (it {self._states[file].changed_to(state)}); load "
+            "again when no other process writes to it"
         )
 
 

@@ -159,7 +159,9 @@ class Folder:
         # alone.
         while (locked := lock(self._handle)) is False and wait:
             if time.monotonic() > end:
-                raise WriteError(f"{self.path}: another process is saving here; save when it has ended")
+                raise WriteError(
+                    f"{self.path}: another process is saving to this directory; save again when it has ended"
+                )
             time.sleep(0.01)
         try:
             yield locked is not False

@@ -105,7 +105,8 @@ def plan_shards(
     for name, dtype, shape in tensors:
         if name in entries or name == "__metadata__":
             raise CheckpointError(
-                f"tensor {name!r} cannot be saved: the name is taken; rename one of the two"
+                f"tensor {name!r} cannot be saved: another tensor has this name already; rename one of the "
+                "two"
             )
         entries[name] = _unplaced(name, dtype, shape)
     groups = _as_before(entries, before or {}, limit) or _filled(entries.values(), limit)

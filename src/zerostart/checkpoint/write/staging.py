@@ -76,8 +76,8 @@ class Staging:
                     raise WriteError(f"{self.path} is a file; save to a directory, or remove it")
                 if marker and is_foreign(self.path / marker):
                     raise WriteError(
-                        f"{self.path / marker} was not written by zerostart, which would replace it: rename "
-                        "it, or save to another directory"
+                        f"{self.path / marker} was not written by zerostart, and this save would replace it: "
+                        "rename it, or save to another directory"
                     )
                 clear_killed(self.path)
                 self._begin()

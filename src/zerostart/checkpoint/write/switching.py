@@ -439,9 +439,9 @@ def finish_switched(path: Path) -> None:
         _clear_one(Folder(path), wait=True)
     if left := _unnamed(path):
         raise CheckpointError(
-            f"{path / left[0]} is that of an earlier checkpoint: the save of the weights that are there was "
-            "killed before it had replaced it, which cannot be done from here; save again where this is "
-            "allowed, or beside it"
+            f"{path / left[0]} belongs to an earlier checkpoint: the save of the weights in this "
+            "directory was killed before it replaced that file, and this process may not replace it; "
+            "save again where it may, or save to another directory"
         )
 
 

@@ -122,7 +122,8 @@ class CheckpointWriter:
         if entry is None or offset < 0 or offset + span > entry.nbytes:
             size = "is not in the layout" if entry is None else f"has {entry.nbytes} bytes"
             raise CheckpointError(
-                f"cannot write {span} bytes at offset {offset} of tensor {name!r}: it {size}"
+                f"cannot write {span} bytes at offset {offset} of tensor {name!r}: it {size}; this is a "
+                "bug in zerostart"
             )
         place = entry.offset + offset
         cached = 0

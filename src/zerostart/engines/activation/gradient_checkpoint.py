@@ -147,7 +147,7 @@ class _Call:
         _recompute_first([leaf for leaf in tree_leaves(made) if isinstance(leaf, torch.Tensor)], tensors)
         return made
 
-    def through_deepspeed(self, checkpoint: Callable[..., Any]) -> Any:
+    def through_deepspeed(self, checkpoint: Callable[..., Any]) -> object:
         """By DeepSpeed's function, which takes and gives tensors by position.
 
         Its backward runs only where an input needs a gradient: where none does, one that counts for nothing
@@ -164,8 +164,8 @@ class _Call:
             # have none.
             if before[1] != after[1] or not _same_objects(before[0], after[0]):
                 raise ConfigError(
-                    "a function under DeepSpeed's checkpointing changed a list or dictionary that it was "
-                    "given, and what it put there would have no gradient; do without "
+                    "a function under DeepSpeed's checkpointing changed a list or dictionary that it "
+                    "received, and what it put there would get no gradient; do not call "
                     "deepspeed.checkpointing.configure for this model"
                 )
             places = [n for n, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
@@ -192,8 +192,8 @@ def _check_unchanged(container: dict[object, object] | list[object], before: lis
     """Raise ConfigError where a function has changed what is not made anew for its second run."""
     if not _same_objects(_parts(container), before):
         raise ConfigError(
-            f"a function under gradient checkpointing changed a {type(container).__name__} that it was "
-            "given, which its second run would find changed; pass a list, a dict or a deque"
+            f"a function under gradient checkpointing changed a {type(container).__name__} that it "
+            "received, so its second run would see other contents; pass a list, a dict or a deque"
         )
 
 
@@ -209,8 +209,8 @@ def _without_past(leaf: object) -> object:
         return leaf
     if _has_past(leaf):
         raise ConfigError(
-            "a layer under gradient checkpointing was given a cache with tokens in it, to which its second "
-            "run would add again; pass use_cache=False, and no past_key_values"
+            "a layer under gradient checkpointing received a cache that already has tokens, and its "
+            "second run would add them again; pass use_cache=False, and no past_key_values"
         )
     return None
 
@@ -223,7 +223,7 @@ def _has_past(cache: Cache) -> bool:
         return bool(cache.has_previous_state())
 
 
-def _give_back(own: Any, used: Any) -> Any:
+def _give_back(own: Any, used: Any) -> object:
     """Give the caller's containers ``own`` what the function has made of their copies ``used``.
 
     Containers inside of containers stay the caller's, too. Returns what stands for ``used`` then: ``own``
@@ -268,7 +268,7 @@ class CheckpointedForward:
         self.original = module.forward
         self.offload = offload
 
-    def __call__(self, *args: object, **kwargs: object) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         """The block's forward, as a checkpoint."""
         return checkpointed(self.original, args, kwargs, self.offload)
 
@@ -283,12 +283,12 @@ def checkpoint_blocks(
     if not all(isinstance(one, (str, type)) for one in blocks or ()):
         raise ConfigError(f"blocks={blocks!r} must be a list of classes or names, such as ['EncoderLayer']")
     if every < 1:
-        raise ConfigError(f"every={every} must be 1 (each block) or more (each second, third, ...)")
+        raise ConfigError(f"every={every} must be 1 (each block) or more (every second, third, ... block)")
     found = _blocks(model, blocks)
     if not found:
         raise ConfigError(
-            f"{type(model).__name__} does not say which modules are its blocks; name them: "
-            "blocks=['EncoderLayer'] (a class) or blocks=['encoder.layers.*'] (names of modules)"
+            f"{type(model).__name__} does not say which modules are its blocks; pass a class, "
+            "blocks=['EncoderLayer'], or names of modules, blocks=['encoder.layers.*']"
         )
     chosen = dict(list(found.items())[::every])
     for module in chosen.values():
@@ -310,7 +310,7 @@ def _blocks(model: nn.Module, wanted: Sequence[str | type[nn.Module]] | None) ->
         for entry in wanted:
             if not any(_matches(name, module, entry) for name, module in named.items()):
                 shown = entry if isinstance(entry, str) else entry.__name__
-                raise ConfigError(f"blocks has {shown!r}, which no module has as its class or name")
+                raise ConfigError(f"blocks names {shown!r}, but no module has that class or name")
     found: dict[str, nn.Module] = {}
     for name, module in named.items():
         # Outer modules come before inner ones in the order of names, so looking back is enough.

@@ -60,8 +60,9 @@ def _value(packed: _OnDevice | _HostCopy) -> torch.Tensor:
 
 def _written(shape: torch.Size) -> ConfigError:
     return ConfigError(
-        f"a tensor of shape {tuple(shape)} that went into gradient checkpointing was written to in place "
-        "before the backward, which computes anew from it; let the function write to a clone()"
+        f"a tensor of shape {tuple(shape)} was an input of gradient checkpointing and was changed "
+        "in place before the backward, which computes from it again; let the function write to a "
+        "clone()"
     )
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from zerostart.distributed.world import World
+from zerostart.engines.base import EngineConfig
 from zerostart.engines.deepspeed import memory
 from zerostart.engines.deepspeed.experts import cutter
 from zerostart.engines.deepspeed.settings import DeepSpeedSettings
@@ -61,7 +62,7 @@ class DeepSpeed(DeepSpeedStateEngine, Engine):
 
     @classmethod
     def for_stage(
-        cls, zero_stage: int, config: Mapping[str, Any] | None, mesh: Mesh, exchange: bool | None
+        cls, zero_stage: int, config: EngineConfig | None, mesh: Mesh, exchange: bool | None
     ) -> Engine:
         """Stage 3 partitions parameters; the others keep them whole."""
         return (ZeroThree if zero_stage == 3 else FlatBuffers)(zero_stage, config, mesh, exchange)
@@ -72,12 +73,12 @@ class DeepSpeed(DeepSpeedStateEngine, Engine):
         return f"DeepSpeed ZeRO-{zero_stage}"
 
     @classmethod
-    def configured_stage(cls, config: Mapping[str, Any]) -> int | None:
+    def configured_stage(cls, config: EngineConfig) -> int | None:
         """See ``Engine``."""
         return DeepSpeedSettings.of(config).stage
 
     @classmethod
-    def configured_expert_parallel(cls, config: Mapping[str, Any]) -> int:
+    def configured_expert_parallel(cls, config: EngineConfig) -> int:
         """See ``Engine``; it is ``autoep_size`` of an enabled section ``expert_parallel``."""
         return DeepSpeedSettings.of(config).autoep_size or 1
 
@@ -87,7 +88,7 @@ class DeepSpeed(DeepSpeedStateEngine, Engine):
         return DeepSpeedSettings.of(self.config)
 
     @property
-    def common_config(self) -> Mapping[str, Any]:
+    def common_config(self) -> EngineConfig:
         """See ``Engine``: not what is logged, and where; a rank may have its own path on its own disk."""
         given = self.config or {}
         common = {name: given[name] for name in _COMMON if name in given}
@@ -103,7 +104,7 @@ class DeepSpeed(DeepSpeedStateEngine, Engine):
         self.settings.check_scaling(self.zero_stage, self.mesh.data(0)[1])
 
     @classmethod
-    def configured_tensor_parallel(cls, config: Mapping[str, Any]) -> int:
+    def configured_tensor_parallel(cls, config: EngineConfig) -> int:
         """See ``Engine``; it is ``autotp_size``."""
         return DeepSpeedSettings.of(config).autotp_size or 1
 
@@ -157,7 +158,7 @@ class DeepSpeed(DeepSpeedStateEngine, Engine):
         """See ``Engine``; the masters are copies of its own."""
         return KEPT[mixed_precision]
 
-    def training_config(self, job: TrainingJob, given: Mapping[str, Any]) -> dict[str, Any]:
+    def training_config(self, job: TrainingJob, given: EngineConfig) -> dict[str, Any]:
         """See ``Engine``."""
         return training_config(self.zero_stage, job, given)
 

@@ -63,7 +63,7 @@ class FlatKeeper:
             free = free_bytes(self._device)
             if free is not None and nbytes > free:
                 raise InsufficientMemoryError(
-                    f"{decimal(nbytes)} of parameters wait in host memory, and {self._device} has "
+                    f"{decimal(nbytes)} of parameters wait in host memory, but {self._device} has only "
                     f"{decimal(free)} free; free memory there before deepspeed.initialize, or use "
                     "zero_stage=3"
                 )
@@ -134,9 +134,9 @@ def _arrange(
         # The parameters, the buffer as a whole, and the handle of the storage.
         if storage_users(storage) > len(members) + 2:
             logger.warning(
-                "tensors other than the model's parameters share their memory (a state dict, or views that "
-                "were kept): the parameters are not reordered within it, but copied; drop such tensors "
-                "before deepspeed.initialize"
+                "tensors other than the model's parameters share their memory (a state dict, or views of "
+                "them): the parameters are copied instead of being reordered in place; delete such "
+                "tensors before deepspeed.initialize"
             )
             return []
         with torch.no_grad():

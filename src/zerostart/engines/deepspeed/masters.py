@@ -35,7 +35,7 @@ def check_mixture(parameters: Mapping[str, nn.Parameter], settings: DeepSpeedSet
     for setting in settings.one_dtype:
         found = ", ".join(f"{name} is {str(d).removeprefix('torch.')}" for d, name in dtypes.items())
         raise EngineError(
-            f"DeepSpeed's {setting} handles parameters of one dtype, and this model mixes them: {found}. "
+            f"DeepSpeed's {setting} needs parameters of one dtype, but this model mixes them: {found}. "
             f"Leave {setting} out of engine_config['zero_optimization'], or use engine='fsdp2'"
         )
 
@@ -87,8 +87,8 @@ def arrange(groups: Sequence[Sequence[torch.Tensor]], others: Sequence[torch.Ten
         # The tensors, the buffer as a whole, and the handle of the storage.
         if storage_users(storage) > len(here) + 2:
             logger.warning(
-                "tensors other than the model's partitions share their memory (views that were kept): the "
-                "partitions are not reordered within it, but copied; drop such tensors before "
+                "tensors other than the model's partitions share their memory (views of them): the "
+                "partitions are copied instead of being reordered in place; delete such tensors before "
                 "deepspeed.initialize"
             )
             return

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,6 +24,7 @@ from zerostart.errors import EngineError
 from zerostart.geometry.layout import Layout, flat_partition
 from zerostart.transfer import Arena, page_locked
 from zerostart.upstream.deepspeed.construction import restore_hooks
+from zerostart.upstream.deepspeed.types import DeepSpeedConfig
 from zerostart.upstream.deepspeed.zero3 import nvme
 from zerostart.upstream.deepspeed.zero3 import partitions as upstream
 from zerostart.upstream.deepspeed.zero3.gathering import check_outside, note_loaded
@@ -49,7 +49,7 @@ class PartitionMaker:
         self,
         world: World,
         dtype: torch.dtype | None,
-        config: Mapping[str, Any] | None,
+        config: DeepSpeedConfig | None,
         settings: DeepSpeedSettings,
         placements: Placements,
         cut: Callable[[nn.Module], None] | None,
@@ -135,8 +135,8 @@ class PartitionMaker:
         frozen = [name for name, parameter in parameters.items() if not parameter.requires_grad]
         if frozen and self._settings.quantized_frozen_weights:
             raise EngineError(
-                f"zero_quantized_nontrainable_weights would keep {frozen[0]} and {len(frozen) - 1} more in 8 "
-                "bits, which is not what the checkpoint holds; remove it from "
+                f"zero_quantized_nontrainable_weights would store {frozen[0]} and {len(frozen) - 1} more "
+                "in 8 bits, and they would no longer equal the checkpoint; remove it from "
                 "engine_config['zero_optimization']"
             )
 
@@ -165,8 +165,8 @@ def holders_of(ranks: Sequence[int], world_size: int) -> tuple[int, int]:
     if list(ranks) == list(range(first, world_size, count)) and first < count:
         return first, count
     raise EngineError(
-        f"a parameter is partitioned over the ranks {list(ranks)} of {world_size}, and nothing says what the "
-        "others have; use groups of neighbouring ranks"
+        f"a parameter is partitioned over the ranks {list(ranks)} of {world_size}, so the parts of "
+        "the other ranks are unknown; use groups of neighbouring ranks"
     )
 
 

@@ -13,12 +13,13 @@ import torch
 from zerostart.errors import ConfigError, EngineError
 from zerostart.geometry.layout import Mesh
 from zerostart.geometry.layout.flat import FlatRules
+from zerostart.upstream.deepspeed.types import DeepSpeedConfig
 
 #: Where parameters and states can be put.
 DEVICES = ("none", "cpu", "nvme")
 
 
-def section_of(config: Mapping[str, Any], key: str, where: str = "engine_config") -> Mapping[str, Any]:
+def section_of(config: DeepSpeedConfig, key: str, where: str = "engine_config") -> DeepSpeedConfig:
     """A section of ``config``, {} where there is none; raises ConfigError for anything but a section."""
     section = config.get(key)
     if section is None:
@@ -28,17 +29,17 @@ def section_of(config: Mapping[str, Any], key: str, where: str = "engine_config"
     return section
 
 
-def number(section: Mapping[str, Any], key: str, default: int) -> int:
+def number(section: DeepSpeedConfig, key: str, default: int) -> int:
     """A whole number that is not negative; "auto" and None are the default. Raises ConfigError for others."""
     value = section.get(key, default)
     if value in ("auto", None):
         return default
     if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0 or value != int(value):
-        raise ConfigError(f"engine_config has {key}={value!r}, which is not a whole number")
+        raise ConfigError(f"engine_config has {key}={value!r}, which must be a whole number")
     return int(value)
 
 
-def device_of(section: Mapping[str, Any], key: str, outdated: object) -> str:
+def device_of(section: DeepSpeedConfig, key: str, outdated: object) -> str:
     """One of ``DEVICES``, that an offload section names; ``outdated`` is what stood in its place before it.
 
     Raises ConfigError for another device.
@@ -131,7 +132,7 @@ REMOVED = frozenset(
 )
 
 #: What of ``expert_parallel`` says how tokens are routed, or experts cut further, and its defaults.
-ROUTING: Mapping[str, Any] = {
+ROUTING: Mapping[str, object] = {
     "expert_activation": None,
     "expert_tensor_parallel_size": 1,
     "load_balance_coeff": None,
@@ -149,7 +150,7 @@ ROUTING: Mapping[str, Any] = {
 _ALIKE = 0.85
 
 
-def check_keys(config: Mapping[str, Any]) -> None:
+def check_keys(config: DeepSpeedConfig) -> None:
     """Raise ConfigError for what ``deepspeed.initialize`` would obey and a load cannot, or would refuse.
 
     Raises EngineError for what DeepSpeed has given up.
@@ -161,18 +162,19 @@ def check_keys(config: Mapping[str, Any]) -> None:
             near = difflib.get_close_matches(str(key), TOP_LEVEL, 1, _ALIKE)
             if near:
                 raise ConfigError(
-                    f"engine_config has {key!r}, which DeepSpeed does not know and would pass over in "
-                    f"silence; did you mean {near[0]!r}?"
+                    f"engine_config has {key!r}, which DeepSpeed does not know and would silently "
+                    "ignore; did "
+                    f"you mean {near[0]!r}?"
                 )
     if section_of(config, "weight_quantization").get("quantized_initialization"):
         raise ConfigError(
-            "engine_config['weight_quantization'] has quantized_initialization, which would keep weights in "
-            "other bits than the checkpoint holds; leave it out"
+            "engine_config['weight_quantization'] has quantized_initialization, which would store "
+            "weights in other bits than the checkpoint holds; leave it out"
         )
     _refuse_removed(section_of(config, "zero_optimization"))
 
 
-def autoep_size(config: Mapping[str, Any]) -> int:
+def autoep_size(config: DeepSpeedConfig) -> int:
     """The ranks that share experts by the section ``expert_parallel``; 0 where it is not enabled.
 
     Raises ConfigError for what would have experts run otherwise than the model itself does.
@@ -184,18 +186,19 @@ def autoep_size(config: Mapping[str, Any]) -> int:
     for key, default in ROUTING.items():
         if section.get(key, default) != default:
             raise ConfigError(
-                f"{where} has {key}={section[key]!r}: experts run as the model itself has it; leave it out"
+                f"{where} has {key}={section[key]!r}, but the model itself decides how its experts run; "
+                "leave it out"
             )
     size = number(section, "autoep_size", 1)
     if size < 2:
         raise ConfigError(
-            f"{where} is enabled with autoep_size={size}, with which no ranks share experts; leave the "
-            "section out, or give it a number of ranks"
+            f"{where} is enabled with autoep_size={size}, so that no ranks share experts; leave the "
+            "section out, or set autoep_size to the number of ranks that share them"
         )
     return size
 
 
-def _refuse_removed(zero: Mapping[str, Any]) -> None:
+def _refuse_removed(zero: DeepSpeedConfig) -> None:
     named = [key for key in ("mics_shard_size", "mics_hierarchical_params_gather") if key in zero]
     if "zeropp_loco_param" in zero:
         raise EngineError(
@@ -288,19 +291,19 @@ class DeepSpeedSettings:
     unreduced: tuple[str, ...] = ()
     ep_plan: Mapping[str, str] | None = None
     tp_plan: Mapping[str, str] | None = None
-    tensors: Mapping[str, Any] = field(default_factory=dict)
+    tensors: DeepSpeedConfig = field(default_factory=dict)
     autotp_size: int = 0
     compiles_tensors: bool = False
     autoep_size: int = 0
 
     @classmethod
-    def of(cls, config: Mapping[str, Any] | None) -> DeepSpeedSettings:
+    def of(cls, config: DeepSpeedConfig | None) -> DeepSpeedSettings:
         """Read a configuration; raises ConfigError or EngineError for what no load can serve."""
         if config is not None and not isinstance(config, Mapping):
             raise ConfigError(
-                f"engine_config is a {type(config).__name__}; for DeepSpeed it is the configuration as a dict"
+                f"engine_config is a {type(config).__name__}; DeepSpeed takes its configuration as a dict"
             )
-        known: Mapping[str, Any] = config or {}
+        known: DeepSpeedConfig = config or {}
         check_keys(known)
         zero = section_of(known, "zero_optimization")
         accumulated = section_of(known, "data_types").get("grad_accum_dtype")
@@ -352,26 +355,28 @@ class DeepSpeedSettings:
             )
         if parallel and zero_stage < 3 and self.unreduced:
             raise ConfigError(
-                f"DeepSpeed reduces gradients of experts at stages 1 and 2 with {self.unreduced[0]} alone; "
-                "leave it out of engine_config['zero_optimization'], or use zero_stage=3"
+                "DeepSpeed reduces the gradients of experts at stages 1 and 2 only with "
+                f"{self.unreduced[0]}, which engine_config['zero_optimization'] sets to False; leave it "
+                "out, or use zero_stage=3"
             )
         if parallel and zero_stage == 1 and self.dtype == torch.bfloat16 and self._plain_bf16(zero_stage):
             raise ConfigError(
-                "expert_parallel at stage 1 in bf16 with grad_accum_dtype fp32 is not available: DeepSpeed's "
-                "BF16_Optimizer, which that asks for, reduces gradients of experts of its own layers alone; "
-                "use zero_stage=2 or 3, or leave grad_accum_dtype out of engine_config['data_types']"
+                "expert_parallel at stage 1 in bf16 with grad_accum_dtype fp32 is not available: it "
+                "selects DeepSpeed's BF16_Optimizer, which reduces gradients of experts only in "
+                "DeepSpeed's own layers; use zero_stage=2 or 3, or leave grad_accum_dtype out of "
+                "engine_config['data_types']"
             )
         if self.stage not in (None, zero_stage):
             raise EngineError(
-                f"engine_config asks for ZeRO stage {self.stage}, and the load for stage {zero_stage}; use "
-                "one number for both"
+                f"engine_config asks for ZeRO stage {self.stage}, but the load for stage {zero_stage}; use "
+                "the same stage in both"
             )
 
     def check_sequences(self, zero_stage: int, size: int) -> None:
         """Raise ConfigError for a configuration with which ``size`` ranks cannot share sequences."""
         if self.sequence_parallel not in (1, size):
             raise ConfigError(
-                f"engine_config asks for sequence_parallel_size={self.sequence_parallel}, and the load for "
+                f"engine_config asks for sequence_parallel_size={self.sequence_parallel}, but the load for "
                 f"sequence_parallel={size}; pass sequence_parallel={self.sequence_parallel}"
             )
         if size > 1 and zero_stage == 0:
@@ -382,8 +387,8 @@ class DeepSpeedSettings:
         for setting in self.unaveraged if size > 1 else ():
             raise ConfigError(
                 f"sequence_parallel={size} with {setting} is not available in this version: DeepSpeed then "
-                "takes the mean of some gradients over all ranks, and of others over those with a batch of "
-                f"their own; leave {setting.split('=')[0]} out of engine_config, or use sequence_parallel=1"
+                "averages some gradients over all ranks, and others only over ranks with different "
+                f"batches; leave {setting.split('=')[0]} out of engine_config, or use sequence_parallel=1"
             )
 
     def check_scaling(self, zero_stage: int, averaging: int) -> None:
@@ -396,8 +401,8 @@ class DeepSpeedSettings:
             )
         for setting in self.scaled if zero_stage > 1 else ():
             raise ConfigError(
-                f"{setting} at stage {zero_stage} is not available: DeepSpeed refuses it where it scatters "
-                "gradients; leave it out of engine_config, or set reduce_scatter to False in "
+                f"{setting} at stage {zero_stage} is not available: DeepSpeed does not support it with "
+                "reduce_scatter; leave it out of engine_config, or set reduce_scatter to False in "
                 "engine_config['zero_optimization']"
             )
 
@@ -407,7 +412,7 @@ class DeepSpeedSettings:
         self._check_tensors(mesh)
         if self.autoep_size and self.autoep_size != mesh.expert_parallel:
             raise ConfigError(
-                f"expert_parallel={mesh.expert_parallel}, and engine_config['expert_parallel'] has "
+                f"expert_parallel={mesh.expert_parallel}, but engine_config['expert_parallel'] has "
                 f"autoep_size={self.autoep_size}; use one number for both, or leave one out"
             )
         both = ("expert_parallel", "tensor_parallel")
@@ -432,16 +437,16 @@ class DeepSpeedSettings:
         size = mesh.tensor_parallel
         if self.autotp_size > 1 and self.autotp_size != size:
             raise ConfigError(
-                f"tensor_parallel={size}, and engine_config['tensor_parallel'] has "
+                f"tensor_parallel={size}, but engine_config['tensor_parallel'] has "
                 f"autotp_size={self.autotp_size}; use one number for both, or leave one out"
             )
         if size == 1:
             return
         if mesh.sequence_parallel > 1:
             raise ConfigError(
-                f"tensor_parallel={size} with sequence_parallel={mesh.sequence_parallel} is not available on "
-                "deepspeed, whose ranks that share tensors must have the same tokens of a sequence; use one "
-                "of them, or engine='fsdp2'"
+                f"tensor_parallel={size} with sequence_parallel={mesh.sequence_parallel} is not available "
+                "with DeepSpeed, where ranks that share tensors must have the same tokens of a sequence; "
+                "use one of them, or engine='fsdp2'"
             )
         ruled = [key for key in TENSOR_RULES if self.tensors.get(key)]
         if ruled and self.tp_plan is not None:
@@ -450,8 +455,8 @@ class DeepSpeedSettings:
             )
         if self.compiles_tensors:
             raise ConfigError(
-                f"tensor_parallel={size} with the pass 'autotp' of engine_config['compile'] is not available "
-                "in this version; use other passes, or leave it out"
+                f"tensor_parallel={size} with the pass 'autotp' of engine_config['compile'] is not "
+                "available in this version; remove that pass, or use tensor_parallel=1"
             )
 
     def _plain_bf16(self, zero_stage: int) -> bool:
@@ -487,34 +492,34 @@ class DeepSpeedSettings:
         return found
 
 
-def _unaveraged(config: Mapping[str, Any], zero: Mapping[str, Any]) -> tuple[str, ...]:
+def _unaveraged(config: DeepSpeedConfig, zero: DeepSpeedConfig) -> tuple[str, ...]:
     whole = ("reduce_scatter=False",) if zero.get("reduce_scatter") is False else ()
     return (*_predivided(config), *whole)
 
 
-def _scaled(config: Mapping[str, Any]) -> tuple[str, ...]:
+def _scaled(config: DeepSpeedConfig) -> tuple[str, ...]:
     before = ("prescale_gradients",) if config.get("prescale_gradients") is True else ()
     return (*_predivided(config), *before)
 
 
-def _predivided(config: Mapping[str, Any]) -> tuple[str, ...]:
+def _predivided(config: DeepSpeedConfig) -> tuple[str, ...]:
     factor = _predivide(config)
     return () if factor == 1.0 else (f"gradient_predivide_factor={factor}",)
 
 
-def _predivide(config: Mapping[str, Any]) -> float:
+def _predivide(config: DeepSpeedConfig) -> float:
     factor = config.get("gradient_predivide_factor", 1.0)
     return 1.0 if factor == "auto" else factor
 
 
-def _dtype(config: Mapping[str, Any]) -> torch.dtype | None:
+def _dtype(config: DeepSpeedConfig) -> torch.dtype | None:
     for key, dtype in _PRECISIONS.items():
         if section_of(config, key).get("enabled") is True:
             return dtype
     return None
 
 
-def _optimizer(config: Mapping[str, Any]) -> str | None:
+def _optimizer(config: DeepSpeedConfig) -> str | None:
     section = section_of(config, "optimizer")
     if not section:
         return None
@@ -523,7 +528,7 @@ def _optimizer(config: Mapping[str, Any]) -> str | None:
     return "adamw" if plain or kind not in _OPTIMIZERS else _OPTIMIZERS[kind]
 
 
-def _sizes(zero: Mapping[str, Any]) -> dict[str, Any]:
+def _sizes(zero: DeepSpeedConfig) -> dict[str, Any]:
     """The fields that are numbers of elements or of ranks."""
     fields = DeepSpeedSettings
     return {
@@ -538,18 +543,18 @@ def _sizes(zero: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _homes(zero: Mapping[str, Any]) -> dict[str, Any]:
+def _homes(zero: DeepSpeedConfig) -> dict[str, Any]:
     """The fields of what is offloaded; raises ConfigError for what DeepSpeed has not."""
     parameters = section_of(zero, "offload_param", _ZERO)
     offload = device_of(parameters, "offload_param", zero.get("cpu_offload_param"))
     if offload == "nvme" and not parameters.get("nvme_path"):
-        raise ConfigError("offload_param to nvme needs nvme_path, a directory on the device")
+        raise ConfigError("offload_param to nvme needs nvme_path, a directory on the NVMe device")
     secondary = number(zero, "zero_hpz_partition_size", 1)
     if offload == "nvme" and secondary > 1:
         raise ConfigError(
-            f"zero_hpz_partition_size={secondary} with offload_param to nvme: DeepSpeed keeps secondary "
-            "partitions where the parameters are, and has none on nvme; offload_param to cpu, or leave "
-            "zero_hpz_partition_size out"
+            f"zero_hpz_partition_size={secondary} with offload_param to nvme is not available: "
+            "DeepSpeed keeps secondary partitions where the parameters are, and has none on NVMe; use "
+            "offload_param to cpu, or leave zero_hpz_partition_size out"
         )
     states = section_of(zero, "offload_optimizer", _ZERO)
     one_dtype = {"offload_param to nvme": offload == "nvme", _ALL_REDUCE: zero.get(_ALL_REDUCE) is True}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -12,6 +12,7 @@ from torch import nn
 from zerostart.distributed.world import World
 from zerostart.engines.shard import Shard
 from zerostart.engines.state import (
+    Counters,
     Gradient,
     Master,
     StateEngine,
@@ -41,14 +42,14 @@ class DeepSpeedState(TrainingState):
         self._engine = engine
         self.steps = optimizers.steps_of(engine)
 
-    def counters(self) -> dict[str, Any]:
+    def counters(self) -> Counters:
         engine = self._engine
         found = {"name": "deepspeed", "stage": upstream.engine_stage(engine), **upstream.counters(engine)}
         if upstream.is_window_open(engine):
             found["window"] = upstream.window(engine)
         return found
 
-    def restore_counters(self, saved: Mapping[str, Any]) -> None:
+    def restore_counters(self, saved: Counters) -> None:
         upstream.set_counters(self._engine, saved)
         if "window" in saved:
             upstream.set_window(self._engine, saved["window"])
@@ -64,19 +65,19 @@ class DeepSpeedState(TrainingState):
         found = optimizers.gradients(self._engine, self.steps)
         if found is None:
             raise ConfigError(
-                "the engine is in the middle of a window of gradient accumulation, and its gradients are not "
-                "yet reduced (below ZeRO stage 2, and where stage 2 offloads them): save after an optimizer "
-                "step"
+                "the engine is in the middle of gradient accumulation, and its gradients are not reduced "
+                "yet (below ZeRO stage 2, and at stage 2 when they are offloaded): save after an "
+                "optimizer step"
             )
         return list(zip(members_of(self.steps), found, strict=True))
 
-    def make_gradients(self, wanted: Collection[int], saved: Mapping[str, Any]) -> Sequence[Gradient] | None:
+    def make_gradients(self, wanted: Collection[int], saved: Counters) -> Sequence[Gradient] | None:
         if not wanted:
             return []
         room = optimizers.gradients(self._engine, self.steps, make=True) if "window" in saved else None
         return None if room is None else list(zip(members_of(self.steps), room, strict=True))
 
-    def check_window(self, saved: Mapping[str, Any], with_gradients: bool, source: str) -> None:
+    def check_window(self, saved: Counters, with_gradients: bool, source: str) -> None:
         if "window" in saved:
             now = self._engine.gradient_accumulation_steps()
             check_accumulation(saved["window"].get("accumulation"), now, "the engine", source)
@@ -98,7 +99,7 @@ class DeepSpeedStateEngine(StateEngine):
         return editing.has_own_values(parameter)
 
     @classmethod
-    def training_state(cls, model: nn.Module, optimizer: Any) -> TrainingState | None:
+    def training_state(cls, model: nn.Module, optimizer: object) -> TrainingState | None:
         engine = upstream.engine_of(model)
         if engine is None:
             upstream.check_engine_given(model.parameters())
@@ -127,5 +128,6 @@ class DeepSpeedStateEngine(StateEngine):
     def check_replaceable(cls, model: nn.Module, parameter: torch.Tensor, action: str) -> None:
         if editing.optimizer_of(parameter) is not None:
             raise EngineError(
-                f"{action} once DeepSpeed has an optimizer of them; resize them before initialize"
+                f"{action} after DeepSpeed has made an optimizer for them; resize them before "
+                "deepspeed.initialize"
             )

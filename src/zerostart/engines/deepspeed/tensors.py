@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from torch import nn
@@ -22,6 +22,7 @@ from zerostart.models import library_of
 from zerostart.upstream.deepspeed.construction import TensorGroups, mark_sliced
 from zerostart.upstream.deepspeed.parallel import tensors as upstream
 from zerostart.upstream.deepspeed.parallel.tensors import Slice, slices_of
+from zerostart.upstream.deepspeed.types import DeepSpeedConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -41,8 +42,8 @@ def check_rules(
     wrong = next(_wrong(model, tried, plan, sliced), None)
     if wrong is not None:
         raise ConfigError(
-            f"tensor_parallel={size}: {type(model).__name__} would train wrong with the "
-            f"rules of tensors in engine_config, which {wrong}; {REMEDY}"
+            f"tensor_parallel={size}: {type(model).__name__} would be trained wrongly by the "
+            f"tensor-parallel rules in engine_config, which {wrong}; {REMEDY}"
         )
 
 
@@ -87,8 +88,8 @@ def check_structure(model: nn.Module, size: int) -> None:
     """Raise ConfigError for a model whose attention looks at the number of a head, which ranks count anew."""
     if any(hasattr(module, "build_alibi_tensor") for module in model.modules()):
         raise ConfigError(
-            f"tensor_parallel={size}: {type(model).__name__} has a bias of positions for each head (ALiBi), "
-            "of which every rank would take the first heads'; use tensor_parallel=1"
+            f"tensor_parallel={size}: {type(model).__name__} has a position bias for each head "
+            "(ALiBi), and every rank would use that of the first heads; use tensor_parallel=1"
         )
 
 
@@ -100,9 +101,9 @@ def check_dropout(model: nn.Module, size: int) -> None:
     dropped = next((name for name in names if getattr(config, name, 0)), None)
     if dropped and any(isinstance(n, int) and n % size for n in (heads, keys)):
         raise ConfigError(
-            f"tensor_parallel={size} does not divide the heads of {type(model).__name__}, and its {dropped} "
-            "draws for each: ranks would drop out different parts of what they share; set it to 0, or use "
-            "tensor_parallel=1"
+            f"tensor_parallel={size} does not divide the heads of {type(model).__name__}, and its "
+            f"{dropped} draws random numbers for each head: ranks would drop different parts of heads "
+            "that they share; set it to 0, or use tensor_parallel=1"
         )
 
 
@@ -126,7 +127,7 @@ def _text(model: nn.Module) -> PreTrainedConfig:
 def tensor_cuts(
     model: nn.Module,
     size: int,
-    section: Mapping[str, Any],
+    section: DeepSpeedConfig,
     given: Mapping[str, str] | None,
     experts: ParallelPlan,
 ) -> ParallelPlan:
@@ -154,14 +155,15 @@ def tensor_cuts(
         raise ConfigError(f"{error}; or {REMEDY}") from error
     if not slices:
         raise ConfigError(
-            f"tensor_parallel={size}, but DeepSpeed cuts no layer of {kind} with what is configured; say "
-            "which with engine_config['tensor_parallel'], or use tensor_parallel=1"
+            f"tensor_parallel={size}, but DeepSpeed shards no layer of {kind} with this configuration; "
+            "say which layers in engine_config['tensor_parallel'], or use tensor_parallel=1"
         )
     cuts = {name: _cut(name, piece, size) for name, piece in slices.items()}
     for name, piece in slices.items():
         if name in shapes and piece.shape != shapes[name]:
             raise EngineError(
-                f"DeepSpeed takes {name} for {list(piece.shape)}, and it is {list(shapes[name])}"
+                f"DeepSpeed assumes that {name} has the shape {list(piece.shape)}, but it has "
+                f"{list(shapes[name])}; use tensor_parallel=1"
             )
     if configured:
         check_rules(model, tried, rules_without(plan, experts), slices, size)
@@ -172,18 +174,18 @@ def _cut(name: str, piece: Slice, size: int) -> Ranges:
     remedy = "say otherwise with engine_config['tensor_parallel'], or use tensor_parallel=1"
     if piece.reason:
         raise ConfigError(
-            f"tensor_parallel={size}: {name} cannot be loaded in slices, for {piece.reason}; {remedy}"
+            f"tensor_parallel={size}: {name} cannot be loaded in slices, because {piece.reason}; {remedy}"
         )
     if not all(piece.ranks):
         raise ConfigError(
-            f"tensor_parallel={size} leaves ranks without a part of {name} {list(piece.shape)}, which "
-            f"DeepSpeed cuts by whole heads; use fewer ranks, or {remedy}"
+            f"tensor_parallel={size} leaves some ranks without a slice of {name} {list(piece.shape)}, "
+            f"which DeepSpeed slices by whole heads; use fewer ranks, or {remedy}"
         )
     return Ranges(piece.dim, piece.ranks)
 
 
 def tensor_cutter(
-    world: World, parallelism: Parallelism, section: Mapping[str, Any], given: Mapping[str, str] | None
+    world: World, parallelism: Parallelism, section: DeepSpeedConfig, given: Mapping[str, str] | None
 ) -> tuple[Callable[[nn.Module], None], dist.ProcessGroup]:
     """What leaves this rank's slices in a model, and the ranks that have the same ones. Collective.
 
@@ -201,8 +203,8 @@ def tensor_cutter(
 
 
 def _ruled(
-    model: nn.Module, section: Mapping[str, Any], given: Mapping[str, str] | None, experts: ParallelPlan
-) -> Mapping[str, Any]:
+    model: nn.Module, section: DeepSpeedConfig, given: Mapping[str, str] | None, experts: ParallelPlan
+) -> DeepSpeedConfig:
     """The section with the plan that is ``given``, or where neither says more with the model's own.
 
     DeepSpeed knows no style of experts, and refuses a plan that has one: what ranks share by ``experts`` is
@@ -216,7 +218,7 @@ def _ruled(
 
 
 def _sliced(
-    model: nn.Module, parallelism: Parallelism, section: Mapping[str, Any], groups: TensorGroups
+    model: nn.Module, parallelism: Parallelism, section: DeepSpeedConfig, groups: TensorGroups
 ) -> None:
     """Replace the layers of ``model`` (on meta) by DeepSpeed's, in the slices that were planned."""
     # DeepSpeed makes new layers in the default dtype.
@@ -230,8 +232,9 @@ def _sliced(
     wrong = next((name for name in {**found, **cuts} if found.get(name) != cuts.get(name)), None)
     if wrong is not None:
         raise EngineError(
-            f"DeepSpeed slices {wrong} otherwise than it would without the checkpoint, which has two tensors "
-            "for names that the model ties; tie them in the checkpoint, or use tensor_parallel=1"
+            f"DeepSpeed would slice {wrong} differently with this checkpoint, which has two tensors "
+            "where the model ties two names to one; tie them in the checkpoint, or use "
+            "tensor_parallel=1"
         )
     for name, parameter in model.named_parameters():
         if parameter.dtype != kinds.get(name, parameter.dtype):

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -18,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
+from zerostart.engines.base import EngineConfig
 from zerostart.engines.fsdp2.units import check_frozen, scalars_of
 from zerostart.engines.training import with_first_values
 from zerostart.errors import EngineError
@@ -28,7 +28,7 @@ _CONTAINERS = (nn.ParameterList, nn.ParameterDict)
 _AVERAGED = "_zerostart_averaged"
 
 
-def shard_added(model: nn.Module, options: Mapping[str, Any], fp32: bool) -> list[str]:
+def shard_added(model: nn.Module, options: EngineConfig, fp32: bool) -> list[str]:
     """Shard the parameters of ``model`` that are no DTensors yet, each module that has some as a unit.
 
     ``options`` are keyword arguments of ``fully_shard``. With ``fp32`` trainable ones are put in fp32 before,
@@ -45,9 +45,9 @@ def shard_added(model: nn.Module, options: Mapping[str, Any], fp32: bool) -> lis
         where = f"{name}.{plain[0]}".lstrip(".")
         if isinstance(module, (*_CONTAINERS, FSDPModule)) or len(plain) != len(own):
             raise EngineError(
-                f"{where} was added to a model that FSDP2 has sharded, to a {type(module).__name__} that it "
-                "cannot shard by itself. Adapters of linear layers can be added; for others, use DeepSpeed "
-                "ZeRO-3, or load without zerostart"
+                f"{where} was added to a model that FSDP2 has sharded, in a {type(module).__name__} that "
+                "FSDP2 cannot shard by itself. Adapters of linear layers can be added; for others, use "
+                "DeepSpeed ZeRO-3, or load without zerostart"
             )
         added.append((name, module))
     mesh = _mesh_of(model)
@@ -59,7 +59,7 @@ def shard_added(model: nn.Module, options: Mapping[str, Any], fp32: bool) -> lis
     return [name for name, _ in added]
 
 
-def shard_around(model: nn.Module, options: Mapping[str, Any], fp32: bool) -> None:
+def shard_around(model: nn.Module, options: EngineConfig, fp32: bool) -> None:
     """Shard what is around the sharded parts of ``model``, which is their root from now on; see above."""
     if not isinstance(model, FSDPModule):
         hold_masters((p for p in model.parameters() if not isinstance(p, DTensor)), fp32)
@@ -120,8 +120,10 @@ class _Sharing:
             if parameter.requires_grad and self._alone:
                 if torch.is_grad_enabled():
                     raise EngineError(
-                        f"{self._alone} was added after the load, and nothing averages its gradients; share "
-                        "no tensors, and no experts unless accelerate prepares the model, which shards it"
+                        f"{self._alone} was added after the load, and nothing averages its gradients "
+                        "over the "
+                        "ranks; use tensor_parallel=1, and expert_parallel=1 unless accelerate prepares the "
+                        "model, which shards it"
                     )
             elif parameter.requires_grad:
                 setattr(parameter, _AVERAGED, True)

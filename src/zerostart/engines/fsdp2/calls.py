@@ -21,6 +21,7 @@ from zerostart.engines.fsdp2.units import check_frozen, scalars_of
 from zerostart.errors import EngineError
 from zerostart.models import Alias
 from zerostart.upstream.torch.fsdp2 import begin_at, in_backward
+from zerostart.upstream.torch.types import Arguments, Keywords
 
 
 def keep_calls(model: nn.Module, entries: Sequence[str]) -> None:
@@ -47,7 +48,7 @@ class _Root:
     """The model, where units of it may be called while it is not."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.running: Sequence[Any] = ()
+        self.running: Sequence[object] = ()
         self._model = model
         self._begun = False
         units = (m for m in model.modules() if m is not model and isinstance(m, FSDPModule))
@@ -76,8 +77,8 @@ class _Root:
             trained = [name for name in self._bare if self._model.get_parameter(name).requires_grad]
             if trained and torch.is_grad_enabled():
                 raise EngineError(
-                    f"{type(self._model).__name__} is called by its parts, and holds {', '.join(trained)} "
-                    "itself, whose gradients FSDP2 does not reduce then; freeze them before the first call, "
+                    f"{type(self._model).__name__} is called part by part and holds {', '.join(trained)} "
+                    "itself, whose gradients FSDP2 then does not reduce; freeze them before the first call, "
                     "call it under torch.no_grad(), or use engine='deepspeed'"
                 )
             self._model.unshard()
@@ -90,19 +91,19 @@ class _Guard:
         self.begin = begin
         self.running: list[_Frame] = []
 
-    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def before(self, module: nn.Module, args: Arguments, kwargs: Keywords) -> Any:
         """Note what the caller has passed."""
         left, args, kwargs = leave_inference_mode(args, kwargs)
         self.running.append(_Frame(left, (args, kwargs)))
         self.begin()
         return args, kwargs
 
-    def within(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def within(self, module: nn.Module, args: Arguments, kwargs: Keywords) -> None:
         """Compare it with what the engine hands on."""
         # The innermost call: a module may be called again within its own forward.
         self.running[-1].compare(args, kwargs)
 
-    def after(self, module: nn.Module, args: Any, output: Any) -> None:
+    def after(self, module: nn.Module, args: Any, output: object) -> None:
         """Give the caller what has become of it."""
         if self.running:
             self.running.pop().end()
@@ -112,13 +113,13 @@ class _Frame:
     """One call that goes on."""
 
     def __init__(
-        self, left: OutsideInferenceMode | None, given: tuple[tuple[Any, ...], dict[str, Any]]
+        self, left: OutsideInferenceMode | None, given: tuple[tuple[object, ...], dict[str, object]]
     ) -> None:
         self._left = left
         self._given = given
         self._pairs: list[Rebuilt] = []
 
-    def compare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def compare(self, args: Arguments, kwargs: Keywords) -> None:
         given_args, given_kwargs = self._given
         self._pairs = list(rebuilt(given_args, args))
         for key in given_kwargs.keys() & kwargs.keys():
@@ -135,7 +136,7 @@ def _add_entry(model: nn.Module, name: str, guard: _Guard) -> None:
     plain = getattr(model, name)
 
     @functools.wraps(plain)
-    def within(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def within(self: nn.Module, *args: Any, **kwargs: object) -> Any:
         guard.within(self, args, kwargs)
         return plain(*args, **kwargs)
 
@@ -183,7 +184,7 @@ def follow_swaps(model: nn.Module, aliases: Sequence[Alias]) -> None:
 def _following(kind: type[nn.Module]) -> type[nn.Module]:
     """A class like ``kind`` whose modules tell of a new parameter, under the same name."""
 
-    def put(self: Any, name: str, value: Any) -> None:
+    def put(self: nn.Module, name: str, value: torch.Tensor | nn.Module) -> None:
         # The module first: an alias follows what is really there.
         kind.__setattr__(self, name, value)
         for alias in vars(self)[_ATTRIBUTE].get(name, ()):

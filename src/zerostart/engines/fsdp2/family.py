@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from zerostart.distributed.world import World, default_device
+from zerostart.engines.base import EngineConfig
 from zerostart.engines.engine import Engine
 from zerostart.engines.flat_buffers import FlatBufferShards, placed_whole
 from zerostart.engines.forecast import MemoryPeak, OptimizerCost, ParameterBytes, Target, replicated_peaks
@@ -47,7 +48,7 @@ class FSDP2(FSDP2StateEngine, Engine):
 
     @classmethod
     def for_stage(
-        cls, zero_stage: int, config: Mapping[str, Any] | None, mesh: Mesh, exchange: bool | None
+        cls, zero_stage: int, config: EngineConfig | None, mesh: Mesh, exchange: bool | None
     ) -> Engine:
         """Stage 0 shards nothing."""
         return (FSDP2 if zero_stage else Replicated)(zero_stage, config, mesh, exchange)
@@ -59,8 +60,8 @@ class FSDP2(FSDP2StateEngine, Engine):
             return False
         if (version := launched_fsdp_version()) != "2":
             raise ConfigError(
-                f"accelerate launch has set up FSDP version {version}, and zerostart shards with version 2; "
-                "give it --fsdp_version 2 (fsdp_version: 2), or name an engine: load(engine=...)"
+                f"accelerate launch has set up FSDP version {version}, but zerostart shards with version "
+                "2; start it with --fsdp_version 2 (fsdp_version: 2), or name an engine: load(engine=...)"
             )
         return True
 
@@ -81,7 +82,7 @@ class FSDP2(FSDP2StateEngine, Engine):
         _ = self.settings
 
     @classmethod
-    def configured_tensor_parallel(cls, config: Mapping[str, Any]) -> int:
+    def configured_tensor_parallel(cls, config: EngineConfig) -> int:
         """See ``Engine``; it is ``autotp_size``, as in DeepSpeed's section."""
         return FSDP2Settings.of(config).autotp_size
 
@@ -198,7 +199,7 @@ class FSDP2(FSDP2StateEngine, Engine):
             return parallel_shards(model, self.settings, parallelism, rank)
         return current_shards(model)
 
-    def training_config(self, job: TrainingJob, given: Mapping[str, Any]) -> dict[str, Any]:
+    def training_config(self, job: TrainingJob, given: EngineConfig) -> dict[str, Any]:
         """See ``Engine``; the units cast what they gather. Raises ConfigError for an unknown key."""
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -216,7 +217,7 @@ class FSDP2(FSDP2StateEngine, Engine):
 
         return launched(self.zero_stage)
 
-    def launcher_file(self, mixed_precision: str, own_file: str | None) -> dict[str, Any]:
+    def launcher_file(self, mixed_precision: str, own_file: str | None) -> dict[str, object]:
         """See ``Engine``; it is the plain one at stage 0."""
         from zerostart.engines.fsdp2.settings import launcher_file
 
@@ -227,7 +228,10 @@ class FSDP2(FSDP2StateEngine, Engine):
         """See ``Engine``."""
         # Where the units cast (their MixedPrecisionPolicy), autocast would do so again.
         precision = "no" if self.uses_fully_shard else mixed_precision
-        options: dict[str, Any] = {"mixed_precision": precision, "cpu": not torch.accelerator.is_available()}
+        options: dict[str, object] = {
+            "mixed_precision": precision,
+            "cpu": not torch.accelerator.is_available(),
+        }
         if self.replicates_parameters:
             from accelerate.utils import DistributedDataParallelKwargs
 

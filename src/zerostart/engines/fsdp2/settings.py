@@ -16,13 +16,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import Shard
 
+from zerostart.engines.base import EngineConfig
 from zerostart.engines.training import LauncherSetup
 from zerostart.errors import ConfigError, EngineError
 from zerostart.geometry.layout import Mesh
 from zerostart.upstream.accelerate.launched import launched_fsdp
 from zerostart.upstream.accelerate.plugins import FSDP2Plugin
 
-Placer = Callable[[nn.Parameter], Any]
+Placer = Callable[[nn.Parameter], object]
 
 
 @dataclass(frozen=True)
@@ -46,19 +47,19 @@ class FSDP2Settings:
     offload_policy: OffloadPolicy | None = None
     ep_plan: Mapping[str, str] | None = None
     tp_plan: Mapping[str, str] | None = None
-    tensor_parallel: Mapping[str, Any] | None = None
+    tensor_parallel: EngineConfig | None = None
 
     @classmethod
-    def of(cls, config: Mapping[str, Any] | None) -> FSDP2Settings:
+    def of(cls, config: EngineConfig | None) -> FSDP2Settings:
         """Read a configuration; raises ConfigError for an unknown key or a value of the wrong kind."""
         if config is not None and not isinstance(config, Mapping):
-            raise ConfigError(f"engine_config is a {type(config).__name__}; for fsdp2 it is a dict")
+            raise ConfigError(f"engine_config is a {type(config).__name__}; FSDP2 takes a dict")
         known = [field.name for field in fields(cls)]
         for key in config or {}:
             if key not in known:
                 near = difflib.get_close_matches(str(key), known, 1, 0.5)
                 meant = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
-                raise ConfigError(f"engine_config for fsdp2 has the unknown key {key!r}; {meant}")
+                raise ConfigError(f"engine_config for FSDP2 has the unknown key {key!r}; {meant}")
         settings = cls(**(config or {}))
         settings._check()
         return settings
@@ -79,7 +80,9 @@ class FSDP2Settings:
         if self.shard_placement_fn is not None and not callable(self.shard_placement_fn):
             raise ConfigError("engine_config['shard_placement_fn'] is not callable")
         if isinstance(self.replicate, bool) or not isinstance(self.replicate, int) or self.replicate < 1:
-            raise ConfigError(f"engine_config['replicate']={self.replicate!r} is not a number of replicas")
+            raise ConfigError(
+                f"engine_config['replicate']={self.replicate!r} must be a number of replicas, at least 1"
+            )
         if self.mesh is not None and self.replicate != 1:
             raise ConfigError(
                 "engine_config has both mesh and replicate; a mesh says how many replicas it has"
@@ -88,7 +91,7 @@ class FSDP2Settings:
             raise ConfigError(f"engine_config['wrap']={self.wrap!r} is not a list")
         if self.pinned and not torch.accelerator.is_available():
             raise ConfigError(
-                "offload_policy pins host memory, and there is no accelerator to pin it for; pass "
+                "offload_policy pins host memory, but there is no accelerator to pin it for; pass "
                 "CPUOffloadPolicy(pin_memory=False)"
             )
 
@@ -102,15 +105,16 @@ class FSDP2Settings:
             if given or parallel:
                 what = f"engine_config has {given[0]}" if given else "experts or tensors are to be shared"
                 raise ConfigError(
-                    f"zero_stage=0 shards nothing, for DistributedDataParallel, and {what}; use another "
-                    "stage, or leave it out"
+                    f"zero_stage=0 shards nothing (DistributedDataParallel), but {what}; use another "
+                    "stage, or "
+                    "leave it out"
                 )
             return self
         if zero_stage == 3:
             return self
         if self.reshard_after_forward not in (None, False):
             raise ConfigError(
-                f"zero_stage={zero_stage} keeps parameters gathered from forward to backward, and "
+                f"zero_stage={zero_stage} keeps parameters gathered from forward to backward, but "
                 f"engine_config has reshard_after_forward={self.reshard_after_forward!r}; leave it out, or "
                 "use zero_stage=3"
             )
@@ -132,7 +136,7 @@ class FSDP2Settings:
         return int((self.tensor_parallel or {}).get("autotp_size") or 1)
 
     @property
-    def rules(self) -> Mapping[str, Any] | None:
+    def rules(self) -> EngineConfig | None:
         """The section ``tensor_parallel``, if it says more than how many ranks."""
         section = self.tensor_parallel
         return None if section is not None and section.keys() == {"autotp_size"} else section
@@ -141,7 +145,7 @@ class FSDP2Settings:
         """Raise ConfigError for a mesh that cannot be trained with these settings."""
         if self.autotp_size not in (1, mesh.tensor_parallel):
             raise ConfigError(
-                f"tensor_parallel={mesh.tensor_parallel}, and engine_config['tensor_parallel'] has "
+                f"tensor_parallel={mesh.tensor_parallel}, but engine_config['tensor_parallel'] has "
                 f"autotp_size={self.autotp_size}; use one number for both, or leave one out"
             )
         if not mesh.parallel:
@@ -151,20 +155,20 @@ class FSDP2Settings:
         size = self.reshard_after_forward
         if self.mesh is not None:
             raise ConfigError(
-                f"{axis}={getattr(mesh, axis)} with engine_config['mesh'] is not available: the load makes "
-                f"the mesh that its axes ask for; use replicate= for replicas, or {axis}=1"
+                f"{axis}={getattr(mesh, axis)} with engine_config['mesh'] is not available, because the "
+                f"load makes a mesh of its own; use replicate= for replicas, or {axis}=1"
             )
         if isinstance(size, int) and not isinstance(size, bool):
             raise ConfigError(
                 f"{axis}={getattr(mesh, axis)} with engine_config['reshard_after_forward']={size} is not "
-                "available: torch's fully_shard reshards no parameter that is cut by another mesh to a part "
-                f"of the ranks; set reshard_after_forward to True or False, or use {axis}=1"
+                "available: torch's fully_shard cannot reshard a parameter to some of the ranks when "
+                f"another mesh shards it too; set reshard_after_forward to True or False, or use {axis}=1"
             )
         for axis in ("expert_parallel", "tensor_parallel"):
             if mesh.world_size % (self.replicate * getattr(mesh, axis)):
                 raise ConfigError(
                     f"replicate={self.replicate} with {axis}={getattr(mesh, axis)} does not divide the "
-                    f"{mesh.world_size} ranks; use fewer replicas: each has all that {axis} shares out"
+                    f"{mesh.world_size} ranks; use fewer replicas: each of them needs all {axis} ranks"
                 )
 
     def shape(self, world_size: int) -> tuple[int, int]:
@@ -182,7 +186,7 @@ class FSDP2Settings:
                     f"replicas first, and all {world_size} ranks"
                 )
             if self.mesh.ndim == 2 and self.mesh.mesh_dim_names is None:
-                raise ConfigError("FSDP2 wants mesh_dim_names for a mesh of two dimensions")
+                raise ConfigError("FSDP2 needs mesh_dim_names for a mesh of two dimensions")
             sizes = (1 if self.mesh.ndim == 1 else self.mesh.shape[0], self.mesh.shape[-1])
         self._check_resharding(sizes[1])
         return sizes
@@ -221,14 +225,14 @@ class FSDP2Settings:
             given = Shard(0)
         if not isinstance(given, Shard):
             raise EngineError(
-                f"shard_placement_fn returned a {type(given).__name__} for {name}; it must return Shard(dim) "
-                "or None"
+                f"shard_placement_fn returned a {type(given).__name__} for {name}; it must return "
+                "Shard(dim) or None"
             )
         dim: int = given.dim + parameter.dim() if given.dim < 0 else given.dim
         if not 0 <= dim < parameter.dim():
             raise EngineError(
-                f"shard_placement_fn returned {given} for {name}, of {parameter.dim()} dimensions; use one "
-                "of them, or None"
+                f"shard_placement_fn returned {given} for {name}, which has {parameter.dim()} dimensions; "
+                "use Shard(dim) of one of them, or None"
             )
         return dim
 
@@ -236,11 +240,11 @@ class FSDP2Settings:
         """Raise EngineError unless FSDP2 can shard a tensor of that shape along ``dim``."""
         if dim and shape[dim] % shares:
             raise EngineError(
-                f"FSDP2 shards evenly along dimensions other than 0, and {name} has {shape[dim]} "
-                f"elements along dimension {dim} for {shares} ranks; return Shard(0) or None for it"
+                f"FSDP2 shards evenly along dimensions other than 0, but {name} has {shape[dim]} elements "
+                f"along dimension {dim} for {shares} ranks; return Shard(0) or None for it"
             )
 
-    def options(self) -> dict[str, Any]:
+    def options(self) -> dict[str, object]:
         """Keyword arguments of ``fully_shard`` other than the mesh; what is not set keeps its default."""
         names = ("reshard_after_forward", "shard_placement_fn", "mp_policy", "offload_policy")
         return {name: value for name in names if (value := getattr(self, name)) is not None}
@@ -261,12 +265,12 @@ def launched(stage: int) -> LauncherSetup:
         raise ConfigError(f"the launcher's FSDP configuration contradicts itself: {error}") from error
     if found is None:
         raise ConfigError(
-            f"the launcher's configuration has fsdp_version: {version}, and this run shards with FSDP2; "
-            "write fsdp_version: 2, or start it with a plain multi-process configuration"
+            f"the launcher's configuration has fsdp_version: {version}, but this run shards with "
+            "FSDP2; write fsdp_version: 2, or start it with a plain multi-process configuration"
         )
     _refuse(found, policy)
     plugin = found.plugin
-    agreed: dict[str, tuple[str, Any]] = {}
+    agreed: dict[str, tuple[str, object]] = {}
     if plugin.activation_checkpointing:
         offloaded = getattr(plugin, "activation_checkpointing_offload", False)
         word = "fsdp_activation_checkpointing" + ("_offload" if offloaded else "")
@@ -296,10 +300,12 @@ def _refuse(found: FSDP2Plugin, policy: str | None) -> None:
     }
     for name, (there, remedy) in refused.items():
         if there:
-            raise ConfigError(f"{name} of the launcher's configuration is not available in a run; {remedy}")
+            raise ConfigError(
+                f"{name} of the launcher's configuration is not available in zerostart train; {remedy}"
+            )
 
 
-def launcher_file(stage: int, precision: str) -> dict[str, Any]:
+def launcher_file(stage: int, precision: str) -> dict[str, object]:
     """accelerate's configuration file for a stage."""
     return {
         "distributed_type": "FSDP",

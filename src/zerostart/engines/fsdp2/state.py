@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,7 +24,7 @@ class FSDP2State(OptimizerState):
 
         if has_unreduced(self._model):
             raise ConfigError(
-                "FSDP2 holds gradients that are not yet reduced (set_requires_gradient_sync(False)): save "
+                "FSDP2 holds gradients that are not reduced yet (set_requires_gradient_sync(False)): save "
                 "after an optimizer step"
             )
 
@@ -57,8 +56,9 @@ class FSDP2StateEngine(StateEngine):
             mesh = getattr(parameter, "device_mesh", None)
             if name in shards and mesh is not None and mesh.size() != world.size:
                 raise EngineError(
-                    f"{name} lies on {mesh.size()} of the {world.size} ranks, and nothing says what the "
-                    "others have; load the model with zerostart, or shard it over a mesh of all ranks"
+                    f"{name} lies on {mesh.size()} of the {world.size} ranks, so what the other ranks "
+                    "hold is "
+                    "unknown; load the model with zerostart, or shard it over a mesh of all ranks"
                 )
         return shards
 
@@ -75,7 +75,7 @@ class FSDP2StateEngine(StateEngine):
                 module.reshard()
 
     @classmethod
-    def training_state(cls, model: nn.Module, optimizer: Any) -> TrainingState | None:
+    def training_state(cls, model: nn.Module, optimizer: object) -> TrainingState | None:
         from torch.distributed.fsdp import FSDPModule
 
         sharded = any(isinstance(module, FSDPModule) for module in model.modules())
@@ -87,7 +87,7 @@ class FSDP2StateEngine(StateEngine):
 
         if has_run(model):
             raise EngineError(
-                f"{action} once FSDP2 has run a forward; resize them right after from_pretrained"
+                f"{action} after FSDP2 has run a forward; resize them right after from_pretrained"
             )
 
     @classmethod

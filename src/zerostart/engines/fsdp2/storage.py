@@ -94,7 +94,9 @@ def sharded(parameter: nn.Parameter, name: str) -> DTensor:
     """The parameter's data, a DTensor. Raises EngineError if it is none."""
     data = parameter.data
     if not isinstance(data, DTensor):
-        raise EngineError(f"fully_shard left {name}, of shape {tuple(data.shape)}, unsharded")
+        raise EngineError(
+            f"fully_shard left {name}, of shape {tuple(data.shape)}, unsharded; this is a bug in zerostart"
+        )
     return data
 
 
@@ -106,7 +108,10 @@ def sharded_layout(parameter: DTensor, rank: int) -> Layout:
     placements, mesh = parameter.placements, parameter.device_mesh
     cut = [(axis, p) for axis, p in enumerate(placements) if isinstance(p, ShardPlacement)]
     if len(cut) > 1 or not all(isinstance(p, (Replicate, ShardPlacement)) for p in placements):
-        raise EngineError(f"a parameter has the placements {placements}, which this version does not know")
+        raise EngineError(
+            f"a parameter has the placements {placements}, which this version does not support; shard "
+            "it over one dimension of its mesh, and replicate it over the others"
+        )
     if not cut:
         return replicated(tuple(parameter.shape))
     ((axis, placement),) = cut

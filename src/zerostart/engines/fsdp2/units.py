@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from zerostart.engines.base import EngineConfig
 from zerostart.errors import ConfigError, EngineError
 from zerostart.models import library_of
 
@@ -32,7 +32,7 @@ class Unit:
     module: nn.Module
     kind: Kind | None
 
-    def options(self, given: Mapping[str, Any]) -> Mapping[str, Any]:
+    def options(self, given: EngineConfig) -> EngineConfig:
         """``given``, arguments of ``fully_shard``, for this unit: its policy casts what it may, and no other.
 
         What the model keeps in fp32 is neither cast nor fed casts.
@@ -63,9 +63,9 @@ def check_frozen(model: nn.Module) -> None:
     trained = [name for name, p in model.named_parameters() if not p.dim() and p.requires_grad]
     if trained:
         raise EngineError(
-            f"FSDP2 cannot train parameters without dimensions ({', '.join(trained[:4])}): it shards none, "
-            "and reduces no gradient of one; freeze them (requires_grad_(False)), give them a dimension, "
-            "or use engine='deepspeed'"
+            f"FSDP2 cannot train parameters without dimensions ({', '.join(trained[:4])}): it does not "
+            "shard them or reduce their gradients; freeze them (requires_grad_(False)), give them a "
+            "dimension, or use engine='deepspeed'"
         )
 
 
@@ -101,8 +101,8 @@ def _split(module: nn.Module, done: set[int], names: dict[int, str]) -> tuple[li
     if len(own) > 1:
         found = ", ".join(f"{name} is {_spelled(kind)}" for kind, name in own.items())
         raise EngineError(
-            f"FSDP2 shards a module's own parameters in one dtype, and {type(module).__name__} mixes them: "
-            f"{found}. Freeze the smaller ones, or use engine='deepspeed'"
+            f"FSDP2 shards a module's own parameters in one dtype, but {type(module).__name__} mixes "
+            f"them: {found}. Freeze the smaller ones, or use engine='deepspeed'"
         )
     units: list[Unit] = []
     left: list[tuple[nn.Module, Kind]] = []

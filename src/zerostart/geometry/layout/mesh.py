@@ -51,8 +51,8 @@ class Mesh:
         if self.world_size % shared:
             raise ConfigError(
                 f"tensor_parallel={self.tensor_parallel} with sequence_parallel={self.sequence_parallel} "
-                f"asks for {shared} ranks to a batch, which does not divide the {self.world_size} ranks; use "
-                "fewer for one of them"
+                f"needs {shared} ranks for each batch, which does not divide the {self.world_size} ranks; "
+                "use fewer for one of them"
             )
 
     @property

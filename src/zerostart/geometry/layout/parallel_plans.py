@@ -30,7 +30,9 @@ class ShardSpec:
             return packed(shape, dim, self.parts, rank, size)
         each, rest = divmod(shape[dim], self.parts)
         if rest:
-            raise ValueError(f"dimension {dim} of {tuple(shape)} is not made of {self.parts} equal parts")
+            raise ValueError(
+                f"dimension {dim} of {tuple(shape)} cannot be divided into {self.parts} equal parts"
+            )
         return packed(shape, dim, (each,) * self.parts, rank, size)
 
 
@@ -48,7 +50,7 @@ class Ranges:
     def section(self, shape: Sequence[int], rank: int, size: int) -> Section:
         """What ``rank`` gets. Raises ValueError for other than the ranks that were told of."""
         if size != len(self.ranks):
-            raise ValueError(f"a cut for {len(self.ranks)} ranks, among {size}")
+            raise ValueError(f"a shard specification for {len(self.ranks)} ranks was applied to {size} ranks")
         return ranged(shape, self.dim, self.ranks[rank])
 
 

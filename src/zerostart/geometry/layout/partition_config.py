@@ -129,11 +129,17 @@ def partition_plan(
     for name, linear in linears.items():
         rule = next((r for r in rules if r.matches(f"{name}.weight", model_type)), None)
         if rule is None and strict:
-            raise ConfigError(f"partition_config is in strict_mode, and has no rule for {name}.weight")
+            raise ConfigError(
+                f"partition_config has strict_mode, but no rule for {name}.weight; add one, or set "
+                "strict_mode to false"
+            )
         if rule is None or rule.kind == "skip" or (rule.gather and name in tied):
             continue
         if rule.gather and rule.shape is not None:
-            raise ConfigError(f"partition_config: gather_output and shape exclude each other, for {name}")
+            raise ConfigError(
+                f"partition_config has both gather_output and shape for {name}, which exclude each other; "
+                "leave one out"
+            )
         weight = _cut(name, linear.shape, rule, size)
         cuts[f"{name}.weight"] = weight
         if linear.bias and weight.dim == 0:
@@ -167,7 +173,7 @@ def _cut(name: str, weight: tuple[int, int], rule: _Rule, size: int) -> ShardSpe
         if part % size:
             raise ConfigError(
                 f"tensor_parallel={size} does not divide a part of {part} of {name}.weight {list(weight)}; "
-                "give it partition_type skip, or use another size"
+                "set its partition_type to skip, or use another size"
             )
     return cut
 
@@ -190,7 +196,7 @@ def _fused(
     else:
         count = 1 if entry == -1 else entry
         if logical[dim] % count:
-            raise ConfigError(f"{what}, but {logical[dim]} is not made of {count} equal parts")
+            raise ConfigError(f"{what}, but {logical[dim]} cannot be divided into {count} equal parts")
         sizes = (logical[dim] // count,) * count
     if dim == len(logical) - 1:
         return ShardSpec(1, _simplest(sizes)), sizes
@@ -227,7 +233,7 @@ def _rules(section: Mapping[str, Any]) -> tuple[tuple[_Rule, ...], bool, Sequenc
     _known("tensor_parallel", section, _KEYS)
     preset = section.get("preset_model")
     if preset is not None and str(preset).lower() not in PRESETS:
-        raise ConfigError(f"preset_model={preset!r} is unknown; known are {', '.join(PRESETS)}")
+        raise ConfigError(f"preset_model={preset!r} is unknown; choose one of {', '.join(PRESETS)}")
     rules = PRESETS[str(preset).lower()] if preset is not None else ()
     given = section.get("partition_config")
     if not given:
@@ -242,7 +248,7 @@ def _rule(spec: Mapping[str, Any]) -> _Rule:
     _known("partition_config.layer_specs", spec, _SPEC_KEYS)
     kind = str(spec.get("partition_type", "column")).lower()
     if kind not in ("column", "row", "skip"):
-        raise ConfigError(f"partition_type {kind!r} is unknown; known are column, row, skip")
+        raise ConfigError(f"partition_type {kind!r} is unknown; choose column, row or skip")
     shape = spec.get("shape")
     patterns = tuple(spec.get("patterns", ()))
     for pattern in patterns:

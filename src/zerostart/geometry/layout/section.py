@@ -37,7 +37,7 @@ class Section:
         Raises ValueError for one of a tensor of another shape.
         """
         if layout.shape != self.shape:
-            raise ValueError(f"a layout of {layout.shape} within a section of shape {self.shape}")
+            raise ValueError(f"a layout of shape {layout.shape} does not fit a section of shape {self.shape}")
         placed = []
         for inner in layout.boxes:
             for origin, start, extent in self._meeting(inner.box):
@@ -54,7 +54,7 @@ class Section:
         Raises ValueError for one of a tensor of another shape.
         """
         if inner.whole != self.shape:
-            raise ValueError(f"a section of {inner.whole} within a section of shape {self.shape}")
+            raise ValueError(f"a section of shape {inner.whole} does not fit a section of shape {self.shape}")
         boxes = []
         for box, place in inner.boxes:
             for origin, start, extent in self._meeting(box):
@@ -92,7 +92,9 @@ def packed(shape: Sequence[int], dim: int, parts: Sequence[int], rank: int, size
     ValueError where the parts do not add up to the dimension.
     """
     if sum(parts) != shape[dim]:
-        raise ValueError(f"parts of {tuple(parts)} do not add up to the {shape[dim]} of dimension {dim}")
+        raise ValueError(
+            f"parts of the sizes {tuple(parts)} do not add up to the {shape[dim]} elements of dimension {dim}"
+        )
     ranges = []
     for first, length in zip(accumulate(parts, initial=0), parts, strict=False):
         # Chunks as ``torch.chunk`` makes them: all of the length of the first, so that the last may be empty.

@@ -38,7 +38,7 @@ from zerostart.errors import ConfigError, printable
 from zerostart.geometry.layout.flat import flat_run
 from zerostart.live.model import LiveModel, LogicalTensor
 from zerostart.recipe import Recipe, Target, spelling, torch_dtype
-from zerostart.state.comparing.digest import digest
+from zerostart.state.comparing.digest import digest_model
 from zerostart.state.saving.contents import Contents, contents_of
 from zerostart.state.saving.writing import Entry, plain, planned
 from zerostart.transfer import Progress, execute
@@ -173,7 +173,7 @@ Comparable = str | os.PathLike[str] | nn.Module
 _Kind = tuple[str, tuple[int, ...]]
 
 
-def diff(a: Comparable, b: Comparable) -> Difference:
+def compare(a: Comparable, b: Comparable) -> Difference:
     """See ``zerostart.diff``, which raises what this raises."""
     for one in (a, b):
         if not isinstance(one, (str, os.PathLike, nn.Module)):
@@ -318,7 +318,7 @@ def _models(a: nn.Module, b: nn.Module) -> Difference:
     tally = Tally()
     with world.phase("comparing two models"):
         one, other = _shards(a, world), _shards(b, world)
-        digests, others = digest(a), digest(b)
+        digests, others = digest_model(a), digest_model(b)
         for name in digests:
             if name in others and digests[name] != others[name] and _shape(one[name]) == _shape(other[name]):
                 _compare_segments(tally, name, one[name], other[name], world)

@@ -114,7 +114,7 @@ def _described(path: Path) -> Saved:
     return Saved(path, document, weights, state)
 
 
-def load_state(
+def restore_state(
     path: str | os.PathLike[str],
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,

@@ -13,7 +13,7 @@ from torch import nn
 from zerostart.upstream.on_import import enter_when_imported
 from zerostart.upstream.patches import RefCountedPatches, replaced
 from zerostart.upstream.registry import Lasts, PatchPoint, demand
-from zerostart.upstream.shapes import Shape
+from zerostart.upstream.shapes import Function, Shape
 from zerostart.upstream.versions import DIFFUSERS
 
 _FLUX = PatchPoint(
@@ -37,7 +37,7 @@ _FLUX = PatchPoint(
 TOUCHED = (_FLUX,)
 
 #: A context in which a model shows the shapes of its whole weights; it may raise, for what is to be loaded.
-Shown = Callable[[nn.Module, Mapping[str, Any]], AbstractContextManager[None]]
+Shown = Callable[[nn.Module, Mapping[str, object]], AbstractContextManager[None]]
 
 
 class LoraShapes(RefCountedPatches):
@@ -57,11 +57,11 @@ class LoraShapes(RefCountedPatches):
             new: Any = classmethod(self._sent(vars(owner)[name].__func__))
             stack.enter_context(replaced(_FLUX, owner, name, new))
 
-    def _sent(self, original: Any) -> Any:
+    def _sent(self, original: Function) -> Function:
         @functools.wraps(original)
         def call(
-            cls: Any, transformer: nn.Module, lora_state_dict: Any = None, *args: Any, **kwargs: Any
-        ) -> Any:
+            cls: Any, transformer: nn.Module, lora_state_dict: Any = None, *args: object, **kwargs: Any
+        ) -> object:
             given = {**(lora_state_dict or {}), **dict(*args[:1]), **kwargs.get("norm_state_dict", {})}
             with self._shown(transformer, given):
                 return original(cls, transformer, lora_state_dict, *args, **kwargs)

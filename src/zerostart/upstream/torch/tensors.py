@@ -9,6 +9,7 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -142,14 +143,14 @@ def hide_padding(parameter: nn.Parameter, owned: int) -> None:
 @contextlib.contextmanager
 def truncated_normal_goes_to(handler: Callable[..., torch.Tensor]) -> Iterator[None]:
     """Inside, ``trunc_normal_`` calls ``handler(original, tensor, ...)``, however it was imported."""
-    module: Any = nn.init
+    module: ModuleType = nn.init
     original = getattr(module, "_no_grad_trunc_normal_", None)
     if original is None:
         yield  # and whoever calls it fails by itself
         return
     wrong = misfit((_TRUNCATED_NORMAL,))
 
-    def refuse(*_: Any, **__: Any) -> NoReturn:
+    def refuse(*_: object, **__: object) -> NoReturn:
         raise UnsupportedVersionError(f"{wrong}. Initialise without trunc_normal_")
 
     new = refuse if wrong else functools.partial(handler, original)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Any, TypeVar
 
 import torch
@@ -62,7 +63,7 @@ def make_wrapper(
     asks for its memory gets a RuntimeError.
     """
     _require()
-    native: Any = torch._C
+    native: ModuleType = torch._C
     make: Any = torch.Tensor._make_wrapper_subclass
     if bits is None:
         made: T = make(cls, shape, strides=strides, storage_offset=offset, dtype=dtype, device=device)
@@ -88,7 +89,7 @@ def become_wrapper(wrapper: torch.Tensor, other: torch.Tensor) -> None:
 
 
 def _set_bits(wrapper: torch.Tensor, conj: bool, neg: bool) -> None:
-    native: Any = torch._C
+    native: ModuleType = torch._C
     if wrapper.is_conj() != conj:  # only complex tensors have it
         native._set_conj(wrapper, conj)
     if wrapper.is_neg() != neg:

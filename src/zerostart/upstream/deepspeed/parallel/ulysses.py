@@ -15,18 +15,19 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from zerostart.errors import ConfigError
 from zerostart.upstream.patches import RefCountedPatches, replaced
 from zerostart.upstream.registry import Lasts, PatchPoint, Use, demand
-from zerostart.upstream.shapes import Shape
+from zerostart.upstream.shapes import Function, Shape
 from zerostart.upstream.transformers.attention import packed_documents, require
 from zerostart.upstream.versions import DEEPSPEED
 
@@ -82,13 +83,13 @@ class _Shared:
     kind: str
     apart: bool = False
 
-    def __deepcopy__(self, memo: Any) -> _Shared:
+    def __deepcopy__(self, memo: object) -> _Shared:
         return self
 
 
 _ATTRIBUTE = "_zerostart_sequences"
 #: A function of transformers' registry: the module, queries, keys, values, a mask or None, and settings.
-Attention = Callable[..., Any]
+Attention = Function
 #: What DeepSpeed has made, and put in the place of transformers' attention.
 _made: weakref.WeakSet[UlyssesSPAttentionHF] = weakref.WeakSet()
 
@@ -111,7 +112,7 @@ def mask_sequences(model: nn.Module) -> None:
     model.register_forward_hook(functools.partial(_end, shared), always_call=True)
 
 
-def _begin(shared: _Shared, model: nn.Module, _: Any, kwargs: dict[str, Any]) -> None:
+def _begin(shared: _Shared, model: nn.Module, _: object, kwargs: dict[str, object]) -> None:
     shared.apart = kwargs.get("past_key_values") is not None
     if not _made:
         _take_over()  # Of a script that had the method before the model.
@@ -124,7 +125,7 @@ def _begin(shared: _Shared, model: nn.Module, _: Any, kwargs: dict[str, Any]) ->
         )
 
 
-def _end(shared: _Shared, *_: Any) -> None:
+def _end(shared: _Shared, *_: object) -> None:
     shared.apart = False
 
 
@@ -134,12 +135,13 @@ def evaluate_in_parts() -> None:
         attention.disable_in_eval = False
 
 
-def sequence_group() -> Any:
+def sequence_group() -> dist.ProcessGroup:
     """The group of ranks that share this rank's sequences, once Ulysses is registered."""
     from deepspeed.utils import groups
 
     private: ModuleType = groups
-    return private._get_sequence_parallel_group()
+    group: dist.ProcessGroup = private._get_sequence_parallel_group()
+    return group
 
 
 def _enter(stack: ExitStack) -> None:
@@ -148,7 +150,7 @@ def _enter(stack: ExitStack) -> None:
     original = UlyssesSPAttentionHF.register_with_transformers
 
     @functools.wraps(original)
-    def register(_: Any, model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+    def register(_: object, model_name_or_path: object, *args: Any, **kwargs: Any) -> object:
         ours = not isinstance(model_name_or_path, nn.Module) or any(
             _ATTRIBUTE in vars(module) for module in model_name_or_path.modules()
         )
@@ -213,8 +215,8 @@ class _ForMarked:
         value: torch.Tensor,
         mask: torch.Tensor | None,
         *args: Any,
-        **kwargs: Any,
-    ) -> Any:
+        **kwargs: object,
+    ) -> object:
         shared, known = vars(module).get(_ATTRIBUTE), self._attention
         if shared is None:
             return self._original(module, query, key, value, mask, *args, **kwargs)
@@ -253,9 +255,9 @@ class _Masking:
         key: torch.Tensor,
         value: torch.Tensor,
         mask: torch.Tensor | None,
-        *args: Any,
+        *args: object,
         **kwargs: Any,
-    ) -> Any:
+    ) -> object:
         if mask is None and _ATTRIBUTE in vars(module):
             mask = self._mask(kwargs["position_ids"], kwargs.get("sliding_window"))
         return self._attention(module, query, key, value, mask, *args, **kwargs)

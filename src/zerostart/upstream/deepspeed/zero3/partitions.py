@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zerostart.errors import ConfigError, EngineError
+from zerostart.upstream.deepspeed.types import DeepSpeedConfig
 from zerostart.upstream.deepspeed.zero3 import nvme
 from zerostart.upstream.registry import Lasts, PatchPoint, Use, demand
 from zerostart.upstream.shapes import Shape
@@ -119,7 +120,7 @@ TOUCHED = (
 )
 
 
-def import_deepspeed() -> Any:
+def import_deepspeed() -> object:
     """The package ``deepspeed``, of any version; raises EngineError if it is absent."""
     if not torch.accelerator.is_available():
         # DeepSpeed looks for CUDA tools otherwise, and its import fails or warns on a machine without.
@@ -135,13 +136,14 @@ def import_deepspeed() -> Any:
 
 
 @functools.cache
-def _partition_parameters() -> Any:
+def _partition_parameters() -> ModuleType:
     """The module ``deepspeed.runtime.zero.partition_parameters``, checked for what is used of it."""
     import_deepspeed()
     demand(point for point in TOUCHED if point not in (_CONTEXTS, _HIERARCHICAL, _LEAVES))
     from deepspeed.runtime.zero import partition_parameters
 
-    return partition_parameters
+    module: ModuleType = partition_parameters
+    return module
 
 
 def require() -> None:
@@ -171,7 +173,7 @@ def join_hierarchical_groups(size: int) -> None:
 def partitioner(
     world_size: int,
     dtype: torch.dtype | None,
-    config: Mapping[str, Any] | None,
+    config: DeepSpeedConfig | None,
     secondary: int,
     owners: dist.ProcessGroup | None,
 ) -> Init:
@@ -200,7 +202,7 @@ def partitioner(
     return init
 
 
-def check_config(world_size: int, dtype: torch.dtype | None, config: Mapping[str, Any] | None) -> None:
+def check_config(world_size: int, dtype: torch.dtype | None, config: DeepSpeedConfig | None) -> None:
     """Raise ConfigError for a configuration that DeepSpeed refuses."""
     from deepspeed.runtime.config import DeepSpeedConfig
 
@@ -236,7 +238,7 @@ def _local_rank() -> int:
 
 
 def _init_config(
-    world_size: int, dtype: torch.dtype | None, config: Mapping[str, Any] | None
+    world_size: int, dtype: torch.dtype | None, config: DeepSpeedConfig | None
 ) -> dict[str, Any]:
     """What ``zero.Init`` reads of a configuration; without "auto" values, which a trainer fills in."""
     kept = ("zero_optimization", "aio", "bf16", "bfloat16", "fp16", "fp16_master_weights_and_grads")
@@ -251,13 +253,13 @@ def _init_config(
     return {"train_micro_batch_size_per_gpu": 1, "train_batch_size": world_size, **result}
 
 
-def _settled(value: Any) -> Any:
+def _settled(value: object) -> Any:
     if isinstance(value, Mapping):
         return {key: _settled(item) for key, item in value.items() if item != "auto"}
     return value
 
 
-def check_sections(config: Mapping[str, Any] | None) -> None:
+def check_sections(config: DeepSpeedConfig | None) -> None:
     """Raise ConfigError for what DeepSpeed refuses of the sections that decide how parameters are held.
 
     It knows every key of them, and refuses others.
