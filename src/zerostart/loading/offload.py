@@ -88,7 +88,7 @@ def _check(prepared: Prepared, request: Request) -> None:
             "initialised: what is at rest in files cannot be; place the component 'replicate'"
         )
     parameters = {name for name, _ in prepared.built.model.named_parameters(remove_duplicate=False)}
-    kept = [alias.name for alias in prepared.aliases.kept if alias.name in parameters]
+    kept = [alias.name for alias in prepared.aliases.entries if alias.name in parameters]
     if kept:
         raise ConfigError(
             f"{type(prepared.built.model).__name__} keeps {kept[0]} in a second place beside its module, "
@@ -173,7 +173,7 @@ def _attach(model: nn.Module, source: AtRest, window: Window, grows: bool) -> _O
     def unit(name: str, names: list[str]) -> Unit:
         return Unit(name, {n: parameters[n] for n in names}, {n: found[n] for n in names}, source)
 
-    kept = unit("what is always there", division.kept) if division.kept else None
+    kept = unit("what is always there", division.permanent) if division.permanent else None
     if kept is not None:
         # Brought once: modules with children use these around the forwards of the others.
         window.enter(kept)  # and never leaves
@@ -190,7 +190,7 @@ def _attach(model: nn.Module, source: AtRest, window: Window, grows: bool) -> _O
 
 def _claim(window: Window, division: Division, sizes: Mapping[str, int], grows: bool, name: str) -> None:
     """Raise ConfigError unless the model, and all others, can run in the window."""
-    kept = sum(sizes[one] for one in division.kept)
+    kept = sum(sizes[one] for one in division.permanent)
     least, where = division.least(sizes)
     largest = max((sum(sizes[one] for one in part.parameters) for part in division.parts), default=0)
     lacks = window.claim(kept, least - kept, least - kept + largest, grows)
