@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -22,6 +22,7 @@ from zerostart.training.data.media_config import KNOWN_COLUMNS, Kind
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
+    from PIL.Image import Image
 
 #: A decoded example, as ``zerostart.training.data.items`` makes it.
 Example = Mapping[str, Any]
@@ -59,6 +60,10 @@ class Encoder(ABC):
     @abstractmethod
     def prompt(self, text: str) -> Encoded:
         """What becomes of a text alone."""
+
+    def sample(self, text: str, pictures: Sequence[Image]) -> Encoded:
+        """What its pipeline makes of a text and the ``pictures`` that a drawing starts from, but latents."""
+        return self.prompt(text)
 
     def check(self, example: Example) -> None:
         """Raise ConfigError for an example that this pipeline cannot take."""

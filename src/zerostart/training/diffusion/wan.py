@@ -137,6 +137,13 @@ class ImageToVideo(TextToVideo):
             found["image_embeds"] = self.pipe.encode_image(pictures, self.device).flatten(0, 1)
         return found
 
+    def sample(self, text: str, pictures: Sequence[Image]) -> Encoded:
+        """Adds ``image_embeds`` [frames, L, D] of the frames, where there is an image encoder."""
+        found = self.prompt(text)
+        if self.pipe.image_encoder is not None:
+            found["image_embeds"] = self.pipe.encode_image(list(pictures), self.device)
+        return found
+
     def _frame(self, frame: torch.Tensor) -> torch.Tensor:
         """A frame as the pipeline takes it, [1, 3, H, W]."""
         found: torch.Tensor = self.pipe.video_processor.preprocess(as_picture(frame))
