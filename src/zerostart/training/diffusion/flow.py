@@ -309,7 +309,8 @@ class FlowMatching(Task):
         def cast(value: Any) -> Any:
             if isinstance(value, list):
                 return [cast(one) for one in value]
-            return value.to(self._dtype) if value.is_floating_point() else value
+            floats = isinstance(value, torch.Tensor) and value.is_floating_point()
+            return value.to(self._dtype) if floats else value
 
         return {name: cast(value) for name, value in conditions.items()}
 

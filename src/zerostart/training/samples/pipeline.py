@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from zerostart.distributed.world import current_world
 from zerostart.errors import ConfigError
 from zerostart.training.config.configuration import SamplesConfig
 from zerostart.training.data.pictured import sample_texts
+from zerostart.training.diffusion.families import known_family
 from zerostart.upstream.diffusers.pipelines import assembled, component_class, pipeline_class
 
 if TYPE_CHECKING:
@@ -60,21 +62,26 @@ class Drawing:
         self._index = read_json(self._root / PIPELINE_INDEX, "pipeline index")
         self._kind = pipeline_class(self._index.get("_class_name"), self._root)
         self._takes = inspect.signature(self._kind.__call__).parameters
+        if component not in models:
+            raise ConfigError(f"samples: {self._root} has no {component} to draw with; leave samples out")
         #: Of two experts the one that is not trained: it draws as it was loaded.
         self._other = None
         if self._index.get("boundary_ratio") is not None:
             others = (one for key, one in models.items() if key in _EXPERTS and key != component)
             self._other = next(others, None)
-        self._check(models)
-        self._vae = models["vae"]
         config = read_json(models[component].path / "config.json", "model configuration")
+        family = known_family(config.get("_class_name"))
+        self._stand_ins = {} if family is None else family(config, self._index).stand_ins()
+        decoders = ("vae",) if family is None else family.decoders
+        self._check(decoders, models)
+        self._decoders = [models[name] for name in decoders]
         self._guidance, guides = self._guided(bool(config.get("guidance_embeds")))
         self.texts, negatives = sample_texts(settings)
         self.negatives = negatives if guides and "negative_prompt_embeds" in self._takes else []
 
-    def _check(self, models: Mapping[str, Any]) -> None:
+    def _check(self, decoders: Sequence[str], models: Mapping[str, Any]) -> None:
         name = self._kind.__name__
-        for needed in (self._component, "vae"):
+        for needed in decoders:
             if needed not in models:
                 raise ConfigError(f"samples: {self._root} has no {needed} to draw with; leave samples out")
         if self._index.get("boundary_ratio") is not None and self._other is None:
@@ -113,26 +120,27 @@ class Drawing:
     def videos(self) -> bool:
         """Whether more than one frame is drawn."""
         takes = self._takes.get("num_frames")
-        return takes is not None and (self.settings.num_frames or takes.default) > 1
+        frames = None if takes is None else self.settings.num_frames or takes.default or math.inf
+        return frames is not None and frames > 1
 
     def opened(self, model: nn.Module, dtype: torch.dtype) -> DiffusionPipeline:
         """The pipeline with ``model`` in the place of its own, computing in ``dtype``; collective.
 
-        The autoencoder is loaded whole on every rank, and the expert beside the model in shards. Raises what
-        a load raises.
+        Autoencoders are loaded whole on every rank, and the expert beside the model in shards. Raises what a
+        load raises.
         """
-        vae = _frozen(self._vae, 0, dtype)
+        loaded = {one.name: _frozen(one, 0, dtype) for one in self._decoders}
         # All else of the pipeline, its text encoders first of all, is left out: texts were encoded before the
         # training.
         left_out: dict[str, Any] = {
             name: None
             for name, value in self._index.items()
-            if isinstance(value, list) and name not in ("scheduler", "vae")
+            if isinstance(value, list) and name != "scheduler"
         }
         with _quiet():
-            pipe = assembled(self._kind, self._root, {**left_out, "vae": vae})
+            pipe = assembled(self._kind, self._root, {**left_out, **loaded})
         pipe.set_progress_bar_config(disable=True)
-        pipe.register_modules(**{self._component: model})
+        pipe.register_modules(**{self._component: model}, **self._stand_ins)
         if self._other is not None:
             shared = 3 if current_world().size > 1 else 0
             pipe.register_modules(**{self._other.name: _frozen(self._other, shared, dtype)})

@@ -23,7 +23,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -35,8 +35,12 @@ from zerostart.upstream.shapes import Function, Shape
 from zerostart.upstream.torch.types import Arguments, Keywords
 from zerostart.upstream.versions import DEEPSPEED
 
+if TYPE_CHECKING:
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
 logger = logging.getLogger("zerostart")
 
+_ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
 _OPTIMIZER = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
 _DEFRAGMENT = PatchPoint(
     library=DEEPSPEED,
@@ -102,12 +106,14 @@ _MEMORY = PatchPoint(
 )
 _BEGINNING = PatchPoint(
     library=DEEPSPEED,
-    owner=_OPTIMIZER,
-    names=("__init__",),
-    why="a text of the model is made where it begins, of modules that print what they do not have: meanwhile "
-    "the text of its class is the name",
+    owner=_ENGINE,
+    names=("_configure_zero_optimizer",),
+    why="a text of the model is made where ZeRO begins, of modules that print what they do not have: "
+    "meanwhile the text of its class is the name",
     lasts=Lasts.MODEL,
-    shapes=(Shape(f"{_OPTIMIZER}.__init__", leads=("module",)),),
+    shapes=(
+        Shape(f"{_ENGINE}._configure_zero_optimizer", leads=("optimizer",), has=("Z(self.module, ...)",)),
+    ),
 )
 TOUCHED = (_DEFRAGMENT, _MEMORY, _BEGINNING)
 #: Elements that are converted at a time where a device does it for the host.
@@ -256,11 +262,11 @@ class SharedZeroGradients(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-# The text of the whole model, which DeepSpeed makes when ZeRO-3 begins, whether that is logged or not.
-# Modules of DiffSynth-Studio, and others that it keeps on disk, print shapes of weights that are not there:
-# their parameters are partitions, or None.
+# The text of the whole model, which DeepSpeed makes when ZeRO-3 begins, with an optimizer or without, whether
+# that is logged or not. Modules of DiffSynth-Studio, and others that it keeps on disk, print shapes of
+# weights that are not there: their parameters are partitions, or None.
 
-_MODULE = "deepspeed.runtime.zero.stage3"
+_MODULE = "deepspeed.runtime.engine"
 
 
 def keep_printable(model: nn.Module) -> None:
@@ -271,16 +277,16 @@ def keep_printable(model: nn.Module) -> None:
 
 def _put(stack: ExitStack) -> None:
     demand((_BEGINNING,))
-    owner = sys.modules[_MODULE].__dict__["DeepSpeedZeroOptimizer_Stage3"]
-    original = owner.__init__
+    owner = sys.modules[_MODULE].__dict__["DeepSpeedEngine"]
+    original = owner._configure_zero_optimizer
 
     @functools.wraps(original)
-    def __init__(self: object, module: nn.Module, *args: object, **kwargs: object) -> None:
-        kind = type(module)
+    def configure(self: DeepSpeedEngine, optimizer: object) -> object:
+        kind = type(self.module)
         with replaced(_BEGINNING, kind, "__repr__", lambda _: f"{kind.__name__}()"):
-            original(self, module, *args, **kwargs)
+            return original(self, optimizer)
 
-    stack.enter_context(replaced(_BEGINNING, owner, "__init__", __init__))
+    stack.enter_context(replaced(_BEGINNING, owner, "_configure_zero_optimizer", configure))
 
 
 _printable = RefCountedPatches(_put)
