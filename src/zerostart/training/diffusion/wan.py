@@ -19,6 +19,7 @@ from zerostart.training.diffusion.family import Conditions, Family, Tensors
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
+    from PIL.Image import Image
 
 #: Pixels of the latents in a patch of the transformer, each way.
 _PATCH = 2

@@ -73,10 +73,10 @@ class Drawing:
         family = known_family(config.get("_class_name"))
         self._stand_ins = {} if family is None else family(config, self._index).stand_ins()
         decoders = ("vae",) if family is None else family.decoders
+        self.texts, negatives = sample_texts(settings)
         self._check(decoders, models)
         self._decoders = [models[name] for name in decoders]
         self._guidance, guides = self._guided(bool(config.get("guidance_embeds")))
-        self.texts, negatives = sample_texts(settings)
         self.negatives = negatives if guides and "negative_prompt_embeds" in self._takes else []
 
     def _check(self, decoders: Sequence[str], models: Mapping[str, Any]) -> None:
