@@ -7,10 +7,9 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from zerostart.checkpoint.manifest import INDEX, documents
-from zerostart.checkpoint.strict_json import read_json
+from zerostart.checkpoint.strict_json import JsonObject, read_json
 from zerostart.checkpoint.verifying import verify
 from zerostart.checkpoint.write.folders import NO_LINKS
 from zerostart.distributed.world import World
@@ -67,7 +66,7 @@ def _known(saved: Path, names: set[str]) -> tuple[dict[str, str], list[tuple[str
 
     Both are empty where no save has written just these there, as they are.
     """
-    found: list[dict[str, Any]] = []
+    found: list[JsonObject] = []
     with contextlib.suppress(VerifyError):
         found = documents(saved)
     for document in found:

@@ -10,13 +10,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.filesize import decimal
 from torch import nn
 
 from zerostart.checkpoint.manifest import group_of
+from zerostart.checkpoint.strict_json import JsonObject
 from zerostart.checkpoint.write.shards import parse_size
 from zerostart.distributed.world import World, current_world
 from zerostart.engines import Shard
@@ -268,7 +268,7 @@ def _report(
     path: str | os.PathLike[str], done: list[Done], names: Mapping[str, str], seconds: float
 ) -> SaveReport:
     files: list[str] = []
-    own: dict[str, Any] = {}
+    own: JsonObject = {}
     tied: dict[str, str] = {}
     for folder, written, contents in done:
         before = "" if folder == "." else f"{folder}/"
