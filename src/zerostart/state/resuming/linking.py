@@ -91,6 +91,7 @@ def _link(saved: Path, folder: Path, files: list[tuple[str, str]]) -> bool:
     usual = dict(files)
     try:
         for name, own in files:
+            # The index names the files by the names that they have there: written anew where these change.
             if name.endswith(INDEX) and any(own != n for n, own in files):
                 index = read_json(saved / name, "index")
                 index["weight_map"] = {n: usual[file] for n, file in index["weight_map"].items()}
@@ -102,6 +103,7 @@ def _link(saved: Path, folder: Path, files: list[tuple[str, str]]) -> bool:
         if error.errno not in NO_LINKS:
             raise
         for _, own in files:
+            # None or all: half a folder of links would pass for a model.
             (folder / own).unlink(missing_ok=True)
         folder.rmdir()
         return False
