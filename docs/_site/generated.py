@@ -35,6 +35,7 @@ def markdown(name: str) -> str:
         "changelog": _changelog,
         "commands": _commands,
         "configuration": _configuration,
+        "charts-front": _charts("load"),
         "charts-load": _charts("load", "memory", "cold"),
         "charts-start": _charts("initialize"),
         "charts-save": _charts("save", "state"),
@@ -52,7 +53,9 @@ def anchor(results: str) -> str:
 
 
 def _changelog() -> Iterator[str]:
-    yield (REPOSITORY / "CHANGELOG.md").read_text(encoding="utf-8")
+    text = (REPOSITORY / "CHANGELOG.md").read_text(encoding="utf-8")
+    text = re.sub(r"^# .+\n", "", text)
+    yield re.sub(r"^## \[(.+?)\]", r"## \1", text, flags=re.MULTILINE)
 
 
 def _commands() -> Iterator[str]:

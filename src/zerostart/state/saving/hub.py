@@ -19,7 +19,7 @@ CARD = "README.md"
 #: How the hub's cache names the directory of a snapshot.
 _SNAPSHOT = re.compile(r"models--(?P<id>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})(/|$)")
 #: What is nobody's but the run's and this machine's.
-_KEPT_HERE = (f"{HIDDEN}/*", f"{HIDDEN}*", "checkpoints/*", "exports/*", "samples/*", ".*.lock", "*.lock")
+_KEPT_HERE = (f"{HIDDEN}/*", f"{HIDDEN}*", "checkpoints/*", "exports/*", "samples/*", "run.html", "*.lock")
 
 
 def push(
