@@ -38,6 +38,7 @@ def resolve(
     if mesh.expert_parallel > 1:
         experts = _experts(model, mesh, shapes, experts_given)
     if mesh.tensor_parallel > 1:
+        # After the experts: what they share is none of the tensors' business.
         if decide is not None:
             tensors = decide(experts)
         else:
@@ -63,6 +64,7 @@ def _experts(
     for name in plan.cuts:
         experts = shapes[name][0]
         if not _all_served(experts, size):
+            # There is one: with 1 every rank has all experts.
             fitting = max(n for n in range(1, size) if mesh.world_size % n == 0 and _all_served(experts, n))
             raise ConfigError(
                 f"expert_parallel={size} leaves some ranks without any of the {experts} experts of {name}, "
@@ -112,6 +114,7 @@ def _tensors(
     _check_heads(model, size, plan)
     for name, cut in plan.cuts.items():
         try:
+            # For its checks alone; what rank 0 gets is not wanted here.
             cut.section(shapes[name], 0, size)
         except (ValueError, IndexError) as error:
             raise ConfigError(f"the tensor-parallel plan does not fit {name}: {error}") from error
@@ -134,6 +137,7 @@ def _partitioned(model: nn.Module, size: int, section: EngineConfig) -> Parallel
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear)
     }
+    # Both ends of a tie: DeepSpeed leaves a head whole that is the embedding and whose output is gathered.
     tied = library_of(model).ties(model)
     names = {*tied, *tied.values()}
     config: PreTrainedConfig = getattr(model, "config", None)

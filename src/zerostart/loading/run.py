@@ -53,6 +53,7 @@ def rehearse(request: Request, world_size: int, rank: int) -> tuple[Report, list
     ``zerostart.load`` raises, and ConfigError for a rank that is not there.
     """
     with undisturbed():
+        # Two worlds: this process agrees with itself alone, and stands for ``rank`` of the job.
         _, record, shards = _Rehearsal(World(0, 1, None), World(rank, world_size, None)).load_in_shards(
             request
         )
@@ -103,6 +104,8 @@ class _Load:
                 with clock.phase("build"):
                     stats = self.hand_over(request, prepared, destinations, maker, tuning, stats)
             report = replace(self._report(prepared, stats), tier=residence)
+            # Last of all, so that only a model whose load has come to its end is known as loaded: ``save``
+            # and the others start from the record.
             record = self._record(prepared, placements, report)
             remember_load(prepared.built.model, record)
             self.watch(prepared.built.model)
@@ -142,6 +145,7 @@ class _Load:
         _keep_aliases(prepared)
         engine.enable_sequence_parallel(model)
         _keep_calls(prepared)
+        # After the calls: what is left on the parameters is for the engine's start, which comes later.
         self._offer_masters(request, prepared, destinations, tuning)
         if prepared.from_checkpoint:
             _finish(request, prepared)

@@ -114,6 +114,8 @@ class DeepSpeed(DeepSpeedStateEngine, Engine):
 
     def parallelism(self, model: nn.Module) -> Parallelism:
         """See ``Engine``; what is cut over ranks that share tensors, DeepSpeed itself says."""
+        # Imports stand in the methods: an engine answers from its settings without DeepSpeed, which takes
+        # seconds to import and which the machine that plans may lack.
         if self.mesh.tensor_parallel == 1:
             return super().parallelism(model)
         from zerostart.engines.deepspeed.tensors import tensor_cuts
@@ -201,6 +203,7 @@ class DeepSpeed(DeepSpeedStateEngine, Engine):
     def relaxations(self, accelerator: bool) -> Iterator[tuple[list[str], Engine]]:
         """See ``Engine``: the bucket, the states on the host, a higher stage, parameters on the host."""
         engine, words = self, list[str]()
+        # Each change on top of those before, from the one that costs least speed on.
         if self.settings.bucket > BUCKET:
             engine, words = engine._with(reduce_bucket_size=BUCKET), [f"reduce_bucket_size={BUCKET}"]
             yield words, engine
@@ -209,6 +212,7 @@ class DeepSpeed(DeepSpeedStateEngine, Engine):
             engine = engine._with(offload_optimizer={"device": "cpu"})
             words = ["offload_optimizer to cpu", *words]
             yield words, engine
+        # What was changed besides the stage: each stage is named with it, and not with the stage before.
         aside = words
         for stage in range(self.zero_stage + 1, 4):
             engine, words = engine._with(stage=stage), [f"zero_stage={stage}", *aside]
@@ -261,6 +265,7 @@ class ZeroThree(DeepSpeed):
             for name, parameter in model.named_parameters()
         }
         homes = self.settings.homes(sizes, self.mesh.world_size)
+        # DeepSpeed's words for ``offload_param.device``, as homes of shards.
         names = {"none": DEVICE, "cpu": HOST, "nvme": STORAGE}
         lying = {name: names[home] for name, home in homes.items()}
         return placed_on_mesh(parallelism, shapes, lying, _partition, self.settings.pinned)
@@ -290,6 +295,7 @@ class ZeroThree(DeepSpeed):
         from zerostart.upstream.deepspeed.state_dicts import keep_from_loss
 
         keep_from_loss(model, added)
+        # Where a mesh cuts parameters, ranks have different ones, and rank 0's values are not everybody's.
         if not self.mesh.parallel:
             with_first_values(lambda: added)
 
@@ -348,6 +354,7 @@ class FlatBuffers(DeepSpeed):
         from zerostart.upstream.deepspeed.construction import keep_stage
 
         if self.mesh.parallel:
+            # Stages that can train what was loaded: DeepSpeed reduces gradients of experts from stage 1 on.
             taken = {1, 2} if self.mesh.expert_parallel > 1 else {0, 1, 2}
             keep_stage(model, self.title, taken.__contains__)
 

@@ -45,6 +45,8 @@ class DeepSpeedState(TrainingState):
     def counters(self) -> Counters:
         engine = self._engine
         found = {"name": "deepspeed", "stage": upstream.engine_stage(engine), **upstream.counters(engine)}
+        # A window of accumulated gradients is written only where one is open; the key's absence says that
+        # none was.
         if upstream.is_window_open(engine):
             found["window"] = upstream.window(engine)
         return found
@@ -63,6 +65,7 @@ class DeepSpeedState(TrainingState):
         if not upstream.is_window_open(self._engine):
             return []
         found = optimizers.gradients(self._engine, self.steps)
+        # None: gradients lie unreduced in buffers of each rank's own, which no other layout could be made of.
         if found is None:
             raise ConfigError(
                 "the engine is in the middle of gradient accumulation, and its gradients are not reduced "
@@ -72,6 +75,7 @@ class DeepSpeedState(TrainingState):
         return list(zip(members_of(self.steps), found, strict=True))
 
     def make_gradients(self, wanted: Collection[int], saved: Counters) -> Sequence[Gradient] | None:
+        # Nobody asks for gradients: then none are made, whatever was saved.
         if not wanted:
             return []
         room = optimizers.gradients(self._engine, self.steps, make=True) if "window" in saved else None

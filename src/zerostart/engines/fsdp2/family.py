@@ -98,6 +98,7 @@ class FSDP2(FSDP2StateEngine, Engine):
 
     def require(self) -> None:
         """See ``Engine``."""
+        # Imported for its time alone, so that it is no part of the load's own.
         import zerostart.engines.fsdp2.storage  # noqa: F401
 
     @property
@@ -154,6 +155,7 @@ class FSDP2(FSDP2StateEngine, Engine):
         _, shares = settings.shape(size)
         dims = settings.dimensions(parameters, shares)
         share_of = functools.cache(functools.partial(settings.share_of, world_size=size))
+        # Of each share the first rank that has it: replicas are its twins.
         first: dict[int, int] = {}
         for rank in range(size):
             first.setdefault(share_of(rank), rank)
@@ -203,11 +205,13 @@ class FSDP2(FSDP2StateEngine, Engine):
         """See ``Engine``; the units cast what they gather. Raises ConfigError for an unknown key."""
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
+        # A run's configuration is a file: only settings that are plain data, and no meshes or functions.
         if unknown := sorted(set(given) - set(PLAIN)):
             known = ", ".join(PLAIN)
             raise ConfigError(f"engine.config.{unknown[0]} is unknown for {self.name}; known are {known}")
         if job.mixed_precision == "no" or not self.uses_fully_shard:
             return dict(given)
+        # The shards stay fp32, as masters; units cast what they gather, and reduce gradients in fp32.
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         return {**given, "mp_policy": policy}
 
@@ -285,6 +289,7 @@ class FSDP2(FSDP2StateEngine, Engine):
         from torch.distributed.device_mesh import init_device_mesh
 
         shape = (self.mesh.batch(0)[1], self.mesh.sequence_parallel, self.mesh.tensor_parallel)
+        # The axis of ranks that share a batch lies between: neighbours share tensors, then sequences.
         return init_device_mesh(default_device().type, shape, mesh_dim_names=("batch", "cp", "tp"))["cp"]
 
     def sequence_chunks(self, rank: int) -> tuple[tuple[int, ...], int]:
@@ -319,6 +324,7 @@ class FSDP2(FSDP2StateEngine, Engine):
         if self.zero_stage < 3:
             words = ["zero_stage=3"]
             yield words, self.for_stage(3, config, self.mesh, self.exchange)
+        # Each change on top of those before, from the one that costs least speed to the one that costs most.
         if config.get("reshard_after_forward") is False:
             config = {**config, "reshard_after_forward": True}
             words = ["reshard_after_forward=True", *words]

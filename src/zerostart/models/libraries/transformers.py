@@ -320,6 +320,7 @@ def _named_dtype(value: object) -> torch.dtype | None:
 def _with_dtype(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedConfig:
     """The configuration says what the weights are, as after ``from_pretrained``; sub-configurations too."""
     config.dtype = dtype
+    # Composite models (vision and text) build their parts from configurations of their own.
     for name in getattr(config, "sub_configs", {}):
         sub = getattr(config, name, None)
         if sub is not None:
