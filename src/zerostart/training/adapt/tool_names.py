@@ -1,9 +1,9 @@
 """LoRA files for ComfyUI, and for kohya's scripts and what reads them: what they call the modules of a model.
 
 Both go by the names of the original release, and have an ``alpha`` beside the factors of each module.
-ComfyUI reads ``diffusion_model.blocks.0.self_attn.q.lora_A.weight`` (its function
-``model_lora_keys_unet``), and of a release that has several projections in one, where it knows diffusers' parts of
-them, diffusers' names. kohya's scripts (sd-scripts, musubi-tuner) write
+ComfyUI reads ``diffusion_model.blocks.0.self_attn.q.lora_A.weight`` (its function ``model_lora_keys_unet``).
+Of a release that has several projections in one, where it knows diffusers' parts of them, it reads
+diffusers' names. kohya's scripts (sd-scripts, musubi-tuner) write
 ``lora_unet_blocks_0_self_attn_q.lora_down.weight``.
 """
 
