@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from rich.filesize import decimal
 
 from zerostart.checkpoint.storage import Reader, Storage
-from zerostart.checkpoint.storage.page_cache import BOUNCE_BYTES
+from zerostart.checkpoint.storage.direct import BOUNCE_BYTES
 from zerostart.distributed.machine import available_memory, cores, cores_of_node, local_ranks
 from zerostart.transfer.buffers import rounds_up
 from zerostart.transfer.planning import Plan, Rates

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from zerostart.checkpoint.storage.page_cache import PAGE
+from zerostart.checkpoint.storage.direct import PAGE
 from zerostart.checkpoint.write.shards import SaveLayout
 from zerostart.geometry import Copy, Loop
 from zerostart.geometry.layout import Layout
