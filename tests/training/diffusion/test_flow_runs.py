@@ -21,8 +21,8 @@ from tests.training.diffusion.flow_pipelines import PIPELINES, drawn_by, save_pi
 
 #: What the runner promises in fp32: of losses relative, of weights relative to their norm.
 EXACT = 1e-5
-#: A key's bias shifts all scores of a query alike, which a softmax does not feel: its gradient is rounding, of
-#: which AdamW makes steps as large as of any.
+#: A key's bias shifts all scores of a query alike, which a softmax does not feel: its gradient is rounding,
+#: of which AdamW makes steps as large as of any.
 UNFELT = "token_refiner.refiner_blocks.0.attn.to_k.bias"
 
 
