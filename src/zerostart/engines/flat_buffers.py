@@ -42,15 +42,14 @@ def exchanges(exchange: bool | None, world_size: int) -> bool:
 
 @dataclass(frozen=True)
 class Family:
-    """Parameters that lie in the same buffers, since the same ranks partition their optimizer state.
-
-    ``exchange`` says whether ranks read shares of the buffers and exchange them. ``held`` has, by name, the
-    layout of what any rank holds of a parameter; one that is not there is whole on every rank.
-    """
+    """Parameters that lie in the same buffers, since the same ranks partition their optimizer state."""
 
     parameters: Mapping[str, nn.Parameter]
     rules: FlatRules
+    #: Whether ranks read shares of the buffers and exchange them.
     exchange: bool
+    #: By name, the layout of what any rank holds of a parameter; one that is not there is whole on every
+    #: rank.
     held: Mapping[str, Callable[[int], Layout]] = field(default_factory=dict)
 
 

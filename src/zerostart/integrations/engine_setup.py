@@ -89,16 +89,14 @@ ALONE = SharedSequences()
 
 @dataclass(frozen=True)
 class EngineSetup:
-    """What models of a script are loaded for: an engine, its stage and configuration, and shared sequences.
-
-    ``dtype`` is the one that the engine wants parameters in, ``building_dtype`` the one in which models
-    compute their buffers; None for the call's own.
-    """
+    """What models of a script are loaded for: an engine at a stage, its configuration, shared sequences."""
 
     engine: str
     zero_stage: int = 3
     config: Mapping[str, Any] = field(default_factory=dict)
+    #: The one that the engine wants parameters in; None for the call's own.
     dtype: torch.dtype | None = None
+    #: The one in which models compute their buffers; None for the call's own.
     building_dtype: torch.dtype | None = None
     sequences: SharedSequences = ALONE
 

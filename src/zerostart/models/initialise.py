@@ -60,18 +60,18 @@ _FACTORIES: dict[object, Callable[[torch.Tensor], object]] = {
 
 @dataclass(frozen=True)
 class Program:
-    """How a missing tensor gets its values.
+    """How a missing tensor gets its values."""
 
-    ``meta`` is the parameter or buffer, whose dtype it is made in; ``made`` another look at it as it was
-    built, since an engine may cut the parameter itself down to a slice before it gets its values.
-    ``steps`` is None where the calls are not element by element: then the whole tensor is made, once, and
-    ``whole`` says so in the report. ``draws`` are the places of its random calls in the log.
-    """
-
+    #: The parameter or buffer, whose dtype it is made in.
     meta: torch.Tensor
+    #: Another look at it as it was built, since an engine may cut the parameter itself down to a slice before
+    #: it gets its values.
     made: torch.Tensor
     log: OperatorLog
+    #: The calls that write it; None where they are not element by element: then the whole tensor is made,
+    #: once, and ``whole`` says so in the report.
     steps: tuple[Op, ...] | None
+    #: Places of its random calls in the log.
     draws: tuple[int, ...] = ()
 
     @property

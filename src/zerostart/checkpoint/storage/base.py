@@ -98,29 +98,27 @@ Opener = Callable[[str, str], AbstractContextManager[tuple[HeaderBytes, int]]]
 
 @dataclass(frozen=True)
 class Residency:
-    """How far bytes are from this machine, for choosing how they are read.
+    """How far bytes are from this machine, for choosing how they are read."""
 
-    ``kind`` says in a word what they lie on. ``resident`` is the share of them in this machine's memory (0 to
-    1), None where nobody knows. ``remote``: all clients of the storage share what it gives in a second.
-    ``direct``: reads that go round the page cache may pay.
-    """
-
+    #: In a word, what they lie on.
     kind: str = ""
+    #: Share of them in this machine's memory, from 0 to 1; None where nobody knows.
     resident: float | None = 1.0
+    #: Whether all clients of the storage share what it gives in a second.
     remote: bool = False
+    #: Whether reads that go round the page cache may pay.
     direct: bool = False
 
 
 @dataclass(frozen=True)
 class Storage(ABC):
-    """Where the bytes of a catalog's files lie; plain data that travels from rank to rank.
+    """Where the bytes of a catalog's files lie; plain data that travels from rank to rank."""
 
-    ``files`` are their names and ``sizes`` their lengths in bytes. ``identities`` are what ``identity`` gave
-    for each when it was opened, () where nobody has asked.
-    """
-
+    #: Their names.
     files: tuple[str, ...]
+    #: Their lengths in bytes.
     sizes: tuple[int, ...]
+    #: What ``identity`` gave for each when it was opened; () where nobody has asked.
     identities: tuple[Hashable, ...] = field(default=(), compare=False, repr=False)
 
     #: Of URLs that lead to such a storage; for those that are registered.

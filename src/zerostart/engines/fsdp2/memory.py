@@ -24,21 +24,24 @@ from zerostart.upstream.torch.fsdp2 import are_reduced_as_shards
 
 @dataclass(frozen=True)
 class Units:
-    """Elements of the root's own unit, of the largest other one, and of all; whether all stay gathered.
+    """What FSDP2 gathers and reduces at once, in elements."""
 
-    ``late`` are those of the root whose gradients come first: of what it uses after its units, which is taken
-    to be all but its first parameter, or that one if it is tied. ``shares``: ranks that share a parameter.
-    ``itemsize`` is that of the dtype in which parameters are gathered, ``reduced`` that of gradients on
-    their way.
-    """
-
+    #: Of the root's own unit.
     root: int
+    #: Of those of the root whose gradients come first: of what it uses after its units, which is taken to be
+    #: all but its first parameter, or that one if it is tied.
     late: int
+    #: Of the largest other unit.
     largest: int
+    #: Of all units.
     total: int
+    #: Ranks that share a parameter.
     shares: int
+    #: Whether all units stay gathered.
     kept: bool
+    #: Bytes of an element of what is gathered.
     itemsize: int
+    #: Bytes of an element of gradients on their way.
     reduced: int
     offloaded: bool
 

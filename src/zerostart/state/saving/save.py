@@ -76,20 +76,21 @@ class SaveRequest:
 
 @dataclass(frozen=True)
 class SaveReport:
-    """What a save has written; the same on every rank but for ``written_bytes``, which are this rank's.
-
-    ``tensors`` are the names in the files, ``total_bytes`` the bytes of all of them. ``own_names`` has the
-    tensors that could not be put back into the layout that they were loaded from, and why: they are saved
-    under the model's own names and in its dtypes. ``tied`` are names of tensors that are saved under another.
-    """
+    """What a save has written; the same on every rank but for ``written_bytes``."""
 
     path: str
     files: tuple[str, ...]
+    #: Names in the files.
     tensors: tuple[str, ...]
+    #: Bytes of all of them.
     total_bytes: int
+    #: Bytes that this rank wrote.
     written_bytes: int
     seconds: float
+    #: Tensors that could not be put back into the layout that they were loaded from, and why: they are saved
+    #: under the model's own names and in its dtypes.
     own_names: dict[str, str]
+    #: Names of tensors that are saved under another.
     tied: dict[str, str]
 
     def __str__(self) -> str:

@@ -278,13 +278,18 @@ def clear_drawn(folder: Path) -> None:
     Raises :class:`WriteError`.
     """
     try:
-        for file in folder.iterdir() if folder.is_dir() else ():
-            if _DRAWN.fullmatch(file.name) and not file.is_dir():
-                file.unlink()
+        for file in drawn_files(folder):
+            file.unlink()
     except OSError as error:
         raise WriteError(f"{folder}: what is there cannot be removed: {error.strerror}") from error
     with contextlib.suppress(OSError):  # others have put something there
         folder.rmdir()
+
+
+def drawn_files(folder: Path) -> list[Path]:
+    """What ``write_drawn`` has put into ``folder``, in the order of the samples' numbers. Raises OSError."""
+    found = folder.iterdir() if folder.is_dir() else ()
+    return sorted(file for file in found if _DRAWN.fullmatch(file.name) and not file.is_dir())
 
 
 def read_pictures(folder: Path) -> np.ndarray[Any, Any] | None:
@@ -294,7 +299,7 @@ def read_pictures(folder: Path) -> np.ndarray[Any, Any] | None:
     """
     from PIL import Image
 
-    files = sorted(file for file in folder.glob("*.png") if _DRAWN.fullmatch(file.name))
+    files = [file for file in drawn_files(folder) if file.suffix == ".png"]
     try:
         return np.stack([np.asarray(Image.open(file).convert("RGB")) for file in files]) if files else None
     except OSError as error:
