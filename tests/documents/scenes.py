@@ -246,6 +246,7 @@ MODEL = {"path/or/hub-id": "qwen3_moe_aligned"}
 SCENES = (
     Scene("README.md", "WanTransformer3DModel", {"path": "releases:wan"}, _common),
     Scene("README.md", "", {**MODEL, "path/to/checkpoint": "qwen3"}, _common, slow=False),
+    Scene("docs/index.md", "", {"path/to/checkpoint": "qwen3"}, _common, slow=False),
     Scene("docs/adoption.md", "TrainingArguments(", {"path/or/hub-id": "qwen3"}, _trainer),
     Scene("docs/adoption.md", "", {"path/mixture": "qwen3_moe_aligned"}, _edited, slow=False),
     Scene("docs/converters.md", given=_stored, slow=False),

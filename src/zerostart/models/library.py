@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from zerostart.checkpoint.catalog import Catalog
+from zerostart.checkpoint.strict_json import JsonObject
 from zerostart.errors import BuildError, ConversionError
 from zerostart.models.operator_log import OperatorLog
 from zerostart.models.tensors import owner_of, replace_tensor, state_names
@@ -33,34 +34,36 @@ OwnLoading = Callable[[str, torch.dtype | None], nn.Module]
 
 @dataclass(frozen=True)
 class Attention:
-    """How a model attends along its sequences, for ranks that share them.
+    """How a model attends along its sequences, for ranks that share them."""
 
-    ``implementation`` as transformers names it; ``heads`` of queries, ``key_value_heads`` of keys and values;
-    ``kinds`` of layers. ``obstacle`` says what it has that no ranks can share, in words; then the rest is
-    empty.
-    """
-
+    #: As transformers names it.
     implementation: str = ""
+    #: Heads of queries.
     heads: int = 0
+    #: Heads of keys and values.
     key_value_heads: int = 0
+    #: Kinds of its layers.
     kinds: frozenset[str] = frozenset()
+    #: What it has that no ranks can share, in words; then the rest is empty.
     obstacle: str = ""
 
 
 @dataclass(frozen=True)
 class Stored:
-    """What is known of a checkpoint, and asked for, when a model is built for it.
+    """What is known of a checkpoint, and asked for, when a model is built for it."""
 
-    ``root`` is the directory of its configuration, if it has one; ``asked`` the dtype that the caller wants;
-    ``first`` that of its first floating tensor, ``main`` that of most of its elements. ``trusted``: the
-    caller has said that code which lies in ``root`` may be run; without that none ever is.
-    """
-
+    #: Directory of its configuration; None without one.
     root: str | None
+    #: Dtype that the caller wants.
     asked: torch.dtype | None = None
+    #: Dtype of its first floating tensor.
     first: torch.dtype | None = None
+    #: Dtype of most of its elements.
     main: torch.dtype | None = None
+    #: Whether the caller has said that code which lies in ``root`` may be run; without that none ever is.
     trusted: bool = False
+    #: Of its tensors, by name.
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -78,18 +81,17 @@ class Construction:
 
 @dataclass(frozen=True)
 class Built:
-    """A model on meta, the log of its construction, and the library that it is of.
-
-    ``dtype`` is the floating dtype that the load gives the model as a whole; None lets each tensor keep the
-    dtype that the checkpoint stores. ``logged`` is False for a module that the caller had built before.
-    ``quantizer`` is the library's own, set to dequantise, for a checkpoint that is quantised.
-    """
+    """A model on meta, the log of its construction, and the library that it is of."""
 
     model: nn.Module
     log: OperatorLog
+    #: Floating dtype that the load gives the model as a whole; None lets each tensor keep the dtype that the
+    #: checkpoint stores.
     dtype: torch.dtype | None
+    #: False for a module that the caller had built before.
     logged: bool
     library: ModelLibrary
+    #: The library's own, set to dequantise, for a checkpoint that is quantised; None for others.
     quantizer: object = None
 
     @one_thread()
@@ -115,6 +117,16 @@ class Building(ABC):
     def describes(self, root: str | None) -> bool:
         """Whether the configuration in the directory ``root`` is this library's, by a mark of its own."""
         return False
+
+    def configuration_of(
+        self, shapes: Mapping[str, tuple[int, ...]], kind: type[nn.Module] | None = None
+    ) -> JsonObject | None:
+        """The configuration of a checkpoint that has none, by its tensors; None if it knows no such tensors.
+
+        ``kind`` is the class that is wanted of it. Raises BuildError where it knows whose they are and has
+        no configuration of it at hand.
+        """
+        return None
 
     def require(self, kind: type[nn.Module] | None, root: str | None) -> None:  # noqa: B027  # may be left
         """Import what building ``kind``, or without one what ``root`` names, needs.

@@ -10,6 +10,7 @@ import torch
 
 from tests.integrations.pipelines.tiny_pipelines import CALLS, make_pipeline
 from tests.ranks import run_ranks
+from tests.training.data.media_files import CHINA
 from tests.training.samples.sampled import encode, run
 from zerostart.errors import ConfigError
 from zerostart.training.config.configuration import SamplesConfig
@@ -189,12 +190,14 @@ def test_batches_have_prompts_of_one_shape() -> None:
 @pytest.mark.parametrize(
     ("index", "settings", "words"),
     [
-        ({"_class_name": "WanImageToVideoPipeline"}, {}, "WanImageToVideoPipeline takes more .image"),
+        ({"_class_name": "WanImageToVideoPipeline"}, {}, "starts from pictures; name one for each prompt in"),
+        ({"_class_name": "FluxPipeline"}, {"images": [str(CHINA)]}, "FluxPipeline draws from text alone"),
         ({"_class_name": "WanVACEPipeline"}, {}, "WanVACEPipeline takes more .video"),
+        ({"_class_name": "FluxKontextPipeline"}, {"images": ["no.png"]}, "no.png: no such file"),
         (
             {"_class_name": "WanPipeline", "boundary_ratio": 0.9},
             {},
-            "two experts, of which transformer alone",
+            "two experts, of which .* has transformer alone",
         ),
         ({"_class_name": "FluxPipeline"}, {"num_frames": 5}, "num_frames: FluxPipeline draws pictures"),
         ({"_class_name": "FluxPipeline", "vae": [None, None]}, {}, "has no vae to draw with"),

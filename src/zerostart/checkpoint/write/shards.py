@@ -33,26 +33,26 @@ _RANK = {dtype: position for position, dtype in enumerate(DTYPE_BITS)}
 
 @dataclass(frozen=True)
 class ShardFile:
-    """One file to write: ``header`` is its beginning (length and JSON), ``size`` its length in bytes."""
+    """One file to write."""
 
     name: str
+    #: Its beginning: the length of the JSON, and the JSON.
     header: bytes
+    #: Its length in bytes, header included.
     size: int
 
 
 @dataclass(frozen=True)
 class SaveLayout:
-    """Where every byte of a checkpoint goes.
-
-    ``tensors`` maps a name to its entry, whose ``file`` is a position in ``files`` and whose ``offset``
-    counts bytes from the start of that file. ``index`` is the content of ``index_name``, None for a
-    single file. ``total_size`` is the bytes of all tensors.
-    """
+    """Where every byte of a checkpoint goes."""
 
     files: tuple[ShardFile, ...]
+    #: By name: ``file`` is a position in ``files``, ``offset`` counts bytes from the start of that file.
     tensors: Mapping[str, TensorEntry]
+    #: Bytes of all tensors.
     total_size: int
     stem: str
+    #: Content of ``index_name``; None for a single file.
     index: JsonObject | None
 
     @property

@@ -27,16 +27,15 @@ from zerostart.state.saving.writing import Entry, Outgoing
 
 @dataclass
 class Contents:
-    """The tensors of a checkpoint, and what this rank writes of them.
-
-    ``own_names`` are the tensors that are saved under the model's own names, and why; ``tied`` the names that
-    are not saved, since another has the same tensor; ``before`` the number of the file that a tensor was in.
-    """
+    """The tensors of a checkpoint, and what this rank writes of them."""
 
     entries: list[Entry] = field(default_factory=list)
     outgoing: list[Outgoing] = field(default_factory=list)
+    #: Tensors that are saved under the model's own names, and why.
     own_names: dict[str, str] = field(default_factory=dict)
+    #: Names that are not saved, since another has the same tensor.
     tied: dict[str, str] = field(default_factory=dict)
+    #: Number of the file that a tensor was in.
     before: dict[str, int] = field(default_factory=dict)
 
 
@@ -176,12 +175,11 @@ def _out(held: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
 
 @dataclass(frozen=True)
 class TensorOverrides:
-    """Values that stand for those of parameters, by their first names: this rank's share of each.
+    """Values that stand for those of parameters."""
 
-    ``ties`` has the first name of every other one.
-    """
-
+    #: This rank's share of each, by its first name.
     shards: Mapping[str, Shard]
+    #: The first name of every other one.
     ties: Mapping[str, str]
 
 

@@ -26,15 +26,15 @@ MARGIN = 0.9
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Bytes a second.
+    """Bytes a second."""
 
-    Of storage ``shared`` by all machines, of a machine's ``link`` to it or its disk, of a machine's copies
-    (out of its page cache, for one), and of one rank's ``interconnect``.
-    """
-
+    #: Of storage, shared by all machines.
     shared: float = math.inf
+    #: Of one machine's link to it, or of its disk.
     link: float = 2 * GB
+    #: Of a machine's copies, out of its page cache for one.
     copy: float = 8 * GB
+    #: Of one rank.
     interconnect: float = 1 * GB
 
     @classmethod
@@ -45,31 +45,32 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Bytes ``wanted`` by all ranks together, how many ``differ``, and the ``most`` that one rank wants.
+    """What ranks want of the files."""
 
-    ``fetched`` are those that storage gives if each rank reads what it wants; never fewer than ``wanted``.
-    """
-
+    #: Bytes that all ranks together want.
     wanted: int
+    #: How many of them differ.
     differ: int
+    #: Bytes that one rank wants, at most.
     most: int
     ranks: int
     machines: int = 1
+    #: Most bytes of a request in an exchange.
     chunk: int = 0
+    #: Bytes that storage gives if each rank reads what it wants; never fewer than ``wanted``.
     fetched: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class ReadStrategy:
-    """Whether bytes are read ``once``, and the estimated seconds of either way; ``forced`` by an argument.
-
-    Read once, no request takes more than ``chunk_size`` bytes.
-    """
+    """Whether bytes are read once or by each rank, with the estimated seconds of either way."""
 
     once: bool
     own_seconds: float
     once_seconds: float
+    #: Whether an argument says so, and not the estimate.
     forced: bool = False
+    #: Read once, most bytes of a request.
     chunk_size: int = 0
 
     def __str__(self) -> str:

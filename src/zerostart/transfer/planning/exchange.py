@@ -21,20 +21,26 @@ Table = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """Requests ``first`` to ``stop`` of rank ``to``, in one message of ``nbytes``."""
+    """Consecutive requests of one rank, in one message."""
 
+    #: The rank that asked.
     to: int
+    #: Number of the first request.
     first: int
+    #: One past that of the last.
     stop: int
+    #: Bytes of the message.
     nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class ExchangeStep:
-    """What ``server`` reads, and for whom: the ``extent`` (file, begin, end) once for all."""
+    """What one rank reads once, and for whom."""
 
+    #: The rank that reads and sends.
     server: int
     deliveries: tuple[Delivery, ...]
+    #: What it reads: file, first byte, one past the last.
     extent: tuple[int, int, int]
 
 
@@ -66,15 +72,14 @@ def batches(sizes: Sequence[int], limit: int) -> Iterator[tuple[int, int, int]]:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """Bytes that several ranks want, each read once, but at a cut (see ``exchange_schedule``).
-
-    ``alone`` has for each rank the numbers of the requests that nobody else's overlap, which it reads for
-    itself; ``served`` the bytes that it reads by steps, ``received`` those that others send it by them.
-    """
+    """Bytes that several ranks want, each read once, but at a cut (see ``exchange_schedule``)."""
 
     steps: tuple[ExchangeStep | Agreement, ...]
+    #: For each rank the numbers of the requests that nobody else's overlap, which it reads for itself.
     alone: tuple[tuple[int, ...], ...]
+    #: For each rank the bytes that it reads by steps, for itself and others.
     served: tuple[int, ...]
+    #: For each rank the bytes that others send it by them.
     received: tuple[int, ...]
 
 
