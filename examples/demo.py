@@ -15,7 +15,7 @@ NEXT = """
 Next: these commands in your shell:         . .venv/bin/activate
       is it what was saved? what is in it?  zerostart verify {out}; zerostart inspect {out}
       the same on FSDP2; a picture model:   make demo ENGINE=fsdp2; make demo-diffusion
-      a run of your own from one file:      zerostart config causal-lm run.yaml (name model.source and data.source in it),
+      a run of your own from one file:      zerostart config causal-lm run.yaml; name model and data in it;
                                             zerostart train run.yaml --nproc 2
       a script that you have, as it is:     accelerate launch --config_file zero3.yaml -m zerostart SCRIPT.py
       scripts to begin with, tutorials:     docs/examples.md, docs/index.md"""
