@@ -389,6 +389,11 @@ class CacheConfig(Section):
     """Of the autoencoder; null: that of its files."""
     max_sequence_length: Positive | None = None
     """Tokens of a text; null: the pipeline's own default."""
+    long_prompts: Literal["cut", "refuse"] = "cut"
+    """What becomes of a text that is longer: cut, as pipelines do, or refuse.
+
+    Its row is named in either case.
+    """
     posterior: Literal["sample", "mode"] = "sample"
     """Latents are drawn from what the autoencoder gives (sample), or the likeliest ones (mode)."""
     seed: Count = 0
