@@ -175,6 +175,7 @@ class Catalog:
 
 def contiguous_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     """Whether ``strides`` (elements) are the row-major ones, as far as they matter."""
+    # Strides of dimensions of size 1 mean nothing; of an empty tensor none does.
     step = 1
     for size, stride in zip(reversed(shape), reversed(strides), strict=True):
         if size == 0:

@@ -50,16 +50,18 @@ class Family:
     exchange: bool
     #: By name, the layout of what any rank holds of a parameter; one that is not there is whole on every
     #: rank.
-    held: Mapping[str, Callable[[int], Layout]] = field(default_factory=dict)
+    layouts: Mapping[str, Callable[[int], Layout]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Buffer:
-    """A flat buffer to be: the parameters ``names`` of ``dtype`` of a family, as ``group`` lays them out."""
+    """A flat buffer to be."""
 
     family: Family
     dtype: torch.dtype
+    #: Parameters of ``dtype`` of the family, in their order in the buffer.
     names: tuple[str, ...]
+    #: Where each of them lies.
     group: FlatGroup
 
     @property
@@ -174,7 +176,7 @@ def placed_whole(
     for buffer in exchanged:
         for place, name in enumerate(buffer.names):
             parts[name] = buffer.group.share(place, parameters[name].shape, size)
-    cut = {name: at for family in families for name, at in family.held.items()}
+    cut = {name: at for family in families for name, at in family.layouts.items()}
     runs, mesh = {**parts, **cut}, parallelism.mesh
 
     def alike(name: str) -> Hashable:
@@ -263,7 +265,7 @@ class FlatBufferShards:
         shape = tuple(family.parameters[name].shape)
         rank, size = self._world.rank, self._world.size
         if not family.exchange:
-            held = family.held.get(name) or (lambda _: replicated(shape))
+            held = family.layouts.get(name) or (lambda _: replicated(shape))
             return Shard(name, held(rank), whole, held)
         at = group.share(place, shape, size)
         # Where this rank's share of the buffer begins within the parameter, clamped to it.

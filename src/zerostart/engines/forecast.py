@@ -137,15 +137,15 @@ class ForecastEngine(EngineBase):
         self,
         model: nn.Module,
         placements: Placements,
-        held: ParameterBytes,
+        shares: ParameterBytes,
         optimizer: OptimizerCost,
         target: Target,
     ) -> list[MemoryPeak]:
         """The moments after the load, through the first step, at which memory may be at its highest."""
-        shards: dict[str, Array | int] = {"parameters": held.device, "buffers": held.buffers}
-        gradients = held.trained * held.dtype.itemsize
+        shards: dict[str, Array | int] = {"parameters": shares.device, "buffers": shares.buffers}
+        gradients = shares.trained * shares.dtype.itemsize
         full = {**shards, "gradients": gradients, "optimizer state": optimizer.states * gradients}
-        return [MemoryPeak("initialize", {}, shards), MemoryPeak("step", {"parameters": held.host}, full)]
+        return [MemoryPeak("initialize", {}, shards), MemoryPeak("step", {"parameters": shares.host}, full)]
 
 
 # What stage 0 takes after a load: everything whole on every rank.
@@ -155,20 +155,20 @@ class ForecastEngine(EngineBase):
 
 
 def replicated_peaks(
-    held: ParameterBytes, whole: int, optimizer: OptimizerCost, target: Target, masters: bool
+    shares: ParameterBytes, whole: int, optimizer: OptimizerCost, target: Target, masters: bool
 ) -> list[MemoryPeak]:
     """The moments of ``initialize`` and of the first step; ``whole``: bytes of the flat buffers.
 
     ``masters``: DeepSpeed's optimizers train, with masters of their own, and not DistributedDataParallel.
     """
-    gradients = held.gathers.total
-    trained = gradients // held.dtype.itemsize
-    mixed = masters and held.dtype != torch.float32
-    each = FP32 if mixed else held.dtype.itemsize
+    gradients = shares.gathers.total
+    trained = gradients // shares.dtype.itemsize
+    mixed = masters and shares.dtype != torch.float32
+    each = FP32 if mixed else shares.dtype.itemsize
     buckets = gradients if not masters and target.world_size > 1 else 0
     resident = {
         "parameters": whole,
-        "buffers": held.buffers,
+        "buffers": shares.buffers,
         "master weights": FP32 * trained * mixed,
         "buckets": buckets,
     }

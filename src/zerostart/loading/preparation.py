@@ -66,7 +66,7 @@ def prepare(
     with clock.phase("build"), world.phase("building the model"):
         check_model(request.model, request.source, catalog)
         with importing():
-            models.require(request.model, catalog.root)
+            models.require(request.model, catalog.root, _shapes(catalog))
         built, aliases = _build(request, engine, catalog)
         if world.rank == 0:  # which has opened it
             check_configuration(catalog)
@@ -75,8 +75,10 @@ def prepare(
         recipes = _recipes(request, engine, catalog, built)
         reinitialised: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
         if request.reinitialise_mismatched:
+            # Taken out of what is checked: initialised as if it were missing, and told of in the report.
             reinitialised = recipes.coverage.mismatched
             recipes = replace(recipes, coverage=replace(recipes.coverage, mismatched={}))
+        # Collective where a checkpoint has both ends of a tie: all ranks compare, each a share of the values.
         coverage = models.tie_names(built, recipes, equal_in(catalog, world))
         coverage.check(described(request.source, catalog), type(built.model).__name__, strict)
         origins = models.resolve_origins(built, recipes, aliases)
@@ -110,6 +112,7 @@ def agree(request: Request, prepared: Prepared, world: World) -> None:
     digest = hashlib.blake2b("\n".join(own).encode(), digest_size=16).digest()
     if len(set(world.all_gather_object(digest, "planning"))) == 1:
         return
+    # Only where digests differ: the lists themselves, to say what is not the same.
     first = world.broadcast_object(lambda: own, "planning")
     with world.phase("planning"):
         theirs = next((line for line in first if line not in set(own)), "nothing")
@@ -159,7 +162,8 @@ def _build(request: Request, engine: Engine, catalog: Catalog) -> tuple[Built, A
     # Not of eight bits: a quantised checkpoint's weights are not what the model computes in.
     first = next((d for d in stored.values() if d.is_floating_point and d.itemsize > 1), None)
     main = main_dtype(catalog.weights.values())
-    built = models.build(request.model, catalog.root, dtype, first, main, request.trust_remote_code)
+    trusted, shapes = request.trust_remote_code, _shapes(catalog)
+    built = models.build(request.model, catalog.root, dtype, first, main, trusted, shapes)
     # Before any dtype changes: a cast makes new tensors, and what shared memory would share it no more.
     aliases = Aliases.of(built.model, built.library.keeps_views)
     models.set_dtypes(built, stored)
@@ -168,6 +172,10 @@ def _build(request: Request, engine: Engine, catalog: Catalog) -> tuple[Built, A
         masters = request.fp32_masters and computing == built.dtype and _stored_wider(catalog, computing)
         models.let_cast(built, computing, masters, engine.allow_cast)
     return built, aliases
+
+
+def _shapes(catalog: Catalog) -> dict[str, tuple[int, ...]]:
+    return {name: entry.shape for name, entry in catalog.weights.items()}
 
 
 def _recipes(request: Request, engine: Engine, catalog: Catalog, built: Built) -> Recipes:

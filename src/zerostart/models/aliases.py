@@ -34,14 +34,19 @@ class Alias:
 
 @dataclass(frozen=True)
 class _View:
-    """The place ``slot``, of the buffer ``name`` or of none, looks at elements of a tensor elsewhere."""
+    """A place that looks at elements of a tensor elsewhere."""
 
     slot: Slot
+    #: The buffer that the place is of; None for an attribute.
     name: str | None
+    #: The place of the tensor that holds all the elements.
     base: Slot
+    #: The buffer that the base is; None for an attribute.
     base_name: str | None
+    #: Of the view, and so ``stride``, both in elements.
     size: tuple[int, ...]
     stride: tuple[int, ...]
+    #: Elements from the beginning of the base.
     offset: int
 
     def of(self, base: torch.Tensor) -> torch.Tensor:
@@ -53,7 +58,7 @@ class _View:
 class Aliases:
     """Places that hold a parameter or buffer of a model, and those that share the memory of a buffer."""
 
-    kept: tuple[Alias, ...]
+    entries: tuple[Alias, ...]
     views: tuple[_View, ...]
     #: What is in the places, by name: a weak reference alone would not keep it until it is replaced.
     alive: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -94,13 +99,13 @@ class Aliases:
 
     def without_values(self) -> set[int]:
         """``id`` of the tensors in unregistered places that need no values of their own."""
-        unregistered = [alias.slot for alias in self.kept] + [v.slot for v in self.views if v.name is None]
+        unregistered = [alias.slot for alias in self.entries] + [v.slot for v in self.views if v.name is None]
         return {id(slot.get()) for slot in unregistered}
 
     def follow(self, model: nn.Module) -> None:
         """Give each place what is now under its name."""
         now = {name: _tensor(model, name) for name in self.alive}
-        for alias in self.kept:
+        for alias in self.entries:
             alias.follow(now[alias.name])
         self.alive.update(now)
 

@@ -66,7 +66,7 @@ class Program:
     meta: torch.Tensor
     #: Another look at it as it was built, since an engine may cut the parameter itself down to a slice before
     #: it gets its values.
-    made: torch.Tensor
+    as_built: torch.Tensor
     log: OperatorLog
     #: The calls that write it; None where they are not element by element: then the whole tensor is made,
     #: once, and ``whole`` says so in the report.
@@ -84,7 +84,7 @@ class Program:
 
         ``states`` are those of the generator before each of ``draws``; None: it is there for the first one.
         """
-        assert prod(layout.shape) == self.made.numel(), "a share of the whole tensor"
+        assert prod(layout.shape) == self.as_built.numel(), "a share of the whole tensor"
         if layout.owned < layout.numel:
             storage[layout.owned :].zero_()
         for start, values in self._chunks(states):
@@ -95,10 +95,10 @@ class Program:
         if self.steps is None or states is not None:
             # The whole tensor, by all calls that lead to it; with states, each draw begins where it did in
             # the unsharded model.
-            (value,) = self.log.values([self.made], torch.device("cpu"), states)
+            (value,) = self.log.values([self.as_built], torch.device("cpu"), states)
             yield 0, value.detach().contiguous().reshape(-1)
             return
-        total = self.made.numel()
+        total = self.as_built.numel()
         # One buffer for all chunks: what is yielded is overwritten by the next.
         buffer = torch.empty(min(total, CHUNK + _BLOCK), dtype=self.meta.dtype, device="cpu")
         start = 0

@@ -27,6 +27,7 @@ from zerostart.checkpoint.write.writer import CheckpointWriter
 from zerostart.errors import BuildError, ConfigError, WriteError
 from zerostart.models.registry import library_of
 from zerostart.models.shrink import scaled, tiny
+from zerostart.models.synth_tokenizer import write_tokenizer
 from zerostart.recipe.dtypes import spelling, torch_dtype
 from zerostart.upstream.transformers.models import ignorable_on_save, without_weights
 
@@ -72,7 +73,7 @@ def synthesise(
     seed: int = 0,
     max_shard_size: int | str = "5GB",
 ) -> Synthesised:
-    """Write random weights and ``config.json`` of the architecture ``source`` to the directory ``out``.
+    """Write random weights, ``config.json`` and a tokenizer of the architecture ``source`` to ``out``.
 
     ``source`` is a configuration file, a directory with a ``config.json``, or a transformers model type,
     whose default configuration is taken. ``size`` is "tiny" or a factor for layers and experts.
@@ -86,16 +87,20 @@ def synthesise(
     raw, dropped = _without_quantisation(_read(source))
     config = _configuration(raw, source)
     if size is not None:
+        # By way of the whole configuration: what the file leaves out has defaults, which are sizes too.
         config = _configuration(_resized(config.to_dict(), size), source)
     chosen = _chosen_dtype(dtype, config)
     kind = _model_class(config)
     layout, parameters = _plan(kind, config, chosen, max_shard_size)
+    # Without a document: it is a plain checkpoint.
     staging = Staging(out, marker="")
     try:
         with CheckpointWriter(staging.directory, layout, durable=False) as writer:
             if not sparse:
                 _fill(writer, Noise(seed, _deviation(config)))
         _write_config(config, kind, staging.directory)
+        worded = next((part for part in _parts(config) if hasattr(part, "vocab_size")), config)
+        write_tokenizer(worded, staging.directory)
         staging.complete({})
     finally:
         staging.discard()
@@ -244,6 +249,7 @@ def _stored(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.Tenso
         if name in left_out:
             continue
         kept = next((own for pattern, own in plan if pattern.search(name)), None)
+        # What the model keeps in another dtype is stored in it, as ``save_pretrained`` does.
         stored[name] = tensor.to(kept) if kept is not None and tensor.is_floating_point() else tensor
     return stored
 
@@ -300,6 +306,8 @@ class Noise:
             left *= size
         kind = self._kind(name, dtype, len(shape))
         block = self._block(kind, dtype)
+        # The first piece begins in the middle of the block; the next ones take it from its beginning, over
+        # and over.
         start = self._position(name) * width if kind == "normal" else 0
         while left:
             piece = block[start : start + left]

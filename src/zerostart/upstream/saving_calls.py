@@ -16,7 +16,7 @@ from typing import Any
 from zerostart.upstream.on_import import enter_when_imported
 from zerostart.upstream.patches import RefCountedPatches, fits, replaced
 from zerostart.upstream.registry import Lasts, PatchPoint
-from zerostart.upstream.shapes import Function, Shape, found
+from zerostart.upstream.shapes import Function, Shape, resolve
 from zerostart.upstream.versions import ACCELERATE, DEEPSPEED, DIFFSYNTH, DIFFUSERS, PEFT, TRANSFORMERS
 
 _MODEL = "transformers.modeling_utils:PreTrainedModel"
@@ -315,7 +315,7 @@ class SavingCalls(RefCountedPatches):
             if not fits(stack, self, (point,), _REMEDY):
                 continue
             # Looked up now: the module is there, and what it holds may be somebody else's patch already.
-            owner = found(point.owner)
+            owner = resolve(point.owner)
             for name, called in zip(point.names, _called(point), strict=True):
                 # Statically: a method is wanted as it lies in the class, not bound to it.
                 new = _sent(inspect.getattr_static(owner, name), self._replacements[called])

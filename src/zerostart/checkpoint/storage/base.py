@@ -22,10 +22,13 @@ FETCHED_GAP = 128 << 10
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """``count`` runs of ``width`` bytes, ``stride`` bytes from start to start."""
+    """Runs of bytes at equal distances."""
 
+    #: How many runs.
     count: int
+    #: Bytes of each.
     width: int
+    #: Bytes from start to start.
     stride: int
 
     @property
@@ -72,6 +75,7 @@ class Reader(ABC):
 
         Raises ReadError as ``read`` does.
         """
+        # One request for each row; a reader that can take several at once has its own way.
         for row in range(rows.count):
             self.read(file, offset + row * rows.stride, [target[row * step : row * step + rows.width]])
 
@@ -172,6 +176,7 @@ class Storage(ABC):
 
         It keeps nothing alive and nothing open, and knows what those files are now.
         """
+        # Only of files that are needed again: to ask may cost a request to a server each.
         known = dict.fromkeys(used)
         return replace(
             self, identities=tuple(self.identity(n) if n in known else None for n in range(len(self.files)))
@@ -236,6 +241,7 @@ def register_storage(kind: type[Storage]) -> type[Storage]:
             raise ConfigError(
                 f"{kind.__name__}: {scheme!r} is not a URL scheme: a letter, then letters, digits, +, -, ."
             )
+        # The same package may register its class in this process as well as by its entry point.
         installed = _installed().get(scheme)
         if (installed and _package(installed.module) != _package(kind.__module__)) or _registered.get(
             scheme, kind
@@ -258,6 +264,7 @@ def storage_at(source: object) -> Storage | None:
     if scheme in _registered:
         kind = _registered[scheme]
     elif scheme in _installed():
+        # Imported only now: a package whose storage nobody uses costs nothing.
         kind = _installed()[scheme].load()
         _check_reached(kind)
     else:

@@ -361,6 +361,8 @@ class DeepSpeedSettings:
                 f"{self.unreduced[0]}, which engine_config['zero_optimization'] sets to False; leave it "
                 "out, or use zero_stage=3"
             )
+        # Which optimizer DeepSpeed takes follows from several settings at once: this combination alone gets
+        # the one that knows no experts.
         if parallel and zero_stage == 1 and self.dtype == torch.bfloat16 and self._plain_bf16(zero_stage):
             raise ConfigError(
                 "expert_parallel at stage 1 in bf16 with grad_accum_dtype fp32 is not available: it "
@@ -418,6 +420,7 @@ class DeepSpeedSettings:
                 f"autoep_size={self.autoep_size}; use one number for both, or leave one out"
             )
         both = ("expert_parallel", "tensor_parallel")
+        # Of each: the axes that it excludes, whether it is set, its name, and where the user finds it.
         for axes, there, setting, section in (
             (("tensor_parallel",), self.offload == "nvme", "offload_param to nvme", _ZERO),
             (both, self.secondary > 1, f"zero_hpz_partition_size={self.secondary}", _ZERO),
@@ -480,10 +483,13 @@ class DeepSpeedSettings:
         gets partitions of at least one block (``AsyncPartitionedParameterSwapper.swappable_tensor``).
         """
         found: dict[str, str] = {}
+        # In the order of the model, as DeepSpeed converts parameters: the budget is spent by the first small
+        # ones.
         kept, budget = 0, self.persistent_model // world_size
         for name, (numel, owners, itemsize) in sizes.items():
             persistent = numel <= self.persistent_parameter and kept + numel <= budget
             kept += numel if persistent else 0
+            # Of the padded partition: all owners have files of one size.
             nbytes = -(-numel // owners) * itemsize
             if self.offload == "nvme" and nbytes >= max(MIN_SWAP, self.aio_block_size):
                 found[name] = "nvme"
@@ -525,6 +531,7 @@ def _optimizer(config: DeepSpeedConfig) -> str | None:
     section = section_of(config, "optimizer")
     if not section:
         return None
+    # Only for the forecast: an optimizer that it does not know is counted as AdamW.
     kind = str(section.get("type", "")).lower()
     plain = section_of(section, "params", "engine_config['optimizer']").get("torch_adam") is True
     return "adamw" if plain or kind not in _OPTIMIZERS else _OPTIMIZERS[kind]

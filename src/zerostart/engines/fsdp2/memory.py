@@ -46,18 +46,18 @@ class Units:
     offloaded: bool
 
     @classmethod
-    def of(cls, model: nn.Module, settings: FSDP2Settings, held: ParameterBytes, world_size: int) -> Units:
+    def of(cls, model: nn.Module, settings: FSDP2Settings, shares: ParameterBytes, world_size: int) -> Units:
         """The units that a load would make of ``model``."""
         names = {id(parameter): name for name, parameter in model.named_parameters()}
-        sizes = held.gathers.elements
+        sizes = shares.gathers.elements
         left, largest = dict(sizes), 0
         for block in blocks_of(model, settings.wrap):
             inside = {names[id(p)] for p in block.parameters()} & left.keys()
             largest = max(largest, sum(left.pop(name) for name in inside))
         policy = settings.mp_policy
-        computing = (policy.param_dtype if policy is not None else None) or held.dtype
+        computing = (policy.param_dtype if policy is not None else None) or shares.dtype
         reducing = policy.reduce_dtype if policy is not None else None
-        reducing = reducing or (held.dtype if are_reduced_as_shards() else computing)
+        reducing = reducing or (shares.dtype if are_reduced_as_shards() else computing)
         of_root = list(left.values())
         return cls(
             root=sum(of_root),
@@ -73,10 +73,10 @@ class Units:
 
 
 def after_load(
-    held: ParameterBytes, units: Units, optimizer: OptimizerCost, target: Target
+    shares: ParameterBytes, units: Units, optimizer: OptimizerCost, target: Target
 ) -> list[MemoryPeak]:
     """The moments of making an optimizer and of the first step."""
-    gradients = held.trained * held.dtype.itemsize
+    gradients = shares.trained * shares.dtype.itemsize
     states = optimizer.states * gradients
     inner = gradients * (units.total - units.root) // max(1, units.total)
     each = units.itemsize
@@ -97,12 +97,12 @@ def after_load(
         "buckets": units.reduced * unit,
     }
     on_host = units.offloaded or not target.accelerator
-    updated = held.largest if on_host else held.trained
-    update = optimizer.scratch(on_host) * updated * held.dtype.itemsize
+    updated = shares.largest if on_host else shares.trained
+    update = optimizer.scratch(on_host) * updated * shares.dtype.itemsize
 
     def moment(phase: str, at_home: Sizes, on_device: Sizes) -> MemoryPeak:
-        device: dict[str, Any] = {"parameters": held.device, "buffers": held.buffers, **on_device}
-        host: dict[str, Any] = {"parameters": held.host}
+        device: dict[str, Any] = {"parameters": shares.device, "buffers": shares.buffers, **on_device}
+        host: dict[str, Any] = {"parameters": shares.host}
         (host if units.offloaded else device).update(at_home)
         return MemoryPeak(phase, host, device)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import nan, prod
 from pathlib import PurePosixPath
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -30,6 +30,7 @@ from zerostart.checkpoint.formats.saved_state import open_saved_state
 from zerostart.checkpoint.paths import expanded, wait_for
 from zerostart.checkpoint.source import open_catalog, resolve_source
 from zerostart.checkpoint.storage import Reader, storage_at
+from zerostart.checkpoint.strict_json import JsonObject
 from zerostart.checkpoint.write.shards import plan_shards
 from zerostart.distributed.machine import cores
 from zerostart.distributed.world import World, current_world
@@ -54,15 +55,13 @@ _LISTED = 20
 
 
 class TensorDifference(NamedTuple):
-    """How one tensor differs: the largest absolute difference, and how many elements do.
+    """How one tensor differs: in bits where dtypes are the same (0.0 and -0.0 by 0.0), else in values."""
 
-    ``largest`` is nan where a nan meets something else, or shapes differ. Elements of one dtype differ where
-    their bits do (0.0 and -0.0 by 0.0), of two dtypes where their values do; ``note`` names dtypes and shapes
-    that are not the same.
-    """
-
+    #: Largest absolute difference; nan where a nan meets something else, or shapes differ.
     largest: float
+    #: How many differ.
     elements: int
+    #: Dtypes and shapes that are not the same.
     note: str = ""
 
     def __str__(self) -> str:
@@ -86,7 +85,7 @@ class Difference:
         """Whether there is no difference."""
         return not (self.differing or self.only_a or self.only_b)
 
-    def document(self) -> dict[str, Any]:
+    def document(self) -> JsonObject:
         """The same as JSON has it."""
         differing = {name: one._asdict() for name, one in self.differing.items()}
         return {

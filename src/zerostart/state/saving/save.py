@@ -10,13 +10,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.filesize import decimal
 from torch import nn
 
 from zerostart.checkpoint.manifest import group_of
+from zerostart.checkpoint.strict_json import JsonObject
 from zerostart.checkpoint.write.shards import parse_size
 from zerostart.distributed.world import World, current_world
 from zerostart.engines import Shard
@@ -182,6 +182,7 @@ def _model(
             contents = renamed_contents(tensors, request.renamed, request.dtype)
         else:
             contents = contents_of(live, tensors, request.dtype)
+        # Names that the save leaves out, since another name has their tensor.
         contents.tied = tied
         stem = request.stem or _stem(inner, record)
     written = write_tensors(
@@ -197,6 +198,8 @@ def _model(
     )
     with publication.written(world, "saving the settings"):
         if world.rank == 0:
+            # Without a record the model was not loaded by zerostart: nothing is known to lie beside its
+            # weights.
             root = record.catalog.root if record is not None and request.copied else ""
             if request.beside is not None:
                 request.beside(publication.directory)
@@ -215,12 +218,13 @@ def _adapters(
             tensors = overridden(tensors, request.overrides, world)
         shards = _by_identity(live.module, tensors)
         written_as = request.adapter_format
-        files = adapter_files(adapted, shards, request.dtype, written_as)
+        files = adapter_files(adapted, shards, request.dtype, written_as, world)
     done = []
     for file in files:
         directory = publication.directory / file.folder
         with publication.written(world, "making the adapter's folder"):
             if world.rank == 0:
+                # One rank makes it; the others see it when ``written`` has brought them together.
                 directory.mkdir(exist_ok=True)
         written = write_tensors(
             directory,
@@ -248,6 +252,7 @@ def _masters(model: nn.Module, world: World) -> TensorOverrides:
 def _by_identity(inner: nn.Module, tensors: list[LogicalTensor]) -> dict[int, Shard]:
     """Shards by the ``id`` of what the model's state dict has of them."""
     state = inner.state_dict(keep_vars=True)
+    # PEFT picks tensors out of the state dict itself: what it has picked is known again by its identity.
     return {id(state[t.current_name]): t.shard for t in tensors if t.current_name in state}
 
 
@@ -268,7 +273,7 @@ def _report(
     path: str | os.PathLike[str], done: list[Done], names: Mapping[str, str], seconds: float
 ) -> SaveReport:
     files: list[str] = []
-    own: dict[str, Any] = {}
+    own: JsonObject = {}
     tied: dict[str, str] = {}
     for folder, written, contents in done:
         before = "" if folder == "." else f"{folder}/"

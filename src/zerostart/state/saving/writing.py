@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -19,6 +18,7 @@ from zerostart import geometry
 from zerostart.checkpoint.digest import ROOM, Digests
 from zerostart.checkpoint.manifest import MARKER
 from zerostart.checkpoint.paths import expanded
+from zerostart.checkpoint.strict_json import JsonObject
 from zerostart.checkpoint.write.shards import SaveLayout, parse_size, plan_shards
 from zerostart.checkpoint.write.space import check_space
 from zerostart.checkpoint.write.staging import Staging, write_errors
@@ -192,7 +192,7 @@ class Publication:
     #: Everything is written below it; all ranks see it.
     directory: Path
     #: Rank 0's becomes the one that says what was saved.
-    document: dict[str, Any] = field(default_factory=dict)
+    document: JsonObject = field(default_factory=dict)
     #: Those that weights have in the end, by those that they were written under; the same on all ranks once
     #: all is in its place.
     names: dict[str, str] = field(default_factory=dict)

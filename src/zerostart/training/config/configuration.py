@@ -219,8 +219,8 @@ class OutputConfig(Section):
     """true: a model that is in the directory may be replaced. Without it a directory has to be empty."""
     pipeline: bool = False
     """true: save the whole pipeline, with what is trained in it."""
-    format: Literal["diffusers", "peft", "diffsynth"] | None = None
-    """Of a LoRA or of trained tensors alone: diffusers, peft, diffsynth; null: the model's library."""
+    format: Literal["diffusers", "peft", "diffsynth", "comfyui", "kohya"] | None = None
+    """diffusers, peft, diffsynth, comfyui, kohya, of a LoRA (or trained tensors); null: the library's."""
     trainable_only: bool = False
     """true: leave out what is frozen."""
     remove_prefix: str = ""
@@ -229,6 +229,8 @@ class OutputConfig(Section):
     """true: save the whole model, with the LoRA in its weights."""
     every: Count = 0
     """Steps between exports, in exports; 0: at the end alone."""
+    push_to_hub: str | None = None
+    """A repository of the hub to upload the trained model to, with a card of the run; see hf auth login."""
 
     @field_validator("max_shard_size")
     @classmethod
