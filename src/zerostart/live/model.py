@@ -117,7 +117,7 @@ def record_of(model: nn.Module) -> LoadRecord:
     found = _records.get(loaded_model(model))
     if found is None:
         raise ConfigError(
-            f"this {type(model).__name__} was not loaded by zerostart, so there is no report of it"
+            f"this {type(model).__name__} was not loaded by zerostart, so there is no report of its load"
         )
     return found
 
@@ -299,8 +299,9 @@ class LiveModel:
         if (name := self._names.get(id(parameter))) is not None:
             return name
         raise ConfigError(
-            "the optimizer has a parameter that is not the model's; pass the model and the optimizer that "
-            "were trained together, the optimizer made of the model's parameters as they are now"
+            "the optimizer has a parameter that is not in the model; pass the model and the "
+            "optimizer that were trained together, and make the optimizer from the model's "
+            "present parameters"
         )
 
     @cached_property

@@ -65,8 +65,8 @@ def test_a_value_comes_back_from_json_as_it_was(value: Any) -> None:
 @pytest.mark.parametrize(
     ("value", "where"),
     [
-        ({"a": "half \ud800"}, "extra could not be read again as JSON"),
-        ([10**5000], "extra could not be read again as JSON"),
+        ({"a": "half \ud800"}, "extra would not be read back correctly as JSON"),
+        ([10**5000], "extra would not be read back correctly as JSON"),
         (nested(3000), "extra is nested too deeply"),
         (
             {"a": torch.zeros(2, dtype=torch.complex128)},

@@ -140,7 +140,7 @@ def settings(path: Path, folder: Path) -> None:
     assert (norms["lr"], norms["betas"], norms["weight_decay"]) == (RATE, (0.9, 0.999), 0.0)
     assert not norms["foreach"]
     one = Run(path, FSDP2)
-    with pytest.raises(zerostart.errors.CheckpointError, match="were in groups with other settings"):
+    with pytest.raises(zerostart.errors.CheckpointError, match="were in groups with different settings"):
         zerostart.load_state(folder, *one.state)
 
 
@@ -184,7 +184,7 @@ def refusals(path: Path, folder: Path) -> None:
     if dist.get_rank() == 0:
         (folder / "state" / "state.json").rename(folder / "state" / "aside.json")
     dist.barrier()
-    with pytest.raises(FileNotFoundError, match="not a complete training checkpoint"):
+    with pytest.raises(FileNotFoundError, match="not a complete training state"):
         zerostart.load_state(folder / "state", *run.state)
     engine = Run(path, ZERO)
     with pytest.raises(zerostart.errors.ConfigError, match=r"pass what deepspeed\.initialize"):

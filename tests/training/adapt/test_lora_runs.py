@@ -216,7 +216,7 @@ def test_a_lora_goes_on_elsewhere(engine, ranks, checkpoints, given):
     assert all(
         "lora_" in name for file in (first / "model").glob("*.safetensors") for name in load_file(file)
     )
-    with pytest.raises(ConfigError, match="holds only what was trained"):
+    with pytest.raises(ConfigError, match="holds only the trained tensors"):
         export(first, Path(straight.directory, "exported"))
     config = given(path, engine, "resumed", ranks, **sections, resume=str(first))
     resumed = run_ranks(run, ranks, config)[0]
