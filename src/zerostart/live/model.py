@@ -253,8 +253,8 @@ class LiveModel:
             return shard
         if any(engine.has_own_values(parameter) for engine in engine_families()):
             raise EngineError(
-                f"{name} is of an expert of DeepSpeed's MoE, and other ranks have other experts under that "
-                "name: it cannot be saved as one tensor; use DeepSpeed's save_checkpoint"
+                f"{name} belongs to an expert of DeepSpeed's MoE, and other ranks have other experts "
+                "of that name, so it cannot be saved as one tensor; use DeepSpeed's save_checkpoint"
             )
         return whole_shard(name, parameter, self.world)
 

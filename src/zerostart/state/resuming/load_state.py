@@ -263,7 +263,7 @@ def _beside(beside: Sequence[StateTensor], saved: Saved) -> list[_Wanted]:
     for kept in beside:
         if f"{kept.key}/{kept.name}" not in saved.state.weights:
             raise CheckpointError(
-                f"{saved.path} has no {kept.key} of {kept.name}: it was saved without it; leave "
+                f"{saved.path} has no {kept.key} of {kept.name}: the state was saved without it; leave "
                 f"{kept.key} out, or start anew"
             )
     return [(f"{kept.key}/{kept.name}", kept.shard.layout, kept.shard.storage) for kept in beside]

@@ -81,8 +81,8 @@ def fill(
     if failed:
         others = f"The other {count} are in {place}, and stay" if count else "Nothing was encoded"
         raise ConfigError(
-            f"{len(failed)} rows cannot be encoded: {_listed(list(failed.values()))}. {others}: mend these "
-            "rows or take them out, and start again"
+            f"{len(failed)} rows cannot be encoded: {_listed(list(failed.values()))}. {others}: "
+            "correct these rows or remove them, and start again"
         )
     if world.rank == 0:
         say(Console(), f"the cache is complete: {place}")
@@ -153,7 +153,7 @@ def embedded(encoder: Encoder, texts: Sequence[str], world: World) -> dict[str, 
     """What the encoder makes of each of ``texts`` alone; collective. Raises ConfigError where it cannot."""
     if texts and not encoder.texts_alone:
         raise ConfigError(
-            f"{encoder.kind} encodes texts with the pictures of their items, and none alone: leave "
+            f"{encoder.kind} encodes texts only together with the pictures of their items: leave "
             "cache.prompts (and samples.prompts) out"
         )
     found = {}

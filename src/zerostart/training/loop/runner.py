@@ -167,8 +167,8 @@ def _peers_named(directory: Path) -> Iterator[None]:
         # gloo has no exception type of its own, but its errors name the source file they come from.
         if isinstance(error, torch.distributed.DistBackendError) or "gloo/" in str(error):
             raise PeerError(
-                "another rank died or stopped answering during training; its own output, or the system log "
-                f"where memory ran out, tells why. {_saved_in(directory)}"
+                "another rank died or stopped answering during training; its own output, or the "
+                f"system log if memory ran out, says why. {_saved_in(directory)}"
             ) from error
         raise
 
@@ -225,7 +225,9 @@ class _Run:
         else:
             self._history, batches = self._checkpoints.resume(resumed)
             if not self._finite():
-                raise DivergedError(f"resume: {resumed} has weights that are not finite; name an earlier one")
+                raise DivergedError(
+                    f"resume: {resumed} has weights that are not finite; name an earlier checkpoint"
+                )
             with self._failures.deferred():
                 self._begin(directory, resumed)
             self._display.say(f"resuming after step {self._history.steps}, from {resumed}")

@@ -44,8 +44,8 @@ class Drawing:
         found = components(self._root) if self._root.is_dir() else None
         if found is None:
             raise ConfigError(
-                f"samples are drawn by a pipeline, and {self._root} has no {PIPELINE_INDEX}: name the "
-                "pipeline's directory as model.source, or leave samples out"
+                f"samples are drawn with a pipeline, but {self._root} has no {PIPELINE_INDEX}: name "
+                "the pipeline's directory as model.source, or leave samples out"
             )
         models = {one.name: one for one in found}
         self._component = component
@@ -63,22 +63,26 @@ class Drawing:
         name = self._kind.__name__
         for needed in (self._component, "vae"):
             if needed not in models:
-                raise ConfigError(f"samples: {self._root} has no {needed} to draw with; leave samples out")
+                raise ConfigError(
+                    f"samples: {self._root} has no {needed}, which drawing needs; leave samples out"
+                )
         if self._index.get("boundary_ratio") is not None:
             raise ConfigError(
-                f"samples: {name} draws with two experts, of which {self._component} alone is loaded; leave "
+                f"samples: {name} draws with two experts, but only {self._component} is loaded; leave "
                 "samples out, and draw with the pipeline when both are trained"
             )
         media = [key for key in _MEDIA if key in self._takes and name not in _NEEDS_NO_IMAGE]
         if media or "prompt_embeds" not in self._takes:
             raise ConfigError(
-                f"samples are drawn from text alone, and {name} takes more ({', '.join(media)}); leave "
+                f"samples are drawn from text alone, but {name} needs more ({', '.join(media)}); leave "
                 "samples out"
             )
         if "num_frames" not in self._takes and self.settings.num_frames is not None:
             raise ConfigError(f"samples.num_frames: {name} draws pictures; leave it out")
         if not (self._root / "scheduler").is_dir():
-            raise ConfigError(f"samples: {self._root} has no scheduler to draw with; leave samples out")
+            raise ConfigError(
+                f"samples: {self._root} has no scheduler, which drawing needs; leave samples out"
+            )
 
     def _guided(self, embedded: bool) -> tuple[dict[str, float], bool]:
         """What the pipeline calls its guidance, and whether it calls the model a second time for it."""
