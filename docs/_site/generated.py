@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+import charts
 import typer
 import typer.main
 from pydantic import BaseModel
@@ -24,6 +25,8 @@ __all__ = ["markdown"]
 _HEADS = ("key", "values", "default", "meaning")
 REPOSITORY = Path(__file__).parents[2]
 RESULTS = REPOSITORY / "benchmarks" / "results"
+#: What a table says that was measured beside other work.
+_BUSY = re.compile(r"\bbusy\b|load average|other work")
 
 
 def markdown(name: str) -> str:
@@ -32,7 +35,13 @@ def markdown(name: str) -> str:
         "changelog": _changelog,
         "commands": _commands,
         "configuration": _configuration,
-        "figures": _figures,
+        "charts-load": _charts("load", "memory", "cold"),
+        "charts-start": _charts("initialize"),
+        "charts-save": _charts("save", "state"),
+        "charts-forecast": _charts("forecast"),
+        "results-in-short": _in_short,
+        "results-quiet": _results(busy=False),
+        "results-busy": _results(busy=True),
     }
     return "\n".join(makers[name]()) + "\n"
 
@@ -143,11 +152,46 @@ def _spoken(kind: Any) -> str:
     return names.get(kind, "any value" if kind is Any else getattr(kind, "__name__", str(kind)))
 
 
-def _figures() -> Iterator[str]:
-    for file in sorted(RESULTS.glob("*.md")):
-        text = re.sub(r"^# (.+)$", r"**\1**", file.read_text(encoding="utf-8").strip(), flags=re.MULTILINE)
-        yield from (f"({anchor(file.stem)})=", f"## {file.stem}", "")
-        yield from (re.sub(r"^(##+) ", r"#\1 ", text, flags=re.MULTILINE), "")
+def _charts(*names: str) -> Callable[[], Iterator[str]]:
+    """Charts one below the other."""
+
+    def lines() -> Iterator[str]:
+        for name in names:
+            yield from ("```{raw} html", charts.figure(name), "```", "")
+
+    return lines
+
+
+def _in_short() -> Iterator[str]:
+    """The table of ``benchmarks/README.md``, whose names lead to the tables of this page."""
+    text = (REPOSITORY / "benchmarks" / "README.md").read_text(encoding="utf-8")
+    table = text.partition("## What is in results\n")[2].strip().partition("\n\n")[0]
+    for row in table.splitlines():
+        names, bar, rest = row[1:].partition("|")
+        yield "|" + re.sub(r"`(\w+)`", _to_results, names) + bar + rest
+    yield ""
+
+
+def _to_results(found: re.Match[str]) -> str:
+    there = (RESULTS / f"{found[1]}.md").is_file()
+    return f"[{found[1]}](#{anchor(found[1])})" if there else found[0]
+
+
+def _results(busy: bool) -> Callable[[], Iterator[str]]:
+    """Every table of results, of a quiet machine or of one that was busy, as the table says."""
+
+    def lines() -> Iterator[str]:
+        for file in sorted(RESULTS.glob("*.md")):
+            text = file.read_text(encoding="utf-8").strip()
+            if bool(_BUSY.search(text)) != busy:
+                continue
+            title = re.match(r"# (.+)\n", text)
+            text = text.removeprefix(title[0]) if title else text
+            heading = f"{title[1]} ({file.stem})" if title else file.stem
+            yield from (f"({anchor(file.stem)})=", f"### {heading}", "")
+            yield from (re.sub(r"^##+ ", "#### ", text.strip(), flags=re.MULTILINE), "")
+
+    return lines
 
 
 def _docstring(owner: type) -> str:

@@ -110,9 +110,11 @@ def test_check_compares_the_libraries(
         assert patch["misfit"] == ("" if found["installed"][patch["library"]] else None)
     accelerators = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
     assert found["devices"]["usable"] == accelerators
+    assert run(capsys, "--check")[1].startswith("zerostart works here: all ")
     monkeypatch.setattr(torch.nn.init, "_no_grad_trunc_normal_", lambda tensor: tensor)
     code, out, _ = run(capsys, "--check")
     assert code == 1
+    assert out.startswith(f"zerostart does not fit torch {importlib.metadata.version('torch')}: 1 of ")
     text = " ".join(out.split())
     assert (
         "zerostart/upstream/torch/tensors.py: torch.nn.init._no_grad_trunc_normal_ is not as it was" in text

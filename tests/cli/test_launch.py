@@ -5,13 +5,14 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from pathlib import Path
 
 import pytest
 
-from zerostart.cli.launch import run_local_ranks
+from zerostart.cli.launch import _scratch, run_local_ranks
 from zerostart.errors import ConfigError, CoverageError, PeerError
 
 PRELUDE = """
@@ -150,7 +151,7 @@ def test_tracebacks_only_when_asked_for(worker, capfd, monkeypatch):
 
 LAUNCHER = """
 import sys
-from zerostart.cli.launch import run_local_ranks
+from zerostart.cli.launch import _scratch, run_local_ranks
 print(run_local_ranks("tiny_worker", sys.argv[1:], 2), flush=True)
 """
 
@@ -193,13 +194,27 @@ def test_interrupt_is_forwarded_once_and_ranks_end_in_their_own_way(worker, tmp_
     assert not any(alive(pid) for pid in pids)
 
 
-def test_no_rank_outlives_a_killed_launcher(worker, tmp_path):
+def test_no_rank_outlives_a_killed_launcher(worker, tmp_path, monkeypatch):
+    """And its folder goes with the next launcher, which leaves that of a living one alone."""
     _, env = worker(CLEAN_STOP)
+    env["TMPDIR"] = str(tmp_path / "scratch")
+    (tmp_path / "scratch").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", env["TMPDIR"])
     (tmp_path / "pids").mkdir()
     process, pids = start_launcher(env, str(tmp_path / "pids"))
+    (left,) = Path(env["TMPDIR"]).iterdir()
+    with _scratch() as living:
+        os.utime(living, (1e9, 1e9))
+        os.utime(left, (1e9, 1e9))
+        with _scratch():
+            assert living.exists()
+            assert left.exists(), "its launcher lives"
     process.kill()
     process.communicate(timeout=20)
     deadline = time.monotonic() + 30
     while any(alive(pid) for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not any(alive(pid) for pid in pids)
+    os.utime(left, (1e9, 1e9))
+    with _scratch():
+        assert not left.exists()

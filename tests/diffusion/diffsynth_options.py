@@ -77,8 +77,8 @@ SECTIONS: dict[str, tuple[Row, ...]] = {
         Row("use_gradient_checkpointing_offload", ("train.checkpoint_blocks",), "`offload`"),
         Row(
             "customized_optimizer",
-            (),
-            "refused: the optimizer is AdamW; zerostart.load and a loop of your own take any",
+            ("train.optimizer", "train.optimizer_args"),
+            "torch's, the Trainer's, or `package.module:Class`",
         ),
         Row("find_unused_parameters", (), "unneeded: in shards, parameters without a gradient may be there"),
         Row("max_timestep_boundary", ("task.boundaries",), "of times: of the two experts each has its own"),
@@ -173,6 +173,7 @@ TESTED = {
     "train.checkpoint_blocks": "test_flow_runs.py::test_every_family_is_trained_as_by_one_process",
     "train.epochs": "test_buckets.py::test_epochs_are_the_steps_that_going_over_the_data_takes",
     "train.learning_rate": "test_lora_runs.py::test_a_lora_on_every_engine",
+    "train.optimizer": "test_optimizers.py::test_as_the_trainers_own",
     "train.trainable": "test_lora_runs.py::test_a_part_of_the_model_is_trained",
     "train.weight_decay": "test_flow_runs.py::test_decay_where_optimizers_step_parts",
 }

@@ -12,6 +12,7 @@ TRANSLATED = DOCS / "zh"
 
 _FENCE = re.compile(r"^(?P<indent> *)(?P<marks>`{3,})(?P<language>[^`]*)$")
 _NOT_RUN = re.compile(r"^\s*<!-- not run: (?P<reason>.+?) -->\s*$")
+_OUTPUT = "<!-- output -->"
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,8 @@ class Block:
     language: str
     text: str
     not_run: str | None = None
+    #: Whether it is what the commands of the block before it print.
+    output: bool = False
 
     @property
     def place(self) -> str:
@@ -66,12 +69,14 @@ def blocks_of(page: str) -> Iterator[Block]:
             number += 1
         assert number < len(lines), f"{page}:{first}: the block is not closed"
         text = "\n".join(line.removeprefix(opened["indent"]) for line in lines[first:number]) + "\n"
-        yield Block(page, first + 1, opened["language"].strip(), text, _reason(lines, first - 1))
+        above = _above(lines, first - 1)
+        found = _NOT_RUN.match(above)
+        reason = found["reason"] if found else None
+        yield Block(page, first + 1, opened["language"].strip(), text, reason, above.strip() == _OUTPUT)
         number += 1
 
 
-def _reason(lines: list[str], fence: int) -> str | None:
+def _above(lines: list[str], fence: int) -> str:
     """What stands above a fence, in a comment that the reader does not see."""
     above = [line for line in lines[max(0, fence - 2) : fence] if line.strip()]
-    found = _NOT_RUN.match(above[-1]) if above else None
-    return found["reason"] if found else None
+    return above[-1] if above else ""

@@ -9,7 +9,7 @@ import hashlib
 import weakref
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
@@ -37,7 +37,7 @@ def memory_catalog(tensors: Mapping[str, torch.Tensor], holders: tuple[int, ...]
     return Catalog("", storage, entries, versions=_versions(tensors))
 
 
-def _versions(state_dict: object) -> dict[str, dict[str, Any]] | None:
+def _versions(state_dict: object) -> dict[str, dict[str, object]] | None:
     """What torch notes of each module in a state dict's ``_metadata``, as far as it is plain data."""
     noted = getattr(state_dict, "_metadata", None)
     return plain_versions(noted) if isinstance(noted, Mapping) else None
@@ -157,7 +157,7 @@ class MemoryStorage(Storage):
     #: Every holder has all bytes at hand.
     worth_exchanging: ClassVar[bool] = False
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return MemoryStorage, (self.files, self.sizes, (), self.holders, self.count, self.stored)
 
     @classmethod

@@ -12,9 +12,12 @@ rendezvous store, which leaves no moment in which another process could take the
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import fcntl
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -105,15 +108,50 @@ def run_local_ranks(
     """
     if nproc < 1:
         raise ConfigError(f"the number of local ranks must be at least 1, not {nproc}")
-    with tempfile.TemporaryDirectory(prefix="zerostart-") as scratch:
+    with _scratch() as scratch:
         with _caught_signals() as caught:
-            workers = _start(module, argv, nproc, Path(scratch), env or {})
+            workers = _start(module, argv, nproc, scratch, env or {})
             ended: list[_Worker] = []
             try:
                 _supervise(workers, ended, caught, grace)
             finally:
                 _stop(workers)
         return _outcome(ended, interrupted=bool(caught))
+
+
+#: Names of launchers' folders, and the seconds after which one that nobody has locked was left.
+_SCRATCH, _LEFT_SECONDS = "zerostart-ranks.", 60.0
+
+
+@contextmanager
+def _scratch() -> Iterator[Path]:
+    """A folder for what ranks tell, gone at the end; those of launchers that were killed go as well.
+
+    Its lock ends with this process, however it ends.
+    """
+    _remove_left(Path(tempfile.gettempdir()))
+    with tempfile.TemporaryDirectory(prefix=_SCRATCH, ignore_cleanup_errors=True) as folder:
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            yield Path(folder)
+        finally:
+            os.close(handle)
+
+
+def _remove_left(place: Path) -> None:
+    """Remove the folders in ``place`` that this user's launchers have left."""
+    for folder in place.glob(f"{_SCRATCH}*"):
+        with contextlib.suppress(OSError):  # another launcher removes it, or it is another user's
+            handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                known = os.fstat(handle)
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # One that was made a moment ago may not be locked yet.
+                if known.st_uid == os.getuid() and time.time() - known.st_mtime > _LEFT_SECONDS:
+                    shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(handle)
 
 
 def _start(

@@ -10,6 +10,7 @@ from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
+from zerostart.loading.drawing import spans
 from zerostart.training.loop.terminal import duration, say
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ def _tables(
     for title in TITLES.values():
         holding.add_column(title, justify="right", no_wrap=True)
     for shown, alike in classes:
-        name = _spans([rank.rank for rank in alike])
+        name = spans((rank.rank for rank in alike), 4)
         reading.add_row(name, decimal(shown.read_bytes), f"{shown.read_ops:,}", duration(shown.read_seconds))
         for kind in ("device", "host") if made.accelerator else ("host",):
             sizes = [decimal(getattr(m, f"{kind}_bytes")) for m in shown.memory.values()]
@@ -101,18 +102,6 @@ def _highest(rank: RankForecast) -> int:
 
 def _largest(made: WorldPlan) -> RankForecast:
     return max(made.ranks, key=_highest)
-
-
-def _spans(numbers: Sequence[int]) -> str:
-    """``0 to 5, 7``: ascending numbers, runs of them by their ends."""
-    spans: list[tuple[int, int]] = []
-    for number in numbers:
-        if spans and spans[-1][1] == number - 1:
-            spans[-1] = (spans[-1][0], number)
-        else:
-            spans.append((number, number))
-    words = [str(a) if a == b else f"{a} to {b}" for a, b in spans[:4]]
-    return ", ".join(words) + (", ..." if len(spans) > 4 else "")
 
 
 def _bars(console: Console, made: WorldPlan, rank: RankForecast) -> None:

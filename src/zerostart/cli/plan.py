@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import atexit
 import gc
+import os
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -26,6 +28,9 @@ def command(
         int | None, typer.Option("--rank", metavar="N", min=0, help="Plan this rank alone.")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    html: Annotated[
+        Path | None, typer.Option("--html", dir_okay=False, help="Write a page to look at, one file.")
+    ] = None,
     **given: Any,
 ) -> None:
     """Tell what each rank would read and hold, and whether it fits.
@@ -40,11 +45,30 @@ def command(
     atexit.register(gc.freeze)
     with uncollected():
         made = zerostart.plan(source, world_size, rank=rank, **values_of(given))
+    if html is not None:
+        from zerostart.loading.forecast.page import page_of
+
+        _write(html, page_of(made, source))
     if json:
         typer.echo(dump_json(made.as_dict()))
     else:
         from zerostart.cli.memory_view import show_plan
 
         show_plan(made, source)
+        if html is not None:
+            typer.echo(f"To look at: {html}")
     if must_fit and made.fit is False:
         raise typer.Exit(1)
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a page, whole or not at all. Raises WriteError."""
+    from zerostart.checkpoint.write.folders import write_whole
+    from zerostart.errors import WriteError
+
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        write_whole(path, text.encode(), part, durable=False)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise WriteError(f"{path}: the page cannot be written: {error.strerror}") from error

@@ -128,12 +128,12 @@ def joined_world(device: torch.device | None = None) -> World:
 
 
 #: By default process group that is not gloo's: the group over which the ranks' messages go.
-_control: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+_control: weakref.WeakKeyDictionary[Any, object] = weakref.WeakKeyDictionary()
 #: By group over which messages go: who has come to a call.
-_roll_calls: weakref.WeakKeyDictionary[Any, RollCall | None] = weakref.WeakKeyDictionary()
+_roll_calls: weakref.WeakKeyDictionary[object, RollCall | None] = weakref.WeakKeyDictionary()
 
 
-def _control_group() -> Any:
+def _control_group() -> object:
     """A process group for small CPU messages: the default one if it is gloo, else one made once beside it."""
     default = dist.group.WORLD
     if "gloo" in str(dist.get_backend(default)):
@@ -146,7 +146,7 @@ def _control_group() -> Any:
     return _control[default]
 
 
-def group_beside() -> Any:
+def group_beside() -> object:
     """Another group of all ranks, for messages alone, of another thread perhaps; collective.
 
     Raises ConfigError where hosts cannot reach each other, naming the host and the remedy.
@@ -169,7 +169,7 @@ def _new_roll_call(prefix: str) -> RollCall | None:
         return None
 
 
-def _messages_group(calls: RollCall | None) -> Any:
+def _messages_group(calls: RollCall | None) -> object:
     """A group of all ranks, each of which is connected with those alone that it has messages for."""
     during = "making a process group"
     if calls is not None:
@@ -402,7 +402,9 @@ class World:
         self._transfer(during, dist.all_gather, list(rows), own)
         return rows
 
-    def _transfer(self, during: str, collective: Callable[..., Any], *arguments: Any, **options: Any) -> None:
+    def _transfer(
+        self, during: str, collective: Callable[..., Any], *arguments: object, **options: object
+    ) -> None:
         """One collective of torch's, over this world's group."""
         at = _call(during)
         try:

@@ -64,16 +64,16 @@ class EngineBase(abc.ABC):
         return cls.launcher_variable is not None and is_set(cls.launcher_variable)
 
     @classmethod
-    def configured_stage(cls, config: Mapping[str, Any]) -> int | None:
+    def configured_stage(cls, config: Mapping[str, object]) -> int | None:
         """The ZeRO stage that a configuration itself asks for, None where it says nothing of it."""
         return None
 
     @classmethod
-    def configured_tensor_parallel(cls, config: Mapping[str, Any]) -> int:
+    def configured_tensor_parallel(cls, config: Mapping[str, object]) -> int:
         """How many ranks a configuration itself has share tensors; 1 where it says nothing of it."""
         return 1
 
     @classmethod
-    def configured_expert_parallel(cls, config: Mapping[str, Any]) -> int:
+    def configured_expert_parallel(cls, config: Mapping[str, object]) -> int:
         """How many ranks a configuration itself has share experts; 1 where it says nothing of it."""
         return 1

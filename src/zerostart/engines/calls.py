@@ -40,7 +40,7 @@ class OutsideInferenceMode:
         self._left.enter_context(torch.no_grad())
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def ordinary(self, value: Any) -> Any:
+    def ordinary(self, value: object) -> object:
         """``value``, or a copy of it if it is an inference tensor."""
         if not isinstance(value, torch.Tensor) or not value.is_inference():
             return value
@@ -57,8 +57,8 @@ class OutsideInferenceMode:
 
 
 def leave_inference_mode(
-    args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[OutsideInferenceMode | None, tuple[Any, ...], dict[str, Any]]:
+    args: tuple[object, ...], kwargs: dict[str, object]
+) -> tuple[OutsideInferenceMode | None, tuple[object, ...], dict[str, object]]:
     """Leave ``torch.inference_mode()`` for a call with these arguments, and the arguments for it.
 
     Closing what is returned first enters the mode again; None where this thread is not in it.
@@ -69,7 +69,7 @@ def leave_inference_mode(
     return left, tuple(map(left.ordinary, args)), {key: left.ordinary(v) for key, v in kwargs.items()}
 
 
-def rebuilt(given: Any, handed: Any) -> Iterator[Rebuilt]:
+def rebuilt(given: object, handed: object) -> Iterator[Rebuilt]:
     """The containers among ``given`` of which ``handed`` has a copy in the same place, outermost first."""
     if isinstance(given, dict) and isinstance(handed, dict):
         if given is not handed:

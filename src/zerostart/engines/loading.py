@@ -67,7 +67,7 @@ class LoadingEngine(EngineBase):
     # The settings, before anything is built.
 
     @property
-    def common_config(self) -> Mapping[str, Any]:
+    def common_config(self) -> Mapping[str, object]:
         """What of the configuration must be the same on every rank."""
         return dict(self.config or {})
 

@@ -126,7 +126,7 @@ def _without_experts(tensors: ParallelPlan, experts: ParallelPlan) -> ParallelPl
     )
 
 
-def _partitioned(model: nn.Module, size: int, section: Mapping[str, Any]) -> ParallelPlan:
+def _partitioned(model: nn.Module, size: int, section: Mapping[str, object]) -> ParallelPlan:
     """The plan that DeepSpeed's ``tensor_parallel`` section makes for the linear layers of ``model``."""
     linears = {
         name: Linear((module.out_features, module.in_features), module.bias is not None)

@@ -107,7 +107,7 @@ def check_choice(name: str, zero_stage: int) -> type[Engine]:
 def resolve_engine(
     name: str,
     zero_stage: int,
-    config: Mapping[str, Any] | None,
+    config: Mapping[str, object] | None,
     mesh: Mesh,
     exchange: bool | None = None,
 ) -> Engine:

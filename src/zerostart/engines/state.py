@@ -82,7 +82,7 @@ class StateEngine(EngineBase):
     # What is kept for them.
 
     @classmethod
-    def training_state(cls, model: nn.Module, optimizer: Any) -> TrainingState | None:
+    def training_state(cls, model: nn.Module, optimizer: object) -> TrainingState | None:
         """What is kept for ``model`` in training; None where this kind of engine does not keep it.
 
         Raises ConfigError where an engine trains the model and is not what is given, and ConfigError or

@@ -50,7 +50,7 @@ class AccelerateSetup:
     ``ignored`` has warnings, by pattern and category, of which nobody can change the cause.
     """
 
-    options: Mapping[str, Any]
+    options: Mapping[str, object]
     environment: Mapping[str, str] = field(default_factory=dict)
     ignored: tuple[tuple[str, type[Warning]], ...] = ()
 
@@ -64,7 +64,7 @@ class LauncherSetup:
     """
 
     config: Mapping[str, Any] = field(default_factory=dict)
-    agreed: Mapping[str, tuple[str, Any]] = field(default_factory=dict)
+    agreed: Mapping[str, tuple[str, object]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class TrainingEngine(EngineBase):
         """The one dtype in which the model is held under a mixed precision; None: any, float32 at best."""
         return None
 
-    def training_config(self, job: TrainingJob, given: Mapping[str, Any]) -> dict[str, Any]:
+    def training_config(self, job: TrainingJob, given: Mapping[str, object]) -> dict[str, object]:
         """The complete ``engine_config`` of a training run; ``given`` is ``engine.config`` of its YAML file.
 
         Raises ConfigError for what contradicts the job.
@@ -94,14 +94,14 @@ class TrainingEngine(EngineBase):
         """
         return LauncherSetup()
 
-    def launcher_file(self, mixed_precision: str, own_file: str | None) -> dict[str, Any]:
+    def launcher_file(self, mixed_precision: str, own_file: str | None) -> dict[str, object]:
         """accelerate's configuration file for a run on this engine, but for the number of ranks.
 
         ``own_file`` is the path of the engine's own, if it is to have one.
         """
         return {"distributed_type": "MULTI_GPU", "mixed_precision": mixed_precision}
 
-    def config_template(self) -> dict[str, Any] | None:
+    def config_template(self) -> dict[str, object] | None:
         """A configuration file of the engine's own, as JSON, to begin with; None where it knows none."""
         return None
 

@@ -233,7 +233,7 @@ def _keys_of(path: str) -> dict[str, object] | None:
     return None if _resolved(_stack[-1], nn.Module) is None else keys_of_torch_file(path)
 
 
-def _wait_for_everyone(original: Any, **call: Any) -> Any:
+def _wait_for_everyone(original: Any, **call: object) -> object:
     """``wait_for_everyone`` of accelerate, which ranks that wait for others at another place look at."""
     barrier.note_wait()
     return original()

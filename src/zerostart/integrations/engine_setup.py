@@ -162,7 +162,7 @@ def find_active(model: type) -> EngineSetup | None:
     return EngineSetup.of("fsdp2", 3, _with_tensors(_with_replicas(fsdp2_config(plugin, model))), dtype)
 
 
-def _with_tensors(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def _with_tensors(config: Mapping[str, Any]) -> Mapping[str, object]:
     """An engine's configuration, with the ranks that accelerate has share tensors."""
     shared = parallelism()
     size, section = 1 if shared is None else shared.tp_size, config.get("tensor_parallel") or {}

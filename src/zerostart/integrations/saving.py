@@ -20,7 +20,7 @@ from zerostart.upstream.diffusers.pipelines import Pipeline, name_classes
 
 Original = Callable[[], object]
 #: Arguments that a sharded save cannot honour: what they are unless they are given, and the way out.
-_REFUSED: Mapping[str, tuple[Any, str]] = {
+_REFUSED: Mapping[str, tuple[object, str]] = {
     "push_to_hub": (False, "save it first, and upload the directory (huggingface_hub.upload_folder)"),
     "variant": (None, "save it without, into a directory of its own"),
     "save_original_format": (

@@ -277,7 +277,7 @@ class _Absent(torch.Tensor):
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch declares it without the class
         cls, func: object, types: object, args: object = (), kwargs: object = None
-    ) -> Any:
+    ) -> object:
         own = next(arg for arg in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(arg, cls))
         # nn.Parameter detaches what it is given: that asks for no values.
         if func is torch.ops.aten.detach.default:

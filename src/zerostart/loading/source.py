@@ -33,7 +33,7 @@ def open_source(source: object, world: World, model: object = None) -> Catalog:
     return catalog
 
 
-def source_or_none(source: Any, world: World, model: Any = None) -> Catalog | None:
+def source_or_none(source: Any, world: World, model: object = None) -> Catalog | None:
     """The catalog of ``source``, None where every rank passes None; collective.
 
     A path or hub id is the same on every rank, and rank 0 parses the headers for all; of a pipeline it is the
@@ -102,7 +102,7 @@ def _compare_copies(catalog: Catalog, copied: set[int], world: World, asked: boo
                 )
 
 
-def check_model(model: Any, source: Any, catalog: Catalog) -> None:
+def check_model(model: Any, source: object, catalog: Catalog) -> None:
     """Raise ConfigError if ``model`` needs a configuration file, which only a directory has."""
     if catalog.root:
         return

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -90,7 +90,7 @@ class Built:
     dtype: torch.dtype | None
     logged: bool
     library: ModelLibrary
-    quantizer: Any = None
+    quantizer: object = None
 
     @one_thread()
     def recipes(self, catalog: Catalog, targets: Mapping[str, Target], converter: object = None) -> Recipes:
@@ -185,7 +185,7 @@ class Converting:
         """A state dict of the model under the checkpoint's names and shapes; also of meta tensors."""
         return dict(state_dict)
 
-    def quantizer(self, model: nn.Module, root: str | None, dtype: torch.dtype | None) -> Any:
+    def quantizer(self, model: nn.Module, root: str | None, dtype: torch.dtype | None) -> object:
         """What dequantises the weights in ``root``, the model made ready for it; None if they need none."""
         return None
 

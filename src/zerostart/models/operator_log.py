@@ -117,7 +117,7 @@ def _is_meta(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.device.type == "meta"
 
 
-def _snapshot(value: object) -> Any:
+def _snapshot(value: object) -> object:
     """A tensor as it is now: the caller may change a real one, or transpose a meta one in place."""
     if not isinstance(value, torch.Tensor):
         return value
@@ -138,8 +138,8 @@ class _Attention(TorchFunctionMode):
     """
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        self, func: Any, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
+    ) -> object:
         kwargs = kwargs or {}
         if func == _IS_META:
             return False
@@ -183,8 +183,8 @@ class OperatorLog(TorchDispatchMode):
         return tensor
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        self, func: Any, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
+    ) -> object:
         """Run the operator on meta and note it, if a meta tensor comes out of it or is changed by it."""
         kwargs = kwargs or {}
         given = (args, kwargs)
@@ -293,7 +293,7 @@ class _Replay:
             if _is_meta(meta):
                 self._storages[storage_key(meta)] = made.untyped_storage()
 
-    def _argument(self, value: Any) -> Any:
+    def _argument(self, value: Any) -> object:
         if _is_meta(value):
             return self.real(value)
         if isinstance(value, torch.device):

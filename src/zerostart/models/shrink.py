@@ -7,7 +7,7 @@ the library's architectures. What a field does not have in common with others st
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 from zerostart.checkpoint.strict_json import JsonObject
 
@@ -163,7 +163,7 @@ def _is_index(value: object) -> TypeGuard[int]:
     return type(value) is int and value >= 0
 
 
-def _resample(kinds: list[object], count: int) -> list[Any]:
+def _resample(kinds: list[object], count: int) -> list[object]:
     """``count`` of the entries: the first ones, the last replaced by kinds that would be lost."""
     kept = [kinds[position % len(kinds)] for position in range(count)]
     lost = [kind for position, kind in enumerate(kinds) if kind not in kinds[:position] and kind not in kept]

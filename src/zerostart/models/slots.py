@@ -28,7 +28,7 @@ class Slot:
 
     path: str
     get: Callable[[], Any]
-    set: Callable[[Any], None]
+    set: Callable[[object], None]
     hidden: bool = False
 
     def within(self, suffix: str, get: Callable[[], object], put: Callable[[object], None]) -> Slot:
@@ -53,7 +53,7 @@ def registered(module: nn.Module, leaf: str, path: str) -> Slot:
 def tensor_slots(model: nn.Module) -> Iterator[Slot]:
     """Every place with a tensor that is not registered, in the order of the modules."""
     own = {id(module) for module in model.modules()}
-    seen: dict[int, Any] = {}
+    seen: dict[int, object] = {}
     for prefix, module in model.named_modules():
         start = Slot(prefix, lambda: None, lambda _: None)
         waiting = list(_attributes(module, start, _REGISTERED))
@@ -113,7 +113,7 @@ def _attributes(module: nn.Module, slot: Slot, but: frozenset[str] = frozenset()
             )
 
 
-def _dictionary(owner: object) -> dict[str, Any]:
+def _dictionary(owner: object) -> dict[str, object]:
     """What an object has as its own attributes, past what its class makes of the question."""
     try:
         held: dict[str, Any] = object.__getattribute__(owner, "__dict__")
@@ -122,7 +122,7 @@ def _dictionary(owner: object) -> dict[str, Any]:
     return held
 
 
-def _look(owner: object, leaf: str) -> Any:
+def _look(owner: object, leaf: str) -> object:
     return _dictionary(owner)[leaf]
 
 
@@ -165,7 +165,7 @@ def _entries(slot: Slot, value: dict[object, object]) -> Iterator[Slot]:
             yield _key(slot, key)
 
 
-def _entry(slot: Slot, key: object) -> tuple[Callable[[], Any], Callable[[Any], None]]:
+def _entry(slot: Slot, key: object) -> tuple[Callable[[], Any], Callable[[object], None]]:
     return (lambda: slot.get()[key]), (lambda new: slot.get().__setitem__(key, new))
 
 

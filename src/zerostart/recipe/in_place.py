@@ -55,7 +55,7 @@ def view(cls: type[Symbol], func: OpOverload, args: Any, kwargs: Any) -> Any:
 
 def _viewed(
     cls: type[Symbol], source: Any, func: OpOverload, rest: tuple[Any, ...], meta: torch.Tensor
-) -> Any:
+) -> object:
     layout = Layout(tuple(meta.shape), meta.stride(), int(meta.storage_offset()))
     if func in SAME:
         return cls(source.memory, source.steps, meta)
@@ -184,7 +184,7 @@ def _functional(func: OpOverload) -> Any:
     return None
 
 
-def _view_in_place(cls: type[Symbol], func: OpOverload, args: Any, kwargs: Any) -> Any:
+def _view_in_place(cls: type[Symbol], func: OpOverload, args: Any, kwargs: Any) -> object:
     """An operator that makes a tensor another view of its memory, such as ``t_``."""
     target = args[0]
     if func is aten.set_.source_Tensor and _settable(cls, target, args[1]):
@@ -211,7 +211,7 @@ def _view_in_place(cls: type[Symbol], func: OpOverload, args: Any, kwargs: Any) 
     return target
 
 
-def _resized(target: Any, shape: Sequence[int]) -> Any:
+def _resized(target: Any, shape: Sequence[int]) -> object:
     """What ``resize_`` makes of a tensor whose memory is large enough; None for any other."""
     if tuple(shape) == tuple(target.shape):
         return target.detach()
@@ -229,7 +229,7 @@ def _settable(cls: type[Symbol], target: object, source: object) -> bool:
     return all(isinstance(t, cls) and not t.is_conj() and not t.is_neg() for t in both)
 
 
-def reads_what_it_writes(written: list[Any], given: list[Any]) -> bool:
+def reads_what_it_writes(written: list[Any], given: list[object]) -> bool:
     """Whether an operator takes of its arguments ``given`` what it changes meanwhile, by writing ``written``.
 
     An operand may be what is written, element by element; of lists, the one at the same place.

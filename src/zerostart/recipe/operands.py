@@ -148,11 +148,11 @@ def valued(cls: type[Symbol], values: object) -> Any:
     return mapped(values, own)
 
 
-def counted(cls: type[Symbol], func: OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...]:
+def counted(cls: type[Symbol], func: OpOverload, args: tuple[Any, ...]) -> tuple[object, ...]:
     """Arguments of an indexing operator with the masks among constant indices as the numbers of rows."""
     if func not in _INDEXED:
         return args
-    indices: list[Any] = []
+    indices: list[object] = []
     for index in args[1]:
         masks = isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8)
         if masks and all_constant(cls, [index]):

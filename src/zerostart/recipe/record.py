@@ -48,7 +48,7 @@ def record(cls: type[Symbol], func: OpOverload, args: tuple[object, ...], kwargs
 
 def _recorded(
     cls: type[Symbol], func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]
-) -> Any:
+) -> object:
     # The order of the questions matters: an operator that writes (`add_`) also returns an alias of what it
     # wrote, so that it would pass for a view.
     tensors = list(tensors_in((args, kwargs.values())))
@@ -63,7 +63,7 @@ def _recorded(
 
 def _from_outside(
     cls: type[Symbol], func: OpOverload, args: Any, kwargs: Any, tensors: Sequence[torch.Tensor]
-) -> Any:
+) -> object:
     """An operator on tensors with elements alone, or on none; what it newly makes is a constant."""
     # Zeros, ones and the like take no memory until somebody asks for their elements: converters make tensors
     # as large as a model's embedding only to write weights into them.

@@ -42,8 +42,8 @@ class _Sealing(TorchFunctionMode):
         func: OpOverload,
         types: Iterable[type],
         args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         """Call ``func``, or what takes its place."""
         name = SEALED.get(func)
         if name is not None and isinstance(args[0], SymbolicTensor):

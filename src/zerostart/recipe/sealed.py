@@ -29,7 +29,7 @@ _MEMORY = (
 )
 
 
-def _refuses(name: str) -> Callable[..., Any]:
+def _refuses(name: str) -> Callable[..., object]:
     def refuse(self: object, *_: object, **__: object) -> Any:
         raise refusal(
             f"the conversion of {names_of(self)} asks for the memory of a tensor ({name}), but a "
@@ -42,7 +42,7 @@ def _refuses(name: str) -> Callable[..., Any]:
 
 
 #: By torch's own method: the name of the one that takes its place, for calls of the unbound method.
-SEALED: dict[Any, str] = {
+SEALED: dict[object, str] = {
     getattr(torch.Tensor, name): name for name in (*_MEMORY, "tolist", "numpy", "__array__", "__deepcopy__")
 }
 

@@ -29,7 +29,7 @@ OTHERWISE = {
 }
 
 
-def as_on_cpu(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], made: Any) -> Any:
+def as_on_cpu(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], made: Any) -> object:
     """``made``, which ``func`` gave of tensors on the meta device, in the strides of the CPU kernel.
 
     Raises ConversionError for operands that lie in an order of which the result's cannot be told.
@@ -62,7 +62,7 @@ def _few(sizes: set[int]) -> dict[int, int]:
     return {0: 0, 1: 1} | {size: 2 + number for number, size in enumerate(larger)}
 
 
-def _small(value: object, sizes: Mapping[int, int]) -> Any:
+def _small(value: object, sizes: Mapping[int, int]) -> object:
     """A tensor of few elements that lies in memory as ``value`` does; anything else as it is."""
     if not isinstance(value, torch.Tensor):
         return value

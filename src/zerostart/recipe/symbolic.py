@@ -225,8 +225,8 @@ class SymbolicTensor(Sealed, torch.Tensor):
         func: OpOverload,
         types: Iterable[type],
         args: tuple[Any, ...] = (),
-        kwargs: dict[Any, Any] | None = None,
-    ) -> Any:
+        kwargs: dict[Any, object] | None = None,
+    ) -> object:
         """Record what ``func`` does to indices, or that it computes."""
         return record(cls, func, args, kwargs or {})
 

@@ -279,8 +279,12 @@ class _Copies(TorchDispatchMode):
         self._memory: set[int] = set()
 
     def __torch_dispatch__(
-        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        self,
+        func: OpOverload,
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         """Note a copy; refuse what would need the values that were to be copied."""
         given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         if any(_is_constant(t) for t in given) and any(t.device.type == "meta" for t in given):
@@ -345,7 +349,7 @@ def _is_constant(value: object) -> bool:
     return isinstance(value, SymbolicTensor) and value.memory.is_constant
 
 
-def _with_elements(value: Any) -> Any:
+def _with_elements(value: Any) -> object:
     return value.elements if _is_constant(value) else value
 
 
@@ -354,7 +358,7 @@ def _memory(tensor: torch.Tensor) -> int:
     return key
 
 
-def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
+def _place(tensor: torch.Tensor) -> tuple[object, ...]:
     """Which elements of which memory a tensor is; equal for two that are the same."""
     return _memory(tensor), int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride()
 
@@ -372,7 +376,7 @@ def _assigned(model: nn.Module) -> dict[str, SymbolicTensor]:
     found: dict[str, SymbolicTensor] = {}
     for prefix, module in model.named_modules():
         for held in (module._parameters, module._buffers):
-            slots: dict[str, Any] = held
+            slots: dict[str, object] = held
             for leaf, tensor in slots.items():
                 if isinstance(tensor, SymbolicTensor):
                     empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")

@@ -113,12 +113,12 @@ def compute(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], mad
     return type(made)(result(meta, number) for number, meta in enumerate(made))
 
 
-def _empty(value: object) -> Any:
+def _empty(value: object) -> object:
     """A value as a tensor on the meta device; anything else as it is."""
     return value.on_meta() if isinstance(value, Value) else value
 
 
-def _operand(value: object) -> Any:
+def _operand(value: object) -> object:
     return value.as_operand() if isinstance(value, Value) else value
 
 

@@ -129,7 +129,7 @@ def _as_dtype(t: Value, dtype: torch.dtype) -> Value:
 
 
 #: By operator: the value that a view was taken of, after a write into the view.
-KNOWN_VIEWS: dict[Any, Callable[..., Value]] = {
+KNOWN_VIEWS: dict[object, Callable[..., Value]] = {
     aten.view.default: _reshaped,
     aten._unsafe_view.default: _reshaped,
     aten.unsqueeze.default: _reshaped,

@@ -148,7 +148,7 @@ class EngineConformance:
 
 
 def _loaded(
-    modules: tuple[str, ...], path: Path, engine: str, stage: int, config: dict[str, Any]
+    modules: tuple[str, ...], path: Path, engine: str, stage: int, config: dict[str, object]
 ) -> tuple[list[str], int]:
     """What differs from the unsharded model on this rank, and the bytes that it has read."""
     imported(modules)
@@ -172,7 +172,7 @@ def _loaded(
     return wrong, record.report.read_bytes
 
 
-def _refused(modules: tuple[str, ...], path: Path, engine: str, stage: int, config: dict[str, Any]) -> str:
+def _refused(modules: tuple[str, ...], path: Path, engine: str, stage: int, config: dict[str, object]) -> str:
     imported(modules)
     try:
         zerostart.load(path, model=Net, engine=engine, zero_stage=stage, engine_config=config, progress=False)
@@ -182,7 +182,7 @@ def _refused(modules: tuple[str, ...], path: Path, engine: str, stage: int, conf
 
 
 def _saved(
-    modules: tuple[str, ...], path: Path, engine: str, stage: int, config: dict[str, Any], out: Path
+    modules: tuple[str, ...], path: Path, engine: str, stage: int, config: dict[str, object], out: Path
 ) -> dict[str, str]:
     imported(modules)
     model = zerostart.load(
@@ -197,7 +197,7 @@ def _begun(
     path: Path,
     engine: str,
     stage: int,
-    config: dict[str, Any],
+    config: dict[str, object],
     training: Callable[[nn.Module, int], Training],
 ) -> Training:
     imported(modules)
@@ -219,7 +219,7 @@ def _state_saved(*given: Any) -> tuple[dict[str, str], dict[str, str]]:
     return before, zerostart.digest(model)
 
 
-def _resumed(*given: Any) -> tuple[Any, dict[str, str], dict[str, str]]:
+def _resumed(*given: Any) -> tuple[object, dict[str, str], dict[str, str]]:
     """The ``extra`` of a state, and the digests when it is restored and after a step."""
     *begin, state = given
     model, optimizer, step = _begun(*begin)

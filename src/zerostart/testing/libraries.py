@@ -121,7 +121,7 @@ class ModelLibraryConformance(ABC):
             _check_equal(loaded["tensors"], reference.state_dict(), rank)
             _check_equal(loaded["buffers"], dict(reference.named_buffers()), rank)
 
-    def test_ties_are_kept(self, root: Path, found: list[dict[str, Any]]) -> None:
+    def test_ties_are_kept(self, root: Path, found: list[dict[str, object]]) -> None:
         """What is one parameter unsharded is one parameter on each rank, and nothing else is."""
         wanted = _tied(_reference(self.kind, root))
         assert [loaded["tied"] for loaded in found] == [wanted, wanted]
@@ -143,7 +143,7 @@ class ModelLibraryConformance(ABC):
             _check_equal({n: tensors[n] for n in compared}, {n: reference[n] for n in compared}, rank)
             assert all(_same(tensors[name], found[0]["made"][name]) for name in tensors)
 
-    def test_it_leaves_what_its_own_loading_leaves(self, root: Path, found: list[dict[str, Any]]) -> None:
+    def test_it_leaves_what_its_own_loading_leaves(self, root: Path, found: list[dict[str, object]]) -> None:
         """In evaluation mode, and with what ``left`` looks at."""
         wanted = self.left(_reference(self.kind, root))
         for loaded in found:
@@ -191,7 +191,7 @@ def _recipes(root: Path, kind: type[nn.Module]) -> tuple[models.Built, Recipes]:
     return built, built.recipes(catalog, built.library.expectations(built))
 
 
-def _loaded(suite: type[ModelLibraryConformance], root: Path, partial: Path) -> dict[str, Any]:
+def _loaded(suite: type[ModelLibraryConformance], root: Path, partial: Path) -> dict[str, object]:
     """What a rank holds after a whole load, and after one of what lacks a tensor."""
     model = zerostart.load(str(root), progress=False)
     assert suite.kind in type(model).__mro__

@@ -17,7 +17,7 @@ import torch.multiprocessing as mp
 
 
 def on_ranks(
-    function: Callable[..., Any], world_size: int, *arguments: Any, timeout: float = 120.0
+    function: Callable[..., object], world_size: int, *arguments: object, timeout: float = 120.0
 ) -> list[Any]:
     """Call the module-level ``function(*arguments)`` on every rank; its values, in the order of the ranks.
 
@@ -55,8 +55,8 @@ def on_ranks(
 
 def _main(
     rank: int,
-    function: Callable[..., Any],
-    arguments: tuple[Any, ...],
+    function: Callable[..., object],
+    arguments: tuple[object, ...],
     world_size: int,
     folder: str,
     environment: dict[str, str],

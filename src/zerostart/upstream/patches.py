@@ -32,7 +32,7 @@ _ABSENT = object()
 class _Layer:
     """Something of ours in the place of a name, and what was there ``before``."""
 
-    def __init__(self, before: Any) -> None:
+    def __init__(self, before: object) -> None:
         self.before = before
 
 
@@ -83,7 +83,7 @@ def replaced(point: PatchPoint, owner: Any, name: str, new: Any) -> Iterator[Non
 
 
 @contextlib.contextmanager
-def replaced_wherever_imported(point: PatchPoint, name: str, original: Any, new: Any) -> Iterator[None]:
+def replaced_wherever_imported(point: PatchPoint, name: str, original: object, new: object) -> Iterator[None]:
     """Inside, ``new`` is what every module has under ``name`` that had ``original`` there.
 
     A module that imports it meanwhile gets ``new``, which goes from there at the end, too.
@@ -117,7 +117,7 @@ def _forget(point: PatchPoint) -> None:
 class Ticket:
     """Keeps replacements in place while it is referred to; copies refer to the same one, pickles to none."""
 
-    def __deepcopy__(self, memo: Any) -> Ticket:
+    def __deepcopy__(self, memo: object) -> Ticket:
         return self
 
     def __reduce__(self) -> Any:
@@ -232,9 +232,9 @@ def _refuse(stack: ExitStack, patches: RefCountedPatches, point: PatchPoint, tex
             stack.enter_context(replaced(point, owner, name, type(original)(new) if bound else new))
 
 
-def _refusing(original: Any, patches: RefCountedPatches, text: str, of_object: bool) -> Any:
+def _refusing(original: Any, patches: RefCountedPatches, text: str, of_object: bool) -> object:
     @functools.wraps(original)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> object:
         if _concerns((*args, *kwargs.values()), patches, of_object):
             raise UnsupportedVersionError(text)
         return original(*args, **kwargs)
@@ -242,7 +242,7 @@ def _refusing(original: Any, patches: RefCountedPatches, text: str, of_object: b
     return call
 
 
-def _concerns(arguments: Iterable[Any], patches: RefCountedPatches, of_object: bool) -> bool:
+def _concerns(arguments: Iterable[object], patches: RefCountedPatches, of_object: bool) -> bool:
     """Whether a model of a call is one that ``patches`` is open for, or part of one.
 
     Where no model is seen, a function may be about one, by a path; a method, of a tokenizer say, is not.
@@ -256,7 +256,7 @@ def _concerns(arguments: Iterable[Any], patches: RefCountedPatches, of_object: b
     return any(id(part) in ours for model in models for part in model.modules())
 
 
-def _models(argument: Any) -> Iterator[nn.Module]:
+def _models(argument: object) -> Iterator[nn.Module]:
     """The model that an argument of a call is, or those that a trainer, an accelerator or a pipeline has."""
     if isinstance(argument, nn.Module):
         yield argument

@@ -289,7 +289,7 @@ _REMEDY = "zerostart cannot take over this call; use zerostart.save and save_sta
 
 #: ``replacement(original, **arguments)``: the call's arguments by name, those of ``**kwargs`` among them, and
 #: ``self`` where it is a method.
-Replacement = Callable[..., Any]
+Replacement = Callable[..., object]
 
 
 class SavingCalls(RefCountedPatches):
@@ -323,12 +323,12 @@ def _called(point: PatchPoint) -> list[str]:
     return [f"{point.owner.rpartition(':')[2]}.{name}" for name in point.names]
 
 
-def _sent(original: Any, replacement: Replacement) -> Any:
+def _sent(original: Any, replacement: Replacement) -> object:
     signature = inspect.signature(original)
     rest = next((n for n, p in signature.parameters.items() if p.kind is p.VAR_KEYWORD), None)
 
     @functools.wraps(original)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> object:
         # By name, whichever way they were passed, so that a replacement need not know their order.
         try:
             bound = signature.bind(*args, **kwargs)

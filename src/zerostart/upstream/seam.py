@@ -72,8 +72,8 @@ class LoadingSeam(RefCountedPatches, Generic[Call]):
     def __init__(
         self,
         enter: Callable[[ExitStack], None],
-        choose: Callable[[type, dict[str, Any]], Call | None],
-        left: Callable[[Any], None],
+        choose: Callable[[type, dict[str, object]], Call | None],
+        left: Callable[[object], None],
     ) -> None:
         super().__init__(enter)
         self._choose = choose
@@ -94,7 +94,7 @@ class LoadingSeam(RefCountedPatches, Generic[Call]):
         """The class method that stands in the place of ``original``, its function."""
 
         @functools.wraps(original)
-        def from_pretrained(cls: type, *args: Any, **kwargs: Any) -> Any:
+        def from_pretrained(cls: type, *args: Any, **kwargs: Any) -> object:
             # The outer call has no weights yet: its contexts (meta, dtype) would build the inner model as
             # well.
             if any(outer.model is None for outer in _calls()[-1:]):

@@ -64,7 +64,7 @@ def found(path: str) -> Any:
     return functools.reduce(getattr, names.split(".") if names else (), importlib.import_module(module))
 
 
-def _unwrapped(function: Any) -> Any:
+def _unwrapped(function: Any) -> object:
     """What is inside a function's wrappers, of which some leave no ``__wrapped__`` but have ``func``."""
     function = inspect.unwrap(getattr(function, "__func__", function))
     code = getattr(function, "__code__", None)
@@ -133,7 +133,7 @@ _Place = tuple[int, int]
 
 
 @functools.lru_cache(maxsize=16)
-def _nodes(function: Any) -> Mapping[type, Sequence[tuple[_Place, ast.AST]]]:
+def _nodes(function: object) -> Mapping[type, Sequence[tuple[_Place, ast.AST]]]:
     """Statements and expressions of the function's source by their kind, from its beginning to its end."""
     found: dict[type, list[tuple[_Place, ast.AST]]] = {}
     for node in ast.walk(_parsed(function)):
@@ -221,14 +221,14 @@ def _same_call(pattern: ast.Call, node: ast.Call, letters: dict[str, ast.expr]) 
     )
 
 
-def _fields(pattern: ast.AST) -> Iterator[tuple[str, Any]]:
+def _fields(pattern: ast.AST) -> Iterator[tuple[str, object]]:
     """The fields that count; an ``else`` only where the pattern has one."""
     for name, value in ast.iter_fields(pattern):
         if name not in ("ctx", "kind", "type_comment") and not (name == "orelse" and value == []):
             yield name, value
 
 
-def _is_any(pattern: Any) -> bool:
+def _is_any(pattern: object) -> bool:
     if isinstance(pattern, ast.Expr):
         pattern = pattern.value
     return isinstance(pattern, ast.Constant) and pattern.value is ...

@@ -106,7 +106,7 @@ def theirs(source, batches, values, out, own_loss):
         report_to="none",
         save_strategy="no",
         disable_tqdm=True,
-        optim="adamw_torch",
+        optim=given.get("optimizer", "adamw_torch"),
         ddp_backend="gloo",
     )
     model = automatic(values).from_pretrained(source)

@@ -85,6 +85,9 @@ def test_counts_equal_the_plans(tmp_path: Path, data: st.DataObject, world: int,
         reads = [*plan.all_reads()]
         scratch = sum(sorted((c.nbytes for c in plan.computations), reverse=True)[:THREADS])
         assert count == Count(plan.read_bytes, len(reads), plan.staged, scratch)
+        spans = [(r.offset, r.offset + (r.rows - 1) * r.stride + r.nbytes // r.rows) for r in reads]
+        first, last = (pick(side) for pick, side in zip((min, max), zip(*spans, strict=True), strict=True))
+        assert count.files.tolist() == [[0, first, last, plan.read_bytes, len(reads)]]
 
 
 SEGMENT = st.tuples(st.integers(0, 2), st.integers(0, 400), st.integers(1, 60), st.booleans())

@@ -86,8 +86,8 @@ def _read(directory: Path, files: PartFiles) -> TrainingContents:
 
 def _add_groups(value: InertObject, pickled: Mapping[str, Any], found: TrainingContents) -> None:
     """Parameter groups out of entries ``optim.param_groups.0.lr`` and so on."""
-    groups: dict[Any, dict[str, Any]] = {}
-    alone: dict[str, dict[str, Any]] = {}
+    groups: dict[Any, dict[str, object]] = {}
+    alone: dict[str, dict[str, object]] = {}
     for key, item in pickled.items():
         route = _route(_routes(value).get(key), key)
         if len(route) == 4 and route[1] == "param_groups":
@@ -153,7 +153,7 @@ def _stored(
     for file, place in _places(value, directory / METADATA):
         by_file.setdefault(file, []).append(place)
     out: dict[tuple[str, tuple[int, ...]], TensorEntry] = {}
-    pickled: dict[str, Any] = {}
+    pickled: dict[str, object] = {}
     for file, places in sorted(by_file.items()):
         # The name comes out of a pickle that anybody may have written: it stays in the directory.
         if "/" in file or "\\" in file or "\0" in file or file in ("", ".", ".."):
@@ -234,7 +234,7 @@ def _names(described: Mapping[str, Described], value: InertObject, path: Path) -
     return out
 
 
-def _routes(value: InertObject) -> dict[Any, Any]:
+def _routes(value: InertObject) -> dict[object, object]:
     routes = value.get("planner_data")
     return routes if isinstance(routes, dict) else {}
 

@@ -81,7 +81,7 @@ class Opaque(type):
     callable: bool
     free: list[int]
 
-    def __call__(cls, *arguments: object) -> Any:
+    def __call__(cls, *arguments: object) -> object:
         """What one of the known calls makes of records, else a ``InertObject``."""
         # Known calls first: they make records of tensors, and run nothing of the library that they are named
         # after.
@@ -167,7 +167,7 @@ def _hashes_soon(key: object) -> bool:
     return type(key) in (str, float, bool, bytes, type(None), Opaque) or isinstance(key, InertObject)
 
 
-def plain_versions(noted: Mapping[object, object]) -> dict[str, dict[str, Any]]:
+def plain_versions(noted: Mapping[object, object]) -> dict[str, dict[str, object]]:
     """What torch notes of modules (``_metadata``): for each name numbers and strings by their names."""
     kept = (int, float, str, bool, type(None))
     return {
@@ -219,7 +219,7 @@ class _Unpickler(pickle.Unpickler):
         self._named: dict[str, Opaque] = {}
         self._free = [_FREE + len(raw)]
 
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
         name = f"{module}.{name}"
         # A class of its own for each name, made here: nothing is imported to have it.
         if name not in self._named:
@@ -353,7 +353,7 @@ _TENSORS = {
     "torch._utils._rebuild_parameter": _parameter,
     "torch._utils._rebuild_parameter_with_state": _parameter,
 }
-_CALLS: dict[str, Callable[..., Any]] = {
+_CALLS: dict[str, Callable[..., object]] = {
     **_TENSORS,
     "torch._tensor._rebuild_from_type_v2": _typed,
     "collections.OrderedDict": lambda: _Dict(),
@@ -368,7 +368,7 @@ def _check_unfolded(value: object, limit: int) -> None:
     the time with each. What objects hold is asked for by its name, and nobody goes through it as a whole.
     """
     weights: dict[int, int] = {}  # negative: begun
-    pending: list[tuple[Any, list[Any] | None]] = [(value, None)]
+    pending: list[tuple[Any, list[object] | None]] = [(value, None)]
     total = 0
     while pending:
         item, inside = pending.pop()

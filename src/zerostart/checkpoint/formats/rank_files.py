@@ -72,7 +72,7 @@ def _read(directory: Path, files: PartFiles) -> TrainingContents:
     return found
 
 
-def _opened(directory: Path, stem: str, files: PartFiles) -> Iterator[tuple[dict[Any, Any], Placing, str]]:
+def _opened(directory: Path, stem: str, files: PartFiles) -> Iterator[tuple[dict[object, Any], Placing, str]]:
     """The dictionaries in the files of all ranks, in the ranks' order."""
     pattern = re.compile(rf"{stem}(\d+)\.bin")
     ranks = sorted(int(m[1]) for entry in directory.iterdir() if (m := pattern.fullmatch(entry.name)))

@@ -11,7 +11,6 @@ import struct
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import Any
 
 from zerostart.checkpoint.catalog import Assembled, Catalog, TensorEntry
 from zerostart.checkpoint.formats.assembling import STATE, TrainingContents, check_whole
@@ -81,7 +80,7 @@ class PartFiles:
         with open_regular(self.reading, "training") as (handle, _):
             return float(struct.unpack(form, handle.read(struct.calcsize(form), entry.offset))[0])
 
-    def torch_file(self, path: Path) -> tuple[Any, Placing]:
+    def torch_file(self, path: Path) -> tuple[object, Placing]:
         """What a file of ``torch.save`` holds, and what places its tensors."""
         with self.opened(path) as (handle, size, number):
             archive = TorchArchive(handle, size, str(path))

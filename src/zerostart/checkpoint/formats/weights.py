@@ -197,7 +197,7 @@ def _joined(
     headers = read_files(paths, range(len(paths)), storage)
     tensors: dict[str, TensorEntry] = {}
     metadata: dict[str, str] = {}
-    versions: dict[str, Any] | None = None
+    versions: dict[str, object] | None = None
     for (entries, own, _), path in zip(headers, paths, strict=True):
         for entry in entries:
             if (other := tensors.setdefault(entry.name, entry)) is not entry:

@@ -170,7 +170,7 @@ class _Rank:
     #: Elements of padding after each parameter of each group; None where there are none.
     paddings: Sequence[Sequence[int]] | None
     base: Base
-    scale: Mapping[str, Any]
+    scale: Mapping[str, object]
 
     @property
     def kinds(self) -> dict[str, int]:
@@ -225,7 +225,7 @@ def _paddings(value: object) -> Sequence[Sequence[int]] | None:
     return groups or None
 
 
-def _scale(scaler: object) -> dict[str, Any]:
+def _scale(scaler: object) -> dict[str, object]:
     """The numbers in a loss scaler's state."""
     state = scaler.state if isinstance(scaler, InertObject) and isinstance(scaler.state, dict) else {}
     return {str(key): value for key, value in state.items() if type(value) in (int, float)}
@@ -432,7 +432,7 @@ def _shapes(group: object) -> dict[str, tuple[int, ...]]:
     return dict(pairs)
 
 
-def _pairs(value: Any) -> Iterator[tuple[Any, Any]]:
+def _pairs(value: Any) -> Iterator[tuple[Any, object]]:
     """Items of a dictionary, or of a list of pairs, which older versions write."""
     yield from value.items() if isinstance(value, dict) else value
 

@@ -147,7 +147,7 @@ class _Call:
         _recompute_first([leaf for leaf in tree_leaves(made) if isinstance(leaf, torch.Tensor)], tensors)
         return made
 
-    def through_deepspeed(self, checkpoint: Callable[..., Any]) -> Any:
+    def through_deepspeed(self, checkpoint: Callable[..., Any]) -> object:
         """By DeepSpeed's function, which takes and gives tensors by position.
 
         Its backward runs only where an input needs a gradient: where none does, one that counts for nothing
@@ -223,7 +223,7 @@ def _has_past(cache: Cache) -> bool:
         return bool(cache.has_previous_state())
 
 
-def _give_back(own: Any, used: Any) -> Any:
+def _give_back(own: Any, used: Any) -> object:
     """Give the caller's containers ``own`` what the function has made of their copies ``used``.
 
     Containers inside of containers stay the caller's, too. Returns what stands for ``used`` then: ``own``
@@ -268,7 +268,7 @@ class CheckpointedForward:
         self.original = module.forward
         self.offload = offload
 
-    def __call__(self, *args: object, **kwargs: object) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         """The block's forward, as a checkpoint."""
         return checkpointed(self.original, args, kwargs, self.offload)
 

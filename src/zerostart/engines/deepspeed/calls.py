@@ -30,7 +30,7 @@ def keep_calls(model: nn.Module) -> None:
             module.register_forward_pre_hook(_check_reached, with_kwargs=True)
 
 
-def _check_reached(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _check_reached(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, object]) -> None:
     """Raise EngineError for experts that are trained on what has no gradient: ZeRO-3 fails in backward."""
     trained = torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters(recurse=False))
     given = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
@@ -72,7 +72,7 @@ class _Guard:
         # DeepSpeed rebuilds containers among positional arguments and hands keywords on as they are.
         return args[:first], {**dict(zip(names[first:], args[first:], strict=False)), **kwargs}
 
-    def after(self, module: nn.Module, args: Any, output: Any) -> None:
+    def after(self, module: nn.Module, args: Any, output: object) -> None:
         """Enter inference mode again, after the engine's hooks."""
         left = self._left.pop() if self._left else None
         if left is not None:

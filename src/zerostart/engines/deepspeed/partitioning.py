@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -49,7 +48,7 @@ class PartitionMaker:
         self,
         world: World,
         dtype: torch.dtype | None,
-        config: Mapping[str, Any] | None,
+        config: Mapping[str, object] | None,
         settings: DeepSpeedSettings,
         placements: Placements,
         cut: Callable[[nn.Module], None] | None,

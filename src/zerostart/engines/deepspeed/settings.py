@@ -18,7 +18,7 @@ from zerostart.geometry.layout.flat import FlatRules
 DEVICES = ("none", "cpu", "nvme")
 
 
-def section_of(config: Mapping[str, Any], key: str, where: str = "engine_config") -> Mapping[str, Any]:
+def section_of(config: Mapping[str, object], key: str, where: str = "engine_config") -> Mapping[str, Any]:
     """A section of ``config``, {} where there is none; raises ConfigError for anything but a section."""
     section = config.get(key)
     if section is None:
@@ -38,7 +38,7 @@ def number(section: Mapping[str, Any], key: str, default: int) -> int:
     return int(value)
 
 
-def device_of(section: Mapping[str, Any], key: str, outdated: object) -> str:
+def device_of(section: Mapping[str, object], key: str, outdated: object) -> str:
     """One of ``DEVICES``, that an offload section names; ``outdated`` is what stood in its place before it.
 
     Raises ConfigError for another device.
@@ -131,7 +131,7 @@ REMOVED = frozenset(
 )
 
 #: What of ``expert_parallel`` says how tokens are routed, or experts cut further, and its defaults.
-ROUTING: Mapping[str, Any] = {
+ROUTING: Mapping[str, object] = {
     "expert_activation": None,
     "expert_tensor_parallel_size": 1,
     "load_balance_coeff": None,
@@ -149,7 +149,7 @@ ROUTING: Mapping[str, Any] = {
 _ALIKE = 0.85
 
 
-def check_keys(config: Mapping[str, Any]) -> None:
+def check_keys(config: Mapping[str, object]) -> None:
     """Raise ConfigError for what ``deepspeed.initialize`` would obey and a load cannot, or would refuse.
 
     Raises EngineError for what DeepSpeed has given up.
@@ -173,7 +173,7 @@ def check_keys(config: Mapping[str, Any]) -> None:
     _refuse_removed(section_of(config, "zero_optimization"))
 
 
-def autoep_size(config: Mapping[str, Any]) -> int:
+def autoep_size(config: Mapping[str, object]) -> int:
     """The ranks that share experts by the section ``expert_parallel``; 0 where it is not enabled.
 
     Raises ConfigError for what would have experts run otherwise than the model itself does.
@@ -197,7 +197,7 @@ def autoep_size(config: Mapping[str, Any]) -> int:
     return size
 
 
-def _refuse_removed(zero: Mapping[str, Any]) -> None:
+def _refuse_removed(zero: Mapping[str, object]) -> None:
     named = [key for key in ("mics_shard_size", "mics_hierarchical_params_gather") if key in zero]
     if "zeropp_loco_param" in zero:
         raise EngineError(
@@ -491,17 +491,17 @@ class DeepSpeedSettings:
         return found
 
 
-def _unaveraged(config: Mapping[str, Any], zero: Mapping[str, Any]) -> tuple[str, ...]:
+def _unaveraged(config: Mapping[str, object], zero: Mapping[str, object]) -> tuple[str, ...]:
     whole = ("reduce_scatter=False",) if zero.get("reduce_scatter") is False else ()
     return (*_predivided(config), *whole)
 
 
-def _scaled(config: Mapping[str, Any]) -> tuple[str, ...]:
+def _scaled(config: Mapping[str, object]) -> tuple[str, ...]:
     before = ("prescale_gradients",) if config.get("prescale_gradients") is True else ()
     return (*_predivided(config), *before)
 
 
-def _predivided(config: Mapping[str, Any]) -> tuple[str, ...]:
+def _predivided(config: Mapping[str, object]) -> tuple[str, ...]:
     factor = _predivide(config)
     return () if factor == 1.0 else (f"gradient_predivide_factor={factor}",)
 
@@ -511,14 +511,14 @@ def _predivide(config: Mapping[str, Any]) -> float:
     return 1.0 if factor == "auto" else factor
 
 
-def _dtype(config: Mapping[str, Any]) -> torch.dtype | None:
+def _dtype(config: Mapping[str, object]) -> torch.dtype | None:
     for key, dtype in _PRECISIONS.items():
         if section_of(config, key).get("enabled") is True:
             return dtype
     return None
 
 
-def _optimizer(config: Mapping[str, Any]) -> str | None:
+def _optimizer(config: Mapping[str, object]) -> str | None:
     section = section_of(config, "optimizer")
     if not section:
         return None
@@ -542,7 +542,7 @@ def _sizes(zero: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _homes(zero: Mapping[str, Any]) -> dict[str, Any]:
+def _homes(zero: Mapping[str, object]) -> dict[str, Any]:
     """The fields of what is offloaded; raises ConfigError for what DeepSpeed has not."""
     parameters = section_of(zero, "offload_param", _ZERO)
     offload = device_of(parameters, "offload_param", zero.get("cpu_offload_param"))

@@ -98,7 +98,7 @@ class DeepSpeedStateEngine(StateEngine):
         return editing.has_own_values(parameter)
 
     @classmethod
-    def training_state(cls, model: nn.Module, optimizer: Any) -> TrainingState | None:
+    def training_state(cls, model: nn.Module, optimizer: object) -> TrainingState | None:
         engine = upstream.engine_of(model)
         if engine is None:
             upstream.check_engine_given(model.parameters())

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from torch import nn
@@ -126,7 +126,7 @@ def _text(model: nn.Module) -> PreTrainedConfig:
 def tensor_cuts(
     model: nn.Module,
     size: int,
-    section: Mapping[str, Any],
+    section: Mapping[str, object],
     given: Mapping[str, str] | None,
     experts: ParallelPlan,
 ) -> ParallelPlan:
@@ -184,7 +184,7 @@ def _cut(name: str, piece: Slice, size: int) -> Ranges:
 
 
 def tensor_cutter(
-    world: World, parallelism: Parallelism, section: Mapping[str, Any], given: Mapping[str, str] | None
+    world: World, parallelism: Parallelism, section: Mapping[str, object], given: Mapping[str, str] | None
 ) -> tuple[Callable[[nn.Module], None], dist.ProcessGroup]:
     """What leaves this rank's slices in a model, and the ranks that have the same ones. Collective.
 
@@ -202,8 +202,8 @@ def tensor_cutter(
 
 
 def _ruled(
-    model: nn.Module, section: Mapping[str, Any], given: Mapping[str, str] | None, experts: ParallelPlan
-) -> Mapping[str, Any]:
+    model: nn.Module, section: Mapping[str, object], given: Mapping[str, str] | None, experts: ParallelPlan
+) -> Mapping[str, object]:
     """The section with the plan that is ``given``, or where neither says more with the model's own.
 
     DeepSpeed knows no style of experts, and refuses a plan that has one: what ranks share by ``experts`` is
@@ -217,7 +217,7 @@ def _ruled(
 
 
 def _sliced(
-    model: nn.Module, parallelism: Parallelism, section: Mapping[str, Any], groups: TensorGroups
+    model: nn.Module, parallelism: Parallelism, section: Mapping[str, object], groups: TensorGroups
 ) -> None:
     """Replace the layers of ``model`` (on meta) by DeepSpeed's, in the slices that were planned."""
     # DeepSpeed makes new layers in the default dtype.

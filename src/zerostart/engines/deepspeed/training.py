@@ -28,7 +28,7 @@ KEPT = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 HOST_BACKEND = "gloo"
 
 
-def training_config(stage: int, job: TrainingJob, given: Mapping[str, Any]) -> dict[str, Any]:
+def training_config(stage: int, job: TrainingJob, given: Mapping[str, object]) -> dict[str, object]:
     """A complete ``ds_config`` of ``job``, and the user's ``given`` over it.
 
     ``auto`` is replaced by our value. A value that contradicts the job raises ConfigError: DeepSpeed would
@@ -56,7 +56,7 @@ def training_config(stage: int, job: TrainingJob, given: Mapping[str, Any]) -> d
 
 
 def accelerate_setup(
-    mixed_precision: str, config: Mapping[str, Any], sequence_parallel: int, world_size: int
+    mixed_precision: str, config: Mapping[str, object], sequence_parallel: int, world_size: int
 ) -> AccelerateSetup:
     """accelerate's plugin with the configuration ``config``, and Ulysses, which accelerate starts.
 
@@ -89,7 +89,7 @@ def accelerate_setup(
     )
 
 
-def _merge(base: dict[str, Any], given: Mapping[str, Any], where: str) -> None:
+def _merge(base: dict[str, Any], given: Mapping[str, object], where: str) -> None:
     for key, value in given.items():
         if isinstance(value, dict) and isinstance(base.get(key), dict):
             _merge(base[key], value, f"{where}.{key}")
@@ -102,7 +102,7 @@ def _merge(base: dict[str, Any], given: Mapping[str, Any], where: str) -> None:
             )
 
 
-def _fill_hidden_size_values(zero: dict[str, Any], hidden_size: int | None) -> None:
+def _fill_hidden_size_values(zero: dict[str, object], hidden_size: int | None) -> None:
     keys = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
     for key in keys:
         if zero.get(key) == "auto":
@@ -143,7 +143,7 @@ def launched() -> LauncherSetup:
     for key in _IGNORED:
         config.pop(key, None)
     # Taken out of the configuration, to be held against the run's own sections, which decide.
-    agreed: dict[str, tuple[str, Any]] = {}
+    agreed: dict[str, tuple[str, object]] = {}
     for key, name in _DECIDED.items():
         value = _taken(config, key)
         if value not in (None, "auto"):
@@ -169,7 +169,7 @@ def _read(path: str) -> dict[str, Any]:
     return config
 
 
-def _value(word: str) -> Any:
+def _value(word: str) -> object:
     """A number where it is one; the launcher has words alone."""
     try:
         return json.loads(word)
@@ -190,7 +190,7 @@ def _put(config: dict[str, Any], key: str, value: Any) -> None:
     section[leaf] = value
 
 
-def _taken(config: dict[str, Any], key: str) -> Any:
+def _taken(config: dict[str, object], key: str) -> object:
     """The value at a dotted key, which is there no more; None where there is none."""
     *parents, leaf = key.split(".")
     for parent in parents:
@@ -201,7 +201,7 @@ def _taken(config: dict[str, Any], key: str) -> Any:
     return config.pop(leaf, None)
 
 
-def launcher_file(stage: int, precision: str, own_file: str | None) -> dict[str, Any]:
+def launcher_file(stage: int, precision: str, own_file: str | None) -> dict[str, object]:
     """accelerate's configuration file for a stage; ``own_file`` is the path of DeepSpeed's own, if any."""
     if own_file is not None:  # which says everything itself, as accelerate wants it
         settings: dict[str, Any] = {"deepspeed_config_file": own_file}
@@ -212,10 +212,10 @@ def launcher_file(stage: int, precision: str, own_file: str | None) -> dict[str,
     return {"distributed_type": "DEEPSPEED", "deepspeed_config": settings, "mixed_precision": precision}
 
 
-def own_file(stage: int) -> dict[str, Any]:
+def own_file(stage: int) -> dict[str, object]:
     """A ``ds_config`` in which the training configuration decides what it knows of."""
     auto = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    zero: dict[str, Any] = {"stage": stage, "overlap_comm": True, "contiguous_gradients": True}
+    zero: dict[str, object] = {"stage": stage, "overlap_comm": True, "contiguous_gradients": True}
     if stage > 0:
         zero["reduce_bucket_size"] = "auto"
         zero["offload_optimizer"] = {"device": "none"}

@@ -47,7 +47,7 @@ class _Root:
     """The model, where units of it may be called while it is not."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.running: Sequence[Any] = ()
+        self.running: Sequence[object] = ()
         self._model = model
         self._begun = False
         units = (m for m in model.modules() if m is not model and isinstance(m, FSDPModule))
@@ -97,12 +97,12 @@ class _Guard:
         self.begin()
         return args, kwargs
 
-    def within(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def within(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, object]) -> None:
         """Compare it with what the engine hands on."""
         # The innermost call: a module may be called again within its own forward.
         self.running[-1].compare(args, kwargs)
 
-    def after(self, module: nn.Module, args: Any, output: Any) -> None:
+    def after(self, module: nn.Module, args: Any, output: object) -> None:
         """Give the caller what has become of it."""
         if self.running:
             self.running.pop().end()
@@ -112,13 +112,13 @@ class _Frame:
     """One call that goes on."""
 
     def __init__(
-        self, left: OutsideInferenceMode | None, given: tuple[tuple[Any, ...], dict[str, Any]]
+        self, left: OutsideInferenceMode | None, given: tuple[tuple[object, ...], dict[str, object]]
     ) -> None:
         self._left = left
         self._given = given
         self._pairs: list[Rebuilt] = []
 
-    def compare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def compare(self, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         given_args, given_kwargs = self._given
         self._pairs = list(rebuilt(given_args, args))
         for key in given_kwargs.keys() & kwargs.keys():
@@ -135,7 +135,7 @@ def _add_entry(model: nn.Module, name: str, guard: _Guard) -> None:
     plain = getattr(model, name)
 
     @functools.wraps(plain)
-    def within(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def within(self: nn.Module, *args: Any, **kwargs: object) -> Any:
         guard.within(self, args, kwargs)
         return plain(*args, **kwargs)
 

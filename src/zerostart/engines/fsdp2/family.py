@@ -47,7 +47,7 @@ class FSDP2(FSDP2StateEngine, Engine):
 
     @classmethod
     def for_stage(
-        cls, zero_stage: int, config: Mapping[str, Any] | None, mesh: Mesh, exchange: bool | None
+        cls, zero_stage: int, config: Mapping[str, object] | None, mesh: Mesh, exchange: bool | None
     ) -> Engine:
         """Stage 0 shards nothing."""
         return (FSDP2 if zero_stage else Replicated)(zero_stage, config, mesh, exchange)
@@ -81,7 +81,7 @@ class FSDP2(FSDP2StateEngine, Engine):
         _ = self.settings
 
     @classmethod
-    def configured_tensor_parallel(cls, config: Mapping[str, Any]) -> int:
+    def configured_tensor_parallel(cls, config: Mapping[str, object]) -> int:
         """See ``Engine``; it is ``autotp_size``, as in DeepSpeed's section."""
         return FSDP2Settings.of(config).autotp_size
 
@@ -198,7 +198,7 @@ class FSDP2(FSDP2StateEngine, Engine):
             return parallel_shards(model, self.settings, parallelism, rank)
         return current_shards(model)
 
-    def training_config(self, job: TrainingJob, given: Mapping[str, Any]) -> dict[str, Any]:
+    def training_config(self, job: TrainingJob, given: Mapping[str, object]) -> dict[str, Any]:
         """See ``Engine``; the units cast what they gather. Raises ConfigError for an unknown key."""
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -216,7 +216,7 @@ class FSDP2(FSDP2StateEngine, Engine):
 
         return launched(self.zero_stage)
 
-    def launcher_file(self, mixed_precision: str, own_file: str | None) -> dict[str, Any]:
+    def launcher_file(self, mixed_precision: str, own_file: str | None) -> dict[str, object]:
         """See ``Engine``; it is the plain one at stage 0."""
         from zerostart.engines.fsdp2.settings import launcher_file
 
@@ -227,7 +227,10 @@ class FSDP2(FSDP2StateEngine, Engine):
         """See ``Engine``."""
         # Where the units cast (their MixedPrecisionPolicy), autocast would do so again.
         precision = "no" if self.uses_fully_shard else mixed_precision
-        options: dict[str, Any] = {"mixed_precision": precision, "cpu": not torch.accelerator.is_available()}
+        options: dict[str, object] = {
+            "mixed_precision": precision,
+            "cpu": not torch.accelerator.is_available(),
+        }
         if self.replicates_parameters:
             from accelerate.utils import DistributedDataParallelKwargs
 

@@ -228,7 +228,7 @@ def _sum_gradients(module: nn.Module, group: dist.ProcessGroup) -> None:
     runner: Any = module
     own_forward, summed = runner.forward, cast(Any, _Summed.apply)
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def forward(*args: object, **kwargs: object) -> object:
         held: dict[str, Any] = module._parameters
         whole = {name: p for name, p in held.items() if p is not None}
         held.update({name: summed(p, group) for name, p in whole.items()})
@@ -249,7 +249,7 @@ class _Summed(torch.autograd.Function):
         return tensor.view_as(tensor)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+    def backward(ctx: Any, gradient: torch.Tensor) -> object:
         summed = gradient.contiguous().clone()
         dist.all_reduce(summed, group=ctx.group)
         return summed, None

@@ -22,7 +22,7 @@ from zerostart.geometry.layout import Mesh
 from zerostart.upstream.accelerate.launched import launched_fsdp
 from zerostart.upstream.accelerate.plugins import FSDP2Plugin
 
-Placer = Callable[[nn.Parameter], Any]
+Placer = Callable[[nn.Parameter], object]
 
 
 @dataclass(frozen=True)
@@ -243,7 +243,7 @@ class FSDP2Settings:
                 f"along dimension {dim} for {shares} ranks; return Shard(0) or None for it"
             )
 
-    def options(self) -> dict[str, Any]:
+    def options(self) -> dict[str, object]:
         """Keyword arguments of ``fully_shard`` other than the mesh; what is not set keeps its default."""
         names = ("reshard_after_forward", "shard_placement_fn", "mp_policy", "offload_policy")
         return {name: value for name in names if (value := getattr(self, name)) is not None}
@@ -269,7 +269,7 @@ def launched(stage: int) -> LauncherSetup:
         )
     _refuse(found, policy)
     plugin = found.plugin
-    agreed: dict[str, tuple[str, Any]] = {}
+    agreed: dict[str, tuple[str, object]] = {}
     if plugin.activation_checkpointing:
         offloaded = getattr(plugin, "activation_checkpointing_offload", False)
         word = "fsdp_activation_checkpointing" + ("_offload" if offloaded else "")
@@ -304,7 +304,7 @@ def _refuse(found: FSDP2Plugin, policy: str | None) -> None:
             )
 
 
-def launcher_file(stage: int, precision: str) -> dict[str, Any]:
+def launcher_file(stage: int, precision: str) -> dict[str, object]:
     """accelerate's configuration file for a stage."""
     return {
         "distributed_type": "FSDP",

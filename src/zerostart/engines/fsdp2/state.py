@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -76,7 +75,7 @@ class FSDP2StateEngine(StateEngine):
                 module.reshard()
 
     @classmethod
-    def training_state(cls, model: nn.Module, optimizer: Any) -> TrainingState | None:
+    def training_state(cls, model: nn.Module, optimizer: object) -> TrainingState | None:
         from torch.distributed.fsdp import FSDPModule
 
         sharded = any(isinstance(module, FSDPModule) for module in model.modules())

@@ -42,7 +42,7 @@ def save_checkpoint(
     self: DeepSpeedEngine,
     save_dir: str | None,
     tag: object,
-    client_state: Mapping[str, Any],
+    client_state: Mapping[str, object],
     save_latest: bool,
     exclude_frozen_parameters: bool,
     **_: object,
@@ -67,7 +67,7 @@ def save_checkpoint(
     return True
 
 
-def _client_states(own: Any, engine: DeepSpeedEngine, world: World) -> dict[str, Any]:
+def _client_states(own: Any, engine: DeepSpeedEngine, world: World) -> dict[str, object]:
     """What DeepSpeed keeps of a script's own: the first rank's, and at stage 3 that of every rank."""
     with world.phase("looking at the client's state"):
         state, tensors = dict(own), dict[str, Any]()
@@ -118,7 +118,7 @@ def load_checkpoint(
     return str(path), _client_state(extra or {}, current_world())
 
 
-def _client_state(extra: Mapping[str, Any], world: World) -> Any:
+def _client_state(extra: Mapping[str, Any], world: World) -> object:
     """This rank's, where the ranks are as many as those that saved one each; else the first one's."""
     every = [extra.get(_CLIENT, {}), *extra.get(_CLIENTS, ())]
     return every[world.rank if len(every) == world.size else 0]
@@ -248,7 +248,7 @@ def _fsdp_path(directory: str, number: int) -> Path:
     return Path(directory) / f"{FSDP}_{number}"
 
 
-def load_accelerator_state(original: Callable[[], dict[str, Any]], **_: object) -> dict[str, Any]:
+def load_accelerator_state(original: Callable[[], dict[str, object]], **_: object) -> dict[str, object]:
     """accelerate's function: ranks that are new get the number of the step from the first one."""
     # Its file is one of each rank; a rank that was not there when it was saved finds none, and no step.
     found = original()

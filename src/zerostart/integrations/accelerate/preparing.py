@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -67,7 +67,7 @@ def _refuse_beside_tensors(model: nn.Module, parts: Sequence[nn.Module]) -> None
         )
 
 
-def _wanted(part: nn.Module, plugin: FSDP2Plugin | None) -> Mapping[str, Any]:
+def _wanted(part: nn.Module, plugin: FSDP2Plugin | None) -> Mapping[str, object]:
     """The policies that a loaded model has, and accelerate wants; raises ConfigError where these differ."""
     engine = record_of(part).engine
     check_tensors(part)

@@ -38,7 +38,7 @@ class PipelineRequest:
     """The arguments of ``zerostart.load_pipeline``, as documented there."""
 
     source: Any
-    placement: Mapping[str, Any] | None = None
+    placement: Mapping[str, object] | None = None
     engine: str = "deepspeed"
     zero_stage: int = 3
     device_memory_limit: int | None = None

@@ -190,7 +190,7 @@ def _packed(given: tuple[object, ...]) -> bytes:
     return buffer.getvalue()
 
 
-def _autocasts() -> list[dict[str, Any]]:
+def _autocasts() -> list[dict[str, object]]:
     """The arguments of ``torch.autocast`` that are in force for a call, of each type of device."""
     return [
         {

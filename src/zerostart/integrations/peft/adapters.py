@@ -165,7 +165,7 @@ def _write(shard: Shard, parameter: nn.Parameter, whole: torch.Tensor) -> None:
             put_elements(shard.storage, master, flat[first : first + length], place)
 
 
-def read(original: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def read(original: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> object:
     """``get_peft_model_state_dict``: of a model in shards, whole tensors, on every rank.
 
     Raises ConfigError where not every rank calls it, and where PEFT computes what it saves.

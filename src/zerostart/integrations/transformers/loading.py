@@ -45,7 +45,7 @@ class _TransformersCall(InterceptedLoad):
         self,
         settings: EnabledArguments,
         setup: EngineSetup,
-        arguments: Mapping[str, Any],
+        arguments: Mapping[str, object],
         on_loaded: Callable[[nn.Module, str], None],
     ) -> None:
         super().__init__(settings, setup, arguments, on_loaded)

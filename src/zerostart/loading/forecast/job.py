@@ -18,7 +18,7 @@ from zerostart.live.report import Clock
 from zerostart.loading.arguments import ForecastArguments
 from zerostart.loading.forecast.memory import held_alone, held_of, moments_of, optimizer_of, peaks
 from zerostart.loading.forecast.reading import Foreseen, counts_of, owned_by, rates_of, timed
-from zerostart.loading.forecast.result import Fit, Limits, Memory, RankForecast, WorldPlan
+from zerostart.loading.forecast.result import Alternative, Fit, Limits, Memory, RankForecast, WorldPlan
 from zerostart.loading.preparation import prepare, undisturbed
 from zerostart.loading.request import Request
 from zerostart.models import Origins
@@ -79,6 +79,10 @@ def foresee(
     foreseen = Foreseen(subject.catalog, subject.origins, placed, tuning, rates, not target.accelerator)
     made = foreseen.exchanged(made, exchange)
     fits = fits_of([rank.memory for rank in made.ranks], limits, made.world_size)
+    advised: tuple[str, ...] = ()
+    alternatives: tuple[Alternative, ...] = ()
+    if not all(fit.fits for fit in fits):
+        advised, alternatives = advice(model, engine, max(staged, default=0), optimizer, limits)
     return replace(
         made,
         ranks=timed(made.ranks, made.exchanged_bytes, made.world_size, subject.catalog.storage.nbytes, rates),
@@ -88,9 +92,8 @@ def foresee(
         accelerator=limits.accelerator,
         rates=_shown(rates),
         fits=fits,
-        advice=()
-        if all(fit.fits for fit in fits)
-        else advice(model, engine, max(staged, default=0), optimizer, limits),
+        advice=advised,
+        alternatives=alternatives,
     )
 
 
@@ -103,6 +106,7 @@ def _of_rank(rank: int, read: Count, device_bytes: int, memory: Mapping[str, Mem
         peak_host_bytes=memory["load"].host_bytes,
         peak_device_bytes=memory["load"].device_bytes,
         memory=memory,
+        extents=read.files,
     )
 
 
@@ -156,46 +160,83 @@ def fits_of(memory: Sequence[Mapping[str, Memory]], limits: Limits, world_size: 
 
 def advice(
     model: nn.Module, engine: Engine, staged: int, optimizer: OptimizerCost, limits: Limits
-) -> tuple[str, ...]:
-    """The first change that makes the job fit, in words; or that none of those known here does.
+) -> tuple[tuple[str, ...], tuple[Alternative, ...]]:
+    """The first change that makes the job fit, in words (or that none known here does), and all tried.
 
-    ``staged`` are bytes on the host beside the shards while reading.
+    ``staged`` are bytes on the host beside the shards while reading. More ranks are tried until they fit; all
+    other changes on top of them where nothing else does.
     """
-    for words, changed in _changes(engine, limits):
-        target = Target(limits.accelerator, changed.mesh.world_size)
-        try:
-            changed.check()
-            changed.check_mesh()
-            parallelism = changed.parallelism(model)
-            placed = changed.placements(model, parallelism)
-            held = held_alone(model, placed, parallelism, [0])
-        except ZerostartError:  # a configuration that no load can serve is no advice
-            continue
-        for buffers in (staged, min(staged, SMALL)):
-            moments = moments_of(model, changed, placed, held, buffers, optimizer, target)
-            fits = fits_of(peaks(moments, 1, target), limits, target.world_size)
-            if all(fit.fits for fit in fits):
-                told = [*words, *([f"memory_limit={SMALL}"] if buffers < staged else [])]
-                room = ", ".join(f"{fit.needed / fit.limit:.0%} of the {fit.where} memory" for fit in fits)
-                return (f"{' and '.join(told)} (then {room})",)
-    return (
-        f"no change known here makes it fit, {MOST} times the ranks included: give each rank more memory",
-    )
 
+    def attempt(words: Sequence[str], changed: Engine) -> Alternative:
+        return _attempted(words, changed, model, staged, optimizer, limits)
 
-def _changes(engine: Engine, limits: Limits) -> Iterator[tuple[list[str], Engine]]:
-    """What differs, and the engine with it: at first nothing."""
-    told: list[str] = []
-    best = engine
-    yield told, engine
-    for told, best in engine.relaxations(limits.accelerator):
-        yield told, best
-    for start, words in ((engine, []), (best, told)):
+    changes = [(list[str](), engine), *engine.relaxations(limits.accelerator)]
+    tried = [attempt(*change) for change in changes]
+    starts = [*changes[:1], *changes[1:][-1:]]  # as it is, and with all that can be changed
+    for words, start in starts:
+        if words and any(other.fit for other in tried):
+            break
         for size in _sizes(start.mesh.world_size):
-            mesh = replace(start.mesh, world_size=size)
-            yield [f"{size} ranks", *words], replace(start, mesh=mesh)
+            more = replace(start, mesh=replace(start.mesh, world_size=size))
+            tried.append(attempt([f"{size} ranks", *words], more))
+            if tried[-1].fit:
+                break
+    for words, start in starts:
+        if words and any(other.fit for other in tried):
+            break
+        tried += [attempt([split, *words], changed) for split, changed in _splits(start)]
+    # Of what is as it was, nothing new is told, unless smaller buffers are all that it takes.
+    found = tuple(other for other in tried if other.fits and other.change)
+    best = next((other for other in found if other.fit), None)
+    if best is None:
+        none = f"no change known here makes it fit, {MOST} times the ranks included"
+        return (f"{none}: give each rank more memory",), found
+    room = ", ".join(f"{fit.needed / fit.limit:.0%} of the {fit.where} memory" for fit in best.fits)
+    return (f"{best.change} (then {room})",), found
+
+
+def _attempted(
+    words: Sequence[str],
+    changed: Engine,
+    model: nn.Module,
+    staged: int,
+    optimizer: OptimizerCost,
+    limits: Limits,
+) -> Alternative:
+    """The forecast of ``changed``, with small staging buffers if only these make it fit.
+
+    Without any ``fits`` where no load can serve it.
+    """
+    target = Target(limits.accelerator, changed.mesh.world_size)
+    try:
+        changed.check()
+        changed.check_mesh()
+        parallelism = changed.parallelism(model)
+        placed = changed.placements(model, parallelism)
+        held = held_alone(model, placed, parallelism, [0])
+    except ZerostartError:
+        return Alternative(" and ".join(words), ())
+    made = []
+    for buffers in (staged, min(staged, SMALL)):
+        moments = moments_of(model, changed, placed, held, buffers, optimizer, target)
+        fits = fits_of(peaks(moments, 1, target), limits, target.world_size)
+        told = [*words, *([f"memory_limit={SMALL}"] if buffers < staged else [])]
+        made.append(Alternative(" and ".join(told), fits))
+    return next((other for other in made if other.fit), made[0])
 
 
 def _sizes(world_size: int) -> list[int]:
     """Twice the ranks, and so on up to `MOST` times."""
     return [world_size << power for power in range(1, MOST.bit_length())]
+
+
+def _splits(engine: Engine) -> Iterator[tuple[str, Engine]]:
+    """As many ranks of a machine as divide them, to share experts or tensors where none do yet."""
+    mesh = engine.mesh
+    if (mesh.expert_parallel, mesh.tensor_parallel, mesh.sequence_parallel) != (1, 1, 1):
+        return
+    for size in (2, 4, RANKS_OF_A_MACHINE):
+        for name in ("expert_parallel", "tensor_parallel"):
+            if mesh.world_size % size == 0:
+                changed = replace(mesh, **{name: size})
+                yield f"{name}={size}", replace(engine, mesh=changed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import repeat
@@ -32,6 +33,7 @@ from zerostart.transfer.planning import (
     Share,
     count_reads,
     exchange_schedule,
+    extents_of,
     join,
     spans_within,
     table_of,
@@ -144,23 +146,30 @@ class Foreseen:
         chunk = strategy.chunk_size
         plans = [spans_within(self._plan(rank, chunk), chunk) for rank in range(made.world_size)]
         schedule = exchange_schedule([table_of(plan.reads) for plan in plans], chunk)
-        served = [0] * made.world_size
+        served: list[list[tuple[int, int, int, int]]] = [[] for _ in plans]
+        messages: Counter[tuple[int, int]] = Counter()
         for step in schedule.steps:
             if isinstance(step, ExchangeStep):
-                served[step.server] += 1
+                file, begin, end = step.extent
+                served[step.server].append((file, begin, end, end - begin))
+                for delivery in step.deliveries:
+                    if delivery.to != step.server:
+                        messages[step.server, delivery.to] += delivery.nbytes
 
         def becomes(rank: RankForecast) -> RankForecast:
             number, plan = rank.rank, plans[rank.rank]
             alone = [plan.reads[n] for n in schedule.alone[number]]
             computed = [read for computation in plan.computations for read in computation.reads]
+            places = [(read.file, read.offset, read.end, read.nbytes) for read in [*alone, *computed]]
             staged = self.tuning.ring_bytes if own[number].staged else 0
             more = self.tuning.exchange_bytes(chunk) - staged
             return replace(
                 rank,
                 read_bytes=sum(r.nbytes for r in [*alone, *computed]) + schedule.served[number],
-                read_ops=len(alone) + len(computed) + served[number],
+                read_ops=len(places) + len(served[number]),
                 peak_host_bytes=rank.peak_host_bytes + more,
                 memory=_staging(rank.memory, more),
+                extents=extents_of([*places, *served[number]]),
             )
 
         return replace(
@@ -168,6 +177,7 @@ class Foreseen:
             ranks=tuple(map(becomes, made.ranks)),
             sharing=strategy,
             exchanged_bytes=tuple(schedule.received[rank.rank] for rank in made.ranks),
+            messages=tuple((*pair, nbytes) for pair, nbytes in sorted(messages.items())),
         )
 
     def _plan(self, rank: int, chunk_size: int) -> Plan:

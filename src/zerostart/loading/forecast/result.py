@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+import numpy as np
+
 from zerostart.checkpoint.catalog import Catalog
 from zerostart.distributed.machine import available_memory
 from zerostart.distributed.world import default_device
@@ -14,7 +16,7 @@ from zerostart.engines.residence import Residence
 from zerostart.errors import ConfigError
 from zerostart.recipe import Coverage, Recipes
 from zerostart.transfer.meter import device_bytes
-from zerostart.transfer.planning import ReadStrategy
+from zerostart.transfer.planning import Extents, ReadStrategy, extents_of
 
 #: What memory is told of: the load, the engine's and the optimizer's construction, and the first step.
 PHASES = ("load", "initialize", "step")
@@ -48,7 +50,8 @@ class RankForecast:
 
     Where the device is the CPU the shards are part of the host peak, and the device peak is 0.
     ``read_seconds`` is how long it reads and exchanges at the rates of the plan; ``memory`` has each of
-    ``PHASES``, without the activations of the step, and is empty if no memory was asked for.
+    ``PHASES``, without the activations of the step, and is empty if no memory was asked for. ``extents`` are
+    rows ``file, begin, end, bytes, reads``: what is read of each file, by its number.
     """
 
     rank: int
@@ -59,12 +62,25 @@ class RankForecast:
     peak_device_bytes: int = 0
     read_seconds: float = 0.0
     memory: Mapping[str, Memory] = field(default_factory=dict)
+    extents: Extents = field(default_factory=lambda: extents_of([]), compare=False, repr=False)
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Plain data: ``memory`` as the peaks alone, ``{phase: {host, device}}`` in bytes."""
-        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "memory"}
+        aside = ("memory", "extents")
+        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in aside}
         peaks = {p: {"host": m.host_bytes, "device": m.device_bytes} for p, m in self.memory.items()}
         return {**plain, "peaks": peaks}
+
+
+@dataclass(frozen=True)
+class FileForecast:
+    """One file: its length ``nbytes``, and the bytes and number of reads of it by how many ``ranks``."""
+
+    name: str
+    nbytes: int
+    read_bytes: int
+    read_ops: int
+    ranks: int
 
 
 @dataclass(frozen=True)
@@ -77,7 +93,10 @@ class WorldPlan:
     second of ``storage`` (to one machine), of ``copy`` (out of its page cache) and of one rank's
     ``interconnect``, None for what does not limit. ``optimizer`` is the one whose states are counted.
     ``accelerator``: whether the device has memory of its own; else device memory is host memory.
-    ``fits`` tells how the highest peaks compare with the memory there is, and what would make them fit.
+    ``fits`` tells how the highest peaks compare with the memory there is; where they do not fit,
+    ``alternatives`` are other settings, and ``advice`` says in words which is the first that does.
+    ``stored`` are names and lengths of the files, and ``messages`` the bytes (from rank, to rank, bytes) that
+    ranks send each other where bytes are read once.
     """
 
     engine: str
@@ -100,6 +119,9 @@ class WorldPlan:
     rates: Mapping[str, float | None] = field(default_factory=dict)
     fits: tuple[Fit, ...] = ()
     advice: tuple[str, ...] = ()
+    alternatives: tuple[Alternative, ...] = ()
+    stored: tuple[tuple[str, int], ...] = field(default=(), repr=False)
+    messages: tuple[tuple[int, int, int], ...] = field(default=(), repr=False)
 
     @classmethod
     def of(
@@ -125,6 +147,7 @@ class WorldPlan:
             unexpected=coverage.unexpected,
             computed=recipes.computed,
             computed_whole=recipes.computed_whole,
+            stored=tuple(zip(catalog.files, catalog.sizes, strict=True)),
         )
 
     @property
@@ -138,6 +161,16 @@ class WorldPlan:
         return max((rank.read_seconds for rank in self.ranks), default=0.0)
 
     @property
+    def files(self) -> tuple[FileForecast, ...]:
+        """What ``ranks`` read of each file."""
+        read = np.zeros((len(self.stored), 3), np.int64)
+        for rank in self.ranks:
+            read[rank.extents[:, 0], :2] += rank.extents[:, 3:]
+            read[rank.extents[:, 0], 2] += 1
+        rows = zip(self.stored, read.tolist(), strict=True)
+        return tuple(FileForecast(name, nbytes, *of_file) for (name, nbytes), of_file in rows)
+
+    @property
     def classes(self) -> list[tuple[RankForecast, tuple[RankForecast, ...]]]:
         """Ranks that hold the same, as the one of them that reads most, and all of them."""
         found: dict[Any, list[RankForecast]] = {}
@@ -147,9 +180,9 @@ class WorldPlan:
             found.setdefault(held, []).append(rank)
         return [(max(alike, key=lambda r: r.read_bytes), tuple(alike)) for alike in found.values()]
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """The contract's JSON form; ``memory`` has the components of each class of ranks that hold alike."""
-        aside = ("ranks", "sharing", "fits", "tier")
+        aside = ("ranks", "sharing", "fits", "tier", "alternatives", "stored", "messages")
         plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in aside}
         return {
             **plain,
@@ -161,8 +194,13 @@ class WorldPlan:
                 {"ranks": [r.rank for r in alike], **{p: asdict(m) for p, m in shown.memory.items()}}
                 for shown, alike in self.classes
             ],
-            "fits": [asdict(fit) | {"fits": fit.fits} for fit in self.fits],
+            "files": [asdict(file) for file in self.files],
+            "fits": [fit.as_dict() for fit in self.fits],
             "fit": self.fit,
+            "alternatives": [
+                {"change": other.change, "fits": [fit.as_dict() for fit in other.fits], "fit": other.fit}
+                for other in self.alternatives
+            ],
         }
 
 
@@ -218,3 +256,20 @@ class Fit:
     def fits(self) -> bool:
         """Whether the need is within the limit."""
         return self.needed <= self.limit
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data, and whether it ``fits``."""
+        return asdict(self) | {"fits": self.fits}
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """The same job with another setting, which is told by ``change``, and how its peaks compare."""
+
+    change: str
+    fits: tuple[Fit, ...]
+
+    @property
+    def fit(self) -> bool:
+        """Whether everything fits."""
+        return all(fit.fits for fit in self.fits)

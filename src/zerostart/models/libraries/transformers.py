@@ -105,7 +105,7 @@ class Transformers(ModelLibrary):
             own = _named_dtype(getattr(config, "dtype", None))
         return stored.asked or own or stored.first
 
-    def quantizer(self, model: nn.Module, root: str | None, dtype: torch.dtype | None) -> Any:
+    def quantizer(self, model: nn.Module, root: str | None, dtype: torch.dtype | None) -> object:
         """The quantizer that the configuration beside the weights calls for.
 
         Raises BuildError for a file that is no configuration, ConversionError for a format that is not known.
@@ -240,7 +240,7 @@ class Transformers(ModelLibrary):
 
 def _configured(
     root: str | None, kind: type[nn.Module] | None, trusted: bool = False
-) -> tuple[type[nn.Module], Any]:
+) -> tuple[type[nn.Module], object]:
     """The transformers class and configuration of a checkpoint directory; code of its own if ``trusted``."""
     import transformers
 
@@ -312,7 +312,7 @@ def _named_dtype(value: object) -> torch.dtype | None:
     return found if isinstance(found, torch.dtype) else None
 
 
-def _with_dtype(config: Any, dtype: torch.dtype) -> Any:
+def _with_dtype(config: Any, dtype: torch.dtype) -> object:
     """The configuration says what the weights are, as after ``from_pretrained``; sub-configurations too."""
     config.dtype = dtype
     for name in getattr(config, "sub_configs", {}):
@@ -363,7 +363,7 @@ def convert(
 def _assign(
     core: Any,
     model: Any,
-    mapping: Sequence[Any],
+    mapping: Sequence[object],
     symbols: Mapping[str, SymbolicTensor],
     targets: Mapping[str, Target],
 ) -> tuple[JsonObject, dict[str, str], list[str]]:

@@ -117,7 +117,7 @@ class Saving:
 
 _last: list[Saving] = []
 #: The default process group, and the one beside it.
-_groups: list[tuple[Any, Any]] = []
+_groups: list[tuple[object, Any]] = []
 
 
 def finish_last(world: World, place: Path | None = None) -> None:

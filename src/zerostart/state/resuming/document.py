@@ -32,7 +32,7 @@ _LATER: dict[str, tuple[type, ...]] = {"modules": (dict,), "beside": (list,), "a
 _PER_TENSOR, _PER_FILE = 48, 4096
 
 
-def check_size(document: Mapping[str, Any], entries: Sequence[Entry]) -> None:
+def check_size(document: Mapping[str, object], entries: Sequence[Entry]) -> None:
     """Raise ConfigError, before anything is written, for a document that could not be read again.
 
     ``entries`` are the tensors whose digests come to it.
@@ -49,7 +49,7 @@ def check_size(document: Mapping[str, Any], entries: Sequence[Entry]) -> None:
         )
 
 
-def read_document(state: Path) -> dict[str, Any]:
+def read_document(state: Path) -> dict[str, object]:
     """The document of the training state in a directory.
 
     Raises ReadError, and CheckpointError for a damaged one.
@@ -134,7 +134,7 @@ def _document(found: TrainingContents) -> dict[str, object]:
     }
 
 
-def _simple(values: Mapping[Any, Any]) -> dict[str, Any]:
+def _simple(values: Mapping[Any, Any]) -> dict[str, object]:
     """The settings that are numbers, words, or tuples and lists of these."""
     return {
         str(key): encoded(value, str(key), {})

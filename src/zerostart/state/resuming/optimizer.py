@@ -28,7 +28,7 @@ _OWN = ("params", "param_names", "name", "moe", "_ds_source_param_group_id")
 _HOW = ("foreach", "fused", "capturable", "differentiable")
 
 
-def optimizer_document(training: LiveTraining) -> dict[str, Any]:
+def optimizer_document(training: LiveTraining) -> dict[str, object]:
     """Everything of the optimizer that is no tensor, as JSON values. Raises ConfigError for other values."""
     steps = training.steps
     if not steps:
@@ -114,7 +114,7 @@ def restored_moments(
                     yield StateTensor(name, key, share_of(member, training.shards[name], values))
 
 
-def _numbers(document: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def _numbers(document: Mapping[str, Any]) -> dict[str, dict[str, object]]:
     """By parameter, the numbers of its state as they were written."""
     found: dict[str, dict[str, object]] = {}
     for key, values in document.get("numbers", {}).items():
@@ -127,10 +127,10 @@ def _numbers(document: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 def _number(
     key: str,
     names: Sequence[str],
-    numbers: Mapping[str, Mapping[str, Any]],
+    numbers: Mapping[str, Mapping[str, object]],
     step: Stepped,
     document: Mapping[str, Any],
-) -> Any:
+) -> object:
     """The number of a stepped tensor, in the form that its optimizer has it."""
     told = {name: numbers[name][key] for name in names if key in numbers.get(name, {})}
     first, value = next(iter(told.items()))
@@ -165,13 +165,13 @@ def _is_torchs(optimizer: torch.optim.Optimizer) -> bool:
     return any(kind.__module__.startswith("torch.") for kind in kinds)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     found = decoded(value, {})
     return found.item() if isinstance(found, torch.Tensor) else found
 
 
 def _room(
-    key: str, names: Sequence[str], held: Any, step: Stepped, stored: Mapping[str, str]
+    key: str, names: Sequence[str], held: object, step: Stepped, stored: Mapping[str, str]
 ) -> torch.Tensor:
     """A tensor of zeros for one key of a state, the one that is there if it fits."""
     path = next(f"optimizer/{key}/{name}" for name in names if f"optimizer/{key}/{name}" in stored)
@@ -224,7 +224,7 @@ def restore_groups(training: LiveTraining, document: Mapping[str, Any]) -> None:
 
 
 def _set(
-    optimizer: torch.optim.Optimizer, number: int, settings: Mapping[str, Any], saved_class: str
+    optimizer: torch.optim.Optimizer, number: int, settings: Mapping[str, object], saved_class: str
 ) -> None:
     group, same = optimizer.param_groups[number], class_of(optimizer) == saved_class
     for key, value in settings.items():
@@ -246,7 +246,7 @@ def _set(
 _VALUES, _STATE = "values", "state"
 
 
-def own_of(training: LiveTraining, tensors: dict[str, torch.Tensor]) -> Any:
+def own_of(training: LiveTraining, tensors: dict[str, torch.Tensor]) -> object:
     """What the optimizers keep beside, each by its place among them, as ``encoded_whole`` has it.
 
     Raises ConfigError for what would be lost.
@@ -299,7 +299,7 @@ def check_own(steps: Sequence[Stepped], document: Mapping[str, Any]) -> None:
 
 
 def restore_own(
-    steps: Sequence[Stepped], document: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
+    steps: Sequence[Stepped], document: Mapping[str, object], tensors: Mapping[str, torch.Tensor]
 ) -> None:
     """Give the optimizers what ``own_of`` had of them."""
     found = decoded(document.get("own", {}), tensors)
@@ -365,7 +365,7 @@ def _lacking(optimizer: torch.optim.Optimizer, document: Mapping[str, Any]) -> s
 
 
 def _same_with(
-    optimizer: torch.optim.Optimizer, settings: list[dict[str, Any]], rules: set[str | None]
+    optimizer: torch.optim.Optimizer, settings: list[dict[str, object]], rules: set[str | None]
 ) -> bool:
     """Whether two rules are one with these settings: Adam's two with a setting, or without weight decay."""
     if rules != {"Adam", "AdamW"}:

@@ -15,7 +15,7 @@ from zerostart.errors import CheckpointError, ConfigError, WriteError
 from zerostart.state.resuming.training_state import MARKER
 
 
-def complete(directory: Path, own: Callable[[Any], bool] | None = None) -> list[Path]:
+def complete(directory: Path, own: Callable[[object], bool] | None = None) -> list[Path]:
     """The complete training checkpoints in ``directory``, the oldest first.
 
     With ``own``, those alone of which it says so from their ``extra``, as it is in the document.

@@ -8,12 +8,12 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
 from zerostart.checkpoint.manifest import SAVED_AT, sealed
+from zerostart.checkpoint.write.space import check_space
 from zerostart.distributed.world import World, current_world
 from zerostart.errors import ConfigError, WriteError
 from zerostart.live.training import StateTensor
@@ -23,7 +23,7 @@ from zerostart.state.resuming.linking import linked
 from zerostart.state.resuming.training_state import MARKER, MODEL, STATE, Content, collected
 from zerostart.state.resuming.values import checksum
 from zerostart.state.saving.save import save_settings
-from zerostart.state.saving.writing import agreed_place, publishing, write_tensors
+from zerostart.state.saving.writing import agreed_place, entry_bytes, publishing, write_tensors
 
 logger = logging.getLogger("zerostart")
 
@@ -32,7 +32,7 @@ def save_state(
     path: str | os.PathLike[str],
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
-    extra: Any,
+    extra: object,
     wait: bool,
     budget: int | None = None,
     frozen: bool = True,
@@ -61,6 +61,11 @@ def save_state(
             check_size(content.document, [*content.model[0], *content.state[0]])
         _check_alike(content, world)
         place = agreed_place(path, world)
+        with world.phase("looking at the free space"):
+            if world.rank == 0:
+                # What is linked takes no space; which it is, is told when it is written.
+                parts = content.state[0] if saved is not None else [*content.model[0], *content.state[0]]
+                check_space(place, sum(entry_bytes(entry) for entry in parts), "the training state")
         if wait:
             _write(place, content, saved, world)
             return Saving.finished(time.perf_counter() - begun)

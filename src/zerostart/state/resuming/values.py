@@ -37,7 +37,7 @@ _INLINE = 4096
 _GENERATORS = ("PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64")
 
 #: Writes a value of any type of the list; for what has to be put in an order.
-Encoded = Callable[[Any], Any]
+Encoded = Callable[[Any], object]
 
 
 @dataclass(frozen=True)
@@ -45,16 +45,16 @@ class Form:
     """How values of one type are written: ``simpler`` ones, of which ``made`` makes them again."""
 
     name: str
-    simpler: Callable[[Any, Encoded], Any]
-    made: Callable[[Any], Any]
+    simpler: Callable[[Any, Encoded], object]
+    made: Callable[[Any], object]
 
 
-def _ordered(values: Any, encoded: Encoded) -> list[Any]:
+def _ordered(values: Any, encoded: Encoded) -> list[object]:
     """The elements of a set in an order that is the same on every rank."""
     return sorted(values, key=lambda value: json.dumps(encoded(value), sort_keys=True))
 
 
-def _array(value: np.ndarray[Any, Any], _: Encoded) -> dict[str, Any]:
+def _array(value: np.ndarray[Any, Any], _: Encoded) -> dict[str, object]:
     if value.dtype.kind not in _KINDS or value.dtype.char in "gG" or value.dtype.names:
         raise ConfigError(
             f"an array of {value.dtype} has elements that cannot be saved: convert it to an array of numbers"
@@ -86,7 +86,7 @@ def _moment(value: Any, _: Encoded) -> dict[str, Any]:
     return {"iso": local.isoformat(), "zone": zone, "fold": value.fold}
 
 
-def _to_moment(kind: Any) -> Callable[[dict[str, Any]], Any]:
+def _to_moment(kind: Any) -> Callable[[dict[str, object]], Any]:
     def make(found: dict[str, Any]) -> Any:
         value = kind.fromisoformat(found["iso"]).replace(fold=found["fold"])
         return value if found["zone"] is None else value.replace(tzinfo=ZoneInfo(found["zone"]))
@@ -101,13 +101,13 @@ def _to_dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def _generator(value: np.random.Generator, _: Encoded) -> Any:
+def _generator(value: np.random.Generator, _: Encoded) -> object:
     if type(value.bit_generator).__name__ not in _GENERATORS:
         raise ConfigError(f"{type(value.bit_generator).__name__} is not one of NumPy's own generators")
     return value.bit_generator.state
 
 
-def _to_generator(state: dict[str, Any]) -> np.random.Generator:
+def _to_generator(state: dict[str, object]) -> np.random.Generator:
     name = state["bit_generator"]
     if name not in _GENERATORS:
         raise CheckpointError(f"NumPy has no generator {name!r}")
@@ -116,7 +116,7 @@ def _to_generator(state: dict[str, Any]) -> np.random.Generator:
     return np.random.Generator(bits)
 
 
-def _to_random_state(state: dict[str, Any]) -> np.random.RandomState:
+def _to_random_state(state: dict[str, object]) -> np.random.RandomState:
     made = np.random.RandomState(0)
     made.set_state(state)
     return made
@@ -128,7 +128,7 @@ def _to_random(state: Any) -> random.Random:
     return made
 
 
-def _text(value: Any, _: Encoded) -> str:
+def _text(value: object, _: Encoded) -> str:
     return str(value)
 
 
@@ -177,14 +177,14 @@ _KEYS = (bytes, complex, frozenset, date, datetime, time, timedelta, torch.dtype
 _PATHS = (PosixPath, PurePosixPath, PureWindowsPath)
 
 
-def form_of(value: Any) -> Form | None:
+def form_of(value: object) -> Form | None:
     """How ``value`` is written, if it is of a type of the list itself, and of none that derives from one."""
     if isinstance(value, np.dtype):
         return _DTYPE if value.kind in _KINDS and not value.names else None
     return _FORMS.get(type(value))
 
 
-def may_be_key(value: Any) -> bool:
+def may_be_key(value: object) -> bool:
     """Whether ``value`` is of a type of the list that is kept as a key of a dict."""
     return type(value) in (*_KEYS, *_PATHS)
 
@@ -219,7 +219,7 @@ _MOST = MAX_JSON_BYTES // 4
 _REMEDY = "pass what describes it, such as its state_dict(), and build it again of that"
 
 
-def encoded_whole(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
+def encoded_whole(value: object, where: str, tensors: dict[str, torch.Tensor]) -> object:
     """``encoded``, of a value of any size and depth, which is known to be readable again.
 
     Raises ConfigError for what a document in JSON could not have, or not give back.
@@ -252,7 +252,7 @@ def checksum(written: Any, tensors: Mapping[str, torch.Tensor]) -> int:
     return found
 
 
-def encoded(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
+def encoded(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> object:
     """``value`` as JSON; its tensors of one dimension or more are put into ``tensors``, named from ``where``.
 
     NumPy's numbers and those of enumerations become Python's. Raises ConfigError, naming the place, for what
@@ -294,13 +294,13 @@ def encoded(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
     )
 
 
-def _is_key(key: Any) -> bool:
+def _is_key(key: object) -> bool:
     if type(key) is tuple:
         return all(_is_key(part) for part in key)
     return key is None or isinstance(key, (bool, str)) or type(key) in (int, float) or may_be_key(key)
 
 
-def _tensor(value: torch.Tensor, where: str, tensors: dict[str, torch.Tensor]) -> Any:
+def _tensor(value: torch.Tensor, where: str, tensors: dict[str, torch.Tensor]) -> object:
     dense = value.layout is torch.strided and not value.is_nested and not value.is_quantized
     if isinstance(value, DTensor) or not dense or value.is_meta:
         raise ConfigError(

@@ -27,7 +27,7 @@ def _as_it_is(name: str) -> str:
     return name
 
 
-def _nothing_said(config: Any) -> dict[str, str] | None:
+def _nothing_said(config: object) -> dict[str, str] | None:
     return None
 
 
@@ -257,7 +257,7 @@ def _unmerged(layer: Any) -> list[str]:
     return [a for a in layer.active_adapters if a not in layer.merged_adapters and _factors(layer, a)]
 
 
-def _factors(layer: Any, adapter: str) -> tuple[str, str] | None:
+def _factors(layer: object, adapter: str) -> tuple[str, str] | None:
     """Names of the factors A and B in a layer; None where the adapter has nothing in it."""
     if adapter in getattr(layer, "lora_A", {}):
         return f"lora_A.{adapter}.weight", f"lora_B.{adapter}.weight"

@@ -9,7 +9,6 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -190,7 +189,7 @@ def _batches(
         yield batch
 
 
-def _copy_beside(root: Path, out: Path, config: dict[str, Any] | None, dtype: torch.dtype | None) -> None:
+def _copy_beside(root: Path, out: Path, config: dict[str, object] | None, dtype: torch.dtype | None) -> None:
     """Configuration, tokenizer and code; in the configuration the dtype that the weights have now."""
     if config is None:
         return

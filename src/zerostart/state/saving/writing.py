@@ -9,6 +9,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from zerostart.checkpoint.digest import ROOM, Digests
 from zerostart.checkpoint.manifest import MARKER
 from zerostart.checkpoint.paths import expanded
 from zerostart.checkpoint.write.shards import SaveLayout, parse_size, plan_shards
+from zerostart.checkpoint.write.space import check_space
 from zerostart.checkpoint.write.staging import Staging, write_errors
 from zerostart.checkpoint.write.writer import CheckpointWriter
 from zerostart.distributed.machine import cores, local_ranks
@@ -27,6 +29,7 @@ from zerostart.engines import Shard
 from zerostart.errors import ConfigError, WriteError
 from zerostart.geometry.layout import Layout
 from zerostart.recipe import Recipe, Target
+from zerostart.recipe.dtypes import torch_dtype
 from zerostart.transfer.buffers import rounds_up
 from zerostart.transfer.planning.writes import Origin, WritePlan, own_parts, plan_writes
 from zerostart.transfer.tuning import MIN_CHUNK
@@ -75,6 +78,12 @@ def plain(name: str, shard: Shard, dtype: torch.dtype | None = None) -> Outgoing
     return Outgoing(Recipe(target, geometry.whole(name, shard.layout.shape)), shard)
 
 
+def entry_bytes(entry: Entry) -> int:
+    """Bytes of a tensor in a file."""
+    _, dtype, shape = entry
+    return prod(shape) * torch_dtype(dtype).itemsize
+
+
 def write_tensors(
     directory: str | os.PathLike[str],
     entries: Iterable[Entry],
@@ -102,6 +111,7 @@ def write_tensors(
     def begin() -> str:
         nonlocal writer
         token = uuid.uuid4().hex[:12]
+        check_space(directory, layout.total_size, "what is to be saved")
         writer = CheckpointWriter(directory, layout, token)
         writer.create()
         return token

@@ -138,7 +138,7 @@ class EngineConfig(Section):
 
 
 class TrainingConfig(Section):
-    """The optimisation: AdamW on ``batch_size * accumulation`` examples of each rank in a step."""
+    """The optimisation, of ``batch_size * accumulation`` examples of each rank in a step."""
 
     steps: Positive | None = None
     """Steps of the optimizer. Either these or ``epochs`` are given."""
@@ -154,10 +154,19 @@ class TrainingConfig(Section):
     """Batches of each rank in one step."""
     learning_rate: Annotated[float, Field(gt=0.0)] = 5e-5
     """The highest rate, after the warm-up."""
+    optimizer: str = "adamw"
+    """adamw, another of torch's, one of the HF Trainer's, or package.module:Class.
+
+    torch's classes are known by their names in small letters (``sgd``, ``radam``), the Trainer's by those of
+    its argument ``optim`` (``adafactor``, ``adamw_bnb_8bit``, ``lion_32bit``), where their packages are
+    installed.
+    """
+    optimizer_args: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of the optimizer's class, such as ``{momentum: 0.9}``."""
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
-    """AdamW's, of matrices; biases and norms have none."""
+    """The optimizer's, of matrices; biases and norms have none."""
     betas: tuple[Proportion, Proportion] = (0.9, 0.999)
-    """AdamW's."""
+    """The optimizer's, where it has two."""
     schedule: Schedule = "linear"
     """Of the learning rate: linear, cosine, constant, ... as transformers.get_scheduler has them."""
     warmup_steps: Count = 0

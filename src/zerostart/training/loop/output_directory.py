@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import math
 import os
 import re
@@ -13,14 +14,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from rich.filesize import decimal
+from torch import nn
+
 from zerostart.checkpoint.manifest import MARKER as MODEL_MARKER
 from zerostart.checkpoint.manifest import is_inside, saved_at
 from zerostart.checkpoint.paths import expanded
 from zerostart.checkpoint.source import resolve_source
 from zerostart.checkpoint.strict_json import MAX_DOCUMENT_BYTES, read_json
 from zerostart.checkpoint.write.folders import sync_directory, write_whole
+from zerostart.checkpoint.write.space import check_space, free_space
 from zerostart.checkpoint.write.staging import remove
 from zerostart.distributed.world import World
+from zerostart.engines.shard import full_shape
 from zerostart.errors import (
     CheckpointError,
     ConfigError,
@@ -38,6 +44,8 @@ from zerostart.training.data.cached import is_of_cache
 from zerostart.training.loop.locks import hold
 from zerostart.training.samples.sampler import FOLDER as SAMPLES
 from zerostart.training.samples.sampler import clear_drawn
+
+logger = logging.getLogger("zerostart")
 
 #: In the output directory: the checkpoints, and what a run writes first.
 FOLDER, METRICS = "checkpoints", "metrics.jsonl"
@@ -77,6 +85,38 @@ def claim_output(config: TrainConfig, world: World) -> Iterator[Path]:
 
     with stack:
         yield world.broadcast_object(claim, "claiming the output directory")
+
+
+def check_room(config: TrainConfig, model: nn.Module, directory: Path) -> None:
+    """Look at the free space before a run: what it ends with, the trained model, has to find room.
+
+    ``model`` is as it will be trained. Raises WriteError where it finds none, and warns where training
+    checkpoints will not.
+    """
+    adapters = config.lora is not None and not config.output.merge
+    alone = adapters or config.output.trainable_only or config.output.format == "diffsynth"
+    saved = trained = state = 0
+    for parameter in model.parameters():
+        count = full_shape(parameter).numel()
+        saved += count * parameter.itemsize if parameter.requires_grad or not alone else 0
+        if parameter.requires_grad:
+            # A master in fp32 where the parameter is none, and two moments, as Adam has them.
+            trained += count * parameter.itemsize
+            state += count * (8 + (4 if parameter.itemsize < 4 else 0))
+    check_space(directory, saved, "the trained model")
+    if not config.checkpoint.every:
+        return
+    kept = config.checkpoint.keep + config.checkpoint.best + 1  # the newest is whole before the oldest goes
+    each = (trained if config.lora is not None else max(saved, trained)) + state
+    free = free_space(directory)
+    if free is not None and saved + kept * each > free:
+        logger.warning(
+            "%s has %s free, and this run may need %s: %s for the trained model, and %s for each of %d "
+            "training checkpoints (checkpoint.keep and checkpoint.best, and the one that is being written)",
+            directory,
+            *(decimal(nbytes) for nbytes in (free, saved + kept * each, saved, each)),
+            kept,
+        )
 
 
 def _is_free(name: str) -> bool:

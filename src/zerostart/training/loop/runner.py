@@ -29,8 +29,10 @@ from zerostart.training.loop.checkpoints import Checkpoints, History, checkpoint
 from zerostart.training.loop.evaluate import HeldOut
 from zerostart.training.loop.failures import Divergence, Failures, is_finite, unreported
 from zerostart.training.loop.fingerprint import fingerprint_of, read_inputs
+from zerostart.training.loop.optimizers import check_optimizer
 from zerostart.training.loop.output_directory import (
     METRICS,
+    check_room,
     claim_output,
     remove_earlier_run,
     resumable_checkpoints,
@@ -80,6 +82,7 @@ def train(config: TrainConfig) -> TrainResult:
         Mesh(world.size, sequence_parallel=config.engine.sequence_parallel)
         check_trackers(config.tracking.trackers)
         config = with_launcher(config)
+        check_optimizer(config.train, config.engine.chosen(), world)
     with claim_output(config, world) as directory:
         resumed = checkpoint_to_resume(config.resume, directory, world)
         with set_aside(directory, resumed, world):
@@ -120,6 +123,8 @@ def _train(config: TrainConfig, directory: Path, resumed: Path | None, world: Wo
         if told := choose_trained(model, config, world):
             display.say(told)
         check_export(model, config)
+        if world.rank == 0:
+            check_room(config, model, directory)
         session = open_session(config, model, task, inputs.items)
         course = fingerprint_of(config, model, inputs.items.digest(), world)
         accepted = [] if config.resume is None else config.resume.accept

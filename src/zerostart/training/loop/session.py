@@ -30,6 +30,7 @@ from zerostart.training.adapt.ema import Ema
 from zerostart.training.config.configuration import TrainConfig, TrainingConfig
 from zerostart.training.loop.batches import Buckets, Sharing, order_of
 from zerostart.training.loop.failures import unreported
+from zerostart.training.loop.optimizers import optimizer_of
 from zerostart.training.loop.task import Batch, Items, Task
 from zerostart.upstream.accelerate.launched import hidden
 
@@ -202,9 +203,7 @@ def open_session(config: TrainConfig, model: nn.Module, task: Task, items: Items
     # so count once.
     needed = train.batch_size * count
     order, buckets = order_of(items, task, train, count)
-    optimizer = torch.optim.AdamW(
-        _parameter_groups(model, train.weight_decay), lr=train.learning_rate, betas=train.betas
-    )
+    optimizer = optimizer_of(train)(_parameter_groups(model, train.weight_decay))
     # What is drawn differs from rank to rank in training.
     collator = task.collator(train.seed + accelerator.process_index)
     data: Any = items  # which DataLoader takes without it being its Dataset

@@ -1,6 +1,6 @@
 """The plan: catalog x recipe x layout, as the reads that one rank makes and where their bytes go."""
 
-from zerostart.transfer.planning.census import Count, Share, count_reads
+from zerostart.transfer.planning.census import Count, Extents, Share, count_reads, extents_of
 from zerostart.transfer.planning.cost import MARGIN, Rates, ReadStrategy, Traffic, choose
 from zerostart.transfer.planning.exchange import (
     Agreement,
@@ -27,6 +27,7 @@ __all__ = [
     "Destination",
     "ExchangeStep",
     "Exchange",
+    "Extents",
     "Part",
     "Plan",
     "PlanOptions",
@@ -43,6 +44,7 @@ __all__ = [
     "join",
     "pieces_within",
     "exchange_schedule",
+    "extents_of",
     "spans_within",
     "table_of",
 ]

@@ -74,6 +74,11 @@ class Read:
     rows: int = 1
     stride: int = 0
 
+    @property
+    def end(self) -> int:
+        """One past the last byte that is read, in bytes from the begin of the file."""
+        return self.offset + (self.rows - 1) * self.stride + self.nbytes // self.rows
+
 
 @dataclass(frozen=True, slots=True)
 class Step:

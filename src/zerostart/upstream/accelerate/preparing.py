@@ -209,10 +209,10 @@ def _keeps_parameters(original: Any) -> Any:
     return prepare_fsdp2
 
 
-def _prepares_fsdp2(original: Any) -> Any:
+def _prepares_fsdp2(original: object) -> Any:
     keeping = _keeps_parameters(original)
 
-    def prepare_fsdp2(accelerator: Accelerator, *args: Any) -> Any:
+    def prepare_fsdp2(accelerator: Accelerator, *args: object) -> Any:
         for item in args:
             if isinstance(item, nn.Module):
                 _name_sharded_classes(accelerator.state.fsdp_plugin, item)
@@ -238,7 +238,7 @@ def _name_sharded_classes(plugin: FullyShardedDataParallelPlugin, model: nn.Modu
 
 
 def _has_a_backend_everywhere(original: Any) -> Any:
-    def prepare_backend(state: accelerate.PartialState, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    def prepare_backend(state: accelerate.PartialState, *args: Any, **kwargs: Any) -> tuple[object, object]:
         from accelerate.utils import DistributedType
 
         # No backend, though a launcher has started several ranks: there is no accelerator on this host.

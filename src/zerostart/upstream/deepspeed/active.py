@@ -75,7 +75,7 @@ def open_init_dtype() -> torch.dtype | None:
     return dtype
 
 
-def active_config() -> Mapping[str, Any] | None:
+def active_config() -> Mapping[str, object] | None:
     """The DeepSpeed configuration that models are to be built for, None where there is none.
 
     That is the one that transformers knows; before an ``Accelerator`` exists, that of ``accelerate launch``.

@@ -165,11 +165,11 @@ class _Mark:
     group: dist.ProcessGroup
     ticket: Ticket
 
-    def __deepcopy__(self, memo: Any) -> _Mark:
+    def __deepcopy__(self, memo: object) -> _Mark:
         return self
 
 
-def mark_sliced(model: nn.Module, size: int, section: Mapping[str, Any], groups: TensorGroups) -> None:
+def mark_sliced(model: nn.Module, size: int, section: Mapping[str, object], groups: TensorGroups) -> None:
     """Have the engine of ``model`` share tensors over ``size`` ranks, as long as the model lives."""
     demand((_CONSTRUCTION, _SHARED, _GROUPS, _SUMS), "Use engine='fsdp2'")
     for name in slices_of(model):
@@ -177,7 +177,7 @@ def mark_sliced(model: nn.Module, size: int, section: Mapping[str, Any], groups:
         sliced: Any = model.get_parameter(name)
         sliced.tensor_model_parallel = True
     told = {key: section[key] for key in _DECIDING if section.get(key) is not None}
-    marked: Any = model
+    marked: object = model
     marked.__dict__[_SLICED] = _Mark(size, told, groups.tensors, _seam.ticket())
 
 
@@ -213,7 +213,9 @@ def _enter(stack: ExitStack) -> None:
     original = getattr(DeepSpeedEngine, name)
 
     @functools.wraps(original)
-    def configure_expert_parallel(self: DeepSpeedEngine, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def configure_expert_parallel(
+        self: DeepSpeedEngine, model: nn.Module, *args: object, **kwargs: object
+    ) -> object:
         if not wrong:  # What slices and experts need does not depend on it.
             _check_stage(self.zero_optimization_stage(), model)
         # Before the original, which reads the section to find out whether it has to cut the model itself.

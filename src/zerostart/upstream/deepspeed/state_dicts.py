@@ -108,11 +108,11 @@ def _refuse() -> NoReturn:
 class PartitionedPlaceholder(torch.Tensor):
     """A tensor without elements, of a ``state_dict()``, that is no weight; copies of it are such tensors."""
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> Any:
         """Raise ConfigError, where it is empty."""
         return super().__reduce_ex__(protocol) if self.numel() else _refuse()  # type: ignore[no-untyped-call]
 
-    def __deepcopy__(self, memo: Any) -> Any:
+    def __deepcopy__(self, memo: object) -> object:
         """Raise ConfigError, where it is empty."""
         return super().__deepcopy__(memo) if self.numel() else _refuse()  # type: ignore[no-untyped-call]
 
@@ -120,7 +120,7 @@ class PartitionedPlaceholder(torch.Tensor):
         """Raise ConfigError, where it is empty: files of safetensors are written from there."""
         return super().data_ptr() if self.numel() else _refuse()
 
-    def numpy(self, *args: Any, **kwargs: Any) -> Any:
+    def numpy(self, *args: object, **kwargs: Any) -> Any:
         """Raise ConfigError, where it is empty."""
         return super().numpy(*args, **kwargs) if self.numel() else _refuse()
 
@@ -165,7 +165,7 @@ def _are_registered() -> bool:
     return not misfit((_REGISTERED,))
 
 
-def _mark(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+def _mark(module: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
     for name, parameter in module.named_parameters(remove_duplicate=False):
         tensor = state.get(prefix + name)
         # The parameter itself (keep_vars=True) is for those who know what it is.
@@ -177,13 +177,13 @@ def _is_hollow(parameter: Any) -> bool:
     return hasattr(parameter, "ds_id") and not parameter.numel() and parameter.ds_numel > 0
 
 
-def _copied(parameter: nn.Parameter, memo: Any) -> Any:
+def _copied(parameter: nn.Parameter, memo: object) -> object:
     if _is_hollow(parameter):
         _refuse()
     return nn.Parameter.__deepcopy__(parameter, memo)  # type: ignore[no-untyped-call]
 
 
-def _reduced(parameter: nn.Parameter, protocol: Any) -> Any:
+def _reduced(parameter: nn.Parameter, protocol: Any) -> object:
     if _is_hollow(parameter):
         _refuse()
     # Without what engines have hung on it, which nobody can pickle.
@@ -200,7 +200,7 @@ def _enter(stack: ExitStack) -> None:
     original = getattr(DeepSpeedEngine, name)
 
     @functools.wraps(original)
-    def module_state_dict(engine: DeepSpeedEngine, *args: Any, **kwargs: Any) -> Any:
+    def module_state_dict(engine: DeepSpeedEngine, *args: object, **kwargs: object) -> object:
         if any(expert_of(p) is not None for p in engine.module.parameters()):
             raise EngineError(
                 "with expert_parallel at ZeRO stages 1 and 2 DeepSpeed would save the experts of one "
@@ -225,7 +225,7 @@ own_state_dicts = RefCountedPatches(_enter)
 
 #: The whole state dict of a model (True: without frozen parameters) on rank 0 and None elsewhere, or
 #: NotImplemented for a model that DeepSpeed gathers by itself.
-Whole = Callable[[torch.nn.Module, bool], Any]
+Whole = Callable[[torch.nn.Module, bool], object]
 
 
 class Consolidation(RefCountedPatches):

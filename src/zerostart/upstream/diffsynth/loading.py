@@ -99,7 +99,7 @@ def require() -> None:
 class DiffSynthCall(Protocol):
     """One call of ``load_model`` that zerostart serves."""
 
-    def load_model(self, original: Callable[[], Any]) -> Any:
+    def load_model(self, original: Callable[[], Any]) -> object:
         """The model, in shards; collective. ``original()`` is DiffSynth's own, which partitions nothing."""
         ...
 
@@ -116,7 +116,7 @@ class DiffSynthSeam(RefCountedPatches):
         self,
         choose: Callable[[type, dict[str, Any]], DiffSynthCall | None],
         left: Callable[[Any], None],
-        keys: Callable[[str], dict[str, Any] | None],
+        keys: Callable[[str], dict[str, object] | None],
     ) -> None:
         super().__init__(self._enter)
         self._choose = choose
@@ -146,7 +146,7 @@ class DiffSynthSeam(RefCountedPatches):
         signature = inspect.signature(original)
 
         @functools.wraps(original)
-        def load_model(*args: Any, **kwargs: Any) -> Any:
+        def load_model(*args: Any, **kwargs: Any) -> object:
             bound = signature.bind(*args, **kwargs)
             bound.apply_defaults()
             given = dict(bound.arguments)

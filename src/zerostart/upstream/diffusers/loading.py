@@ -127,7 +127,7 @@ class DiffusersSeam(LoadingSeam[DiffusersCall]):
 
     def _load_state_dict(self, original: Any) -> Any:
         @functools.wraps(original)
-        def load_state_dict(*args: Any, **kwargs: Any) -> Any:
+        def load_state_dict(*args: Any, **kwargs: Any) -> object:
             # Nothing is read here: the files go by name to ``load`` below.
             return original(*args, **kwargs) if self.without_weights() is None else {}
 
@@ -140,10 +140,10 @@ class DiffusersSeam(LoadingSeam[DiffusersCall]):
             model: ModelMixin,
             state_dict: Any,
             files: list[Any],
-            name: Any,
+            name: object,
             keys: list[str],
-            **options: Any,
-        ) -> Any:
+            **options: object,
+        ) -> object:
             call = self.without_weights()
             if call is None:
                 return original(cls, model, state_dict, files, name, keys, **options)

@@ -37,7 +37,7 @@ _FLUX = PatchPoint(
 TOUCHED = (_FLUX,)
 
 #: A context in which a model shows the shapes of its whole weights; it may raise, for what is to be loaded.
-Shown = Callable[[nn.Module, Mapping[str, Any]], AbstractContextManager[None]]
+Shown = Callable[[nn.Module, Mapping[str, object]], AbstractContextManager[None]]
 
 
 class LoraShapes(RefCountedPatches):
@@ -60,8 +60,8 @@ class LoraShapes(RefCountedPatches):
     def _sent(self, original: Any) -> Any:
         @functools.wraps(original)
         def call(
-            cls: Any, transformer: nn.Module, lora_state_dict: Any = None, *args: Any, **kwargs: Any
-        ) -> Any:
+            cls: Any, transformer: nn.Module, lora_state_dict: Any = None, *args: object, **kwargs: Any
+        ) -> object:
             given = {**(lora_state_dict or {}), **dict(*args[:1]), **kwargs.get("norm_state_dict", {})}
             with self._shown(transformer, given):
                 return original(cls, transformer, lora_state_dict, *args, **kwargs)

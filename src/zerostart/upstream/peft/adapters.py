@@ -120,11 +120,11 @@ class AdapterLayer(nn.Module):
 
 #: ``around(original, model, of_values)`` for a call that puts an adapter into ``model``, which may be one
 #: that begins with values of its weights.
-Injecting = Callable[[Callable[[], Any], nn.Module, bool], Any]
+Injecting = Callable[[Callable[[], object], nn.Module, bool], object]
 #: ``around(original, layer, what)`` for a layer's own ``merge`` or ``unmerge``.
-Merging = Callable[[Callable[[], Any], Any, str], Any]
+Merging = Callable[[Callable[[], object], object, str], object]
 #: ``around(original, model)`` for a call that puts a prompt's encoder beside the model inside ``model``.
-Surrounding = Callable[[Callable[[], Any], nn.Module], Any]
+Surrounding = Callable[[Callable[[], object], nn.Module], object]
 #: ``instead(original, model, **arguments)`` for ``get_peft_model_state_dict``.
 Reading = Callable[..., Any]
 
@@ -169,7 +169,9 @@ class AdapterCalls(RefCountedPatches):
         original = module.BaseTuner.inject_adapter
 
         @functools.wraps(original)
-        def inject(tuner: BaseTuner, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
+        def inject(
+            tuner: BaseTuner, model: nn.Module, adapter_name: str, *args: Any, **kwargs: object
+        ) -> object:
             # What surrounds the call decides when it runs: with which weights gathered, or twice.
             original_call = functools.partial(original, tuner, model, adapter_name, *args, **kwargs)
             config = tuner.peft_config[adapter_name]
@@ -207,7 +209,7 @@ class AdapterCalls(RefCountedPatches):
 
     def _sent(self, original: Any, name: str) -> Any:
         @functools.wraps(original)
-        def call(layer: BaseTunerLayer, *args: Any, **kwargs: Any) -> Any:
+        def call(layer: BaseTunerLayer, *args: Any, **kwargs: Any) -> object:
             return self._merging(functools.partial(original, layer, *args, **kwargs), layer, name)
 
         return call
@@ -268,7 +270,7 @@ class AdapterCalls(RefCountedPatches):
         stack.enter_context(replaced(_TOKENS, module.TrainableTokensLayer, name, collect))
 
 
-def _measures(original: Any) -> Any:
+def _measures(original: Any) -> object:
     @functools.wraps(original)
     def sizes(module: nn.Module) -> Any:
         weight = module.weight if isinstance(module, nn.Linear) else None

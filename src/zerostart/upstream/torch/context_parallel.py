@@ -148,7 +148,7 @@ def _enter(stack: ExitStack) -> None:
 _held = RefCountedPatches(_enter)
 
 
-def _forward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTensor, ...]:
+def _forward(op: Any, args: tuple[Any, ...], kwargs: dict[str, object]) -> tuple[DTensor, ...]:
     """``op(query, key, value, dropout_p, is_causal, *, attn_mask, scale)`` around the ring."""
     from torch.distributed.tensor.experimental._context_parallel import _attention
 
@@ -169,7 +169,7 @@ def _forward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DT
     return _sharded(results, query.device_mesh)
 
 
-def _backward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTensor, ...]:
+def _backward(op: Any, args: tuple[Any, ...], kwargs: dict[str, object]) -> tuple[DTensor, ...]:
     """``op(grad_out, query, key, value, out, logsumexp, dropout_p, is_causal, *, ...)``."""
     from torch.distributed.tensor.experimental._context_parallel import _attention
 

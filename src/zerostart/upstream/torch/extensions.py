@@ -119,7 +119,7 @@ def _enter(stack: contextlib.ExitStack) -> None:
     original = OpBuilder.jit_load
 
     @functools.wraps(original)
-    def jit_load(builder: Any, verbose: bool = True) -> Any:
+    def jit_load(builder: Any, verbose: bool = True) -> object:
         with _folder_of_environment(builder.name):
             folder = _folder(builder.name)
             return built(folder, lambda: original(builder, verbose), builder.name, is_first_rank())
@@ -171,7 +171,7 @@ def _folder(name: str) -> Path:
     return Path(cpp_extension._get_build_directory(name, False))
 
 
-def built(folder: Path, build: Callable[[], Any], name: str, told: bool) -> Any:
+def built(folder: Path, build: Callable[[], Any], name: str, told: bool) -> object:
     """What ``build`` gives, which compiles in ``folder`` under torch's lock, alone of zerostart's.
 
     What an earlier build left that was killed does not stand in the way. An interrupt ends the compilers, and

@@ -58,12 +58,12 @@ def set_own_values(optimizer: torch.optim.Optimizer, values: Mapping[str, Any]) 
 
 def _shell(optimizer: torch.optim.Optimizer) -> Any:
     """An optimizer like ``optimizer``, without its states, which engines keep under tensors of their own."""
-    shell: Any = object.__new__(type(optimizer))
+    shell: object = object.__new__(type(optimizer))
     vars(shell).update(vars(optimizer), state=defaultdict(dict))
     return shell
 
 
-def taken_apart(tensor: torch.Tensor, where: str) -> tuple[str, dict[str, torch.Tensor], Any]:
+def taken_apart(tensor: torch.Tensor, where: str) -> tuple[str, dict[str, torch.Tensor], object]:
     """The class of a tensor, the plain tensors that it is made of, and what says how; "" for a plain one.
 
     Raises ConfigError, naming it by ``where``, for a class that is not known here.
@@ -82,7 +82,7 @@ def taken_apart(tensor: torch.Tensor, where: str) -> tuple[str, dict[str, torch.
 
 
 def put_together(
-    name: str, parts: Mapping[str, torch.Tensor], context: Any, like: torch.Tensor
+    name: str, parts: Mapping[str, torch.Tensor], context: object, like: torch.Tensor
 ) -> torch.Tensor:
     """What ``taken_apart`` took apart, a tensor of the size of ``like``; raises CheckpointError."""
     if not name:

@@ -129,7 +129,7 @@ adopted_steps = RefCountedPatches(_adopt)
 _judged: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[object, bool]] = weakref.WeakKeyDictionary()
 
 
-def _look_at(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+def _look_at(optimizer: torch.optim.Optimizer, *_: object) -> None:
     if _all_steps.is_open and optimizer not in _watched and _concerns(optimizer):
         _note_taken(optimizer)
 
@@ -147,7 +147,7 @@ def _concerns(optimizer: torch.optim.Optimizer) -> bool:
     return known[1]
 
 
-def _note_taken(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+def _note_taken(optimizer: torch.optim.Optimizer, *_: object) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.grad is not None:

@@ -149,7 +149,7 @@ def truncated_normal_goes_to(handler: Callable[..., torch.Tensor]) -> Iterator[N
         return
     wrong = misfit((_TRUNCATED_NORMAL,))
 
-    def refuse(*_: Any, **__: Any) -> NoReturn:
+    def refuse(*_: Any, **__: object) -> NoReturn:
         raise UnsupportedVersionError(f"{wrong}. Initialise the model without trunc_normal_")
 
     new = refuse if wrong else functools.partial(handler, original)

@@ -117,7 +117,7 @@ def _enter(stack: ExitStack) -> None:
     stack.enter_context(replaced(_FLAG, DistributedConfig, name, post_init))
 
 
-def axes_asked(config: Any) -> AxesAsked:
+def axes_asked(config: object) -> AxesAsked:
     """What ``config``, a ``DistributedConfig`` or a dict of its fields, asks for."""
     from transformers.distributed.configuration_utils import DistributedConfig
 

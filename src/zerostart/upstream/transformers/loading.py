@@ -175,7 +175,7 @@ def require() -> None:
     demand(TOUCHED, "zerostart.enabled() cannot take over its loading; use zerostart.load")
 
 
-def resize_by(model: PreTrainedModel, function: Callable[..., Any]) -> None:
+def resize_by(model: PreTrainedModel, function: Callable[..., object]) -> None:
     """Have ``model.resize_token_embeddings`` call ``function``, as long as the model lives."""
     model.resize_token_embeddings = function
     note(_RESIZING, model)
@@ -191,12 +191,12 @@ class _ZeRO3:
 
 #: What is put in the place of the configuration, the last one on top, above what was there before; each in a
 #: list of its own, for that is told apart by identity.
-_put_configurations: list[list[Any]] = []
+_put_configurations: list[list[object]] = []
 _configuring = threading.Lock()
 
 
 @contextlib.contextmanager
-def _configured(config: Any) -> Iterator[None]:
+def _configured(config: object) -> Iterator[None]:
     """Inside, ``config`` is the DeepSpeed configuration that transformers knows of; None for none.
 
     Of several threads inside the first may leave first: the last one leaves what the first one found.
@@ -278,8 +278,8 @@ class TransformersSeam(LoadingSeam[TransformersCall]):
 
     def __init__(
         self,
-        choose: Callable[[type, dict[str, Any]], TransformersCall | None],
-        starting: Callable[[type, dict[str, Any]], FromConfigCall | None],
+        choose: Callable[[type, dict[str, object]], TransformersCall | None],
+        starting: Callable[[type, dict[str, object]], FromConfigCall | None],
         left: Callable[[PreTrainedModel], None],
     ) -> None:
         super().__init__(self._enter, choose, left)
@@ -305,7 +305,7 @@ class TransformersSeam(LoadingSeam[TransformersCall]):
 
     def _from_config(self, original: Any) -> Any:
         @functools.wraps(original)
-        def from_config(cls: type, *args: Any, **kwargs: Any) -> Any:
+        def from_config(cls: type, *args: Any, **kwargs: Any) -> object:
             # A model inside a model is initialised with the outer one, by that one's call.
             call = None if _is_part_of_another() else self._starting(cls, kwargs)
             if call is None:
@@ -317,7 +317,7 @@ class TransformersSeam(LoadingSeam[TransformersCall]):
 
     def _get_init_context(self, original: Any) -> Any:
         @functools.wraps(original)
-        def get_init_context(cls: type, dtype: torch.dtype, *args: Any, **kwargs: Any) -> Any:
+        def get_init_context(cls: type, dtype: torch.dtype, *args: Any, **kwargs: Any) -> object:
             call = self.without_weights()
             if call is None:
                 return original(cls, dtype, *args, **kwargs)
@@ -333,11 +333,11 @@ class TransformersSeam(LoadingSeam[TransformersCall]):
 
         return classmethod(get_init_context)
 
-    def _get_hf_quantizer(self, original: Any) -> Any:
+    def _get_hf_quantizer(self, original: Any) -> object:
         @functools.wraps(original)
         def get_hf_quantizer(
-            config: PreTrainedConfig, quantization_config: Any, *args: Any, **kwargs: Any
-        ) -> Any:
+            config: PreTrainedConfig, quantization_config: Any, *args: object, **kwargs: object
+        ) -> object:
             call = self.without_weights()
             # A configuration that the caller passes is a wish to quantise now, and stays the library's.
             if call is not None and quantization_config is None:
@@ -346,7 +346,7 @@ class TransformersSeam(LoadingSeam[TransformersCall]):
 
         return get_hf_quantizer
 
-    def _load_pretrained_model(self, original: Any) -> Any:
+    def _load_pretrained_model(self, original: Any) -> object:
         @functools.wraps(original)
         def load(
             model: PreTrainedModel,
@@ -377,11 +377,11 @@ class TransformersSeam(LoadingSeam[TransformersCall]):
 
         return staticmethod(load)
 
-    def _finalize_model_loading(self, original: Any) -> Any:
+    def _finalize_model_loading(self, original: Any) -> object:
         @functools.wraps(original)
         def finalize(
             model: PreTrainedModel, load_config: LoadStateDictConfig, loading_info: LoadStateDictInfo
-        ) -> Any:
+        ) -> object:
             call = self.innermost()
             # Another model's, such as that of an adapter's base inside this call.
             if call is None or call.model is not model:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -49,7 +49,7 @@ TOUCHED = (
 )
 
 
-def dequantizer(quantization: Mapping[str, Any], source: str) -> HfQuantizer:
+def dequantizer(quantization: Mapping[str, object], source: str) -> HfQuantizer:
     """The library's quantizer for a ``quantization_config`` (of the checkpoint ``source``), dequantising.
 
     Raises BuildError for a method that the library cannot dequantise while it loads, UnsupportedVersionError
@@ -116,7 +116,7 @@ def _mend_blocks(quantizer: HfQuantizer, block: tuple[int, int]) -> None:
     """Have the conversions of a model that ``quantizer`` adds to dequantise blocks that are cut off, too."""
     update = quantizer.update_weight_conversions
 
-    def mended(*arguments: Any) -> Any:
+    def mended(*arguments: object) -> object:
         conversions = update(*arguments)
         for conversion in conversions:
             operations = getattr(conversion, "operations", [])

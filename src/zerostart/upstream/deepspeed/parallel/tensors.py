@@ -153,7 +153,7 @@ def described(model: nn.Module, size: int, section: Mapping[str, Any]) -> dict[s
     return slices_of(model)
 
 
-def sliced(model: nn.Module, size: int, section: Mapping[str, Any]) -> None:
+def sliced(model: nn.Module, size: int, section: Mapping[str, object]) -> None:
     """Leave this rank's slices of ``model`` (on meta) in it, in DeepSpeed's layers, for good.
 
     In a process that has joined the groups of ranks that share tensors. Raises ConfigError where DeepSpeed
@@ -168,7 +168,7 @@ def sliced(model: nn.Module, size: int, section: Mapping[str, Any]) -> None:
             model.get_submodule(owner)._buffers[leaf] = buffers[name]
 
 
-def rules_of_plan(plan: Mapping[str, str]) -> dict[str, Any]:
+def rules_of_plan(plan: Mapping[str, str]) -> dict[str, object]:
     """A plan in transformers' styles as the section ``tensor_parallel`` has it, converted by DeepSpeed.
 
     Raises ConfigError for a style that DeepSpeed has no layer for.
@@ -192,7 +192,7 @@ def rules_of_plan(plan: Mapping[str, str]) -> dict[str, Any]:
     return {"partition_config": {"use_default_specs": False, "layer_specs": found}}
 
 
-def _partition(model: nn.Module, size: int, section: Mapping[str, Any]) -> None:
+def _partition(model: nn.Module, size: int, section: Mapping[str, object]) -> None:
     from deepspeed.accelerator import get_accelerator
     from deepspeed.module_inject import layers
     from deepspeed.runtime.engine import DeepSpeedEngine
@@ -215,7 +215,7 @@ def _partition(model: nn.Module, size: int, section: Mapping[str, Any]) -> None:
         ) from error
 
 
-def _config(size: int, section: Mapping[str, Any]) -> TPTrainingConfig:
+def _config(size: int, section: Mapping[str, object]) -> TPTrainingConfig:
     from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
     from pydantic import ValidationError
 

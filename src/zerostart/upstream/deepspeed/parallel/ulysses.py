@@ -82,7 +82,7 @@ class _Shared:
     kind: str
     apart: bool = False
 
-    def __deepcopy__(self, memo: Any) -> _Shared:
+    def __deepcopy__(self, memo: object) -> _Shared:
         return self
 
 
@@ -111,7 +111,7 @@ def mask_sequences(model: nn.Module) -> None:
     model.register_forward_hook(functools.partial(_end, shared), always_call=True)
 
 
-def _begin(shared: _Shared, model: nn.Module, _: Any, kwargs: dict[str, Any]) -> None:
+def _begin(shared: _Shared, model: nn.Module, _: object, kwargs: dict[str, object]) -> None:
     shared.apart = kwargs.get("past_key_values") is not None
     if not _made:
         _take_over()  # Of a script that had the method before the model.
@@ -124,7 +124,7 @@ def _begin(shared: _Shared, model: nn.Module, _: Any, kwargs: dict[str, Any]) ->
         )
 
 
-def _end(shared: _Shared, *_: Any) -> None:
+def _end(shared: _Shared, *_: object) -> None:
     shared.apart = False
 
 
@@ -134,7 +134,7 @@ def evaluate_in_parts() -> None:
         attention.disable_in_eval = False
 
 
-def sequence_group() -> Any:
+def sequence_group() -> object:
     """The group of ranks that share this rank's sequences, once Ulysses is registered."""
     from deepspeed.utils import groups
 
@@ -148,7 +148,7 @@ def _enter(stack: ExitStack) -> None:
     original = UlyssesSPAttentionHF.register_with_transformers
 
     @functools.wraps(original)
-    def register(_: Any, model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+    def register(_: object, model_name_or_path: object, *args: Any, **kwargs: Any) -> object:
         ours = not isinstance(model_name_or_path, nn.Module) or any(
             _ATTRIBUTE in vars(module) for module in model_name_or_path.modules()
         )
@@ -213,8 +213,8 @@ class _ForMarked:
         value: torch.Tensor,
         mask: torch.Tensor | None,
         *args: Any,
-        **kwargs: Any,
-    ) -> Any:
+        **kwargs: object,
+    ) -> object:
         shared, known = vars(module).get(_ATTRIBUTE), self._attention
         if shared is None:
             return self._original(module, query, key, value, mask, *args, **kwargs)
@@ -253,9 +253,9 @@ class _Masking:
         key: torch.Tensor,
         value: torch.Tensor,
         mask: torch.Tensor | None,
-        *args: Any,
+        *args: object,
         **kwargs: Any,
-    ) -> Any:
+    ) -> object:
         if mask is None and _ATTRIBUTE in vars(module):
             mask = self._mask(kwargs["position_ids"], kwargs.get("sliding_window"))
         return self._attention(module, query, key, value, mask, *args, **kwargs)

@@ -170,7 +170,7 @@ def set_counters(engine: DeepSpeedEngine, found: Mapping[str, Any]) -> None:
         scaler.cur_hysteresis = scale.get("cur_hysteresis", scaler.cur_hysteresis)
 
 
-def _scaler(engine: DeepSpeedEngine) -> Any:
+def _scaler(engine: DeepSpeedEngine) -> object:
     wrapper = optimizer_of_engine(engine)
     return getattr(wrapper, "loss_scaler", None) or getattr(wrapper, "loss_scale_config", None)
 

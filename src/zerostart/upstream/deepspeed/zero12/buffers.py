@@ -136,7 +136,7 @@ def _enter(stack: ExitStack) -> None:
             broadcast(self)
 
     @functools.wraps(construct)
-    def construct_engine(self: DeepSpeedEngine, *args: Any, **kwargs: Any) -> None:
+    def construct_engine(self: DeepSpeedEngine, *args: object, **kwargs: object) -> None:
         # The model may come by position or by name.
         given = signature.bind(self, *args, **kwargs).arguments
         for keeper in _keepers(given.get("model")):

@@ -68,7 +68,7 @@ def _enter(stack: ExitStack) -> None:
     configure = DeepSpeedEngine._configure_optimizer
 
     @functools.wraps(configure)
-    def configure_optimizer(self: DeepSpeedEngine, client_optimizer: Any, model_parameters: Any) -> Any:
+    def configure_optimizer(self: DeepSpeedEngine, client_optimizer: object, model_parameters: Any) -> object:
         parameters = list(self.module.parameters())
         ours = any(expert_of(p) is not None or marked(p) is not None for p in parameters)
         # Where the model has MoE layers of DeepSpeed, groups are split already; at stage 0 none is
@@ -93,7 +93,7 @@ def _kind(parameter: torch.Tensor) -> Kind:
     return Kind(expert_of(parameter), None if mark is None else id(mark.keeper))
 
 
-def _split(client: Any, parameters: Sequence[Any]) -> tuple[Any, Any]:
+def _split(client: Any, parameters: Sequence[Any]) -> tuple[object, object]:
     """The client's optimizer (or what makes it) and parameters, with groups of one kind each."""
     if isinstance(client, torch.optim.Optimizer):
         return split_optimizer(client, _kind), parameters
@@ -167,7 +167,7 @@ class _Follower(dict[str, Any]):
         """Regard the leader's settings as they are now as known."""
         self._seen = dict(self._leader)
 
-    def __getitem__(self, key: str) -> Any:
+    def __getitem__(self, key: str) -> object:
         self.follow()
         return super().__getitem__(key)
 

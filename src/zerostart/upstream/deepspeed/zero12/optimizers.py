@@ -108,7 +108,7 @@ class Adoption(abc.ABC):
         """Have the object take our buffers, for the time of its constructor."""
         original = getattr(self.optimizer, self.flatten)
 
-        def flatten(tensors: Sequence[torch.Tensor], alignment: int, *args: Any, **kwargs: Any) -> Any:
+        def flatten(tensors: Sequence[torch.Tensor], alignment: int, *args: Any, **kwargs: Any) -> object:
             flat = self.current()
             # The order in which it deals parameters is predicted; where it did otherwise, its own copy is
             # right.
@@ -358,11 +358,11 @@ def enter_constructors(stack: ExitStack) -> None:
         stack.enter_context(replaced(point, owner, "__init__", new))
 
 
-def _constructor(original: Any, kind: type[Adoption]) -> Any:
+def _constructor(original: Any, kind: type[Adoption]) -> object:
     signature = inspect.signature(original)
 
     @functools.wraps(original)
-    def construct(self: ZeROOptimizer, *args: Any, **kwargs: Any) -> None:
+    def construct(self: ZeROOptimizer, *args: Any, **kwargs: object) -> None:
         bound = signature.bind(self, *args, **kwargs)
         # What is asked for below has a default in some releases.
         bound.apply_defaults()
@@ -399,7 +399,7 @@ class _Zero(Adoption):
         accelerator = get_accelerator()
         original = accelerator.available_memory
 
-        def available_memory(*args: Any, **kwargs: Any) -> Any:
+        def available_memory(*args: Any, **kwargs: object) -> object:
             # It goes by way of the CPU where this is less than the group, which is to become one new buffer.
             return original(*args, **kwargs) if self.current() is None else sys.maxsize
 
@@ -440,7 +440,7 @@ class _SkipPartitionClone(TorchFunctionMode):
         super().__init__()
         self._optimizer = optimizer
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         if func is torch.Tensor.clone and not kwargs and self._becomes_a_master(args[0]):
             return args[0]
         return func(*args, **(kwargs or {}))

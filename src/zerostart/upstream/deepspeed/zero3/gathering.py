@@ -233,7 +233,7 @@ def _judged(
     flags = torch.tensor(rows, dtype=torch.int32, device=first.data.device)
     if dist.get_world_size(first.ds_process_group) > 1:
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=first.ds_process_group)
-    inside, other, outside_ = list[Any](), list[Any](), list[Any]()
+    inside, other, outside_ = list[object](), list[object](), list[Any]()
     for (parameter, *_), (nobody, elsewhere, here, before_) in zip(before, flags.tolist(), strict=True):
         if nobody:
             inside.append(parameter)

@@ -149,7 +149,7 @@ class Mark:
 
 
 @functools.cache
-def require_stage3() -> Any:
+def require_stage3() -> object:
     """The class of the ZeRO-3 optimizer; raises UnsupportedVersionError if it is not as we know it."""
     require()
     demand(TOUCHED)
@@ -189,7 +189,7 @@ def _enter(stack: ExitStack) -> None:
     original = getattr(optimizer, name)
 
     @functools.wraps(original)
-    def get_groups(self: Any) -> Any:
+    def get_groups(self: Any) -> object:
         groups: list[ParameterGroup] = original(self)
         # Without a mark it stays the stock optimizer, also while other models' marks keep this in place.
         if any(hasattr(p, _ATTRIBUTE) for group in groups for p in group["params"]):
@@ -319,7 +319,7 @@ class _Overrides:
                 other = torch.empty(buffer.numel(), dtype=dtype, device="cpu", pin_memory=buffer.is_pinned())
                 self.param_groups_fp16_flat_cpu_memory[number] = other
 
-    def offload_states(self, *args: Any, **kwargs: Any) -> None:
+    def offload_states(self, *args: object, **kwargs: object) -> None:
         if self._of_other_buffers():
             raise EngineError(
                 "offload_states() moves ZeRO-3 parameters of one dtype and one load; this model mixes them"

@@ -119,7 +119,7 @@ TOUCHED = (
 )
 
 
-def import_deepspeed() -> Any:
+def import_deepspeed() -> object:
     """The package ``deepspeed``, of any version; raises EngineError if it is absent."""
     if not torch.accelerator.is_available():
         # DeepSpeed looks for CUDA tools otherwise, and its import fails or warns on a machine without.
@@ -200,7 +200,7 @@ def partitioner(
     return init
 
 
-def check_config(world_size: int, dtype: torch.dtype | None, config: Mapping[str, Any] | None) -> None:
+def check_config(world_size: int, dtype: torch.dtype | None, config: Mapping[str, object] | None) -> None:
     """Raise ConfigError for a configuration that DeepSpeed refuses."""
     from deepspeed.runtime.config import DeepSpeedConfig
 
@@ -252,13 +252,13 @@ def _init_config(
     return {"train_micro_batch_size_per_gpu": 1, "train_batch_size": world_size, **result}
 
 
-def _settled(value: Any) -> Any:
+def _settled(value: object) -> Any:
     if isinstance(value, Mapping):
         return {key: _settled(item) for key, item in value.items() if item != "auto"}
     return value
 
 
-def check_sections(config: Mapping[str, Any] | None) -> None:
+def check_sections(config: Mapping[str, object] | None) -> None:
     """Raise ConfigError for what DeepSpeed refuses of the sections that decide how parameters are held.
 
     It knows every key of them, and refuses others.

@@ -214,7 +214,7 @@ class FuseToClone(TorchFunctionMode):
         super().__init__()
         self._made: torch.Tensor | None = None
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         kwargs = kwargs or {}
         if func is torch.Tensor.clone and self._made is not None and args[0] is self._made:
             # Only the clone of what was just made: nobody else can have seen it, so it needs no copy.
@@ -244,7 +244,7 @@ class SharedZeroGradients(TorchFunctionMode):
         self._numel = numel
         self._done = False
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         if func is torch.zeros and args == (self._numel,) and not self._done:
             self._done = True
             return torch.zeros(1, **(kwargs or {})).expand(*args)
@@ -270,7 +270,7 @@ def _put(stack: ExitStack) -> None:
     original = owner.__init__
 
     @functools.wraps(original)
-    def __init__(self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+    def __init__(self: object, module: nn.Module, *args: object, **kwargs: object) -> None:
         kind = type(module)
         with replaced(_BEGINNING, kind, "__repr__", lambda _: f"{kind.__name__}()"):
             original(self, module, *args, **kwargs)

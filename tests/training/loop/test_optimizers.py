@@ -1,0 +1,108 @@
+"""Optimizers by name: the steps of the HF Trainer's own, and what is refused before anything is read."""
+
+import re
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.ranks import run_ranks
+from tests.training.loop.test_as_trainer import EXACT, STEPS, on_own, ours
+from tests.training.loop.test_resumed_runs import going_on, interrupted
+from tests.training.loop.test_run import losses, run
+from tests.training.loop.test_run import values as values
+from zerostart.distributed.world import current_world
+from zerostart.engines import Mesh, check_choice
+from zerostart.errors import ConfigError
+from zerostart.training.config.configuration import TrainingConfig
+from zerostart.training.loop.optimizers import check_optimizer, optimizer_of
+
+#: Names that the Trainer and a run have both, and which shards step as one process does.
+ALIKE = {"rmsprop": ("deepspeed", 3), "adafactor": ("fsdp2", 0), "adagrad": ("fsdp2", 2)}
+
+
+@pytest.mark.parametrize(
+    "optimizer", ["rmsprop", "adafactor", pytest.param("adagrad", marks=pytest.mark.slow)]
+)
+def test_as_the_trainers_own(optimizer, checkpoints, values, tmp_path):
+    """Two ranks in shards step as the Trainer's replicas, which hold each tensor whole."""
+    name, stage = ALIKE[optimizer]
+    options = {"steps": STEPS, "schedule": "constant", "max_grad_norm": 0.5, "learning_rate": 1e-3}
+    given = values(checkpoints("qwen3"), optimizer=optimizer, warmup_steps=0, accumulation=1, **options)
+    given["engine"] = {"name": name, "zero_stage": stage}
+    found = run_ranks(ours, 2, given)
+    source, out = given["model"]["source"], str(tmp_path / "theirs")
+    theirs = run_ranks(on_own, 2, [(source, batches, given, out, False) for batches, *_ in found])[0]
+    assert found[0][1] == pytest.approx(theirs[0], rel=EXACT)
+    for key, tensor in load_file(tmp_path / "out" / "model.safetensors").items():
+        wrong = torch.linalg.vector_norm(tensor - theirs[1][key])
+        assert wrong <= EXACT * max(1.0, torch.linalg.vector_norm(tensor)), key
+
+
+def test_factors_go_on_exactly(checkpoints, values):
+    """Adafactor's rows and columns are no elements of a parameter: they are kept as they are."""
+    options = {"steps": 4, "optimizer": "torch.optim:Adafactor"}
+    whole = {"engine": {"name": "fsdp2", "zero_stage": 0}}
+    straight = run_ranks(run, 2, values(checkpoints("qwen3"), output="straight", **options) | whole)[0]
+    given = going_on(values(checkpoints("qwen3"), output="resumed", **options) | whole, every=2)
+    run_ranks(interrupted, 2, given, 3)
+    assert losses(run_ranks(run, 2, given)[0]) == losses(straight)
+
+
+def refused(engine, **train):
+    chosen = check_choice(engine, 3).for_stage(3, None, Mesh(1), None)
+    with pytest.raises(ConfigError) as caught:
+        check_optimizer(TrainingConfig(**{"steps": 1, **train}), chosen, current_world())
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("train", "told"),
+    [
+        ({"optimizer": "adamv"}, "train.optimizer 'adamv' is unknown: it is one of "),
+        ({"optimizer": "lion_32bit"}, "lion_32bit: the Trainer cannot make it here: .*bitsandbytes"),
+        ({"optimizer": "lbfgs"}, "lbfgs cannot step .*closure"),
+        ({"optimizer": "muon"}, "muon cannot step .*2D parameters"),
+        (
+            {"optimizer": "sgd", "optimizer_args": {"momentun": 0.9}},
+            "SGD takes no momentun, but lr, momentum",
+        ),
+        ({"optimizer": "sgd", "optimizer_args": {"momentum": -1}}, "sgd cannot step .*Invalid momentum"),
+        ({"optimizer": "sgd", "betas": [0.9, 0.99]}, "train.betas: train.optimizer sgd has none"),
+        ({"optimizer": "rprop", "weight_decay": 0.1}, "train.weight_decay: train.optimizer rprop has none"),
+        ({"optimizer": "no_such_package:Lion"}, "the module no_such_package cannot be imported"),
+        ({"optimizer": "torch.nn:Linear"}, "does not name a class derived from torch.optim.Optimizer"),
+    ],
+)
+def test_refused_in_one_sentence(train, told):
+
+    assert re.search(told, refused("fsdp2", **train))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "told"),
+    [("adafactor", "steps a parameter as one"), ("adagrad", "keeps a state from the beginning on")],
+)
+def test_what_is_refused_where_runs_of_parameters_are_stepped(optimizer, told):
+    told += ", and DeepSpeed ZeRO-3 steps runs of parameters in their place"
+    assert told in refused("deepspeed", optimizer=optimizer)
+
+
+def refused_adafactor():
+    return refused("fsdp2", optimizer="adafactor")
+
+
+def test_what_cannot_step_shards_is_refused_before_anything_is_read():
+    """transformers' Adafactor makes its factors as whole tensors, which DTensors do not go with."""
+    (message,) = run_ranks(refused_adafactor, 1)
+    assert "adafactor cannot step shards" in message
+    assert message.endswith("choose another one, or engine.zero_stage 0")
+
+
+def test_the_class_its_arguments_and_those_of_the_section():
+    """A class of one's own by its module, as torch makes it."""
+    train = {"steps": 1, "learning_rate": 0.3, "optimizer_args": {"momentum": 0.9}}
+    made = optimizer_of(TrainingConfig(optimizer="torch.optim:SGD", **train))(
+        [torch.nn.Parameter(torch.ones(2))]
+    )
+    assert (type(made), made.defaults["lr"], made.defaults["momentum"]) == (torch.optim.SGD, 0.3, 0.9)
