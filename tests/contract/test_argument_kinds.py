@@ -140,7 +140,7 @@ def load_with_own(engine: str, options: list[dict[str, Any]]) -> str:
             "fsdp2",
             {},
             {"dtype": "bfloat16"},
-            r"this one has 0.weight \(torch.bfloat16.*torch.float32",
+            r"this rank has 0.weight \(torch.bfloat16.*torch.float32",
         ),
         (
             "fsdp2",

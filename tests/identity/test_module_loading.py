@@ -224,7 +224,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], State, str]] = {
     "extra state": (
         Extra,
         {**of(lambda: nn.Linear(3, 4)), "_extra_state": torch.tensor(3)},
-        "in state: their",
+        "in state, whose",
     ),
     "no extra state": (Extra, of(lambda: nn.Linear(3, 4)), "_extra_state"),
     "no count": (batch_norm, of(batch_norm, "1.num_batches_tracked"), "1.num_batches_tracked"),

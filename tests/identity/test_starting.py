@@ -242,7 +242,7 @@ def test_values_of_some_ranks_and_what_is_refused() -> None:
         "no_such_key",
         "share memory without being the same tensor",
         "draws random numbers on the CPU by name",
-        "gave a int",
+        "returned a int",
         "model is a int",
         "is sharded already",
     ]

@@ -58,7 +58,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "has fsdp_cpu_offload",
     ),
     "replicas": ({"distributed_config": {"fsdp_size": 4, "dp_replicate_size": 2}}, "dp_replicate_size=2"),
-    "batches": ({"distributed_config": {"fsdp_size": 4, "tp_size": 4}}, "fsdp_size=4, and 8 ranks with"),
+    "batches": ({"distributed_config": {"fsdp_size": 4, "tp_size": 4}}, "fsdp_size=4, but 8 ranks with"),
     "no axis": ({"distributed_config": {}}, "has no axis of more than one rank"),
     "no name": (
         {"distributed_config": FLAG, "device_mesh": ((2, 4), ("a", "b"))},
@@ -66,7 +66,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "no neighbours": (
         {"distributed_config": FLAG, "device_mesh": ((4, 2), ("ep", "dp"))},
-        r"puts the ranks \[0, 2, 4, 6\] together",
+        r"groups the ranks \[0, 2, 4, 6\]",
     ),
 }
 

@@ -88,5 +88,5 @@ def test_nothing_in_shards_is_told() -> None:
     model = zerostart.load(
         nn.Linear(2, 2).state_dict(), model=lambda: nn.Linear(2, 2), engine="fsdp2", zero_stage=0
     )
-    with pytest.raises(ConfigError, match="no model of this Linear is in shards"), zerostart.synced(model):
+    with pytest.raises(ConfigError, match="no model of this Linear is sharded"), zerostart.synced(model):
         pass

@@ -169,7 +169,7 @@ def refusals(path: Path, folder: Path) -> None:
     zerostart.save_state(folder / "factored", whole.model, factored)
     fresh = Run(path, FSDP2)
     factored = torch.optim.Adafactor(fresh.model.parameters())
-    with pytest.raises(zerostart.ZerostartError, match=r"row_var.* of model\.embed_tokens\.weight are"):
+    with pytest.raises(zerostart.ZerostartError, match=r"row_var.* of model\.embed_tokens\.weight do not"):
         zerostart.load_state(folder / "factored", fresh.model, factored)
     head = torch.optim.AdamW(fresh.model.lm_head.parameters())
     zerostart.save_state(folder / "frozen", fresh.model, head)

@@ -149,7 +149,7 @@ def check_local(training: LiveTraining, document: Mapping[str, Any], world: Worl
             ranks = "every rank" if described[0]["whole"] else f"{len(described)} ranks"
             raise CheckpointError(
                 f"the optimizer's states {', '.join(described[0]['states'])} of {name} do not have the "
-                f"parameter's shape, and were saved of {ranks} with the share of each rank: they can "
+                f"parameter's shape, and were saved by {ranks}, each with its own share: they can "
                 f"be resumed only where ranks have the same shares ({document['class']}); resume on "
                 "the same number of ranks with the same settings, or load the weights alone "
                 "(zerostart.load of the checkpoint's folder model/) and begin with a new optimizer"
