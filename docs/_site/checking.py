@@ -1,7 +1,7 @@
 """What a built site must not have, looked for in its files when the build ends: each fault is a warning.
 
 Links and anchors that lead nowhere, whatever needs a network to be read, entries of the reference that say
-nothing, and Markdown that was left as it stands.
+nothing, Markdown that was left as it stands, and a search whose code does not run.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+import quickjs
 from preparing import REPOSITORY, repository
 from sphinx.application import Sphinx
 from sphinx.util import logging
@@ -91,6 +92,11 @@ def faults(site: Path) -> Iterator[str]:
             yield f"{place}: {text!r}: Markdown that was not understood"
         for name in page.silent:
             yield f"{place}: {name}: an entry that says nothing"
+    search = site / "_static" / "language_data.js"
+    try:
+        quickjs.Context().eval("var window = globalThis;" + search.read_text(encoding="utf-8"))
+    except (OSError, quickjs.JSException) as error:
+        yield f"{search.relative_to(site)}: the search does not run: {error}"
     for file in sorted(site.rglob("*.css")):
         for address in _IN_STYLES.findall(file.read_text(encoding="utf-8")):
             yield f"{file.relative_to(site)}: {address}: needs a network to be read"

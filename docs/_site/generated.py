@@ -52,7 +52,9 @@ def anchor(results: str) -> str:
 
 
 def _changelog() -> Iterator[str]:
-    yield (REPOSITORY / "CHANGELOG.md").read_text(encoding="utf-8")
+    text = (REPOSITORY / "CHANGELOG.md").read_text(encoding="utf-8")
+    text = re.sub(r"^# .+\n", "", text)
+    yield re.sub(r"^## \[(.+?)\]", r"## \1", text, flags=re.MULTILINE)
 
 
 def _commands() -> Iterator[str]:

@@ -101,7 +101,6 @@ def page_context(app: Sphinx, page: str, _template: str, context: dict[str, Any]
 class EnglishAndChinese(SearchEnglish):
     """English words, and of Chinese, which has no spaces, every two characters that stand side by side."""
 
-    language_name = "English and Chinese"
     _runs = re.compile(r"[\u3400-\u9fff]+|[^\W\u3400-\u9fff]+")
     js_splitter_code = """
 var splitQuery = (query) =>

@@ -50,15 +50,15 @@ def _outside(address: str, shown: nodes.Element) -> nodes.Element:
     return nodes.reference("", "", shown, internal=False, refuri=address)
 
 
-def dashes(_app: Sphinx, _domain: str, _kind: str, description: nodes.Element) -> None:
+def dashes(_app: Sphinx, doctree: nodes.document) -> None:
     """Between the name of an argument and what is said of it Sphinx writes two hyphens, for a dash."""
-    for text in list(description.findall(nodes.Text)):
+    for text in list(doctree.findall(nodes.Text)):
         if text == " -- ":
             text.parent.replace(text, nodes.Text(" – "))
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
     """Connect it."""
-    app.connect("object-description-transform", dashes, priority=900)
+    app.connect("doctree-read", dashes)
     app.connect("missing-reference", resolve)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

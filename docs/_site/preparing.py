@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import tomllib
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -26,6 +27,8 @@ _FENCE = re.compile(r"^( *)(`{3,}).*?^\1\2`*$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"(?<!!)\[(?P<text>[^\]]+)\]\((?P<path>[\w./-]+)(?P<anchor>#[\w-]+)?\)")
 _NAMED = re.compile(r"(?<!\[)`docs/([\w/-]+\.md)`(?!\])")
 _IN_DOCSTRING = re.compile(r"``docs/([\w/-]+)\.md``")
+#: Where a line of Chinese ends and the next begins there is no space to be.
+_CHINESE_LINES = re.compile(r"(?<=[\u3001-\u9fff\uff01-\uff5e])\n(?=[\u3400-\u9fff])")
 _RESULTS = "benchmarks/results/"
 _log = logging.getLogger(__name__)
 
@@ -33,10 +36,11 @@ _log = logging.getLogger(__name__)
 def prepare(_app: Sphinx, page: str, source: list[str]) -> None:
     """Change the text of ``page`` in place, as Sphinx's event ``source-read`` has it."""
     text = _GENERATED.sub(lambda found: generated.markdown(found[1]), source[0])
+    text = _CHINESE_LINES.sub("", text)
     source[0] = _outside_of_fences(text, lambda prose: _linked(prose, page))
 
 
-def _outside_of_fences(text: str, change) -> str:  # type: ignore[no-untyped-def]
+def _outside_of_fences(text: str, change: Callable[[str], str]) -> str:
     found, at = [], 0
     for fence in _FENCE.finditer(text):
         found += [change(text[at : fence.start()]), fence[0]]

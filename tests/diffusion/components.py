@@ -107,6 +107,38 @@ def z_image(model: Any) -> Any:
     return model([noise(16, 1, 8, 8)], torch.tensor([0.4]), [noise(6, 16)], return_dict=False)
 
 
+def hunyuan_video(model: Any) -> Any:
+    return model(
+        noise(1, 4, 3, 4, 4),
+        timestep=torch.tensor([500.0]),
+        encoder_hidden_states=noise(1, 6, 16),
+        encoder_attention_mask=torch.tensor([[1, 1, 1, 1, 0, 0]]),
+        pooled_projections=noise(1, 20),
+        guidance=torch.tensor([6000.0]),
+        return_dict=False,
+    )
+
+
+def ltx2(model: Any) -> Any:
+    """The video and the sound, which look at each other."""
+    mask = torch.tensor([[1, 1, 1, 1, 1, 0]])
+    return model(
+        noise(1, 12, 4),
+        noise(1, 5, 4),
+        encoder_hidden_states=noise(1, 6, 16),
+        audio_encoder_hidden_states=noise(1, 6, 16, seed=6),
+        timestep=torch.tensor([500.0]),
+        sigma=torch.tensor([500.0]),
+        encoder_attention_mask=mask,
+        audio_encoder_attention_mask=mask,
+        num_frames=3,
+        height=2,
+        width=2,
+        audio_num_frames=5,
+        return_dict=False,
+    )
+
+
 def video(depth: int, latent: int, channels: int = 3) -> Callable[[Any], Any]:
     """9 and 33 frames there, 3 and 9 back, in turn."""
 
@@ -320,4 +352,65 @@ COMPONENTS: dict[str, Component] = {
         trained=True,
     ),
     "qwen3": _text("Qwen3ForCausalLM", _TEXT),
+    "hunyuan-video": Component(
+        "HunyuanVideoTransformer3DModel",
+        {
+            "in_channels": 4,
+            "out_channels": 4,
+            "num_attention_heads": 2,
+            "attention_head_dim": 12,
+            "num_layers": 1,
+            "num_single_layers": 1,
+            "num_refiner_layers": 1,
+            "text_embed_dim": 16,
+            "pooled_projection_dim": 20,
+            "rope_axes_dim": (4, 4, 4),
+        },
+        hunyuan_video,
+        trained=True,
+    ),
+    "hunyuan-video vae": Component(
+        "AutoencoderKLHunyuanVideo",
+        {
+            "latent_channels": 4,
+            "block_out_channels": (4, 4, 8, 8),
+            "layers_per_block": 1,
+            "norm_num_groups": 2,
+        },
+        video(4, 2),
+    ),
+    "ltx-2": Component(
+        "LTX2VideoTransformer3DModel",
+        {
+            "in_channels": 4,
+            "out_channels": 4,
+            "num_attention_heads": 2,
+            "attention_head_dim": 12,
+            "cross_attention_dim": 24,
+            "audio_in_channels": 4,
+            "audio_out_channels": 4,
+            "audio_num_attention_heads": 2,
+            "audio_attention_head_dim": 8,
+            "audio_cross_attention_dim": 16,
+            "num_layers": 2,
+            "caption_channels": 16,
+        },
+        ltx2,
+        trained=True,
+    ),
+    "ltx-2 vae": Component(
+        "AutoencoderKLLTX2Video",
+        {
+            "latent_channels": 4,
+            "block_out_channels": (8, 8, 8, 8),
+            "decoder_block_out_channels": (8, 16, 32),
+            "layers_per_block": (1,) * 5,
+            "decoder_layers_per_block": (1,) * 4,
+            "decoder_causal": False,
+            "patch_size": 2,
+            "spatial_compression_ratio": 16,
+            "temporal_compression_ratio": 8,
+        },
+        video(4, 1),
+    ),
 }

@@ -1,5 +1,6 @@
 """The documentation site finds its own faults when it is built (``make docs``); here that it finds each."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,11 @@ FAULTS = {
 }
 
 
+def search(site: Path, code: str = "window.Stemmer = 1;") -> None:
+    (site / "_static").mkdir(exist_ok=True)
+    (site / "_static" / "language_data.js").write_text(code)
+
+
 def faults_of(site: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], str]:
     monkeypatch.syspath_prepend(str(DOCS / "_site"))
     import checking
@@ -40,6 +46,7 @@ def faults_of(site: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], s
 
 @pytest.mark.parametrize("text", FAULTS)
 def test_a_fault_is_found(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    search(tmp_path)
     (tmp_path / "site.css").write_text("body { margin: 0 }")
     (tmp_path / "other.html").write_text('<h1 id="there">Other</h1>')
     (tmp_path / "page.html").write_text(PAGE.format(""))
@@ -49,7 +56,30 @@ def test_a_fault_is_found(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert faults_of(tmp_path, monkeypatch)[0] == [FAULTS[text].replace("{repository}", repository)]
 
 
+def test_a_search_that_does_not_run_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    search(tmp_path, "window.Stemmer = English and ChineseStemmer;")
+    (found,) = faults_of(tmp_path, monkeypatch)[0]
+    assert found.startswith("_static/language_data.js: the search does not run: SyntaxError")
+
+
+def test_search_cuts_what_is_asked_as_it_cuts_the_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one in the browser, in JavaScript; the other when the site is built."""
+    monkeypatch.syspath_prepend(str(DOCS / "_site"))
+    quickjs = pytest.importorskip("quickjs")
+    import languages
+
+    browser = quickjs.Context()
+    browser.eval(languages.EnglishAndChinese.js_splitter_code)
+    pages = languages.EnglishAndChinese({})
+    texts = ("load_state on 4 ranks, bf16", "检查点", "把检查点加载为分片模型，支持 ZeRO", "训练", "卡")
+    for text in texts:
+        asked = list(json.loads(browser.eval(f"JSON.stringify(splitQuery({json.dumps(text)}))")))
+        assert asked == pages.split(text)
+    assert pages.split(texts[1]) == ["检查", "查点"]
+
+
 def test_styles_that_fetch_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    search(tmp_path)
     (tmp_path / "site.css").write_text("@import url('https://example.org/font.css');")
     found = ["site.css: https://example.org/font.css: needs a network to be read"]
     assert faults_of(tmp_path, monkeypatch)[0] == found

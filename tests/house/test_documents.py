@@ -110,6 +110,30 @@ def test_links_of_the_readme_work_where_it_is_read_apart_from_the_repository() -
     assert text.count("\n") < 150
 
 
+def test_links_of_what_is_not_on_the_site_lead_somewhere() -> None:
+    """Files and headings, by relative links and by those into the repository; the site checks its own."""
+    base = tomllib.loads((REPOSITORY / "pyproject.toml").read_text("utf-8"))["project"]["urls"]["Repository"]
+    pages = [*REPOSITORY.glob("*.md"), *(REPOSITORY / ".github").glob("*.md")]
+    pages += [page for folder in ("benchmarks", "examples") for page in (REPOSITORY / folder).rglob("*.md")]
+    lost = []
+    for page in pages:
+        for link in re.findall(r"(?<!`)\]\(([^)\s]+)\)", page.read_text("utf-8")):
+            path, _, anchor = link.replace(f"{base}/blob/main/", f"{REPOSITORY}/").partition("#")
+            if "://" in path:
+                continue
+            target = page.parent / path if path else page
+            if not target.exists() or (anchor and anchor not in headings(target)):
+                lost.append(f"{page.relative_to(REPOSITORY)}: {link}")
+    assert lost == []
+
+
+def headings(page: Path) -> set[str]:
+    """Anchors of a page in Markdown, as GitHub makes them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text("utf-8"), flags=re.M | re.S)
+    found = (re.sub(r"[^\w\- ]", "", line.lower()) for line in re.findall(r"^#+ (.+)$", text, re.M))
+    return {line.strip().replace(" ", "-") for line in found}
+
+
 def test_charts_are_those_of_the_committed_results() -> None:
     spec = importlib.util.spec_from_file_location("charts", REPOSITORY / "docs" / "_site" / "charts.py")
     assert spec is not None

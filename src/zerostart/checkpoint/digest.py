@@ -74,11 +74,14 @@ class Digests:
         if step == count or rows == 1:
             self.add(name, first, data.contiguous().view(-1))
             return
+        # Three ways to add rows with gaps, by what they cost in bytes summed up: each row by a call of its
+        # own, all rows spread out with zeros in the gaps (which add nothing), or element by element.
         alone, spread, scattered = CALL + count * bits // 8, step * bits // 8, SINGLE * count
         if bits < 8 or alone <= min(spread, scattered):
             for row in range(rows):
                 self.add(name, first + row * step, data[row].contiguous())
             return
+        # As many rows at a time as fit the room that either way takes.
         together = max(1, MANY * BLOCK // spread if spread <= scattered else ELEMENTS // max(count, 1))
         for row in range(0, rows, together):
             part, place = data[row : row + together], first + row * step
@@ -93,6 +96,7 @@ class Digests:
 
         Raises CheckpointError if the elements added on all ranks are not as many as the entry has.
         """
+        # One row for each entry, in the order that all ranks have: sums and counts travel in one reduction.
         table = torch.tensor([self._row(name) for name in self._entries], dtype=torch.int64, device="cpu")
         total = table if world is None else world.all_reduce_sum(table.view(-1), "summing up digests")
         found = {}
@@ -104,6 +108,7 @@ class Digests:
                     f"tensor {name}: {row[-1]} elements were counted for its digest, but the tensor has "
                     f"{prod(shape)}; this is a bug in zerostart"
                 )
+            # The halves were summed without overflow; put together again they wrap as the lanes do.
             lanes = [(row[2 * lane] + (row[2 * lane + 1] << 32)) & ALL for lane in range(LANES)]
             found[name] = _final(dtype, shape, lanes)
         return found

@@ -28,7 +28,9 @@ def memory_catalog(tensors: Mapping[str, torch.Tensor], holders: tuple[int, ...]
     given = dict(tensors.items())
     for name, tensor in given.items():
         _check(name, tensor)
+    # Each storage is a file of its own, as large as the storage; tensors are ranges in it.
     storage, numbers = MemoryStorage.of(given, holders)
+    # One tensor under two names: the first has it, the second says whose it is.
     first: dict[int, str] = {}
     entries = {
         name: _entry(name, tensor, numbers[name], first.setdefault(id(tensor), name))
@@ -112,6 +114,7 @@ class MemoryReader(Reader):
             part = source[offset : offset + len(buffer)]
             if len(part) != len(buffer):
                 raise ReadError(f"the storage of tensor number {file} in memory shrank during the load")
+            # Also from a device: then this waits for the copy.
             torch.frombuffer(buffer, dtype=torch.uint8).copy_(part)
             offset += len(buffer)
 
@@ -158,6 +161,7 @@ class MemoryStorage(Storage):
     worth_exchanging: ClassVar[bool] = False
 
     def __reduce__(self) -> tuple[object, ...]:
+        # To another rank goes what can be planned with: names and sizes, and no tensor.
         return MemoryStorage, (self.files, self.sizes, (), self.holders, self.count, self.stored)
 
     @classmethod
@@ -171,6 +175,8 @@ class MemoryStorage(Storage):
         buffers: list[torch.Tensor] = []
         for name, tensor in tensors.items():
             storage = tensor.untyped_storage()
+            # Storages are told by where they lie: each call of ``untyped_storage`` makes another object for
+            # the same.
             key = (tensor.device, storage.data_ptr(), storage.nbytes())
             if key not in numbers:
                 numbers[key] = len(files)
@@ -239,12 +245,14 @@ class MemoryStorage(Storage):
                 )
             elif known.file not in alive:
                 buffers[known.file] = _bytes_of(tensor)
+            # One tensor that lives keeps its storage, and with it all other views.
             alive.add(known.file)
         for name, known in self.tensors.items():
             if known.file not in alive:
                 gone = f"the mapping that the model was loaded from is gone ({name}), {purpose}"
                 lost.setdefault(known.file, EngineError(gone))
         for file, error in lost.items():
+            # Of what this rank needs for certain it is told now; of the rest, when a read asks for it.
             if file in self.used:
                 raise error
         _wait_for(buffers)

@@ -57,6 +57,7 @@ def open_catalog(source: str | os.PathLike[str] | Files, classes: Collection[str
     Raises CheckpointNotFoundError if nothing is there or a listed file is absent, CheckpointError if a
     file is malformed or contradicts the index, ReadError if reading fails.
     """
+    # A registered storage first: its URLs would be paths that do not exist.
     if (storage := storage_at(source)) is not None:
         return storage_catalog(storage)
     if isinstance(source, Files):
@@ -71,11 +72,13 @@ def resolve_source(source: str | os.PathLike[str]) -> Path:
     """
     name = os.fspath(source)
     path = expanded(name)
+    # A save of this process may still be publishing the directory in the background.
     wait_for(path)
     # Not `resolve`: a cache's snapshot is made of links, and their names are what tells the format.
     path = Path(os.path.abspath(path))  # noqa: PTH100
     if path.exists():
         return path
+    # After the path itself: a directory of that name comes before the cache.
     if isinstance(source, str) and _may_be_hub_id(name):
         return _cached_snapshot(name, path)
     raise CheckpointNotFoundError(f"{path}: there is no such file or directory")
@@ -163,11 +166,13 @@ def states_here(catalog: Catalog) -> tuple[FileState, ...]:
                 f"{path} does not exist on this machine, but it does on the machine of rank 0; copy the "
                 "checkpoint to every machine, or to a file system that all share"
             )
+    # What rank 0 saw. The same state here is the same file (a shared file system); another one is a copy.
     known = states_of(catalog)
     copies = [number for number, state in enumerate(states) if state != known[number]]
     if catalog.assembled is not None:  # parts of files of many kinds: their lengths have to do
         _check_lengths(catalog, states)
         return tuple(state for state in states if state is not None)
+    # Of copies the headers are read here, too: their lengths and entries have to be those of rank 0's files.
     expected: dict[int, list[TensorEntry]] = {number: [] for number in copies}
     for entry in catalog.tensors.values():
         if entry.file in expected:
@@ -195,6 +200,8 @@ def _sample(path: str, size: int) -> str:
     digest = hashlib.blake2b(size.to_bytes(8, "little"), digest_size=16)
     with Path(path).open("rb", buffering=0) as file:
         for sample in range(_SAMPLES):
+            # Evenly from the first byte to the last: headers are alike in two checkpoints of one
+            # architecture, weights nowhere.
             file.seek(max(0, size - _SAMPLED) * sample // (_SAMPLES - 1))
             digest.update(file.read(_SAMPLED))
     return digest.hexdigest()
@@ -222,6 +229,8 @@ def check_unchanged(catalog: Catalog) -> None:
         now = FileState.at(path)
         if before is None or now == before:
             continue
+        # Another inode: whoever has the old file open goes on reading it whole. The same inode with another
+        # state was written into.
         replaced = now is None or now.number != before.number
         if not replaced or number in copied:
             raise ReadError(

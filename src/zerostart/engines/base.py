@@ -5,10 +5,13 @@ from __future__ import annotations
 import abc
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 from zerostart.geometry.layout import Mesh
 from zerostart.upstream.accelerate.plugins import is_set
+
+#: An engine's configuration, or a section of it: JSON values by name; for FSDP2 also objects, such as a mesh.
+EngineConfig: TypeAlias = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,7 @@ class EngineBase(abc.ABC):
     launcher_variable: ClassVar[str | None] = None
 
     zero_stage: int
-    config: Mapping[str, Any] | None
+    config: EngineConfig | None
     mesh: Mesh
     exchange: bool | None = None
 
@@ -64,16 +67,16 @@ class EngineBase(abc.ABC):
         return cls.launcher_variable is not None and is_set(cls.launcher_variable)
 
     @classmethod
-    def configured_stage(cls, config: Mapping[str, object]) -> int | None:
+    def configured_stage(cls, config: EngineConfig) -> int | None:
         """The ZeRO stage that a configuration itself asks for, None where it says nothing of it."""
         return None
 
     @classmethod
-    def configured_tensor_parallel(cls, config: Mapping[str, object]) -> int:
+    def configured_tensor_parallel(cls, config: EngineConfig) -> int:
         """How many ranks a configuration itself has share tensors; 1 where it says nothing of it."""
         return 1
 
     @classmethod
-    def configured_expert_parallel(cls, config: Mapping[str, object]) -> int:
+    def configured_expert_parallel(cls, config: EngineConfig) -> int:
         """How many ranks a configuration itself has share experts; 1 where it says nothing of it."""
         return 1

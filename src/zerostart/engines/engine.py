@@ -6,10 +6,10 @@ group ``zerostart.engines``); ``zerostart.testing.EngineConformance`` is what it
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
+from zerostart.engines.base import EngineConfig
 from zerostart.engines.forecast import ForecastEngine
 from zerostart.engines.loading import LoadingEngine
 from zerostart.engines.state import StateEngine
@@ -27,7 +27,7 @@ class Engine(LoadingEngine, TrainingEngine, StateEngine, ForecastEngine):
 
     @classmethod
     def for_stage(
-        cls, zero_stage: int, config: Mapping[str, Any] | None, mesh: Mesh, exchange: bool | None
+        cls, zero_stage: int, config: EngineConfig | None, mesh: Mesh, exchange: bool | None
     ) -> Engine:
         """The engine of this family for a stage; one class may serve several names' stages differently."""
         return cls(zero_stage, config, mesh, exchange)

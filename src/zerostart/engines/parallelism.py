@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 
+from zerostart.engines.base import EngineConfig
 from zerostart.errors import ConfigError
 from zerostart.geometry.layout import Mesh, Parallelism, ParallelPlan, expert_plan, tensor_plan
 from zerostart.geometry.layout.partition_config import Linear, partition_plan
@@ -21,7 +22,7 @@ def resolve(
     mesh: Mesh,
     experts_given: Mapping[str, str] | None = None,
     tensors_given: Mapping[str, str] | None = None,
-    section: Mapping[str, Any] | None = None,
+    section: EngineConfig | None = None,
     decide: Callable[[ParallelPlan], ParallelPlan] | None = None,
 ) -> Parallelism:
     """What ``mesh`` does to the parameters of ``model`` (on meta, with its true shapes).
@@ -37,6 +38,7 @@ def resolve(
     if mesh.expert_parallel > 1:
         experts = _experts(model, mesh, shapes, experts_given)
     if mesh.tensor_parallel > 1:
+        # After the experts: what they share is none of the tensors' business.
         if decide is not None:
             tensors = decide(experts)
         else:
@@ -62,6 +64,7 @@ def _experts(
     for name in plan.cuts:
         experts = shapes[name][0]
         if not _all_served(experts, size):
+            # There is one: with 1 every rank has all experts.
             fitting = max(n for n in range(1, size) if mesh.world_size % n == 0 and _all_served(experts, n))
             raise ConfigError(
                 f"expert_parallel={size} leaves some ranks without any of the {experts} experts of {name}, "
@@ -93,7 +96,7 @@ def _tensors(
     mesh: Mesh,
     shapes: Mapping[str, tuple[int, ...]],
     given: Mapping[str, str] | None,
-    section: Mapping[str, Any] | None = None,
+    section: EngineConfig | None = None,
 ) -> ParallelPlan:
     kind, size = type(model).__name__, mesh.tensor_parallel
     if section is not None:
@@ -111,6 +114,7 @@ def _tensors(
     _check_heads(model, size, plan)
     for name, cut in plan.cuts.items():
         try:
+            # For its checks alone; what rank 0 gets is not wanted here.
             cut.section(shapes[name], 0, size)
         except (ValueError, IndexError) as error:
             raise ConfigError(f"the tensor-parallel plan does not fit {name}: {error}") from error
@@ -126,13 +130,14 @@ def _without_experts(tensors: ParallelPlan, experts: ParallelPlan) -> ParallelPl
     )
 
 
-def _partitioned(model: nn.Module, size: int, section: Mapping[str, object]) -> ParallelPlan:
+def _partitioned(model: nn.Module, size: int, section: EngineConfig) -> ParallelPlan:
     """The plan that DeepSpeed's ``tensor_parallel`` section makes for the linear layers of ``model``."""
     linears = {
         name: Linear((module.out_features, module.in_features), module.bias is not None)
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear)
     }
+    # Both ends of a tie: DeepSpeed leaves a head whole that is the embedding and whose output is gathered.
     tied = library_of(model).ties(model)
     names = {*tied, *tied.values()}
     config: PreTrainedConfig = getattr(model, "config", None)

@@ -96,10 +96,13 @@ def residence_of(nbytes: int, rooms: Sequence[MemoryFit], host: bool, reordered:
 
     ``host`` is as in ``agree_on_residence``; ``reordered`` says whether an optimizer may want another order.
     """
+    # How many ranks share the device of each rank, and how many its machine's memory.
     sharers = [sum((r.machine, r.device) == (o.machine, o.device) for o in rooms) for r in rooms]
     beside = [sum(r.machine == o.machine for o in rooms) for r in rooms]
     tightest = min(range(len(rooms)), key=lambda n: _share(rooms[n].free, sharers[n]))
     fits = all(nbytes <= _share(r.free, n) for r, n in zip(rooms, sharers, strict=True))
+    # ``fits`` asks what is free now, ``ever`` whether an empty device could take it: only then is it worth
+    # waiting on the host.
     ever = all(nbytes <= _share(r.most, n) for r, n in zip(rooms, sharers, strict=True))
     waits = all(
         not r.on_host and r.free is not None and nbytes <= _share(r.host, n)
@@ -111,4 +114,5 @@ def residence_of(nbytes: int, rooms: Sequence[MemoryFit], host: bool, reordered:
 
 
 def _share(free: int | None, ranks: int) -> float:
+    # Unknown counts as enough: whoever cannot say is not refused for it.
     return float("inf") if free is None else free / ranks

@@ -7,7 +7,7 @@ out as those of its neighbours then.
 
 from __future__ import annotations
 
-from typing import Any
+from types import ModuleType
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ def share_draws(model: nn.Module, group: dist.ProcessGroup) -> None:
     """
 
     # A function, and no partial: a copy of the model copies what that has, and no group can be copied.
-    def begin(module: nn.Module, _: Any) -> None:
+    def begin(module: nn.Module, _: object) -> None:
         if module.training:
             _draw_alike(group)
 
@@ -33,7 +33,7 @@ def share_draws(model: nn.Module, group: dist.ProcessGroup) -> None:
 
 def _draw_alike(group: dist.ProcessGroup) -> None:
     device = default_device()
-    backend: Any = torch if device.type == "cpu" else torch.get_device_module(device)
+    backend: ModuleType = torch if device.type == "cpu" else torch.get_device_module(device)
     arguments = () if device.type == "cpu" else (device,)
     state = backend.get_rng_state(*arguments).to(device)
     dist.broadcast(state, group=group, group_src=0)

@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import nn
@@ -21,6 +21,9 @@ from zerostart.engines.shard import Shard
 from zerostart.errors import ConfigError
 from zerostart.geometry.layout import Parallelism
 from zerostart.upstream.torch.stepped import Member, Stepped, has_taken, plain_steps, watch_steps
+
+#: What an engine keeps beside tensors, as JSON has it: counts of steps, scales, names.
+Counters: TypeAlias = dict[str, Any]
 
 #: ``(first, values)``: element ``i`` of the 1-D ``values`` is the fp32 master of element ``first + i`` of
 #: what this rank holds of a parameter.
@@ -151,11 +154,11 @@ class TrainingState(abc.ABC):
         return True
 
     @abc.abstractmethod
-    def counters(self) -> dict[str, Any]:
+    def counters(self) -> Counters:
         """What is counted, as JSON values under the keys of the saved document, ``name`` first."""
 
     @abc.abstractmethod
-    def restore_counters(self, saved: Mapping[str, Any]) -> None:
+    def restore_counters(self, saved: Counters) -> None:
         """Go on counting from ``saved``; its ``window`` is missing where no window is resumed."""
 
     def components(self) -> Mapping[str, Stateful]:
@@ -171,14 +174,14 @@ class TrainingState(abc.ABC):
         """
 
     @abc.abstractmethod
-    def make_gradients(self, wanted: Collection[int], saved: Mapping[str, Any]) -> Sequence[Gradient] | None:
+    def make_gradients(self, wanted: Collection[int], saved: Counters) -> Sequence[Gradient] | None:
         """Room for the saved gradients of the parameters with the ids ``wanted``; others have none after it.
 
         None where gradients were saved in the middle of a window that only another engine can end.
         """
 
     @abc.abstractmethod
-    def check_window(self, saved: Mapping[str, Any], with_gradients: bool, source: str) -> None:
+    def check_window(self, saved: Counters, with_gradients: bool, source: str) -> None:
         """Raise ConfigError for a window of another number of batches than accumulate here."""
 
 
@@ -202,11 +205,11 @@ class OptimizerState(TrainingState):
         """By hooks of the optimizer."""
         return watch_steps({step.optimizer for step in self.steps})
 
-    def counters(self) -> dict[str, Any]:
+    def counters(self) -> Counters:
         """What accelerate counts."""
         return {"name": "torch", "scaler": None, "accumulation": self._accumulation}
 
-    def restore_counters(self, saved: Mapping[str, Any]) -> None:
+    def restore_counters(self, saved: Counters) -> None:
         """Nothing is counted."""
 
     def components(self) -> Mapping[str, Stateful]:
@@ -225,7 +228,7 @@ class OptimizerState(TrainingState):
         # Of a replica nobody knows whether its gradient has met those of the other ranks.
         return [(_whole(p), gradient) for p, gradient in found if not is_replicated(p)]
 
-    def make_gradients(self, wanted: Collection[int], saved: Mapping[str, Any]) -> Sequence[Gradient] | None:
+    def make_gradients(self, wanted: Collection[int], saved: Counters) -> Sequence[Gradient] | None:
         """New gradients of zeros, or none; no window can be ended."""
         if "window" in saved:
             return None if wanted else []
@@ -237,7 +240,7 @@ class OptimizerState(TrainingState):
                 made.append((_whole(parameter), parameter.grad))
         return made
 
-    def check_window(self, saved: Mapping[str, Any], with_gradients: bool, source: str) -> None:
+    def check_window(self, saved: Counters, with_gradients: bool, source: str) -> None:
         """As accelerate counts batches; raises ConfigError."""
         before = saved.get("accumulation")
         if with_gradients and before is not None and self._accumulation not in (None, before):

@@ -9,14 +9,14 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from zerostart.distributed.world import current_world
-from zerostart.engines.base import EngineBase
+from zerostart.engines.base import EngineBase, EngineConfig
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class AccelerateSetup:
     ``ignored`` has warnings, by pattern and category, of which nobody can change the cause.
     """
 
-    options: Mapping[str, object]
+    options: EngineConfig
     environment: Mapping[str, str] = field(default_factory=dict)
     ignored: tuple[tuple[str, type[Warning]], ...] = ()
 
@@ -63,7 +63,7 @@ class LauncherSetup:
     dotted names, each with what the launcher's own file calls it; they must be what the configuration says.
     """
 
-    config: Mapping[str, Any] = field(default_factory=dict)
+    config: EngineConfig = field(default_factory=dict)
     agreed: Mapping[str, tuple[str, object]] = field(default_factory=dict)
 
 
@@ -80,7 +80,7 @@ class TrainingEngine(EngineBase):
         """The one dtype in which the model is held under a mixed precision; None: any, float32 at best."""
         return None
 
-    def training_config(self, job: TrainingJob, given: Mapping[str, object]) -> dict[str, object]:
+    def training_config(self, job: TrainingJob, given: EngineConfig) -> dict[str, object]:
         """The complete ``engine_config`` of a training run; ``given`` is ``engine.config`` of its YAML file.
 
         Raises ConfigError for what contradicts the job.

@@ -28,6 +28,7 @@ def simplify(digits: Digits, unit: int | None = None) -> Digits:
     """
     out: list[Digit] = []
     for size, stride in digits:
+        # A digit of size 1 moves nothing, whatever its stride.
         if size == 1:
             continue
         if out:
@@ -93,6 +94,7 @@ def _cut_steps(digits: Digits, kept: range) -> list[tuple[int, int, Digits]]:
         return [(0, kept.start * stride, simplify(((len(kept), kept.step * stride),)))]
     parts: list[tuple[int, int, Digits]] = []
     for position, index in enumerate(kept):
+        # A single element is a single part.
         ((_, offset, _),) = _interval(digits, index, index + 1)
         parts.append((position, offset, ()))
     return parts
@@ -106,9 +108,11 @@ def split_at(digits: Digits, minor: int) -> tuple[Digits, Digits] | None:
         if not rest:
             return None
         size, stride = rest.pop()
+        # The whole digit lies below the split.
         if minor % size == 0:
             low.insert(0, (size, stride))
             minor //= size
+        # The split goes through this digit: its upper part steps over ``minor`` elements of the lower one.
         elif size % minor == 0:
             low.insert(0, (minor, stride))
             rest.append((size // minor, stride * minor))

@@ -49,6 +49,7 @@ def split_region(region: Region, limit: int) -> Iterator[Region]:
         yield region
         return
     inside = row_major_strides(region.box.extent)
+    # Cut along the largest stride: the parts stay runs of whole rows.
     number = max(moving, key=lambda n: region.loops[n][1])
     size, stride, _ = region.loops[number]
     dim, step = _dimension(region.box.extent, inside, stride)
@@ -145,6 +146,8 @@ def _within(copy: Copy, blocks: _Blocks, most: int) -> Iterator[Copy]:
     begin = 0
     while begin < size:
         at = copy.start + begin * stride
+        # Windows of ``most`` blocks begin at multiples of it, for every copy alike, so that what several
+        # copies want of one window is computed once.
         end = blocks.edge((blocks.of(at) // most + 1) * most)
         steps = 1 if sparse else min(size - begin, max(1, (end - at - inner) // stride + 1))
         loop = ((steps, stride, place),) if steps > 1 else ()
@@ -160,6 +163,8 @@ def _refine(factors: list[tuple[int, ...]], stride: int) -> None:
         parts = factors[number]
         for position in range(len(parts) - 1, -1, -1):
             size = parts[position]
+            # The stride steps inside this part: with the part split, it steps over one index of the upper
+            # one.
             if below < stride < below * size and stride % below == 0:
                 step = stride // below
                 if size % step == 0:
@@ -181,6 +186,7 @@ def _boxes(
             steps.append((0, 0))
             continue
         dim, step = _dimension(shape, strides, stride)
+        # More steps than this dimension has room for, with what other loops add to it: the loop carries.
         if size > -(-(shape[dim] - origin[dim] - (extent[dim] - 1)) // step):
             for first, part in _cut(loops[number], shape[dim], step, origin[dim], extent[dim] - 1):
                 rest = [*loops[:number], *part, *loops[number + 1 :]]

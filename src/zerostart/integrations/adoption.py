@@ -249,7 +249,7 @@ _consolidation = Consolidation(_whole_state)
 _saving = SavingCalls(
     {
         **SAVE_PRETRAINED,
-        "Accelerator.save_model": saving.save_model,
+        "Accelerator.save_model": saving.accelerator_save_model,
         "Accelerator.get_state_dict": _get_state_dict,
         "DeepSpeedEngine.save_checkpoint": checkpoints.save_checkpoint,
         "DeepSpeedEngine.load_checkpoint": checkpoints.load_checkpoint,

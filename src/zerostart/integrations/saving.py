@@ -15,7 +15,7 @@ from zerostart.errors import ConfigError
 from zerostart.integrations.barrier import announce_local_save, join_save
 from zerostart.live.model import bare_model, find_record, find_shards, loaded_models
 from zerostart.state.saving.adapters import adapted_model, has_adapters
-from zerostart.state.saving.save import SaveRequest, save, save_own_names
+from zerostart.state.saving.save import SaveRequest, save_model, save_own_names
 from zerostart.upstream.diffusers.pipelines import Pipeline, name_classes
 
 Original = Callable[[], object]
@@ -111,7 +111,7 @@ def save_adapters(original: Original, **call: Any) -> object:
     return None
 
 
-def save_model(
+def accelerator_save_model(
     original: Original,
     *,
     model: nn.Module,
@@ -145,7 +145,7 @@ def save_weights(
                 f"the adapters {names} of a sharded {type(model).__name__} cannot be saved together: "
                 "name the one to save 'default', or use get_peft_model"
             )
-    save(model, directory, SaveRequest(max_shard_size, adapters_only=adapted is not None, copied=False))
+    save_model(model, directory, SaveRequest(max_shard_size, adapters_only=adapted is not None, copied=False))
 
 
 @contextlib.contextmanager

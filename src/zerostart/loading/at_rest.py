@@ -51,6 +51,8 @@ class InFiles(AtRest):
     def fetch(self, wanted: Mapping[str, torch.Tensor]) -> None:
         """See ``AtRest``. Raises ReadError."""
         key = tuple((name, to.dtype) for name, to in wanted.items())
+        # Layers come round with every step: their plans are made once. ``rows`` differ each time, and are not
+        # kept.
         if key not in self._plans:
             self._plans[key] = self._plan(
                 [(name, replicated(self._recipes[name].target.shape), t) for name, t in wanted.items()]
@@ -83,6 +85,7 @@ class InFiles(AtRest):
         )
 
     def _run(self, plan: Plan, storages: list[torch.Tensor]) -> None:
+        # Weights in memory are held weakly until here: this raises where they are gone.
         storage, tuning = self._catalog.storage.recalled(_PURPOSE), self._tuning
         reader = storage.reader(cold=tuning.cold)
         execute(plan, storages, Progress(plan.read_bytes, False), tuning.threads, reader, tuning.depth)
@@ -108,6 +111,7 @@ class InMemory(AtRest):
                 held = torch.empty(numel, dtype=dtype, device=device)
             else:
                 held = arena.take(at[name], numel, dtype)
+            # One at a time, so that no more than the tensor itself is needed beside what is held.
             source.fetch({name: held})
             self._held[name] = held.view(shape)
 

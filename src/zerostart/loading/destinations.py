@@ -34,6 +34,7 @@ class Destinations:
     @staticmethod
     def of(model: nn.Module, origins: Origins, shards: list[Shard], device: torch.device) -> Destinations:
         """Move buffers to ``device``; those that the checkpoint fills get storage of their own there."""
+        # By identity: a buffer that is registered under several names stays one.
         moved: dict[int, torch.Tensor] = {}
         placed: dict[str, tuple[Recipe, torch.Tensor]] = {}
         for name, buffer in list(model.named_buffers(remove_duplicate=False)):
@@ -47,6 +48,7 @@ class Destinations:
                 if recipe is not None:
                     placed[name] = (recipe, moved[id(buffer)])
             models.replace_tensor(model, name, moved[id(buffer)])
+        # Looked up again: the tensors under the names are those on ``device`` now.
         named = dict(model.named_buffers())
         drawn = [(program, named[name].view(-1)) for name, program in origins.drawn.items()]
         return Destinations(origins, shards, placed, drawn)
@@ -91,12 +93,16 @@ class Destinations:
         programs += [(p, replicated((buffer.numel(),)), buffer) for p, buffer in self.drawn]
         if not programs:
             return
+        # Collective before anything is drawn; ranks without a program of their own take part too, since
+        # programs are the same on all.
         own = torch.get_rng_state()
         shared = world.broadcast_object(torch.get_rng_state, "sharing the random stream")
         torch.set_rng_state(shared)
         try:
             models.fill_missing(programs, self.origins.start)
         finally:
+            # A rank that was seeded otherwise than rank 0 goes on with its own stream, as if nothing had been
+            # drawn.
             if not torch.equal(own, shared):
                 torch.set_rng_state(own)
 

@@ -45,6 +45,7 @@ class Masters:
     ) -> None:
         self._shares = dict(shares)
         self._tuning = tuning
+        # Of the files only those that rounded parameters come from have to stay as they are.
         used = {catalog.tensors[n].file for r, *_ in self._shares.values() for n in leaves_of(r.pieces)}
         self._catalog = replace(catalog, storage=catalog.storage.kept(used))
 
@@ -69,10 +70,13 @@ class Masters:
     def _read(self, shares: Iterable[tuple[str, Layout, torch.Tensor]]) -> None:
         world = current_world()
         with world.phase("reading fp32 masters"):
+            # Raised on this rank inside the phase, and so on all, before anybody reads.
             catalog = self._checked()
             wanted = list(shares)
             destined = [self._destined(*item) for item in wanted]
             plan = join(catalog, destined, PlanOptions(self._tuning.chunk_size))
+            # An error in planning is told here: the transfer below is collective, and a rank that has failed
+            # would be waited for.
             world.raise_together(None, "finding what fp32 masters are read from")
             storages = [storage for _, _, storage in wanted]
             execute_together(plan, storages, Progress(plan.read_bytes, False), self._tuning, world)
@@ -86,6 +90,8 @@ class Masters:
                 f"the fp32 master of {name} has {storage.numel()} elements on this rank, but the load "
                 f"gave it {layout.numel}; start the engine on the ranks that the model was loaded on"
             )
+        # The same recipe with another dtype at its end: the bytes are cast from what is stored, and not from
+        # the rounded parameter.
         target = replace(recipe.target, dtype=storage.dtype)
         direct = storage.device.type == "cpu"
         destination = Destination(name, storage.numel(), layout.owned, storage.dtype, direct)

@@ -1,4 +1,4 @@
-"""The way of a load: catalog, model, recipes, shards, plan, transfer. Read ``_Load.execute`` from the top.
+"""The way of a load: catalog, model, recipes, shards, plan, transfer. Begin at ``_Load.load_in_shards``.
 
 A rehearsal goes the same way: one process does what a rank of another job does, and hands nothing over.
 """
@@ -37,7 +37,7 @@ def run(request: Request, then: Callable[[nn.Module], None] | None = None) -> nn
     # Everything below is collective: each rank comes to the same phases in the same order, or all raise.
     with undisturbed():
         world = joined_world(request.device)
-        model = _Load(request, world, world).execute(then)[0]
+        model = _Load(world, world).load_in_shards(request, then)[0]
         # Page-locked memory of the ring is of no use any more: a training takes its own.
         release_locked()
         return model
@@ -53,7 +53,10 @@ def rehearse(request: Request, world_size: int, rank: int) -> tuple[Report, list
     ``zerostart.load`` raises, and ConfigError for a rank that is not there.
     """
     with undisturbed():
-        _, record, shards = _Rehearsal(request, World(0, 1, None), World(rank, world_size, None)).execute()
+        # Two worlds: this process agrees with itself alone, and stands for ``rank`` of the job.
+        _, record, shards = _Rehearsal(World(0, 1, None), World(rank, world_size, None)).load_in_shards(
+            request
+        )
     return record.report, shards
 
 
@@ -67,22 +70,21 @@ class _Load:
     #: Whether the values of a module that exists may be moved into its shards.
     takes_values = True
 
-    def __init__(self, request: Request, world: World, job: World) -> None:
-        self.request = request
+    def __init__(self, world: World, job: World) -> None:
         self.world = world
         self.job = job
         self.clock = Clock()
 
-    def execute(
-        self, then: Callable[[nn.Module], None] | None = None
+    def load_in_shards(
+        self, request: Request, then: Callable[[nn.Module], None] | None = None
     ) -> tuple[nn.Module, LoadRecord, list[Shard]]:
         """All of it: the model, its record, and this rank's shards."""
-        request, world, clock = self.request, self.world, self.clock
+        world, clock = self.world, self.clock
         # Phases inside tell a rank's error early; this one has what lies between them, and the end.
         with world.phase("loading"):
             with PeakMeter(request.device) as self.meter:
                 with clock.phase("build"), world.phase("arguments"):
-                    engine = self.resolve_engine()
+                    engine = self.resolve_engine(request)
                 # 1. Catalog, model on meta, recipes, origins: the same on every rank; no shard has memory.
                 prepared = prepare(
                     request, engine, world, clock, request.strict, self.meter.paused, self.takes_values
@@ -98,10 +100,12 @@ class _Load:
                     engine, prepared.catalog, maker.device, bool(prepared.recipes.computed)
                 )
                 # 3. Planned, and read into place.
-                stats = self._fill(prepared, destinations, tuning)
+                stats = self._fill(request, prepared, destinations, tuning)
                 with clock.phase("build"):
-                    stats = self.hand_over(prepared, destinations, maker, tuning, stats)
+                    stats = self.hand_over(request, prepared, destinations, maker, tuning, stats)
             report = replace(self._report(prepared, stats), tier=residence)
+            # Last of all, so that only a model whose load has come to its end is known as loaded: ``save``
+            # and the others start from the record.
             record = self._record(prepared, placements, report)
             remember_load(prepared.built.model, record)
             self.watch(prepared.built.model)
@@ -109,9 +113,9 @@ class _Load:
                 then(prepared.built.model)
         return prepared.built.model, record, shards
 
-    def resolve_engine(self) -> Engine:
+    def resolve_engine(self, request: Request) -> Engine:
         """The engine of the request, whose libraries are there. Raises ConfigError and EngineError."""
-        engine = self.request.resolve(self.job.size)
+        engine = request.resolve(self.job.size)
         with self.meter.paused():
             engine.require()
         return engine
@@ -126,6 +130,7 @@ class _Load:
 
     def hand_over(
         self,
+        request: Request,
         prepared: Prepared,
         destinations: Destinations,
         maker: ShardMaker,
@@ -140,9 +145,10 @@ class _Load:
         _keep_aliases(prepared)
         engine.enable_sequence_parallel(model)
         _keep_calls(prepared)
-        self._offer_masters(prepared, destinations, tuning)
+        # After the calls: what is left on the parameters is for the engine's start, which comes later.
+        self._offer_masters(request, prepared, destinations, tuning)
         if prepared.from_checkpoint:
-            _finish(self.request, prepared)
+            _finish(request, prepared)
         return stats
 
     def watch(self, model: nn.Module) -> None:
@@ -163,9 +169,11 @@ class _Load:
             destinations = Destinations.of(model, prepared.origins, shards, maker.device)
         return placements, shards, destinations, maker, residence
 
-    def _fill(self, prepared: Prepared, destinations: Destinations, tuning: Tuning) -> TransferStats:
+    def _fill(
+        self, request: Request, prepared: Prepared, destinations: Destinations, tuning: Tuning
+    ) -> TransferStats:
         """Plan the reads, agree with the other ranks on who does them, and read."""
-        world, clock, request = self.world, self.clock, self.request
+        world, clock = self.world, self.clock
         with clock.phase("plan"), world.phase("planning"):
             # 1. Own slices alone, by which a rank tells what it would read and how much.
             wanted = destinations.wanted()
@@ -195,11 +203,13 @@ class _Load:
             destinations.initialise_missing(world)
         return stats
 
-    def _offer_masters(self, prepared: Prepared, destinations: Destinations, tuning: Tuning) -> None:
+    def _offer_masters(
+        self, request: Request, prepared: Prepared, destinations: Destinations, tuning: Tuning
+    ) -> None:
         """Leave with the parameters what an engine needs to make fp32 masters of what is stored."""
         rounded: list[str] = []
         masters = None
-        if self.request.fp32_masters and prepared.from_checkpoint:
+        if request.fp32_masters and prepared.from_checkpoint:
             rounded, masters = masters_of(
                 prepared.catalog, prepared.origins.parameters, destinations.shards, tuning
             )
@@ -246,10 +256,10 @@ class _Rehearsal(_Load):
 
     takes_values = False
 
-    def resolve_engine(self) -> Engine:
+    def resolve_engine(self, request: Request) -> Engine:
         """The engine whose layout is followed; it need not be installed. Raises ConfigError, too."""
-        engine = self.request.resolve(self.job.size, self.job.rank)
-        if self.request.exchange and not engine.replicates_parameters:
+        engine = request.resolve(self.job.size, self.job.rank)
+        if request.exchange and not engine.replicates_parameters:
             raise ConfigError("exchange=True needs all ranks, but a rehearsal runs one; leave it out")
         return engine
 
@@ -259,6 +269,7 @@ class _Rehearsal(_Load):
 
     def hand_over(
         self,
+        request: Request,
         prepared: Prepared,
         destinations: Destinations,
         maker: ShardMaker,

@@ -41,6 +41,7 @@ def source_or_none(source: Any, world: World, model: object = None) -> Catalog |
     every rank, or by some while the others pass None. Raises ConfigError on every rank otherwise, and
     ReadError where machines have copies of the files that differ.
     """
+    # All ranks have it already, and only what this machine sees of its files may differ.
     if isinstance(source, Catalog):
         views = world.all_gather_object(files_view(), "arguments")
         return _as_seen_here(source, views, world)
@@ -67,6 +68,7 @@ def source_or_none(source: Any, world: World, model: object = None) -> Catalog |
             )
     if len(holders) < world.size:
         shared = world.broadcast_object(lambda: own, "looking at the mapping", holders[0])
+        # A rank's own mapping where it has one: it reads from its own memory.
         own = own or shared
     assert own is not None, "a rank without a mapping gets the first holder's catalog"
     return own
@@ -81,6 +83,7 @@ def _as_seen_here(catalog: Catalog, views: Sequence[str], world: World) -> Catal
     known = states_of(catalog)
     if len(set(views)) == 1 or not known:
         return catalog
+    # One rank of each machine asks the file system; an empty answer says that all is as rank 0 has seen it.
     own = states_here(catalog) if world.rank == first else ()
     told = world.all_gather_object(own if own != known else (), "looking at the files")
     copied = {n for states in told for n, state in enumerate(states) if state != known[n]}

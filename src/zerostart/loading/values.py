@@ -64,6 +64,7 @@ class Values:
             if models.has_values(model):
                 own = memory_catalog({name: t.detach() for name, t, _ in models.named_tensors(model)})
                 digest = _digest(own)
+        # One exchange for both answers: whether the modules are alike, and whose values differ.
         forms = world.all_gather_object((_form(model), digest), "looking at the module")
         for rank, (form, _) in enumerate(forms):
             if form != forms[0][0]:
@@ -71,10 +72,13 @@ class Values:
                     f"the modules of ranks 0 and {rank} differ in names, order, dtypes or shapes of their "
                     "tensors; build the same on each"
                 )
+        # There is one: ``start`` asks for values only where a rank has said that it has some.
         first = next(rank for rank, (_, found) in enumerate(forms) if found)
         holders = tuple(rank for rank, (_, found) in enumerate(forms) if found == forms[first][1])
         others = [rank for rank, (_, found) in enumerate(forms) if found not in ("", forms[first][1])]
         shared = own
+        # A rank that has no values, or others, gets the catalog only: names and places of tensors that the
+        # holders serve.
         if len(holders) < world.size:
             shared = world.broadcast_object(lambda: own, "looking at the module", first)
         catalog = own if world.rank in holders else shared
@@ -104,6 +108,7 @@ class Values:
     def execute(self, plan: Plan, read: Callable[[Plan], TransferStats]) -> TransferStats:
         """``read`` the plan in parts, and free the tensors of each part when it is done; collective."""
         self._taken.release()
+        # Every rank has the same groups, empty ones too: each part is a collective read.
         reads: dict[int, list[Read]] = {number: [] for number in range(len(self._groups))}
         place = {file: number for number, group in enumerate(self._groups) for file in group}
         for one in plan.reads:
@@ -114,6 +119,7 @@ class Values:
             moved = TransferStats(
                 moved.read + done.read, moved.planned + done.planned, moved.received + done.received, done.how
             )
+            # Freed only now: the read has served every rank that wants something of this group.
             for file in group if self._buffers else ():
                 self._buffers[file] = _nothing()
             _return_freed()
@@ -123,6 +129,7 @@ class Values:
         storage = plan.storage
         assert isinstance(storage, MemoryStorage), "the tensors of a module are in memory"
         if self._buffers:
+            # The part sees the tensors of its group alone; the others keep their numbers, and have no bytes.
             here = [_nothing()] * len(self._buffers)
             for file in group:
                 here[file] = self._buffers[file]

@@ -49,6 +49,8 @@ def build(
     """
     if isinstance(model, Built):
         return model
+    # Four ways to a model, in this order: built already, from a configuration, from a class with one, from a
+    # callable.
     known = Stored(root, dtype, stored, main, trusted)
     if isinstance(model, nn.Module):
         built = _given(model, known)
@@ -120,7 +122,10 @@ def set_dtypes(built: Built, stored: dict[str, torch.dtype]) -> None:
     """
     model = built.model
     floating = [p.dtype for p in model.parameters() if p.dtype.is_floating_point]
+    # The first one's dtype is the model's main one: constructors make all in one, and few on purpose in
+    # another.
     main = floating[0] if floating else None
+    # By identity, so that tied names stay tied.
     changed: dict[int, torch.Tensor] = {}
     for name, tensor, _ in list(state_names(model)):
         want = built.dtype if built.dtype is not None and tensor.dtype == main else tensor.dtype

@@ -40,6 +40,8 @@ def build_fresh(model: object, asked: torch.dtype | None, dtype: torch.dtype | N
     """
     if isinstance(model, Built):
         return model
+    # No construction to follow: nothing is in its log, and whatever it lacks has to come from its own
+    # initialiser.
     if isinstance(model, nn.Module):
         return Built(model, OperatorLog(), dtype, False, library_of(model))
     make, own = maker_of(model, asked)
@@ -48,6 +50,7 @@ def build_fresh(model: object, asked: torch.dtype | None, dtype: torch.dtype | N
         made = make()
     if not isinstance(made, nn.Module):
         raise ConfigError(f"model={name} returned a {type(made).__name__}, not a torch.nn.Module")
+    # On meta draws leave the generator alone; so whoever has moved it has drawn real numbers, or seeded.
     if not torch.equal(state, torch.get_rng_state()):
         torch.set_rng_state(state)
         raise BuildError(
@@ -68,6 +71,7 @@ def fresh_origins(built: Built, aliases: Aliases) -> Origins:
     if not built.logged:
         return resolve_origins(built, Recipes({}, Coverage()), aliases)
     drawn: dict[str, Program] = {}
+    # By identity: a buffer that is registered twice is one afterwards, too.
     real: dict[int, torch.Tensor] = {}
     for name, buffer in list(model.named_buffers(remove_duplicate=False)):
         if id(buffer) not in real:
@@ -91,6 +95,7 @@ def _value(built: Built, name: str, buffer: torch.Tensor, drawn: dict[str, Progr
     elif any(built.log.writers(buffer)):
         (value,) = built.log.values([buffer], torch.device("cpu"))
         return value
+    # Empty as far as anybody may ask: its program fills it in its turn among the parameters' draws.
     return torch.zeros(buffer.shape, dtype=buffer.dtype, device="cpu")
 
 

@@ -93,10 +93,13 @@ class Program:
     def _chunks(self, states: States | None) -> Iterator[tuple[int, torch.Tensor]]:
         """Consecutive runs of the row-major order, as ``(first element, values on the CPU)``."""
         if self.steps is None or states is not None:
+            # The whole tensor, by all calls that lead to it; with states, each draw begins where it did in
+            # the unsharded model.
             (value,) = self.log.values([self.made], torch.device("cpu"), states)
             yield 0, value.detach().contiguous().reshape(-1)
             return
         total = self.made.numel()
+        # One buffer for all chunks: what is yielded is overwritten by the next.
         buffer = torch.empty(min(total, CHUNK + _BLOCK), dtype=self.meta.dtype, device="cpu")
         start = 0
         for count in _counts(total):
@@ -179,6 +182,8 @@ def program_of(meta: torch.Tensor, log: OperatorLog) -> Program | None:
             chunked = False
     if not any(op.func not in (aten.empty.memory_format, aten.empty_like.default) for _, op in steps):
         return None
+    # Several draws do not pass in one sweep over the chunks: the second begins where the first has ended, for
+    # the whole tensor.
     draws = tuple(at for at, op in steps if op.random)
     if chunked and len(draws) <= 1:
         return Program(meta, meta.detach(), log, tuple(op for _, op in steps), draws)
@@ -240,9 +245,11 @@ def _apply(op: Op, chunk: torch.Tensor, start: int) -> None:
         return
     written = op.args[0]
     if _is_constant_copy(op):
+        # A constant that was made on the CPU: the same elements, whichever chunk asks for them.
         source = op.args[1].expand(written.shape).reshape(-1)
         chunk.copy_(source[start : start + chunk.numel()])
         return
+    # A call on a part (a padding row): only where it meets this chunk.
     low = max(0, written.storage_offset() - start)
     high = min(chunk.numel(), written.storage_offset() + written.numel() - start)
     if low < high:

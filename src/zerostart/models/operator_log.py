@@ -15,12 +15,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from zerostart.errors import BuildError
 from zerostart.upstream.torch.tensors import truncated_normal_goes_to
+from zerostart.upstream.torch.types import Arguments, Keywords
 
 
 @dataclass(frozen=True)
@@ -28,8 +30,8 @@ class Op:
     """One operator call: its arguments, and the meta tensors that it made or changed."""
 
     func: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    args: Arguments
+    kwargs: Keywords
     result: Any
 
     @functools.cached_property
@@ -90,7 +92,7 @@ _OVERWRITING = {
 
 
 @functools.cache
-def _written_arguments(func: Any) -> tuple[int, ...]:
+def _written_arguments(func: OpOverload) -> tuple[int, ...]:
     """Places of the arguments that an operator writes into."""
     return tuple(
         place
@@ -138,7 +140,7 @@ class _Attention(TorchFunctionMode):
     """
 
     def __torch_function__(
-        self, func: Any, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
+        self, func: OpOverload, types: object, args: Arguments = (), kwargs: Keywords | None = None
     ) -> object:
         kwargs = kwargs or {}
         if func == _IS_META:
@@ -183,7 +185,7 @@ class OperatorLog(TorchDispatchMode):
         return tensor
 
     def __torch_dispatch__(
-        self, func: Any, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
+        self, func: OpOverload, types: object, args: Arguments = (), kwargs: Keywords | None = None
     ) -> object:
         """Run the operator on meta and note it, if a meta tensor comes out of it or is changed by it."""
         kwargs = kwargs or {}

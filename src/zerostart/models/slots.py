@@ -52,10 +52,13 @@ def registered(module: nn.Module, leaf: str, path: str) -> Slot:
 
 def tensor_slots(model: nn.Module) -> Iterator[Slot]:
     """Every place with a tensor that is not registered, in the order of the modules."""
+    # Modules of the model are walked by ``named_modules``: met inside an attribute they are passed over.
     own = {id(module) for module in model.modules()}
     seen: dict[int, object] = {}
     for prefix, module in model.named_modules():
+        # A place that is never set: it gives the path only.
         start = Slot(prefix, lambda: None, lambda _: None)
+        # By a list and not by recursion: structures may be deeper than Python's stack.
         waiting = list(_attributes(module, start, _REGISTERED))
         while waiting:
             slot = waiting.pop()
@@ -65,6 +68,8 @@ def tensor_slots(model: nn.Module) -> Iterator[Slot]:
             elif isinstance(value, nn.Module):
                 if id(value) not in own and _first(value, seen):
                     waiting += _attributes(value, Slot(slot.path, slot.get, slot.set, hidden=True))
+            # What cannot be changed in place is entered each time it is met: every place that holds it has to
+            # be given a new one.
             elif isinstance(value, (tuple, frozenset, weakref.ref, *_METHODS)) or _first(value, seen):
                 waiting += _inside(slot, value)
 
@@ -135,6 +140,7 @@ def _state(slot: Slot, value: object) -> Iterator[Slot]:
     for leaf, held in list(_dictionary(value).items()):
         if not _empty(held):
             yield _attribute(slot, leaf)
+    # Each class of the MRO has slots of its own; ``vars`` alone does not have their values.
     for kind in type(value).__mro__:
         named = vars(kind).get("__slots__", ())
         for leaf in (named,) if isinstance(named, str) else tuple(named):
@@ -179,6 +185,7 @@ def _key(slot: Slot, key: object) -> Slot:
 
     def put(new: object) -> None:
         held = slot.get()
+        # Emptied and filled again: a key replaced in place would go to the end.
         entries = [(new if k is now[0] else k, v) for k, v in held.items()]
         held.clear()
         held.update(entries)
@@ -205,6 +212,8 @@ def _element(slot: Slot, element: object) -> Slot:
         if isinstance(held, frozenset):
             slot.set(type(held)(new if e is now[0] else e for e in held))
         else:
+            # By identity and hash of the old element, which ``now`` remembers: the set has no other name for
+            # the place.
             held.discard(now[0])
             held.add(new)
         now[0] = new
@@ -215,6 +224,7 @@ def _element(slot: Slot, element: object) -> Slot:
 def _referent(slot: Slot) -> Slot:
     def put(new: object) -> None:
         old = slot.get()
+        # Of a ``WeakValueDictionary``, which finds the entry by the key when the value goes.
         if isinstance(old, weakref.KeyedRef):
             slot.set(weakref.KeyedRef(new, old.__callback__, old.key))
         else:
@@ -227,6 +237,7 @@ def _owner(slot: Slot) -> Slot:
     """What a method is bound to."""
 
     def put(new: object) -> None:
+        # A bound method cannot be rebound: the new object is asked for its own of that name.
         slot.set(getattr(new, slot.get().__name__))
 
     return slot.within(".__self__", lambda: slot.get().__self__, put)

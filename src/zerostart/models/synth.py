@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -29,6 +29,9 @@ from zerostart.models.registry import library_of
 from zerostart.models.shrink import scaled, tiny
 from zerostart.recipe.dtypes import spelling, torch_dtype
 from zerostart.upstream.transformers.models import ignorable_on_save, without_weights
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 _DTYPES = {
     "float32": torch.float32,
@@ -159,7 +162,7 @@ def _resized(raw: dict[str, object], size: str) -> JsonObject:
     return scaled(raw, factor)
 
 
-def _configuration(raw: dict[str, object], source: str | os.PathLike[str]) -> Any:
+def _configuration(raw: dict[str, object], source: str | os.PathLike[str]) -> PreTrainedConfig:
     import transformers
 
     model_type = raw.get("model_type")
@@ -185,13 +188,13 @@ def _chosen_dtype(name: str | None, config: object) -> torch.dtype:
     return torch.bfloat16
 
 
-def _parts(config: object) -> list[Any]:
+def _parts(config: object) -> list[PreTrainedConfig]:
     """The configuration and the ones nested in it."""
     nested = (getattr(config, name, None) for name in getattr(config, "sub_configs", ()))
     return [config, *(part for part in nested if part is not None)]
 
 
-def _model_class(config: Any) -> type[torch.nn.Module]:
+def _model_class(config: PreTrainedConfig) -> type[torch.nn.Module]:
     import transformers
 
     for name in config.architectures or ():
@@ -220,7 +223,7 @@ def _plan(
         part.dtype = dtype
     try:
         with without_weights(dtype):
-            model: Any = kind(config)
+            model: PreTrainedModel = kind(config)
     except Exception as error:
         raise BuildError(
             f"{kind.__name__} cannot be built from this configuration: {type(error).__name__}: {error}"
@@ -231,7 +234,7 @@ def _plan(
     return plan_shards(described, max_shard_size, total_parameters=parameters), parameters
 
 
-def _stored(model: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def _stored(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """The meta tensors that save_pretrained would store: nothing tied, nothing that is not to be saved."""
     library = library_of(model)
     left_out = set(library.ties(model)) | set(ignorable_on_save(model))
@@ -262,7 +265,7 @@ def _deviation(config: object) -> float:
     return 0.02
 
 
-def _write_config(config: Any, kind: type[torch.nn.Module], out: Path) -> None:
+def _write_config(config: PreTrainedConfig, kind: type[torch.nn.Module], out: Path) -> None:
     config.architectures = [kind.__name__]
     try:
         config.save_pretrained(out)

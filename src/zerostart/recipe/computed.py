@@ -17,6 +17,7 @@ import torch
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from zerostart.geometry import Box, Piece, reshape
+from zerostart.upstream.torch.types import Arguments
 
 #: Elements of a block. torch's loops take full vectors, two at a time, and give what is left at the end to
 #: another routine, which may round otherwise. A block is a multiple of any such step (two vectors of bytes,
@@ -27,7 +28,7 @@ BLOCK = 1024
 class Cut(Enum):
     """Which parts of a result can be computed without the rest, bit for bit."""
 
-    #: Any box, from the same box of the operands.
+    #: In whatever box, from the same box of the operands.
     BOXES = "boxes"
     #: Runs of the memory order that begin and end where blocks do, from the same runs of the operands.
     BLOCKS = "blocks"
@@ -95,7 +96,7 @@ class Computed:
     operands: tuple[Operand, ...] = ()
     at: tuple[int, ...] = ()
     aligned: tuple[bool, ...] = ()
-    rest: tuple[Any, ...] = ()
+    rest: Arguments = ()
     spec: TreeSpec | None = None
     output: int | None = None
     cut: Cut = Cut.BOXES

@@ -26,6 +26,7 @@ from zerostart.recipe.operators import cast
 from zerostart.recipe.refusals import by_torch, refusal
 from zerostart.recipe.values import HANDLERS, Value, compute, names_of
 from zerostart.recipe.views import KNOWN_VIEWS, SAME, Layout, Step, single_views, straight, strided_step
+from zerostart.upstream.torch.types import Arguments, Keywords
 from zerostart.upstream.torch.wrapper import shares_storage
 
 aten = torch.ops.aten
@@ -33,7 +34,7 @@ aten = torch.ops.aten
 _FILLS = {aten.fill.Scalar, aten.fill.Tensor, aten.zero.default}
 
 
-def view(cls: type[Symbol], func: OpOverload, args: Any, kwargs: Any) -> Any:
+def view(cls: type[Symbol], func: OpOverload, args: Arguments, kwargs: Keywords) -> Any:
     """What an operator gives that shows the same memory in another way.
 
     Raises ConversionError for a view that is not known.
@@ -53,9 +54,7 @@ def view(cls: type[Symbol], func: OpOverload, args: Any, kwargs: Any) -> Any:
     return views[0] if func is aten._unsafe_view.default else views
 
 
-def _viewed(
-    cls: type[Symbol], source: Any, func: OpOverload, rest: tuple[Any, ...], meta: torch.Tensor
-) -> object:
+def _viewed(cls: type[Symbol], source: Any, func: OpOverload, rest: Arguments, meta: torch.Tensor) -> object:
     layout = Layout(tuple(meta.shape), meta.stride(), int(meta.storage_offset()))
     if func in SAME:
         return cls(source.memory, source.steps, meta)
@@ -70,7 +69,7 @@ def _viewed(
     return cls(source.memory, straight(steps, source.memory.layout), meta)
 
 
-def write(cls: type[Symbol], func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
+def write(cls: type[Symbol], func: OpOverload, args: Arguments, kwargs: Keywords) -> Any:
     """What an operator gives that writes into tensors. Raises ConversionError for what cannot be followed."""
     if func is aten.copy_.default and args[0] is args[1]:
         return args[0]
@@ -142,7 +141,7 @@ def _goes_along(functional: OpOverload) -> bool:
     return bool(functional._schema.name.startswith("aten::_foreach"))
 
 
-def _written(func: OpOverload, args: Sequence[object], kwargs: dict[str, object]) -> list[Any]:
+def _written(func: OpOverload, args: Sequence[object], kwargs: Keywords) -> list[Any]:
     """The tensors that an operator writes into."""
     found: list[Any] = []
     for position, argument in enumerate(func._schema.arguments):
@@ -152,7 +151,7 @@ def _written(func: OpOverload, args: Sequence[object], kwargs: dict[str, object]
     return found
 
 
-def _given_back(func: OpOverload, args: Sequence[object], kwargs: dict[str, object]) -> Any:
+def _given_back(func: OpOverload, args: Sequence[object], kwargs: Keywords) -> Any:
     """What an operator that writes returns: the tensors that it wrote into."""
     returns = func._schema.returns
     written = _written(func, args, kwargs)
@@ -184,7 +183,7 @@ def _functional(func: OpOverload) -> Any:
     return None
 
 
-def _view_in_place(cls: type[Symbol], func: OpOverload, args: Any, kwargs: Any) -> object:
+def _view_in_place(cls: type[Symbol], func: OpOverload, args: Arguments, kwargs: Keywords) -> object:
     """An operator that makes a tensor another view of its memory, such as ``t_``."""
     target = args[0]
     if func is aten.set_.source_Tensor and _settable(cls, target, args[1]):

@@ -33,6 +33,8 @@ class Reversal:
 
 def reversal(recipes: Mapping[str, Recipe], stored: Mapping[str, TensorEntry]) -> Reversal:
     """Which of ``recipes``, by their targets' names, can be taken backwards into the tensors ``stored``."""
+    # Groups of targets that share sources are reversed together or not at all: a source is whole only when
+    # all who have elements of it give them back.
     plain = {name: _row_major(recipe, stored) for name, recipe in recipes.items()}
     reasons: dict[str, str] = {}
     kept: dict[str, Recipe] = {}
@@ -61,6 +63,7 @@ def _reason(group: Mapping[str, Recipe], stored: Mapping[str, TensorEntry]) -> s
         entry = stored.get(source)
         if entry is None or entry.strides is not None:
             return f"{source} is not stored row by row"
+        # Twice (a broadcast) or never (a slice that is dropped): neither can be written back.
         if not tiles(found, entry.numel):
             return f"not every element of {source} is in the model once"
     return None
@@ -107,6 +110,7 @@ def inverted(
 def _inverted(
     files: Mapping[str, tuple[Sequence[int], Sequence[Piece]]], shapes: Mapping[str, Sequence[int]]
 ) -> dict[str, tuple[Piece, ...]] | None:
+    # 1. By target: which file has which of its elements.
     taken: dict[str, list[tuple[str, Copy]]] = {}
     for name, (shape, pieces) in files.items():
         for copy in _copies(pieces, shape):
@@ -115,9 +119,11 @@ def _inverted(
     for target, copies in taken.items():
         shape = tuple(shapes[target])
         fragments = [(c.start, tuple((n, stride) for n, stride, _ in c.loops)) for _, c in copies]
+        # 2. Each element exactly once, over all files of the group.
         if not tiles(fragments, prod(shape)):
             return None
         try:
+            # 3. As pieces of one long row, which is then given the target's shape.
             pieces = [p for name, copy in copies for p in _backwards(copy, name, prod(files[name][0]))]
             found[target] = geometry.reshape(pieces, (prod(shape),), shape)
         except ValueError:
@@ -130,6 +136,8 @@ def _backwards(copy: Copy, name: str, numel: int) -> Iterator[Piece]:
 
     Raises ValueError where that takes too many.
     """
+    # By the stride in the tensor that is asked for: what is dense there becomes the digits of one piece, and
+    # each step of what is left a piece of its own.
     loops = sorted(copy.loops, key=lambda loop: -loop[1])
     inner: list[tuple[int, int]] = []
     length = 1
@@ -148,6 +156,7 @@ def _backwards(copy: Copy, name: str, numel: int) -> Iterator[Piece]:
 
 def _connected(sources: Mapping[str, Iterable[object]]) -> list[list[str]]:
     """Names in groups that share sources, directly or through others."""
+    # Union-find: targets and sources are nodes of one forest, told apart by their first word.
     parent: dict[object, object] = {}
 
     def root(node: object) -> object:

@@ -17,6 +17,7 @@ from zerostart.recipe.memory import Memory, Symbol
 from zerostart.recipe.refusals import by_torch, refusal
 from zerostart.recipe.strides import as_on_cpu
 from zerostart.recipe.values import Value, constant, depends_on_values, names_of
+from zerostart.upstream.torch.types import Arguments, Keywords
 from zerostart.upstream.torch.wrapper import resizable
 
 aten = torch.ops.aten
@@ -95,7 +96,7 @@ def all_constant(cls: type[Symbol], tensors: Sequence[object]) -> bool:
     return all(not isinstance(t, cls) or t.memory.is_constant for t in tensors)
 
 
-def on_meta(cls: type[Symbol], func: OpOverload, args: Any, kwargs: Any) -> Any:
+def on_meta(cls: type[Symbol], func: OpOverload, args: Arguments, kwargs: Keywords) -> Any:
     """What torch's meta kernel gives: shapes, strides, dtypes, and the errors of wrong ones.
 
     Raises ConversionError where torch cannot tell that without values.
@@ -148,7 +149,7 @@ def valued(cls: type[Symbol], values: object) -> Any:
     return mapped(values, own)
 
 
-def counted(cls: type[Symbol], func: OpOverload, args: tuple[Any, ...]) -> tuple[object, ...]:
+def counted(cls: type[Symbol], func: OpOverload, args: Arguments) -> tuple[object, ...]:
     """Arguments of an indexing operator with the masks among constant indices as the numbers of rows."""
     if func not in _INDEXED:
         return args

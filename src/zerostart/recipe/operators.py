@@ -47,6 +47,7 @@ def cast(t: Value, dtype: torch.dtype | None = None, **_: object) -> Value:
     """Note the cast; one that follows a cast which lost something has to be computed from that."""
     if dtype is None or dtype == t.dtype:
         return t
+    # The first cast is done for real, since what it lost is lost; the second is noted on its result.
     if t.rounds(dtype):
         rounded: Value = compute(aten._to_copy.default, (t,), {"dtype": t.dtype})
         t = rounded
@@ -63,6 +64,7 @@ def reshape(t: Value, size: Sequence[int]) -> Value:
     """The same elements, in row-major order, in the shape ``size``. Raises RuntimeError, as torch does."""
     target = list(size)
     if -1 in target:
+        # One size may be left out, as in torch.
         known = prod(s for s in target if s != -1)
         target[target.index(-1)] = t.numel() // known if known else 0
     if prod(target) != t.numel():
@@ -140,6 +142,7 @@ def _squeeze_dim(t: Value, dim: int) -> Value:
 def expand(t: Value, size: Sequence[int], *, implicit: bool = False) -> Value:
     """Dimensions of size 1, and missing ones, repeated to ``size``."""
     lead = len(size) - t.dim()
+    # Missing dimensions are added in front; a broadcast then repeats those of size 1.
     shape = [1] * lead + list(t.shape)
     target = [old if new == -1 else new for old, new in zip(shape, size, strict=True)]
     pieces = geometry.reshape(t.pieces, t.shape, shape)
@@ -164,6 +167,7 @@ def cat(tensors: Sequence[Value], dim: int = 0) -> Value:
     # Torch skips one-dimensional empty tensors here, for old code's sake.
     parts = [t for t in tensors if not (t.dim() == 1 and t.shape[0] == 0)] or list(tensors)
     dim = _dim(parts[0], dim)
+    # As torch does: the result has the dtype to which all are promoted.
     dtype = parts[0].dtype
     for t in parts[1:]:
         dtype = torch.promote_types(dtype, t.dtype)
@@ -200,6 +204,7 @@ def _stored(tensors: Sequence[Value]) -> frozenset[torch.dtype]:
 @_handles(aten.flip.default)
 def _flip(t: Value, dims: Sequence[int]) -> Value:
     for dim in dims if t.numel() > 1 else ():
+        # One piece for each row and no fewer: a negative stride is none that pieces have.
         rows = [slice_of(t, dim, i, i + 1) for i in reversed(range(t.shape[_dim(t, dim)]))]
         t = cat(rows, dim)
     return t
@@ -210,6 +215,7 @@ def _roll(t: Value, shifts: Sequence[int], dims: Sequence[int] = ()) -> Value:
     if not dims:
         return reshape(_roll(reshape(t, [-1]), shifts, [0]), t.shape)
     for by, dim in zip(shifts, dims, strict=True) if t.numel() else ():
+        # A roll is a cut: what lies behind it comes first.
         at = -by % t.shape[_dim(t, dim)]
         t = cat([slice_of(t, dim, at), slice_of(t, dim, 0, at)], dim)
     return t
@@ -242,6 +248,7 @@ def slice_scatter(
     if body is not None:
         shape = [*t.shape[:dim], whole * step, *t.shape[dim + 1 :]]
         rows.append(reshape(body, shape))
+    # The last written row has no whole class behind it: it and the rest of the tensor come as they are.
     rows += [slice_of(src, dim, whole), slice_of(t, dim, last)]
     return cat(rows, dim)
 
@@ -256,6 +263,7 @@ def select_scatter(t: Value, src: Value, dim: int, index: int) -> Value:
 
 @_handles(aten.constant_pad_nd.default)
 def _pad(t: Value, pad: Sequence[int], value: float = 0) -> Value:
+    # Pairs (before, after) from the last dimension to the first; negative ones crop.
     for number in range(len(pad) // 2):
         dim = t.dim() - 1 - number
         for by, after in ((pad[2 * number], False), (pad[2 * number + 1], True)):
@@ -291,6 +299,7 @@ def _index(t: Value, indices: Sequence[Value | None]) -> Value:
     given = [dim for dim, index in enumerate(indices) if index is not None]
     index = indices[given[0]]
     assert index is not None, "an index was given"
+    # Several indices, or one of several dimensions, or one out of the weights: computed, and not followed.
     if len(given) > 1 or index.dim() != 1 or _value(index) is None:
         made: Value = compute(aten.index.Tensor, (t, list(indices)), {})
         return made
@@ -312,6 +321,7 @@ def _take(t: Value, dim: int, index: Value) -> Value:
         made: Value = compute(aten.index_select.default, (t, dim, index), {})
         return made
     rows = range(t.shape[dim])
+    # A mask is the numbers of what is true in it.
     numbers = values.nonzero()[:, 0] if values.dtype in (torch.bool, torch.uint8) else values
     runs: list[tuple[int, int]] = []
     for row in (rows[int(number)] for number in numbers.tolist()):

@@ -125,6 +125,7 @@ class Coverage:
         raise CoverageError("\n".join(lines), self.missing, self.unexpected, self.mismatched)
 
     def _with_nearest(self, name: str) -> str:
+        # Bounded: the search takes a time that grows with both lists, and a message is all that it is for.
         close = get_close_matches(name, self.unexpected[:5000], n=1, cutoff=0.75)
         return f"{name} (the checkpoint has {close[0]})" if close else name
 

@@ -29,12 +29,13 @@ from zerostart.recipe.operands import (
 )
 from zerostart.recipe.refusals import by_torch, ours_are_refused, refusal
 from zerostart.recipe.values import HANDLERS, Value, compute, depends_on_values, names_of
+from zerostart.upstream.torch.types import Arguments, Keywords
 
 aten = torch.ops.aten
 
 
 @ours_are_refused
-def record(cls: type[Symbol], func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
+def record(cls: type[Symbol], func: OpOverload, args: Arguments, kwargs: Keywords) -> Any:
     """What ``func`` gives, as tensors of the class ``cls``.
 
     Raises ConversionError for what no trace can follow, and torch's own errors where torch does not accept
@@ -46,9 +47,7 @@ def record(cls: type[Symbol], func: OpOverload, args: tuple[object, ...], kwargs
     return _recorded(cls, func, args, kwargs)
 
 
-def _recorded(
-    cls: type[Symbol], func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]
-) -> object:
+def _recorded(cls: type[Symbol], func: OpOverload, args: Arguments, kwargs: Keywords) -> object:
     # The order of the questions matters: an operator that writes (`add_`) also returns an alias of what it
     # wrote, so that it would pass for a view.
     tensors = list(tensors_in((args, kwargs.values())))
@@ -62,7 +61,7 @@ def _recorded(
 
 
 def _from_outside(
-    cls: type[Symbol], func: OpOverload, args: Any, kwargs: Any, tensors: Sequence[torch.Tensor]
+    cls: type[Symbol], func: OpOverload, args: Arguments, kwargs: Keywords, tensors: Sequence[torch.Tensor]
 ) -> object:
     """An operator on tensors with elements alone, or on none; what it newly makes is a constant."""
     # Zeros, ones and the like take no memory until somebody asks for their elements: converters make tensors
@@ -80,7 +79,9 @@ def _from_outside(
     return mapped(made, functools.partial(constant_of, cls))
 
 
-def _make(cls: type[Symbol], func: OpOverload, args: Any, kwargs: Any, tensors: Sequence[Any]) -> Any:
+def _make(
+    cls: type[Symbol], func: OpOverload, args: Arguments, kwargs: Keywords, tensors: Sequence[Any]
+) -> Any:
     """An operator that makes new tensors."""
     if func is aten.is_set_to.default:
         a, b = args
@@ -111,7 +112,7 @@ def _make(cls: type[Symbol], func: OpOverload, args: Any, kwargs: Any, tensors: 
     return type(metas)(_fresh(cls, v, m) for v, m in zip(values, metas, strict=True))
 
 
-def _valued(cls: type[Symbol], func: OpOverload, args: Any, kwargs: Any, metas: Any) -> Any:
+def _valued(cls: type[Symbol], func: OpOverload, args: Arguments, kwargs: Keywords, metas: Any) -> Any:
     """The values that an operator gives."""
     handler = HANDLERS.get(func)
     args, kwargs = valued(cls, args), valued(cls, kwargs)
@@ -130,7 +131,7 @@ def _fresh(cls: type[Symbol], value: Value, meta: torch.Tensor) -> Any:
     return cls(Memory.holding(value, meta.stride()), (), meta)
 
 
-def _stack_meta(func: OpOverload, args: Any) -> torch.Tensor | None:
+def _stack_meta(func: OpOverload, args: Arguments) -> torch.Tensor | None:
     """The twin of a stack of contiguous tensors, by hundreds of them faster than torch's own."""
     if func is not aten.stack.default:
         return None

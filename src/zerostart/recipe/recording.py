@@ -16,6 +16,7 @@ from zerostart.recipe.refusals import refusal, refusals_count
 from zerostart.recipe.sealed import SEALED
 from zerostart.recipe.symbolic import SymbolicTensor, constants_become_real
 from zerostart.upstream.torch.tensors import asks_for_memory
+from zerostart.upstream.torch.types import Arguments, Keywords
 
 T = TypeVar("T")
 
@@ -27,8 +28,8 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch l
         self,
         func: OpOverload,
         types: Iterable[type],
-        args: tuple[object, ...] = (),
-        kwargs: dict[str, object] | None = None,
+        args: Arguments = (),
+        kwargs: Keywords | None = None,
     ) -> Any:
         """Record one operator."""
         return record(SymbolicTensor, func, args, kwargs or {})
@@ -41,8 +42,8 @@ class _Sealing(TorchFunctionMode):
         self,
         func: OpOverload,
         types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, object] | None = None,
+        args: Arguments = (),
+        kwargs: Keywords | None = None,
     ) -> object:
         """Call ``func``, or what takes its place."""
         name = SEALED.get(func)

@@ -25,19 +25,23 @@ def symbols_of(catalog: Catalog) -> dict[str, SymbolicTensor]:
     made: dict[str, SymbolicTensor] = {}
     storages: dict[tuple[int, int], list[TensorEntry]] = {}
     for name, tensor in catalog.weights.items():
+        # Put together of several files: no storage that others could be views of.
         if isinstance(tensor, Assembled):
             value = Value(tensor.pieces, tensor.shape, torch_dtype(tensor.dtype, tensor.name))
             made[name] = SymbolicTensor(Memory.holding(value))
         elif not tensor.numel:
             made[name] = _alone(tensor)
         else:
+            # Where the storage itself begins in the file, by which views of one storage are known.
             begin = tensor.offset - tensor.storage_offset * DTYPE_BITS[tensor.dtype] // 8
             storages.setdefault((tensor.file, begin), []).append(tensor)
     for entries in storages.values():
+        # Views of one storage that do not overlap share nothing that a write could show.
         for together in _overlapping(entries) if len(entries) > 1 else [entries]:
             made.update(_sharing(together) if len(together) > 1 else {together[0].name: _alone(together[0])})
     for name, tensor in catalog.weights.items():
         if isinstance(tensor, TensorEntry) and tensor.same_as in made:
+            # After all storages, so that the one that it is another name of is there.
             made[name] = made[tensor.same_as]
     return {name: made[name] for name in catalog.weights}
 
@@ -81,6 +85,8 @@ def _overlapping(entries: Sequence[TensorEntry]) -> Iterator[list[TensorEntry]]:
 
 def _sharing(entries: Sequence[TensorEntry]) -> Iterator[tuple[str, SymbolicTensor]]:
     """Tensors that overlap, in the order of their memory, as views of that."""
+    # Views of one memory in several dtypes: read alone each is right, a write into one is refused later by
+    # the name of the other.
     if len({entry.dtype for entry in entries}) > 1:
         for entry in entries:
             other = next(other.name for other in entries if other.dtype != entry.dtype)
@@ -90,12 +96,16 @@ def _sharing(entries: Sequence[TensorEntry]) -> Iterator[tuple[str, SymbolicTens
     parts: list[tuple[Sequence[geometry.Piece], int]] = []
     end = first
     for entry in entries:
+        # Each element of the joint memory is read once, by the first tensor that has it; of the next one only
+        # what lies behind.
         span, done = _span(entry), end - entry.storage_offset
         if span > done:
             run = geometry.whole(entry.name, (span,))
             parts.append((geometry.crop(run, 0, done, span) if done else run, span - done))
             end = entry.storage_offset + span
     dtype = torch_dtype(entries[0].dtype, entries[0].name)
+    # One row that is the whole memory; each tensor is a view of it, and keeps its own pieces for as long as
+    # nobody writes.
     pieces = geometry.concatenate(parts, 0)
     memory = Memory.holding(Value(pieces, (end - first,), dtype), offset=first)
     for entry in entries:

@@ -28,6 +28,7 @@ from zerostart.recipe.refusals import ours_are_refused, refusal
 from zerostart.recipe.sealed import Sealed
 from zerostart.recipe.values import Value, constant, names_of
 from zerostart.recipe.views import Layout, Step, straight
+from zerostart.upstream.torch.types import Arguments, Keywords
 from zerostart.upstream.torch.wrapper import become_wrapper, make_wrapper, without_dispatch
 
 _CONSTANTS: ContextVar[list[weakref.ref[SymbolicTensor]] | None] = ContextVar("constants", default=None)
@@ -224,8 +225,8 @@ class SymbolicTensor(Sealed, torch.Tensor):
         cls,
         func: OpOverload,
         types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[Any, object] | None = None,
+        args: Arguments = (),
+        kwargs: Keywords | None = None,
     ) -> object:
         """Record what ``func`` does to indices, or that it computes."""
         return record(cls, func, args, kwargs or {})

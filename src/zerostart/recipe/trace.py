@@ -31,6 +31,7 @@ from zerostart.recipe.recording import recorded
 from zerostart.recipe.refusals import refusal
 from zerostart.recipe.stored import copies_of
 from zerostart.recipe.symbolic import SymbolicTensor, settled
+from zerostart.upstream.torch.types import Arguments, Keywords
 
 
 def run_converter(
@@ -282,8 +283,8 @@ class _Copies(TorchDispatchMode):
         self,
         func: OpOverload,
         types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, object] | None = None,
+        args: Arguments = (),
+        kwargs: Keywords | None = None,
     ) -> object:
         """Note a copy; refuse what would need the values that were to be copied."""
         given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]

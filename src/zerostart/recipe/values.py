@@ -22,10 +22,11 @@ from zerostart.recipe.computed import Computed, Cut, Operand, leaves_of
 from zerostart.recipe.dtypes import holds
 from zerostart.recipe.refusals import refusal
 from zerostart.recipe.strides import as_on_cpu
+from zerostart.upstream.torch.types import Arguments, Keywords
 
 aten = torch.ops.aten
 #: By operator: what it does to values (``operators`` and ``views`` fill it).
-HANDLERS: dict[Any, Callable[..., Any]] = {}
+HANDLERS: dict[object, Callable[..., Any]] = {}
 
 
 class Value:
@@ -91,7 +92,7 @@ def constant(tensor: torch.Tensor) -> Value:
     return Value.of(Computed(None, tuple(tensor.shape), tensor.dtype, value=tensor))
 
 
-def compute(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], made: Any = None) -> Any:
+def compute(func: OpOverload, args: Arguments, kwargs: Keywords, made: Any = None) -> Any:
     """The result of an operator that does more than move elements, of arguments with values for tensors.
 
     ``made`` is what the operator gives on the meta device, where that is known. Raises ConversionError for

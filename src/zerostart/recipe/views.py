@@ -30,6 +30,7 @@ from zerostart.recipe.operators import (
 )
 from zerostart.recipe.refusals import refusal
 from zerostart.recipe.values import HANDLERS, Value, compute, constant, names_of
+from zerostart.upstream.torch.types import Arguments
 
 aten = torch.ops.aten
 #: A strided view that is made of more rows than this, or written into more runs, is computed.
@@ -60,7 +61,7 @@ class Step:
     """The view ``func`` of a value, with its further arguments; ``layout`` is that of the result."""
 
     func: OpOverload | _Strided
-    args: tuple[Any, ...]
+    args: Arguments
     layout: Layout
     dtype: torch.dtype
 
@@ -159,9 +160,7 @@ HANDLERS[aten.view_as_complex.default] = _as_complex
 HANDLERS[aten.view.dtype] = _as_dtype
 
 
-def single_views(
-    func: OpOverload, shape: Sequence[int], args: tuple[Any, ...]
-) -> list[tuple[Any, tuple[Any, ...]]]:
+def single_views(func: OpOverload, shape: Sequence[int], args: Arguments) -> list[tuple[Any, Arguments]]:
     """A view with several results as views with one each."""
     if func in (aten.unbind.int,):
         dim = args[0] if args else 0

@@ -80,9 +80,9 @@ def save_state(
         (True, {'step': 7})
     """
     check_arguments(save_state, locals())
-    from zerostart.state.resuming.save_state import save_state as save
+    from zerostart.state.resuming.save_state import write_state
 
-    return save(path, model, optimizer, extra, wait, copy_later=copy_later)
+    return write_state(path, model, optimizer, extra, wait, copy_later=copy_later)
 
 
 def load_state(
@@ -112,9 +112,9 @@ def load_state(
         [1, 'two']
     """
     check_arguments(load_state, locals())
-    from zerostart.state.resuming.load_state import load_state as restore
+    from zerostart.state.resuming.load_state import restore_state
 
-    found: Extra = restore(path, model, optimizer)
+    found: Extra = restore_state(path, model, optimizer)
     return found
 
 
@@ -166,8 +166,7 @@ def save(
         ('bias', 'weight')
     """
     with checked_arguments(save, locals()):
-        from zerostart.state.saving.save import SaveRequest
-        from zerostart.state.saving.save import save as save_model
+        from zerostart.state.saving.save import SaveRequest, save_model
 
         request = SaveRequest(
             max_shard_size, dtype_of(dtype), trainable_only, adapters_only, merge_adapters, memory_limit
@@ -195,9 +194,9 @@ def digest(model: nn.Module) -> dict[str, str]:
         (['bias', 'weight'], 32)
     """
     check_arguments(digest, locals())
-    from zerostart.state.comparing.digest import digest as digest_of
+    from zerostart.state.comparing.digest import digest_model
 
-    return digest_of(model)
+    return digest_model(model)
 
 
 def verify(path: str | os.PathLike[str]) -> Verified:
@@ -252,6 +251,6 @@ def diff(a: Comparable, b: Comparable) -> Difference:
         >>> zerostart.diff(folder, model).same
         True
     """
-    from zerostart.state.comparing.diff import diff as compare
+    from zerostart.state.comparing.diff import compare
 
     return compare(a, b)

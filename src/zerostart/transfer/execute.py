@@ -35,6 +35,7 @@ def execute(
     error of any thread stops the others and is raised here; the storages are then partly filled and of no
     use.
     """
+    # No more threads than there is work: each would take staging buffers of its own.
     threads = min(threads or 2, max(1, len(plan.reads) + len(plan.computations)))
     # The reader first: with one that gets its bytes from other ranks, these have to hear of whatever fails.
     with reader or plan.storage.reader() as source, progress, one_thread(bool(plan.computations)):
@@ -51,6 +52,8 @@ def execute(
 
 def _zero_padding(destinations: Sequence[Destination], storages: Sequence[torch.Tensor]) -> None:
     for destination, storage in zip(destinations, storages, strict=True):
+        # What follows the rank's own elements fills a partition up to the size that all ranks' have;
+        # optimizers and norms run over it, so it must not be left as it was allocated.
         if destination.owned < destination.numel:
             storage[destination.owned :].zero_()
 
@@ -82,6 +85,8 @@ class _Reading:
         # thread that is free next will ask for.
         reads = self._plan.reads
         for number, item in items:
+            # ``number`` counts computations too, which come after all reads: what lies past the last read is
+            # not announced.
             if number + self._ahead < len(reads):
                 following = reads[number + self._ahead]
                 self._reader.announce(following.file, following.offset, _rows(following))
@@ -107,9 +112,12 @@ class _Reading:
             self._reader.gather(read.file, read.offset, rows, buffer, rows.width)
 
     def _into_place(self, read: Read, targets: _Targets) -> None:
+        # One positioned read that scatters: the parts tile the read, in the order of their offsets.
         if read.rows == 1:
             self._reader.read(read.file, read.offset, [targets.place(part) for part in read.parts])
             return
+        # Rows: each lands ``step`` bytes after the one before, and what lies between belongs to other reads.
+        # ``place`` ends with the last row, so that nothing behind it can be touched.
         (part,) = read.parts
         rows, step = _rows(read), part.loops[0][2] * part.dtype.itemsize
         place = targets.place(part, (rows.count - 1) * step + rows.width)
@@ -125,6 +133,8 @@ class _Reading:
         for step in computation.steps:
             operands = [
                 rows[number].view(shape) if strides is None else rows[number].as_strided(shape, strides)
+                # Registers are 1-D: a view gives the operand the shape that it has in eager torch, and where
+                # that decides how torch computes, its strides too.
                 for number, shape, strides in step.operands
             ]
             made = step.source.evaluate(operands, step.box, step.factors).contiguous()
@@ -220,6 +230,7 @@ class Crew(Generic[T]):
 
     def _taken(self) -> Iterator[T]:
         while self._error is None:
+            # Shared by all threads, and it may be a generator, which two of them must not run at once.
             with self._lock:
                 try:
                     item = next(self._items)
@@ -254,6 +265,7 @@ class Progress:
         """Note that ``nbytes`` more have been read; called by the reading threads."""
         with self._lock:
             self.done += nbytes
+        # Outside of the lock: the bar has one of its own.
         if self._bar is not None:
             self._bar.advance(self._task, nbytes)
 

@@ -28,7 +28,9 @@ class PeakMeter:
         self.device = device
         self.interval = interval
         self.host_bytes = 0
+        #: None: the device's allocator reports no peak.
         self.device_bytes: int | None = 0
+        #: Most bytes in use that a sample saw; for peaks below the mark of before.
         self._device_seen = 0
         self._paused = False
         self._stop = threading.Event()
@@ -52,6 +54,7 @@ class PeakMeter:
             peak = peak_bytes(self.device)
             if peak is None:
                 self.device_bytes = None
+            # The mark has risen, so it was reached since; else only the samples know.
             elif peak > self._peak_before:
                 self.device_bytes = peak - self._device_before
             else:

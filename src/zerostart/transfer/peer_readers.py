@@ -71,6 +71,7 @@ class ExchangeReader(Reader):
         # Threads read alone; all messages are sent and received by the thread that calls this reader.
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="zerostart-extents")
         self._left = memoryview(b"")  # of the last message to this rank
+        #: The room that is being filled, and the threads' reads into it; None behind the last extent.
         self._ahead: tuple[torch.Tensor, list[Future[None]]] | None = None
         self._failure: BaseException | None = None
         self.read_bytes = 0  #: read by this rank, for itself and for others
@@ -172,6 +173,7 @@ class ExchangeReader(Reader):
         the message until the caller has taken them.
         """
         me, size = self._world.rank, self._world.size
+        # Where the extent cannot be read the messages still go out, of whatever lies in the room.
         reader: Reader = MemoryReader([])
         try:
             reader = self._fetched()
@@ -202,6 +204,7 @@ class ExchangeReader(Reader):
         room = self._rooms[0][: end - begin]
         # What was read into the other room has been sent: its step came before this one.
         self._rooms.reverse()
+        # Rounded up, so that there are at most as many parts as threads.
         part = -(-(end - begin) // self._threads)
         parts = [
             self._pool.submit(self._reader.read, file, begin + at, [bytes_view(room)[at : at + part]])

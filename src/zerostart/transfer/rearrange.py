@@ -29,6 +29,7 @@ def rearrange(flat: torch.Tensor, segments: Sequence[Segment], scratch: int = SC
     # 1. Push together, from the front: what lies before a part is moved already, so that nothing is
     #    overwritten that is still wanted. Each part goes with the place that it has in the new order.
     end, packed = 0, []
+    # By old start, which no two segments share.
     wanted = dict(_packed_targets(segments))
     for start, _, numel in segments:
         mover.move(start, end, numel)
@@ -78,6 +79,8 @@ def _permute(mover: _Mover, parts: Sequence[tuple[int, int]]) -> None:
         elif numel <= gap:
             # It changes places with the first of the gap, which come to lie where it was, after the rest.
             mover.swap(at, at + gap, numel)
+            # ``head`` was moved as it lay: its parts keep their targets, and are now behind the rest of the
+            # gap.
             head, tail = _cut(before, numel)
             queue = _joined(tail + head + after)
             at += numel
@@ -153,6 +156,7 @@ class _Mover:
         """Put the ``numel`` elements behind ``gap`` elements before them; the gap fits the scratch memory."""
         if self._kept is None:
             self._kept = self._flat.new_empty(self.room)
+        # ``move`` uses the other scratch buffer, so what is kept here stays.
         kept = self._kept[:gap].copy_(self._flat[at : at + gap])
         self.move(at + gap, at, numel)
         self._flat[at + numel : at + numel + gap].copy_(kept)

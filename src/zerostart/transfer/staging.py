@@ -74,6 +74,7 @@ class HostStaging:
     def put(self, part: Part, data: torch.Tensor, storage: torch.Tensor) -> None:
         """Copy one part."""
         raw = data[part.at : part.at + part.nbytes]
+        # The offset of ``data`` counts too: results of computations and registers come as views.
         if (data.storage_offset() + part.at) % part.dtype.itemsize:
             # A tensor of a coalesced read may begin at an offset that its dtype cannot be viewed at.
             raw = raw.clone()
@@ -98,6 +99,7 @@ class DeviceStaging:
         self._turn = 0
         self._host_only = HostStaging(nbytes)
         self._stream = torch.Stream(device) if self._pinned else None
+        #: Of each buffer the event after its last copy; None before the first.
         self._sent: list[torch.Event | None] = [None] * depth
 
     @cached_property
@@ -132,6 +134,7 @@ class DeviceStaging:
         if self._stream is not None:
             # One event for the whole buffer: the stream's copies are in order.
             self._sent[self._turn] = self._stream.record_event()
+        # Only here: ``view`` and ``deliver`` of one read use the same buffer.
         self._turn = (self._turn + 1) % self._depth
 
     def put(self, part: Part, data: torch.Tensor, storage: torch.Tensor) -> None:
@@ -150,6 +153,7 @@ class DeviceStaging:
             self._host_only.put(part, data, storage)
             return
         source = data[part.at : part.at + part.nbytes]
+        # As it is to be: from pinned memory straight to its place, without the buffer on the device.
         if part.dtype == storage.dtype and _one_run(part):
             place = storage[part.to : part.to + part.nbytes // part.dtype.itemsize]
             place.view(torch.uint8).copy_(source, non_blocking=self._pinned)
@@ -191,6 +195,8 @@ def copy_strided(target: torch.Tensor, to: int, source: torch.Tensor, loops: Seq
     ``target`` and ``source`` are 1-D; ``loops`` are (size, source stride, destination stride). Raises nothing
     of its own; the caller has checked the bounds.
     """
+    # An accelerator has kernels of its own for this; on the host a plain strided copy of a transposition
+    # misses the cache at nearly every element.
     turned = _transposition(loops) if source.device.type == target.device.type == "cpu" else None
     with torch.no_grad():
         if turned is None:
@@ -227,6 +233,7 @@ def _transpose(target: torch.Tensor, source: torch.Tensor) -> None:
     torch transposes well from a dense block to a dense block, so each block is made dense on either side.
     """
     rows, columns = source.shape
+    # Two blocks, each within the second-level cache: the source's rows made dense, and their transpose.
     width = BLOCK // (SIDE * source.itemsize)
     room = source.new_empty(2, SIDE * width)
     for i in range(0, rows, SIDE):

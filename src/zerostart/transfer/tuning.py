@@ -120,13 +120,16 @@ def tune(
     reads none.
     """
     ranks = ranks or local_ranks()
+    # A rank reads with processors of one NUMA node at most.
     share = max(1, math.floor(min(cores() / ranks, cores_of_node())))
     depth = 2 if staged_on_device else 1
     found = storage.residency()
     cold = (found.resident or 0.0) < WARM
     if not cold:
+        # 1. Warm: reads are copies by processors, of which this rank has its share.
         threads = max(2, min(8, share))
     else:
+        # 2. Cold: the queue of the disk or the network file system is shared by the ranks of the machine.
         threads = max(4, min(8, (NETWORK_DEPTH if found.remote else DISK_DEPTH) // ranks))
     tuning = Tuning(
         threads=threads,
@@ -147,10 +150,14 @@ def tune(
 
 def _within(tuning: Tuning, computes: bool, limit: int | None, chunk_size: int | None, ranks: int) -> Tuning:
     """The setting cut down until its buffers are within the limit."""
+    # Without a limit an eighth of the free memory, shared by the machine's ranks, and never more than the
+    # ring.
     most = limit if limit is not None else min(RING, max(4 * MiB, available_memory() // 8 // ranks))
     threads, direct, chunk = tuning.threads, tuning.direct, tuning.chunk_size
     depth = tuning.depth if most >= (tuning.depth + computes) * MIN_CHUNK else 1
     chunks = depth + computes  # of each thread
+    # Direct reads need an aligned buffer more for each thread; where that leaves too little for chunks, they
+    # are given up first.
     if direct and most < threads * (BOUNCE_BYTES + chunks * MIN_CHUNK):
         direct = False
     room = most - threads * BOUNCE_BYTES * direct
@@ -160,6 +167,7 @@ def _within(tuning: Tuning, computes: bool, limit: int | None, chunk_size: int |
         each = each // MiB * MiB if each >= MiB else min(MiB, room // chunks)
         chunk = min(chunk, max(MIN_CHUNK, each))
     elif limit is not None:
+        # A chunk that the caller asked for is cut down only for a limit that the caller set as well.
         chunk = max(MIN_CHUNK, min(chunk, room // chunks))
     if chunk_size is None or limit is not None:
         threads = max(1, min(threads, room // (chunks * chunk)))

@@ -97,6 +97,7 @@ class _Writing:
                 place = (write.first + first) * width
                 self._writer.write_rows(write.name, span, place, count * width, step * width, rows)
             if self._noted is not None:
+                # Rows as they are in the file, gaps left out, and without a copy.
                 seen = data.as_strided((rows, count), (step, 1), int(data.storage_offset()) + first)
                 self._noted(write.name, write.first + first, step, seen)
 
@@ -108,12 +109,16 @@ class _Writing:
         if write.direct:
             (part,) = write.parts
             data = self._storages[part.target].elements(part.to, write.count)
+            # Written, or summed, from where it lies. What goes round the page cache has to lie in its page of
+            # memory as in its page of the file, which only ``room`` sees to.
             if self._writer is None or not self._writer.goes_round(data.nbytes):
                 return data
             return room.elements(write.span, write.dtype, lead).copy_(data)
         data = room.elements(write.span, write.dtype, lead)
         with torch.no_grad():
             for part in write.parts:
+                # A write is a read run backwards: the storage is the source here, the file's window the
+                # destination.
                 loops = [(size, local, far) for size, far, local in part.loops]
                 at = part.at // part.dtype.itemsize
                 count = 1 + sum((size - 1) * local for size, local, _ in loops)

@@ -21,7 +21,7 @@ from torch import nn
 
 from zerostart.errors import UnsupportedVersionError
 from zerostart.upstream.registry import PatchPoint, Touched, misfit
-from zerostart.upstream.shapes import found
+from zerostart.upstream.shapes import Function, found
 
 # Reentrant: a garbage collection inside a locked section may run a finalizer, which closes patches here.
 _lock = threading.RLock()
@@ -47,7 +47,7 @@ def active() -> tuple[PatchPoint, ...]:
 
 
 @contextlib.contextmanager
-def replaced(point: PatchPoint, owner: Any, name: str, new: Any) -> Iterator[None]:
+def replaced(point: PatchPoint, owner: object, name: str, new: object) -> Iterator[None]:
     """Inside, ``owner.name`` is ``new``: of a module, a class, or a single object.
 
     What somebody else has put over ours by the end stays. Of several of ours the first may end first: what it
@@ -120,7 +120,7 @@ class Ticket:
     def __deepcopy__(self, memo: object) -> Ticket:
         return self
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[object, ...]:
         # A pickle of a mark is loaded where nothing is replaced: it is to hold nothing there.
         return type(None), ()
 
@@ -223,7 +223,7 @@ def _refuse(stack: ExitStack, patches: RefCountedPatches, point: PatchPoint, tex
         inner = getattr(original, "__func__", original)
         if not callable(inner):
             continue
-        new: Any = _refusing(inner, patches, text, of_object=not inspect.ismodule(owner))
+        new: object = _refusing(inner, patches, text, of_object=not inspect.ismodule(owner))
         if inspect.ismodule(owner):
             stack.enter_context(replaced_wherever_imported(point, name, original, new))
         else:
@@ -232,7 +232,7 @@ def _refuse(stack: ExitStack, patches: RefCountedPatches, point: PatchPoint, tex
             stack.enter_context(replaced(point, owner, name, type(original)(new) if bound else new))
 
 
-def _refusing(original: Any, patches: RefCountedPatches, text: str, of_object: bool) -> object:
+def _refusing(original: Function, patches: RefCountedPatches, text: str, of_object: bool) -> Function:
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> object:
         if _concerns((*args, *kwargs.values()), patches, of_object):

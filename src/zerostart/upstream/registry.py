@@ -18,6 +18,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from zerostart.errors import UnsupportedVersionError
@@ -152,7 +153,7 @@ def _tell_unknown() -> None:
 
 def is_first_rank() -> bool:
     """Whether a person is told by this process: it is rank 0, or alone."""
-    dist: Any = sys.modules.get("torch.distributed")
+    dist: ModuleType | None = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_available() and dist.is_initialized():
         return bool(dist.get_rank() == 0)
     return os.environ.get("RANK", "0") == "0"

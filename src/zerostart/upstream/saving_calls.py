@@ -16,7 +16,7 @@ from typing import Any
 from zerostart.upstream.on_import import enter_when_imported
 from zerostart.upstream.patches import RefCountedPatches, fits, replaced
 from zerostart.upstream.registry import Lasts, PatchPoint
-from zerostart.upstream.shapes import Shape, found
+from zerostart.upstream.shapes import Function, Shape, found
 from zerostart.upstream.versions import ACCELERATE, DEEPSPEED, DIFFSYNTH, DIFFUSERS, PEFT, TRANSFORMERS
 
 _MODEL = "transformers.modeling_utils:PreTrainedModel"
@@ -323,7 +323,7 @@ def _called(point: PatchPoint) -> list[str]:
     return [f"{point.owner.rpartition(':')[2]}.{name}" for name in point.names]
 
 
-def _sent(original: Any, replacement: Replacement) -> object:
+def _sent(original: Function, replacement: Replacement) -> Function:
     signature = inspect.signature(original)
     rest = next((n for n, p in signature.parameters.items() if p.kind is p.VAR_KEYWORD), None)
 

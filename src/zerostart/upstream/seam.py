@@ -22,6 +22,7 @@ import torch
 
 from zerostart.errors import BuildError
 from zerostart.upstream.patches import RefCountedPatches
+from zerostart.upstream.shapes import Function
 
 #: Missing and unexpected names, and (name, shape in the checkpoint, shape in the model) of mismatched ones.
 Findings = tuple[set[str], set[str], set[tuple[str, tuple[int, ...], tuple[int, ...]]]]
@@ -90,7 +91,7 @@ class LoadingSeam(RefCountedPatches, Generic[Call]):
         call = self.innermost()
         return None if call is None or call.model is not None else call
 
-    def from_pretrained(self, original: Callable[..., Any]) -> Any:
+    def from_pretrained(self, original: Function) -> object:
         """The class method that stands in the place of ``original``, its function."""
 
         @functools.wraps(original)

@@ -18,9 +18,12 @@ import importlib
 import inspect
 import linecache
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
+
+#: A function of another library, or what stands in its place: with the signature of that one.
+Function: TypeAlias = Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,7 @@ class Shape:
             wrong = _judged(self, function)
         return f"{_plain(self.of)} is not as it was: {wrong}" if wrong else ""
 
-    def _arguments(self, function: Any) -> str:
+    def _arguments(self, function: Function) -> str:
         given = [name for name in inspect.signature(function).parameters if name not in ("self", "cls")]
         if tuple(given[: len(self.leads)]) != self.leads:
             return f"it takes ({', '.join(given)}), not ({', '.join(self.leads)}, ...)"
@@ -64,7 +67,7 @@ def found(path: str) -> Any:
     return functools.reduce(getattr, names.split(".") if names else (), importlib.import_module(module))
 
 
-def _unwrapped(function: Any) -> object:
+def _unwrapped(function: Any) -> Any:
     """What is inside a function's wrappers, of which some leave no ``__wrapped__`` but have ``func``."""
     function = inspect.unwrap(getattr(function, "__func__", function))
     code = getattr(function, "__code__", None)
@@ -95,7 +98,7 @@ def _plain(path: str) -> str:
 
 
 @functools.lru_cache(maxsize=1024)
-def _judged(shape: Shape, function: Any) -> str:
+def _judged(shape: Shape, function: Function) -> str:
     """What is otherwise in the function's body, which is read once a process."""
     try:
         nodes = _nodes(function)
@@ -133,7 +136,7 @@ _Place = tuple[int, int]
 
 
 @functools.lru_cache(maxsize=16)
-def _nodes(function: object) -> Mapping[type, Sequence[tuple[_Place, ast.AST]]]:
+def _nodes(function: Function) -> Mapping[type, Sequence[tuple[_Place, ast.AST]]]:
     """Statements and expressions of the function's source by their kind, from its beginning to its end."""
     found: dict[type, list[tuple[_Place, ast.AST]]] = {}
     for node in ast.walk(_parsed(function)):
@@ -143,7 +146,7 @@ def _nodes(function: object) -> Mapping[type, Sequence[tuple[_Place, ast.AST]]]:
     return {kind: sorted(nodes, key=lambda pair: pair[0]) for kind, nodes in found.items()}
 
 
-def _parsed(function: Any) -> ast.AST:
+def _parsed(function: Function) -> ast.AST:
     """The syntax tree of the function, whose last line is told by its code and the indentation.
 
     ``inspect.getsource`` finds it by tokens, which takes longer than all else here; what cannot be parsed so,

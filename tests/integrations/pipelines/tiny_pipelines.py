@@ -8,6 +8,7 @@ import torch
 
 from tests.conformance.checkpoints import randomise
 from tests.conformance.diffusion_suite import family
+from tests.diffusion.components import COMPONENTS
 
 WORDS = ("<pad>", "<s>", "</s>", "<unk>", "a", "cat", "sees", "the", "sea", "and", "sleeps", "user", "prompt")
 VOCABULARY = 120
@@ -24,6 +25,8 @@ CALLS: Mapping[str, Mapping[str, Any]] = {
         "text_encoder_out_layers": (1, 2, 3),
     },
     "z_image": {"height": 16, "width": 16, "max_sequence_length": 12},
+    "hunyuan_video": {"height": 16, "width": 16, "num_frames": 5, "max_sequence_length": 12},
+    "ltx2": {"height": 32, "width": 32, "num_frames": 9, "max_sequence_length": 12},
 }
 
 
@@ -53,6 +56,12 @@ def component(key: str, **changes: Any) -> Any:
 
     one = family(key)
     return getattr(diffusers, one.kind).from_config({**one.config, **changes})
+
+
+def part(key: str, **changes: Any) -> Any:
+    """A component of ``tests/diffusion/components.py``."""
+    one = COMPONENTS[key]
+    return one.find().from_config({**one.config, **changes})
 
 
 def scheduler(**settings: Any) -> Any:
@@ -188,6 +197,75 @@ def z_image() -> Any:
     )
 
 
+def hunyuan_video() -> Any:
+    """Of a text the tokenizer gives as many words with the template as the released one, but for four."""
+    import diffusers
+    from transformers import CLIPTextConfig, CLIPTextModel, LlamaConfig, LlamaModel
+
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2}
+    clip = CLIPTextConfig(vocab_size=VOCABULARY, **{**sizes, "hidden_size": 20})
+    return diffusers.HunyuanVideoPipeline(
+        tokenizer=tokenizer(),
+        tokenizer_2=tokenizer(),
+        text_encoder=LlamaModel(LlamaConfig(vocab_size=VOCABULARY, **sizes)),
+        text_encoder_2=CLIPTextModel(clip),
+        vae=part("hunyuan-video vae"),
+        scheduler=scheduler(shift=7.0),
+        transformer=part("hunyuan-video"),
+    )
+
+
+def ltx2() -> Any:
+    """With sound: of spectrograms of 8 bands, which are 2 of 2 channels in its latents."""
+    import diffusers
+    from diffusers.pipelines.ltx2 import LTX2TextConnectors, LTX2Vocoder
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+
+    text = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+    }
+    vision = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"image_size": 16, "patch_size": 8}
+    gemma = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    heads = {"num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 1, "num_learnable_registers": 4}
+    connectors = {f"{kind}_connector_{name}": n for kind in ("video", "audio") for name, n in heads.items()}
+    sound = diffusers.AutoencoderKLLTX2Audio(
+        base_channels=4,
+        ch_mult=(1, 1, 1),
+        num_res_blocks=1,
+        resolution=32,
+        latent_channels=2,
+        mel_bins=8,
+    )
+    return diffusers.LTX2Pipeline(
+        tokenizer=tokenizer(),
+        text_encoder=Gemma3ForConditionalGeneration(gemma),
+        connectors=LTX2TextConnectors(
+            caption_channels=16, text_proj_in_factor=3, connector_rope_base_seq_len=32, **connectors
+        ),
+        vae=part("ltx-2 vae"),
+        audio_vae=sound,
+        vocoder=LTX2Vocoder(
+            in_channels=16,
+            hidden_channels=8,
+            upsample_kernel_sizes=[4, 4],
+            upsample_factors=[2, 2],
+            resnet_kernel_sizes=[3],
+            resnet_dilations=[[1, 3, 5]],
+        ),
+        scheduler=scheduler(
+            use_dynamic_shifting=True, base_shift=0.95, max_shift=2.05, base_image_seq_len=1024
+        ),
+        transformer=part("ltx-2"),
+    )
+
+
 FAMILIES: Mapping[str, Callable[[], Any]] = {
     "wan": wan,
     "wan_of_two": wan_of_two,
@@ -195,6 +273,8 @@ FAMILIES: Mapping[str, Callable[[], Any]] = {
     "flux": flux,
     "flux2": flux2,
     "z_image": z_image,
+    "hunyuan_video": hunyuan_video,
+    "ltx2": ltx2,
 }
 
 
@@ -206,7 +286,7 @@ def make_pipeline(key: str, path: Path) -> Path:
         if isinstance(part, torch.nn.Module):
             randomise(part)
             for name, buffer in part.named_buffers():
-                if name.endswith("running_var"):
-                    buffer.abs_()  # of which roots are taken
+                if name.endswith(("running_var", "latents_std")):
+                    buffer.abs_()  # of which roots are taken, or by which others are divided
     made.save_pretrained(path)
     return path

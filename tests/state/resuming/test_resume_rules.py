@@ -13,7 +13,7 @@ import zerostart
 from tests.parity import checkpoint
 from tests.ranks import run_ranks
 from tests.state.resuming.trainings import FSDP2, OFFLOADED, RATE, ZERO, Case, Run, batch
-from zerostart.state.resuming.load_state import load_state
+from zerostart.state.resuming.load_state import restore_state
 
 
 def window(path: Path, cases: dict[str, Case], folder: Path) -> list[str]:
@@ -31,7 +31,7 @@ def window(path: Path, cases: dict[str, Case], folder: Path) -> list[str]:
         zerostart.load_state(place, *run.state)
         found = run.step(1, range(1, 3)) + run.step(2)
         if case.engine == "deepspeed":  # without gradients no window goes on: the next one begins
-            load_state(place, run.state[0], None, stepped=False)
+            restore_state(place, run.state[0], None, stepped=False)
             if run.state[0].micro_steps % case.accumulate:
                 wrong.append(f"{name}: {run.state[0].micro_steps} of a window without gradients")
         run.end()

@@ -92,6 +92,8 @@ PIPELINES = {
     "flux": "FluxPipeline",
     "flux2": "Flux2Pipeline",
     "z-image": "ZImagePipeline",
+    "hunyuan-video": "HunyuanVideoPipeline",
+    "ltx2": "LTX2Pipeline",
 }
 
 

@@ -73,6 +73,7 @@ class Case:
     expected: Callable[[Any, str, Row, int], Mapping[str, torch.Tensor]]
     size: tuple[int, int] = (16, 16)
     sizes: Mapping[str, Any] | None = None
+    frames: int = 5
 
 
 def wan_latents(pipe: Any, video: list[Any], number: int) -> torch.Tensor:
@@ -187,6 +188,32 @@ def z_image(pipe: Any, prompt: str, row: Row, number: int) -> Mapping[str, torch
     }
 
 
+def hunyuan_video(pipe: Any, prompt: str, row: Row, number: int) -> Mapping[str, torch.Tensor]:
+    call = {"height": 16, "width": 16, "num_frames": 5, "max_sequence_length": 24}
+    _, given = fed(pipe, prompt=prompt, **call)
+    posterior = pipe.vae.encode(pipe.video_processor.preprocess_video(row["video"])).latent_dist
+    return {
+        "latents": posterior.sample(drawn(number))[0] * pipe.vae.config.scaling_factor,
+        "prompt_embeds": given["encoder_hidden_states"][0],
+        "pooled_prompt_embeds": given["pooled_projections"][0],
+        "prompt_attention_mask": given["encoder_attention_mask"][0].long(),
+    }
+
+
+def ltx2(pipe: Any, prompt: str, row: Row, number: int) -> Mapping[str, torch.Tensor]:
+    call = {"height": 32, "width": 32, "num_frames": 9, "max_sequence_length": 24}
+    _, given = fed(pipe, prompt=prompt, guidance_scale=1.0, audio_guidance_scale=1.0, **call)
+    vae = pipe.vae
+    sample = vae.encode(pipe.video_processor.preprocess_video(row["video"])).latent_dist.sample(drawn(number))
+    embeds = [given["encoder_hidden_states"], given["audio_encoder_hidden_states"]]
+    return {
+        "latents": pipe._normalize_latents(sample, vae.latents_mean, vae.latents_std)[0],
+        "prompt_embeds": torch.cat(embeds, dim=-1)[0],
+        "prompt_attention_mask": given["encoder_attention_mask"][0],
+        "frame_rate": torch.tensor(given["fps"], dtype=torch.float64),
+    }
+
+
 OWN = {"reference_image": {"kind": "images", "size": "item"}}
 CASES = {
     "wan": Case({"video": "video"}, wan),
@@ -205,6 +232,8 @@ CASES = {
     ),
     "flux2_klein": Case({"image": "image", "edit_image": "images"}, flux2, size=(64, 64)),
     "z_image": Case({"image": "image"}, z_image),
+    "hunyuan_video": Case({"video": "video"}, hunyuan_video),
+    "ltx2": Case({"video": "video"}, ltx2, size=(32, 32), frames=9),
 }
 
 
@@ -229,7 +258,7 @@ def test_a_family_is_encoded_as_its_pipeline_does(name: str, tmp_path: Path) -> 
     if name.startswith(("wan_i2v", "wan_vace")):
         pytest.importorskip("ftfy", reason="diffusers' pipelines of these classes cannot do without it")
     pipeline = make(name.partition(" ")[0], tmp_path / "pipeline")
-    media = write_media(tmp_path / "media", case.columns, [case.size] * rows)
+    media = write_media(tmp_path / "media", case.columns, [case.size] * rows, case.frames)
     media["columns"] = {**dict.fromkeys(case.columns), **(case.sizes or {})}
     media["columns"] = {column: value or column for column, value in media["columns"].items()}
     length = 512 if name.startswith("wan_i2v") else 12 if name.startswith("wan") else 24

@@ -23,6 +23,8 @@ FAMILIES = {
     "flux": ("flux.1", (1, 8, 8), 32, (8,)),
     "flux2": ("flux.2 dev", (4, 4, 4), 32, (8,)),
     "z-image": ("z-image", (16, 8, 8), 16, (6, 9, 4)),
+    "hunyuan-video": ("hunyuan-video", (4, 2, 4, 4), 16, (6,)),
+    "ltx2": ("ltx-2", (4, 2, 2, 4), 32, (6,)),  # for the video and for the sound 16 each
 }
 
 
@@ -42,6 +44,10 @@ def examples(family: str, count: int, sizes: int = 1) -> list[dict[str, torch.Te
         }
         if family == "flux":
             item["pooled_prompt_embeds"] = noise(32, seed=200 + number)
+        if family == "hunyuan-video":
+            item["pooled_prompt_embeds"] = noise(20, seed=200 + number)
+        if family in ("hunyuan-video", "ltx2"):
+            item["prompt_attention_mask"] = (torch.arange(length) < length - number % 3).long()
         made.append(item)
     return made
 
@@ -191,6 +197,12 @@ def velocity(family: str, model, x: torch.Tensor, t: float, item: dict[str, torc
         sides = [[(1, height // 2, width // 2)]]
         out = model(tokens, text, None, time, sides, return_dict=False)[0]
         return kind._unpack_latents(out, height * 8, width * 8, 8)[0][:, 0]
+    if family == "hunyuan-video":
+        mask, pooled = item["prompt_attention_mask"][None], item["pooled_prompt_embeds"][None]
+        told = torch.tensor([1.0]) * 1000.0
+        return model(x, time * 1000, text, mask, pooled, told, return_dict=False)[0][0]
+    if family == "ltx2":
+        return ltx2(model, x, time * 1000, text, item["prompt_attention_mask"][None])
     kind = diffusers.FluxPipeline
     tokens = kind._pack_latents(x, 1, x.shape[1], height, width)
     ids = kind._prepare_latent_image_ids(1, height // 2, width // 2, "cpu", torch.float32)
@@ -198,6 +210,37 @@ def velocity(family: str, model, x: torch.Tensor, t: float, item: dict[str, torc
     pooled = item["pooled_prompt_embeds"][None]
     out = model(tokens, text, pooled, time, ids, words, torch.ones(1), return_dict=False)[0]
     return kind._unpack_latents(out, height * 8, width * 8, 8)[0]
+
+
+def ltx2(model, x, time, text, mask) -> torch.Tensor:
+    """The call of the pipeline for its guidance by modality; what the sound is makes no difference."""
+    import diffusers
+
+    kind = diffusers.LTX2Pipeline
+    _, _, frames, height, width = x.shape
+    sound = noise(1, 7, model.config.audio_in_channels, seed=9)
+    video, audio = text.chunk(2, dim=-1)
+    out = model(
+        kind._pack_latents(x),
+        sound,
+        video,
+        audio,
+        timestep=time,
+        sigma=time,
+        encoder_attention_mask=mask,
+        audio_encoder_attention_mask=mask,
+        num_frames=frames,
+        height=height,
+        width=width,
+        fps=24.0,
+        audio_num_frames=7,
+        video_coords=model.rope.prepare_video_coords(1, frames, height, width, x.device, fps=24.0),
+        audio_coords=model.audio_rope.prepare_audio_coords(1, 7, x.device),
+        isolate_modalities=True,
+        use_cross_timestep=True,
+        return_dict=False,
+    )[0]
+    return kind._unpack_latents(out, frames, height, width)[0]
 
 
 def train_alone(values: dict, family: str, steps: list) -> tuple[list[float], dict[str, torch.Tensor]]:

@@ -28,6 +28,13 @@ PIPELINES: dict[str, tuple[str, str, dict[str, Any], str, dict[str, Any]]] = {
         _EULER,
         {"height": 16},
     ),
+    "hunyuan-video": (
+        "HunyuanVideoPipeline",
+        "hunyuan-video vae",
+        {},
+        _EULER,
+        {"height": 32, "num_frames": 5},
+    ),
 }
 
 
@@ -50,7 +57,8 @@ def save_pipeline(folder: Path, family: str) -> Path:
 
 def _absent(family: str) -> dict[str, None]:
     """What a pipeline is without."""
-    names = ["text_encoder", "tokenizer", *(["text_encoder_2", "tokenizer_2"] if family == "flux" else [])]
+    two = family in ("flux", "hunyuan-video")
+    names = ["text_encoder", "tokenizer", *(["text_encoder_2", "tokenizer_2"] if two else [])]
     more = ["image_encoder", "feature_extractor"] if family == "flux" else []
     return dict.fromkeys([*names, *more])
 
@@ -67,7 +75,9 @@ def drawn_by(folder: Any, family: str, weights: dict[str, torch.Tensor] | None =
     item = examples(family, 1)[0]
     text = item["prompt_embeds"]
     given: dict[str, Any] = {"prompt_embeds": [text] if family == "z-image" else text[None]}
-    if family == "flux":
+    if family == "hunyuan-video":
+        given["prompt_attention_mask"] = item["prompt_attention_mask"][None]
+    if family in ("flux", "hunyuan-video"):
         given["pooled_prompt_embeds"] = item["pooled_prompt_embeds"][None]
     if family == "wan":
         given["negative_prompt_embeds"] = noise(*text.shape, seed=77)[None]
@@ -81,4 +91,4 @@ def drawn_by(folder: Any, family: str, weights: dict[str, torch.Tensor] | None =
         generator=torch.Generator().manual_seed(5),
         output_type="pt",
     )
-    return result.frames if family == "wan" else result.images
+    return result.frames if "num_frames" in size else result.images

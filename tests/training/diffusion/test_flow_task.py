@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.diffusion.components import COMPONENTS
+from tests.integrations.pipelines import tiny_pipelines as tiny
 from tests.training.diffusion.flow_items import FAMILIES, build, configured, examples, noise, velocity
 from zerostart.errors import CheckpointError, ConfigError
 from zerostart.training import Task, register_task
@@ -39,6 +40,50 @@ def test_a_transformer_is_called_as_by_its_pipeline(name):
         found = kind.velocity(model, latents, t, kind.conditions(items), 1.0)
         for one, item, x, at in zip(found, items, latents, t.tolist(), strict=True):
             torch.testing.assert_close(one, velocity(name, model, x, at, item), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("name", "key"), [("hunyuan-video", "hunyuan_video"), ("ltx2", "ltx2")])
+def test_a_transformer_gets_what_its_pipeline_feeds_it(name, key):
+    """Of LTX-2 in the call in which the video does not look at the sound, whose noise differs here."""
+    torch.manual_seed(7)
+    pipe, calls = tiny.FAMILIES[key](), []
+    pipe.set_progress_bar_config(disable=True)
+    model, kind = pipe.transformer, KINDS[name](pipe.transformer.config)
+    model.register_forward_hook(lambda _, __, given, made: calls.append((given, made[0])), with_kwargs=True)
+    seed = torch.Generator().manual_seed(1)
+    pipe("a cat", num_inference_steps=2, generator=seed, output_type="latent", **tiny.CALLS[key])
+    fed = [call for call in calls if call[0].get("isolate_modalities", True)]
+    for given, made in fed:
+        item = {"prompt_embeds": given["encoder_hidden_states"][0], "latents": given["hidden_states"][0]}
+        item["prompt_attention_mask"] = given["encoder_attention_mask"][0]
+        if name == "ltx2":
+            embeds = [item["prompt_embeds"], given["audio_encoder_hidden_states"][0]]
+            item["prompt_embeds"] = torch.cat(embeds, dim=-1)
+            sizes = [given[size] for size in ("num_frames", "height", "width")]
+            item["latents"] = pipe._unpack_latents(given["hidden_states"], *sizes)[0]
+        else:
+            item["pooled_prompt_embeds"] = given["pooled_projections"][0]
+        with torch.no_grad():
+            times = given["timestep"] / 1000
+            found = kind.velocity(model, item["latents"][None], times, kind.conditions([item]), 6.0)
+        ours, own = calls.pop()
+        assert found.shape == item["latents"][None].shape
+        torch.testing.assert_close(own, made, rtol=1e-5, atol=1e-5)
+        told = {key: value for key, value in given.items() if value is not None and "audio" not in key}
+        told.pop("video_coords", None)  # which the transformer makes of sizes and frame rate
+        torch.testing.assert_close({key: ours[key] for key in told}, told, check_dtype=False)
+    assert len(fed) == 2
+
+
+def test_frame_rates_of_one_batch_are_one():
+    kind, items = family("ltx2")[0], examples("ltx2", 2)
+    told = [{**one, "frame_rate": torch.tensor(rate)} for one, rate in zip(items, (24.0, 30.0), strict=True)]
+    assert kind.conditions(told[1:])["frame_rate"] == 30.0
+    assert kind.conditions(items)["frame_rate"] == 24.0
+    with pytest.raises(ConfigError, match=r"have 24\.0 and 30\.0 frames a second"):
+        kind.conditions(told)
+    with pytest.raises(ConfigError, match=r"prompt_embeds of width 16, but the transformer takes 32"):
+        kind.conditions([{**items[0], "prompt_embeds": noise(6, 16, seed=1)}])
 
 
 def test_pictures_that_an_example_starts_from():

@@ -34,10 +34,19 @@ def _encoded(pipe: Any, text: str) -> dict[str, torch.Tensor]:
         case "QwenImagePipeline":
             mask = torch.ones(found[0].shape[1], dtype=torch.int64) if found[1] is None else found[1][0]
             return {"prompt_embeds": found[0][0], "prompt_embeds_mask": mask}
+        case "HunyuanVideoPipeline":
+            names = ("prompt_embeds", "pooled_prompt_embeds", "prompt_attention_mask")
+            return {name: one[0] for name, one in zip(names, found, strict=True)}
+        case "LTX2Pipeline":
+            with torch.no_grad():
+                video, audio, mask = pipe.connectors(*found[:2])
+            return {"prompt_embeds": torch.cat([video, audio], -1)[0], "prompt_attention_mask": mask[0]}
     return {"prompt_embeds": found[0][0]}
 
 
-_OPTIONS = {name: {"do_classifier_free_guidance": False} for name in ("WanPipeline", "ZImagePipeline")}
+_OPTIONS = {
+    name: {"do_classifier_free_guidance": False} for name in ("WanPipeline", "ZImagePipeline", "LTX2Pipeline")
+}
 
 
 class Examples:
@@ -73,7 +82,7 @@ class Drawn(FlowMatching):
     def items(self, world: Any) -> Any:
         config = self.where.config
         channels = int(config["in_channels"]) // (4 if config["_class_name"] in PACKED else 1)
-        frames = (2,) * (config["_class_name"] == "WanTransformer3DModel")
+        frames = (2,) * ("3D" in config["_class_name"])
         return self.numbered(Examples(Path(self.config.model.source), (channels, *frames, 4, 4)))
 
 

@@ -78,7 +78,9 @@ def check_alike(found: list[torch.Tensor], expected: list[torch.Tensor], within:
         assert float((one - other).abs().max()) <= within
 
 
-def compare_with_diffusers(key: str, path: Path, engine: str, root: Path, size: dict[str, Any]) -> None:
+def compare_with_diffusers(
+    key: str, path: Path, engine: str, root: Path, size: dict[str, Any], **call: Any
+) -> None:
     """Pictures before and after, on two ranks; and the losses of a run that draws none."""
     with_samples = configured(path, engine, root / "drawing", every=2, **size)
     run_ranks(run, 2, with_samples)
@@ -88,8 +90,8 @@ def compare_with_diffusers(key: str, path: Path, engine: str, root: Path, size: 
     steps = [f"step-{step:08d}" for step in (0, 2, 3)]
     assert sorted(folder.name for folder in drawn.iterdir()) == steps
     before, _, after = (pictures(drawn / step) for step in steps)
-    check_alike(before, by_diffusers(path, key, None))
-    check_alike(after, by_diffusers(path, key, root / "drawing"))
+    check_alike(before, by_diffusers(path, key, None, **call))
+    check_alike(after, by_diffusers(path, key, root / "drawing", **call))
     assert not all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
     assert min(float(one.std()) for one in before) > 0.01
 
@@ -114,6 +116,18 @@ def test_samples_of_other_families(key: str, engine: str, tmp_path: Path) -> Non
     path = encode(make_pipeline(key, tmp_path / "pipeline"), *PROMPTS)
     away = {"negative_prompt": CALLS[key].get("negative_prompt", "")}
     compare_with_diffusers(key, path, engine, tmp_path, {"height": 16, "width": 16, **away})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("key", "engine"), [("hunyuan_video", "ZeRO-3"), ("ltx2", "FSDP2"), ("ltx2", "ZeRO-3")]
+)
+def test_samples_of_videos(key: str, engine: str, tmp_path: Path) -> None:
+    """Of one frame, whose file loses nothing; of LTX-2 the pipeline draws the sound along with it."""
+    path = encode(make_pipeline(key, tmp_path / "pipeline"), *PROMPTS)
+    side = CALLS[key]["height"]
+    size = {"height": side, "width": side, "num_frames": 1}
+    compare_with_diffusers(key, path, engine, tmp_path, size, num_frames=1)
 
 
 @pytest.mark.slow

@@ -74,9 +74,12 @@ def from_runs(
     parts: list[tuple[tuple[Piece, ...], int]] = []
     have = 0
     for entry, first, count in runs:
+        # The last run may go on into padding, or into the next parameter of a flat buffer.
         count = min(count, total - have)
         if count > 0:
             _check_dtype(name, dtype, entry)
+            # Before a piece is made of it: a truncated file is named here, and not met in the middle of a
+            # read.
             if first + count > entry.numel:
                 raise CheckpointError(
                     f"tensor {shown(name)} needs {first + count} elements of {shown(entry.name)}, which has "
@@ -179,6 +182,7 @@ def _check_assembled(tensor: Assembled, tensors: Mapping[str, TensorEntry]) -> N
             )
         if not _within_source(piece, tensor.dtype, tensors):
             raise CheckpointError(f"a part of tensor {name} lies outside the data that is stored for it")
+    # As many elements as the shape has, and none twice: then every element is there.
     have = sum(piece.numel for piece in tensor.pieces)
     if have != prod(shape):
         raise CheckpointError(
@@ -197,6 +201,7 @@ def _within_source(piece: Piece, dtype: str, tensors: Mapping[str, TensorEntry])
     unit = piece.unit
     if piece.offset < 0 or unit < 1:
         return False
+    # The highest tensor of the run and the highest address in it that any element of the piece has.
     number, last = divmod(piece.offset, unit)
     for size, stride in (digit for axis in piece.axes for digit in axis):
         if stride < 0:
@@ -230,12 +235,16 @@ def _apart(pieces: Sequence[Piece], shape: Sequence[int]) -> bool:
     ]
     if tiles(fragments, prod(shape)):
         return True
+    # The long way, for boxes whose fragments do not follow each other: no two may meet. In the order of their
+    # first dimension, so that a box is compared with those only that begin before it ends.
     boxes.sort()
     pairs = 0
     for number, (origin, extent) in enumerate(boxes):
         for other, size in boxes[number + 1 :]:
             if origin and other[0] >= origin[0] + extent[0]:
                 break
+            # Bounded, since a hostile directory may hold millions of boxes: what would take longer is
+            # refused.
             pairs += 1
             if pairs > _MOST_PAIRS:
                 return False

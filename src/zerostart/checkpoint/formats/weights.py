@@ -56,6 +56,8 @@ class Weights(Format):
 
     def describe(self, path: Path, classes: Collection[str]) -> Catalog:
         """The file at ``path``, or the one that stands for a directory: its index, or the only one in it."""
+        # A save of another process may replace files between the look at the directory and that at its files:
+        # then the switch file has changed, and is looked at anew.
         for _ in range(TRIES):
             weights = weights_in(path) if path.is_dir() else path
             if suffix := _other(weights.name):
@@ -84,6 +86,7 @@ def weights_in(directory: Path) -> Path:
             return directory / name
     names = sorted(entry.name for entry in directory.iterdir() if entry.name not in NO_WEIGHTS)
     indexes = {name: m["weights"] for name in names if (m := INDEX_NAME.fullmatch(name))}
+    # Safetensors before torch's files; of each kind an index before single files.
     for suffix in (SUFFIX, TORCH_SUFFIXES):
         found = [name for name, weights in indexes.items() if weights.endswith(suffix)]
         found = found or [name for name in names if name.endswith(suffix)]
@@ -115,6 +118,7 @@ def _open_index(index: Path) -> Catalog:
         raise CheckpointError(
             f"{index}: has no weight_map that says which file holds which tensor: {DAMAGED}"
         )
+    # Each file name once: an index names the same few for thousands of tensors.
     checked: set[object] = set()
     for name, file in wanted.items():
         if not isinstance(file, str) or file not in checked:
@@ -207,6 +211,7 @@ def _joined(
                     "of the two files, or write the checkpoint again"
                 )
         if path.endswith(TORCH_SUFFIXES) and NOTED_VERSIONS in own:
+            # The first file that notes a module's version counts, as the first one's metadata does.
             versions = {**json.loads(own.pop(NOTED_VERSIONS)), **(versions or {})}
         metadata = {**own, **metadata}
     return tensors, metadata, versions, tuple(state for *_, state in headers if state is not None)
@@ -224,6 +229,7 @@ def _check_index(
     index: Path, wanted: dict[str, str], files: Sequence[Path], tensors: dict[str, TensorEntry]
 ) -> None:
     number = {str(file.relative_to(index.parent)): position for position, file in enumerate(files)}
+    # Names in an index may be spelled otherwise (``./a.bin``); paths are compared in one spelling.
     spelled = {file: number[str(PurePosixPath(file))] for file in set(wanted.values())}
     for name, file in wanted.items():
         entry = tensors.get(name)

@@ -138,9 +138,12 @@ def _filled(entries: Iterable[TensorEntry], limit: int) -> list[list[TensorEntry
             groups.append([entry])
             continue
         room = (entry.nbytes, *_work(entry))
+        # Bytes of tensors, and objects, members and bytes of the header: whichever is reached first ends the
+        # file.
         filled = tuple(map(operator.add, filled, room))
         if current and any(map(operator.gt, filled, most)):
             groups.append(current)
+            # What did not fit begins the next file.
             current, filled = [], room
         current.append(entry)
     if current or not groups:
@@ -159,6 +162,7 @@ def _as_before(
     entries: Mapping[str, TensorEntry], before: Mapping[str, int], limit: int
 ) -> list[list[TensorEntry]] | None:
     """The files that ``entries`` come from; None where files of ``limit`` bytes are filled otherwise."""
+    # A tensor that was not read from a file has no place among the old ones.
     if not entries or not entries.keys() <= before.keys():
         return None
     groups: dict[int, list[TensorEntry]] = {}
@@ -170,6 +174,7 @@ def _as_before(
         sizes = [entry.nbytes for entry in group]
         if len(group) == 1 and sizes[0] > limit:  # has a file of its own, and ends no other
             continue
+        # A file that could have taken even the largest tensor of this one was not filled by this limit.
         if sum(sizes) > limit or 0 < filled <= limit - max(sizes):
             return None
         filled = sum(sizes)

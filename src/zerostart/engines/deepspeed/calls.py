@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,6 +17,9 @@ from torch import nn
 from zerostart.engines.calls import OutsideInferenceMode, has_containers, leave_inference_mode
 from zerostart.errors import EngineError
 from zerostart.upstream.deepspeed.state_dicts import check_called
+from zerostart.upstream.deepspeed.types import DeepSpeedConfig
+from zerostart.upstream.shapes import Function
+from zerostart.upstream.torch.types import Arguments, Keywords
 
 
 def keep_calls(model: nn.Module) -> None:
@@ -30,7 +32,7 @@ def keep_calls(model: nn.Module) -> None:
             module.register_forward_pre_hook(_check_reached, with_kwargs=True)
 
 
-def _check_reached(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, object]) -> None:
+def _check_reached(module: nn.Module, args: Arguments, kwargs: Keywords) -> None:
     """Raise EngineError for experts that are trained on what has no gradient: ZeRO-3 fails in backward."""
     trained = torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters(recurse=False))
     given = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
@@ -49,7 +51,7 @@ class _Guard:
         self._left: list[OutsideInferenceMode | None] = []
         self._follows = False
 
-    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def before(self, module: nn.Module, args: Arguments, kwargs: Keywords) -> Any:
         """Leave inference mode, and pass containers by keyword.
 
         Raises EngineError where no engine gathers the partitions.
@@ -90,11 +92,11 @@ def _names(module: nn.Module) -> tuple[str, ...]:
 
 
 @functools.lru_cache(maxsize=1024)
-def _of_class(kind: Any) -> tuple[str, ...]:
+def _of_class(kind: type[nn.Module]) -> tuple[str, ...]:
     return _positional(kind.forward)[1:]
 
 
-def _positional(forward: Any) -> tuple[str, ...]:
+def _positional(forward: Function) -> tuple[str, ...]:
     """The names, in order; none where the first cannot be passed by keyword."""
     named = inspect.Parameter.POSITIONAL_OR_KEYWORD
     parameters = list(inspect.signature(forward).parameters.values())
@@ -109,7 +111,7 @@ def _positional(forward: Any) -> tuple[str, ...]:
 _SERVED = ("zero_optimization", "bf16", "fp16", "communication_data_type", "prescale_gradients")
 
 
-def serve(model: nn.Module, config: Mapping[str, Any] | None) -> None:
+def serve(model: nn.Module, config: DeepSpeedConfig | None) -> None:
     """Have ``deepspeed.initialize`` register its hooks on ``model``, frozen; collective.
 
     The module itself is called then, and not the engine, which lives as long as the module.

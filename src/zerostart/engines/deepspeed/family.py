@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from zerostart.distributed.world import World
+from zerostart.engines.base import EngineConfig
 from zerostart.engines.deepspeed import memory
 from zerostart.engines.deepspeed.experts import cutter
 from zerostart.engines.deepspeed.settings import DeepSpeedSettings
@@ -61,7 +62,7 @@ class DeepSpeed(DeepSpeedStateEngine, Engine):
 
     @classmethod
     def for_stage(
-        cls, zero_stage: int, config: Mapping[str, Any] | None, mesh: Mesh, exchange: bool | None
+        cls, zero_stage: int, config: EngineConfig | None, mesh: Mesh, exchange: bool | None
     ) -> Engine:
         """Stage 3 partitions parameters; the others keep them whole."""
         return (ZeroThree if zero_stage == 3 else FlatBuffers)(zero_stage, config, mesh, exchange)
@@ -72,12 +73,12 @@ class DeepSpeed(DeepSpeedStateEngine, Engine):
         return f"DeepSpeed ZeRO-{zero_stage}"
 
     @classmethod
-    def configured_stage(cls, config: Mapping[str, Any]) -> int | None:
+    def configured_stage(cls, config: EngineConfig) -> int | None:
         """See ``Engine``."""
         return DeepSpeedSettings.of(config).stage
 
     @classmethod
-    def configured_expert_parallel(cls, config: Mapping[str, Any]) -> int:
+    def configured_expert_parallel(cls, config: EngineConfig) -> int:
         """See ``Engine``; it is ``autoep_size`` of an enabled section ``expert_parallel``."""
         return DeepSpeedSettings.of(config).autoep_size or 1
 
@@ -87,7 +88,7 @@ class DeepSpeed(DeepSpeedStateEngine, Engine):
         return DeepSpeedSettings.of(self.config)
 
     @property
-    def common_config(self) -> Mapping[str, Any]:
+    def common_config(self) -> EngineConfig:
         """See ``Engine``: not what is logged, and where; a rank may have its own path on its own disk."""
         given = self.config or {}
         common = {name: given[name] for name in _COMMON if name in given}
@@ -103,7 +104,7 @@ class DeepSpeed(DeepSpeedStateEngine, Engine):
         self.settings.check_scaling(self.zero_stage, self.mesh.data(0)[1])
 
     @classmethod
-    def configured_tensor_parallel(cls, config: Mapping[str, Any]) -> int:
+    def configured_tensor_parallel(cls, config: EngineConfig) -> int:
         """See ``Engine``; it is ``autotp_size``."""
         return DeepSpeedSettings.of(config).autotp_size or 1
 
@@ -113,6 +114,8 @@ class DeepSpeed(DeepSpeedStateEngine, Engine):
 
     def parallelism(self, model: nn.Module) -> Parallelism:
         """See ``Engine``; what is cut over ranks that share tensors, DeepSpeed itself says."""
+        # Imports stand in the methods: an engine answers from its settings without DeepSpeed, which takes
+        # seconds to import and which the machine that plans may lack.
         if self.mesh.tensor_parallel == 1:
             return super().parallelism(model)
         from zerostart.engines.deepspeed.tensors import tensor_cuts
@@ -157,7 +160,7 @@ class DeepSpeed(DeepSpeedStateEngine, Engine):
         """See ``Engine``; the masters are copies of its own."""
         return KEPT[mixed_precision]
 
-    def training_config(self, job: TrainingJob, given: Mapping[str, Any]) -> dict[str, Any]:
+    def training_config(self, job: TrainingJob, given: EngineConfig) -> dict[str, Any]:
         """See ``Engine``."""
         return training_config(self.zero_stage, job, given)
 
@@ -200,6 +203,7 @@ class DeepSpeed(DeepSpeedStateEngine, Engine):
     def relaxations(self, accelerator: bool) -> Iterator[tuple[list[str], Engine]]:
         """See ``Engine``: the bucket, the states on the host, a higher stage, parameters on the host."""
         engine, words = self, list[str]()
+        # Each change on top of those before, from the one that costs least speed on.
         if self.settings.bucket > BUCKET:
             engine, words = engine._with(reduce_bucket_size=BUCKET), [f"reduce_bucket_size={BUCKET}"]
             yield words, engine
@@ -208,6 +212,7 @@ class DeepSpeed(DeepSpeedStateEngine, Engine):
             engine = engine._with(offload_optimizer={"device": "cpu"})
             words = ["offload_optimizer to cpu", *words]
             yield words, engine
+        # What was changed besides the stage: each stage is named with it, and not with the stage before.
         aside = words
         for stage in range(self.zero_stage + 1, 4):
             engine, words = engine._with(stage=stage), [f"zero_stage={stage}", *aside]
@@ -260,6 +265,7 @@ class ZeroThree(DeepSpeed):
             for name, parameter in model.named_parameters()
         }
         homes = self.settings.homes(sizes, self.mesh.world_size)
+        # DeepSpeed's words for ``offload_param.device``, as homes of shards.
         names = {"none": DEVICE, "cpu": HOST, "nvme": STORAGE}
         lying = {name: names[home] for name, home in homes.items()}
         return placed_on_mesh(parallelism, shapes, lying, _partition, self.settings.pinned)
@@ -289,6 +295,7 @@ class ZeroThree(DeepSpeed):
         from zerostart.upstream.deepspeed.state_dicts import keep_from_loss
 
         keep_from_loss(model, added)
+        # Where a mesh cuts parameters, ranks have different ones, and rank 0's values are not everybody's.
         if not self.mesh.parallel:
             with_first_values(lambda: added)
 
@@ -347,6 +354,7 @@ class FlatBuffers(DeepSpeed):
         from zerostart.upstream.deepspeed.construction import keep_stage
 
         if self.mesh.parallel:
+            # Stages that can train what was loaded: DeepSpeed reduces gradients of experts from stage 1 on.
             taken = {1, 2} if self.mesh.expert_parallel > 1 else {0, 1, 2}
             keep_stage(model, self.title, taken.__contains__)
 

@@ -24,6 +24,7 @@ from zerostart.errors import EngineError
 from zerostart.geometry.layout import Layout, flat_partition
 from zerostart.transfer import Arena, page_locked
 from zerostart.upstream.deepspeed.construction import restore_hooks
+from zerostart.upstream.deepspeed.types import DeepSpeedConfig
 from zerostart.upstream.deepspeed.zero3 import nvme
 from zerostart.upstream.deepspeed.zero3 import partitions as upstream
 from zerostart.upstream.deepspeed.zero3.gathering import check_outside, note_loaded
@@ -48,7 +49,7 @@ class PartitionMaker:
         self,
         world: World,
         dtype: torch.dtype | None,
-        config: Mapping[str, object] | None,
+        config: DeepSpeedConfig | None,
         settings: DeepSpeedSettings,
         placements: Placements,
         cut: Callable[[nn.Module], None] | None,

@@ -13,12 +13,13 @@ import torch
 from zerostart.errors import ConfigError, EngineError
 from zerostart.geometry.layout import Mesh
 from zerostart.geometry.layout.flat import FlatRules
+from zerostart.upstream.deepspeed.types import DeepSpeedConfig
 
 #: Where parameters and states can be put.
 DEVICES = ("none", "cpu", "nvme")
 
 
-def section_of(config: Mapping[str, object], key: str, where: str = "engine_config") -> Mapping[str, Any]:
+def section_of(config: DeepSpeedConfig, key: str, where: str = "engine_config") -> DeepSpeedConfig:
     """A section of ``config``, {} where there is none; raises ConfigError for anything but a section."""
     section = config.get(key)
     if section is None:
@@ -28,7 +29,7 @@ def section_of(config: Mapping[str, object], key: str, where: str = "engine_conf
     return section
 
 
-def number(section: Mapping[str, Any], key: str, default: int) -> int:
+def number(section: DeepSpeedConfig, key: str, default: int) -> int:
     """A whole number that is not negative; "auto" and None are the default. Raises ConfigError for others."""
     value = section.get(key, default)
     if value in ("auto", None):
@@ -38,7 +39,7 @@ def number(section: Mapping[str, Any], key: str, default: int) -> int:
     return int(value)
 
 
-def device_of(section: Mapping[str, object], key: str, outdated: object) -> str:
+def device_of(section: DeepSpeedConfig, key: str, outdated: object) -> str:
     """One of ``DEVICES``, that an offload section names; ``outdated`` is what stood in its place before it.
 
     Raises ConfigError for another device.
@@ -149,7 +150,7 @@ ROUTING: Mapping[str, object] = {
 _ALIKE = 0.85
 
 
-def check_keys(config: Mapping[str, object]) -> None:
+def check_keys(config: DeepSpeedConfig) -> None:
     """Raise ConfigError for what ``deepspeed.initialize`` would obey and a load cannot, or would refuse.
 
     Raises EngineError for what DeepSpeed has given up.
@@ -173,7 +174,7 @@ def check_keys(config: Mapping[str, object]) -> None:
     _refuse_removed(section_of(config, "zero_optimization"))
 
 
-def autoep_size(config: Mapping[str, object]) -> int:
+def autoep_size(config: DeepSpeedConfig) -> int:
     """The ranks that share experts by the section ``expert_parallel``; 0 where it is not enabled.
 
     Raises ConfigError for what would have experts run otherwise than the model itself does.
@@ -197,7 +198,7 @@ def autoep_size(config: Mapping[str, object]) -> int:
     return size
 
 
-def _refuse_removed(zero: Mapping[str, object]) -> None:
+def _refuse_removed(zero: DeepSpeedConfig) -> None:
     named = [key for key in ("mics_shard_size", "mics_hierarchical_params_gather") if key in zero]
     if "zeropp_loco_param" in zero:
         raise EngineError(
@@ -290,19 +291,19 @@ class DeepSpeedSettings:
     unreduced: tuple[str, ...] = ()
     ep_plan: Mapping[str, str] | None = None
     tp_plan: Mapping[str, str] | None = None
-    tensors: Mapping[str, Any] = field(default_factory=dict)
+    tensors: DeepSpeedConfig = field(default_factory=dict)
     autotp_size: int = 0
     compiles_tensors: bool = False
     autoep_size: int = 0
 
     @classmethod
-    def of(cls, config: Mapping[str, Any] | None) -> DeepSpeedSettings:
+    def of(cls, config: DeepSpeedConfig | None) -> DeepSpeedSettings:
         """Read a configuration; raises ConfigError or EngineError for what no load can serve."""
         if config is not None and not isinstance(config, Mapping):
             raise ConfigError(
                 f"engine_config is a {type(config).__name__}; DeepSpeed takes its configuration as a dict"
             )
-        known: Mapping[str, Any] = config or {}
+        known: DeepSpeedConfig = config or {}
         check_keys(known)
         zero = section_of(known, "zero_optimization")
         accumulated = section_of(known, "data_types").get("grad_accum_dtype")
@@ -491,34 +492,34 @@ class DeepSpeedSettings:
         return found
 
 
-def _unaveraged(config: Mapping[str, object], zero: Mapping[str, object]) -> tuple[str, ...]:
+def _unaveraged(config: DeepSpeedConfig, zero: DeepSpeedConfig) -> tuple[str, ...]:
     whole = ("reduce_scatter=False",) if zero.get("reduce_scatter") is False else ()
     return (*_predivided(config), *whole)
 
 
-def _scaled(config: Mapping[str, object]) -> tuple[str, ...]:
+def _scaled(config: DeepSpeedConfig) -> tuple[str, ...]:
     before = ("prescale_gradients",) if config.get("prescale_gradients") is True else ()
     return (*_predivided(config), *before)
 
 
-def _predivided(config: Mapping[str, object]) -> tuple[str, ...]:
+def _predivided(config: DeepSpeedConfig) -> tuple[str, ...]:
     factor = _predivide(config)
     return () if factor == 1.0 else (f"gradient_predivide_factor={factor}",)
 
 
-def _predivide(config: Mapping[str, Any]) -> float:
+def _predivide(config: DeepSpeedConfig) -> float:
     factor = config.get("gradient_predivide_factor", 1.0)
     return 1.0 if factor == "auto" else factor
 
 
-def _dtype(config: Mapping[str, object]) -> torch.dtype | None:
+def _dtype(config: DeepSpeedConfig) -> torch.dtype | None:
     for key, dtype in _PRECISIONS.items():
         if section_of(config, key).get("enabled") is True:
             return dtype
     return None
 
 
-def _optimizer(config: Mapping[str, object]) -> str | None:
+def _optimizer(config: DeepSpeedConfig) -> str | None:
     section = section_of(config, "optimizer")
     if not section:
         return None
@@ -527,7 +528,7 @@ def _optimizer(config: Mapping[str, object]) -> str | None:
     return "adamw" if plain or kind not in _OPTIMIZERS else _OPTIMIZERS[kind]
 
 
-def _sizes(zero: Mapping[str, Any]) -> dict[str, Any]:
+def _sizes(zero: DeepSpeedConfig) -> dict[str, Any]:
     """The fields that are numbers of elements or of ranks."""
     fields = DeepSpeedSettings
     return {
@@ -542,7 +543,7 @@ def _sizes(zero: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _homes(zero: Mapping[str, object]) -> dict[str, Any]:
+def _homes(zero: DeepSpeedConfig) -> dict[str, Any]:
     """The fields of what is offloaded; raises ConfigError for what DeepSpeed has not."""
     parameters = section_of(zero, "offload_param", _ZERO)
     offload = device_of(parameters, "offload_param", zero.get("cpu_offload_param"))

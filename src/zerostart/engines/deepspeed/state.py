@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -12,6 +12,7 @@ from torch import nn
 from zerostart.distributed.world import World
 from zerostart.engines.shard import Shard
 from zerostart.engines.state import (
+    Counters,
     Gradient,
     Master,
     StateEngine,
@@ -41,14 +42,16 @@ class DeepSpeedState(TrainingState):
         self._engine = engine
         self.steps = optimizers.steps_of(engine)
 
-    def counters(self) -> dict[str, Any]:
+    def counters(self) -> Counters:
         engine = self._engine
         found = {"name": "deepspeed", "stage": upstream.engine_stage(engine), **upstream.counters(engine)}
+        # A window of accumulated gradients is written only where one is open; the key's absence says that
+        # none was.
         if upstream.is_window_open(engine):
             found["window"] = upstream.window(engine)
         return found
 
-    def restore_counters(self, saved: Mapping[str, Any]) -> None:
+    def restore_counters(self, saved: Counters) -> None:
         upstream.set_counters(self._engine, saved)
         if "window" in saved:
             upstream.set_window(self._engine, saved["window"])
@@ -62,6 +65,7 @@ class DeepSpeedState(TrainingState):
         if not upstream.is_window_open(self._engine):
             return []
         found = optimizers.gradients(self._engine, self.steps)
+        # None: gradients lie unreduced in buffers of each rank's own, which no other layout could be made of.
         if found is None:
             raise ConfigError(
                 "the engine is in the middle of gradient accumulation, and its gradients are not reduced "
@@ -70,13 +74,14 @@ class DeepSpeedState(TrainingState):
             )
         return list(zip(members_of(self.steps), found, strict=True))
 
-    def make_gradients(self, wanted: Collection[int], saved: Mapping[str, Any]) -> Sequence[Gradient] | None:
+    def make_gradients(self, wanted: Collection[int], saved: Counters) -> Sequence[Gradient] | None:
+        # Nobody asks for gradients: then none are made, whatever was saved.
         if not wanted:
             return []
         room = optimizers.gradients(self._engine, self.steps, make=True) if "window" in saved else None
         return None if room is None else list(zip(members_of(self.steps), room, strict=True))
 
-    def check_window(self, saved: Mapping[str, Any], with_gradients: bool, source: str) -> None:
+    def check_window(self, saved: Counters, with_gradients: bool, source: str) -> None:
         if "window" in saved:
             now = self._engine.gradient_accumulation_steps()
             check_accumulation(saved["window"].get("accumulation"), now, "the engine", source)

@@ -22,6 +22,7 @@ from zerostart.models import library_of
 from zerostart.upstream.deepspeed.construction import TensorGroups, mark_sliced
 from zerostart.upstream.deepspeed.parallel import tensors as upstream
 from zerostart.upstream.deepspeed.parallel.tensors import Slice, slices_of
+from zerostart.upstream.deepspeed.types import DeepSpeedConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -126,7 +127,7 @@ def _text(model: nn.Module) -> PreTrainedConfig:
 def tensor_cuts(
     model: nn.Module,
     size: int,
-    section: Mapping[str, object],
+    section: DeepSpeedConfig,
     given: Mapping[str, str] | None,
     experts: ParallelPlan,
 ) -> ParallelPlan:
@@ -184,7 +185,7 @@ def _cut(name: str, piece: Slice, size: int) -> Ranges:
 
 
 def tensor_cutter(
-    world: World, parallelism: Parallelism, section: Mapping[str, object], given: Mapping[str, str] | None
+    world: World, parallelism: Parallelism, section: DeepSpeedConfig, given: Mapping[str, str] | None
 ) -> tuple[Callable[[nn.Module], None], dist.ProcessGroup]:
     """What leaves this rank's slices in a model, and the ranks that have the same ones. Collective.
 
@@ -202,8 +203,8 @@ def tensor_cutter(
 
 
 def _ruled(
-    model: nn.Module, section: Mapping[str, object], given: Mapping[str, str] | None, experts: ParallelPlan
-) -> Mapping[str, object]:
+    model: nn.Module, section: DeepSpeedConfig, given: Mapping[str, str] | None, experts: ParallelPlan
+) -> DeepSpeedConfig:
     """The section with the plan that is ``given``, or where neither says more with the model's own.
 
     DeepSpeed knows no style of experts, and refuses a plan that has one: what ranks share by ``experts`` is
@@ -217,7 +218,7 @@ def _ruled(
 
 
 def _sliced(
-    model: nn.Module, parallelism: Parallelism, section: Mapping[str, object], groups: TensorGroups
+    model: nn.Module, parallelism: Parallelism, section: DeepSpeedConfig, groups: TensorGroups
 ) -> None:
     """Replace the layers of ``model`` (on meta) by DeepSpeed's, in the slices that were planned."""
     # DeepSpeed makes new layers in the default dtype.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +17,7 @@ from zerostart.engines.training import AccelerateSetup, LauncherSetup, TrainingJ
 from zerostart.errors import ConfigError
 from zerostart.upstream.accelerate.launched import launched_deepspeed
 from zerostart.upstream.deepspeed.state.steps import steps_of
+from zerostart.upstream.deepspeed.types import DeepSpeedConfig
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
@@ -28,7 +28,7 @@ KEPT = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 HOST_BACKEND = "gloo"
 
 
-def training_config(stage: int, job: TrainingJob, given: Mapping[str, object]) -> dict[str, object]:
+def training_config(stage: int, job: TrainingJob, given: DeepSpeedConfig) -> dict[str, object]:
     """A complete ``ds_config`` of ``job``, and the user's ``given`` over it.
 
     ``auto`` is replaced by our value. A value that contradicts the job raises ConfigError: DeepSpeed would
@@ -56,7 +56,7 @@ def training_config(stage: int, job: TrainingJob, given: Mapping[str, object]) -
 
 
 def accelerate_setup(
-    mixed_precision: str, config: Mapping[str, object], sequence_parallel: int, world_size: int
+    mixed_precision: str, config: DeepSpeedConfig, sequence_parallel: int, world_size: int
 ) -> AccelerateSetup:
     """accelerate's plugin with the configuration ``config``, and Ulysses, which accelerate starts.
 
@@ -89,7 +89,7 @@ def accelerate_setup(
     )
 
 
-def _merge(base: dict[str, Any], given: Mapping[str, object], where: str) -> None:
+def _merge(base: dict[str, Any], given: DeepSpeedConfig, where: str) -> None:
     for key, value in given.items():
         if isinstance(value, dict) and isinstance(base.get(key), dict):
             _merge(base[key], value, f"{where}.{key}")
@@ -177,7 +177,7 @@ def _value(word: str) -> object:
         return word
 
 
-def _put(config: dict[str, Any], key: str, value: Any) -> None:
+def _put(config: dict[str, Any], key: str, value: object) -> None:
     section = config
     *parents, leaf = key.split(".")
     for parent in parents:
@@ -277,7 +277,7 @@ class _Spared:
                 self._hooks.pop(key).remove()
 
     @torch.no_grad()
-    def before(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def before(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """Before a step of one flat tensor, or of several."""
         if not self._hooks:
             return
@@ -293,7 +293,7 @@ class _Spared:
                     self._before.append((share, share.clone()))
 
     @torch.no_grad()
-    def after(self, *_: Any) -> None:
+    def after(self, *_: object) -> None:
         """After it."""
         for share, before in self._before:
             share.copy_(before)

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -18,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
+from zerostart.engines.base import EngineConfig
 from zerostart.engines.fsdp2.units import check_frozen, scalars_of
 from zerostart.engines.training import with_first_values
 from zerostart.errors import EngineError
@@ -28,7 +28,7 @@ _CONTAINERS = (nn.ParameterList, nn.ParameterDict)
 _AVERAGED = "_zerostart_averaged"
 
 
-def shard_added(model: nn.Module, options: Mapping[str, Any], fp32: bool) -> list[str]:
+def shard_added(model: nn.Module, options: EngineConfig, fp32: bool) -> list[str]:
     """Shard the parameters of ``model`` that are no DTensors yet, each module that has some as a unit.
 
     ``options`` are keyword arguments of ``fully_shard``. With ``fp32`` trainable ones are put in fp32 before,
@@ -59,7 +59,7 @@ def shard_added(model: nn.Module, options: Mapping[str, Any], fp32: bool) -> lis
     return [name for name, _ in added]
 
 
-def shard_around(model: nn.Module, options: Mapping[str, Any], fp32: bool) -> None:
+def shard_around(model: nn.Module, options: EngineConfig, fp32: bool) -> None:
     """Shard what is around the sharded parts of ``model``, which is their root from now on; see above."""
     if not isinstance(model, FSDPModule):
         hold_masters((p for p in model.parameters() if not isinstance(p, DTensor)), fp32)

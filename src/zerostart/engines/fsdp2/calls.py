@@ -21,6 +21,7 @@ from zerostart.engines.fsdp2.units import check_frozen, scalars_of
 from zerostart.errors import EngineError
 from zerostart.models import Alias
 from zerostart.upstream.torch.fsdp2 import begin_at, in_backward
+from zerostart.upstream.torch.types import Arguments, Keywords
 
 
 def keep_calls(model: nn.Module, entries: Sequence[str]) -> None:
@@ -90,14 +91,14 @@ class _Guard:
         self.begin = begin
         self.running: list[_Frame] = []
 
-    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def before(self, module: nn.Module, args: Arguments, kwargs: Keywords) -> Any:
         """Note what the caller has passed."""
         left, args, kwargs = leave_inference_mode(args, kwargs)
         self.running.append(_Frame(left, (args, kwargs)))
         self.begin()
         return args, kwargs
 
-    def within(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, object]) -> None:
+    def within(self, module: nn.Module, args: Arguments, kwargs: Keywords) -> None:
         """Compare it with what the engine hands on."""
         # The innermost call: a module may be called again within its own forward.
         self.running[-1].compare(args, kwargs)
@@ -118,7 +119,7 @@ class _Frame:
         self._given = given
         self._pairs: list[Rebuilt] = []
 
-    def compare(self, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+    def compare(self, args: Arguments, kwargs: Keywords) -> None:
         given_args, given_kwargs = self._given
         self._pairs = list(rebuilt(given_args, args))
         for key in given_kwargs.keys() & kwargs.keys():
@@ -183,7 +184,7 @@ def follow_swaps(model: nn.Module, aliases: Sequence[Alias]) -> None:
 def _following(kind: type[nn.Module]) -> type[nn.Module]:
     """A class like ``kind`` whose modules tell of a new parameter, under the same name."""
 
-    def put(self: Any, name: str, value: Any) -> None:
+    def put(self: nn.Module, name: str, value: torch.Tensor | nn.Module) -> None:
         # The module first: an alias follows what is really there.
         kind.__setattr__(self, name, value)
         for alias in vars(self)[_ATTRIBUTE].get(name, ()):

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from zerostart.distributed.world import World, default_device
+from zerostart.engines.base import EngineConfig
 from zerostart.engines.engine import Engine
 from zerostart.engines.flat_buffers import FlatBufferShards, placed_whole
 from zerostart.engines.forecast import MemoryPeak, OptimizerCost, ParameterBytes, Target, replicated_peaks
@@ -47,7 +48,7 @@ class FSDP2(FSDP2StateEngine, Engine):
 
     @classmethod
     def for_stage(
-        cls, zero_stage: int, config: Mapping[str, object] | None, mesh: Mesh, exchange: bool | None
+        cls, zero_stage: int, config: EngineConfig | None, mesh: Mesh, exchange: bool | None
     ) -> Engine:
         """Stage 0 shards nothing."""
         return (FSDP2 if zero_stage else Replicated)(zero_stage, config, mesh, exchange)
@@ -81,7 +82,7 @@ class FSDP2(FSDP2StateEngine, Engine):
         _ = self.settings
 
     @classmethod
-    def configured_tensor_parallel(cls, config: Mapping[str, object]) -> int:
+    def configured_tensor_parallel(cls, config: EngineConfig) -> int:
         """See ``Engine``; it is ``autotp_size``, as in DeepSpeed's section."""
         return FSDP2Settings.of(config).autotp_size
 
@@ -97,6 +98,7 @@ class FSDP2(FSDP2StateEngine, Engine):
 
     def require(self) -> None:
         """See ``Engine``."""
+        # Imported for its time alone, so that it is no part of the load's own.
         import zerostart.engines.fsdp2.storage  # noqa: F401
 
     @property
@@ -153,6 +155,7 @@ class FSDP2(FSDP2StateEngine, Engine):
         _, shares = settings.shape(size)
         dims = settings.dimensions(parameters, shares)
         share_of = functools.cache(functools.partial(settings.share_of, world_size=size))
+        # Of each share the first rank that has it: replicas are its twins.
         first: dict[int, int] = {}
         for rank in range(size):
             first.setdefault(share_of(rank), rank)
@@ -198,15 +201,17 @@ class FSDP2(FSDP2StateEngine, Engine):
             return parallel_shards(model, self.settings, parallelism, rank)
         return current_shards(model)
 
-    def training_config(self, job: TrainingJob, given: Mapping[str, object]) -> dict[str, Any]:
+    def training_config(self, job: TrainingJob, given: EngineConfig) -> dict[str, Any]:
         """See ``Engine``; the units cast what they gather. Raises ConfigError for an unknown key."""
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
+        # A run's configuration is a file: only settings that are plain data, and no meshes or functions.
         if unknown := sorted(set(given) - set(PLAIN)):
             known = ", ".join(PLAIN)
             raise ConfigError(f"engine.config.{unknown[0]} is unknown for {self.name}; known are {known}")
         if job.mixed_precision == "no" or not self.uses_fully_shard:
             return dict(given)
+        # The shards stay fp32, as masters; units cast what they gather, and reduce gradients in fp32.
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         return {**given, "mp_policy": policy}
 
@@ -284,6 +289,7 @@ class FSDP2(FSDP2StateEngine, Engine):
         from torch.distributed.device_mesh import init_device_mesh
 
         shape = (self.mesh.batch(0)[1], self.mesh.sequence_parallel, self.mesh.tensor_parallel)
+        # The axis of ranks that share a batch lies between: neighbours share tensors, then sequences.
         return init_device_mesh(default_device().type, shape, mesh_dim_names=("batch", "cp", "tp"))["cp"]
 
     def sequence_chunks(self, rank: int) -> tuple[tuple[int, ...], int]:
@@ -318,6 +324,7 @@ class FSDP2(FSDP2StateEngine, Engine):
         if self.zero_stage < 3:
             words = ["zero_stage=3"]
             yield words, self.for_stage(3, config, self.mesh, self.exchange)
+        # Each change on top of those before, from the one that costs least speed to the one that costs most.
         if config.get("reshard_after_forward") is False:
             config = {**config, "reshard_after_forward": True}
             words = ["reshard_after_forward=True", *words]

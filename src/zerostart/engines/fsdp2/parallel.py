@@ -21,6 +21,7 @@ from torch.distributed.tensor import Shard as ShardPlacement
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from zerostart.distributed.world import World, default_device
+from zerostart.engines.base import EngineConfig
 from zerostart.engines.exchange import exchange_tokens, expert_modules
 from zerostart.engines.fsdp2.layouts import MeshShares
 from zerostart.engines.fsdp2.settings import FSDP2Settings
@@ -117,7 +118,7 @@ class FSDP2ParallelShards:
         alike = self._tensors.get_group() if self._tensors.size() > 1 else None
         exchange_tokens(module, self._experts.get_group(), counts, alike=alike)
 
-    def _wrap_experts(self, module: nn.Module, options: Mapping[str, Any]) -> None:
+    def _wrap_experts(self, module: nn.Module, options: EngineConfig) -> None:
         """Shard one experts module over its owners."""
         policy, alone = options.get("mp_policy"), self._owners.shape[-1] == 1
         if alone and policy is not None and torch.float16 in (policy.reduce_dtype, policy.param_dtype):

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import Shard
 
+from zerostart.engines.base import EngineConfig
 from zerostart.engines.training import LauncherSetup
 from zerostart.errors import ConfigError, EngineError
 from zerostart.geometry.layout import Mesh
@@ -46,10 +47,10 @@ class FSDP2Settings:
     offload_policy: OffloadPolicy | None = None
     ep_plan: Mapping[str, str] | None = None
     tp_plan: Mapping[str, str] | None = None
-    tensor_parallel: Mapping[str, Any] | None = None
+    tensor_parallel: EngineConfig | None = None
 
     @classmethod
-    def of(cls, config: Mapping[str, Any] | None) -> FSDP2Settings:
+    def of(cls, config: EngineConfig | None) -> FSDP2Settings:
         """Read a configuration; raises ConfigError for an unknown key or a value of the wrong kind."""
         if config is not None and not isinstance(config, Mapping):
             raise ConfigError(f"engine_config is a {type(config).__name__}; FSDP2 takes a dict")
@@ -109,6 +110,8 @@ class FSDP2Settings:
                     "leave it out"
                 )
             return self
+        # Stage 3 is what ``fully_shard`` does of itself; 1 and 2 keep parameters gathered from forward to
+        # backward.
         if zero_stage == 3:
             return self
         if self.reshard_after_forward not in (None, False):
@@ -135,8 +138,9 @@ class FSDP2Settings:
         return int((self.tensor_parallel or {}).get("autotp_size") or 1)
 
     @property
-    def rules(self) -> Mapping[str, Any] | None:
+    def rules(self) -> EngineConfig | None:
         """The section ``tensor_parallel``, if it says more than how many ranks."""
+        # Only a number of ranks: the model's own plan is then cut for as many.
         section = self.tensor_parallel
         return None if section is not None and section.keys() == {"autotp_size"} else section
 
@@ -151,6 +155,7 @@ class FSDP2Settings:
             self.shape(mesh.world_size)
             return
         axis = "expert_parallel" if mesh.expert_parallel > 1 else "tensor_parallel"
+        # A number means: reshard to so many ranks; True and False are numbers to Python, and excluded below.
         size = self.reshard_after_forward
         if self.mesh is not None:
             raise ConfigError(
@@ -205,6 +210,7 @@ class FSDP2Settings:
         shares = self.shape(world_size)[1]
         if self.mesh is None:
             return rank % shares
+        # The last coordinate of the rank; the one before it, if there is one, is the replica's.
         return int((self.mesh.mesh == rank).nonzero()[0][-1])
 
     def dimensions(self, parameters: Mapping[str, nn.Parameter], shares: int) -> dict[str, int]:
@@ -269,6 +275,7 @@ def launched(stage: int) -> LauncherSetup:
         )
     _refuse(found, policy)
     plugin = found.plugin
+    # Settings of a run that the launcher has decided: by their names the launcher's word, and the value.
     agreed: dict[str, tuple[str, object]] = {}
     if plugin.activation_checkpointing:
         offloaded = getattr(plugin, "activation_checkpointing_offload", False)
@@ -277,6 +284,7 @@ def launched(stage: int) -> LauncherSetup:
     config: dict[str, Any] = {}
     if stage == 3:
         config["reshard_after_forward"] = plugin.reshard_after_forward
+    # Below stage 3 it contradicts the run's own stage, and the run says so by this entry.
     elif plugin.reshard_after_forward:
         agreed["engine.zero_stage"] = ("fsdp_reshard_after_forward: true, which is stage", 3)
     if found.wrapped:

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from zerostart.engines.base import EngineConfig
 from zerostart.errors import ConfigError, EngineError
 from zerostart.models import library_of
 
@@ -32,7 +32,7 @@ class Unit:
     module: nn.Module
     kind: Kind | None
 
-    def options(self, given: Mapping[str, Any]) -> Mapping[str, Any]:
+    def options(self, given: EngineConfig) -> EngineConfig:
         """``given``, arguments of ``fully_shard``, for this unit: its policy casts what it may, and no other.
 
         What the model keeps in fp32 is neither cast nor fed casts.

@@ -33,6 +33,8 @@ class Layout:
 
     def part(self, number: int, count: int) -> Layout:
         """Part ``number`` of ``count`` nearly equal ones without overlap; the storage stays the same."""
+        # Parts are of the elements that the boxes hold, in their order: all who hold the share cut it at the
+        # same places.
         total = sum(placed.box.numel for placed in self.boxes)
         first, stop = total * number // count, total * (number + 1) // count
         kept: list[LocalBox] = []
@@ -52,6 +54,7 @@ class Layout:
         for placed in self.boxes:
             for piece in whole("", self.shape):
                 for copy in copies_between(piece, placed.box, placed.to, placed.strides):
+                    # A piece that is the parameter itself: addresses in it are places in the row-major order.
                     runs += _unrolled(copy.start, copy.to, copy.loops)
         return runs
 
@@ -64,12 +67,14 @@ def flat_partition(shape: Sequence[int], rank: int, world_size: int) -> Layout:
     ``_partition_param``.
     """
     total = prod(shape)
+    # Rounded up: all ranks have room for as many elements, the last ones real ones for fewer.
     size = -(-total // world_size)
     start, stop = min(rank * size, total), min((rank + 1) * size, total)
     strides = row_major_strides(shape)
     placed = []
     for box in row_major_boxes(shape, start, stop):
         first = sum(o * s for o, s in zip(box.origin, strides, strict=True))
+        # The parameter's own strides: within the run, storage follows its row-major order.
         placed.append(LocalBox(box, first - start, strides))
     return Layout(tuple(shape), size, stop - start, tuple(placed))
 

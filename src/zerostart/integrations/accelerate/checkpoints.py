@@ -22,8 +22,8 @@ from zerostart.errors import ConfigError, ZerostartError
 from zerostart.integrations.saving import in_shards
 from zerostart.live.model import loaded_models
 from zerostart.live.training import training_state
-from zerostart.state.resuming.load_state import load_state
-from zerostart.state.resuming.save_state import save_state
+from zerostart.state.resuming.load_state import restore_state
+from zerostart.state.resuming.save_state import write_state
 from zerostart.state.resuming.values import checksum, encoded_whole
 from zerostart.upstream.accelerate.types import Accelerator, FSDPPlugin
 
@@ -55,7 +55,7 @@ def save_checkpoint(
     path, world = Path(save_dir), current_world()
     extra = _client_states(client_state, engine, world)
     frozen = not exclude_frozen_parameters
-    save_state(path / name, engine, None, extra, wait=True, frozen=frozen, saved=path)
+    write_state(path / name, engine, None, extra, wait=True, frozen=frozen, saved=path)
     # Named last, when all is there: whoever looks for the newest finds the one before until then.
     with (
         world.phase("naming the last checkpoint"),
@@ -112,7 +112,7 @@ def load_checkpoint(
     # load_state resumes the schedule with the counters; what the caller did not ask for is put back after.
     before = schedule.state_dict() if keeps else None
     stepped = load_optimizer_states and not load_module_only
-    extra = load_state(path, engine, None, stepped=stepped, counters=not load_module_only)
+    extra = restore_state(path, engine, None, stepped=stepped, counters=not load_module_only)
     if before is not None:
         schedule.load_state_dict(before)
     return str(path), _client_state(extra or {}, current_world())
@@ -166,7 +166,7 @@ def save_fsdp_model(
         # is written by the second call, which is not told of adapters.
         _adapters_alone[path] = adapter_only
     else:
-        save_state(path, model, None, None, wait=True, frozen=not adapter_only, saved=path.parent)
+        write_state(path, model, None, None, wait=True, frozen=not adapter_only, saved=path.parent)
     return None
 
 
@@ -185,7 +185,7 @@ def save_fsdp_optimizer(
         return original()
     path = _fsdp_path(output_dir, optimizer_index)
     alone = _adapters_alone.pop(path, False)
-    save_state(path, model, optimizer, None, wait=True, frozen=not alone, saved=path.parent)
+    write_state(path, model, optimizer, None, wait=True, frozen=not alone, saved=path.parent)
     return None
 
 
@@ -211,7 +211,7 @@ def load_fsdp_model(
     path = state_in(input_dir, model_index)
     if path is None:
         return original()
-    load_state(path, model, None)
+    restore_state(path, model, None)
     return None
 
 
@@ -228,7 +228,7 @@ def load_fsdp_optimizer(
     path = state_in(input_dir, optimizer_index)
     if path is None:
         return original()
-    load_state(path, model, optimizer)
+    restore_state(path, model, optimizer)
     return None
 
 

@@ -23,7 +23,7 @@ from zerostart.distributed.world import current_world
 from zerostart.errors import CheckpointError, ReadError
 from zerostart.integrations.saving import already_saved, in_shards, save_weights
 from zerostart.live.model import loaded_models, record_of
-from zerostart.state.resuming.load_state import load_state
+from zerostart.state.resuming.load_state import restore_state
 from zerostart.upstream.accelerate.types import Accelerator, Trainer
 from zerostart.upstream.deepspeed.parallel.ulysses import sequence_group
 
@@ -107,7 +107,7 @@ def load_from_checkpoint(
     path = state_in(resume_from_checkpoint) if _is_fsdp2(self) else None
     if path is None:
         return original()
-    load_state(path, model if model is not None else self.model, self.optimizer)
+    restore_state(path, model if model is not None else self.model, self.optimizer)
     return None
 
 

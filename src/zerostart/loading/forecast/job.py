@@ -56,6 +56,7 @@ def foresee(
     target = Target(limits.accelerator, engine.mesh.world_size)
     model, parallelism = subject.model, engine.parallelism(subject.model)
     placed = engine.placements(model, parallelism)
+    # Ranks that hold alike are counted once, by the first of them.
     twins = {rank: placed.twin(rank) for rank in ranks}
     shown = sorted(set(twins.values()))
     owned = owned_by(model, placed, shown)
@@ -64,6 +65,7 @@ def foresee(
     staged = [(tuning.ring_bytes if count.staged else 0) + count.scratch for count in counts]
     moments = moments_of(model, engine, placed, held, np.array(staged, np.int64), optimizer, target)
     memory = dict(zip(shown, peaks(moments, len(shown), target), strict=True))
+    # ``0 * held.trained`` makes an array of a number: one entry for each rank, as the others are.
     resident = (held.device if placed.held is None else placed.held) + held.buffers + 0 * held.trained
     on_device = dict(zip(shown, resident.tolist(), strict=True))
     read = dict(zip(shown, counts, strict=True))
@@ -76,6 +78,7 @@ def foresee(
         [_of_rank(rank, read[twin], on_device[twin], memory[twin]) for rank, twin in twins.items()],
         0.0,
     )
+    # Own slices first; whether bytes are read once instead changes reads and staging of what is made so far.
     foreseen = Foreseen(subject.catalog, subject.origins, placed, tuning, rates, not target.accelerator)
     made = foreseen.exchanged(made, exchange)
     fits = fits_of([rank.memory for rank in made.ranks], limits, made.world_size)
@@ -172,6 +175,7 @@ def advice(
 
     changes = [(list[str](), engine), *engine.relaxations(limits.accelerator)]
     tried = [attempt(*change) for change in changes]
+    # 1. More ranks, until it fits: with nothing else changed, and only if that fails with all changes.
     starts = [*changes[:1], *changes[1:][-1:]]  # as it is, and with all that can be changed
     for words, start in starts:
         if words and any(other.fit for other in tried):
@@ -181,6 +185,7 @@ def advice(
             tried.append(attempt([f"{size} ranks", *words], more))
             if tried[-1].fit:
                 break
+    # 2. Ranks that share experts or tensors, in the same two ways.
     for words, start in starts:
         if words and any(other.fit for other in tried):
             break
@@ -214,9 +219,11 @@ def _attempted(
         parallelism = changed.parallelism(model)
         placed = changed.placements(model, parallelism)
         held = held_alone(model, placed, parallelism, [0])
+    # A change that no load can serve is no advice; it is listed without figures.
     except ZerostartError:
         return Alternative(" and ".join(words), ())
     made = []
+    # First as it is: smaller buffers cost speed, and are named only where they decide.
     for buffers in (staged, min(staged, SMALL)):
         moments = moments_of(model, changed, placed, held, buffers, optimizer, target)
         fits = fits_of(peaks(moments, 1, target), limits, target.world_size)

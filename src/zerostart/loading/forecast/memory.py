@@ -76,6 +76,7 @@ def peaks(moments: Iterable[MemoryPeak], ranks: int, target: Target) -> list[dic
     found = []
     for rank in range(ranks):
         rows = {phase: (hosts[phase][rank], devices[phase][rank]) for phase in PHASES if of_phase[phase]}
+        # Separators between host and device, and between phases, so that no two rows look the same.
         key = tuple(v for host, device in rows.values() for v in (*host.values(), -1, *device.values(), -2))
         found.append(shared.setdefault(key, {phase: Memory(*row) for phase, row in rows.items()}))
     return found
@@ -90,6 +91,8 @@ def _highest(sizes: Sequence[Sizes], ranks: int) -> list[dict[str, int]]:
         tables.append((total.tolist(), columns))
     result: list[dict[str, int]] = []
     for rank in range(ranks):
+        # By total: components of one moment belong together, and the highest of each would be more than ever
+        # is there.
         best = max(tables, key=lambda table: table[0][rank], default=None)
         columns = {} if best is None else best[1]
         result.append({name: values[rank] for name, values in columns.items() if values[rank]})
@@ -136,9 +139,11 @@ def held_of(
     for name, parameter in model.named_parameters():
         numel = numels[name]
         nbytes = numel * parameter.dtype.itemsize
+        # Added in place: ``home`` is one of the three running sums.
         home = homes.get(placed.homes[name], storage)
         home += nbytes
         np.maximum(largest, numel, out=largest)
+        # Of rank 0, which has as many experts as any.
         whole[name] = prod(parallelism.section(name, tuple(parameter.shape), 0).shape)
         if parameter.requires_grad:
             trained += numel
@@ -149,6 +154,7 @@ def held_of(
             frozen += nbytes
     if placed.pinned and rounds_up():  # in one piece, see ``Arena``; elsewhere it is whole pages
         homes[HOST] = pinned_by_torch(homes[HOST])
+    # What a gathering takes: the largest parameter, and the largest module with its own parameters.
     sizes = {name: whole[name] * p.dtype.itemsize for name, p in model.named_parameters()}
     modules: dict[str, int] = {}
     for name, size in sizes.items():

@@ -60,6 +60,8 @@ def owned_by(model: nn.Module, placed: Placements, ranks: Sequence[int]) -> dict
     known: dict[Hashable, Owned] = {}
     by_name: dict[str, Owned] = {}
     for name, parameter in model.named_parameters():
+        # Parameters that lie alike share one object, by whose identity ``count_reads`` knows that they are
+        # cut alike.
         alike = (tuple(parameter.shape), placed.alike(name))
         if alike not in known:
             layouts = [(rank, placed.layout(name, rank)) for rank in ranks]
@@ -112,11 +114,13 @@ class Foreseen:
         Raises ConfigError as ``serving.agree_on_strategy`` does.
         """
         if self.placed.gathered:
+            # Bytes of flat buffers that ranks gather from each other anyway, whoever reads what.
             made = replace(made, exchanged_bytes=(self.placed.gathered,) * len(made.ranks))
         if made.world_size == 1 or not self.catalog.storage.worth_exchanging or exchange is False:
             return made
         if exchange is None and not (self.tuning.cold and made.world_size > RANKS_OF_A_MACHINE):
             return made  # one machine's page cache serves all its ranks
+        # Planning every rank is what this saves: thousands of ranks would take minutes.
         if exchange is None and self._plainly_own(made):
             return made
         plans = [self._plan(rank, self.tuning.chunk_size) for rank in range(made.world_size)]
@@ -139,6 +143,7 @@ class Foreseen:
         return all(read.rows == 1 for read in self._plan(0, self.tuning.chunk_size).all_reads())
 
     def _wants(self, rank: int, plan: Plan, exchange: bool | None) -> ReadDemand:
+        # Ranks are laid on machines of ``RANKS_OF_A_MACHINE``; their numbers stand for names.
         told = ReadDemand.of(plan, self.tuning, exchange, str(rank // RANKS_OF_A_MACHINE))
         return replace(told, rates=self.rates)
 
@@ -161,6 +166,7 @@ class Foreseen:
             alone = [plan.reads[n] for n in schedule.alone[number]]
             computed = [read for computation in plan.computations for read in computation.reads]
             places = [(read.file, read.offset, read.end, read.nbytes) for read in [*alone, *computed]]
+            # The staging of own slices goes, that of the exchange comes.
             staged = self.tuning.ring_bytes if own[number].staged else 0
             more = self.tuning.exchange_bytes(chunk) - staged
             return replace(
@@ -231,6 +237,7 @@ class _Machine:
     differ: float
 
     def seconds(self, read: int, received: int) -> float:
+        # The slowest of the three is what is waited for: they overlap.
         storage = read * self.ranks * self.differ / self.rates.link
         copied = read * self.ranks / self.rates.copy
         return max(storage, copied, 2 * received / self.rates.interconnect)
@@ -245,6 +252,7 @@ def timed(
 ) -> tuple[RankForecast, ...]:
     """``ranks`` with the seconds that each reads; ``stored``: bytes of the files."""
     local = min(world_size, RANKS_OF_A_MACHINE)
+    # Of one machine: its page cache gives bytes that several of its ranks want only once from storage.
     wanted = sum(rank.read_bytes for rank in ranks) * local / max(1, len(ranks))
     machine = _Machine(rates, local, min(1.0, stored / wanted) if wanted else 1.0)
     got = received or [0] * len(ranks)

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -21,6 +21,10 @@ from zerostart.models.tensors import state_names
 from zerostart.recipe import Recipes, SymbolicTensor, Target, matched, run_converter, symbols_of
 from zerostart.upstream.diffusers import weights as upstream
 from zerostart.upstream.diffusers.weights import fix_names, model_class, original_layout, require
+from zerostart.upstream.shapes import Function
+
+if TYPE_CHECKING:
+    from diffusers import ModelMixin
 
 
 class Diffusers(ModelLibrary):
@@ -90,13 +94,13 @@ class Diffusers(ModelLibrary):
 
     def finish(self, built: Built, recipes: Recipes, name: str | None, catalog: Catalog) -> None:
         """Leave the name in the configuration, as ``from_pretrained`` does; ``from_single_file`` does not."""
-        model: Any = built.model
+        model: ModelMixin = built.model
         if name is not None and name not in catalog.files:
             model.register_to_config(_name_or_path=name)
 
     def save_settings(self, model: nn.Module, directory: Path, dtype: torch.dtype | None) -> bool:
         """By ``save_config``, of the class as the library defines it: FSDP2 puts one of its own in front."""
-        described: Any = model
+        described: ModelMixin = model
         described.save_config(directory)
         path = directory / CONFIG_NAME
         written = json.loads(path.read_text(encoding="utf-8"))
@@ -106,7 +110,7 @@ class Diffusers(ModelLibrary):
 
     def own_loading(self, kind: type[nn.Module]) -> OwnLoading | None:
         """``from_pretrained`` of the class as the library defines it: FSDP2 puts one of its own in front."""
-        plain: Any = next(k for k in kind.__mro__ if k.__module__.startswith("diffusers."))
+        plain: type[ModelMixin] = next(k for k in kind.__mro__ if k.__module__.startswith("diffusers."))
         return lambda root, dtype: plain.from_pretrained(root, torch_dtype=dtype)
 
 
@@ -130,7 +134,7 @@ def _named_class(root: str) -> type[nn.Module]:
     return kind
 
 
-def _construct(kind: Any, root: str | None) -> nn.Module:
+def _construct(kind: type[ModelMixin], root: str | None) -> nn.Module:
     """Build the diffusers class from the configuration in ``root``, as ``from_pretrained`` does.
 
     Raises BuildError if there is no configuration, or one that is not of a class of diffusers.
@@ -234,7 +238,7 @@ def _component(
     return part, stripped, tuple(name for name in symbols if name not in part)
 
 
-def _converted(converter: Callable[..., Any], model: Any, part: Symbols) -> dict[str, SymbolicTensor]:
+def _converted(converter: Function, model: ModelMixin, part: Symbols) -> dict[str, SymbolicTensor]:
     """What diffusers' own converter makes of the component."""
 
     def convert(state_dict: JsonObject) -> JsonObject:

@@ -14,7 +14,7 @@ from zerostart.upstream.deepspeed.zero3.start import keep_printable
 
 
 class Plain(ModelLibrary):
-    """Any module of no library: built by the caller, and filled by its own ``load_state_dict``."""
+    """A module of no library: built by the caller, and filled by its own ``load_state_dict``."""
 
     name = "plain"
     from_config = False

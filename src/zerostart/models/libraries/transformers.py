@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -36,6 +37,10 @@ from zerostart.upstream.transformers import models as upstream
 from zerostart.upstream.transformers.code import class_beside, unasked
 from zerostart.upstream.transformers.models import is_configuration, loading_core
 from zerostart.upstream.transformers.quantizers import dequantizer, method_of, prepare
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers.core_model_loading import WeightConverter, WeightTransform
 
 logger = logging.getLogger("zerostart")
 _CODE = (
@@ -96,7 +101,7 @@ class Transformers(ModelLibrary):
 
         Raises BuildError for a file that is no configuration.
         """
-        config: Any = model.config
+        config: PreTrainedConfig = model.config
         if given:
             path = Path(stored.root or "") / "config.json"
             named = _read_config(stored.root) if stored.root and path.is_file() else {}
@@ -159,7 +164,7 @@ class Transformers(ModelLibrary):
         super().untie(model, name, source)
 
     def lacking(self, model: nn.Module, coverage: Coverage) -> Iterable[str]:
-        """Any name: a mismatch that is to be ignored is initialised."""
+        """Every name: a mismatch that is to be ignored is initialised."""
         return (name for name, _, _ in state_names(model))
 
     def ignorable(self, model: nn.Module) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -184,7 +189,7 @@ class Transformers(ModelLibrary):
         The conversions that matched (``save_pretrained`` reverses them), the name and dtype in the
         configuration, and the generation configuration that lies beside the weights.
         """
-        model: Any = built.model
+        model: PreTrainedModel = built.model
         upstream.keep_conversions(model, recipes.conversions)
         model.config.name_or_path = model.config.name_or_path if name is None else name
         if built.dtype is not None:
@@ -217,7 +222,7 @@ class Transformers(ModelLibrary):
 
     def save_settings(self, model: nn.Module, directory: Path, dtype: torch.dtype | None) -> bool:
         """As ``save_pretrained`` leaves them: configuration, generation configuration, code of its own."""
-        described: Any = model
+        described: PreTrainedModel = model
         config = copy.deepcopy(described.config)
         held = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
         config.dtype = dtype or held or config.dtype
@@ -234,13 +239,13 @@ class Transformers(ModelLibrary):
     def own_loading(self, kind: type[nn.Module]) -> OwnLoading | None:
         """``from_pretrained`` of the class as the library defines it: FSDP2 puts one of its own in front."""
         own = ("transformers.", "transformers_modules.")  # the second: from beside a checkpoint
-        plain: Any = next(k for k in kind.__mro__ if k.__module__.startswith(own))
+        plain: type[PreTrainedModel] = next(k for k in kind.__mro__ if k.__module__.startswith(own))
         return lambda root, dtype: plain.from_pretrained(root, dtype=dtype or "auto")
 
 
 def _configured(
     root: str | None, kind: type[nn.Module] | None, trusted: bool = False
-) -> tuple[type[nn.Module], object]:
+) -> tuple[type[nn.Module], PreTrainedConfig]:
     """The transformers class and configuration of a checkpoint directory; code of its own if ``trusted``."""
     import transformers
 
@@ -276,7 +281,7 @@ def _configured(
         raise
 
 
-def _class_of(config: Any, called: str = "the configuration") -> type[nn.Module]:
+def _class_of(config: PreTrainedConfig, called: str = "the configuration") -> type[nn.Module]:
     """The class that a configuration names; raises BuildError for one that transformers does not have."""
     import transformers
 
@@ -312,9 +317,10 @@ def _named_dtype(value: object) -> torch.dtype | None:
     return found if isinstance(found, torch.dtype) else None
 
 
-def _with_dtype(config: Any, dtype: torch.dtype) -> object:
+def _with_dtype(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedConfig:
     """The configuration says what the weights are, as after ``from_pretrained``; sub-configurations too."""
     config.dtype = dtype
+    # Composite models (vision and text) build their parts from configurations of their own.
     for name in getattr(config, "sub_configs", {}):
         sub = getattr(config, name, None)
         if sub is not None:
@@ -337,7 +343,7 @@ class Converted:
 
 def convert(
     model: torch.nn.Module,
-    mapping: Sequence[Any],
+    mapping: Sequence[WeightTransform],
     symbols: Mapping[str, SymbolicTensor],
     targets: Mapping[str, Target],
 ) -> Converted:
@@ -361,8 +367,8 @@ def convert(
 
 
 def _assign(
-    core: Any,
-    model: Any,
+    core: ModuleType,
+    model: PreTrainedModel,
     mapping: Sequence[object],
     symbols: Mapping[str, SymbolicTensor],
     targets: Mapping[str, Target],
@@ -401,7 +407,7 @@ def _assign(
     return groups, plain, list(dict.fromkeys(unexpected))
 
 
-def _reads_stored(converter: Any) -> bool:
+def _reads_stored(converter: WeightConverter) -> bool:
     """Whether a converter takes tensors in the dtype that they are stored in: one that dequantises.
 
     All others get them in the dtype of the model, and calculate in it.
@@ -409,7 +415,7 @@ def _reads_stored(converter: Any) -> bool:
     return any(getattr(operation, "hf_quantizer", None) for operation in converter.operations)
 
 
-def _run(converter: Any, first: str, model: Any) -> Mapping[str, SymbolicTensor]:
+def _run(converter: WeightConverter, first: str, model: PreTrainedModel) -> Mapping[str, SymbolicTensor]:
     """One converter's operations, in its own code; its errors get the name of the parameter."""
 
     def convert() -> dict[str, SymbolicTensor]:

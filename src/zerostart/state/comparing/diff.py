@@ -38,7 +38,7 @@ from zerostart.errors import ConfigError, printable
 from zerostart.geometry.layout.flat import flat_run
 from zerostart.live.model import LiveModel, LogicalTensor
 from zerostart.recipe import Recipe, Target, spelling, torch_dtype
-from zerostart.state.comparing.digest import digest
+from zerostart.state.comparing.digest import digest_model
 from zerostart.state.saving.contents import Contents, contents_of
 from zerostart.state.saving.writing import Entry, plain, planned
 from zerostart.transfer import Progress, execute
@@ -148,6 +148,7 @@ def _differences(a: torch.Tensor, b: torch.Tensor) -> tuple[float, int]:
         differ = (one != other).view(a.numel(), -1).any(1)
     else:
         one, other = _wide(a), _wide(b)
+        # Values and not bits, since the dtypes differ; a nan on both sides is equal.
         differ = (one != other) & ~(one.isnan() & other.isnan())
     count = int(differ.sum())
     if not count:
@@ -173,7 +174,7 @@ Comparable = str | os.PathLike[str] | nn.Module
 _Kind = tuple[str, tuple[int, ...]]
 
 
-def diff(a: Comparable, b: Comparable) -> Difference:
+def compare(a: Comparable, b: Comparable) -> Difference:
     """See ``zerostart.diff``, which raises what this raises."""
     for one in (a, b):
         if not isinstance(one, (str, os.PathLike, nn.Module)):
@@ -261,6 +262,7 @@ def _model_and_files(model: nn.Module, path: str | os.PathLike[str]) -> Differen
 
             # The plan of a save, of which nothing is written: its chunks go to ``compare``, so that the model
             # is compared in the very layout that it would be saved in.
+            # In one file, whatever its size: names and offsets are wanted, and no file is made.
             layout = plan_shards(contents.entries, 1 << 62)
             plan, sources = planned(layout, contents.outgoing, _CHUNK)
             write_out(plan, sources, None, max(1, min(4, int(cores()))), compare)
@@ -296,6 +298,7 @@ def _contents(model: nn.Module, names: Mapping[str, object], state: bool, world:
             item = plain(own, item.shard)
             entries[own] = _entry(own, item.shard)
         outgoing.append(item)
+    # A tied name that the files have is compared as well; by a save it would not be written.
     for follower, kept in tied.items():
         if follower in names and follower not in entries:
             outgoing.append(plain(follower, shards[kept]))
@@ -318,7 +321,8 @@ def _models(a: nn.Module, b: nn.Module) -> Difference:
     tally = Tally()
     with world.phase("comparing two models"):
         one, other = _shards(a, world), _shards(b, world)
-        digests, others = digest(a), digest(b)
+        # Digests settle what is equal without moving any weight; only what differs is put together.
+        digests, others = digest_model(a), digest_model(b)
         for name in digests:
             if name in others and digests[name] != others[name] and _shape(one[name]) == _shape(other[name]):
                 _compare_segments(tally, name, one[name], other[name], world)
@@ -453,6 +457,7 @@ class Stored:
             return self._put_together(number, entry, dtype, first, count)
         if entry.strides is not None and not contiguous_strides(entry.shape, entry.strides):
             with self._lock:
+                # The last one alone: runs of one tensor are asked for one after the other.
                 if self._kept is None or self._kept[0] != name:
                     self._kept = (name, self._put_in_order(number, entry, dtype))
                 return self._kept[1][first : first + count]
@@ -483,5 +488,6 @@ class Stored:
         """A whole tensor that a torch file has transposed, sliced or expanded; it is not had in parts."""
         assert entry.strides is not None, "asked for a strided one"
         span = 1 + sum((size - 1) * stride for size, stride in zip(entry.shape, entry.strides, strict=True))
+        # All that lies between its first and its last element, in the file's order.
         held = self._read(number, entry, dtype, 0, span if entry.numel else 0)
         return held.as_strided(entry.shape, entry.strides).reshape(-1)

@@ -24,7 +24,7 @@ from zerostart.transfer.planning.writes import own_parts
 _TOGETHER = 8 << 20
 
 
-def digest(model: nn.Module) -> dict[str, str]:
+def digest_model(model: nn.Module) -> dict[str, str]:
     """See ``zerostart.digest``."""
     world = current_world()
     with world.phase("digesting the model"):

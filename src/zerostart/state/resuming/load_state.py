@@ -90,6 +90,8 @@ def opened(path: Path, world: World) -> Saved:
 
 def _described(path: Path) -> Saved:
     """The training state at ``path``, or in what accelerate or the Trainer has made there."""
+    # Ours first, which may lie in a directory of accelerate's or the Trainer's; then theirs, by formats that
+    # are read in parts; then what is there and cannot be.
     own = state_in(path)
     if own is None:
         foreign = foreign_state(path)
@@ -114,7 +116,7 @@ def _described(path: Path) -> Saved:
     return Saved(path, document, weights, state)
 
 
-def load_state(
+def restore_state(
     path: str | os.PathLike[str],
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
@@ -136,6 +138,8 @@ def load_state(
         saved = opened(place, world)
         with world.phase("looking at what is restored"):
             training = LiveTraining(model, optimizer, world)
+            # From here on steps of the optimizer are noted, so that a save right after this knows where its
+            # window stands.
             training.state.watch()
             check_restorable(training)
             _check_names(training, saved)
@@ -144,6 +148,7 @@ def load_state(
             wanted = [*_parameters(training, saved, world), *_beside(beside, saved)]
             if stepped and world.rank == 0:
                 _tell_of_dtypes(training, saved)
+        # Room only; both are filled by the same reads as everything else.
         extra, rows = _extra(saved), _random_rows(saved) if stepped else {}
         # From here on the optimizer is changed: what could be refused has been.
         with torch.no_grad(), world.phase("planning what is restored"):
@@ -182,6 +187,7 @@ def _check_names(live: LiveModel, saved: Saved) -> None:
     if saved.document["world_size"] == OTHERS:  # who write a tied tensor under each of its names
         known |= set(live.ties) | {ties.get(name, name) for name in live.ties}
     left_out = set(saved.document["left_out"])
+    # What was left out by the save is frozen, and has its values from the load of the model.
     missing = sorted(n for n in shapes.keys() - left_out if _name(n, saved) not in saved.model.weights)
     unexpected = sorted((saved.model.weights.keys() - known) | (left_out - shapes.keys()))
     mismatched = {
@@ -357,6 +363,7 @@ def _gradients(training: LiveTraining, saved: Saved, world: World) -> Iterator[S
             "cannot complete: resume with the engine that saved it, or save after "
             "optimizer.step() and zero_grad()"
         )
+    # Rank 0 alone says so; all ranks have come to the same.
     if made and "window" not in saved.document["engine"] and "seal" not in saved.document and not world.rank:
         logger.warning(
             "%s contains gradients, and was saved by a version that did not record whether a step "

@@ -42,6 +42,8 @@ def optimizer_document(training: LiveTraining) -> dict[str, object]:
             if is_number(key, value, step):
                 # Most parameters have the same number (their step): it is written once, with the names that
                 # have it.
+                # By its written form: numbers may be tensors, floats or integers, and are the same where that
+                # is.
                 held = encoded(value, key, {})
                 numbers.setdefault(key, {}).setdefault(repr(held), (held, []))[1].extend(names)
     base = steps[0].optimizer
@@ -96,6 +98,7 @@ def restored_moments(
         # zero.
         having = [name for name in names if name in keys or name in numbers]
         if not having:
+            # As if it had never been stepped: the optimizer makes the state anew at its first step.
             step.optimizer.state.pop(step.tensor, None)
             continue
         state = step.optimizer.state[step.tensor]
@@ -147,6 +150,7 @@ def _number(
     given = decoded(value, {})
     if class_of(step.optimizer) != document["class"]:
         if _is_torchs(step.optimizer):
+            # torch's optimizers keep ``step`` as a float32 tensor on the host.
             given = torch.tensor(float(plain), dtype=torch.float32, device="cpu")
         elif isinstance(plain, float) and plain.is_integer():
             given = int(plain)
@@ -177,6 +181,7 @@ def _room(
     path = next(f"optimizer/{key}/{name}" for name in names if f"optimizer/{key}/{name}" in stored)
     saved = dtype_of(stored[path])
     name = path.split("/", 2)[2]
+    # The dtype of what was stepped when the state was saved: the master's, where there was one.
     stepped = stored.get(f"master/{name}") or stored[f"model/{name}"]
     dtype = saved
     if saved.is_floating_point and stepped != spelling(step.tensor.dtype):
@@ -193,6 +198,7 @@ def restore_groups(training: LiveTraining, document: Mapping[str, Any]) -> None:
     Raises CheckpointError for parameters that were not optimized then, and for a group whose parameters had
     different settings.
     """
+    # Settings go by parameter, not by the number of a group: groups may be put together otherwise now.
     saved = {name: group["settings"] for group in document["groups"] for name in group["parameters"]}
     members: dict[int, list[str]] = {}
     for step in training.steps:
@@ -267,6 +273,7 @@ def own_of(training: LiveTraining, tensors: dict[str, torch.Tensor]) -> object:
                     "to a group"
                 )
         if own or state:
+            # By place: optimizers of a run have no names, and their order is that of the steps.
             found[str(number)] = {_VALUES: own, _STATE: state}
     return encoded_whole(found, "optimizer", tensors) if found else {}
 

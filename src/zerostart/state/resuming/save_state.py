@@ -28,7 +28,7 @@ from zerostart.state.saving.writing import agreed_place, entry_bytes, publishing
 logger = logging.getLogger("zerostart")
 
 
-def save_state(
+def write_state(
     path: str | os.PathLike[str],
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,

@@ -103,7 +103,7 @@ class SaveReport:
         return "\n".join(lines)
 
 
-def save(model: nn.Module, path: str | os.PathLike[str], request: SaveRequest) -> SaveReport:
+def save_model(model: nn.Module, path: str | os.PathLike[str], request: SaveRequest) -> SaveReport:
     """See ``zerostart.save``, which raises what this raises."""
     begun = time.perf_counter()
     world = current_world()

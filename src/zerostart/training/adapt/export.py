@@ -21,7 +21,7 @@ from zerostart.live.model import bare_model
 from zerostart.models import library_of
 from zerostart.state.saving.adapters import PEFT_FORMAT, AdapterFormat
 from zerostart.state.saving.contents import TensorOverrides
-from zerostart.state.saving.save import SaveReport, SaveRequest, save
+from zerostart.state.saving.save import SaveReport, SaveRequest, save_model
 from zerostart.training.adapt.diffsynth_names import PREFIX, names_for
 from zerostart.training.adapt.ema import Ema
 from zerostart.training.loop.task import Task
@@ -165,7 +165,7 @@ def export_step(model: nn.Module, task: Task, directory: Path, ema: Ema | None, 
 def _save(
     model: nn.Module, task: Task, folder: Path, averaged: Path, step: int, ema: Ema | None
 ) -> SaveReport:
-    report = save(model, folder, save_request(model, task.config, step, task.beside))
+    report = save_model(model, folder, save_request(model, task.config, step, task.beside))
     if ema is not None:
-        save(model, averaged, save_request(model, task.config, step, task.beside, ema.overrides))
+        save_model(model, averaged, save_request(model, task.config, step, task.beside, ema.overrides))
     return report

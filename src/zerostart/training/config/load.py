@@ -179,6 +179,8 @@ def _fields(location: Sequence[str], root: type[BaseModel], task: type[Section])
     """Names of the keys that the section at ``location`` knows; ``task`` is the class of the section task."""
     section = root
     for part in location:
+        if part.isdecimal():  # one of a list of sections
+            continue
         annotation = section.model_fields[part].annotation
         kinds = (task,) if annotation is TaskConfig else (annotation, *get_args(annotation))
         found = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]

@@ -112,6 +112,23 @@ TEMPLATES: Mapping[str, Template] = {
     "flux": _diffusion(_DIFFUSION),
     "flux2": _diffusion(_DIFFUSION),
     "z-image": _diffusion(_DIFFUSION),
+    "hunyuan-video": _diffusion(
+        {**_VIDEO, "media.height": 544, "media.width": 960, "media.num_frames": 61, "samples.num_frames": 61}
+    ),
+    "ltx2": _diffusion(
+        {
+            **_VIDEO,
+            "media.height": 512,
+            "media.width": 768,
+            "media.multiple_of": 32,
+            "media.num_frames": 121,
+            "media.time_division_factor": 8,
+            "media.frame_rate": 24,
+            "samples.num_frames": 121,
+            "samples.fps": 24,
+            "lora.exclude": ["*audio*"],  # the stream of sound, which is not trained
+        }
+    ),
 }
 #: What a LoRA has otherwise.
 LORA: Mapping[str, object] = {
@@ -243,6 +260,7 @@ def _of_model(settings: Mapping[str, object]) -> str | None:
 
 def _of_class(kind: object) -> str | None:
     """The family of a class of diffusers, None for one of none."""
-    from zerostart.training.diffusion.families import FAMILIES
+    from zerostart.training.diffusion.families import known_family
 
-    return next((name for name, family in FAMILIES.items() if str(kind) in family.classes), None)
+    family = known_family(kind)
+    return None if family is None else family.name

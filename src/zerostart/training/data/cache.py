@@ -21,7 +21,7 @@ from zerostart.errors import ConfigError
 from zerostart.training.config.configuration import CacheConfig
 from zerostart.training.data.cache_facts import CacheUpdate, Facts, differences, facts_of_media
 from zerostart.training.data.cache_files import publish, publish_prompts
-from zerostart.training.data.cached import FOLDER, CachedItems, read_manifest
+from zerostart.training.data.cached import FOLDER, CachedItems, Share, read_manifest
 from zerostart.training.data.encoders import KNOWN_FILES, encoder_files, encoders
 from zerostart.training.data.filling import embedded, fill
 from zerostart.training.data.items import MediaItems, RowDigests, read_media
@@ -76,7 +76,7 @@ def ensure_cache(config: TrainConfig, world: World) -> CachedItems:
         files = encoder_files(source, directory, world)
         described = None if media is None else facts_of_media(media)
         facts = Facts(described, None if files is None else files.facts(), settings)
-        part = config.media is not None and bool(config.media.items)
+        part = config.media is not None and any(one.items for one in config.media.sets)
         wanted = _Wanted(directory, source, media, part, texts, facts)
         if document is None:
             assert media is not None, "it was checked"
@@ -84,18 +84,44 @@ def ensure_cache(config: TrainConfig, world: World) -> CachedItems:
         else:
             update = _update(wanted)
             _check_fits(wanted, document["cache"], update)
+        told = {} if document is None else document["cache"]["facts"]
         try:
-            chosen = _bring_up_to_date(wanted, update, world)
+            chosen = _bring_up_to_date(wanted, update, told, world)
         finally:  # also where some rows were bad: the next start is to read those alone
             if world.rank == 0 and files is not None:
                 files.remember(directory)
             if world.rank == 0 and media is not None:
                 _remember(directory, media)
-        return CachedItems(directory, 1 if config.media is None else config.media.repeats, chosen)
+        return CachedItems(directory, chosen=chosen, shares=_shares(config, media, told))
 
 
-def _bring_up_to_date(wanted: _Wanted, update: CacheUpdate | None, world: World) -> list[int] | None:
-    """Have the cache hold the rows and the texts that are wanted; collective.
+def _shares(config: TrainConfig, media: MediaItems | None, made: Mapping[str, Any]) -> list[Share]:
+    """What an epoch has of each data set; ``made`` says how many items each has whose media are gone.
+
+    None of a cache alone. Raises ConfigError where that does not say.
+    """
+    if config.media is None:
+        return []
+    sets = config.media.sets
+    if media is not None:
+        known = [[len(one), one.config.orders] for one in media.sets]
+    else:
+        known = made["data"].get("sets", [[made["data"]["items"], 1]])
+    if [orders for _, orders in known] != [one.orders for one in sets]:
+        raise ConfigError(
+            "media: the data are not there any more, and the cache was made of other data sets, or with "
+            "another caption_shuffles: put back what they were, or the data"
+        )
+    return [
+        Share(count // one.orders, one.repeats, one.orders)
+        for (count, _), one in zip(known, sets, strict=True)
+    ]
+
+
+def _bring_up_to_date(
+    wanted: _Wanted, update: CacheUpdate | None, made: Mapping[str, Any], world: World
+) -> list[int] | None:
+    """Have the cache, ``made`` of these facts, hold the rows and texts that are wanted; collective.
 
     Gives the numbers of the items that are wanted; None: all.
     """
@@ -103,7 +129,9 @@ def _bring_up_to_date(wanted: _Wanted, update: CacheUpdate | None, world: World)
         _encode(wanted, update, world)
         return None
     chosen = None
-    if update is not None and not update.is_empty:
+    # The same items may have come into other data sets, which is noted for when the media are gone.
+    moved = update is not None and not wanted.part and made["data"] != wanted.facts.data
+    if update is not None and (moved or not update.is_empty):
         chosen = _change_items(wanted, update, world)
     # Read by rank 0 after the items: encoding them has brought the texts along.
     there = world.broadcast_object(lambda: CachedItems(wanted.directory).texts, "looking at the cache")
@@ -149,7 +177,8 @@ def _change_items(wanted: _Wanted, update: CacheUpdate, world: World) -> list[in
 def _encode(wanted: _Wanted, update: CacheUpdate, world: World) -> None:
     """Encode the rows that are new; collective."""
     assert wanted.media is not None, "its rows are new"
-    with encoders(wanted.source, wanted.facts.settings, world) as encoder:
+    rate = wanted.media.config.frame_rate
+    with encoders(wanted.source, wanted.facts.settings, world, rate) as encoder:
         fill(wanted.directory, update, wanted.media, encoder, wanted.facts, wanted.texts, world)
 
 
@@ -168,12 +197,12 @@ def _media(config: TrainConfig, directory: Path, cached: bool, world: World) -> 
     """The media; None where there are none any more, and a cache that was made of them."""
     if config.media is None:
         return None
-    source = config.media.source
-    if cached and world.broadcast_object(lambda: is_gone(source), "looking for the media"):
+    sources = [one.source for one in config.media.sets]
+    if cached and world.broadcast_object(lambda: all(map(is_gone, sources)), "looking for the media"):
         if world.rank == 0:
             logger.warning(
                 "media.source %s does not exist any more: the items of the cache %s are used",
-                source,
+                " and ".join(sources),
                 directory,
             )
         return None
@@ -200,7 +229,7 @@ def _texts(config: TrainConfig, settings: CacheConfig) -> list[str]:
 
 def _check_alike(config: TrainConfig, settings: CacheConfig, texts: list[str], world: World) -> None:
     """Raise ConfigError where ranks would encode otherwise, and what they make be mixed up in one cache."""
-    media = None if config.media is None else config.media.model_dump(exclude=set(config.media.path_keys))
+    media = None if config.media is None else config.media.comparable()
     settled = repr((media, settings.model_dump(exclude=set(settings.path_keys)), texts))
     checksum = f"{zlib.crc32(settled.encode('utf-8', 'surrogatepass')):08x}"
     world.raise_together(None, f"opening the cache (media, cache and texts have the checksum {checksum})")

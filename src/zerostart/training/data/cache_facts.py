@@ -37,8 +37,13 @@ class Facts:
 
 
 def facts_of_media(media: MediaItems) -> dict[str, object]:
-    """How many items there are, and a digest of them and of how they are decoded."""
-    return {"items": len(media), "digest": media.digest()}
+    """How many items there are, and a digest of them and of how they are decoded.
+
+    Of several data sets, and of one with orders of its tags, also the items and the orders of each.
+    """
+    sets = [[len(one), one.config.orders] for one in media.sets]
+    told = {} if sets == [[len(media), 1]] else {"sets": sets}
+    return {"items": len(media), "digest": media.digest(), **told}
 
 
 def facts_of_rows(keys: Sequence[bytes]) -> dict[str, object]:

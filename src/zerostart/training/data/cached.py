@@ -115,8 +115,23 @@ class Entry:
     number: int
 
 
+@dataclass(frozen=True)
+class Share:
+    """The next ``rows * orders`` items of a cache, order by order, of which an epoch has ``rows * repeats``.
+
+    It goes over the rows ``repeats`` times, each time with the next order of their tags.
+    """
+
+    rows: int
+    repeats: int = 1
+    orders: int = 1
+
+
 class CachedItems:
     """The items of the cache in ``directory``, over which an epoch goes ``repeats`` times.
+
+    With ``shares`` it goes over each as that says, one share after the other. Example ``i`` of an epoch is
+    item ``i`` in the first order of its tags, and ``in_epoch`` says by which number it is had in another.
 
     What an item is: tensors on the CPU named as diffusers' pipelines name them, ``latents`` ([C, H, W] of a
     picture, [C, F, H, W] of a video, not packed), ``prompt_embeds`` [L, D], and what else its transformer
@@ -126,14 +141,18 @@ class CachedItems:
     _index: _Index
 
     def __init__(
-        self, directory: str | os.PathLike[str], repeats: int = 1, chosen: Sequence[int] | None = None
+        self,
+        directory: str | os.PathLike[str],
+        repeats: int = 1,
+        chosen: Sequence[int] | None = None,
+        shares: Sequence[Share] = (),
     ) -> None:
         """``chosen``: these of its items alone, in this order.
 
-        Raises CheckpointNotFoundError where no cache is, ReadError for a file that is not as written.
+        Raises CheckpointNotFoundError where no cache is, ReadError for a file that is not as written, and
+        ConfigError where there are not as many items as the ``shares`` have.
         """
         self.directory = Path(directory)
-        self._repeats = repeats
         while True:
             document = read_manifest(self.directory)
             if document is None:
@@ -149,6 +168,12 @@ class CachedItems:
                 # Another process has put another one there meanwhile.
         if chosen is not None:
             self._index, self._count = self._index.of(chosen), len(chosen)
+        self.shares = tuple(shares) or (Share(self._count, repeats),)
+        if (given := sum(share.rows * share.orders for share in self.shares)) != self._count:
+            raise ConfigError(
+                f"the cache {self.directory} has {self._count} items, and media stands for {given}: put what "
+                "media names back, or name another cache.directory"
+            )
 
     def is_of(self, document: Mapping[str, object] | None) -> bool:
         """Whether this is the cache that ``document`` describes: nobody has changed it since."""
@@ -202,13 +227,31 @@ class CachedItems:
         )
 
     def __len__(self) -> int:
-        return self._count * self._repeats
+        return sum(share.rows * share.repeats for share in self.shares)
+
+    def in_epoch(self, place: int, epoch: int) -> int:
+        """The number of example ``place`` as ``epoch`` has it: ``len(self)`` more for each further order."""
+        share, _, inner = self._share_at(place)
+        order = (epoch * share.repeats + inner // share.rows) % share.orders
+        return place + order * len(self)
+
+    def _share_at(self, place: int) -> tuple[Share, int, int]:
+        """The share of an example, the first item of that share, and the place in it."""
+        first = 0
+        for share in self.shares:
+            if place < share.rows * share.repeats:
+                return share, first, place
+            place -= share.rows * share.repeats
+            first += share.rows * share.orders
+        raise IndexError(place)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         """Item ``index``. Raises IndexError, and ReadError, naming the file, for what is not as written."""
-        if not 0 <= index < len(self):
+        order, place = divmod(index, len(self))
+        share, start, inner = self._share_at(place)
+        if not 0 <= order < share.orders:
             raise IndexError(f"item {index} of {len(self)}")
-        number = index % self._count
+        number = start + order * share.rows + inner % share.rows
         kind, first = self._kinds[self._index.kinds[number]], int(self._index.firsts[number])
         path = self._path(items_file(int(self._index.files[number])))
         hashed = hashlib.blake2b(digest_size=16)
@@ -228,14 +271,24 @@ class CachedItems:
 
     def digest(self) -> str:
         """A digest of all items: equal for equal ones, wherever they lie."""
-        hashed = hashlib.blake2b(repr((self._count, self._repeats)).encode(), digest_size=16)
+        counts: object = [(share.rows, share.repeats, share.orders) for share in self.shares]
+        if len(self.shares) == 1 and self.shares[0].orders == 1:
+            # Of one data set as ever: checkpoints of its runs have this digest.
+            counts = (self._count, self.shares[0].repeats)
+        hashed = hashlib.blake2b(repr(counts).encode(), digest_size=16)
         hashed.update(self._index.digests.tobytes())
         return hashed.hexdigest()
 
     def shapes(self) -> Sequence[Hashable]:
         """For each item the names and shapes of what has to be alike in a batch: all but texts."""
         keys = [tuple((name, shape) for name, _, shape in kind if name not in _TEXT) for kind in self._kinds]
-        return [keys[kind] for kind in self._index.kinds.tolist()] * self._repeats
+        kinds = self._index.kinds.tolist()
+        found: list[Hashable] = []
+        start = 0
+        for share in self.shares:  # an item's orders differ in their texts alone
+            found += [keys[kind] for kind in kinds[start : start + share.rows]] * share.repeats
+            start += share.rows * share.orders
+        return found
 
     def prompt(self, text: str = "") -> dict[str, torch.Tensor]:
         """What the encoders make of ``text`` alone, by the keys that it has in items.

@@ -16,7 +16,7 @@ import torch
 
 from zerostart.errors import ConfigError
 from zerostart.training.data.files import Clip, MediaFile, clip_of, image_size, needed, rgb_image
-from zerostart.training.data.media_config import MediaConfig
+from zerostart.training.data.media_config import DatasetConfig
 from zerostart.training.data.table import Column
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class ColumnMedia(ABC):
 
 
 class _Pictures(ColumnMedia):
-    def __init__(self, files: Sequence[MediaFile], targets: Sequence[Size], config: MediaConfig) -> None:
+    def __init__(self, files: Sequence[MediaFile], targets: Sequence[Size], config: DatasetConfig) -> None:
         self._files = files
         self._targets = targets
         self._config = config
@@ -96,7 +96,7 @@ def _pixels(picture: Image) -> torch.Tensor:
 def media_of_row(
     columns: Sequence[Column],
     files: Mapping[str, Sequence[MediaFile]],
-    config: MediaConfig,
+    config: DatasetConfig,
     in_column: InColumn,
 ) -> dict[str, ColumnMedia]:
     """By name what the ``files`` of a row give; nothing for a picture or a video that the row lacks.
@@ -125,7 +125,7 @@ class _Row:
     """The files of one row, with the size and the number of frames that its columns share."""
 
     def __init__(
-        self, files: Mapping[str, Sequence[MediaFile]], clips: Mapping[str, Clip], config: MediaConfig
+        self, files: Mapping[str, Sequence[MediaFile]], clips: Mapping[str, Clip], config: DatasetConfig
     ) -> None:
         self._files = files
         self._clips = clips
@@ -172,7 +172,7 @@ _SMALL = 512 * 512
 _LONGEST = 2
 
 
-def target_size(size: Size, config: MediaConfig) -> Size:
+def target_size(size: Size, config: DatasetConfig) -> Size:
     """What a picture of ``size`` is made: multiples of ``config.multiple_of``.
 
     Raises :class:`ConfigError` for one that is too small to have such a size.
@@ -242,7 +242,7 @@ def fitted(picture: Image, target: Size) -> Image:
     return picture.crop((left, top, left + target_width, top + target_height))
 
 
-def frames_needed(config: MediaConfig, rate: Fraction | None) -> int | None:
+def frames_needed(config: DatasetConfig, rate: Fraction | None) -> int | None:
     """Of how many frames at ``rate`` the picked ones are surely the first ``num_frames``; None: of all."""
     if config.frames == "even":
         return None
@@ -252,7 +252,7 @@ def frames_needed(config: MediaConfig, rate: Fraction | None) -> int | None:
     return math.ceil(config.num_frames * rate / wanted) + 1
 
 
-def picked_frames(config: MediaConfig, frames: int, rate: Fraction | None, most: int) -> list[int]:
+def picked_frames(config: DatasetConfig, frames: int, rate: Fraction | None, most: int) -> list[int]:
     """Which of ``frames`` frames, at ``rate`` a second (None: at none), are taken; at most ``most``.
 
     Raises :class:`ConfigError` where there are too few.
@@ -277,7 +277,7 @@ def picked_frames(config: MediaConfig, frames: int, rate: Fraction | None, most:
     return [min(round(index / wanted * rate), frames - 1) for index in range(count)]
 
 
-def _wanted_rate(config: MediaConfig, rate: Fraction | None) -> Fraction | None:
+def _wanted_rate(config: DatasetConfig, rate: Fraction | None) -> Fraction | None:
     """At which rate frames are picked; None: as they follow, as those of a directory, which has none."""
     if config.frame_rate is None or rate is None:
         return None

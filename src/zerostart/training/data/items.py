@@ -19,7 +19,9 @@ Pillow image.
 
 from __future__ import annotations
 
+import bisect
 import hashlib
+import itertools
 import logging
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -34,8 +36,8 @@ from zerostart.distributed.world import World
 from zerostart.errors import ConfigError
 from zerostart.training.data.decoding import ColumnMedia, media_of_row
 from zerostart.training.data.files import MediaFile, files_of, needed
-from zerostart.training.data.media_config import KNOWN_COLUMNS, MediaConfig
-from zerostart.training.data.table import Column, media_columns, read_table
+from zerostart.training.data.media_config import KNOWN_COLUMNS, DatasetConfig, MediaConfig
+from zerostart.training.data.table import Column, media_columns, read_table, text_column
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -46,91 +48,71 @@ _THREADS = 16  # that look at files, which may lie on a network
 _CHUNK = 4096  # rows that are handed to them at a time
 _SHOWN = 3  # bad rows that an error names
 #: Keys that say where the data are, or how an epoch goes over them, not what is in an item.
-_NOT_CONTENT = {"source", "base", "split", "items", "repeats", "workers", "check"}
+_NOT_CONTENT = {"source", "base", "split", "items", "repeats", "workers", "check", "datasets"}
+#: Those by which texts are made, which are part of each row's own digest.
+_OF_TEXTS = {"caption_prefix", "caption_shuffles", "caption_separator", "caption_keep"}
 
 logger = logging.getLogger("zerostart")
 
 
-class MediaItems(Dataset[dict[str, Any]]):
-    """One item a row, decoded when it is asked for; ``repeats`` are for what is made of them."""
+class MediaSet:
+    """The rows of one data set: of each as many items as there are orders of its tags, order by order."""
 
-    def __init__(self, config: MediaConfig, earlier: RowDigests | None = None) -> None:
+    def __init__(self, config: DatasetConfig, check: str, earlier: RowDigests) -> None:
         """Read the table; raises :class:`ConfigError` where it is absent, malformed, or lacks a column.
 
-        A row whose digest is among the ``earlier`` ones is as it was then: none of its files is opened.
+        A row whose digest is among the ``earlier`` ones is as it was then: none of its files is opened;
+        ``check`` says whether lengths and times of files are enough for that.
         """
         self.config = config
-        self._earlier = RowDigests() if earlier is None else earlier
+        self._check = check
+        self._earlier = earlier
         self._table = read_table(config)
-        self.columns = media_columns(config, self._table.columns)
+        self._text = text_column(config, self._table.columns)
+        self.columns = media_columns(config, self._table)
+
+    @property
+    def rows(self) -> int:
+        """How many rows there are."""
+        return len(self._table.rows)
 
     def __len__(self) -> int:
-        return len(self._table.rows)
+        return self.rows * self.config.orders
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Raises :class:`ConfigError`, naming row and file, for what cannot be decoded."""
-        if not 0 <= index < len(self):
-            raise IndexError(index)
         item = self._other_cells(index)
         for name, part in self._media(index).items():
             item[name] = self._in_column(index, name, part.tensors)
         return item
 
     def where(self, index: int) -> str:
-        """In words where row ``index`` is."""
-        return self._table.where(index)
-
-    def shapes(self) -> list[Hashable]:
-        """A key for each item: those with the same key have tensors of the same shapes. By headers alone.
-
-        Raises :class:`ConfigError`, naming row and file.
-        """
-        return list(self._shapes)
+        """In words where the row of item ``index`` is."""
+        return self._table.where(index % self.rows)
 
     @cached_property
-    def _shapes(self) -> list[Hashable]:
-        return self._mapped(lambda i: tuple((name, part.shape) for name, part in self._media(i).items()))
+    def shapes(self) -> list[Hashable]:
+        """A key for each item. Raises :class:`ConfigError`, naming row and file."""
+        found: list[Hashable] = [*self._mapped(self._shape, self.rows)]
+        return found * self.config.orders
 
-    def contents(self) -> str:
-        """A digest of all rows: their cells, and of each file its length, its first and its last 64 KiB.
+    def _shape(self, index: int) -> Hashable:
+        return tuple((name, part.shape) for name, part in self._media(index).items())
 
-        Of a file that may be not compressed, and so change in its middle alone, all is looked at.
-
-        It does not depend on where files lie, or on what they are called. Raises :class:`ConfigError` that
-        names the rows whose files are absent.
-        """
-        return hashlib.blake2b(b"".join(self.row_digests), digest_size=16).hexdigest()
-
-    def digest(self) -> str:
-        """That of `contents` and of how they are decoded. Raises :class:`ConfigError` as `contents` does."""
-        settings = self.config.model_dump(exclude=_NOT_CONTENT)
-        described = f"{self.contents()} {sorted(settings.items())!r}"
-        return hashlib.blake2b(described.encode(), digest_size=16).hexdigest()
+    @property
+    def settings(self) -> str:
+        """How rows are decoded."""
+        return repr(sorted(self.config.model_dump(exclude=_NOT_CONTENT | _OF_TEXTS).items()))
 
     @property
     def notes(self) -> tuple[str, ...]:
         """Warnings about a table that can be read."""
         return self._table.notes
 
-    @property
-    def row_digests(self) -> list[bytes]:
-        """One of 16 bytes for each row. Raises :class:`ConfigError` as `contents` does."""
-        return [digest for _, _, digest in self._described]
-
     @cached_property
-    def keys(self) -> list[bytes]:
-        """Of each row 16 bytes for its contents and how it is decoded; equal ones give equal items."""
-        settings = repr(sorted(self.config.model_dump(exclude=_NOT_CONTENT).items())).encode()
-        return [hashlib.blake2b(digest + settings, digest_size=16).digest() for digest in self.row_digests]
-
-    @property
-    def digests_to_remember(self) -> RowDigests:
-        """Those of the rows, and where these are the first of a table alone, the earlier ones of others."""
-        return RowDigests.of(self._described, self._earlier if self.config.items else RowDigests())
-
-    @cached_property
-    def _described(self) -> list[Described]:
-        return self._mapped(self._describe)
+    def described(self) -> list[Described]:
+        """The digests of each item's row. Raises :class:`ConfigError` that names rows with absent files."""
+        return self._mapped(self._describe, len(self))
 
     def _describe(self, index: int) -> Described:
         """Digests of a row by its names, by lengths and times of its files too, and by its contents."""
@@ -146,7 +128,7 @@ class MediaItems(Dataset[dict[str, Any]]):
         found = None
         if None in states:  # what is gone is what it was
             found = self._earlier.by_name.get(by_name)
-        elif self.config.check == "times":
+        elif self._check == "times":
             found = self._earlier.by_state.get(by_state)
         return by_name, by_state, self._row_digest(index) if found is None else found
 
@@ -165,14 +147,14 @@ class MediaItems(Dataset[dict[str, Any]]):
                 state.update(self._in_column(index, name, partial(_digest, file)))
         return state.digest()
 
-    def _mapped(self, function: Callable[[int], T]) -> list[T]:
-        """``function`` of each row; the rows that fail are one error, which names some."""
+    def _mapped(self, function: Callable[[int], T], count: int) -> list[T]:
+        """``function`` of the first ``count`` items; the rows that fail are one error, which names some."""
         found: list[T] = []
         failures: list[str] = []
         # Files may lie on a network: most of the time is waiting.
         with ThreadPoolExecutor(_THREADS) as threads:
-            for start in range(0, len(self), _CHUNK):
-                rows = range(start, min(start + _CHUNK, len(self)))
+            for start in range(0, count, _CHUNK):
+                rows = range(start, min(start + _CHUNK, count))
                 for outcome in threads.map(lambda row: _outcome(function, row), rows):
                     if isinstance(outcome, ConfigError):
                         failures.append(str(outcome))
@@ -196,21 +178,22 @@ class MediaItems(Dataset[dict[str, Any]]):
 
     def _other_cells(self, index: int) -> dict[str, object]:
         """The text, and what names no files."""
-        row = self._table.rows[index]
-        taken = {column.column for column in self.columns} | {self.config.prompt}
+        order, number = divmod(index, self.rows)
+        row, prompt = self._table.rows[number], self._text
+        taken = {column.column for column in self.columns} | {prompt}
         # By the name of pictures and videos encoders look for these, and not for what is left of a table.
         cells = {name: v for name, v in row.items() if name not in taken and name not in KNOWN_COLUMNS}
-        if self.config.prompt is not None and self.config.prompt not in row:
+        if prompt is not None and prompt not in row:
             raise ConfigError(
-                f"{self.where(index)}: no {self.config.prompt!r}; write an empty text for a row without one"
+                f"{self.where(index)}: no {prompt!r}; write an empty text for a row without one"
             )
-        text = "" if self.config.prompt is None else row[self.config.prompt]
+        text = "" if prompt is None else row[prompt]
         if text is not None and not isinstance(text, str):
-            raise ConfigError(f"{self.where(index)}, column {self.config.prompt!r}: {text!r} is not a text")
-        return {**cells, "prompt": text or ""}
+            raise ConfigError(f"{self.where(index)}, column {prompt!r}: {text!r} is not a text")
+        return {**cells, "prompt": captioned(text or "", self.config, order)}
 
     def _files(self, index: int) -> dict[str, tuple[MediaFile, ...]]:
-        row, found = self._table.rows[index], {}
+        row, found = self._table.rows[index % self.rows], {}
         for column in self.columns:
             cell, where = row.get(column.column), self._place(index, column.name)
             found[column.name] = files_of(cell, column.kind, self._table.base, where)
@@ -227,6 +210,114 @@ class MediaItems(Dataset[dict[str, Any]]):
             names = ", ".join(column.column for column in self.columns)
             raise ConfigError(f"{self.where(index)}: its cells under {names} are all empty; remove the row")
         return media_of_row(self.columns, files, self.config, named)
+
+
+def captioned(text: str, config: DatasetConfig, order: int) -> str:
+    """The text of a row with its prefix, and its tags in the order with that number."""
+    if config.caption_shuffles:
+        tags = [tag.strip() for tag in text.split(config.caption_separator)]
+        kept, others = tags[: config.caption_keep], tags[config.caption_keep :]
+        # By digests, which any version of any library makes alike; equal tags are told apart by their places.
+        draws = {
+            place: hashlib.blake2b(f"{text}\0{order}\0{place}".encode("utf-8", "surrogatepass")).digest()
+            for place in range(len(others))
+        }
+        shuffled = [others[place] for place in sorted(draws, key=draws.__getitem__)]
+        text = f"{config.caption_separator} ".join(kept + shuffled)
+    return config.caption_prefix + text
+
+
+class MediaItems(Dataset[dict[str, Any]]):
+    """The items of all data sets, one set after the other, each decoded when it is asked for.
+
+    ``repeats`` are for what is made of them.
+    """
+
+    def __init__(self, config: MediaConfig, earlier: RowDigests | None = None) -> None:
+        """Read the tables; raises :class:`ConfigError` where one is absent, malformed, or lacks a column.
+
+        A row whose digest is among the ``earlier`` ones is as it was then: none of its files is opened.
+        """
+        self.config = config
+        self._earlier = RowDigests() if earlier is None else earlier
+        self.sets = [MediaSet(one, config.check, self._earlier) for one in config.sets]
+        self._ends = list(itertools.accumulate(map(len, self.sets)))
+
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        """Those of the first data set."""
+        return self.sets[0].columns
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """Raises :class:`ConfigError`, naming row and file, for what cannot be decoded."""
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        found, place = self._at(index)
+        return found[place]
+
+    def _at(self, index: int) -> tuple[MediaSet, int]:
+        """The set of an item, and its place there."""
+        number = bisect.bisect_right(self._ends, index)
+        return self.sets[number], index - (self._ends[number - 1] if number else 0)
+
+    def where(self, index: int) -> str:
+        """In words where the row of item ``index`` is."""
+        found, place = self._at(index)
+        return found.where(place)
+
+    def shapes(self) -> list[Hashable]:
+        """A key for each item: those with the same key have tensors of the same shapes. By headers alone.
+
+        Raises :class:`ConfigError`, naming row and file.
+        """
+        return [key for one in self.sets for key in one.shapes]
+
+    def contents(self) -> str:
+        """A digest of all rows: their cells, and of each file its length, its first and its last 64 KiB.
+
+        Of a file that may be not compressed, and so change in its middle alone, all is looked at.
+
+        It does not depend on where files lie, or on what they are called. Raises :class:`ConfigError` that
+        names the rows whose files are absent.
+        """
+        return hashlib.blake2b(b"".join(self.row_digests), digest_size=16).hexdigest()
+
+    def digest(self) -> str:
+        """That of `contents` and of how they are decoded. Raises :class:`ConfigError` as `contents` does."""
+        # Of one set its settings; of several how many items each has, too.
+        settings = self.sets[0].settings
+        if len(self.sets) > 1:
+            settings = repr([(len(one), one.settings) for one in self.sets])
+        return hashlib.blake2b(f"{self.contents()} {settings}".encode(), digest_size=16).hexdigest()
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Warnings about tables that can be read."""
+        return tuple(note for one in self.sets for note in one.notes)
+
+    @property
+    def row_digests(self) -> list[bytes]:
+        """One of 16 bytes for each item. Raises :class:`ConfigError` as `contents` does."""
+        return [digest for one in self.sets for _, _, digest in one.described]
+
+    @cached_property
+    def keys(self) -> list[bytes]:
+        """Of each item 16 bytes for its row and how that is decoded; equal ones give equal items."""
+        return [
+            hashlib.blake2b(digest + one.settings.encode(), digest_size=16).digest()
+            for one in self.sets
+            for _, _, digest in one.described
+        ]
+
+    @property
+    def digests_to_remember(self) -> RowDigests:
+        """Those of the rows, and where these are the first of a table alone, the earlier ones of others."""
+        part = any(one.config.items for one in self.sets)
+        every = (found for one in self.sets for found in one.described)
+        return RowDigests.of(every, self._earlier if part else RowDigests())
 
 
 def _outcome(function: Callable[[int], T], row: int) -> T | ConfigError:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -37,12 +37,13 @@ KNOWN_COLUMNS: dict[str, tuple[Kind, Fitted]] = {
 }
 
 
-class MediaConfig(Section):
-    """Pictures and videos to train on.
+#: Columns of texts and of files that other tools' tables have, where the table has none of ours.
+TEXT_COLUMNS = ("caption", "text")
+FILE_COLUMN = "file_name"
 
-    A picture is scaled until it covers its target, and cropped around its centre. The target is ``height``
-    by ``width``; without them what is nearest to its own shape among ``buckets``.
-    """
+
+class DatasetConfig(Section):
+    """One of several data sets, with what it has otherwise than the section ``media`` says for all."""
 
     path_keys: ClassVar[frozenset[str]] = frozenset({"source", "base"})
 
@@ -57,9 +58,27 @@ class MediaConfig(Section):
     split: str = "train"
     """The part of a dataset of Hugging Face that is taken."""
     prompt: str | None = "prompt"
-    """The column of texts; null: there are none."""
+    """The column of texts; null: there are none.
+
+    Where a table has no column ``prompt``, ``caption`` or ``text`` is it.
+    """
+    caption_prefix: str = ""
+    """Put before each text, as it is: a word that stands for what is learnt, with its comma."""
+    caption_shuffles: Count = 0
+    """In how many orders of its tags each text is encoded, of which each epoch has another; 0: as it is.
+
+    The cache has each row so many times. The orders follow from the text and their number alone: a row of
+    ``repeats`` R has order ``(epoch * R + repeat) % caption_shuffles``.
+    """
+    caption_separator: Annotated[str, Field(min_length=1)] = ","
+    """What stands between the tags of a text."""
+    caption_keep: Count = 0
+    """How many tags at the beginning of a text stay where they are."""
     columns: dict[str, str | ColumnConfig] = Field(default_factory=dict)
-    """Which columns name files, by their names in the items; without it those of `KNOWN_COLUMNS` do."""
+    """Which columns name files, by their names in the items; without it those of `KNOWN_COLUMNS` do.
+
+    A table that has none of these may have ``file_name``, of pictures or of videos.
+    """
     items: Count = 0
     """How many rows are taken; 0: all."""
     height: Positive | None = None
@@ -90,13 +109,9 @@ class MediaConfig(Section):
     """Red, green and blue (0 to 255) of transparent parts."""
     repeats: Positive = 1
     """How often an epoch goes over the rows."""
-    workers: Count = 0
-    """Processes that decode, beside each rank; 0: the rank itself does."""
-    check: Literal["times", "contents"] = "times"
-    """How a file is compared with what a cache has seen: by its length and time (times), or contents."""
 
     @model_validator(mode="after")
-    def _sizes(self) -> MediaConfig:
+    def _sizes(self) -> DatasetConfig:
         if (self.height is None) != (self.width is None):
             raise ValueError("height and width go together: give both, or none and max_pixels")
         if self.height is not None and self.buckets != "own":
@@ -115,7 +130,7 @@ class MediaConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _times(self) -> MediaConfig:
+    def _times(self) -> DatasetConfig:
         factor, remainder = self.time_division_factor, self.time_division_remainder
         if remainder >= factor:
             raise ValueError(f"time_division_remainder {remainder} is not less than the factor {factor}")
@@ -133,7 +148,7 @@ class MediaConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _named(self) -> MediaConfig:
+    def _named(self) -> DatasetConfig:
         for name, value in self.columns.items():
             if name in ("prompt", ""):
                 raise ValueError(f"columns: {name!r} does not name files; prompt names the column of texts")
@@ -144,3 +159,60 @@ class MediaConfig(Section):
                     f"{name}: {{column: ..., kind: image}} (or images, or video)"
                 )
         return self
+
+    @property
+    def orders(self) -> int:
+        """How many items each row is."""
+        return max(1, self.caption_shuffles)
+
+
+class MediaConfig(DatasetConfig):
+    """Pictures and videos to train on.
+
+    A picture is scaled until it covers its target, and cropped around its centre. The target is ``height``
+    by ``width``; without them what is nearest to its own shape among ``buckets``.
+    """
+
+    source: str = ""
+    """A table (.csv, .json, .jsonl), or a directory of pictures and texts.
+
+    Also a directory with a ``metadata`` table in it, one that Hugging Face ``datasets`` saved, or ``hf:NAME``
+    for a dataset that it loads.
+    """
+    datasets: list[DatasetConfig] = Field(default_factory=list)
+    """Several data sets, in the place of ``source``: a list of sections with keys of this one.
+
+    What one leaves out it has from this section. An epoch goes over each as often as its ``repeats`` say, and
+    all are shuffled together.
+    """
+    workers: Count = 0
+    """Processes that decode, beside each rank; 0: the rank itself does."""
+    check: Literal["times", "contents"] = "times"
+    """How a file is compared with what a cache has seen: by its length and time (times), or contents."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_all(cls, values: Any) -> Any:
+        """What is said of all data sets goes to each that does not say it itself."""
+        if not isinstance(values, dict) or not isinstance(values.get("datasets"), list):
+            return values
+        common = {key: value for key, value in values.items() if key in DatasetConfig.model_fields}
+        common.pop("source", None)
+        made = [{**common, **one} if isinstance(one, dict) else one for one in values["datasets"]]
+        return {**values, "datasets": made}
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> MediaConfig:
+        if bool(self.source) == bool(self.datasets):
+            told = "both are given" if self.source else "neither is given"
+            raise ValueError(f"source or datasets say where the data are, and {told}: give one of them")
+        return self
+
+    @property
+    def sets(self) -> tuple[DatasetConfig, ...]:
+        """The data sets; the section itself where it is one."""
+        return tuple(self.datasets) or (self,)
+
+    def comparable(self, without: frozenset[str] = frozenset()) -> dict[str, Any]:
+        """Paths of the data sets are left out, too."""
+        return {**super().comparable(without), "datasets": [one.comparable() for one in self.datasets]}

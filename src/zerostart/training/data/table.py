@@ -18,7 +18,14 @@ from zerostart.checkpoint.paths import expanded
 from zerostart.errors import ConfigError
 from zerostart.training.config.parsing import parsed_json
 from zerostart.training.data.files import IMAGE_SUFFIXES, VIDEO_SUFFIXES
-from zerostart.training.data.media_config import KNOWN_COLUMNS, ColumnConfig, Kind, MediaConfig
+from zerostart.training.data.media_config import (
+    FILE_COLUMN,
+    KNOWN_COLUMNS,
+    TEXT_COLUMNS,
+    ColumnConfig,
+    DatasetConfig,
+    Kind,
+)
 
 Row = Mapping[str, Any]
 
@@ -39,6 +46,9 @@ class Rows(Protocol):
     def __getitem__(self, index: int, /) -> Row:
         """One of them."""
 
+    def __iter__(self) -> Iterator[Row]:
+        """All of them, in their order."""
+
 
 @dataclass(frozen=True)
 class Table:
@@ -54,7 +64,7 @@ class Table:
     notes: tuple[str, ...] = ()
 
 
-def read_table(config: MediaConfig) -> Table:
+def read_table(config: DatasetConfig) -> Table:
     """The first ``config.items`` rows (0: all) of the table, directory or dataset at ``config.source``.
 
     The texts beside the files of a directory become the column ``config.prompt``; None asks for none.
@@ -231,14 +241,36 @@ class Column:
     own_size: bool
 
 
-def media_columns(config: MediaConfig, columns: Sequence[str]) -> tuple[Column, ...]:
-    """What ``config`` makes of a table with ``columns``; those that give an item its size come first.
+def text_column(config: DatasetConfig, columns: Sequence[str]) -> str | None:
+    """The column of texts; None where there are to be none. Raises :class:`ConfigError` where there is none.
+
+    The name by default stands for those that other tools' tables have, as well.
+    """
+    if config.prompt is None or config.prompt in columns:
+        return config.prompt
+    others = [name for name in TEXT_COLUMNS if name in columns]
+    if config.prompt != DatasetConfig.model_fields["prompt"].default or not others:
+        raise _absent(config.prompt, columns, "media.prompt names the column of texts; null: there are none")
+    if len(others) > 1:
+        raise ConfigError(
+            f"media.source {config.source} has the columns {' and '.join(others)}, and either may be that of "
+            "the texts: name one in media.prompt"
+        )
+    return others[0]
+
+
+def media_columns(config: DatasetConfig, table: Table) -> tuple[Column, ...]:
+    """What ``config`` makes of a ``table``; the columns that give an item its size come first.
 
     Raises :class:`ConfigError` where the table lacks one that is named, or has none with files at all.
     """
-    if config.prompt is not None and config.prompt not in columns:
-        raise _absent(config.prompt, columns, "media.prompt names the column of texts; null: there are none")
+    columns = table.columns
     given = config.columns or {name: name for name in KNOWN_COLUMNS if name in columns}
+    if not given and FILE_COLUMN in columns:
+        # A video where one of them is: a picture among videos is a video of one frame.
+        names = (row.get(FILE_COLUMN) for row in table.rows)
+        videos = any(isinstance(name, str) and _kind(Path(name)) == "video" for name in names)
+        given = {"video" if videos else "image": FILE_COLUMN}
     if not given:
         raise ConfigError(
             f"media.source {config.source}: none of its columns ({', '.join(columns)}) is one of "

@@ -22,6 +22,7 @@ from zerostart.training.data.media_config import KNOWN_COLUMNS, Kind
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
+    from PIL.Image import Image
 
 #: A decoded example, as ``zerostart.training.data.items`` makes it.
 Example = Mapping[str, Any]
@@ -41,10 +42,16 @@ class Encoder(ABC):
     #: Whether a text means something without the pictures of its example.
     texts_alone: ClassVar[bool] = True
 
-    def __init__(self, pipe: DiffusionPipeline, settings: CacheConfig) -> None:
-        """``pipe`` is the pipeline without its transformers."""
+    def __init__(
+        self, pipe: DiffusionPipeline, settings: CacheConfig, frame_rate: float | None = None
+    ) -> None:
+        """``pipe`` is the pipeline without its transformers.
+
+        ``frame_rate`` is that of all videos, in frames a second, where it is known.
+        """
         self.pipe = pipe
         self.settings = settings
+        self.frame_rate = frame_rate
         self.device = default_device()
         own = inspect.signature(type(pipe).__call__).parameters["max_sequence_length"].default
         self.text = {"max_sequence_length": settings.max_sequence_length or own, "device": self.device}
@@ -120,6 +127,60 @@ class Encoder(ABC):
         """Latents of ``pixels`` for the model to start from, [1, C, ...]: the mode, as pipelines take it."""
         found: torch.Tensor = self.pipe.vae.encode(pixels).latent_dist.mode()
         return found
+
+
+class VideoEncoder(Encoder):
+    """``latents`` [C, F, H, W] and what becomes of the text; a picture is a video of one frame."""
+
+    takes: ClassVar[frozenset[str]] = frozenset({"video", "image"})
+    needs: ClassVar[tuple[str, ...]] = ("video or image",)
+    #: Latents, each way of a frame, in a patch of the transformer.
+    patch: ClassVar[int] = 1
+
+    @property
+    def factors(self) -> tuple[int, int]:
+        """Frames, and pixels each way, that are one of the latents."""
+        return int(self.pipe.vae_scale_factor_temporal), int(self.pipe.vae_scale_factor_spatial)
+
+    @property
+    def multiple(self) -> int:
+        """What heights and widths have to be multiples of."""
+        return self.factors[1] * self.patch
+
+    def check(self, example: Example) -> None:
+        """Raise ConfigError for a number of frames that makes no whole latent ones, too."""
+        super().check(example)
+        frames, step = self.frames(example), self.factors[0]
+        if frames % step != 1:
+            raise ConfigError(
+                f"a video has {frames} frames, but {self.kind} takes {step}k + 1: set "
+                f"media.num_frames, media.time_division_factor {step} and "
+                "media.time_division_remainder 1"
+            )
+
+    def frames(self, example: Example) -> int:
+        """How many frames an example has."""
+        return int(example["video"].shape[1]) if "video" in example else 1
+
+    def encode(self, example: Example, generator: torch.Generator) -> Encoded:
+        """See ``Encoder``."""
+        clip = self.clip(example["video"] if "video" in example else example["image"][:, None])
+        latents = self.normalised(self.target_latents(clip, generator))[0]
+        return {**self.prompt(example["prompt"]), "latents": latents}
+
+    def clip(self, video: torch.Tensor) -> torch.Tensor:
+        """A video (uint8 [3, F, H, W]) as the autoencoder takes it, [1, 3, F, H, W]."""
+        found: torch.Tensor = self.pipe.video_processor.preprocess_video(frames_of(video))
+        return found.to(self.device, self.pipe.vae.dtype)
+
+    @abstractmethod
+    def normalised(self, latents: torch.Tensor) -> torch.Tensor:
+        """Latents as the transformer sees them."""
+
+
+def frames_of(video: torch.Tensor) -> list[Image]:
+    """The pictures of a video, uint8 [3, F, H, W]."""
+    return [as_picture(frame) for frame in video.unbind(1)]
 
 
 def _kind(value: torch.Tensor | list[torch.Tensor]) -> Kind:

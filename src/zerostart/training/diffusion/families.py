@@ -7,11 +7,20 @@ from zerostart.training.diffusion.encoder import Encoder
 from zerostart.training.diffusion.family import Family
 from zerostart.training.diffusion.flux import Flux
 from zerostart.training.diffusion.flux2 import Flux2
+from zerostart.training.diffusion.hunyuan_video import HunyuanVideo
+from zerostart.training.diffusion.ltx2 import Ltx2
 from zerostart.training.diffusion.qwen_image import QwenImage
 from zerostart.training.diffusion.wan import Wan
 from zerostart.training.diffusion.z_image import ZImage
 
-FAMILIES: dict[str, type[Family]] = {kind.name: kind for kind in (Wan, QwenImage, Flux, Flux2, ZImage)}
+FAMILIES: dict[str, type[Family]] = {
+    kind.name: kind for kind in (Wan, QwenImage, Flux, Flux2, ZImage, HunyuanVideo, Ltx2)
+}
+
+
+def known_family(transformer: object) -> type[Family] | None:
+    """The family of diffusers' class ``transformer`` (a name); None for a class of none."""
+    return next((family for family in FAMILIES.values() if transformer in family.classes), None)
 
 
 def family_of(transformer: str, chosen: str | None = None) -> type[Family]:
@@ -19,14 +28,13 @@ def family_of(transformer: str, chosen: str | None = None) -> type[Family]:
 
     Raises ConfigError for a class of no family where none is chosen, or where another one is.
     """
-    for family in FAMILIES.values():
-        if transformer in family.classes:
-            if chosen not in (None, family.name):
-                raise ConfigError(
-                    f"task.family {chosen}: {transformer} belongs to the family {family.name}; leave "
-                    "task.family out"
-                )
-            return family
+    if (family := known_family(transformer)) is not None:
+        if chosen not in (None, family.name):
+            raise ConfigError(
+                f"task.family {chosen}: {transformer} belongs to the family {family.name}; leave "
+                "task.family out"
+            )
+        return family
     if chosen is not None:
         return FAMILIES[chosen]
     known = ", ".join(sorted(name for family in FAMILIES.values() for name in family.classes))

@@ -8,7 +8,7 @@ lie, is here.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import exp
 from typing import Any, ClassVar
 
@@ -21,7 +21,7 @@ from zerostart.training.diffusion.encoder import Encoder
 
 #: One example.
 Tensors = Mapping[str, torch.Tensor]
-#: What goes with latents in one batch: tensors, or lists of those that differ in length.
+#: What goes with latents in one batch: tensors, lists of those that differ in length, or a number for all.
 Conditions = dict[str, Any]
 
 
@@ -42,6 +42,8 @@ class Family(ABC):
     required: ClassVar[frozenset[str]] = frozenset({"prompt_embeds"})
     #: At most so many pictures to start from: ``image_latents.0``, ``image_latents.1`` and so on.
     most_images: ClassVar[int] = 0
+    #: The models of its pipelines that make pictures of latents.
+    decoders: ClassVar[tuple[str, ...]] = ("vae",)
     #: Whether texts of different lengths may be in one batch, padded and masked.
     masked: ClassVar[bool] = False
 
@@ -123,6 +125,10 @@ class Family(ABC):
         Floating tensors of ``conditions`` and ``latents`` are in the dtype of the model; ``t`` is float32.
         ``guidance`` is passed to transformers that were distilled for it. Shaped as ``latents``.
         """
+
+    def stand_ins(self) -> Mapping[str, Callable[..., object]]:
+        """What its pipeline gets in the place of models of its own, to draw texts that are encoded."""
+        return {}
 
     def trained(self, values: torch.Tensor, conditions: Conditions) -> torch.Tensor:
         """The part of ``values`` (shaped as the latents) that a loss is of: what is not given beforehand."""

@@ -24,7 +24,7 @@ from zerostart.training.data.cache import ensure_cache
 from zerostart.training.diffusion.families import FAMILIES, family_of
 from zerostart.training.diffusion.family import Family
 from zerostart.training.diffusion.flow_source import FlowSource, copy_others, read_source
-from zerostart.training.loop.task import Batch, Collator, Items, Task, split_off
+from zerostart.training.loop.task import Batch, Collator, Items, Task, in_epoch, split_off
 
 if TYPE_CHECKING:
     from zerostart.distributed.world import World
@@ -142,6 +142,10 @@ class Numbered:
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         return {**self.items[index], "index": torch.tensor(index, device="cpu")}
 
+    def in_epoch(self, place: int, epoch: int) -> int:
+        """As the examples say."""
+        return in_epoch(self.items, place, epoch)
+
     def digest(self) -> str:
         """That of the examples."""
         return self.items.digest()
@@ -238,9 +242,10 @@ class FlowMatching(Task):
         Raises :class:`ConfigError` where none are left to train on.
         """
         ours = type(self).items is FlowMatching.items  # a task's own examples are as they are
+        shares = [(one.rows, one.repeats) for one in getattr(self._encoded, "shares", ())] if ours else []
         repeats = self.config.media.repeats if ours and self.config.media is not None else 1
         try:
-            return split_off(items, self.settings.held_out, repeats)
+            return split_off(items, self.settings.held_out, repeats, shares)
         except ValueError as error:
             raise ConfigError(f"task.held_out {error}") from None
 
@@ -307,7 +312,8 @@ class FlowMatching(Task):
         def cast(value: Any) -> Any:
             if isinstance(value, list):
                 return [cast(one) for one in value]
-            return value.to(self._dtype) if value.is_floating_point() else value
+            floats = isinstance(value, torch.Tensor) and value.is_floating_point()
+            return value.to(self._dtype) if floats else value
 
         return {name: cast(value) for name, value in conditions.items()}
 

@@ -14,12 +14,11 @@ from torch import nn
 from zerostart.errors import ConfigError
 from zerostart.training.config.configuration import CacheConfig
 from zerostart.training.data.items import as_picture
-from zerostart.training.diffusion.encoder import Encoded, Encoder, Example
+from zerostart.training.diffusion.encoder import Encoded, Encoder, Example, VideoEncoder, frames_of
 from zerostart.training.diffusion.family import Conditions, Family, Tensors
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
-    from PIL.Image import Image
 
 #: Pixels of the latents in a patch of the transformer, each way.
 _PATCH = 2
@@ -27,44 +26,14 @@ _PATCH = 2
 _TEXT = 512
 
 
-class TextToVideo(Encoder):
+class TextToVideo(VideoEncoder):
     """``latents`` [C, F, H, W] and ``prompt_embeds``; a picture is a video of one frame."""
 
-    takes: ClassVar[frozenset[str]] = frozenset({"video", "image"})
-    needs: ClassVar[tuple[str, ...]] = ("video or image",)
-
-    @property
-    def multiple(self) -> int:
-        return int(self.pipe.vae_scale_factor_spatial) * _PATCH
-
-    def check(self, example: Example) -> None:
-        """Raise ConfigError for a number of frames that makes no whole latent ones, too."""
-        super().check(example)
-        frames, step = self.frames(example), int(self.pipe.vae_scale_factor_temporal)
-        if frames % step != 1:
-            raise ConfigError(
-                f"a video has {frames} frames, but {self.kind} takes {step}k + 1: set "
-                f"media.num_frames, media.time_division_factor {step} and "
-                "media.time_division_remainder 1"
-            )
-
-    def frames(self, example: Example) -> int:
-        """How many frames an example has."""
-        return int(example["video"].shape[1]) if "video" in example else 1
-
-    def encode(self, example: Example, generator: torch.Generator) -> Encoded:
-        clip = self.clip(example["video"] if "video" in example else example["image"][:, None])
-        latents = self.normalised(self.target_latents(clip, generator))[0]
-        return {**self.prompt(example["prompt"]), "latents": latents}
+    patch: ClassVar[int] = _PATCH
 
     def prompt(self, text: str) -> Encoded:
         embeds, _ = self.pipe.encode_prompt(text, do_classifier_free_guidance=False, **self.text)
         return {"prompt_embeds": embeds[0]}
-
-    def clip(self, video: torch.Tensor) -> torch.Tensor:
-        """A video (uint8 [3, F, H, W]) as the autoencoder takes it, [1, 3, F, H, W]."""
-        found: torch.Tensor = self.pipe.video_processor.preprocess_video(_frames(video))
-        return found.to(self.device, self.pipe.vae.dtype)
 
     def normalised(self, latents: torch.Tensor) -> torch.Tensor:
         """Latents as the transformer sees them, in float32 as in the pipelines."""
@@ -95,8 +64,10 @@ class ImageToVideo(TextToVideo):
     takes: ClassVar[frozenset[str]] = frozenset({"video", "first_frame", "last_frame"})
     needs: ClassVar[tuple[str, ...]] = ("video",)
 
-    def __init__(self, pipe: DiffusionPipeline, settings: CacheConfig) -> None:
-        super().__init__(pipe, settings)
+    def __init__(
+        self, pipe: DiffusionPipeline, settings: CacheConfig, frame_rate: float | None = None
+    ) -> None:
+        super().__init__(pipe, settings, frame_rate)
         _check_texts(self.kind)
         if pipe.image_encoder is not None and (length := self.text["max_sequence_length"]) != _TEXT:
             raise ConfigError(
@@ -163,8 +134,10 @@ class Vace(TextToVideo):
     takes: ClassVar[frozenset[str]] = frozenset({"video", "control_video", "control_mask", "reference_image"})
     needs: ClassVar[tuple[str, ...]] = ("video", "control_video or reference_image")
 
-    def __init__(self, pipe: DiffusionPipeline, settings: CacheConfig) -> None:
-        super().__init__(pipe, settings)
+    def __init__(
+        self, pipe: DiffusionPipeline, settings: CacheConfig, frame_rate: float | None = None
+    ) -> None:
+        super().__init__(pipe, settings, frame_rate)
         _check_texts(self.kind)
         # The pipeline asks its transformer, which is not there, for the size of a patch.
         pipe.transformer = SimpleNamespace(config=SimpleNamespace(patch_size=(1, _PATCH, _PATCH)))
@@ -190,7 +163,7 @@ class Vace(TextToVideo):
         found = super().encode(example, generator)
         frames, height, width = example["video"].shape[1:]
         control, mask = (
-            _frames(example[n]) if n in example else None for n in ("control_video", "control_mask")
+            frames_of(example[n]) if n in example else None for n in ("control_video", "control_mask")
         )
         references = [as_picture(picture) for picture in example.get("reference_image", ())]
         # The pipeline's own functions do all this, so that examples are encoded as it will be called; each is
@@ -206,11 +179,6 @@ class Vace(TextToVideo):
             kept = self.normalised(self.condition_latents(self.clip(picture[:, None])))
             found["latents"] = torch.cat([kept[0], found["latents"]], dim=1)
         return found
-
-
-def _frames(video: torch.Tensor) -> list[Image]:
-    """The pictures of a video, uint8 [3, F, H, W]."""
-    return [as_picture(frame) for frame in video.unbind(1)]
 
 
 class Wan(Family):

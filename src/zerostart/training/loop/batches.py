@@ -7,9 +7,10 @@ many batches see the same examples in each step, also when one resumes from a ch
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch.utils.data import Sampler
 
 from zerostart.errors import ConfigError
 from zerostart.training.config.configuration import TrainingConfig
-from zerostart.training.loop.task import Items, Task
+from zerostart.training.loop.task import Items, Task, in_epoch
 from zerostart.training.tasks.language import IGNORED_LABEL
 
 logger = logging.getLogger("zerostart")
@@ -34,12 +35,21 @@ class Buckets(Sampler[list[int]]):
     are left out of this epoch: others in each.
     """
 
-    def __init__(self, shapes: Sequence[Hashable], batch_size: int, step: int, seed: int) -> None:
+    def __init__(
+        self,
+        shapes: Sequence[Hashable],
+        batch_size: int,
+        step: int,
+        seed: int,
+        had_as: Callable[[int, int], int] | None = None,
+    ) -> None:
+        """``had_as`` gives the number by which an example is had in an epoch, where that is not its place."""
         self._shapes = shapes
         self.batch_size = batch_size
         self.drop_last = True
         self._step = step
         self._seed = seed
+        self._had_as = had_as
         self._epoch = 0
         self._passed_over = 0
         self._sizes = Counter(shapes)
@@ -69,7 +79,8 @@ class Buckets(Sampler[list[int]]):
         start, self._passed_over = self._passed_over, 0
         for number, batch in enumerate(self._batches()):
             if number >= start:
-                yield batch
+                had = self._had_as
+                yield batch if had is None else [had(index, self._epoch) for index in batch]
 
     @property
     def order(self) -> str:
@@ -134,7 +145,8 @@ def order_of(
         if len(items) < needed:
             raise ConfigError(f"{told}; one batch on every rank takes {needed}")
         return {"batch_size": train.batch_size, "shuffle": True, "drop_last": True}, None
-    buckets = Buckets(items.shapes(), train.batch_size, count * train.accumulation, train.seed)
+    had_as = functools.partial(in_epoch, items)
+    buckets = Buckets(items.shapes(), train.batch_size, count * train.accumulation, train.seed, had_as)
     if not len(buckets):
         raise ConfigError(
             f"{told}; one step takes {needed * train.accumulation} (train.batch_size, times "

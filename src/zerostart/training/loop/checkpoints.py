@@ -17,9 +17,9 @@ from zerostart.errors import ConfigError, WriteError
 from zerostart.live.training import StateTensor
 from zerostart.state.resuming.background import Saving, finish_last
 from zerostart.state.resuming.document import read_document
-from zerostart.state.resuming.load_state import load_state
+from zerostart.state.resuming.load_state import restore_state
 from zerostart.state.resuming.retention import complete, prune
-from zerostart.state.resuming.save_state import save_state
+from zerostart.state.resuming.save_state import write_state
 from zerostart.state.resuming.values import decoded
 from zerostart.training.config.configuration import CheckpointConfig, ResumeConfig
 from zerostart.training.loop.fingerprint import ACCEPTED, DATA, changes
@@ -138,7 +138,7 @@ class Checkpoints:
                 finish_last(current_world())
                 self._newest = before
         with self.skipped(f"the checkpoint of step {history.steps}"):
-            self._last = save_state(
+            self._last = write_state(
                 path,
                 self._session.model,
                 self._optimizer,
@@ -187,7 +187,7 @@ class Checkpoints:
             )
         # Before random states are restored: what is passed over draws again what was drawn for it.
         batches = self._session.batches_after(epoch, had)
-        load_state(path, self._session.model, self._optimizer, self._averages)
+        restore_state(path, self._session.model, self._optimizer, self._averages)
         if self._session.ema is not None:
             # The averages themselves are filled by the load; how often they were updated decides the decay of
             # the next one.

@@ -140,7 +140,7 @@ def _check_source(source: str, directory: Path) -> None:
 
 def _check_outside(config: TrainConfig, directory: Path) -> None:
     """Raise ConfigError for an output directory in one of data: what a run writes would be trained on."""
-    named = {} if config.media is None else {"media.source": [config.media.source]}
+    named = {} if config.media is None else {"media.source": [one.source for one in config.media.sets]}
     if config.data is not None:
         given = config.data.source
         named["data.source"] = [given] if isinstance(given, str) else given

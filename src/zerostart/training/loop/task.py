@@ -6,6 +6,7 @@ import importlib
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
 
@@ -42,50 +43,91 @@ class Items(Protocol):
         """A key for each example; those with the same key can be in one batch."""
 
 
-class Part:
+@dataclass(frozen=True)
+class Span:
     """The examples ``start`` to ``end`` of others; of those from each of ``rounds``, of ``each`` examples."""
 
-    def __init__(self, items: Items, start: int, end: int, rounds: int = 1, each: int = 0) -> None:
-        self._items = items
-        self._start = start
-        self._end = end
-        self._rounds = rounds
-        self._each = each
+    start: int
+    end: int
+    rounds: int = 1
+    each: int = 0
 
     def __len__(self) -> int:
-        return (self._end - self._start) * self._rounds
+        return (self.end - self.start) * self.rounds
+
+
+class Part:
+    """Some spans of other examples, one after the other."""
+
+    def __init__(self, items: Items, *spans: Span) -> None:
+        self._items = items
+        self._spans = spans
+
+    def __len__(self) -> int:
+        return sum(map(len, self._spans))
+
+    def _among_all(self, place: int) -> int:
+        """The number among all examples of that at ``place`` here. Raises IndexError."""
+        for span in self._spans:
+            if 0 <= place < len(span):
+                before, inner = divmod(place, span.end - span.start)
+                return before * span.each + span.start + inner
+            place -= len(span)
+        raise IndexError(place)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        if not 0 <= index < len(self):
+        if index < 0 or not len(self):
             raise IndexError(index)
-        before, place = divmod(index, self._end - self._start)
-        return self._items[before * self._each + self._start + place]
+        version, place = divmod(index, len(self))
+        return self._items[version * len(self._items) + self._among_all(place)]
+
+    def in_epoch(self, place: int, epoch: int) -> int:
+        """The number by which example ``place`` is had in ``epoch``: as many lengths further as among all."""
+        version = in_epoch(self._items, self._among_all(place), epoch) // len(self._items)
+        return place + version * len(self)
 
     def digest(self) -> str:
         """That of all, and which part of them this is."""
-        rounds = f":{self._rounds}" if self._rounds > 1 else ""
-        return f"{self._items.digest()}:{self._start}:{self._end}{rounds}"
+        told = (
+            f":{span.start}:{span.end}{f':{span.rounds}' if span.rounds > 1 else ''}" for span in self._spans
+        )
+        return f"{self._items.digest()}{''.join(told)}"
 
     def shapes(self) -> Sequence[Hashable]:
         """As those of all."""
         every = self._items.shapes()
-        starts = [number * self._each for number in range(self._rounds)]
-        return [key for at in starts for key in every[at + self._start : at + self._end]]
+        return [every[self._among_all(place)] for place in range(len(self))]
 
 
-def split_off(items: Items, fraction: float, repeats: int = 1) -> tuple[Items, Items | None]:
+def in_epoch(items: Items, place: int, epoch: int) -> int:
+    """The number by which example ``place`` of ``items`` is had in ``epoch``, as items with versions say.
+
+    Numbers from ``len(items)`` on are of second versions, and so on; most items have one.
+    """
+    chosen: Callable[[int, int], int] | None = getattr(items, "in_epoch", None)
+    return place if chosen is None else chosen(place, epoch)
+
+
+def split_off(
+    items: Items, fraction: float, repeats: int = 1, shares: Sequence[tuple[int, int]] = ()
+) -> tuple[Items, Items | None]:
     """``(training, held out)``: the last ``fraction`` of the examples, None where the fraction is 0.
 
-    Where they come ``repeats`` times, one after the other, none that is held out is in any of these. At
-    least one is held out, and at least one is left: else this raises ValueError.
+    Where they come ``repeats`` times, one after the other, none that is held out is in any of these; of
+    ``shares``, each so many examples and repeats, the last part of each is held out. At least one is held
+    out, and at least one is left, of each: else this raises ValueError.
     """
     if fraction == 0.0:
         return items, None
-    count = len(items) // repeats
-    kept = count - max(1, round(count * fraction))
-    if kept < 1:
-        raise ValueError(f"{fraction} leaves none of {count} to train on")
-    return Part(items, 0, kept, repeats, count), Part(items, kept, count)
+    trained, held, start = [], [], 0
+    for count, times in shares or [(len(items) // repeats, repeats)]:
+        kept = count - max(1, round(count * fraction))
+        if kept < 1:
+            raise ValueError(f"{fraction} leaves none of {count} to train on")
+        trained.append(Span(start, start + kept, times, count))
+        held.append(Span(start + kept, start + count))
+        start += count * times
+    return Part(items, *trained), Part(items, *held)
 
 
 class TaskData(ABC):

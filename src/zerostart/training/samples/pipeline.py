@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from zerostart.checkpoint.source import resolve_source
 from zerostart.checkpoint.strict_json import read_json
 from zerostart.errors import ConfigError
 from zerostart.training.config.configuration import SamplesConfig
+from zerostart.training.diffusion.families import known_family
 from zerostart.upstream.diffusers.pipelines import assembled, component_class, pipeline_class
 
 if TYPE_CHECKING:
@@ -53,15 +55,22 @@ class Drawing:
         self._index = read_json(self._root / PIPELINE_INDEX, "pipeline index")
         self._kind = pipeline_class(self._index.get("_class_name"), self._root)
         self._takes = inspect.signature(self._kind.__call__).parameters
-        self._check(models)
-        self._vae = models["vae"]
+        if component not in models:
+            raise ConfigError(
+                f"samples: {self._root} has no {component}, which drawing needs; leave samples out"
+            )
         config = read_json(models[component].path / "config.json", "model configuration")
+        family = known_family(config.get("_class_name"))
+        self._stand_ins = {} if family is None else family(config, self._index).stand_ins()
+        decoders = ("vae",) if family is None else family.decoders
+        self._check(decoders, models)
+        self._decoders = [models[name] for name in decoders]
         self._guidance, guides = self._guided(bool(config.get("guidance_embeds")))
         self.negatives = (settings.negative_prompt,) * (guides and "negative_prompt_embeds" in self._takes)
 
-    def _check(self, models: Mapping[str, Any]) -> None:
+    def _check(self, decoders: Sequence[str], models: Mapping[str, Any]) -> None:
         name = self._kind.__name__
-        for needed in (self._component, "vae"):
+        for needed in decoders:
             if needed not in models:
                 raise ConfigError(
                     f"samples: {self._root} has no {needed}, which drawing needs; leave samples out"
@@ -96,28 +105,31 @@ class Drawing:
     def videos(self) -> bool:
         """Whether more than one frame is drawn."""
         takes = self._takes.get("num_frames")
-        return takes is not None and (self.settings.num_frames or takes.default) > 1
+        frames = None if takes is None else self.settings.num_frames or takes.default or math.inf
+        return frames is not None and frames > 1
 
     def opened(self, model: nn.Module, dtype: torch.dtype) -> DiffusionPipeline:
         """The pipeline with ``model`` in the place of its own, computing in ``dtype``; collective.
 
-        The autoencoder is loaded whole on every rank. Raises what a load raises.
+        Autoencoders are loaded whole on every rank. Raises what a load raises.
         """
-        path = str(self._vae.path)
-        kind = component_class(self._vae.library, self._vae.kind, path)
-        vae = zerostart.load(path, model=kind, engine="fsdp2", zero_stage=0, dtype=dtype, progress=False)
-        vae.eval().requires_grad_(False)
+        loaded: dict[str, Any] = {}
+        for one in self._decoders:
+            path = str(one.path)
+            kind = component_class(one.library, one.kind, path)
+            made = zerostart.load(path, model=kind, engine="fsdp2", zero_stage=0, dtype=dtype, progress=False)
+            loaded[one.name] = made.eval().requires_grad_(False)
         # All else of the pipeline, its text encoders first of all, is left out: texts were encoded before the
         # training.
         left_out: dict[str, Any] = {
             name: None
             for name, value in self._index.items()
-            if isinstance(value, list) and name not in ("scheduler", "vae")
+            if isinstance(value, list) and name != "scheduler"
         }
         with _quiet():
-            pipe = assembled(self._kind, self._root, {**left_out, "vae": vae})
+            pipe = assembled(self._kind, self._root, {**left_out, **loaded})
         pipe.set_progress_bar_config(disable=True)
-        pipe.register_modules(**{self._component: model})
+        pipe.register_modules(**{self._component: model}, **self._stand_ins)
         return pipe
 
     def draw(

@@ -153,6 +153,8 @@ class _Census:
                 tuple(entry.dtype for entry in entries),
                 share.recipe.target.dtype,
             )
+        # The identity of the layouts: comparing those of thousands of ranks would take longer than counting
+        # them. The caller keeps them alive for as long as the census.
         key = (key, id(share.layouts), share.direct)
         if key not in self._kinds:
             self._kinds[key] = _Kind(self._table(share, number))
@@ -162,6 +164,7 @@ class _Census:
         target = share.recipe.target
         rows: list[tuple[int, ...]] = []
         for rank, layout in share.layouts:
+            # Segments ask of a destination only its dtype and whether it is direct.
             to = Destination(target.name, layout.numel, layout.owned, target.dtype, share.direct)
             to_compute: list[Copy] = []
             for copy in pull_back(share.recipe, layout):
@@ -192,6 +195,7 @@ class _Census:
         starts = read_starts_of_many(place, nbytes, direct, rows, self._options)
         sizes = np.maximum.reduceat(place + nbytes, starts) - place[starts] if len(starts) else starts
         # The rows of one rank follow each other.
+        # Reads and bytes of a rank are differences of the running totals at its bounds.
         bounds = np.searchsorted(place[starts], np.arange(world + 1) * self._line)
         total = np.concatenate([[0], np.cumsum(sizes)])[bounds]
         ends = np.maximum.reduceat(place + extent, starts) if len(starts) else starts
@@ -202,6 +206,7 @@ class _Census:
                 of_rank + computed.nbytes,
                 number + computed.reads,
                 through_buffer or computed.staged,
+                # At worst the largest computations run at once, one on each thread.
                 sum(sorted(computed.memory, reverse=True)[:threads]),
                 extents,
             )

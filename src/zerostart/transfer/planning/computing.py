@@ -48,9 +48,11 @@ def computations(
         def made(regions: Sequence[Region], source: Computed = source) -> Computation:
             return _Builder(tensors, options, operands).computation(source, regions, target)
 
+        # Whole, in boxes, or in blocks of plain operands: what a part takes is known from its size alone.
         if source.whole or not source.from_blocks:
             yield from map(made, _regions(source, taken, limit))
         else:
+            # Less than some blocks would have every computation cut to its smallest size, for nothing.
             budget = max(options.chunk_size, 4 * BLOCK * source.element_bytes)
             yield from _from_blocks(source, taken, limit, budget, made)
 
@@ -62,6 +64,8 @@ def _regions(
     if source.whole:
         factors = tuple((size,) for size in source.shape)
         if source.cut is Cut.BLOCKS:
+            # As one long row: where a result depends on where its elements lie in it, it is evaluated as
+            # torch does it eagerly.
             factors = ((source.numel,),)
         shape = tuple(size for (size,) in factors)
         box = Box((0,) * len(shape), shape)
@@ -108,6 +112,7 @@ def _halved(region: Region, budget: int, made: Maker) -> Iterator[Computation]:
         computation = made([part])
         halves = [list(split_loop(part, n)) for n, (_, stride, _) in enumerate(part.loops) if stride]
         if computation.nbytes > budget and halves:
+            # A trial lays the half out without reading anything; it costs planning time only.
             best = min(halves, key=lambda half: made(half[:1]).nbytes)
             if made(best[:1]).nbytes <= 0.8 * computation.nbytes:
                 todo += best
@@ -140,8 +145,10 @@ class _Builder:
         operands = []
         for operand, aligned in zip(source.operands, source.aligned, strict=True):
             if aligned and source.cut is Cut.BLOCKS:
+                # An operand that lies as the result does: the same run of its own row-major order.
                 operands.append(self._run(operand, box))
             elif aligned:
+                # Boxes are of the split shape, so the operand's dimensions are split alike first.
                 operand = self._operands.split(operand, factors)
                 region = _aligned(operand.shape, box)
                 operands.append(self._register(operand, region, (region,), region.extent))
@@ -162,6 +169,7 @@ class _Builder:
     def _whole(self, operand: Operand) -> OperandView:
         """All of the operand, in the strides that it has in eager torch."""
         box = Box((0,) * len(operand.shape), operand.shape)
+        # Row-major, as registers are.
         if operand.strides is None or not operand.numel:
             return self._register(operand, box, (box,), operand.shape)
         # What is expanded is in memory once.
@@ -200,6 +208,8 @@ class _Builder:
                 computed.setdefault(copy.source, []).append(copy)
             else:
                 self._segments += segments(self._tensors, copy, number, storage, self._options)
+        # Operands that are computed themselves: their steps are listed before the step that uses this
+        # register.
         for source, copies in computed.items():
             for taken in _regions(source, copies):
                 self._step(source, taken, number)

@@ -55,6 +55,7 @@ def batches(sizes: Sequence[int], limit: int) -> Iterator[tuple[int, int, int]]:
     """
     first = total = 0
     for number, size in enumerate(sizes):
+        # ``number > first``: a request longer than the limit goes in a message by itself.
         if number > first and total + size > limit:
             yield first, number, total
             first, total = number, 0
@@ -105,9 +106,11 @@ def exchange_schedule(tables: Sequence[Table], limit: int, between: int = 1 << 6
     # In the order of the files, by every rank alike: ties of `min` go to the lowest rank.
     for region in regions:
         server = min(region.wanted, key=lambda rank: load[rank])
+        # Measured by the busiest server: the others have read less since then.
         if served[server] - agreed >= between:
             agreed = max(served)
             steps.append(Agreement())
+        # Deterministic sums of integers: every rank comes to the same loads, and so to the same servers.
         load[server] += region.end - region.begin
         served[server] += region.end - region.begin
         deliveries = tuple(Delivery(rank, *batch) for rank, batch in region.wanted.items())
@@ -159,11 +162,14 @@ def _sorted(tables: Sequence[Table]) -> Iterator[list[int]]:
     columns = []
     for rank, table in enumerate(tables):
         file, offset, nbytes, rows, stride = table.T
+        # A request of several rows spans the gaps between them too, which its server reads along.
         end = offset + (rows - 1) * stride + nbytes // np.maximum(rows, 1)
         columns.append(
             np.stack([file, offset, end, np.full(len(table), rank), np.arange(len(table)), nbytes])
         )
     every = np.concatenate(columns, axis=1) if columns else np.empty((6, 0), np.int64)
+    # The last key is the first to be sorted by: file, first byte, then rank and number, so that ties fall
+    # alike on every rank.
     order = np.lexsort((every[4], every[3], every[1], every[0]))
     # As Python integers, but not all at once: they take ten times the room.
     for start in range(0, len(order), 1 << 14):

@@ -59,8 +59,11 @@ def segments(
     entry = tensors[str(copy.source)]
     dtype = torch_dtype(entry.dtype, entry.name)
     width = dtype.itemsize
+    # Innermost loops whose gaps are read through make one span; each step of the outer ones is a span of its
+    # own.
     outer, inner = _dense(copy.loops, width, options)
     span = 1 + sum((size - 1) * stride for size, stride, _ in inner)
+    # The innermost of the outer loops steps from row to row of one read, if a row fits into a chunk at all.
     rows = outer.pop() if outer and span * width <= options.chunk_size else None
     for indices in product(*(range(size) for size, _, _ in outer)):
         start = copy.start + sum(i * loop[1] for i, loop in zip(indices, outer, strict=True))
@@ -68,6 +71,7 @@ def segments(
         for first, place, loops, count in _cut(start, to, inner, span, rows, options.chunk_size // width):
             direct = destination.direct and dtype == destination.dtype and _lands(loops, count)
             part = Part(0, dtype, target, place, loops, direct)
+            # A single row needs no distance, and merges with its neighbours as a plain span does.
             stride = rows[1] * width if rows is not None and count > 1 else 0
             yield entry.file, entry.offset + first * width, part.nbytes, part, count, stride
 
@@ -84,6 +88,8 @@ def _cut(
     most = max(1, limit // span)
     for begin in range(0, size, most):
         count = min(most, size - begin)
+        # In the staging buffer rows lie one after the other, ``span`` elements apart; in the file,
+        # ``source``.
         loops = ((count, span, destination), *inner) if count > 1 else inner
         yield start + begin * source, to + begin * destination, loops, count
 
@@ -101,6 +107,8 @@ def _dense(loops: Sequence[Loop], width: int, options: PlanOptions) -> tuple[lis
     outer = list(loops)
     while outer:
         size, stride, _ = outer[-1]
+        # The gap between two steps, after what one step spans. Strides may be smaller than the span, where a
+        # copy repeats or interleaves elements: then there is no gap.
         if not options.reads_through(max(0, stride - span) * width, span * width):
             break
         span += (size - 1) * stride
@@ -117,6 +125,8 @@ def _bounded(
         yield start, to, loops
         return
     (size, source, destination), rest = loops[0], loops[1:]
+    # So many steps of the largest loop fit into the limit; where not even one does, its steps are cut one by
+    # one, and the loops below it in turn.
     below = 1 + sum((n - 1) * stride for n, stride, _ in rest)
     steps = max(1, (limit - below) // source + 1) if source and below <= limit else 1
     for first in range(0, size, steps):
@@ -147,6 +157,7 @@ def read_starts(found: Iterable[tuple[int, int, int, bool, int]], options: PlanO
     begin = end = members = 0
     group: tuple[int, bool] | None = None
     for number, (file, offset, nbytes, direct, rows) in enumerate(found):
+        # Segments may overlap (several parameters of one tensor): a read ends with the furthest.
         until = max(end, offset + nbytes)
         if (
             group == (file, direct)
@@ -159,6 +170,7 @@ def read_starts(found: Iterable[tuple[int, int, int, bool, int]], options: PlanO
             members += 1
         else:
             yield number
+            # None: nothing may join a read of several rows, whatever follows.
             group = (file, direct) if rows == 1 else None
             begin, end, members = offset, offset + nbytes, 1
 
@@ -173,6 +185,8 @@ def read_starts_of_many(
     """
     if not len(place):
         return place
+    # A segment certainly begins a read where no read that holds the one before could reach it: that needs no
+    # loop. The rule itself runs on the islands between such segments alone.
     stop = place + nbytes
     pair = np.maximum(stop[1:], stop[:-1]) - place[:-1]
     # A read may reach past the last of its segments, and is no longer than a chunk.
@@ -181,6 +195,7 @@ def read_starts_of_many(
     apart = pair > options.chunk_size
     apart |= (direct[1:] != direct[:-1]) | (np.maximum(rows[1:], rows[:-1]) > 1)
     apart |= np.where(direct[1:] != 0, place[1:] != stop[:-1], far)
+    # Islands of one segment are reads already; the others are given to the rule, each as a file of its own.
     starts = np.flatnonzero(np.concatenate([[True], apart]))
     length = np.diff(starts, append=len(place))
     open_ones = np.flatnonzero(np.repeat(length > 1, length))

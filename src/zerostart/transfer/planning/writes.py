@@ -76,6 +76,8 @@ class Write:
         if self.count == self.span:
             yield 0, self.span, self.span, 1
             return
+        # Runs of one length at one distance are reported together as long as both hold; the distance is
+        # settled by the first two.
         starts, lengths = (column.tolist() for column in self._runs())
         begin, step = 0, 0
         for at in range(1, len(starts) + 1):
@@ -137,6 +139,9 @@ def plan_writes(
             name = str(copy.source)
             if name not in kinds:
                 kinds[name] = torch_dtype(layout.tensors[name].dtype, name)
+                # Windows are counted from the beginning of the page in which the tensor begins: from the
+                # second window on each begins with a page, and direct writes need no piece of a neighbour's
+                # page.
                 leads[name] = layout.tensors[name].offset % PAGE // kinds[name].itemsize
             dtype = kinds[name]
             size = max(1, chunk_size // dtype.itemsize)
@@ -162,6 +167,8 @@ def own_part(layout: Layout, held: tuple[int, int], nbytes: int, turn: int) -> L
     if holders == 1:
         return layout
     parts = max(1, min(holders, nbytes // GRAIN))
+    # Small shares are written whole by one holder, and ``turn`` deals them round, so that no holder writes
+    # all of them.
     number = (place - turn) % holders
     return layout.part(number, parts) if number < parts else None
 
@@ -205,6 +212,8 @@ def _windows(
     first = 0
     while first < count:
         at, place = start + first * far, to + first * local
+        # What is left of the window behind the span of one step. Negative: a single step crosses the edge,
+        # and is cut by the loops below it.
         left = size - at % size - below
         if left < 0:
             yield from _windows(at, place, rest, size)
@@ -217,6 +226,7 @@ def _windows(
 
 def _write(name: str, dtype: torch.dtype, begin: int, parts: list[Part]) -> Write:
     width = dtype.itemsize
+    # Nothing before the first element that this rank has and nothing behind its last: others write these.
     low = min(part.at for part in parts)
     high = max(part.at + part.nbytes for part in parts)
     moved = tuple(
@@ -236,6 +246,8 @@ def _numel(loops: Iterable[Loop]) -> int:
 def _runs(part: Part) -> tuple[npt.NDArray[np.int64], int]:
     """Where the unbroken runs of a part begin, and the length that they all have, in elements."""
     length, loops = 1, list(part.loops)
+    # Inner loops whose stride is the length so far continue the run in the file; their order in the storage
+    # does not matter here.
     while loops and loops[-1][1] == length:
         length *= loops.pop()[0]
     starts = np.array([part.at // part.dtype.itemsize], dtype=np.int64)

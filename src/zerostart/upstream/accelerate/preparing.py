@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from zerostart.upstream.accelerate.plugins import SHARDED, is_set, remember, remember_parallelism, require
 from zerostart.upstream.patches import RefCountedPatches, fits, replaced
 from zerostart.upstream.registry import Lasts, Otherwise, PatchPoint, misfit
-from zerostart.upstream.shapes import Shape, found
+from zerostart.upstream.shapes import Function, Shape, found
 from zerostart.upstream.versions import ACCELERATE, TRANSFORMERS
 
 if TYPE_CHECKING:
@@ -159,13 +159,13 @@ class AcceleratorPatches(RefCountedPatches):
                 new = functools.wraps(original)(make(original))
                 stack.enter_context(replaced(point, owner, name, new))
 
-    def _fsdp2_prepare_model(self, original: Any) -> Any:
+    def _fsdp2_prepare_model(self, original: Function) -> Function:
         def fsdp2_prepare_model(accelerator: Accelerator, model: nn.Module) -> object:
             return model if self._sharded(model) else original(accelerator, model)
 
         return fsdp2_prepare_model
 
-    def _prepare_tp(self, original: Any) -> Any:
+    def _prepare_tp(self, original: Function) -> Function:
         def prepare_tp(accelerator: Accelerator, *args: Any) -> Any:
             models = [item for item in args if isinstance(item, nn.Module)]
             # Shards of the load are DTensors, and accelerate takes any DTensor for one of a tensor-parallel
@@ -175,7 +175,7 @@ class AcceleratorPatches(RefCountedPatches):
 
         return prepare_tp
 
-    def _prepare_deepspeed(self, original: Any) -> Any:
+    def _prepare_deepspeed(self, original: Function) -> Function:
         def prepare_deepspeed(accelerator: Accelerator, *args: Any) -> Any:
             for item in args:
                 if isinstance(item, nn.Module):
@@ -186,7 +186,7 @@ class AcceleratorPatches(RefCountedPatches):
         return prepare_deepspeed
 
 
-def _keeps_parameters(original: Any) -> Any:
+def _keeps_parameters(original: Function) -> Function:
     def prepare_fsdp2(accelerator: Accelerator, *args: Any) -> Any:
         # accelerate maps parameters by their addresses, and an empty shard has none: those that stay are put
         # back by identity. Whole ones are replaced, and are not to be held meanwhile.
@@ -209,7 +209,7 @@ def _keeps_parameters(original: Any) -> Any:
     return prepare_fsdp2
 
 
-def _prepares_fsdp2(original: object) -> Any:
+def _prepares_fsdp2(original: Function) -> Function:
     keeping = _keeps_parameters(original)
 
     def prepare_fsdp2(accelerator: Accelerator, *args: object) -> Any:
@@ -237,7 +237,7 @@ def _name_sharded_classes(plugin: FullyShardedDataParallelPlugin, model: nn.Modu
     ]
 
 
-def _has_a_backend_everywhere(original: Any) -> Any:
+def _has_a_backend_everywhere(original: Function) -> Function:
     def prepare_backend(state: accelerate.PartialState, *args: Any, **kwargs: Any) -> tuple[object, object]:
         from accelerate.utils import DistributedType
 
@@ -255,7 +255,7 @@ def _has_a_backend_everywhere(original: Any) -> Any:
     return prepare_backend
 
 
-def _knows_fsdp2_everywhere(original: Any) -> Any:
+def _knows_fsdp2_everywhere(original: Function) -> Function:
     def init(state: AcceleratorState, *args: Any, **kwargs: Any) -> None:
         original(state, *args, **kwargs)
         from accelerate.state import PartialState
@@ -283,7 +283,7 @@ def _knows_fsdp2_everywhere(original: Any) -> Any:
     return init
 
 
-def _remembers_fsdp(original: Any) -> Any:
+def _remembers_fsdp(original: Function) -> Function:
     def process(arguments: TrainingArguments) -> Any:
         result = original(arguments)
         if result is not None:

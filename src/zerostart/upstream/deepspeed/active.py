@@ -11,10 +11,11 @@ import functools
 import os
 import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
+from zerostart.upstream.deepspeed.types import DeepSpeedConfig
 from zerostart.upstream.registry import Use, demand
 from zerostart.upstream.shapes import Shape
 from zerostart.upstream.versions import ACCELERATE, DEEPSPEED, TRANSFORMERS
@@ -84,13 +85,13 @@ def active_config() -> Mapping[str, object] | None:
     from transformers.integrations.deepspeed import deepspeed_config
 
     plugin = _plugin()
-    config: Mapping[str, Any] | None = deepspeed_config()
+    config: DeepSpeedConfig | None = deepspeed_config()
     if config is None and plugin is not None:
         config = plugin.deepspeed_config
     return None if config_stage(config) == 3 and not _wanted(plugin) else config
 
 
-def config_stage(config: Mapping[str, Any] | None) -> int:
+def config_stage(config: DeepSpeedConfig | None) -> int:
     """The ZeRO stage that a configuration asks for, 0 where it asks for none."""
     stage = ((config or {}).get("zero_optimization") or {}).get("stage", 0)
     return stage if isinstance(stage, int) else 0

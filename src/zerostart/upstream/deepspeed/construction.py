@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -28,6 +28,7 @@ from torch import nn
 
 from zerostart.errors import EngineError
 from zerostart.upstream.deepspeed.parallel.tensors import slices_of
+from zerostart.upstream.deepspeed.types import DeepSpeedConfig
 from zerostart.upstream.deepspeed.zero3 import partitions as upstream
 from zerostart.upstream.patches import RefCountedPatches, Ticket, replaced
 from zerostart.upstream.registry import Lasts, Otherwise, PatchPoint, Use, demand, misfit
@@ -161,7 +162,7 @@ class _Mark:
     """What a model in slices tells its engine: how many ranks share tensors, by which rules."""
 
     size: int
-    rules: Mapping[str, Any]
+    rules: DeepSpeedConfig
     group: dist.ProcessGroup
     ticket: Ticket
 
@@ -169,7 +170,7 @@ class _Mark:
         return self
 
 
-def mark_sliced(model: nn.Module, size: int, section: Mapping[str, object], groups: TensorGroups) -> None:
+def mark_sliced(model: nn.Module, size: int, section: DeepSpeedConfig, groups: TensorGroups) -> None:
     """Have the engine of ``model`` share tensors over ``size`` ranks, as long as the model lives."""
     demand((_CONSTRUCTION, _SHARED, _GROUPS, _SUMS), "Use engine='fsdp2'")
     for name in slices_of(model):

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import nn
+
+#: DeepSpeed's configuration, or a section of it: JSON values by name, as its documentation has them.
+DeepSpeedConfig: TypeAlias = Mapping[str, Any]
 
 
 class ZeroPartition(torch.Tensor):

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from zerostart.upstream.on_import import enter_when_imported
 from zerostart.upstream.patches import RefCountedPatches, replaced, replaced_wherever_imported
 from zerostart.upstream.registry import Lasts, PatchPoint, Use, demand
-from zerostart.upstream.shapes import Shape
+from zerostart.upstream.shapes import Function, Shape
 from zerostart.upstream.transformers.loading import without_zero3
 from zerostart.upstream.versions import DIFFSYNTH
 
@@ -133,7 +133,7 @@ class DiffSynthSeam(RefCountedPatches):
         stack.enter_context(replaced_wherever_imported(_LOADING, "load_model", original, new))
 
     def _with_keys(self, stack: ExitStack, module: ModuleType) -> None:
-        original: Any = module.load_keys_dict_from_bin
+        original: Function = module.load_keys_dict_from_bin
 
         @functools.wraps(original)
         def load_keys_dict_from_bin(file_path: Any) -> Any:
@@ -142,7 +142,7 @@ class DiffSynthSeam(RefCountedPatches):
 
         stack.enter_context(replaced(_KEYS, module, "load_keys_dict_from_bin", load_keys_dict_from_bin))
 
-    def _load_model(self, original: Any) -> Any:
+    def _load_model(self, original: Function) -> Function:
         signature = inspect.signature(original)
 
         @functools.wraps(original)

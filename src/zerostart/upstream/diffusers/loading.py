@@ -26,7 +26,7 @@ from zerostart.upstream.on_import import enter_when_imported
 from zerostart.upstream.patches import replaced
 from zerostart.upstream.registry import Lasts, PatchPoint, demand
 from zerostart.upstream.seam import Findings, InterceptedCall, LoadingSeam
-from zerostart.upstream.shapes import Shape
+from zerostart.upstream.shapes import Function, Shape
 from zerostart.upstream.versions import DIFFUSERS
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ class DiffusersSeam(LoadingSeam[DiffusersCall]):
             new = make(getattr(original, "__func__", original))
             stack.enter_context(replaced(point, owner, name, new))
 
-    def _contexts(self, original: Any) -> Any:
+    def _contexts(self, original: Function) -> Function:
         @functools.wraps(original)
         def contexts(managers: list[Any]) -> Any:
             call = self.without_weights()
@@ -125,7 +125,7 @@ class DiffusersSeam(LoadingSeam[DiffusersCall]):
 
         return contexts
 
-    def _load_state_dict(self, original: Any) -> Any:
+    def _load_state_dict(self, original: Function) -> Function:
         @functools.wraps(original)
         def load_state_dict(*args: Any, **kwargs: Any) -> object:
             # Nothing is read here: the files go by name to ``load`` below.
@@ -133,7 +133,7 @@ class DiffusersSeam(LoadingSeam[DiffusersCall]):
 
         return load_state_dict
 
-    def _load_pretrained_model(self, original: Any) -> Any:
+    def _load_pretrained_model(self, original: Function) -> object:
         @functools.wraps(original)
         def load(
             cls: type[ModelMixin],

@@ -13,7 +13,7 @@ from torch import nn
 from zerostart.upstream.on_import import enter_when_imported
 from zerostart.upstream.patches import RefCountedPatches, replaced
 from zerostart.upstream.registry import Lasts, PatchPoint, demand
-from zerostart.upstream.shapes import Shape
+from zerostart.upstream.shapes import Function, Shape
 from zerostart.upstream.versions import DIFFUSERS
 
 _FLUX = PatchPoint(
@@ -57,7 +57,7 @@ class LoraShapes(RefCountedPatches):
             new: Any = classmethod(self._sent(vars(owner)[name].__func__))
             stack.enter_context(replaced(_FLUX, owner, name, new))
 
-    def _sent(self, original: Any) -> Any:
+    def _sent(self, original: Function) -> Function:
         @functools.wraps(original)
         def call(
             cls: Any, transformer: nn.Module, lora_state_dict: Any = None, *args: object, **kwargs: Any

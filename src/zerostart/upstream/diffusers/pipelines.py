@@ -6,7 +6,7 @@ import importlib
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -98,7 +98,9 @@ def name_classes(pipe: Pipeline) -> None:
             pipe.register_to_config(**{name: _fetch_class_library_tuple(plain)})
 
 
-def assembled(kind: type[DiffusionPipeline], root: Path, models: Mapping[str, nn.Module | None]) -> Any:
+def assembled(
+    kind: type[DiffusionPipeline], root: Path, models: Mapping[str, nn.Module | None]
+) -> DiffusionPipeline:
     """The pipeline in ``root`` with these models; everything else by diffusers itself, from its files.
 
     Raises BuildError for what diffusers cannot make of them.

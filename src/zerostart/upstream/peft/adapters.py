@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from zerostart.upstream.on_import import enter_when_imported
 from zerostart.upstream.patches import RefCountedPatches, fits, replaced, replaced_wherever_imported
 from zerostart.upstream.registry import Lasts, PatchPoint
-from zerostart.upstream.shapes import Shape
+from zerostart.upstream.shapes import Function, Shape
 from zerostart.upstream.versions import PEFT
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ Merging = Callable[[Callable[[], object], object, str], object]
 #: ``around(original, model)`` for a call that puts a prompt's encoder beside the model inside ``model``.
 Surrounding = Callable[[Callable[[], object], nn.Module], object]
 #: ``instead(original, model, **arguments)`` for ``get_peft_model_state_dict``.
-Reading = Callable[..., Any]
+Reading = Function
 
 
 class AdapterCalls(RefCountedPatches):
@@ -207,7 +207,7 @@ class AdapterCalls(RefCountedPatches):
                 if name in vars(owner) and (owner, name) not in self._classes:
                     yield owner, name
 
-    def _sent(self, original: Any, name: str) -> Any:
+    def _sent(self, original: Function, name: str) -> Function:
         @functools.wraps(original)
         def call(layer: BaseTunerLayer, *args: Any, **kwargs: Any) -> object:
             return self._merging(functools.partial(original, layer, *args, **kwargs), layer, name)
@@ -270,7 +270,7 @@ class AdapterCalls(RefCountedPatches):
         stack.enter_context(replaced(_TOKENS, module.TrainableTokensLayer, name, collect))
 
 
-def _measures(original: Any) -> object:
+def _measures(original: Function) -> Function:
     @functools.wraps(original)
     def sizes(module: nn.Module) -> Any:
         weight = module.weight if isinstance(module, nn.Linear) else None

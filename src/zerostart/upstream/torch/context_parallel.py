@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import nn
+from torch._ops import OpOverload
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -23,6 +25,7 @@ from zerostart.errors import ConfigError, EngineError
 from zerostart.upstream.patches import RefCountedPatches, replaced
 from zerostart.upstream.registry import Lasts, PatchPoint, Use, demand
 from zerostart.upstream.shapes import Shape
+from zerostart.upstream.torch.types import Arguments, Keywords
 from zerostart.upstream.versions import ACCELERATE, TORCH
 
 _RING = "torch.distributed.tensor.experimental._context_parallel._attention"
@@ -136,7 +139,7 @@ def ring_on_cpu(model: nn.Module) -> None:
 def _enter(stack: ExitStack) -> None:
     from torch.distributed.tensor.experimental._context_parallel import _attention
 
-    module: Any = _attention
+    module: ModuleType = _attention
     kernels: Any = torch.ops.aten
     ours = {
         kernels._scaled_dot_product_flash_attention_for_cpu.default: _forward,
@@ -148,7 +151,7 @@ def _enter(stack: ExitStack) -> None:
 _held = RefCountedPatches(_enter)
 
 
-def _forward(op: Any, args: tuple[Any, ...], kwargs: dict[str, object]) -> tuple[DTensor, ...]:
+def _forward(op: OpOverload, args: Arguments, kwargs: Keywords) -> tuple[DTensor, ...]:
     """``op(query, key, value, dropout_p, is_causal, *, attn_mask, scale)`` around the ring."""
     from torch.distributed.tensor.experimental._context_parallel import _attention
 
@@ -169,7 +172,7 @@ def _forward(op: Any, args: tuple[Any, ...], kwargs: dict[str, object]) -> tuple
     return _sharded(results, query.device_mesh)
 
 
-def _backward(op: Any, args: tuple[Any, ...], kwargs: dict[str, object]) -> tuple[DTensor, ...]:
+def _backward(op: OpOverload, args: Arguments, kwargs: Keywords) -> tuple[DTensor, ...]:
     """``op(grad_out, query, key, value, out, logsumexp, dropout_p, is_causal, *, ...)``."""
     from torch.distributed.tensor.experimental._context_parallel import _attention
 
@@ -193,5 +196,5 @@ def _backward(op: Any, args: tuple[Any, ...], kwargs: dict[str, object]) -> tupl
     return _sharded(results, tensors[1].device_mesh)
 
 
-def _sharded(results: Any, mesh: DeviceMesh) -> tuple[DTensor, ...]:
+def _sharded(results: Iterable[torch.Tensor], mesh: DeviceMesh) -> tuple[DTensor, ...]:
     return tuple(DTensor.from_local(result, mesh, [Shard(_SEQUENCE)], run_check=False) for result in results)

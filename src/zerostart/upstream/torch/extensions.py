@@ -30,13 +30,16 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, TypeVar
 
 from zerostart.errors import EngineError
 from zerostart.upstream.patches import RefCountedPatches, replaced
 from zerostart.upstream.registry import Lasts, Otherwise, PatchPoint, Use, is_first_rank, misfit
 from zerostart.upstream.shapes import Shape
 from zerostart.upstream.versions import DEEPSPEED, TORCH
+
+if TYPE_CHECKING:
+    from deepspeed.ops.op_builder.builder import OpBuilder
 
 logger = logging.getLogger("zerostart")
 
@@ -85,7 +88,7 @@ def load_operations(names: tuple[str, ...]) -> None:
     compiling.open()
     try:
         for name in names:
-            builder: Any = get_accelerator().create_op_builder(name)
+            builder: OpBuilder = get_accelerator().create_op_builder(name)
             if builder is None or not deepspeed.ops.__compatible_ops__.get(builder.NAME, False):
                 continue
             try:
@@ -119,7 +122,7 @@ def _enter(stack: contextlib.ExitStack) -> None:
     original = OpBuilder.jit_load
 
     @functools.wraps(original)
-    def jit_load(builder: Any, verbose: bool = True) -> object:
+    def jit_load(builder: OpBuilder, verbose: bool = True) -> object:
         with _folder_of_environment(builder.name):
             folder = _folder(builder.name)
             return built(folder, lambda: original(builder, verbose), builder.name, is_first_rank())
@@ -171,7 +174,11 @@ def _folder(name: str) -> Path:
     return Path(cpp_extension._get_build_directory(name, False))
 
 
-def built(folder: Path, build: Callable[[], Any], name: str, told: bool) -> object:
+#: What a compilation gives: a module.
+Built = TypeVar("Built")
+
+
+def built(folder: Path, build: Callable[[], Built], name: str, told: bool) -> Built:
     """What ``build`` gives, which compiles in ``folder`` under torch's lock, alone of zerostart's.
 
     What an earlier build left that was killed does not stand in the way. An interrupt ends the compilers, and

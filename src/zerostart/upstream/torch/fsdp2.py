@@ -139,11 +139,13 @@ def whole_for_a_while(model: nn.Module, modules: Sequence[nn.Module]) -> Iterato
     over all ranks, and over nothing else.
     """
     need(_UNITS, _STATES, _GROUPS, _SHARDS)
+    # Collected first, by module and name: inside, parameters may be replaced, and identities change.
     kept = _kept(model, modules)
     whole = []
     for group, parameter in {id(one): (group, one) for group, one in kept.values()}.values():
         whole.append((parameter, whole_tensor(parameter.sharded_param)))
         _put(*whole[-1])
+        # The unit lets go of it: its hook on loaded state dicts, and its place among those that are gathered.
         parameter._post_load_hook_handle.remove()
         group.fsdp_params.remove(parameter)
     try:
@@ -180,6 +182,7 @@ def _kept(model: nn.Module, modules: Sequence[nn.Module]) -> dict[tuple[int, str
 
 
 def _groups(state: Any) -> list[Any]:
+    # Releases differ: a list of groups for a unit, or one, or none.
     several = getattr(state, "_fsdp_param_groups", None)
     if several is None:
         several = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
@@ -207,10 +210,13 @@ def _shard(modules: Sequence[nn.Module], kept: dict[tuple[int, str], tuple[Any, 
     plain = {}
     for module in modules:
         for name, parameter in module._parameters.items():
+            # By identity: a parameter that modules share becomes one shard again.
             if parameter is not None and id(parameter) not in plain:
                 plain[id(parameter)] = (parameter, *kept[id(module), name])
     for parameter, group, old in plain.values():
         with torch.no_grad():
+            # Whatever was drawn inside (rows of a resized embedding) differs between ranks that were seeded
+            # otherwise.
             dist.broadcast(parameter.data, src=0)
         (info,) = _get_param_module_infos([parameter], group.modules)
         group.fsdp_params.append(

@@ -5,18 +5,23 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from zerostart.upstream.patches import RefCountedPatches, replaced_wherever_imported
 from zerostart.upstream.registry import Lasts, PatchPoint, Use, demand, misfit
 from zerostart.upstream.shapes import Shape
 from zerostart.upstream.versions import TORCH
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 _DESTROY = PatchPoint(
     library=TORCH,
@@ -42,17 +47,18 @@ def _require() -> None:
     demand((_STORE,))
 
 
-def store_of(prefix: str) -> Any:
+def store_of(prefix: str) -> Store:
     """The default group's store, with ``prefix`` before all keys."""
     _require()
-    parts: Any = distributed_c10d
-    return parts.PrefixStore(prefix, parts._get_default_store())
+    parts: ModuleType = distributed_c10d
+    store: Store = parts.PrefixStore(prefix, parts._get_default_store())
+    return store
 
 
 def patience() -> timedelta:
     """How long a rank waits for the others: the time-out that the default group was made with."""
     _require()
-    parts: Any = distributed_c10d
+    parts: ModuleType = distributed_c10d
     group = parts.group.WORLD
     for kind in ("cpu", *sorted({device.type for device in group._device_types} - {"cpu"})):
         with contextlib.suppress(AttributeError, RuntimeError):  # no backend for it, or one that tells none
@@ -62,13 +68,13 @@ def patience() -> timedelta:
     return stores
 
 
-def made_groups() -> list[Any]:
+def made_groups() -> list[dist.ProcessGroup]:
     """The process groups that there are."""
-    parts: Any = distributed_c10d
+    parts: ModuleType = distributed_c10d
     return list(parts._world.pg_map) if torch.distributed.is_initialized() else []
 
 
-def same_patience(before: list[Any]) -> None:
+def same_patience(before: Sequence[dist.ProcessGroup]) -> None:
     """Give those that have been made since ``before`` the time-out of the default group.
 
     Those of meshes, and of DeepSpeed, have torch's own, whatever ``init_process_group`` was told.
@@ -79,14 +85,15 @@ def same_patience(before: list[Any]) -> None:
                 group._get_backend(device)._set_default_timeout(patience())
 
 
-def messages_group() -> Any:
+def messages_group() -> dist.ProcessGroup:
     """All ranks, over gloo, with the default group's time-out; collective.
 
     Each rank is connected with those alone with which it exchanges something: in rings and trees of
     broadcasts a dozen of a thousand.
     """
     with connected_lazily():
-        return torch.distributed.new_group(backend="gloo", timeout=patience())
+        group: dist.ProcessGroup = torch.distributed.new_group(backend="gloo", timeout=patience())
+        return group
 
 
 @contextlib.contextmanager
@@ -113,11 +120,11 @@ class BeforeTheEnd(RefCountedPatches):
     def _enter(self, stack: ExitStack) -> None:
         if misfit((_DESTROY,)):
             return  # the save that is broken off says so, and the process ends with an error
-        parts: Any = distributed_c10d
+        parts: ModuleType = distributed_c10d
         original = parts.destroy_process_group
 
         @functools.wraps(original)
-        def destroy_process_group(group: Any = None) -> None:
+        def destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
             try:
                 if group is None or group == parts.GroupMember.WORLD:
                     self._finish()

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -94,6 +95,7 @@ def _counts_users() -> bool:
 
 def asks_for_memory(error: Exception) -> bool:
     """Whether torch raised ``error`` because something reached for the memory that it lacks."""
+    # Four places in torch say it, each in words of its own, and by no class of error.
     said = (
         "data pointer",
         "not allocated yet",
@@ -106,6 +108,7 @@ def asks_for_memory(error: Exception) -> bool:
 def adopt_local_tensors(model: nn.Module) -> None:
     """Make FSDP2's parameter groups look at the parameters that the modules now hold."""
     need(_GROUPS)
+    # What changes nothing: FSDP2 hooks ``_apply``, and looks at its parameters when it is done.
     model._apply(lambda tensor: tensor)  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
 
@@ -135,6 +138,7 @@ def hide_padding(parameter: nn.Parameter, owned: int) -> None:
     local = sharded._local_tensor
     if local.numel() == owned:
         return
+    # Elements of one row: rows that are real follow from the elements that are.
     below = max(1, local[:1].numel())
     sharded._local_tensor = local.narrow(0, 0, owned // below)
 
@@ -142,14 +146,14 @@ def hide_padding(parameter: nn.Parameter, owned: int) -> None:
 @contextlib.contextmanager
 def truncated_normal_goes_to(handler: Callable[..., torch.Tensor]) -> Iterator[None]:
     """Inside, ``trunc_normal_`` calls ``handler(original, tensor, ...)``, however it was imported."""
-    module: Any = nn.init
+    module: ModuleType = nn.init
     original = getattr(module, "_no_grad_trunc_normal_", None)
     if original is None:
         yield  # and whoever calls it fails by itself
         return
     wrong = misfit((_TRUNCATED_NORMAL,))
 
-    def refuse(*_: Any, **__: object) -> NoReturn:
+    def refuse(*_: object, **__: object) -> NoReturn:
         raise UnsupportedVersionError(f"{wrong}. Initialise the model without trunc_normal_")
 
     new = refuse if wrong else functools.partial(handler, original)

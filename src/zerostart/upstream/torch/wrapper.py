@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Any, TypeVar
 
 import torch
@@ -62,14 +63,16 @@ def make_wrapper(
     asks for its memory gets a RuntimeError.
     """
     _require()
-    native: Any = torch._C
+    native: ModuleType = torch._C
     make: Any = torch.Tensor._make_wrapper_subclass
     if bits is None:
         made: T = make(cls, shape, strides=strides, storage_offset=offset, dtype=dtype, device=device)
     else:
+        # Of the keys only the conjugate and negative bits, as torch's own wrappers take them over.
         keys = native._additional_keys_to_prop_for_wrapper_tensors & native._dispatch_keys(bits)
         options = (None, dtype, torch.strided, device, False, False, None, False, False, keys)
         made = make(cls, shape, strides, offset, *options)
+    # Without it an address of nothing would be handed out, and read from.
     native._set_throw_on_mutable_data_ptr(made)
     return made
 
@@ -78,17 +81,19 @@ def become_wrapper(wrapper: torch.Tensor, other: torch.Tensor) -> None:
     """Give ``wrapper`` the dtype, shape, strides and bits of ``other``, which ``make_wrapper`` made too."""
     offset = int(other.storage_offset())
     bare = make_wrapper(type(wrapper), other.shape, other.stride(), offset, other.dtype)
+    # Without bits, as ``bare`` has none; at the end they are those of ``other``.
     _set_bits(wrapper, conj=False, neg=False)
     if wrapper.dtype == other.dtype:  # also in inference mode
         with without_dispatch():
             torch.ops.aten.set_.source_Tensor(wrapper, bare)
     else:
+        # ``set_`` keeps the dtype; the setter of ``data`` may change it.
         torch.Tensor.data.__set__(wrapper, bare)  # type: ignore[attr-defined]
     _set_bits(wrapper, conj=other.is_conj(), neg=other.is_neg())
 
 
 def _set_bits(wrapper: torch.Tensor, conj: bool, neg: bool) -> None:
-    native: Any = torch._C
+    native: ModuleType = torch._C
     if wrapper.is_conj() != conj:  # only complex tensors have it
         native._set_conj(wrapper, conj)
     if wrapper.is_neg() != neg:

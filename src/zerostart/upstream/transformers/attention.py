@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -93,14 +93,15 @@ def obstacle(model: PreTrainedModel) -> str:
     return next((reason for reason, there in reasons.items() if there), "")
 
 
-def packed_documents(positions: torch.Tensor) -> Any:
+def packed_documents(positions: torch.Tensor) -> torch.Tensor | None:
     """The number of each token's document within its sequence, [rows, length]; None for one in each.
 
     ``positions``, of that shape, begin anew with each document.
     """
     from transformers.masking_utils import find_packed_sequence_indices
 
-    return find_packed_sequence_indices(positions)
+    documents: torch.Tensor | None = find_packed_sequence_indices(positions)
+    return documents
 
 
 def _modules(model: nn.Module) -> list[nn.Module]:

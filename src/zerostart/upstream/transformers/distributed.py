@@ -107,7 +107,7 @@ def _enter(stack: ExitStack) -> None:
     original = DistributedConfig.__post_init__
 
     @functools.wraps(original)
-    def post_init(self: Any) -> None:
+    def post_init(self: DistributedConfig) -> None:
         sizes = (self.tp_size, self.tp_plan, getattr(self, "ep_size", None))
         alone = bool(self.enable_expert_parallel) and sizes == (None, None, None)
         original(self)
@@ -121,7 +121,7 @@ def axes_asked(config: object) -> AxesAsked:
     """What ``config``, a ``DistributedConfig`` or a dict of its fields, asks for."""
     from transformers.distributed.configuration_utils import DistributedConfig
 
-    made: Any = DistributedConfig.from_dict(config) if isinstance(config, Mapping) else config
+    made: DistributedConfig = DistributedConfig.from_dict(config) if isinstance(config, Mapping) else config
     tensors, plan = made.tp_size or 1, made.tp_plan
     sized = hasattr(made, "ep_size")
     experts = made.ep_size or 1 if sized else (tensors if made.enable_expert_parallel else 1)
@@ -156,12 +156,13 @@ def require_styles() -> None:
     demand((_STYLES, _FORWARDS), _REMEDY)
 
 
-def _styles() -> Any:
+def _styles() -> Mapping[str, TensorParallelLayer]:
     """The registry, filled."""
     require_styles()
     from transformers.distributed import tensor_parallel
 
-    return tensor_parallel.ALL_PARALLEL_STYLES
+    styles: Mapping[str, TensorParallelLayer] = tensor_parallel.ALL_PARALLEL_STYLES
+    return styles
 
 
 def run_in_style(model: PreTrainedModel, module: nn.Module, style: str, mesh: DeviceMesh) -> None:

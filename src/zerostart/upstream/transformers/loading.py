@@ -29,7 +29,7 @@ from torch import nn
 from zerostart.upstream.patches import note, replaced
 from zerostart.upstream.registry import Lasts, PatchPoint, Use, demand
 from zerostart.upstream.seam import Findings, InterceptedCall, LoadingSeam
-from zerostart.upstream.shapes import Shape
+from zerostart.upstream.shapes import Function, Shape
 from zerostart.upstream.versions import TRANSFORMERS
 
 if TYPE_CHECKING:
@@ -303,7 +303,7 @@ class TransformersSeam(LoadingSeam[TransformersCall]):
         made = self._get_hf_quantizer(modeling_utils.get_hf_quantizer)
         stack.enter_context(replaced(_QUANTIZER, modeling_utils, name, made))
 
-    def _from_config(self, original: Any) -> Any:
+    def _from_config(self, original: Function) -> object:
         @functools.wraps(original)
         def from_config(cls: type, *args: Any, **kwargs: Any) -> object:
             # A model inside a model is initialised with the outer one, by that one's call.
@@ -315,7 +315,7 @@ class TransformersSeam(LoadingSeam[TransformersCall]):
 
         return classmethod(from_config)
 
-    def _get_init_context(self, original: Any) -> Any:
+    def _get_init_context(self, original: Function) -> object:
         @functools.wraps(original)
         def get_init_context(cls: type, dtype: torch.dtype, *args: Any, **kwargs: Any) -> object:
             call = self.without_weights()
@@ -333,7 +333,7 @@ class TransformersSeam(LoadingSeam[TransformersCall]):
 
         return classmethod(get_init_context)
 
-    def _get_hf_quantizer(self, original: Any) -> object:
+    def _get_hf_quantizer(self, original: Function) -> Function:
         @functools.wraps(original)
         def get_hf_quantizer(
             config: PreTrainedConfig, quantization_config: Any, *args: object, **kwargs: object
@@ -346,7 +346,7 @@ class TransformersSeam(LoadingSeam[TransformersCall]):
 
         return get_hf_quantizer
 
-    def _load_pretrained_model(self, original: Any) -> object:
+    def _load_pretrained_model(self, original: Function) -> Function:
         @functools.wraps(original)
         def load(
             model: PreTrainedModel,
@@ -377,7 +377,7 @@ class TransformersSeam(LoadingSeam[TransformersCall]):
 
         return staticmethod(load)
 
-    def _finalize_model_loading(self, original: Any) -> object:
+    def _finalize_model_loading(self, original: Function) -> Function:
         @functools.wraps(original)
         def finalize(
             model: PreTrainedModel, load_config: LoadStateDictConfig, loading_info: LoadStateDictInfo

@@ -7,6 +7,7 @@ import functools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -152,12 +153,13 @@ def is_pretrained(model: object) -> bool:
     )
 
 
-def loading_core() -> Any:
+def loading_core() -> ModuleType:
     """The module ``transformers.core_model_loading``."""
     need(_CONVERSIONS)
     from transformers import core_model_loading
 
-    return core_model_loading
+    module: ModuleType = core_model_loading
+    return module
 
 
 def registered_conversions(
@@ -281,7 +283,7 @@ def keep_outputs(model: torch.nn.Module) -> None:
     for module in model.modules():
         if is_pretrained(module):
             # Not by its item: the registry would make the keys, which are the names of the classes, itself.
-            registry: Any = modeling_utils._CAN_RECORD_REGISTRY
+            registry: dict[str, object] = modeling_utils._CAN_RECORD_REGISTRY
             dict.__setitem__(registry, str(type(module)), module._can_record_outputs)
 
 
@@ -356,7 +358,7 @@ def initialising(dtype: torch.dtype) -> Iterator[None]:
     demand((_DEVICE, _CREATION))
     from transformers import initialization, modeling_utils
 
-    module: Any = modeling_utils
+    module: ModuleType = modeling_utils
     (name,) = _DEVICE.names
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)

@@ -17,12 +17,13 @@ import io
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from zerostart.errors import ConfigError
+from zerostart.upstream.deepspeed.types import DeepSpeedConfig
 from zerostart.upstream.deepspeed.zero3 import partitions as upstream
 from zerostart.upstream.patches import replaced
 from zerostart.upstream.registry import Lasts, PatchPoint, Use, demand
@@ -135,7 +136,7 @@ class _Asked:
         return False
 
 
-def described(model: nn.Module, size: int, section: Mapping[str, Any]) -> dict[str, Slice]:
+def described(model: nn.Module, size: int, section: DeepSpeedConfig) -> dict[str, Slice]:
     """What DeepSpeed slices of ``model`` (on meta, and given up) for ``size`` ranks, by parameter name.
 
     Aliases included; what is not there stays whole. Raises ConfigError where DeepSpeed refuses to.
@@ -153,7 +154,7 @@ def described(model: nn.Module, size: int, section: Mapping[str, Any]) -> dict[s
     return slices_of(model)
 
 
-def sliced(model: nn.Module, size: int, section: Mapping[str, object]) -> None:
+def sliced(model: nn.Module, size: int, section: DeepSpeedConfig) -> None:
     """Leave this rank's slices of ``model`` (on meta) in it, in DeepSpeed's layers, for good.
 
     In a process that has joined the groups of ranks that share tensors. Raises ConfigError where DeepSpeed
@@ -192,7 +193,7 @@ def rules_of_plan(plan: Mapping[str, str]) -> dict[str, object]:
     return {"partition_config": {"use_default_specs": False, "layer_specs": found}}
 
 
-def _partition(model: nn.Module, size: int, section: Mapping[str, object]) -> None:
+def _partition(model: nn.Module, size: int, section: DeepSpeedConfig) -> None:
     from deepspeed.accelerator import get_accelerator
     from deepspeed.module_inject import layers
     from deepspeed.runtime.engine import DeepSpeedEngine
@@ -215,7 +216,7 @@ def _partition(model: nn.Module, size: int, section: Mapping[str, object]) -> No
         ) from error
 
 
-def _config(size: int, section: Mapping[str, object]) -> TPTrainingConfig:
+def _config(size: int, section: DeepSpeedConfig) -> TPTrainingConfig:
     from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
     from pydantic import ValidationError
 
@@ -274,7 +275,7 @@ def slices_of(model: nn.Module) -> dict[str, Slice]:
     return found
 
 
-def _slice(said: Mapping[str, Any]) -> Slice:
+def _slice(said: DeepSpeedConfig) -> Slice:
     shape = tuple(said["original_shape"])
     # Three ways of saying it, the most exact first: strided pieces, sizes along a dimension, or a reason why
     # not.
@@ -303,7 +304,7 @@ def _one_after_the_other(sizes: Sequence[int]) -> tuple[tuple[tuple[int, int], .
     return tuple(((end - n, end),) if n else () for n, end in zip(sizes, ends, strict=True))
 
 
-def _runs(piece: Mapping[str, Any]) -> Iterator[tuple[int, int, int]]:
+def _runs(piece: DeepSpeedConfig) -> Iterator[tuple[int, int, int]]:
     """A piece as unbroken runs of the row-major order: place in the slice, first element, and count."""
     shape, (at, strides), (to, places) = piece["shape"], piece["source"], piece["dest"]
     if 0 in shape:

@@ -15,18 +15,19 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from zerostart.errors import ConfigError
 from zerostart.upstream.patches import RefCountedPatches, replaced
 from zerostart.upstream.registry import Lasts, PatchPoint, Use, demand
-from zerostart.upstream.shapes import Shape
+from zerostart.upstream.shapes import Function, Shape
 from zerostart.upstream.transformers.attention import packed_documents, require
 from zerostart.upstream.versions import DEEPSPEED
 
@@ -88,7 +89,7 @@ class _Shared:
 
 _ATTRIBUTE = "_zerostart_sequences"
 #: A function of transformers' registry: the module, queries, keys, values, a mask or None, and settings.
-Attention = Callable[..., Any]
+Attention = Function
 #: What DeepSpeed has made, and put in the place of transformers' attention.
 _made: weakref.WeakSet[UlyssesSPAttentionHF] = weakref.WeakSet()
 
@@ -134,12 +135,13 @@ def evaluate_in_parts() -> None:
         attention.disable_in_eval = False
 
 
-def sequence_group() -> object:
+def sequence_group() -> dist.ProcessGroup:
     """The group of ranks that share this rank's sequences, once Ulysses is registered."""
     from deepspeed.utils import groups
 
     private: ModuleType = groups
-    return private._get_sequence_parallel_group()
+    group: dist.ProcessGroup = private._get_sequence_parallel_group()
+    return group
 
 
 def _enter(stack: ExitStack) -> None:

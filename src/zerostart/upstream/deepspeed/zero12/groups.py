@@ -245,11 +245,11 @@ def _twin(
     twin.param_groups = groups
     owner: Any = client  # Held by the hooks: some optimizers free what they share with the twin at their end.
 
-    def before(*_: Any) -> None:
+    def before(*_: object) -> None:
         for group in followers():
             group.follow()
 
-    def after(*_: Any) -> None:
+    def after(*_: object) -> None:
         # A scheduler on the client warns otherwise that it was stepped before its optimizer.
         owner._opt_called = True
         for group in followers():

@@ -25,7 +25,8 @@ from zerostart.upstream.deepspeed.state.masters import follow, tell_changed
 from zerostart.upstream.deepspeed.zero12.marks import Keeper, RunReader, marked, remark
 from zerostart.upstream.patches import replaced
 from zerostart.upstream.registry import Lasts, Otherwise, PatchPoint, Use
-from zerostart.upstream.shapes import Shape
+from zerostart.upstream.shapes import Function, Shape
+from zerostart.upstream.torch.types import Arguments, Keywords
 from zerostart.upstream.versions import DEEPSPEED
 
 if TYPE_CHECKING:
@@ -358,7 +359,7 @@ def enter_constructors(stack: ExitStack) -> None:
         stack.enter_context(replaced(point, owner, "__init__", new))
 
 
-def _constructor(original: Any, kind: type[Adoption]) -> object:
+def _constructor(original: Function, kind: type[Adoption]) -> Function:
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -440,7 +441,9 @@ class _SkipPartitionClone(TorchFunctionMode):
         super().__init__()
         self._optimizer = optimizer
 
-    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
+    def __torch_function__(
+        self, func: Function, types: object, args: Arguments = (), kwargs: Keywords | None = None
+    ) -> object:
         if func is torch.Tensor.clone and not kwargs and self._becomes_a_master(args[0]):
             return args[0]
         return func(*args, **(kwargs or {}))

@@ -40,6 +40,7 @@ from zerostart.upstream.versions import DEEPSPEED
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
     from zerostart.upstream.deepspeed.types import ZeroParameter
     from zerostart.upstream.torch.types import ParameterGroup
@@ -149,13 +150,14 @@ class Mark:
 
 
 @functools.cache
-def require_stage3() -> object:
+def require_stage3() -> type[DeepSpeedZeroOptimizer_Stage3]:
     """The class of the ZeRO-3 optimizer; raises UnsupportedVersionError if it is not as we know it."""
     require()
     demand(TOUCHED)
     from deepspeed.runtime.zero import stage3
 
-    return stage3.DeepSpeedZeroOptimizer_Stage3
+    optimizer: type[DeepSpeedZeroOptimizer_Stage3] = stage3.DeepSpeedZeroOptimizer_Stage3
+    return optimizer
 
 
 def mark(

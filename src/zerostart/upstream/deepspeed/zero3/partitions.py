@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zerostart.errors import ConfigError, EngineError
+from zerostart.upstream.deepspeed.types import DeepSpeedConfig
 from zerostart.upstream.deepspeed.zero3 import nvme
 from zerostart.upstream.registry import Lasts, PatchPoint, Use, demand
 from zerostart.upstream.shapes import Shape
@@ -135,13 +136,14 @@ def import_deepspeed() -> object:
 
 
 @functools.cache
-def _partition_parameters() -> Any:
+def _partition_parameters() -> ModuleType:
     """The module ``deepspeed.runtime.zero.partition_parameters``, checked for what is used of it."""
     import_deepspeed()
     demand(point for point in TOUCHED if point not in (_CONTEXTS, _HIERARCHICAL, _LEAVES))
     from deepspeed.runtime.zero import partition_parameters
 
-    return partition_parameters
+    module: ModuleType = partition_parameters
+    return module
 
 
 def require() -> None:
@@ -171,7 +173,7 @@ def join_hierarchical_groups(size: int) -> None:
 def partitioner(
     world_size: int,
     dtype: torch.dtype | None,
-    config: Mapping[str, Any] | None,
+    config: DeepSpeedConfig | None,
     secondary: int,
     owners: dist.ProcessGroup | None,
 ) -> Init:
@@ -200,7 +202,7 @@ def partitioner(
     return init
 
 
-def check_config(world_size: int, dtype: torch.dtype | None, config: Mapping[str, object] | None) -> None:
+def check_config(world_size: int, dtype: torch.dtype | None, config: DeepSpeedConfig | None) -> None:
     """Raise ConfigError for a configuration that DeepSpeed refuses."""
     from deepspeed.runtime.config import DeepSpeedConfig
 
@@ -237,7 +239,7 @@ def _local_rank() -> int:
 
 
 def _init_config(
-    world_size: int, dtype: torch.dtype | None, config: Mapping[str, Any] | None
+    world_size: int, dtype: torch.dtype | None, config: DeepSpeedConfig | None
 ) -> dict[str, Any]:
     """What ``zero.Init`` reads of a configuration; without "auto" values, which a trainer fills in."""
     kept = ("zero_optimization", "aio", "bf16", "bfloat16", "fp16", "fp16_master_weights_and_grads")
@@ -258,7 +260,7 @@ def _settled(value: object) -> Any:
     return value
 
 
-def check_sections(config: Mapping[str, object] | None) -> None:
+def check_sections(config: DeepSpeedConfig | None) -> None:
     """Raise ConfigError for what DeepSpeed refuses of the sections that decide how parameters are held.
 
     It knows every key of them, and refuses others.

@@ -22,7 +22,8 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -30,11 +31,16 @@ from torch.overrides import TorchFunctionMode
 
 from zerostart.upstream.patches import RefCountedPatches, replaced
 from zerostart.upstream.registry import Lasts, Otherwise, PatchPoint, demand, misfit
-from zerostart.upstream.shapes import Shape
+from zerostart.upstream.shapes import Function, Shape
+from zerostart.upstream.torch.types import Arguments, Keywords
 from zerostart.upstream.versions import DEEPSPEED
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.engine import DeepSpeedEngine
 
 logger = logging.getLogger("zerostart")
 
+_ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
 _OPTIMIZER = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
 _DEFRAGMENT = PatchPoint(
     library=DEEPSPEED,
@@ -100,12 +106,14 @@ _MEMORY = PatchPoint(
 )
 _BEGINNING = PatchPoint(
     library=DEEPSPEED,
-    owner=_OPTIMIZER,
-    names=("__init__",),
-    why="a text of the model is made where it begins, of modules that print what they do not have: meanwhile "
-    "the text of its class is the name",
+    owner=_ENGINE,
+    names=("_configure_zero_optimizer",),
+    why="a text of the model is made where ZeRO begins, of modules that print what they do not have: "
+    "meanwhile the text of its class is the name",
     lasts=Lasts.MODEL,
-    shapes=(Shape(f"{_OPTIMIZER}.__init__", leads=("module",)),),
+    shapes=(
+        Shape(f"{_ENGINE}._configure_zero_optimizer", leads=("optimizer",), has=("Z(self.module, ...)",)),
+    ),
 )
 TOUCHED = (_DEFRAGMENT, _MEMORY, _BEGINNING)
 #: Elements that are converted at a time where a device does it for the host.
@@ -175,7 +183,7 @@ def defragmenting() -> Iterator[None]:
     """Inside, ``defragment`` leaves partitions where they are if they need not be moved."""
     from deepspeed.runtime.zero import stage3
 
-    module: Any = stage3
+    module: ModuleType = stage3
     original = module.defragment
 
     @functools.wraps(original)
@@ -214,7 +222,9 @@ class FuseToClone(TorchFunctionMode):
         super().__init__()
         self._made: torch.Tensor | None = None
 
-    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
+    def __torch_function__(
+        self, func: Function, types: object, args: Arguments = (), kwargs: Keywords | None = None
+    ) -> object:
         kwargs = kwargs or {}
         if func is torch.Tensor.clone and self._made is not None and args[0] is self._made:
             # Only the clone of what was just made: nobody else can have seen it, so it needs no copy.
@@ -244,18 +254,20 @@ class SharedZeroGradients(TorchFunctionMode):
         self._numel = numel
         self._done = False
 
-    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
+    def __torch_function__(
+        self, func: Function, types: object, args: Arguments = (), kwargs: Keywords | None = None
+    ) -> object:
         if func is torch.zeros and args == (self._numel,) and not self._done:
             self._done = True
             return torch.zeros(1, **(kwargs or {})).expand(*args)
         return func(*args, **(kwargs or {}))
 
 
-# The text of the whole model, which DeepSpeed makes when ZeRO-3 begins, whether that is logged or not.
-# Modules of DiffSynth-Studio, and others that it keeps on disk, print shapes of weights that are not there:
-# their parameters are partitions, or None.
+# The text of the whole model, which DeepSpeed makes when ZeRO-3 begins, with an optimizer or without, whether
+# that is logged or not. Modules of DiffSynth-Studio, and others that it keeps on disk, print shapes of
+# weights that are not there: their parameters are partitions, or None.
 
-_MODULE = "deepspeed.runtime.zero.stage3"
+_MODULE = "deepspeed.runtime.engine"
 
 
 def keep_printable(model: nn.Module) -> None:
@@ -266,16 +278,16 @@ def keep_printable(model: nn.Module) -> None:
 
 def _put(stack: ExitStack) -> None:
     demand((_BEGINNING,))
-    owner = sys.modules[_MODULE].__dict__["DeepSpeedZeroOptimizer_Stage3"]
-    original = owner.__init__
+    owner = sys.modules[_MODULE].__dict__["DeepSpeedEngine"]
+    original = owner._configure_zero_optimizer
 
     @functools.wraps(original)
-    def __init__(self: object, module: nn.Module, *args: object, **kwargs: object) -> None:
-        kind = type(module)
+    def configure(self: DeepSpeedEngine, optimizer: object) -> object:
+        kind = type(self.module)
         with replaced(_BEGINNING, kind, "__repr__", lambda _: f"{kind.__name__}()"):
-            original(self, module, *args, **kwargs)
+            return original(self, optimizer)
 
-    stack.enter_context(replaced(_BEGINNING, owner, "__init__", __init__))
+    stack.enter_context(replaced(_BEGINNING, owner, "_configure_zero_optimizer", configure))
 
 
 _printable = RefCountedPatches(_put)

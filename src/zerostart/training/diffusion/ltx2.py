@@ -1,0 +1,181 @@
+"""LTX-2: text to video. Its sound is not trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from math import exp
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from zerostart.errors import ConfigError
+from zerostart.training.diffusion.encoder import Encoded, Encoder, Example, VideoEncoder
+from zerostart.training.diffusion.family import Conditions, Family, Tensors, linear_shift
+
+#: Frames a second where nothing is said of them, as the pipeline has it.
+_FRAME_RATE = 24.0
+_TERMINAL = 0.1  # the last time of the scheduler of the released pipelines
+
+
+class Ltx2Encoder(VideoEncoder):
+    """``latents`` [C, F, H, W], ``frame_rate`` [], ``prompt_embeds`` and their ``prompt_attention_mask``.
+
+    The embeddings are what the pipeline's connectors make of the text for the transformer: those for the
+    video and those for the sound, side by side ([L, D + D']). What the text model gives is 49 layers wide.
+    """
+
+    @property
+    def factors(self) -> tuple[int, int]:
+        """Frames, and pixels each way, that are one of the latents."""
+        pipe = self.pipe
+        return int(pipe.vae_temporal_compression_ratio), int(pipe.vae_spatial_compression_ratio)
+
+    def encode(self, example: Example, generator: torch.Generator) -> Encoded:
+        rate = _FRAME_RATE if self.frame_rate is None else self.frame_rate
+        found = super().encode(example, generator)
+        found["frame_rate"] = torch.tensor(rate, dtype=torch.float64, device="cpu")
+        return found
+
+    def prompt(self, text: str) -> Encoded:
+        layers, given, _, _ = self.pipe.encode_prompt(text, do_classifier_free_guidance=False, **self.text)
+        side = getattr(self.pipe.tokenizer, "padding_side", "left")
+        video, audio, mask = self.pipe.connectors(layers, given, padding_side=side)
+        return {
+            "prompt_embeds": torch.cat([video, audio], dim=-1)[0],
+            "prompt_attention_mask": mask[0],
+        }
+
+    def normalised(self, latents: torch.Tensor) -> torch.Tensor:
+        vae = self.pipe.vae
+        mean, deviation = (
+            known.view(1, -1, 1, 1, 1).to(latents.device, latents.dtype)
+            for known in (vae.latents_mean, vae.latents_std)
+        )
+        found: torch.Tensor = (latents - mean) * vae.config.scaling_factor / deviation
+        return found
+
+
+class _Connected:
+    """In the place of the connectors, for texts that have gone through them: takes the two halves apart."""
+
+    def __init__(self, width: int) -> None:
+        self._width = width
+
+    def __call__(
+        self, embeds: torch.Tensor, mask: torch.Tensor, **_: object
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return embeds[..., : self._width], embeds[..., self._width :], mask
+
+
+class _Silent:
+    """In the place of the vocoder: a sample has no sound."""
+
+    def __call__(self, spectrograms: torch.Tensor) -> torch.Tensor:
+        return spectrograms
+
+
+class Ltx2(Family):
+    """Latents are [C, F, H, W], one token each; a timestep goes from 0 to 1000.
+
+    The transformer has a stream for the video and one for the sound that goes with it, which look at each
+    other. The video is trained by itself, as in the maker's trainer for videos without sound: neither looks
+    at the other, as in the pipeline's own call for its guidance by modality, and the stream of sound, which
+    has to be called, gets one token.
+    """
+
+    name: ClassVar[str] = "ltx2"
+    unit: ClassVar[float] = 1000.0
+    classes: ClassVar[frozenset[str]] = frozenset({"LTX2VideoTransformer3DModel"})
+    encoders: ClassVar[Mapping[str, type[Encoder]]] = {"LTX2Pipeline": Ltx2Encoder}
+    shift: ClassVar[float] = exp(2.05)
+    keys: ClassVar[frozenset[str]] = frozenset({"prompt_embeds", "prompt_attention_mask", "frame_rate"})
+    required: ClassVar[frozenset[str]] = frozenset({"prompt_embeds", "prompt_attention_mask"})
+    decoders: ClassVar[tuple[str, ...]] = ("vae", "audio_vae")
+
+    def tokens(self, shape: Sequence[int]) -> int:
+        """One latent each."""
+        _, frames, height, width = shape
+        return frames * height * width
+
+    def shift_at(self, tokens: int) -> float:
+        """As the scheduler of the released pipelines has it."""
+        return linear_shift(tokens, 1024, 4096, 0.95, 2.05)
+
+    def schedule(self, shift: float) -> torch.Tensor:
+        """Stretched to its last time."""
+        times = super().schedule(shift)
+        return 1 - (1 - times) * (1 - _TERMINAL) / (1 - times[-1])
+
+    def check(self, item: Tensors) -> None:
+        """As wide as the transformer takes it. Raises ConfigError."""
+        config = self.config
+        if config.get("patch_size", 1) != 1 or config.get("patch_size_t", 1) != 1:
+            raise ConfigError(f"{self.name} takes transformers with one token for each latent (patch_size 1)")
+        if (channels := len(item["latents"])) != (wanted := config.get("in_channels", 128)):
+            raise ConfigError(
+                f"examples have latents of {channels} channels, but the transformer takes {wanted}: they "
+                "were encoded for another model"
+            )
+        width, most = item["prompt_embeds"].shape[-1], sum(self._widths)
+        if width != most:
+            raise ConfigError(
+                f"examples have prompt_embeds of width {width}, but the transformer takes {most} (for video "
+                "and sound, side by side): they were encoded for another model"
+            )
+
+    def conditions(self, items: Sequence[Tensors]) -> Conditions:
+        """With one number for the frame rate, which is told to the transformer for a whole batch."""
+        found = super().conditions(items)
+        rates = set(found.pop("frame_rate", torch.tensor([_FRAME_RATE], device="cpu")).tolist())
+        if len(rates) > 1:
+            listed = " and ".join(map(str, sorted(rates)))
+            raise ConfigError(
+                f"examples of one batch have {listed} frames a second, which {self.name} cannot have in one; "
+                "set media.frame_rate, or train.batch_size=1"
+            )
+        return {**found, "frame_rate": rates.pop()}
+
+    @property
+    def _widths(self) -> tuple[int, int]:
+        """How wide the embeddings of a text are for the video, and for the sound."""
+        config = self.config
+        if config.get("use_prompt_embeddings", True):
+            return (config.get("caption_channels", 3840),) * 2
+        return config.get("cross_attention_dim", 4096), config.get("audio_cross_attention_dim", 2048)
+
+    def stand_ins(self) -> Mapping[str, Callable[..., object]]:
+        return {"connectors": _Connected(self._widths[0]), "vocoder": _Silent()}
+
+    def velocity(
+        self,
+        model: nn.Module,
+        latents: torch.Tensor,
+        t: torch.Tensor,
+        conditions: Conditions,
+        guidance: float,
+    ) -> torch.Tensor:
+        # These transformers take no guidance.
+        video, audio = conditions["prompt_embeds"].split(self._widths, dim=-1)
+        mask, timestep = conditions["prompt_attention_mask"], t * self.unit
+        frames, height, width = latents.shape[2:]
+        silence = latents.new_zeros(len(latents), 1, self.config.get("audio_in_channels", 128))
+        predicted: torch.Tensor = model(
+            hidden_states=latents.flatten(2).transpose(1, 2),
+            audio_hidden_states=silence,
+            encoder_hidden_states=video,
+            audio_encoder_hidden_states=audio,
+            timestep=timestep,
+            sigma=timestep,
+            encoder_attention_mask=mask,
+            audio_encoder_attention_mask=mask,
+            num_frames=frames,
+            height=height,
+            width=width,
+            fps=conditions["frame_rate"],
+            audio_num_frames=1,
+            isolate_modalities=True,
+            use_cross_timestep=True,
+            return_dict=False,
+        )[0]
+        return predicted.transpose(1, 2).reshape(latents.shape)

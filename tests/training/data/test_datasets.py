@@ -1,0 +1,169 @@
+"""Several data sets in one run: what an epoch has of each, in which order; and other orders of tags."""
+
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.training.data.encoded import configured, make, write_media
+from zerostart.distributed.world import World
+from zerostart.errors import ConfigError
+from zerostart.training.config.load import parse_config
+from zerostart.training.data.cache import ensure_cache
+from zerostart.training.data.cached import CachedItems
+from zerostart.training.data.items import MediaItems, read_media
+from zerostart.training.data.media_config import MediaConfig
+from zerostart.training.diffusion.flow import Numbered
+from zerostart.training.loop.batches import Buckets
+from zerostart.training.loop.task import in_epoch, split_off
+
+ALONE = World(0, 1, None)
+
+
+@pytest.fixture(scope="module")
+def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make("z_image", tmp_path_factory.mktemp("pipeline") / "z_image")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Tables of three and of four pictures."""
+    at = tmp_path_factory.mktemp("media")
+    return [
+        write_media(at / name, {"image": "image"}, [(48, 48)] * count)["source"]
+        for name, count in (("a", 3), ("b", 4))
+    ]
+
+
+def media_of(folders: list[str]) -> dict[str, Any]:
+    first = {"source": folders[0], "repeats": 4}
+    second = {"source": folders[1], "height": 16, "width": 32, "caption_prefix": "sea, "}
+    return {"height": 32, "width": 32, "repeats": 2, "datasets": [first, second]}
+
+
+def cache(pipeline: Path, media: dict[str, Any] | None, out: Path) -> CachedItems:
+    # Nothing is drawn: an item is the same in each cache, by whichever number.
+    values = configured(pipeline, media, out, directory=str(out / "cache"), posterior="mode")
+    return ensure_cache(parse_config(values), ALONE)
+
+
+def bits(item: dict[str, torch.Tensor]) -> bytes:
+    return b"".join(item[name].numpy().tobytes() for name in sorted(item) if name != "index")
+
+
+def test_an_epoch_is_each_set_as_often_as_it_says(pipeline: Path, folders: list[str], tmp_path: Path) -> None:
+    """By a list that is written out here: in a drawn order, on any number of ranks, from any step."""
+    media = media_of(folders)
+    mixed = cache(pipeline, media, tmp_path / "mixed")
+    own = []
+    for number, one in enumerate(media["datasets"]):
+        given = {"height": 32, "width": 32, **one, "repeats": 1}
+        own.append([bits(item) for item in cache(pipeline, given, tmp_path / str(number))])
+    written = own[0] * 4 + own[1] * 2
+    assert len(set(written)) == 3 + 4
+    assert [bits(mixed[place]) for place in range(len(mixed))] == written
+    # torch's permutation of these, drawn from the seed and the epoch; batches of one size of pictures.
+    order = torch.randperm(20, generator=torch.Generator().manual_seed(5 + 3)).tolist()
+    wide = [place for place in order if place >= 12]
+    square = [place for place in order if place < 12]
+    buckets = Buckets(mixed.shapes(), 2, 2, 5, lambda place, epoch: in_epoch(mixed, place, epoch))
+    buckets.set_epoch(3)
+    batches = list(buckets)
+    assert [place for batch in batches for place in batch if place < 12] == square
+    assert [place for batch in batches for place in batch if place >= 12] == wide
+    # The same without the pictures, of what the cache knows; and a run of one of the sets changes its digest.
+    moved = tmp_path / "moved"
+    for number, source in enumerate(folders):
+        shutil.copytree(Path(source).parent, moved / str(number))
+    elsewhere = [str(moved / str(number) / "metadata.csv") for number in range(2)]
+    assert cache(pipeline, media_of(elsewhere), tmp_path / "mixed").digest() == mixed.digest()
+    shutil.rmtree(moved)
+    assert cache(pipeline, media_of(elsewhere), tmp_path / "mixed").digest() == mixed.digest()
+    assert cache(pipeline, {**media, "repeats": 3}, tmp_path / "mixed").digest() != mixed.digest()
+
+
+def test_what_is_held_out_of_each_set_is_in_none_of_its_repeats(
+    pipeline: Path, folders: list[str], tmp_path: Path
+) -> None:
+    mixed = cache(pipeline, media_of(folders), tmp_path)
+    shares = [(one.rows, one.repeats) for one in mixed.shares]
+    trained, held = split_off(Numbered(mixed), 0.25, shares=shares)
+    assert held is not None
+    rest = Counter(bits(held[place]) for place in range(len(held)))
+    seen = Counter(bits(trained[place]) for place in range(len(trained)))
+    assert sorted(seen.values()) == [2, 2, 2, 4, 4]
+    assert sorted(rest.values()) == [1, 1]
+    assert not seen.keys() & rest.keys()
+    assert len(trained.shapes()) == len(trained)
+
+
+def test_each_epoch_has_another_order_of_the_tags(pipeline: Path, folders: list[str], tmp_path: Path) -> None:
+    table = tmp_path / "tags" / "metadata.csv"
+    shutil.copytree(Path(folders[0]).parent, table.parent)
+    names = [line.partition(",")[2] for line in table.read_text().splitlines()[1:]]
+    texts = ["cat, sea, sky, red", "cat, boat", "cat, a, b, c, d, e"]
+    lines = [f'"{text}",{name}' for text, name in zip(texts, names, strict=True)]
+    table.write_text("\n".join(["caption,image", *lines]))
+    given = {"source": str(table), "height": 16, "width": 16, "repeats": 2}
+    given |= {"caption_shuffles": 3, "caption_keep": 1, "caption_prefix": "zrs "}
+    media = MediaItems(MediaConfig(**given))
+    assert len(media) == 3 * 3
+    for place in range(9):
+        text = media[place]["prompt"]
+        assert text.startswith("zrs cat, ")
+        assert sorted(text.removeprefix("zrs ").split(", ")) == sorted(texts[place % 3].split(", "))
+    assert len({media[place]["prompt"] for place in (2, 5, 8)}) == 3
+    items = cache(pipeline, given, tmp_path)
+    assert len(items) == 6
+    found = {place: bits(items[place]) for place in range(18)}
+    for epoch in range(5):
+        for place in range(6):
+            order = (2 * epoch + place // 3) % 3
+            assert bits(items[items.in_epoch(place, epoch)]) == found[place % 3 + 6 * order]
+    # Of what is trained on alone, too; and by a run that goes on, from an epoch's number.
+    trained, _ = split_off(Numbered(items), 0.3, shares=[(3, 2)])
+    for place in range(4):
+        number = in_epoch(trained, place, 1)
+        assert bits(trained[number]) == bits(items[items.in_epoch(place % 2 + 3 * (place // 2), 1)])
+    buckets = Buckets(trained.shapes(), 1, 2, 0, lambda place, epoch: in_epoch(trained, place, epoch))
+    buckets.set_epoch(7)
+    whole = list(buckets)
+    buckets.pass_over(2)
+    assert list(buckets) == whole[2:]
+    shutil.rmtree(table.parent)
+    assert cache(pipeline, given, tmp_path).digest() == items.digest()
+    with pytest.raises(ConfigError, match="made of other data sets, or with another caption_shuffles"):
+        cache(pipeline, {**given, "caption_shuffles": 1}, tmp_path)
+
+
+COLUMNS = [
+    ("file_name,caption", "image"),
+    ("file_name,text", "image"),
+    ("image,text", "image"),
+]
+
+
+@pytest.mark.parametrize(("header", "name"), COLUMNS)
+def test_columns_of_other_tools_tables(header: str, name: str, folders: list[str], tmp_path: Path) -> None:
+    folder = tmp_path / "named"
+    shutil.copytree(Path(folders[0]).parent, folder)
+    (folder / "metadata.csv").write_text(f"{header}\nimage-0.png,a cat\n")
+    item = read_media(MediaConfig(source=str(folder)), ALONE)[0]
+    assert (item["prompt"], item[name].shape) == ("a cat", (3, 48, 48))
+
+
+def test_what_says_too_little_or_too_much_is_refused(folders: list[str], tmp_path: Path) -> None:
+    (tmp_path / "both.csv").write_text("file_name,caption,text\na.png,one,two\n")
+    with pytest.raises(ConfigError, match=r"the columns caption and text, and either may be .* media.prompt"):
+        read_media(MediaConfig(source=str(tmp_path / "both.csv")), ALONE)
+    for media, told in (
+        ({"source": "a", "datasets": [{"source": "b"}]}, "source or datasets .*, and both are given"),
+        ({"height": 16, "width": 16}, "source or datasets .*, and neither is given"),
+        ({"datasets": [{"sorce": "b"}]}, "unknown key media.datasets.0.sorce; did you mean .*0.source"),
+        ({"datasets": [{"source": "b", "repeats": 0}]}, "media.datasets.0.repeats: .*greater than or equal"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            parse_config(configured(tmp_path, media, tmp_path))
