@@ -19,8 +19,8 @@ from sphinx.application import Sphinx
 from sphinx.util import logging
 
 _log = logging.getLogger(__name__)
-#: Markdown in running text: a link, a row below the head of a table, a fence.
-_MARKDOWN = re.compile(r"\]\([\w./#-]+\)|\|\s*:?--+|```")
+#: Markdown in running text: a link, a row below the head of a table, a fence, what a merge left.
+_MARKDOWN = re.compile(r"\]\([\w./#-]+\)|\|\s*:?--+|```|<{7}|>{7}")
 _IN_STYLES = re.compile(r"(?:url\(|@import)\s*[\"']?((?:https?:)?//[^\"')\s]+)")
 #: What a browser fetches by itself, by its tag and attribute; ``link`` by what it is for.
 _FETCHED = {("script", "src"), ("img", "src"), ("iframe", "src"), ("source", "src"), ("image", "href")}

@@ -35,6 +35,7 @@ def markdown(name: str) -> str:
         "changelog": _changelog,
         "commands": _commands,
         "configuration": _configuration,
+        "charts-front": _charts("load"),
         "charts-load": _charts("load", "memory", "cold"),
         "charts-start": _charts("initialize"),
         "charts-save": _charts("save", "state"),

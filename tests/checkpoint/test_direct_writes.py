@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from zerostart.checkpoint.storage import page_cache
-from zerostart.checkpoint.storage.page_cache import PAGE, open_direct
+from zerostart.checkpoint.storage.direct import PAGE, open_direct
 from zerostart.checkpoint.write.shards import plan_shards
 from zerostart.checkpoint.write.writer import DIRECT, CheckpointWriter
 from zerostart.distributed.world import World

@@ -64,7 +64,8 @@ def test_two_local_ranks_from_checkpoint_to_checkpoint(config, tmp_path):
     entries = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     assert [entry["tokens"] for entry in entries if "tokens" in entry] == [2 * 2 * 16] * 2
     saved = {path.name for path in (tmp_path / "out").iterdir()}
-    assert saved >= {"config.json", "model.safetensors", "tokenizer.json", "metrics.jsonl"}
+    assert saved >= {"config.json", "model.safetensors", "tokenizer.json", "metrics.jsonl", "run.html"}
+    assert "finished" in (tmp_path / "out" / "run.html").read_text().partition("</title>")[0]
     assert json.loads((tmp_path / "out" / "config.json").read_text())["architectures"] == ["BertForMaskedLM"]
 
 

@@ -158,6 +158,74 @@ def _blocks() -> Names:
     }
 
 
+def _stored() -> Names:
+    """Files of other layouts than the modules of the page."""
+    import torch.distributed as dist
+    from safetensors.torch import save_file
+
+    if dist.get_rank() == 0:
+        draw = torch.Generator("cpu").manual_seed(0)
+
+        def shaped(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, generator=draw, device="cpu")
+
+        qkv, norm = {"weight": (48, 16), "bias": (48,)}, {"weight": (16,), "bias": (16,)}
+        tensorflow = {"weight": "gamma", "bias": "beta"}
+        renamed = {f"module.norm.{tensorflow[kind]}": shaped(*shape) for kind, shape in norm.items()}
+        save_file(
+            renamed | {f"module.qkv.{k}": shaped(*shape) for k, shape in qkv.items()}, "renamed.safetensors"
+        )
+        apart = {f"{part}_proj.{k}": shaped(n[0] // 3, *n[1:]) for part in "qkv" for k, n in qkv.items()}
+        save_file(apart | {f"norm.{k}": shaped(*shape) for k, shape in norm.items()}, "apart.safetensors")
+        torch.save({"c_attn.weight": shaped(16, 48), "c_attn.bias": shaped(48)}, "fused.pt")
+    dist.barrier()
+    return {}
+
+
+def _migrating() -> Names:
+    """A checkpoint of transformers' Llama, and the same weights as torchtitan saves them."""
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    if not Path("path/llama").exists():
+        size = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "vocab_size": 32}
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+        config = LlamaConfig(**size, **heads, tie_word_embeddings=False)
+        torch.manual_seed(0)  # each rank writes a part
+        model = LlamaForCausalLM(config)
+        names = {
+            **{"model.embed_tokens": "tok_embeddings", "lm_head": "output", "model.layers": "layers"},
+            **{"model.norm": "norm", "input_layernorm": "attention_norm", "self_attn": "attention"},
+            **{"post_attention_layernorm": "ffn_norm", "mlp": "feed_forward", "gate_proj": "w1"},
+            **{
+                "down_proj": "w2",
+                "up_proj": "w3",
+                "q_proj": "wq",
+                "k_proj": "wk",
+                "v_proj": "wv",
+                "o_proj": "wo",
+            },
+        }
+        state: Names = {}
+        for name, tensor in model.state_dict().items():
+            moved = name
+            for ours, theirs in names.items():
+                moved = moved.replace(ours, theirs)
+            if moved.endswith(("wq.weight", "wk.weight")):
+                count = 4 if "wq" in moved else 2
+                tensor = tensor.view(count, 2, -1, 16).transpose(1, 2).reshape(tensor.shape)
+            state[moved] = tensor.contiguous()
+        state["optimizer"] = {"state": {"norm.weight": {"exp_avg": torch.ones(16, device="cpu")}}}
+        state["train_state"] = {"step": torch.tensor(1000, device="cpu")}
+        dist.barrier()
+        dcp.save(state, checkpoint_id="outputs/checkpoint/step-1000")
+        if dist.get_rank() == 0:
+            model.save_pretrained("path/llama")
+        dist.barrier()
+    return _common()
+
+
 def _trainer() -> Names:
     Path("ds_config_zero3.json").write_text(
         json.dumps(
@@ -178,14 +246,18 @@ MODEL = {"path/or/hub-id": "qwen3_moe_aligned"}
 SCENES = (
     Scene("README.md", "WanTransformer3DModel", {"path": "releases:wan"}, _common),
     Scene("README.md", "", {**MODEL, "path/to/checkpoint": "qwen3"}, _common, slow=False),
+    Scene("docs/index.md", "", {"path/to/checkpoint": "qwen3"}, _common, slow=False),
     Scene("docs/adoption.md", "TrainingArguments(", {"path/or/hub-id": "qwen3"}, _trainer),
     Scene("docs/adoption.md", "", {"path/mixture": "qwen3_moe_aligned"}, _edited, slow=False),
+    Scene("docs/converters.md", given=_stored, slow=False),
     Scene("docs/diffusion.md", "", {"path/Qwen-Image": "pipeline:qwen_image"}, _video),
     Scene("docs/flow-matching.md", given=_common, slow=False),
     Scene("docs/parallelism.md", "", {"path/or/hub-id": "qwen3_even"}, _shared_sequences),
+    Scene("docs/migrating.md", "", {"path/or/hub-id": "qwen3"}, _migrating),
     Scene("docs/pipelines.md", "", {"path/Wan2.1-T2V-14B-Diffusers": "pipeline:wan"}, _blocks),
     Scene("docs/placements.md", "nvme", {"path/or/hub-id": "qwen3_wide"}, _common),
     Scene("docs/placements.md", "", MODEL, _common, slow=False),
+    Scene("docs/preemption.md", "", {"path/or/hub-id": "qwen3"}, _trained, slow=False),
     Scene("docs/resuming.md", "", {"path/or/hub-id": "qwen3"}, _trained, slow=False),
     Scene("docs/starting.md", "", {"path/or/hub-id": "qwen3", "path/encoder": "qwen3"}, _started, slow=False),
     Scene("docs/verify.md", "", {"path/or/hub-id": "qwen3"}, _saved, slow=False),

@@ -8,6 +8,8 @@ otherwise than it stands there.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from tests.documents.blocks import REPOSITORY
+
 #: Text in commands and files, and what stands there when they are run.
 CHANGED: Mapping[str, str] = {
     # Synopses.
@@ -95,6 +97,18 @@ CHECKPOINT = {"CHECKPOINT": "text:qwen3", "A": "qwen3", "B": "qwen3"}
 SAVED = (
     "python -c \"import zerostart; zerostart.save(zerostart.load('CHECKPOINT', engine='fsdp2'), 'PATH')\"",
 )
+WRITE_ORIGINAL = """\
+import torch
+torch.manual_seed(0)
+state = {}
+for layer in range(2):
+    for part in "qkvo":
+        state[f"layers.{layer}.attention.w{part}.weight"] = torch.randn(64, 64) / 8
+    for name in ("gamma", "beta"):
+        state[f"layers.{layer}.norm.{name}"] = torch.randn(64)
+torch.save(state, "original.pt")
+"""
+NODES = (REPOSITORY / "examples" / "roles" / "nodes.py").read_text(encoding="utf-8")
 SESSIONS = (
     Session(
         "README.md",
@@ -118,6 +132,7 @@ SESSIONS = (
         CHECKPOINT,
         {"run.yaml": TRAIN, "run.accelerate.yaml": ZERO_THREE},
     ),
+    Session("docs/examples.md", files={"nodes.py": NODES}),
     Session("docs/forecast.md", MIXTURE),
     Session("docs/training.md", CHECKPOINT, {"CONFIG.yaml": TRAIN}),
     Session("docs/verify.md", CHECKPOINT, {}, SAVED),
@@ -127,6 +142,12 @@ SESSIONS = (
     Session("docs/tutorials/language-model.md", QWEN, fails=("zerostart diff",), python=True),
     Session("docs/tutorials/experts.md", MIXTURE, python=True),
     Session("docs/tutorials/existing-script.md", QWEN, python=True),
+    Session(
+        "docs/tutorials/own-module.md",
+        files={"write.py": WRITE_ORIGINAL},
+        first=("python write.py",),
+        python=True,
+    ),
     Session(
         "docs/tutorials/diffusion.md",
         {"Qwen/Qwen-Image": "pipeline:qwen_image", "pictures": "pictures:2"},

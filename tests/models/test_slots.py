@@ -100,7 +100,7 @@ def test_a_place_follows_its_parameter(place: str) -> None:
     keep, look = PLACES[place]
     model = holder(keep)
     aliases = Aliases.of(model)
-    assert [alias.name for alias in aliases.kept] == ["0.weight"]
+    assert [alias.name for alias in aliases.entries] == ["0.weight"]
     new = nn.Parameter(torch.ones(3, 2))
     model[0].weight = new
     aliases.follow(model)

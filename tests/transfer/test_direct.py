@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from zerostart.checkpoint.storage import page_cache
+from zerostart.checkpoint.storage import direct, page_cache
 from zerostart.checkpoint.storage.local import LocalFiles
 from zerostart.errors import ReadError
 from zerostart.transfer import FileReader
@@ -22,7 +22,7 @@ SIZE = (9 << 20) + 1234
 def path(tmp_path: Path) -> Path:
     path = tmp_path / "model.bin"
     path.write_bytes(random.Random(0).randbytes(SIZE))
-    descriptor = page_cache.open_direct(str(path))
+    descriptor = direct.open_direct(str(path))
     if descriptor is None:
         pytest.skip(f"no direct reads on {page_cache.file_system(path)}")
     os.close(descriptor)

@@ -9,8 +9,8 @@ from zerostart.upstream.deepspeed.zero12 import buffers as ds12
 
 
 def test_the_installed_version_is_known() -> None:
-    ds12.known.cache_clear()
-    assert ds12.known()
+    ds12.is_known.cache_clear()
+    assert ds12.is_known()
 
 
 def test_a_constructor_of_another_shape_is_left_alone(
@@ -22,14 +22,14 @@ def test_a_constructor_of_another_shape_is_left_alone(
         """With a step, as in older releases."""
 
     monkeypatch.setattr(DeepSpeedZeroOptimizer, "initialize_optimizer_states", initialize_optimizer_states)
-    ds12.known.cache_clear()
+    ds12.is_known.cache_clear()
     try:
         parameter = torch.nn.Parameter(torch.zeros(2))
         ds12.mark(parameter, "p", None)  # type: ignore[arg-type]
         assert ds12.marked(parameter) is None
         assert "initialize_optimizer_states is not as it was" in caplog.text
     finally:
-        ds12.known.cache_clear()
+        ds12.is_known.cache_clear()
 
 
 def test_older_versions_take_the_stock_route_with_one_warning(
@@ -38,7 +38,7 @@ def test_older_versions_take_the_stock_route_with_one_warning(
     import deepspeed
 
     monkeypatch.setattr(deepspeed, "__version__", "0.1.0")
-    ds12.known.cache_clear()
+    ds12.is_known.cache_clear()
     try:
         with caplog.at_level(logging.WARNING, "zerostart"):
             parameter = torch.nn.Parameter(torch.zeros(2))
@@ -49,7 +49,7 @@ def test_older_versions_take_the_stock_route_with_one_warning(
         assert "deepspeed 0.1.0 is installed" in caplog.text
         assert "initialize will flatten the parameters of stages 1 and 2 itself" in caplog.text
     finally:
-        ds12.known.cache_clear()
+        ds12.is_known.cache_clear()
 
 
 def test_storages_tell_their_users() -> None:

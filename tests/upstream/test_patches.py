@@ -157,10 +157,10 @@ def test_an_object_that_is_changed_for_good_is_listed_while_it_lives() -> None:
 
 def originals() -> dict[tuple[str, str], Any]:
     """What is now at every place where something may be replaced."""
-    from zerostart.upstream.shapes import found
+    from zerostart.upstream.shapes import resolve
 
     return {
-        (point.owner, name): vars(found(point.owner)).get(name)
+        (point.owner, name): vars(resolve(point.owner)).get(name)
         for points in touched().values()
         for point in points
         if isinstance(point, PatchPoint) and point.library.installed()

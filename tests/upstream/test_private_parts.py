@@ -79,13 +79,13 @@ def test_an_unknown_start_of_the_zero3_optimizer_is_left_alone(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Known as installed; where a method has another source, one warning, and DeepSpeed's own way."""
-    assert start.known()
+    assert start.is_known()
     monkeypatch.setattr(ds3.require_stage3(), "initialize_optimizer_states", lambda self: None)
-    start.known.cache_clear()
-    assert not start.known()
-    assert not start.known()
+    start.is_known.cache_clear()
+    assert not start.is_known()
+    assert not start.is_known()
     assert caplog.text.count("initialize_optimizer_states is not as it was") == 1
-    start.known.cache_clear()
+    start.is_known.cache_clear()
 
 
 @pytest.mark.parametrize("key", ["mics_shard_size", "mics_hierarchical_params_gather"])

@@ -66,24 +66,26 @@ TORCH_NAMES: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One checkpoint tensor, whose first element is at ``offset`` (bytes) of file number ``file``.
+    """One checkpoint tensor: where its elements lie in which file.
 
-    ``strides`` are in elements, None for row-major and contiguous as a safetensors file stores all tensors.
-    ``nbytes`` are the bytes of its elements, which with strides are not one run of the file.
-
-    What torch loads of it shares memory with the tensors of the same file and storage. ``storage_offset`` are
-    the elements (of this dtype) from where its storage begins, and ``same_as`` names the entry that is
-    the very same tensor object under another name, if there is one before it.
+    What torch loads of it shares memory with the tensors of the same file and storage.
     """
 
     name: str
+    #: In safetensors' spelling, a key of ``DTYPE_BITS``.
     dtype: str
     shape: tuple[int, ...]
+    #: Number of the file in the catalog.
     file: int
+    #: Bytes from the start of the file to the first element.
     offset: int
+    #: Bytes of its elements, which with strides are not one run of the file.
     nbytes: int
+    #: In elements; None for row-major and contiguous, as a safetensors file stores all tensors.
     strides: tuple[int, ...] | None = None
+    #: Elements (of this dtype) from where its storage begins to its first one.
     storage_offset: int = 0
+    #: Name of an entry before it that is the very same tensor object; empty for none.
     same_as: str = ""
 
     def __reduce__(self) -> tuple[type[TensorEntry], tuple[object, ...]]:
@@ -109,14 +111,13 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class Assembled:
-    """One checkpoint tensor that lies in several stored ones: ``pieces`` of these tile its ``shape``.
-
-    ``dtype`` is that of all of them; the sources of the pieces are their names.
-    """
+    """One checkpoint tensor that lies in several stored ones."""
 
     name: str
+    #: That of all the stored ones.
     dtype: str
     shape: tuple[int, ...]
+    #: They tile ``shape``; their sources are names of stored tensors.
     pieces: tuple[Piece, ...]
 
     @property
@@ -132,25 +133,23 @@ class Assembled:
 
 @dataclass(frozen=True)
 class Catalog:
-    """All tensors of a checkpoint and the files that hold them.
+    """All tensors of a checkpoint and the files that hold them."""
 
-    ``storage`` has the files and gives their bytes; ``tensors`` maps a name to its entry; ``root`` is the
-    directory in which the checkpoint's configuration is looked for, empty where there is none. Of a pipeline
-    ``component`` is the name of the model that was chosen. ``versions`` is what torch saves of the modules
-    beside their tensors (a state dict's ``_metadata``), by module name; None where there is none.
-
-    Where the ranks of a job wrote their shares, ``tensors`` are those, and ``assembled`` the tensors that
-    they make up; None where what is stored is what is meant. ``configured`` is the state of the configuration
-    that is of these weights, where they were opened; None where there is none.
-    """
-
+    #: Directory in which the checkpoint's configuration is looked for; empty where there is none.
     root: str
+    #: Has the files, and gives their bytes.
     storage: Storage
+    #: What is stored, by name: the tensors themselves, or the shares that the ranks of a job wrote.
     tensors: Mapping[str, TensorEntry]
     metadata: Mapping[str, str] = field(default_factory=dict)
+    #: Of a pipeline the name of the model that was chosen; else empty.
     component: str = ""
+    #: What torch saves of the modules beside their tensors (a state dict's ``_metadata``), by module name;
+    #: None where there is none.
     versions: Mapping[str, Mapping[str, Any]] | None = None
+    #: Tensors that shares of ranks make up; None where what is stored is what is meant.
     assembled: Mapping[str, Assembled] | None = None
+    #: State of the configuration of these weights when they were opened; None where there is none.
     configured: FileState | None = field(default=None, compare=False)
 
     @property
@@ -176,6 +175,7 @@ class Catalog:
 
 def contiguous_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     """Whether ``strides`` (elements) are the row-major ones, as far as they matter."""
+    # Strides of dimensions of size 1 mean nothing; of an empty tensor none does.
     step = 1
     for size, stride in zip(reversed(shape), reversed(strides), strict=True):
         if size == 0:

@@ -143,18 +143,22 @@ class _Known:
 class MemoryStorage(Storage):
     """The storages of the tensors of a mapping, under names that serve messages.
 
-    ``holders`` are the ranks that have them; ``buffers`` are this rank's own, 1-D and of bytes, () on a rank
-    that holds none, and ``tensors`` what views they were of. ``count`` and ``stored`` are the number of
-    tensors and their bytes. After ``kept``, ``used`` are the buffers that are needed again for certain, and
-    after ``recalled`` ``lost`` has those that are not to be had. None of that travels.
+    Only names, sizes, holders and counts travel to other ranks.
     """
 
+    #: The ranks that have the tensors.
     holders: tuple[int, ...] = field(default=(0,), compare=False)
+    #: Number of the tensors.
     count: int = 0
+    #: Their bytes; their storages may be larger.
     stored: int = 0
+    #: This rank's own storages, 1-D and of bytes; () on a rank that holds none, and after ``kept``.
     buffers: tuple[torch.Tensor, ...] = field(default=(), compare=False, repr=False)
+    #: What views the buffers were of, by name.
     tensors: Mapping[str, _Known] = field(default_factory=dict, compare=False, repr=False)
+    #: After ``kept``: the buffers that are needed again for certain.
     used: frozenset[int] = field(default=frozenset(), compare=False, repr=False)
+    #: After ``recalled``: why buffers are not to be had, by number.
     lost: Mapping[int, ZerostartError] = field(default_factory=dict, compare=False, repr=False)
 
     #: Every holder has all bytes at hand.

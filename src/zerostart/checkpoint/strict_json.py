@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
@@ -13,6 +14,8 @@ from zerostart.errors import CheckpointError, CheckpointNotFoundError, ReadError
 #: A JSON object. Its members have no types here: whoever reads one asks for the type that it needs, since
 #: anybody may have written the file.
 JsonObject: TypeAlias = dict[str, Any]
+#: One that is only looked at.
+JsonMapping: TypeAlias = Mapping[str, Any]
 
 #: The safetensors library's limit on a header, here for indices and configurations as well.
 MAX_JSON_BYTES = 100_000_000

@@ -56,6 +56,7 @@ def verify(path: str | os.PathLike[str]) -> Verified:
             check_seal(document, place / STATE_MARKER)  # which no other has
     except CheckpointError as error:
         raise VerifyError(str(error)) from error
+    # Files first, by their sizes: tensors of files that are not whole would only say the same once more.
     faults = [fault for document in found for fault in _faults_of_files(place, document)]
     tensors = 0
     for document in found if not faults else ():
@@ -129,6 +130,7 @@ def file_digests(catalog: Catalog, names: Collection[str] | None = None) -> dict
     """
     entries = [entry for entry in catalog.tensors.values() if names is None or entry.name in names]
     digests = Digests((entry.name, entry.dtype, entry.shape) for entry in entries)
+    # One buffer for each thread, whatever number of reads it makes.
     own = threading.local()
 
     def buffer(count: int) -> memoryview:
@@ -170,9 +172,12 @@ def _add_strided(digests: Digests, reader: Reader, entry: TensorEntry) -> None:
     bits = DTYPE_BITS[entry.dtype]
     width = bits // 8
     logical = [prod(entry.shape[dim + 1 :]) for dim in range(len(entry.shape))]
+    # By the largest stride first: reads go through the file in its own order, and sums do not care for
+    # theirs.
     order = sorted(range(len(entry.shape)), key=lambda dim: -entry.strides[dim])  # type: ignore[index]
     *outer, last = order
     stride, step, size = entry.strides[last], logical[last], entry.shape[last]
+    # As many steps of the innermost dimension as one read of a chunk spans, gaps included.
     together = max(1, CHUNK // (width * max(stride, 1)))
     for index in itertools.product(*(range(entry.shape[dim]) for dim in outer)):
         place = sum(i * entry.strides[dim] for i, dim in zip(index, outer, strict=True))
@@ -182,5 +187,6 @@ def _add_strided(digests: Digests, reader: Reader, entry: TensorEntry) -> None:
             data = bytearray(((count - 1) * stride + 1) * width)
             reader.read(entry.file, entry.offset + (place + begin * stride) * width, [memoryview(data)])
             elements = torch.frombuffer(data, dtype=_WORDS[bits])
+            # Stride 0 is an expanded dimension: one stored element stands for all.
             row = elements[::stride] if stride else elements.expand(count)
             digests.add_rows(entry.name, first + begin * step, step, row.reshape(count, 1))

@@ -42,16 +42,15 @@ def exchanges(exchange: bool | None, world_size: int) -> bool:
 
 @dataclass(frozen=True)
 class Family:
-    """Parameters that lie in the same buffers, since the same ranks partition their optimizer state.
-
-    ``exchange`` says whether ranks read shares of the buffers and exchange them. ``held`` has, by name, the
-    layout of what any rank holds of a parameter; one that is not there is whole on every rank.
-    """
+    """Parameters that lie in the same buffers, since the same ranks partition their optimizer state."""
 
     parameters: Mapping[str, nn.Parameter]
     rules: FlatRules
+    #: Whether ranks read shares of the buffers and exchange them.
     exchange: bool
-    held: Mapping[str, Callable[[int], Layout]] = field(default_factory=dict)
+    #: By name, the layout of what any rank holds of a parameter; one that is not there is whole on every
+    #: rank.
+    layouts: Mapping[str, Callable[[int], Layout]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -175,7 +174,7 @@ def placed_whole(
     for buffer in exchanged:
         for place, name in enumerate(buffer.names):
             parts[name] = buffer.group.share(place, parameters[name].shape, size)
-    cut = {name: at for family in families for name, at in family.held.items()}
+    cut = {name: at for family in families for name, at in family.layouts.items()}
     runs, mesh = {**parts, **cut}, parallelism.mesh
 
     def alike(name: str) -> Hashable:
@@ -264,7 +263,7 @@ class FlatBufferShards:
         shape = tuple(family.parameters[name].shape)
         rank, size = self._world.rank, self._world.size
         if not family.exchange:
-            held = family.held.get(name) or (lambda _: replicated(shape))
+            held = family.layouts.get(name) or (lambda _: replicated(shape))
             return Shard(name, held(rank), whole, held)
         at = group.share(place, shape, size)
         # Where this rank's share of the buffer begins within the parameter, clamped to it.

@@ -30,11 +30,14 @@ def pinned_by_torch(nbytes: Array | int) -> Array:
 
 @dataclass(frozen=True)
 class OptimizerCost:
-    """``states``: copies that stay; ``host_scratch`` and ``device_scratch``: copies during an update."""
+    """Copies of the trained elements that an optimizer takes."""
 
     name: str
+    #: Copies that stay.
     states: int
+    #: Copies on the host during an update.
     host_scratch: int = 0
+    #: Copies on the device during an update.
     device_scratch: int = 0
 
     def scratch(self, on_host: bool) -> int:
@@ -46,37 +49,41 @@ class OptimizerCost:
 class Gathers:
     """Sizes of what is gathered on a rank while a model runs, in bytes of the dtype that it is held in.
 
-    ``largest``: of the largest parameter; ``module``: of the parameters of one module that holds some itself;
-    ``total``: of all that train. ``elements`` are those of each parameter. An expert counts with what one
-    rank has of it before it is sharded. ``shared`` are the bytes of ``total`` by the number of ranks that
-    share them: those that have the same experts, or all.
+    An expert counts with what one rank has of it before it is sharded.
     """
 
+    #: Of the largest parameter.
     largest: int
+    #: Of the parameters of one module that holds some itself.
     module: int
+    #: Of all that train.
     total: int
+    #: Elements of each parameter, by name.
     elements: Mapping[str, int]
+    #: Bytes of ``total`` by the number of ranks that share them: those that have the same experts, or all.
     shared: Mapping[int, int]
 
 
 @dataclass(frozen=True)
 class ParameterBytes:
-    """Shares of ``ranks``, one number for each of them.
-
-    ``trained`` are elements that the optimizer updates, of which ``main`` have the dtype of most. ``device``,
-    ``host`` and ``storage`` are bytes of all shares by home. ``largest`` are elements of the largest share of
-    one parameter. ``buffers``: bytes of the model's buffers, whole on every rank. ``dtype`` is that of most
-    trained elements, ``frozen`` the bytes of shares that are not trained.
-    """
+    """Shares of ``ranks``, one number for each of them."""
 
     ranks: tuple[int, ...]
+    #: Elements that the optimizer updates.
     trained: Array
+    #: Bytes of all shares whose home is the device.
     device: Array
+    #: Bytes of all shares whose home is the host.
     host: Array
+    #: Bytes of all shares whose home is NVMe.
     storage: Array
+    #: Bytes of shares that are not trained.
     frozen: Array
+    #: Elements of the largest share of one parameter.
     largest: Array
+    #: Bytes of the model's buffers, whole on every rank.
     buffers: int
+    #: That of most trained elements.
     dtype: torch.dtype
     gathers: Gathers
 
@@ -88,12 +95,10 @@ class ParameterBytes:
 
 @dataclass(frozen=True)
 class Target:
-    """What the ranks run on.
+    """What the ranks run on."""
 
-    Without an ``accelerator`` the device is the host, memory counts once it is written to, and gloo takes a
-    copy of what a collective reduces or gathers.
-    """
-
+    #: Without one the device is the host, memory counts once it is written to, and gloo takes a copy of what
+    #: a collective reduces or gathers.
     accelerator: bool
     world_size: int
 
@@ -132,15 +137,15 @@ class ForecastEngine(EngineBase):
         self,
         model: nn.Module,
         placements: Placements,
-        held: ParameterBytes,
+        shares: ParameterBytes,
         optimizer: OptimizerCost,
         target: Target,
     ) -> list[MemoryPeak]:
         """The moments after the load, through the first step, at which memory may be at its highest."""
-        shards: dict[str, Array | int] = {"parameters": held.device, "buffers": held.buffers}
-        gradients = held.trained * held.dtype.itemsize
+        shards: dict[str, Array | int] = {"parameters": shares.device, "buffers": shares.buffers}
+        gradients = shares.trained * shares.dtype.itemsize
         full = {**shards, "gradients": gradients, "optimizer state": optimizer.states * gradients}
-        return [MemoryPeak("initialize", {}, shards), MemoryPeak("step", {"parameters": held.host}, full)]
+        return [MemoryPeak("initialize", {}, shards), MemoryPeak("step", {"parameters": shares.host}, full)]
 
 
 # What stage 0 takes after a load: everything whole on every rank.
@@ -150,20 +155,20 @@ class ForecastEngine(EngineBase):
 
 
 def replicated_peaks(
-    held: ParameterBytes, whole: int, optimizer: OptimizerCost, target: Target, masters: bool
+    shares: ParameterBytes, whole: int, optimizer: OptimizerCost, target: Target, masters: bool
 ) -> list[MemoryPeak]:
     """The moments of ``initialize`` and of the first step; ``whole``: bytes of the flat buffers.
 
     ``masters``: DeepSpeed's optimizers train, with masters of their own, and not DistributedDataParallel.
     """
-    gradients = held.gathers.total
-    trained = gradients // held.dtype.itemsize
-    mixed = masters and held.dtype != torch.float32
-    each = FP32 if mixed else held.dtype.itemsize
+    gradients = shares.gathers.total
+    trained = gradients // shares.dtype.itemsize
+    mixed = masters and shares.dtype != torch.float32
+    each = FP32 if mixed else shares.dtype.itemsize
     buckets = gradients if not masters and target.world_size > 1 else 0
     resident = {
         "parameters": whole,
-        "buffers": held.buffers,
+        "buffers": shares.buffers,
         "master weights": FP32 * trained * mixed,
         "buckets": buckets,
     }

@@ -25,16 +25,15 @@ Parameters = Mapping[str, nn.Parameter]
 
 @dataclass(frozen=True)
 class Placements:
-    """The shards of a model to be.
+    """The shards of a model to be."""
 
-    ``layout`` gives what a rank holds of a parameter, by name. Parameters of one shape and an equal ``alike``
-    lie alike. ``twin`` is the first rank that holds the same as the given one: replicas have one twin.
-    ``homes`` has the home of each parameter.
-    """
-
+    #: What a rank holds of a parameter, by name.
     layout: Callable[[str, int], Layout]
+    #: Parameters of one shape with equal answers lie alike.
     alike: Callable[[str], Hashable]
+    #: The first rank that holds the same as the given one: replicas have one twin.
     twin: Callable[[int], int]
+    #: The home of each parameter.
     homes: Mapping[str, str]
     #: Bytes that each rank holds of all parameters on the device, where that is more than it reads of them.
     held: int | None = None

@@ -23,15 +23,15 @@ IN_PLACE, HOST, NOWHERE = "in place", "host", "does not fit"
 
 @dataclass(frozen=True)
 class MemoryFit:
-    """What a rank sees: its machine, its device, and bytes free on both (None where nothing says).
-
-    ``most`` is the size of the device.
-    """
+    """What a rank sees: its machine, its device, and bytes free on both."""
 
     machine: str
     device: str
+    #: Bytes free on the device; None where nothing says.
     free: int | None
+    #: Size of the device in bytes; None where nothing says.
     most: int | None
+    #: Bytes free on the host; None where nothing says.
     host: int | None
 
     @classmethod
@@ -48,20 +48,21 @@ class MemoryFit:
 
 @dataclass(frozen=True)
 class Residence:
-    """Where the parameters of every rank lie until the engine starts, the same on all ranks.
+    """Where the parameters of every rank lie until the engine starts, the same on all ranks."""
 
-    ``name`` is ``in place`` (in the device's memory, once; the optimizer takes the buffer as its own),
-    ``host`` (in host memory, to be moved whole when the engine starts), or ``does not fit``. ``buffer_bytes``
-    are those of one rank, of the ``sharers`` on the device, where ``free_bytes`` were free (None: unknown)
-    before; that device is the tightest of all. An optimizer whose groups ask for another order gets it by
-    way of two segments of ``segment_bytes`` (0: nothing asks).
-    """
-
+    #: ``in place`` (in the device's memory, once; the optimizer takes the buffer as its own), ``host`` (in
+    #: host memory, to be moved whole when the engine starts), or ``does not fit``.
     name: str
+    #: Bytes of the buffers of one rank.
     buffer_bytes: int
+    #: The tightest device of all.
     device: str
+    #: Ranks on that device.
     sharers: int
+    #: Bytes that were free there before; None: unknown.
     free_bytes: int | None
+    #: An optimizer whose groups ask for another order gets it by way of two segments of so many bytes; 0:
+    #: nothing asks.
     segment_bytes: int = SCRATCH
 
     def __str__(self) -> str:

@@ -16,21 +16,21 @@ from zerostart.geometry.layout import Layout, LocalBox, replicated
 
 @dataclass(frozen=True)
 class Shard:
-    """A rank's share of the parameter ``name``: ``storage`` is 1-D, with ``layout.numel`` elements.
-
-    ``at`` gives the layout of any rank; ranks that hold replicas have the same. ``held`` is this rank's place
-    among the ranks that hold this very share, and how many they are: what is to be done once, such as writing
-    it, they divide among themselves. ``local`` is the layout of the tensor that the rank has in the end, of
-    which the share is what it reads; None: of the share itself. ``stepped`` is like ``held``, of a run of the
-    share that the rank's optimizer updates.
-    """
+    """A rank's share of the parameter ``name``."""
 
     name: str
     layout: Layout
+    #: 1-D, with ``layout.numel`` elements.
     storage: torch.Tensor
+    #: The layout of any rank; ranks that hold replicas have the same.
     at: Callable[[int], Layout]
+    #: This rank's place among the ranks that hold this very share, and how many they are: what is to be done
+    #: once, such as writing it, they divide among themselves.
     held: tuple[int, int] = (0, 1)
+    #: Layout of the tensor that the rank has in the end, of which the share is what it reads; None: of the
+    #: share itself.
     local: Layout | None = None
+    #: Like ``held``, of a run of the share that the rank's optimizer updates.
     stepped: tuple[int, int] = (0, 1)
 
 

@@ -21,19 +21,20 @@ from zerostart.engines.base import EngineBase, EngineConfig
 
 @dataclass(frozen=True)
 class TrainingJob:
-    """What an engine's configuration has to agree with.
+    """What an engine's configuration has to agree with."""
 
-    ``mixed_precision`` is accelerate's: ``"no"``, ``"bf16"`` or ``"fp16"``. A step sees ``batch_size``
-    sequences on each of ``world_size`` ranks, ``accumulation`` times over; ``max_grad_norm`` 0 turns clipping
-    off. ``hidden_size`` is the model's, None where it has none. ``sequence_parallel`` ranks see one batch.
-    """
-
+    #: accelerate's: ``"no"``, ``"bf16"`` or ``"fp16"``.
     mixed_precision: str
+    #: Sequences that each rank sees at a time.
     batch_size: int
+    #: How many times over, for one step.
     accumulation: int
+    #: 0 turns clipping off.
     max_grad_norm: float
     world_size: int
+    #: The model's; None where it has none.
     hidden_size: int | None = None
+    #: Ranks that see one batch.
     sequence_parallel: int = 1
 
     @property
@@ -44,26 +45,24 @@ class TrainingJob:
 
 @dataclass(frozen=True)
 class AccelerateSetup:
-    """How an ``Accelerator`` is made around a model that is sharded already.
+    """How an ``Accelerator`` is made around a model that is sharded already."""
 
-    ``options`` are keyword arguments of it, ``environment`` variables that are set while it is made.
-    ``ignored`` has warnings, by pattern and category, of which nobody can change the cause.
-    """
-
+    #: Its keyword arguments.
     options: EngineConfig
+    #: Variables that are set while it is made.
     environment: Mapping[str, str] = field(default_factory=dict)
+    #: Warnings, by pattern and category, of which nobody can change the cause.
     ignored: tuple[tuple[str, type[Warning]], ...] = ()
 
 
 @dataclass(frozen=True)
 class LauncherSetup:
-    """What accelerate's launcher has set up for an engine, in the words of a training configuration.
+    """What accelerate's launcher has set up for an engine, in the words of a training configuration."""
 
-    ``config`` is what ``engine.config`` would say of it. ``agreed`` has the values of other keys, by their
-    dotted names, each with what the launcher's own file calls it; they must be what the configuration says.
-    """
-
+    #: What ``engine.config`` would say of it.
     config: EngineConfig = field(default_factory=dict)
+    #: Values of other keys, by their dotted names, each with what the launcher's own file calls it; they must
+    #: be what the configuration says.
     agreed: Mapping[str, tuple[str, object]] = field(default_factory=dict)
 
 

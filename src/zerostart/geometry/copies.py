@@ -16,15 +16,15 @@ Loop = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Elements of one source tensor to elements of one destination, as nested loops.
+    """Elements of one source tensor to elements of one destination, as nested loops."""
 
-    ``source`` is the tensor's name; ``start`` and ``to`` are the first element's address in the source and
-    in the destination; ``loops`` go from the largest source stride to the smallest. No loops: one element.
-    """
-
+    #: The tensor's name, or a computed tensor.
     source: object
+    #: Address of the first element in the source.
     start: int
+    #: Address of the first element in the destination.
     to: int
+    #: From the largest source stride to the smallest; no loops: one element.
     loops: tuple[Loop, ...]
 
     @property

@@ -25,18 +25,22 @@ MAX_PIECES = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The box at ``origin`` whose axes are ``axes``, filled from ``source`` starting at ``offset``.
+    """A box of a tensor, and the source addresses that fill it.
 
-    ``source`` is a run of equally sized tensors, one after the other in one address space; ``unit`` is the
-    number of addresses of each, from its first element to its last. Addresses and strides are in elements.
-    So address ``a`` is element ``a % unit`` of tensor ``a // unit``. A stride of ``unit`` or more steps from
-    tensor to tensor; nothing else tells the two kinds of step apart, so no smaller one is merged with it.
+    Addresses and strides are in elements: address ``a`` is element ``a % unit`` of tensor ``a // unit``. A
+    stride of ``unit`` or more steps from tensor to tensor; nothing else tells the two kinds of step apart, so
+    no smaller one is merged with it.
     """
 
+    #: First index of the box in each dimension.
     origin: tuple[int, ...]
+    #: Digits of each dimension of the box.
     axes: tuple[Digits, ...]
+    #: A run of equally sized tensors, one after the other in one address space.
     source: tuple[Hashable, ...]
+    #: Addresses of each of them, from its first element to its last.
     unit: int
+    #: Address of the first element of the box.
     offset: int
 
     @property

@@ -16,17 +16,17 @@ from zerostart.geometry.copies import Copy, Loop
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """``box`` of a tensor whose dimensions were split by ``factors``, and a copy out of it.
+    """A box of a tensor whose dimensions were split, and a copy out of it."""
 
-    ``factors`` has for each dimension of the tensor the sizes that it is split into; ``box`` is one of the
-    split shape. The copy begins at element ``start`` of the box's own row-major order: ``loops`` are (size,
-    stride in that order, destination stride), ``to`` is the first destination.
-    """
-
+    #: For each dimension of the tensor the sizes that it is split into.
     factors: tuple[tuple[int, ...], ...]
+    #: Of the split shape.
     box: Box
+    #: Address of the first destination.
     to: int
+    #: (size, stride in the box's row-major order, destination stride).
     loops: tuple[Loop, ...]
+    #: Element of the box's own row-major order at which the copy begins.
     start: int = 0
 
 

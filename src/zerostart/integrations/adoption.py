@@ -131,6 +131,7 @@ def _choose(kind_of_load: type[Load], model: type, arguments: dict[str, Any]) ->
     """What serves a call of ``model.from_pretrained``, of the class given; None: the library itself."""
     settings = _stack[-1]
     setup = _resolved(settings, model)
+    # No engine is set up: a plain script goes on as without zerostart, unless axes were asked for.
     if setup is None:
         if max(settings.expert_parallel, settings.tensor_parallel, settings.sequence_parallel) > 1:
             raise ConfigError(
@@ -186,6 +187,7 @@ def _serve_later_calls(model: nn.Module, setup: str) -> None:
 def _whole_state(model: nn.Module, without_frozen: bool) -> Any:
     """The state dict that DeepSpeed is to save of a model that ranks share out; collective."""
     inner = next(loaded_models(model), None)
+    # Whole on every rank, or in ZeRO-3 shards over all of them: DeepSpeed's own gathering is right.
     if inner is None or not record_of(inner).parallelism.mesh.parallel:
         return NotImplemented
     if inner is not model:

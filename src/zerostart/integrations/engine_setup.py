@@ -5,7 +5,6 @@ Both are read where transformers, accelerate and DeepSpeed keep them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from zerostart.engines import Engine, Mesh, check_choice, family_of, titled
+from zerostart.engines.base import EngineConfig
 from zerostart.errors import ConfigError
 from zerostart.live.model import record_of
 from zerostart.models import library_of
@@ -90,22 +90,20 @@ ALONE = SharedSequences()
 
 @dataclass(frozen=True)
 class EngineSetup:
-    """What models of a script are loaded for: an engine, its stage and configuration, and shared sequences.
-
-    ``dtype`` is the one that the engine wants parameters in, ``building_dtype`` the one in which models
-    compute their buffers; None for the call's own.
-    """
+    """What models of a script are loaded for: an engine at a stage, its configuration, shared sequences."""
 
     engine: str
     zero_stage: int = 3
-    config: Mapping[str, Any] = field(default_factory=dict)
+    config: EngineConfig = field(default_factory=dict)
+    #: The one that the engine wants parameters in; None for the call's own.
     dtype: torch.dtype | None = None
+    #: The one in which models compute their buffers; None for the call's own.
     building_dtype: torch.dtype | None = None
     sequences: SharedSequences = ALONE
 
     @classmethod
     def of(
-        cls, engine: str, stage: int, config: Mapping[str, Any], dtype: torch.dtype | None = None
+        cls, engine: str, stage: int, config: EngineConfig, dtype: torch.dtype | None = None
     ) -> EngineSetup:
         """With the dtypes that the engine's configuration asks for, or ``dtype`` in their place."""
         kind = check_choice(engine, stage).for_stage(stage, config, Mesh(1), None)
@@ -113,7 +111,7 @@ class EngineSetup:
         return cls(engine, stage, config, dtype or kind.adopted_dtype, building and (dtype or building))
 
     @classmethod
-    def asked(cls, engine: str, stage: int, config: Mapping[str, object]) -> EngineSetup:
+    def asked(cls, engine: str, stage: int, config: EngineConfig) -> EngineSetup:
         """An engine that the script itself is not set up for: with a dtype where ``config`` names one."""
         kind = check_choice(engine, stage).for_stage(stage, config, Mesh(1), None)
         return cls(engine, stage, config, kind.parameter_dtype).at(stage)
@@ -162,7 +160,7 @@ def find_active(model: type) -> EngineSetup | None:
     return EngineSetup.of("fsdp2", 3, _with_tensors(_with_replicas(fsdp2_config(plugin, model))), dtype)
 
 
-def _with_tensors(config: Mapping[str, Any]) -> Mapping[str, object]:
+def _with_tensors(config: EngineConfig) -> EngineConfig:
     """An engine's configuration, with the ranks that accelerate has share tensors."""
     shared = parallelism()
     size, section = 1 if shared is None else shared.tp_size, config.get("tensor_parallel") or {}
@@ -176,7 +174,7 @@ def _with_tensors(config: Mapping[str, Any]) -> Mapping[str, object]:
     return {**config, "tensor_parallel": {**section, "autotp_size": size}}
 
 
-def _with_replicas(config: Mapping[str, object]) -> Mapping[str, object]:
+def _with_replicas(config: EngineConfig) -> EngineConfig:
     """FSDP2's configuration, with as many copies of the model as accelerate has."""
     shared = parallelism()
     replicas = 1 if shared is None else shared.dp_replicate_size
@@ -236,7 +234,7 @@ def check_sharing(model: nn.Module) -> None:
     )
 
 
-def check_tensors(model: nn.Module, config: Mapping[str, Any] | None = None) -> None:
+def check_tensors(model: nn.Module, config: EngineConfig | None = None) -> None:
     """Raise ConfigError where ranks that share tensors of the loaded ``model`` would see different batches.
 
     ``config`` is accelerate's of DeepSpeed. DeepSpeed itself compares the first forward's inputs alone.

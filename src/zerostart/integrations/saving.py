@@ -51,6 +51,7 @@ def in_shards(model: nn.Module) -> bool:
 def save_pretrained(original: Original, **call: Any) -> object:
     """``save_pretrained`` of transformers and diffusers; raises ConfigError for what cannot be honoured."""
     model, directory = call["self"], call["save_directory"]
+    # A Trainer calls this for what lies beside the weights, which all ranks have written already.
     if _is_saved(model, directory):
         return None
     if call.get("distributed_checkpoint") or not in_shards(model):
@@ -121,6 +122,7 @@ def accelerator_save_model(
     **_: object,
 ) -> object:
     """``Accelerator.save_model``, which every rank calls."""
+    # With adapters, and for pickles, accelerate's own way is kept.
     ours = next(loaded_models(model), None) is not None or in_shards(model)
     if not ours or not safe_serialization or has_adapters(model):
         return original()
@@ -138,6 +140,7 @@ def save_weights(
     A tokenizer is left to the script, which may have another one than lies beside the source.
     """
     adapted = adapted_model(model)
+    # PEFT's own wrapper saves each adapter into a folder; transformers' and diffusers' mixins save one file.
     if adapted is not None and adapted.model is bare_model(model):
         names = adapted.adapter_names()
         if names != ["default"]:

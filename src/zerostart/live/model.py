@@ -30,18 +30,17 @@ from zerostart.recipe import Recipe
 
 @dataclass(frozen=True)
 class LoadRecord:
-    """What one model was loaded from and for; it holds none of its tensors, and dies with it.
-
-    ``catalog`` and ``recipes`` say which checkpoint elements make up which parameter or buffer, by its first
-    name (what is not there has been initialised); ``engine``, ``parallelism`` and ``placements`` who has
-    which of them; ``report`` is this rank's.
-    """
+    """What one model was loaded from and for; it holds none of its tensors, and dies with it."""
 
     catalog: Catalog
+    #: Which checkpoint elements make up which parameter or buffer, by its first name; what is not there has
+    #: been initialised.
     recipes: Mapping[str, Recipe]
     engine: Engine
     parallelism: Parallelism
+    #: With the engine and the parallelism: who has which of them.
     placements: Placements
+    #: This rank's.
     report: Report
 
     def shards(self, model: nn.Module) -> dict[str, Shard]:
@@ -181,18 +180,18 @@ _AROUND = ("torch", "deepspeed", "accelerate")
 
 @dataclass(frozen=True)
 class LogicalTensor:
-    """One parameter or persistent buffer of a live model, whole by its name, of which a rank has ``shard``.
+    """One parameter or persistent buffer of a live model, whole by its name, of which a rank has a shard."""
 
-    ``name`` is the one that it was loaded under, ``current_name`` the one in the model as it is now, where
-    wrappers may have come between. ``trained`` says whether it takes gradients. ``change``, if any, is
-    asked for what is saved in the place of some elements, with the place of the first in the shard's storage.
-    """
-
+    #: The one that it was loaded under.
     name: str
+    #: The one in the model as it is now, where wrappers may have come between.
     current_name: str
     shard: Shard
     is_parameter: bool
+    #: Whether it takes gradients.
     trained: bool
+    #: If any, it is asked for what is saved in the place of some elements, with the place of the first in the
+    #: shard's storage.
     change: Callable[[int, torch.Tensor], torch.Tensor] | None = None
 
 

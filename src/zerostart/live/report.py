@@ -38,40 +38,44 @@ class Clock:
 class Report:
     """What one rank's load did.
 
-    Names are state-dict names of the unsharded model. ``computed`` are those that a conversion calculated,
-    ``computed_whole`` those of them that needed whole tensors, which no memory limit bounds;
-    ``reinitialised`` has the shapes, in the checkpoint and in the model, of those that were initialised since
-    they differ, which ``from_pretrained(ignore_mismatched_sizes=True)`` asks for;
-    ``dequantised`` is the method with which the checkpoint is quantised, for they were dequantised then.
-    ``phases`` are seconds (``plan, build, read, total``);
-    ``read_bytes`` were read by this rank, for others too, and ``exchanged_bytes`` came from other ranks;
-    peaks are bytes above the level before the load, the final shards included, host memory anonymous; that of
-    the device is None where its allocator counts nothing.
-    ``reading`` says in words how the bytes were read. ``tier`` says where parameters that are whole on every
-    rank lie.
+    Names are state-dict names of the unsharded model. Peaks are bytes above the level before the load, the
+    final shards included.
     """
 
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
     mismatched: tuple[str, ...] = ()
+    #: Shapes, in the checkpoint and in the model, of what was initialised since they differ, which
+    #: ``from_pretrained(ignore_mismatched_sizes=True)`` asks for.
     reinitialised: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
     initialised: tuple[str, ...] = ()
     converted: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
+    #: Those of ``initialised`` that every rank had to make whole.
     initialised_whole: tuple[str, ...] = ()
+    #: Names that a conversion calculated.
     computed: tuple[str, ...] = ()
+    #: Those of ``computed`` that needed whole tensors, which no memory limit bounds.
     computed_whole: tuple[str, ...] = ()
+    #: The method with which the checkpoint is quantised, if it was dequantised.
     dequantised: str = ""
+    #: Seconds: ``plan, build, read, total``.
     phases: dict[str, float] = field(default_factory=dict)
+    #: Bytes that this rank read, for others too.
     read_bytes: int = 0
     planned_bytes: int = 0
+    #: Bytes that came from other ranks.
     exchanged_bytes: int = 0
+    #: In words, how the bytes were read.
     reading: str = ""
+    #: Anonymous host memory.
     peak_host_bytes: int = 0
+    #: None where the device's allocator counts nothing.
     peak_device_bytes: int | None = 0
     rank: int = 0
     world_size: int = 1
     engine: str = ""
+    #: Where parameters that are whole on every rank lie; None where none are.
     tier: Residence | None = None
 
     def __str__(self) -> str:

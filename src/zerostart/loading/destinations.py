@@ -20,15 +20,14 @@ from zerostart.transfer.planning import Destination, Plan, ReadStrategy
 
 @dataclass(frozen=True)
 class Destinations:
-    """Where everything of a model goes on one rank, and where it comes from.
-
-    ``shards`` are the parameters', in the engine's storage; ``buffers`` those that the checkpoint has, and
-    ``drawn`` those that are drawn with the parameters.
-    """
+    """Where everything of a model goes on one rank, and where it comes from."""
 
     origins: Origins
+    #: The parameters', in the engine's storage.
     shards: list[Shard]
+    #: Those that the checkpoint has: recipe and tensor, by name.
     buffers: dict[str, tuple[Recipe, torch.Tensor]]
+    #: Buffers that are drawn with the parameters.
     drawn: list[tuple[Program, torch.Tensor]]
 
     @staticmethod

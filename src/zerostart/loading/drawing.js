@@ -91,3 +91,15 @@ for (const figure of document.querySelectorAll("figure[data-map]")) {
   figure.querySelector(".tools").hidden = false;
   draw();
 }
+// A page that is written anew while something runs: how old it is.
+for (const note of document.querySelectorAll("[data-written]")) {
+  const words = note.textContent;
+  const tell = () => {
+    const seconds = Math.max(0, Math.round(Date.now() / 1000 - note.dataset.written));
+    const age = seconds < 120 ? seconds + " s" : Math.round(seconds / 60) + " min";
+    note.textContent = words + ", " + age + " ago" +
+      (seconds < 300 ? "" : ": the run has ended without a word, or is at something long, such as a checkpoint");
+  };
+  tell();
+  setInterval(tell, 1000);
+}

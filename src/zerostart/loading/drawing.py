@@ -11,7 +11,7 @@ import base64
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from html import escape
@@ -48,7 +48,7 @@ def tag(name: str, /, *children: object, **attributes: object) -> Markup:
             word = key.rstrip("_").replace("_", "-")
             told += f" {word}" if value is True else f' {word}="{escape(printable(str(value)))}"'
     if name in _VOID:
-        return Markup(f"<{name}{told}>")
+        return Markup(f"<{name}{told}/>")  # within SVG what is not closed has all that follows in it
     return Markup(f"<{name}{told}>{joined(*children)}</{name}>")
 
 
@@ -122,21 +122,29 @@ class Line:
 
 
 def chart(
-    title: str, lines: Sequence[Line], span: tuple[float, float], shown: Mapping[float, str] | None = None
+    title: str,
+    lines: Sequence[Line],
+    span: tuple[float, float],
+    marks: Mapping[float, str] | None = None,
+    shown: Callable[[float], str] = "{:.4g}".format,
+    logarithmic: bool = False,
 ) -> Markup:
-    """Lines over ``span``, with the ends of both axes as words; ``shown`` are places on x that are marked.
+    """Lines over ``span``, with the ends of both axes as words; ``marks`` has words for places on x.
 
-    Figures that are all above 0 and of which the highest is more than 50 times the lowest get a logarithmic
-    axis, which the heading says.
+    ``logarithmic``: figures that are all above 0, of which the highest is more than 50 times the lowest, get
+    a logarithmic axis, which the heading says.
     """
     values = [value for line in lines for point in line.points for value in point[1:]]
     if not values:
         return tag("figure", tag("figcaption", title), tag("p", "nothing yet", class_="note"))
     low, high = min(values), max(values)
-    scaled = low > 0 and high > 50 * low
+    scaled = logarithmic and low > 0 and high > 50 * low
     low, high = (math.log10(low), math.log10(high)) if scaled else (low, high)
     room = (high - low) or abs(high) or 1.0
     low, high = (low - room / 20, high + room / 20) if high > low else (low - room / 2, high + room / 2)
+
+    if not scaled and min(values) >= 0:
+        low = max(low, 0.0)
 
     def x(value: float) -> float:
         return 1000 * (value - span[0]) / max(1e-9, span[1] - span[0])
@@ -145,7 +153,7 @@ def chart(
         return 300 * (high - (math.log10(value) if scaled else value)) / (high - low)
 
     drawn: list[Markup] = []
-    for at, words in (shown or {}).items():
+    for at, words in (marks or {}).items():
         place = f"M{x(at):.1f} 0V300"
         drawn.append(tag("g", tag("title", words), tag("path", class_="mark", d=place)))
     for line in lines:
@@ -172,7 +180,7 @@ def chart(
     return tag(
         "figure",
         tag("figcaption", heading),
-        tag("div", tag("span", f"{top:.4g}"), tag("span", f"{bottom:.4g}"), class_="ends y"),
+        tag("div", tag("span", shown(top)), tag("span", shown(bottom)), class_="ends y"),
         tag("div", plot, class_="plot"),
         tag("div", tag("span", f"{span[0]:,.0f}"), tag("span", f"{span[1]:,.0f}"), class_="ends x"),
         many if len(lines) > 1 else "",

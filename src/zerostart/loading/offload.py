@@ -54,12 +54,15 @@ def load_offloaded(request: Request, placement: Placement, window: Window, grows
         world = joined_world()
         with world.phase("loading"):
             clock = Clock()
+            # For its settings alone: nothing here is sharded, and every rank brings its own layers.
             engine = request.resolve(world.size)
             prepared = prepare(request, engine, world, clock, strict=True)
             with world.phase("offloading the model"):
                 model = prepared.built.model
                 _check(prepared, request)
                 _load_buffers(prepared, window.device, request)
+                # The order matters: at rest first, so that what rests on the device has left its room in the
+                # window before layers are shared out.
                 source = _source(prepared, placement, window, grows, request)
                 held = _attach(model, source, window, grows)
             model.eval()
@@ -89,7 +92,7 @@ def _check(prepared: Prepared, request: Request) -> None:
             "the component 'replicate'"
         )
     parameters = {name for name, _ in prepared.built.model.named_parameters(remove_duplicate=False)}
-    kept = [alias.name for alias in prepared.aliases.kept if alias.name in parameters]
+    kept = [alias.name for alias in prepared.aliases.entries if alias.name in parameters]
     if kept:
         raise ConfigError(
             f"{type(prepared.built.model).__name__} refers to {kept[0]} from a second place "
@@ -113,6 +116,7 @@ def _load_buffers(prepared: Prepared, device: torch.device, request: Request) ->
 
 
 def _tuning(prepared: Prepared, device: torch.device, request: Request) -> Any:
+    # The caller's limit, where there is one, is that of every load.
     limited = request if request.memory_limit is not None else replace(request, memory_limit=STAGING)
     return limited.tuning(prepared.engine, prepared.catalog, device, bool(prepared.recipes.computed))
 
@@ -124,6 +128,7 @@ def _source(
     recipes = {n: o for n, o in prepared.origins.parameters.items() if isinstance(o, Recipe)}
     accelerator = device.type != "cpu"
     host = placement.kind == "offload" and (placement.store or ("host" if accelerator else "disk")) == "host"
+    # A component that is not offloaded but stored in a narrower dtype rests on the device itself.
     at = device if placement.kind != "offload" else torch.device("cpu")
     files = InFiles(
         prepared.catalog, recipes, _tuning(prepared, at if host or at == device else device, request)
@@ -136,6 +141,7 @@ def _source(
         name: (tuple(p.shape), _resting(p, placement.storage_dtype, main))
         for name, p in model.named_parameters()
     }
+    # Where the window grows, the limit is found afterwards, with what rests here counted already.
     if at.type != "cpu" and not grows:
         _cede(window, sum(prod(shape) * dtype.itemsize for shape, dtype in shapes.values()), model)
     return InMemory(files, shapes, at, pinned=host and accelerator)
@@ -166,6 +172,7 @@ def _attach(model: nn.Module, source: AtRest, window: Window, grows: bool) -> _O
     sizes = {name: p.numel() * p.element_size() for name, p in parameters.items()}
     division = divide(model, sizes, None if grows else window.free)
     _claim(window, division, sizes, grows, type(model).__name__)
+    # By identity: a parameter that modules share is put into each of them.
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     for path, module in model.named_modules():
         for leaf, parameter in module._parameters.items():
@@ -176,7 +183,7 @@ def _attach(model: nn.Module, source: AtRest, window: Window, grows: bool) -> _O
     def unit(name: str, names: list[str]) -> Unit:
         return Unit(name, {n: parameters[n] for n in names}, {n: found[n] for n in names}, source)
 
-    kept = unit("what is always there", division.kept) if division.kept else None
+    kept = unit("what is always there", division.permanent) if division.permanent else None
     if kept is not None:
         # Brought once: modules with children use these around the forwards of the others.
         window.enter(kept)  # and never leaves
@@ -187,13 +194,14 @@ def _attach(model: nn.Module, source: AtRest, window: Window, grows: bool) -> _O
             _Use(window, made, path or type(model).__name__).attach(model.get_submodule(path))
     for path, name in division.tables.items():
         table: Any = model.get_submodule(path)
+        # On the object: its class keeps its own forward.
         table.forward = _Rows(table, name, source, window.device)
     return _Offloaded(window, units, kept)
 
 
 def _claim(window: Window, division: Division, sizes: Mapping[str, int], grows: bool, name: str) -> None:
     """Raise ConfigError unless the model, and all others, can run in the window."""
-    kept = sum(sizes[one] for one in division.kept)
+    kept = sum(sizes[one] for one in division.permanent)
     least, where = division.least(sizes)
     largest = max((sum(sizes[one] for one in part.parameters) for part in division.parts), default=0)
     lacks = window.claim(kept, least - kept, least - kept + largest, grows)
@@ -245,6 +253,7 @@ class _Use:
 
     def end(self, module: nn.Module, args: tuple[object, ...], output: object) -> None:
         """Let them go; called after a forward, and after a beginning, that has failed as well."""
+        # ``end`` is called also where ``begin`` has raised, which then counted nothing.
         if self.depth:
             self.depth -= 1
             self.window.leave(self.unit)
@@ -263,6 +272,7 @@ class _Rows:
         wanted: list[int] = rows.tolist()
         if wanted and not 0 <= wanted[0] <= wanted[-1] < self._shape[0]:
             raise IndexError(f"{self._name} has {self._shape[0]} rows; asked for {wanted[0]} to {wanted[-1]}")
+        # A tensor made in inference mode could not be filled by the reading threads, which are in none.
         with torch.inference_mode(False), torch.no_grad():
             found = torch.empty((len(wanted), self._shape[1]), dtype=self._dtype, device=self._device)
             self._source.rows(self._name, wanted, found)

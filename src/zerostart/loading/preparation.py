@@ -75,8 +75,10 @@ def prepare(
         recipes = _recipes(request, engine, catalog, built)
         reinitialised: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
         if request.reinitialise_mismatched:
+            # Taken out of what is checked: initialised as if it were missing, and told of in the report.
             reinitialised = recipes.coverage.mismatched
             recipes = replace(recipes, coverage=replace(recipes.coverage, mismatched={}))
+        # Collective where a checkpoint has both ends of a tie: all ranks compare, each a share of the values.
         coverage = models.tie_names(built, recipes, equal_in(catalog, world))
         coverage.check(described(request.source, catalog), type(built.model).__name__, strict)
         origins = models.resolve_origins(built, recipes, aliases)
@@ -110,6 +112,7 @@ def agree(request: Request, prepared: Prepared, world: World) -> None:
     digest = hashlib.blake2b("\n".join(own).encode(), digest_size=16).digest()
     if len(set(world.all_gather_object(digest, "planning"))) == 1:
         return
+    # Only where digests differ: the lists themselves, to say what is not the same.
     first = world.broadcast_object(lambda: own, "planning")
     with world.phase("planning"):
         theirs = next((line for line in first if line not in set(own)), "nothing")

@@ -307,7 +307,7 @@ def _keep_aliases(prepared: Prepared) -> None:
     model, aliases = prepared.built.model, prepared.aliases
     aliases.join(list(prepared.recipes.by_name))
     aliases.follow(model)
-    prepared.engine.follow_aliases(model, aliases.kept)
+    prepared.engine.follow_aliases(model, aliases.entries)
 
 
 def _keep_calls(prepared: Prepared) -> None:

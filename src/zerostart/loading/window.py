@@ -178,16 +178,16 @@ class Part:
 
 @dataclass
 class Division:
-    """``parts`` that come and go; ``kept`` parameters that are always there; ``tables`` read by rows."""
+    """``parts`` that come and go; ``permanent`` parameters that are always there; ``tables`` read by rows."""
 
     parts: list[Part] = field(default_factory=list)
-    kept: list[str] = field(default_factory=list)
+    permanent: list[str] = field(default_factory=list)
     #: Names of embedding modules, and of their weights.
     tables: dict[str, str] = field(default_factory=dict)
 
     def least(self, sizes: Mapping[str, int]) -> tuple[int, str]:
         """The least bytes with which each forward has what it needs, and the module that needs most."""
-        kept = sum(sizes[name] for name in self.kept)
+        kept = sum(sizes[name] for name in self.permanent)
         needs: dict[str, set[int]] = {}
         for number, part in enumerate(self.parts):
             for module in part.modules:
@@ -228,9 +228,9 @@ def divide(model: nn.Module, sizes: Mapping[str, int], limit: int | None) -> Div
     #    others, so that they would be there all the time. They never leave.
     for path, module in modules.items():
         if path not in made.tables and names[path] and _below(module) and not isinstance(module, INDIVISIBLE):
-            made.kept += [name for name in names[path] if name not in shared]
+            made.permanent += [name for name in names[path] if name not in shared]
     # 4. The rest in parts that have room beside each other, and what is shared each as a part of its own.
-    kept = sum(sizes[name] for name in made.kept)
+    kept = sum(sizes[name] for name in made.permanent)
     room = _largest_entry(model, sizes, first) if limit is None else max(0, limit - kept) // 2
     _walk(made, modules, names, sizes, room, shared)
     for name in shared:
@@ -262,7 +262,7 @@ def _walk(
     Modules come before those inside them. So the first on a path that has room is the largest that has; what
     is ``inside`` of it is passed over, and of one that has none the modules inside are tried in turn.
     """
-    taken = {*made.kept, *shared, *made.tables.values()}
+    taken = {*made.permanent, *shared, *made.tables.values()}
     inside: str | None = None
     for path, module in modules.items():
         if inside is not None and (path == inside or _inside(path, inside)):

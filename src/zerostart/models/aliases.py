@@ -53,7 +53,7 @@ class _View:
 class Aliases:
     """Places that hold a parameter or buffer of a model, and those that share the memory of a buffer."""
 
-    kept: tuple[Alias, ...]
+    entries: tuple[Alias, ...]
     views: tuple[_View, ...]
     #: What is in the places, by name: a weak reference alone would not keep it until it is replaced.
     alive: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -95,13 +95,13 @@ class Aliases:
 
     def without_values(self) -> set[int]:
         """``id`` of the tensors in unregistered places that need no values of their own."""
-        unregistered = [alias.slot for alias in self.kept] + [v.slot for v in self.views if v.name is None]
+        unregistered = [alias.slot for alias in self.entries] + [v.slot for v in self.views if v.name is None]
         return {id(slot.get()) for slot in unregistered}
 
     def follow(self, model: nn.Module) -> None:
         """Give each place what is now under its name."""
         now = {name: _tensor(model, name) for name in self.alive}
-        for alias in self.kept:
+        for alias in self.entries:
             alias.follow(now[alias.name])
         self.alive.update(now)
 

@@ -60,18 +60,18 @@ _FACTORIES: dict[object, Callable[[torch.Tensor], object]] = {
 
 @dataclass(frozen=True)
 class Program:
-    """How a missing tensor gets its values.
+    """How a missing tensor gets its values."""
 
-    ``meta`` is the parameter or buffer, whose dtype it is made in; ``made`` another look at it as it was
-    built, since an engine may cut the parameter itself down to a slice before it gets its values.
-    ``steps`` is None where the calls are not element by element: then the whole tensor is made, once, and
-    ``whole`` says so in the report. ``draws`` are the places of its random calls in the log.
-    """
-
+    #: The parameter or buffer, whose dtype it is made in.
     meta: torch.Tensor
-    made: torch.Tensor
+    #: Another look at it as it was built, since an engine may cut the parameter itself down to a slice before
+    #: it gets its values.
+    as_built: torch.Tensor
     log: OperatorLog
+    #: The calls that write it; None where they are not element by element: then the whole tensor is made,
+    #: once, and ``whole`` says so in the report.
     steps: tuple[Op, ...] | None
+    #: Places of its random calls in the log.
     draws: tuple[int, ...] = ()
 
     @property
@@ -84,7 +84,7 @@ class Program:
 
         ``states`` are those of the generator before each of ``draws``; None: it is there for the first one.
         """
-        assert prod(layout.shape) == self.made.numel(), "a share of the whole tensor"
+        assert prod(layout.shape) == self.as_built.numel(), "a share of the whole tensor"
         if layout.owned < layout.numel:
             storage[layout.owned :].zero_()
         for start, values in self._chunks(states):
@@ -95,10 +95,10 @@ class Program:
         if self.steps is None or states is not None:
             # The whole tensor, by all calls that lead to it; with states, each draw begins where it did in
             # the unsharded model.
-            (value,) = self.log.values([self.made], torch.device("cpu"), states)
+            (value,) = self.log.values([self.as_built], torch.device("cpu"), states)
             yield 0, value.detach().contiguous().reshape(-1)
             return
-        total = self.made.numel()
+        total = self.as_built.numel()
         # One buffer for all chunks: what is yielded is overwritten by the next.
         buffer = torch.empty(min(total, CHUNK + _BLOCK), dtype=self.meta.dtype, device="cpu")
         start = 0

@@ -33,33 +33,33 @@ OwnLoading = Callable[[str, torch.dtype | None], nn.Module]
 
 @dataclass(frozen=True)
 class Attention:
-    """How a model attends along its sequences, for ranks that share them.
+    """How a model attends along its sequences, for ranks that share them."""
 
-    ``implementation`` as transformers names it; ``heads`` of queries, ``key_value_heads`` of keys and values;
-    ``kinds`` of layers. ``obstacle`` says what it has that no ranks can share, in words; then the rest is
-    empty.
-    """
-
+    #: As transformers names it.
     implementation: str = ""
+    #: Heads of queries.
     heads: int = 0
+    #: Heads of keys and values.
     key_value_heads: int = 0
+    #: Kinds of its layers.
     kinds: frozenset[str] = frozenset()
+    #: What it has that no ranks can share, in words; then the rest is empty.
     obstacle: str = ""
 
 
 @dataclass(frozen=True)
 class Stored:
-    """What is known of a checkpoint, and asked for, when a model is built for it.
+    """What is known of a checkpoint, and asked for, when a model is built for it."""
 
-    ``root`` is the directory of its configuration, if it has one; ``asked`` the dtype that the caller wants;
-    ``first`` that of its first floating tensor, ``main`` that of most of its elements. ``trusted``: the
-    caller has said that code which lies in ``root`` may be run; without that none ever is.
-    """
-
+    #: Directory of its configuration; None without one.
     root: str | None
+    #: Dtype that the caller wants.
     asked: torch.dtype | None = None
+    #: Dtype of its first floating tensor.
     first: torch.dtype | None = None
+    #: Dtype of most of its elements.
     main: torch.dtype | None = None
+    #: Whether the caller has said that code which lies in ``root`` may be run; without that none ever is.
     trusted: bool = False
 
 
@@ -78,18 +78,17 @@ class Construction:
 
 @dataclass(frozen=True)
 class Built:
-    """A model on meta, the log of its construction, and the library that it is of.
-
-    ``dtype`` is the floating dtype that the load gives the model as a whole; None lets each tensor keep the
-    dtype that the checkpoint stores. ``logged`` is False for a module that the caller had built before.
-    ``quantizer`` is the library's own, set to dequantise, for a checkpoint that is quantised.
-    """
+    """A model on meta, the log of its construction, and the library that it is of."""
 
     model: nn.Module
     log: OperatorLog
+    #: Floating dtype that the load gives the model as a whole; None lets each tensor keep the dtype that the
+    #: checkpoint stores.
     dtype: torch.dtype | None
+    #: False for a module that the caller had built before.
     logged: bool
     library: ModelLibrary
+    #: The library's own, set to dequantise, for a checkpoint that is quantised; None for others.
     quantizer: object = None
 
     @one_thread()

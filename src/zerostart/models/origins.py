@@ -32,18 +32,16 @@ Equal = Callable[[Recipe, Recipe], bool]
 
 @dataclass(frozen=True)
 class Origins:
-    """Where each unique parameter and each loaded buffer gets its values from.
+    """Where each unique parameter and each loaded buffer gets its values from."""
 
-    ``parameters`` is in the order of ``named_parameters``; ``buffers`` are those that the checkpoint
-    supplies; the others already have their values, on the CPU. ``start`` is the place in the log where the
-    model's own initialiser begins, None where it has none. ``drawn`` are buffers whose random values are
-    drawn in their turn among those of the parameters.
-    """
-
+    #: In the order of ``named_parameters``.
     parameters: dict[str, Recipe | Program]
+    #: Those that the checkpoint supplies; the others already have their values, on the CPU.
     buffers: dict[str, Recipe]
     initialised: tuple[str, ...]
+    #: Place in the log where the model's own initialiser begins; None where it has none.
     start: int | None = None
+    #: Buffers whose random values are drawn in their turn among those of the parameters.
     drawn: dict[str, Program] = field(default_factory=dict)
 
 

@@ -75,6 +75,7 @@ def tiny(config: JsonObject) -> JsonObject:
     """
     result = _mapped(config, tiny)
     for target, keys in _TINY.items():
+        # Never larger than they are: a configuration may be tiny already.
         result.update({key: min(config[key], target) for key in keys if _is_size(config.get(key))})
     _shrink_attention(config, result)
     _set_layers(config, result, {key: result[key] for key in _LAYERS if _is_size(config.get(key))})
@@ -90,6 +91,7 @@ def _shrink_attention(config: JsonObject, result: JsonObject) -> None:
     heads = _first(config, ("num_attention_heads", "n_head", "num_heads"))
     for key in _KV_HEADS:
         if _is_size(config.get(key)):
+            # All heads with keys of their own stay so; grouped ones stay grouped.
             result[key] = min(config[key], 4 if grouped == heads else 2)
     if _is_size(config.get("expand")) and _is_size(config.get("num_heads")):
         result["num_heads"] = config["expand"] * 64 // 16  # Mamba 2: heads of 16 share the expanded width
@@ -113,10 +115,12 @@ def scaled(config: JsonObject, factor: float) -> JsonObject:
             # A router that chooses groups first scores each by its two best experts.
             least = max(chosen, 2 * group) if group > 1 else chosen
             wanted = max(least, round(config[key] * factor))
+            # Groups have to be of one size: rounded up to a multiple.
             result[key] = -(-wanted // group) * group
     layers = {key: max(1, round(config[key] * factor)) for key in _LAYERS if _is_size(config.get(key))}
     dense = config.get("first_k_dense_replace")
     if _is_size(dense) and layers:
+        # At least one layer of experts stays behind the dense ones.
         result["first_k_dense_replace"] = min(dense, max(0, min(layers.values()) - 1))
     _set_layers(config, result, layers)
     return result
@@ -146,6 +150,7 @@ def _set_layers(config: Mapping[str, object], result: dict[str, object], layers:
     result.update(layers)
     if not layers:
         return
+    # The first kind of layers that the configuration counts is the one that its lists follow.
     main = next(iter(layers))
     before, after = config[main], layers[main]
     for key, value in config.items():
@@ -153,6 +158,7 @@ def _set_layers(config: Mapping[str, object], result: dict[str, object], layers:
             result[key] = {layer: own for layer, own in value.items() if int(layer) < after}
         if not isinstance(value, list | tuple) or not value:
             continue
+        # A list with an entry for each layer; else one that names some of them by number.
         if len(value) == before:
             result[key] = _resample(list(value), after)
         elif key.endswith(("_layers", "_indexes", "_indices", "_idx", "_ids")) and all(map(_is_index, value)):
@@ -166,6 +172,7 @@ def _is_index(value: object) -> TypeGuard[int]:
 def _resample(kinds: list[object], count: int) -> list[object]:
     """``count`` of the entries: the first ones, the last replaced by kinds that would be lost."""
     kept = [kinds[position % len(kinds)] for position in range(count)]
+    # Kinds of layers (sliding, full, linear) are kept if there is room: each is code of its own.
     lost = [kind for position, kind in enumerate(kinds) if kind not in kinds[:position] and kind not in kept]
     room = max(0, count - 1)
     tail = lost[:room]

@@ -86,10 +86,12 @@ def synthesise(
     raw, dropped = _without_quantisation(_read(source))
     config = _configuration(raw, source)
     if size is not None:
+        # By way of the whole configuration: what the file leaves out has defaults, which are sizes too.
         config = _configuration(_resized(config.to_dict(), size), source)
     chosen = _chosen_dtype(dtype, config)
     kind = _model_class(config)
     layout, parameters = _plan(kind, config, chosen, max_shard_size)
+    # Without a document: it is a plain checkpoint.
     staging = Staging(out, marker="")
     try:
         with CheckpointWriter(staging.directory, layout, durable=False) as writer:
@@ -244,6 +246,7 @@ def _stored(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.Tenso
         if name in left_out:
             continue
         kept = next((own for pattern, own in plan if pattern.search(name)), None)
+        # What the model keeps in another dtype is stored in it, as ``save_pretrained`` does.
         stored[name] = tensor.to(kept) if kept is not None and tensor.is_floating_point() else tensor
     return stored
 
@@ -300,6 +303,8 @@ class Noise:
             left *= size
         kind = self._kind(name, dtype, len(shape))
         block = self._block(kind, dtype)
+        # The first piece begins in the middle of the block; the next ones take it from its beginning, over
+        # and over.
         start = self._position(name) * width if kind == "normal" else 0
         while left:
             piece = block[start : start + left]

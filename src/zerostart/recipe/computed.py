@@ -38,14 +38,14 @@ class Cut(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """A tensor that a computation takes: pieces that tile ``shape``, to be read or computed as ``dtype``.
+    """A tensor that a computation takes, to be read or computed."""
 
-    ``strides``, in elements, are those of the tensor in eager torch, None for row-major.
-    """
-
+    #: They tile ``shape``.
     pieces: tuple[Piece, ...]
     shape: tuple[int, ...]
+    #: The one that it is read or computed as.
     dtype: torch.dtype
+    #: Those of the tensor in eager torch, in elements; None for row-major.
     strides: tuple[int, ...] | None = None
 
     @property
@@ -81,25 +81,26 @@ class Operand:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Computed:
-    """The result of ``function``, in the place of a checkpoint tensor; compared by identity.
+    """The result of an operator, in the place of a checkpoint tensor; compared by identity."""
 
-    ``function`` is an ATen operator, or None for a constant (``value``) that the conversion made. Its
-    arguments are ``rest`` in the tree ``spec``, with the operands, evaluated, in the places ``at``.
-    ``aligned`` tells for each operand whether a part of the result needs only the same part of it; the
-    others are needed whole. ``output`` picks one of several results. ``order``, if given, puts the dimensions
-    of what the function gives into the order in which they lie in memory, which is that of ``shape``.
-    """
-
+    #: An ATen operator; None for a constant (``value``) that the conversion made.
     function: Callable[..., Any] | None
     shape: tuple[int, ...]
     dtype: torch.dtype
     operands: tuple[Operand, ...] = ()
+    #: Places of the operands among the leaves of ``spec``.
     at: tuple[int, ...] = ()
+    #: For each operand whether a part of the result needs only the same part of it; the others are needed
+    #: whole.
     aligned: tuple[bool, ...] = ()
+    #: All other arguments, in the tree ``spec``.
     rest: Arguments = ()
     spec: TreeSpec | None = None
+    #: Which of several results it is; None where there is one.
     output: int | None = None
     cut: Cut = Cut.BOXES
+    #: If given, the dimensions of what the function gives in the order in which they lie in memory, which is
+    #: that of ``shape``.
     order: tuple[int, ...] | None = None
     value: torch.Tensor | None = field(default=None, repr=False)
     #: Whether any part of the result needs an operator that has to be computed whole.

@@ -16,15 +16,15 @@ from zerostart.recipe.computed import Computed
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What the model expects under a state-dict name: the unsharded shape and the final dtype.
-
-    With ``as_stored`` a floating tensor takes instead the dtype in which the checkpoint has it.
-    """
+    """What the model expects under a state-dict name."""
 
     name: str
+    #: Unsharded.
     shape: tuple[int, ...]
+    #: The final one.
     dtype: torch.dtype
     buffer: bool = False
+    #: A floating tensor takes instead the dtype in which the checkpoint has it.
     as_stored: bool = False
 
 
@@ -86,15 +86,15 @@ SHOWN = 8
 
 @dataclass(frozen=True)
 class Coverage:
-    """Names left over on either side of the join of checkpoint and model.
+    """Names left over on either side of the join of checkpoint and model."""
 
-    ``mismatched`` maps a name to (shape in the checkpoint after conversion, shape in the model);
-    ``ignored`` are missing or unexpected names that the model itself declares ignorable.
-    """
-
+    #: Names of the model that the checkpoint lacks.
     missing: tuple[str, ...] = ()
+    #: Names of the checkpoint that nothing in the model takes.
     unexpected: tuple[str, ...] = ()
+    #: By name, the shape in the checkpoint after conversion and that in the model.
     mismatched: dict[str, tuple[Shape, Shape]] = field(default_factory=dict)
+    #: Missing or unexpected names that the model itself declares ignorable.
     ignored: tuple[str, ...] = ()
 
     def ignoring(self, missing: Iterable[str], unexpected: Iterable[str]) -> Coverage:

@@ -173,15 +173,13 @@ _BY_CONTIGUITY = {aten.gelu, aten.gelu_backward, aten.ldexp}
 
 @dataclass(frozen=True, slots=True)
 class Regions:
-    """How a result may be cut, with the operands as the parts need them.
-
-    ``aligned`` are the operands of which a part of the result needs the same part only. ``order`` are the
-    dimensions of the result as they lie in memory, None for row-major.
-    """
+    """How a result may be cut, with the operands as the parts need them."""
 
     cut: Cut
     operands: tuple[Operand, ...]
+    #: Of which operands a part of the result needs the same part only.
     aligned: tuple[bool, ...]
+    #: Dimensions of the result as they lie in memory; None for row-major.
     order: tuple[int, ...] | None = None
 
 

@@ -32,14 +32,15 @@ BETWEEN = 1 << 30
 
 @dataclass(frozen=True)
 class TransferStats:
-    """What a transfer did on this rank: bytes that it ``read``, for others too, and ``received`` from others.
+    """What a transfer did on this rank."""
 
-    ``planned`` are the bytes that it was to read; ``how`` says in words what it did.
-    """
-
+    #: Bytes that it read, for others too.
     read: int
+    #: Bytes that it was to read.
     planned: int
+    #: Bytes that others sent it.
     received: int = 0
+    #: In words, what it did.
     how: str = ""
 
 
@@ -47,12 +48,18 @@ class TransferStats:
 class ReadDemand:
     """What a rank tells of itself before anything is read."""
 
+    #: Bytes that it wants.
     nbytes: int
+    #: Bytes that storage gives for them with own slices: whole rows for narrow columns.
     fetched: int
+    #: Requests that an exchange would have of it.
     requests: int
+    #: Most bytes of a request in an exchange; 0 where its memory limit leaves no room for one.
     chunk: int
     rates: Rates
+    #: Name of its machine: ranks of one share a page cache.
     machine: str
+    #: The caller's argument; None leaves it to be chosen.
     exchange: bool | None
 
     @classmethod

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from rich.filesize import decimal
 
 from zerostart.checkpoint.storage import Reader, Storage
-from zerostart.checkpoint.storage.page_cache import BOUNCE_BYTES
+from zerostart.checkpoint.storage.direct import BOUNCE_BYTES
 from zerostart.distributed.machine import available_memory, cores, cores_of_node, local_ranks
 from zerostart.transfer.buffers import rounds_up
 from zerostart.transfer.planning import Plan, Rates
@@ -43,23 +43,26 @@ WARM = 0.9
 
 @dataclass(frozen=True)
 class Tuning:
-    """``threads`` that read at most ``chunk_size`` bytes at a time, with ``depth`` staging buffers each.
+    """How this rank reads."""
 
-    ``cold``: bytes come from storage, so the kernel is told what will be read. ``direct``: reads of a large
-    load go round the page cache. ``resident`` is the share of the checkpoint in the page cache, None if
-    nobody knows; ``remote`` bytes come from a storage that all clients share. ``limit``:
-    most bytes of all buffers. ``ranks``: how many read on this machine.
-    """
-
+    #: Threads, each with one read in flight.
     threads: int
+    #: Most bytes of one read, and of one staging buffer.
     chunk_size: int
+    #: Staging buffers of each thread.
     depth: int = 1
+    #: Whether bytes come from storage, so that the kernel is told what will be read.
     cold: bool = False
+    #: Whether reads of a large load go round the page cache.
     direct: bool = False
     file_system: str = ""
+    #: Share of the checkpoint in the page cache; None if nobody knows.
     resident: float | None = 1.0
+    #: Whether bytes come from a storage that all clients share.
     remote: bool = False
+    #: Most bytes of all buffers together.
     limit: int = RING
+    #: How many ranks read on this machine.
     ranks: int = 1
 
     @property

@@ -8,7 +8,7 @@ from functools import cached_property
 
 import torch
 
-from zerostart.checkpoint.storage.page_cache import PAGE
+from zerostart.checkpoint.storage.direct import PAGE
 from zerostart.checkpoint.write.writer import CheckpointWriter
 from zerostart.recipe import one_thread
 from zerostart.transfer.buffers import page_locked, release_locked

@@ -21,7 +21,7 @@ from torch import nn
 
 from zerostart.errors import UnsupportedVersionError
 from zerostart.upstream.registry import PatchPoint, Touched, misfit
-from zerostart.upstream.shapes import Function, found
+from zerostart.upstream.shapes import Function, resolve
 
 # Reentrant: a garbage collection inside a locked section may run a finalizer, which closes patches here.
 _lock = threading.RLock()
@@ -215,7 +215,7 @@ def fits(
 
 def _refuse(stack: ExitStack, patches: RefCountedPatches, point: PatchPoint, text: str) -> None:
     try:
-        owner = found(point.owner)
+        owner = resolve(point.owner)
     except (ImportError, AttributeError):
         return  # and nobody calls it
     for name in point.names:

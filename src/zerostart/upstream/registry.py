@@ -23,7 +23,7 @@ from typing import Any
 
 from zerostart.errors import UnsupportedVersionError
 from zerostart.upstream import versions
-from zerostart.upstream.shapes import Shape, assigns, found, reading
+from zerostart.upstream.shapes import Shape, assigns, reading, resolve
 from zerostart.upstream.versions import LIBRARIES, Library
 
 logger = logging.getLogger("zerostart")
@@ -65,7 +65,7 @@ class Touched:
     def misfit(self) -> str:
         """What of this the installed library has otherwise, in words; empty if nothing. Imports it."""
         try:
-            owner = found(self.owner)
+            owner = resolve(self.owner)
         except (ImportError, AttributeError):
             return f"{self.place} is missing"
         absent = [name for name in self.names if not hasattr(owner, name)]

@@ -16,7 +16,7 @@ from typing import Any
 from zerostart.upstream.on_import import enter_when_imported
 from zerostart.upstream.patches import RefCountedPatches, fits, replaced
 from zerostart.upstream.registry import Lasts, PatchPoint
-from zerostart.upstream.shapes import Function, Shape, found
+from zerostart.upstream.shapes import Function, Shape, resolve
 from zerostart.upstream.versions import ACCELERATE, DEEPSPEED, DIFFSYNTH, DIFFUSERS, PEFT, TRANSFORMERS
 
 _MODEL = "transformers.modeling_utils:PreTrainedModel"
@@ -300,6 +300,8 @@ class SavingCalls(RefCountedPatches):
         self._replacements = replacements
 
     def _enter(self, stack: ExitStack) -> None:
+        # Only points of which some call has a replacement; a library that is not imported yet is patched when
+        # it is.
         by_module: dict[str, list[PatchPoint]] = {}
         for point in TOUCHED:
             if not any(called in self._replacements for called in _called(point)):
@@ -312,8 +314,10 @@ class SavingCalls(RefCountedPatches):
         for point in points:
             if not fits(stack, self, (point,), _REMEDY):
                 continue
-            owner = found(point.owner)
+            # Looked up now: the module is there, and what it holds may be somebody else's patch already.
+            owner = resolve(point.owner)
             for name, called in zip(point.names, _called(point), strict=True):
+                # Statically: a method is wanted as it lies in the class, not bound to it.
                 new = _sent(inspect.getattr_static(owner, name), self._replacements[called])
                 stack.enter_context(replaced(point, owner, name, new))
 
@@ -325,6 +329,7 @@ def _called(point: PatchPoint) -> list[str]:
 
 def _sent(original: Function, replacement: Replacement) -> Function:
     signature = inspect.signature(original)
+    # The name of ``**kwargs``, whose items become arguments of their own.
     rest = next((n for n, p in signature.parameters.items() if p.kind is p.VAR_KEYWORD), None)
 
     @functools.wraps(original)

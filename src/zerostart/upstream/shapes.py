@@ -45,7 +45,7 @@ class Shape:
     def misfit(self) -> str:
         """What is otherwise, in words; empty if nothing is."""
         try:
-            function = _unwrapped(found(self.of))
+            function = _unwrapped(resolve(self.of))
         except (ImportError, AttributeError):
             return f"{_plain(self.of)} is missing"
         wrong = self._arguments(function)
@@ -61,7 +61,7 @@ class Shape:
         return f"it takes no {', '.join(absent)}" if absent else ""
 
 
-def found(path: str) -> Any:
+def resolve(path: str) -> Any:
     """The object ``module`` or ``module:name.name``; raises ImportError or AttributeError."""
     module, _, names = path.partition(":")
     return functools.reduce(getattr, names.split(".") if names else (), importlib.import_module(module))

@@ -8,6 +8,7 @@ from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -109,6 +110,9 @@ def test_figures_are_those_of_the_json(checkpoints: TinyCheckpoints, tmp_path: P
     assert np.reshape(reads["bytes"], (4, -1)).sum(1).tolist() == [r["read_bytes"] for r in told["ranks"]]
     assert np.reshape(reads["bytes"], (4, -1)).sum(0).tolist() == [f["read_bytes"] for f in told["files"]]
     assert np.reshape(reads["reads"], (4, -1)).sum(1).tolist() == [r["read_ops"] for r in told["ranks"]]
+    picture = ElementTree.fromstring(re.findall(r"<svg.*?</svg>", file.read_text(), re.DOTALL)[0])
+    cells = [re.findall(r"M(\d+) (\d+)h(\d+)", one.get("d", "")) for one in picture]
+    assert sum(int(many) for runs in cells for *_, many in runs) == np.count_nonzero(reads["bytes"])
     lengths = [f["nbytes"] for f in told["files"]]
     assert all(end <= length for end, length in zip(reads["end"], lengths * 4, strict=True))
 

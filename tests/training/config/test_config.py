@@ -96,7 +96,7 @@ def test_engine_config_must_not_contradict(path):
     for given, message in (
         ("{gradient_clipping: 0.5}", "engine.config.gradient_clipping is 0.5.*make it 1.0"),
         ("{bf16: {enabled: true}}", "engine.config.bf16.enabled is True"),
-        ("{optimizer: {type: Adam}}", "engine.config.optimizer: .*train section"),
+        ("{optimizer: {type: Adam}}", "engine.config.optimizer: .*section train"),
         ("{tensor_parallel: {autotp_size: 2}}", "engine.config has 2 ranks share tensors"),
     ):
         config = load_config(path, [f"engine.config={given}"])

@@ -333,6 +333,8 @@ def test_editing_of_qwen_image(kind: str, count: int, monkeypatch: pytest.Monkey
     _, given = fed(pipe, image=pictures[1:] if count > 1 else pictures[1], **call)
     assert torch.equal(found["prompt_embeds"], given["encoder_hidden_states"][0])
     assert found["prompt_embeds_mask"].all()
+    sampled = encoder.sample("a cat", pictures[1:])["prompt_embeds"]
+    assert torch.equal(sampled, given["encoder_hidden_states"][0])
     latents = [found[f"image_latents.{n}"] for n in range(count)]
     packed = [pipe._pack_latents(one[None], 1, *one.shape) for one in latents]
     tokens = given["hidden_states"].shape[1] - sum(one.shape[1] for one in packed)

@@ -10,6 +10,7 @@ import torch
 
 from tests.integrations.pipelines.tiny_pipelines import CALLS, make_pipeline
 from tests.ranks import run_ranks
+from tests.training.data.media_files import CHINA
 from tests.training.samples.sampled import encode, run
 from zerostart.errors import ConfigError
 from zerostart.training.config.configuration import SamplesConfig
@@ -189,15 +190,17 @@ def test_batches_have_prompts_of_one_shape() -> None:
 @pytest.mark.parametrize(
     ("index", "settings", "words"),
     [
-        ({"_class_name": "WanImageToVideoPipeline"}, {}, "WanImageToVideoPipeline needs more .image"),
-        ({"_class_name": "WanVACEPipeline"}, {}, "WanVACEPipeline needs more .video"),
+        ({"_class_name": "WanImageToVideoPipeline"}, {}, "starts from pictures; name one for each prompt in"),
+        ({"_class_name": "FluxPipeline"}, {"images": [str(CHINA)]}, "FluxPipeline draws from text alone"),
+        ({"_class_name": "WanVACEPipeline"}, {}, "WanVACEPipeline takes more .video"),
+        ({"_class_name": "FluxKontextPipeline"}, {"images": ["no.png"]}, "no.png: no such file"),
         (
             {"_class_name": "WanPipeline", "boundary_ratio": 0.9},
             {},
-            "two experts, but only transformer",
+            "two experts, of which .* has transformer alone",
         ),
         ({"_class_name": "FluxPipeline"}, {"num_frames": 5}, "num_frames: FluxPipeline draws pictures"),
-        ({"_class_name": "FluxPipeline", "vae": [None, None]}, {}, "has no vae, which drawing needs"),
+        ({"_class_name": "FluxPipeline", "vae": [None, None]}, {}, "has no vae to draw with"),
         ({"_class_name": "FluxPipeline"}, {}, "has no scheduler, which drawing needs"),
     ],
 )

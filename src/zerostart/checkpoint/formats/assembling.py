@@ -29,19 +29,19 @@ class ParameterGroup:
 
 @dataclass
 class TrainingContents:
-    """Stored tensors, what they make up, and what is no tensor.
-
-    ``assembled`` has weights by their names, and states of an optimizer as ``exp_avg:NAME`` and the like.
-    ``numbers`` are states that are one number, by key and parameter; ``engine`` has counters of the engine by
-    its own names, ``schedule`` the state of its schedule, ``ties`` other names of a weight.
-    """
+    """Stored tensors, what they make up, and what is no tensor."""
 
     tensors: dict[str, TensorEntry] = field(default_factory=dict)
+    #: Weights by their names, and states of an optimizer as ``exp_avg:NAME`` and the like.
     assembled: dict[str, Assembled] = field(default_factory=dict)
+    #: States that are one number, by key and parameter.
     numbers: dict[str, dict[str, float]] = field(default_factory=dict)
     groups: list[ParameterGroup] = field(default_factory=list)
+    #: Counters of the engine, by its own names.
     engine: dict[str, Any] = field(default_factory=dict)
+    #: State of the schedule of learning rates; None where none was saved.
     schedule: dict[str, Any] | None = None
+    #: Other names of weights, and the names that they are stored under.
     ties: dict[str, str] = field(default_factory=dict)
 
     def add(self, entries: Iterable[TensorEntry]) -> None:

@@ -48,6 +48,8 @@ def read_header(
                 )
             entries, metadata = parse_header(raw, size, name, file_index)
         except CheckpointError as error:
+            # What else the file may be (a pickle, an archive, a page of HTML) says more than a wrong number
+            # in a header.
             if kind := named_kind(handle.read(HEAD_BYTES, 0)):
                 raise CheckpointError(f"{name}: not a safetensors file: {kind}") from error
             raise
@@ -64,11 +66,13 @@ def parse_header(
     Raises CheckpointError, naming file and tensor, unless every field is right and the tensors cover
     the rest of the file exactly: no overlap, no hole, nothing behind.
     """
+    # Before anything is parsed: a small file can describe millions of tensors, which take minutes and memory.
     _check_work(raw, path)
     header = load_json(raw, path, "header")
     metadata = _metadata(header.pop(_METADATA, {}), path)
     data_start = _PREFIX_BYTES + len(raw)
     entries = [_entry(name, info, path, file_index, data_start) for name, info in header.items()]
+    # By place, then size: empty tensors come before the one that begins at their place.
     entries.sort(key=lambda entry: (entry.offset, entry.nbytes, entry.name))
     _check_cover(entries, data_start, file_size, path)
     return entries, metadata
@@ -138,6 +142,7 @@ def _entry(name: str, info: object, path: str, file_index: int, data_start: int)
     total = bits
     for size in shape:
         total *= size
+        # At each size: Python's integers would go on growing with a hostile list of sizes.
         if total > _MAX_COUNT:
             _refuse(path, name, f"has the shape {shown(str(shape))}, whose size overflows 64 bits")
     if total % 8 or total // 8 != end - begin:

@@ -68,10 +68,13 @@ def _is_saved_state(directory: Path) -> bool:
     if not is_state(directory) or not (directory / MODEL_FOLDER).is_dir():
         return False
     try:
+        # Weights beside a state are of ``save`` into the same directory: the newer of the two counts, by the
+        # times in their documents and not by those of files, which copying changes.
         document = current(directory, MARKER) if has_weights(directory) else None
         beside = contents_of(document).values() if document is not None else ()
         weights = weights_in(directory).name if beside else ""
         when = _read_state(directory).get(SAVED_AT) if beside else 0
+    # A damaged document does not say: the state is opened, which then tells what is wrong.
     except (CheckpointError, ReadError, VerifyError):
         return True
     times = [one.get(SAVED_AT) for one in beside if weights in one["files"]]
@@ -90,6 +93,8 @@ def open_saved_state(
     Of the files that the document names, whatever else lies there. ``read`` gives the document, and may raise
     for one that it does not take. Raises as ``open_catalog`` does.
     """
+    # A save that was killed behind its switch is brought to its end first: the document names files that
+    # still have other names.
     finish_switched(path)
     for _ in range(TRIES):
         document = read(path)
@@ -127,6 +132,7 @@ def state_in(directory: str | os.PathLike[str], number: int = 0, tag: str | None
             named = read_small(str(latest)).decode("utf-8", "replace").strip()
             names += [named] if is_tag(named) else []
     found = [folder / name for name in names if is_state(folder / name)]
+    # By the time in the document; where it does not say, by that of its file.
     return max(found, key=_saved_at) if len(found) > 1 else next(iter(found), None)
 
 

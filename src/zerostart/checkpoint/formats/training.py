@@ -59,6 +59,7 @@ class PartFiles:
     @contextlib.contextmanager
     def opened(self, path: Path) -> Iterator[tuple[HeaderBytes, int, int]]:
         """Bytes, size and number of a file; raises ReadError if somebody writes to it meanwhile."""
+        # Compared at the end: a file that somebody writes to while it is read may be a mixture of two.
         before = FileState.at(str(path))
         self.reading, self.record = str(path), ""
         with open_regular(str(path), "training") as (handle, size):
@@ -85,11 +86,14 @@ class PartFiles:
         with self.opened(path) as (handle, size, number):
             archive = TorchArchive(handle, size, str(path))
             value = archive.value()
+            # By identity: the pickle's tensors are what ``place`` is asked for, under names of the format's
+            # own.
             entries = {id(tensor): _entry(archive, tensor, number) for tensor in _tensors(value)}
 
         def place(name: str, tensor: StoredTensor) -> TensorEntry:
             self.reading, self.record = str(path), name
             found = entries[id(tensor)]
+            # Kept until somebody wants the tensor: a file may hold what no load needs and no reader can read.
             if isinstance(found, CheckpointError):
                 raise found
             return TensorEntry(
@@ -127,6 +131,7 @@ def local_tensor(made: InertObject) -> StoredTensor | None:
 def _tensors(value: object) -> Iterator[StoredTensor]:
     """Every tensor in what a pickle holds, in containers of any depth."""
     seen: set[int] = set()
+    # By a list and not by recursion: a hostile pickle may nest deeper than Python's stack.
     open_ones = [value]
     while open_ones:
         item = open_ones.pop()
@@ -158,6 +163,7 @@ class TrainingFormat(Format):
         """Whether such files lie in ``path`` or in a directory that it names, and no whole weights beside."""
         if not path.is_dir() or has_weights(path):
             return False
+        # Names and small files are looked at here, and no pickle.
         with _damage_named(path, PartFiles()):
             located = _locate(path)
         return located is not None and located[1] is self
@@ -220,6 +226,7 @@ def stock_time(directory: Path) -> tuple[Path, float] | None:
 def _read(place: Path, format_: TrainingFormat, files: PartFiles) -> TrainingContents:
     """What the files hold, all of it proved to be there."""
     contents = format_.read(place, files)
+    # From here on what is wrong is of the directory, and of no one file.
     files.reading, files.record = str(place), ""
     check_whole(contents.tensors, contents.assembled, [state.size for state in files.states])
     return contents
@@ -269,6 +276,7 @@ def _held_by(directory: Path) -> TrainingFormat | None:
 
 def _locate(directory: Path, depth: int = 0) -> tuple[Path, TrainingFormat] | None:
     """The directory itself, the newest one that it names, or the one within that accelerate makes."""
+    # Files that name folders may name each other.
     if depth > _DEEPEST:
         raise CheckpointError(
             f"{directory}: the checkpoint's directories refer to each other in a circle: {DAMAGED}"
@@ -278,6 +286,7 @@ def _locate(directory: Path, depth: int = 0) -> tuple[Path, TrainingFormat] | No
     for name in _LATEST:
         if (directory / name).is_file():
             tag = read_small(str(directory / name)).decode("utf-8", "replace").strip()
+            # A name out of a file, which nobody vouches for: it must not lead out of the directory.
             if not tag or "/" in tag or "\\" in tag or "\0" in tag or tag in (".", ".."):
                 raise CheckpointError(
                     f"{directory / name}: names {shown(tag)}, which is not a folder beside this file"

@@ -291,17 +291,17 @@ _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
 @dataclass(frozen=True)
 class ModelStates:
-    """What the files of the model's states say.
+    """What the files of the model's states say."""
 
-    ``groups`` has the shapes of trained parameters by their groups, ``frozen`` those of the others; of these
-    ``fragments`` has each rank's part, of rank 0 alone where parameters are whole. ``plain`` tensors, buffers
-    and at stage 1 frozen parameters, are stored as they are; ``shared`` names are other names of a parameter.
-    """
-
+    #: Shapes of trained parameters, by their groups.
     groups: tuple[Mapping[str, tuple[int, ...]], ...]
+    #: Shapes of the other parameters.
     frozen: Mapping[str, tuple[int, ...]]
+    #: Each rank's part of the frozen ones; of rank 0 alone where parameters are whole.
     fragments: tuple[Mapping[str, TensorEntry], ...]
+    #: Buffers, and at stage 1 frozen parameters, stored as they are.
     plain: Mapping[str, TensorEntry]
+    #: Other names of parameters.
     shared: Mapping[str, str]
     counters: Mapping[str, Any]
     schedule: dict[str, Any] | None

@@ -72,6 +72,7 @@ class Reader(ABC):
 
         Raises ReadError as ``read`` does.
         """
+        # One request for each row; a reader that can take several at once has its own way.
         for row in range(rows.count):
             self.read(file, offset + row * rows.stride, [target[row * step : row * step + rows.width]])
 
@@ -98,29 +99,27 @@ Opener = Callable[[str, str], AbstractContextManager[tuple[HeaderBytes, int]]]
 
 @dataclass(frozen=True)
 class Residency:
-    """How far bytes are from this machine, for choosing how they are read.
+    """How far bytes are from this machine, for choosing how they are read."""
 
-    ``kind`` says in a word what they lie on. ``resident`` is the share of them in this machine's memory (0 to
-    1), None where nobody knows. ``remote``: all clients of the storage share what it gives in a second.
-    ``direct``: reads that go round the page cache may pay.
-    """
-
+    #: In a word, what they lie on.
     kind: str = ""
+    #: Share of them in this machine's memory, from 0 to 1; None where nobody knows.
     resident: float | None = 1.0
+    #: Whether all clients of the storage share what it gives in a second.
     remote: bool = False
+    #: Whether reads that go round the page cache may pay.
     direct: bool = False
 
 
 @dataclass(frozen=True)
 class Storage(ABC):
-    """Where the bytes of a catalog's files lie; plain data that travels from rank to rank.
+    """Where the bytes of a catalog's files lie; plain data that travels from rank to rank."""
 
-    ``files`` are their names and ``sizes`` their lengths in bytes. ``identities`` are what ``identity`` gave
-    for each when it was opened, () where nobody has asked.
-    """
-
+    #: Their names.
     files: tuple[str, ...]
+    #: Their lengths in bytes.
     sizes: tuple[int, ...]
+    #: What ``identity`` gave for each when it was opened; () where nobody has asked.
     identities: tuple[Hashable, ...] = field(default=(), compare=False, repr=False)
 
     #: Of URLs that lead to such a storage; for those that are registered.
@@ -174,6 +173,7 @@ class Storage(ABC):
 
         It keeps nothing alive and nothing open, and knows what those files are now.
         """
+        # Only of files that are needed again: to ask may cost a request to a server each.
         known = dict.fromkeys(used)
         return replace(
             self, identities=tuple(self.identity(n) if n in known else None for n in range(len(self.files)))
@@ -238,6 +238,7 @@ def register_storage(kind: type[Storage]) -> type[Storage]:
             raise ConfigError(
                 f"{kind.__name__}: {scheme!r} is not a URL scheme: a letter, then letters, digits, +, -, ."
             )
+        # The same package may register its class in this process as well as by its entry point.
         installed = _installed().get(scheme)
         if (installed and _package(installed.module) != _package(kind.__module__)) or _registered.get(
             scheme, kind
@@ -260,6 +261,7 @@ def storage_at(source: object) -> Storage | None:
     if scheme in _registered:
         kind = _registered[scheme]
     elif scheme in _installed():
+        # Imported only now: a package whose storage nobody uses costs nothing.
         kind = _installed()[scheme].load()
         _check_reached(kind)
     else:

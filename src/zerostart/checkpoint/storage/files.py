@@ -42,6 +42,7 @@ class FileState:
 
     @classmethod
     def _made(cls, found: os.stat_result) -> FileState:
+        # By its inode a file that was put in its place is told from it, whatever its size and time.
         return cls(found.st_size, found.st_mtime_ns, found.st_ino)
 
     def changed_to(self, now: FileState | None) -> str:
@@ -69,6 +70,7 @@ def open_regular(path: str, kind: str) -> Iterator[tuple[HeaderBytes, int]]:
         raise ReadError(f"{path}: cannot be opened: {error.strerror}") from error
     try:
         status = os.fstat(handle)
+        # Of the open file, not of its name: nothing can be exchanged in between.
         if not stat.S_ISREG(status.st_mode):
             raise CheckpointError(f"{path}: not a regular file, so it is not a {kind} file")
         yield _Opened(handle, path), status.st_size
@@ -100,6 +102,7 @@ class _Opened:
                 chunk = os.pread(self._handle, length, offset)
             except OSError as error:
                 raise ReadError(f"{self._path}: reading the header failed: {error.strerror}") from error
+            # The end of the file, which may have shrunk: the caller compares lengths.
             if not chunk:
                 break
             chunks.append(chunk)
@@ -144,6 +147,7 @@ def read_some(
     """
     for delay in DELAYS:
         count = patient(lambda: os.preadv(descriptor, buffers, offset), missed)
+        # Bytes, or an end where the plan has one, or a file that is really shorter now.
         if count or offset >= size or os.fstat(descriptor).st_size != size:
             return count
         missed()

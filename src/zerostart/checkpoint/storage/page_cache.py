@@ -1,23 +1,12 @@
-"""The page cache under a checkpoint: file systems, how much is cached, and the way round it (``O_DIRECT``).
-
-Direct reads and writes want addresses, offsets and lengths in whole blocks, which tensors are not: a read
-goes through an aligned buffer, and from there to its place; of a write the whole pages go this way, out of
-memory that lies in its pages as the bytes do in those of the file.
-"""
+"""What a checkpoint lies on: its file system, and how much of it is in the page cache already."""
 
 from __future__ import annotations
 
 import ctypes
-import errno
-import mmap
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-
-import numpy as np
-
-from zerostart.checkpoint.storage.files import read_some
 
 #: File systems whose bytes come over a network or from another machine's cache.
 NETWORK = frozenset(
@@ -28,12 +17,6 @@ NETWORK = frozenset(
 MEMORY = frozenset({"tmpfs", "ramfs", "hugetlbfs"})
 _CACHESTAT = 451  # the same on every architecture; Linux 6.5
 SAMPLES = 64
-#: Covers the block of every device and file system in use.
-BLOCK = 4096
-#: What the page cache has whole or not at all: what is written past it must share none with what is not.
-PAGE = max(BLOCK, mmap.PAGESIZE)
-#: Bytes of one thread's aligned buffer.
-BOUNCE_BYTES = 2 << 20
 
 
 def file_system(path: str | os.PathLike[str], mountinfo: str | None = None) -> str:
@@ -107,48 +90,3 @@ def _cached_pages(descriptor: int) -> int | None:
     if call(ctypes.c_long(_CACHESTAT), ctypes.c_uint(descriptor), whole, answer, ctypes.c_uint(0)) != 0:
         return None
     return int(answer[0])
-
-
-def open_direct(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int | None:
-    """A descriptor that goes round the page cache; None where the file system has none. Raises OSError."""
-    try:
-        return os.open(path, flags | os.O_CLOEXEC | os.O_DIRECT)
-    except OSError as error:
-        if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
-            return None
-        raise
-
-
-def read_direct(
-    descriptor: int,
-    buffers: Sequence[memoryview],
-    offset: int,
-    size: int,
-    bounce: mmap.mmap,
-    missed: Callable[[], None],
-) -> int:
-    """Fill the start of ``buffers`` from ``offset`` on, through ``bounce``; bytes filled, 0 at the end."""
-    begin = offset // BLOCK * BLOCK
-    wanted = sum(map(len, buffers))
-    length = min(len(bounce), -(-(offset + wanted - begin) // BLOCK) * BLOCK)
-    with memoryview(bounce) as whole:
-        got = read_some(descriptor, [whole[:length]], begin, size, missed)
-    ready = np.frombuffer(bounce, np.uint8, count=max(0, got))[offset - begin :][:wanted]
-    done = 0
-    for buffer in buffers:
-        part = ready[done : done + len(buffer)]
-        np.copyto(np.frombuffer(buffer, np.uint8)[: len(part)], part)  # without the interpreter's lock
-        done += len(part)
-    return done
-
-
-def whole_pages(view: memoryview, offset: int) -> tuple[int, int]:
-    """The range of ``view`` that is whole pages of the file and of memory, if it is written at ``offset``.
-
-    Empty where memory and file do not lie in their pages alike.
-    """
-    begin = min(-offset % PAGE, view.nbytes)
-    address = np.frombuffer(view, np.uint8).ctypes.data if view.nbytes else 0
-    if (address - offset) % PAGE:
-        return begin, begin
-    return begin, begin + (view.nbytes - begin) // PAGE * PAGE

@@ -23,8 +23,8 @@ import numpy as np
 import numpy.typing as npt
 
 from zerostart.checkpoint.storage.base import Reader, Rows
+from zerostart.checkpoint.storage.direct import BOUNCE_BYTES, open_direct, read_direct
 from zerostart.checkpoint.storage.files import FileState, read_some
-from zerostart.checkpoint.storage.page_cache import BOUNCE_BYTES, open_direct, read_direct
 from zerostart.errors import CheckpointNotFoundError, ReadError
 
 #: Reads below this many bytes always go through the page cache: the blocks at their ends would weigh.

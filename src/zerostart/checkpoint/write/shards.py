@@ -42,17 +42,15 @@ class ShardFile:
 
 @dataclass(frozen=True)
 class SaveLayout:
-    """Where every byte of a checkpoint goes.
-
-    ``tensors`` maps a name to its entry, whose ``file`` is a position in ``files`` and whose ``offset``
-    counts bytes from the start of that file. ``index`` is the content of ``index_name``, None for a
-    single file. ``total_size`` is the bytes of all tensors.
-    """
+    """Where every byte of a checkpoint goes."""
 
     files: tuple[ShardFile, ...]
+    #: By name: ``file`` is a position in ``files``, ``offset`` counts bytes from the start of that file.
     tensors: Mapping[str, TensorEntry]
+    #: Bytes of all tensors.
     total_size: int
     stem: str
+    #: Content of ``index_name``; None for a single file.
     index: JsonObject | None
 
     @property

@@ -20,7 +20,8 @@ import uuid
 from pathlib import Path
 from types import TracebackType
 
-from zerostart.checkpoint.storage.page_cache import PAGE, direct_suits, file_system, open_direct, whole_pages
+from zerostart.checkpoint.storage.direct import PAGE, open_direct, whole_pages
+from zerostart.checkpoint.storage.page_cache import direct_suits, file_system
 from zerostart.checkpoint.write.folders import begin_writeback, sync_directory, write_whole
 from zerostart.checkpoint.write.shards import SaveLayout
 from zerostart.errors import CheckpointError, WriteError

@@ -322,12 +322,12 @@ class ZeroThree(DeepSpeed):
         self,
         model: nn.Module,
         placements: Placements,
-        held: ParameterBytes,
+        shares: ParameterBytes,
         optimizer: OptimizerCost,
         target: Target,
     ) -> list[MemoryPeak]:
         """See ``Engine``."""
-        return memory.stage3_peaks(held, self.settings, optimizer, target)
+        return memory.stage3_peaks(shares, self.settings, optimizer, target)
 
 
 def _partition(name: str, section: Any, place: int, owners: int) -> Layout:
@@ -366,9 +366,9 @@ class FlatBuffers(DeepSpeed):
     def require(self) -> None:
         """See ``Engine``."""
         from zerostart.upstream.deepspeed.zero3.partitions import check_sections
-        from zerostart.upstream.deepspeed.zero12.buffers import known
+        from zerostart.upstream.deepspeed.zero12.buffers import is_known
 
-        if known():
+        if is_known():
             check_sections(self.config)
 
     @property
@@ -412,15 +412,15 @@ class FlatBuffers(DeepSpeed):
         self,
         model: nn.Module,
         placements: Placements,
-        held: ParameterBytes,
+        shares: ParameterBytes,
         optimizer: OptimizerCost,
         target: Target,
     ) -> list[MemoryPeak]:
         """See ``Engine``."""
         whole = placements.held or 0
         if self.zero_stage == 0:
-            return replicated_peaks(held, whole, optimizer, target, masters=True)
-        return memory.flat_peaks(held, whole, self.settings, optimizer, target, self.zero_stage)
+            return replicated_peaks(shares, whole, optimizer, target, masters=True)
+        return memory.flat_peaks(shares, whole, self.settings, optimizer, target, self.zero_stage)
 
     def _rules(self) -> FlatRules:
         return self.settings.flat_rules(self.zero_stage, self.mesh.data(0)[1])

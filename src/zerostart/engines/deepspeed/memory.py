@@ -34,24 +34,24 @@ from zerostart.engines.forecast import (
 
 
 def stage3_peaks(
-    held: ParameterBytes, settings: DeepSpeedSettings, optimizer: OptimizerCost, target: Target
+    shares: ParameterBytes, settings: DeepSpeedSettings, optimizer: OptimizerCost, target: Target
 ) -> list[MemoryPeak]:
     """The moments of ``initialize`` and of the first step."""
-    return _Stage3(held, settings, optimizer, target).moments()
+    return _Stage3(shares, settings, optimizer, target).moments()
 
 
 class _Stage3:
     """The quantities that the moments are made of."""
 
     def __init__(
-        self, held: ParameterBytes, settings: DeepSpeedSettings, optimizer: OptimizerCost, target: Target
+        self, shares: ParameterBytes, settings: DeepSpeedSettings, optimizer: OptimizerCost, target: Target
     ) -> None:
-        self.held, self.settings, self.target = held, settings, target
-        n, kept = held.trained, settings.accumulates or held.dtype
+        self.shares, self.settings, self.target = shares, settings, target
+        n, kept = shares.trained, settings.accumulates or shares.dtype
         self.aside = settings.optimizer_home != "none"
         swapped = settings.optimizer_home == "nvme"
         # A sub-group ends with the parameter that fills it.
-        self.group: Array = np.minimum(n, settings.sub_group + held.largest)
+        self.group: Array = np.minimum(n, settings.sub_group + shares.largest)
         # What is swapped is in memory a sub-group at a time, in so many buffers.
         resident = np.minimum(n, settings.swap_buffers * self.group) if swapped else n
         self.masters: Array = FP32 * resident
@@ -76,13 +76,13 @@ class _Stage3:
         secondary = self._secondary()
         filled = {**self._buckets(touched=True), **secondary}
         # Secondary partitions are made in the hooks' constructor, which gathers one parameter after another.
-        hooked = self._gathered(self.held.gathers.largest) if secondary else {}
+        hooked = self._gathered(self.shares.gathers.largest) if secondary else {}
         flattened = {} if self.aside else {"gradients": self._kept + self.fp32}
         unread = self.fp32 if self.settings.optimizer_home == "nvme" else 0
         return [
             self._moment("initialize", {"master weights": self.masters, "scratch": unread}),
             self._moment("initialize", ready, self._buckets(), secondary, hooked),
-            self._moment("step", ready, self._gathered(self.held.gathers.module), self._reducing(filled)),
+            self._moment("step", ready, self._gathered(self.shares.gathers.module), self._reducing(filled)),
             self._moment("step", {**ready, **flattened, "scratch": self._flattening}, filled),
             self._moment("step", {**full, **flattened, "scratch": self.update}, filled),
         ]
@@ -91,9 +91,9 @@ class _Stage3:
     def _stays(self) -> Array:
         """The fp32 gradients of offloaded states, kept from the start."""
         if self.pinned:  # each sub-group's by itself
-            groups, rest = np.divmod(self.held.trained, np.maximum(self.group, 1))
+            groups, rest = np.divmod(self.shares.trained, np.maximum(self.group, 1))
             return groups * pinned_by_torch(FP32 * self.group) + pinned_by_torch(FP32 * rest)
-        return FP32 * self.held.trained if self.settings.states_on_host else 0 * self.held.trained
+        return FP32 * self.shares.trained if self.settings.states_on_host else 0 * self.shares.trained
 
     @property
     def _kept(self) -> Array:
@@ -108,7 +108,7 @@ class _Stage3:
 
     def _buckets(self, touched: bool = False) -> Sizes:
         """The reduction bucket, which stays: all of it, or on the host what gradients have ``touched``."""
-        gathers, each = self.held.gathers, self.held.dtype.itemsize
+        gathers, each = self.shares.gathers, self.shares.dtype.itemsize
         if self.target.accelerator:
             return {"buckets": self.settings.bucket * each}
         return {"buckets": min(gathers.total, self.settings.bucket * each) if touched else 0}
@@ -116,22 +116,22 @@ class _Stage3:
     def _secondary(self) -> Sizes:
         """Partitions over a few ranks (ZeRO++), until the end of a step."""
         sharers = min(self.settings.secondary, self.target.world_size)
-        return {"secondary partitions": self.held.gathers.total // sharers} if sharers > 1 else {}
+        return {"secondary partitions": self.shares.gathers.total // sharers} if sharers > 1 else {}
 
     def _reducing(self, buckets: Sizes) -> Sizes:
         """The bucket, what a reduce-scatter copies of it, and the gradient that finds it full."""
-        gathers, each = self.held.gathers, self.held.dtype.itemsize
-        held = min(gathers.total, self.settings.bucket * each)
+        gathers, each = self.shares.gathers, self.shares.dtype.itemsize
+        bucketed = min(gathers.total, self.settings.bucket * each)
         # A gradient that is bigger than the bucket is reduced by itself, and not copied together before.
-        together = held if gathers.largest <= self.settings.bucket * each else 0
-        copied = together + max(held, gathers.largest) * self.target.copies
-        incoming = gathers.largest if held < gathers.total else 0
+        together = bucketed if gathers.largest <= self.settings.bucket * each else 0
+        copied = together + max(bucketed, gathers.largest) * self.target.copies
+        incoming = gathers.largest if bucketed < gathers.total else 0
         return {**buckets, "buckets": buckets["buckets"] + copied, "incoming gradient": incoming}
 
     def _moment(self, phase: str, beside: Sizes, *on_device: Sizes) -> MemoryPeak:
         """Parameters at home, what is ``beside`` at the optimizer's home, and what is on the device."""
-        host: dict[str, Array | int] = {"parameters": self.held.host}
-        device: dict[str, Array | int] = {"parameters": self.held.device, "buffers": self.held.buffers}
+        host: dict[str, Array | int] = {"parameters": self.shares.host}
+        device: dict[str, Array | int] = {"parameters": self.shares.device, "buffers": self.shares.buffers}
         home = host if self.aside else device
         for sizes, where in ((beside, home), *((sizes, device) for sizes in on_device)):
             for name, size in sizes.items():
@@ -155,7 +155,7 @@ ALIGNED = 2
 
 
 def flat_peaks(
-    held: ParameterBytes,
+    shares: ParameterBytes,
     whole: int,
     settings: DeepSpeedSettings,
     optimizer: OptimizerCost,
@@ -163,7 +163,7 @@ def flat_peaks(
     stage: int,
 ) -> list[MemoryPeak]:
     """The moments of ``initialize`` and of the first step; ``whole``: bytes of the flat buffers."""
-    return _Stage12(held, whole, settings, optimizer, target, stage).moments()
+    return _Stage12(shares, whole, settings, optimizer, target, stage).moments()
 
 
 class _Stage12:
@@ -171,28 +171,34 @@ class _Stage12:
 
     def __init__(
         self,
-        held: ParameterBytes,
+        shares: ParameterBytes,
         whole: int,
         settings: DeepSpeedSettings,
         optimizer: OptimizerCost,
         target: Target,
         stage: int,
     ) -> None:
-        self.held, self.whole, self.settings, self.target, self.stage = held, whole, settings, target, stage
-        self.itemsize, self.kept = held.dtype.itemsize, settings.accumulates or held.dtype
+        self.shares, self.whole, self.settings, self.target, self.stage = (
+            shares,
+            whole,
+            settings,
+            target,
+            stage,
+        )
+        self.itemsize, self.kept = shares.dtype.itemsize, settings.accumulates or shares.dtype
         self.aside = settings.states_on_host
-        self.trained = held.gathers.total // self.itemsize
+        self.trained = shares.gathers.total // self.itemsize
         # Groups of experts are partitioned over the ranks that have the same ones.
         self.n = sum(
             -(-(nbytes // self.itemsize) // (ALIGNED * ranks)) * ALIGNED
-            for ranks, nbytes in held.gathers.shared.items()
+            for ranks, nbytes in shares.gathers.shared.items()
         )
         self.part = self.itemsize * self.n
         self.states = FP32 * optimizer.states * self.n
         fused = self.aside and settings.fused
         on_host = self.aside or not target.accelerator
         self.update = FP32 * self.n * (0 if fused else optimizer.scratch(on_host))
-        self.separate = self.kept == torch.float32 and held.dtype != torch.float32
+        self.separate = self.kept == torch.float32 and shares.dtype != torch.float32
         self.all_fp32 = stage == 1 and self.separate and not self.aside
 
     def moments(self) -> list[MemoryPeak]:
@@ -201,7 +207,7 @@ class _Stage12:
         begun = {**self._masters, "gradients": FP32 * self.trained if self.all_fp32 else 0}
         ready = {**begun, **({"gradients": self._at_rest(FP32 * self.n)} if self.aside else {})}
         full = {**ready, "optimizer state": self.states}
-        sent = self.held.gathers.total * self.target.copies
+        sent = self.shares.gathers.total * self.target.copies
         return [
             self._moment("initialize", {**self._masters, "scratch": copied}),
             self._moment("initialize", ready),
@@ -215,7 +221,7 @@ class _Stage12:
     def _masters(self) -> dict[str, Array | int]:
         if not self.aside:
             return {"master weights": FP32 * self.n}
-        buckets = self._at_rest(self.part) + self._at_rest(self.held.gathers.largest)
+        buckets = self._at_rest(self.part) + self._at_rest(self.shares.gathers.largest)
         return {"master weights": self._at_rest(FP32 * self.n), "buckets": buckets}
 
     def _at_rest(self, nbytes: int) -> int:
@@ -236,7 +242,7 @@ class _Stage12:
 
     def _reducing(self) -> Sizes:
         """Gradients while the backward reduces them."""
-        gathers, each = self.held.gathers, self.itemsize
+        gathers, each = self.shares.gathers, self.itemsize
         if self.all_fp32:
             return {"gradients": gathers.total}
         filled = min(gathers.total, max(self.settings.bucket * each, gathers.largest))
@@ -253,9 +259,9 @@ class _Stage12:
 
     def _moment(self, phase: str, beside: Sizes, on_device: Sizes | None = None) -> MemoryPeak:
         """The flat buffers, what is ``beside`` at the optimizer's home, and what is on the device anyway."""
-        device: dict[str, Array | int] = {"parameters": self.whole, "buffers": self.held.buffers}
+        device: dict[str, Array | int] = {"parameters": self.whole, "buffers": self.shares.buffers}
         if self.aside:
-            device["buckets"] = self.held.gathers.largest
+            device["buckets"] = self.shares.gathers.largest
         host: dict[str, Array | int] = {}
         for sizes, home in ((beside, host if self.aside else device), (on_device or {}, device)):
             for name, size in sizes.items():

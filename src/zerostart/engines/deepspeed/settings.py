@@ -233,67 +233,69 @@ _ALL_REDUCE = "stage3_use_all_reduce_for_fetch_params"
 
 @dataclass(frozen=True)
 class DeepSpeedSettings:
-    """What a load and a forecast need to know of a configuration; "auto" is DeepSpeed's default.
+    """What a load and a forecast need to know of a configuration; "auto" is DeepSpeed's default."""
 
-    ``stage`` and ``dtype`` are those of the configuration, None where it does not say.
-
-    Where a partition lies and how it is loaded: ``offload`` is ``none``, ``cpu`` or ``nvme``; ``secondary``
-    the number of ranks of a hierarchical partition group (ZeRO++), 1 for none; ``stream_elements`` is
-    DeepSpeed's ``stage3_partition_stream_chunk_size``, in elements, 0 for unset; ``names_leaves`` whether it
-    says which modules are leaves. ``round_robin`` and ``aligned`` are how flat buffers are asked to be laid
-    out.
-
-    What its engine allocates: ``bucket``, elements of the reduction bucket; ``sub_group``, elements updated
-    at a time (stage 3); ``optimizer_home``, as ``offload``; ``fused``: the update runs in DeepSpeedCPUAdam,
-    which DeepSpeed insists on for offloaded states unless ``zero_force_ds_cpu_optimizer`` is false;
-    ``accumulates``: dtype in which gradients are kept, None for the model's own; ``optimizer``: the one that
-    the engine is to make, as ``zerostart.plan`` names it, None for none.
-
-    What goes together: ``sequence_parallel`` are the ranks that share sequences, ``unaveraged`` the
-    settings with which their gradients have no one mean, ``scaled`` those that DeepSpeed refuses at stages
-    2 and 3 where it scatters gradients, ``predivide`` what it divides them by before; ``one_dtype`` names
-    the settings with which DeepSpeed handles trainable parameters of one dtype only, ``unshared`` those at
-    the top with which experts cannot be shared over ranks, ``unreduced`` those of ``zero_optimization``
-    with which stages 1 and 2 do not reduce their gradients. ``ep_plan`` and ``tp_plan``, which are
-    zerostart's, come before the model's own plans. ``tensors`` is the section ``tensor_parallel``,
-    ``autotp_size`` its number of ranks, ``autoep_size`` that of an enabled section ``expert_parallel``, 0
-    where they do not say; ``compiles_tensors``: a compiler's pass does the collectives of tensors.
-    """
-
+    #: None where the configuration does not say.
     stage: int | None = None
+    #: None where the configuration does not say.
     dtype: torch.dtype | None = None
+    #: Where partitions lie: ``none``, ``cpu`` or ``nvme``.
     offload: str = "none"
     pinned: bool = False
     states_pinned: bool = False
+    #: Ranks of a hierarchical partition group (ZeRO++); 1 for none.
     secondary: int = 1
+    #: DeepSpeed's ``stage3_partition_stream_chunk_size``, in elements; 0 for unset.
     stream_elements: int = 0
+    #: Whether the configuration says which modules are leaves.
     names_leaves: bool = False
     quantized_weights: bool = False
     quantized_frozen_weights: bool = False
     persistent_parameter: int = 100_000
     persistent_model: int = sys.maxsize
     aio_block_size: int = MIN_SWAP
+    #: How flat buffers are asked to be laid out, and so ``aligned``.
     round_robin: bool = False
     aligned: bool = False
+    #: Elements of the reduction bucket.
     bucket: int = 500_000_000
+    #: Elements updated at a time (stage 3).
     sub_group: int = 1_000_000_000
+    #: As ``offload``, of the states.
     optimizer_home: str = "none"
+    #: Whether the update runs in DeepSpeedCPUAdam, which DeepSpeed insists on for offloaded states unless
+    #: ``zero_force_ds_cpu_optimizer`` is false.
     fused: bool = True
     swap_buffers: int = SWAP_BUFFERS
+    #: Dtype in which gradients are kept; None for the model's own.
     accumulates: torch.dtype | None = None
+    #: The one that the engine is to make, as ``zerostart.plan`` names it; None for none.
     optimizer: str | None = None
+    #: Ranks that share sequences.
     sequence_parallel: int = 1
+    #: Settings with which the gradients of ranks that share sequences have no one mean.
     unaveraged: tuple[str, ...] = ()
+    #: Settings that DeepSpeed refuses at stages 2 and 3, where it scatters gradients.
     scaled: tuple[str, ...] = ()
+    #: What DeepSpeed divides gradients by before it reduces them.
     predivide: float = 1.0
+    #: Settings with which DeepSpeed handles trainable parameters of one dtype only.
     one_dtype: tuple[str, ...] = ()
+    #: Settings at the top with which experts cannot be shared over ranks.
     unshared: tuple[str, ...] = ()
+    #: Settings of ``zero_optimization`` with which stages 1 and 2 do not reduce the gradients of experts.
     unreduced: tuple[str, ...] = ()
+    #: zerostart's own setting, which comes before the model's own plan.
     ep_plan: Mapping[str, str] | None = None
+    #: The same for tensors.
     tp_plan: Mapping[str, str] | None = None
+    #: The section ``tensor_parallel``.
     tensors: DeepSpeedConfig = field(default_factory=dict)
+    #: Its number of ranks; 0 where it does not say.
     autotp_size: int = 0
+    #: Whether a compiler's pass does the collectives of tensors.
     compiles_tensors: bool = False
+    #: Number of ranks of an enabled section ``expert_parallel``; 0 where there is none.
     autoep_size: int = 0
 
     @classmethod
@@ -359,6 +361,8 @@ class DeepSpeedSettings:
                 f"{self.unreduced[0]}, which engine_config['zero_optimization'] sets to False; leave it "
                 "out, or use zero_stage=3"
             )
+        # Which optimizer DeepSpeed takes follows from several settings at once: this combination alone gets
+        # the one that knows no experts.
         if parallel and zero_stage == 1 and self.dtype == torch.bfloat16 and self._plain_bf16(zero_stage):
             raise ConfigError(
                 "expert_parallel at stage 1 in bf16 with grad_accum_dtype fp32 is not available: it "
@@ -416,6 +420,7 @@ class DeepSpeedSettings:
                 f"autoep_size={self.autoep_size}; use one number for both, or leave one out"
             )
         both = ("expert_parallel", "tensor_parallel")
+        # Of each: the axes that it excludes, whether it is set, its name, and where the user finds it.
         for axes, there, setting, section in (
             (("tensor_parallel",), self.offload == "nvme", "offload_param to nvme", _ZERO),
             (both, self.secondary > 1, f"zero_hpz_partition_size={self.secondary}", _ZERO),
@@ -478,10 +483,13 @@ class DeepSpeedSettings:
         gets partitions of at least one block (``AsyncPartitionedParameterSwapper.swappable_tensor``).
         """
         found: dict[str, str] = {}
+        # In the order of the model, as DeepSpeed converts parameters: the budget is spent by the first small
+        # ones.
         kept, budget = 0, self.persistent_model // world_size
         for name, (numel, owners, itemsize) in sizes.items():
             persistent = numel <= self.persistent_parameter and kept + numel <= budget
             kept += numel if persistent else 0
+            # Of the padded partition: all owners have files of one size.
             nbytes = -(-numel // owners) * itemsize
             if self.offload == "nvme" and nbytes >= max(MIN_SWAP, self.aio_block_size):
                 found[name] = "nvme"
@@ -523,6 +531,7 @@ def _optimizer(config: DeepSpeedConfig) -> str | None:
     section = section_of(config, "optimizer")
     if not section:
         return None
+    # Only for the forecast: an optimizer that it does not know is counted as AdamW.
     kind = str(section.get("type", "")).lower()
     plain = section_of(section, "params", "engine_config['optimizer']").get("torch_adam") is True
     return "adamw" if plain or kind not in _OPTIMIZERS else _OPTIMIZERS[kind]

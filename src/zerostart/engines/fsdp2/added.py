@@ -38,6 +38,7 @@ def shard_added(model: nn.Module, options: EngineConfig, fp32: bool) -> list[str
     check_frozen(model)
     added: list[tuple[str, nn.Module]] = []
     for name, module in model.named_modules():
+        # Parameters without dimensions stay whole beside a unit; they are refused elsewhere if they train.
         own = [(leaf, p) for leaf, p in module._parameters.items() if p is not None and p.dim()]
         plain = [leaf for leaf, p in own if not isinstance(p, DTensor)]
         if not plain:
@@ -50,6 +51,7 @@ def shard_added(model: nn.Module, options: EngineConfig, fp32: bool) -> list[str
                 "DeepSpeed ZeRO-3, or load without zerostart"
             )
         added.append((name, module))
+    # Over all ranks, as the model's own: their gradients are the mean of all batches.
     mesh = _mesh_of(model)
     for _, module in added:
         hold_masters(module.parameters(recurse=False), fp32)
@@ -82,8 +84,10 @@ def share_added(model: nn.Module, added: Sequence[nn.Parameter], shared: str = "
     for name, module in modules.items():
         own = {leaf: whole[id(p)] for leaf, p in module._parameters.items() if id(p) in whole}
         if own:
+            # Past the setter: names and hooks of the module stay.
             module._parameters.update(own)
             paths = ["", *itertools.accumulate(name.split("."), "{}.{}".format)]
+            # From the module outwards, up to the first unit, which would gather and reduce what lies in it.
             around = itertools.takewhile(_is_no_unit, map(modules.__getitem__, reversed(paths)))
             sharing = _Sharing(around, f"{name} of a {type(model).__name__} {shared}" if shared else "")
             module.register_forward_pre_hook(sharing)

@@ -308,13 +308,13 @@ class FSDP2(FSDP2StateEngine, Engine):
         self,
         model: nn.Module,
         placements: Placements,
-        held: ParameterBytes,
+        shares: ParameterBytes,
         optimizer: OptimizerCost,
         target: Target,
     ) -> list[MemoryPeak]:
         """See ``Engine``."""
-        units = memory.Units.of(model, self.settings, held, self.mesh.data(0)[1])
-        return memory.after_load(held, units, optimizer, target)
+        units = memory.Units.of(model, self.settings, shares, self.mesh.data(0)[1])
+        return memory.after_load(shares, units, optimizer, target)
 
     def relaxations(self, accelerator: bool) -> Iterator[tuple[list[str], Engine]]:
         """See ``Engine``: the highest stage, resharding after the forward, shards on the host."""
@@ -373,12 +373,12 @@ class Replicated(FSDP2):
         self,
         model: nn.Module,
         placements: Placements,
-        held: ParameterBytes,
+        shares: ParameterBytes,
         optimizer: OptimizerCost,
         target: Target,
     ) -> list[MemoryPeak]:
         """See ``Engine``."""
-        return replicated_peaks(held, placements.held or 0, optimizer, target, masters=False)
+        return replicated_peaks(shares, placements.held or 0, optimizer, target, masters=False)
 
     def _rules(self) -> FlatRules:
         return FlatRules(self.mesh.world_size)

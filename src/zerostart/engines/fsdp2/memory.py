@@ -24,37 +24,40 @@ from zerostart.upstream.torch.fsdp2 import are_reduced_as_shards
 
 @dataclass(frozen=True)
 class Units:
-    """Elements of the root's own unit, of the largest other one, and of all; whether all stay gathered.
+    """What FSDP2 gathers and reduces at once, in elements."""
 
-    ``late`` are those of the root whose gradients come first: of what it uses after its units, which is taken
-    to be all but its first parameter, or that one if it is tied. ``shares``: ranks that share a parameter.
-    ``itemsize`` is that of the dtype in which parameters are gathered, ``reduced`` that of gradients on
-    their way.
-    """
-
+    #: Of the root's own unit.
     root: int
+    #: Of those of the root whose gradients come first: of what it uses after its units, which is taken to be
+    #: all but its first parameter, or that one if it is tied.
     late: int
+    #: Of the largest other unit.
     largest: int
+    #: Of all units.
     total: int
+    #: Ranks that share a parameter.
     shares: int
+    #: Whether all units stay gathered.
     kept: bool
+    #: Bytes of an element of what is gathered.
     itemsize: int
+    #: Bytes of an element of gradients on their way.
     reduced: int
     offloaded: bool
 
     @classmethod
-    def of(cls, model: nn.Module, settings: FSDP2Settings, held: ParameterBytes, world_size: int) -> Units:
+    def of(cls, model: nn.Module, settings: FSDP2Settings, shares: ParameterBytes, world_size: int) -> Units:
         """The units that a load would make of ``model``."""
         names = {id(parameter): name for name, parameter in model.named_parameters()}
-        sizes = held.gathers.elements
+        sizes = shares.gathers.elements
         left, largest = dict(sizes), 0
         for block in blocks_of(model, settings.wrap):
             inside = {names[id(p)] for p in block.parameters()} & left.keys()
             largest = max(largest, sum(left.pop(name) for name in inside))
         policy = settings.mp_policy
-        computing = (policy.param_dtype if policy is not None else None) or held.dtype
+        computing = (policy.param_dtype if policy is not None else None) or shares.dtype
         reducing = policy.reduce_dtype if policy is not None else None
-        reducing = reducing or (held.dtype if are_reduced_as_shards() else computing)
+        reducing = reducing or (shares.dtype if are_reduced_as_shards() else computing)
         of_root = list(left.values())
         return cls(
             root=sum(of_root),
@@ -70,10 +73,10 @@ class Units:
 
 
 def after_load(
-    held: ParameterBytes, units: Units, optimizer: OptimizerCost, target: Target
+    shares: ParameterBytes, units: Units, optimizer: OptimizerCost, target: Target
 ) -> list[MemoryPeak]:
     """The moments of making an optimizer and of the first step."""
-    gradients = held.trained * held.dtype.itemsize
+    gradients = shares.trained * shares.dtype.itemsize
     states = optimizer.states * gradients
     inner = gradients * (units.total - units.root) // max(1, units.total)
     each = units.itemsize
@@ -94,12 +97,12 @@ def after_load(
         "buckets": units.reduced * unit,
     }
     on_host = units.offloaded or not target.accelerator
-    updated = held.largest if on_host else held.trained
-    update = optimizer.scratch(on_host) * updated * held.dtype.itemsize
+    updated = shares.largest if on_host else shares.trained
+    update = optimizer.scratch(on_host) * updated * shares.dtype.itemsize
 
     def moment(phase: str, at_home: Sizes, on_device: Sizes) -> MemoryPeak:
-        device: dict[str, Any] = {"parameters": held.device, "buffers": held.buffers, **on_device}
-        host: dict[str, Any] = {"parameters": held.host}
+        device: dict[str, Any] = {"parameters": shares.device, "buffers": shares.buffers, **on_device}
+        host: dict[str, Any] = {"parameters": shares.host}
         (host if units.offloaded else device).update(at_home)
         return MemoryPeak(phase, host, device)
 

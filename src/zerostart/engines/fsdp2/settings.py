@@ -30,23 +30,27 @@ Placer = Callable[[nn.Parameter], object]
 class FSDP2Settings:
     """What ``engine_config`` may hold for FSDP2.
 
-    ``mesh``: a device mesh over all ranks; of two dimensions, the first has replicas (HSDP). Without it one
-    is made, with ``replicate`` replicas. ``wrap``: the units: class names, classes, or names of modules with
-    ``*`` for any part, as ``model.layers.*``. ``reshard_after_forward``, ``shard_placement_fn``,
-    ``mp_policy`` and ``offload_policy`` are those of ``fully_shard``, for every unit; the function returns
-    ``Shard(dim)`` or None. ``ep_plan`` and ``tp_plan`` come before the model's own plans; so does
-    ``tensor_parallel``, DeepSpeed's section of that name.
+    ``reshard_after_forward``, ``shard_placement_fn``, ``mp_policy`` and ``offload_policy`` are those of
+    ``fully_shard``, for every unit.
     """
 
+    #: A device mesh over all ranks; of two dimensions, the first has replicas (HSDP). None: one is made, with
+    #: ``replicate`` replicas.
     mesh: DeviceMesh | None = None
     replicate: int = 1
+    #: The units: class names, classes, or names of modules with ``*`` for any part, as ``model.layers.*``.
+    #: None: the blocks that are found.
     wrap: Sequence[str | type[nn.Module]] | None = None
     reshard_after_forward: bool | int | None = None
+    #: Returns ``Shard(dim)`` or None for a parameter.
     shard_placement_fn: Placer | None = None
     mp_policy: MixedPrecisionPolicy | None = None
     offload_policy: OffloadPolicy | None = None
+    #: Comes before the model's own expert-parallel plan.
     ep_plan: Mapping[str, str] | None = None
+    #: Comes before the model's own tensor-parallel plan.
     tp_plan: Mapping[str, str] | None = None
+    #: DeepSpeed's section of that name, which comes before the model's own plan as well.
     tensor_parallel: EngineConfig | None = None
 
     @classmethod

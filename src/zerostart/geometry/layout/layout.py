@@ -15,20 +15,26 @@ from zerostart.geometry import Box, copies_between, row_major_boxes, row_major_s
 
 @dataclass(frozen=True, slots=True)
 class LocalBox:
-    """``box`` of the parameter; its element ``origin + index`` lies at ``to + sum(index * strides)``."""
+    """A box of the parameter; its element ``origin + index`` lies at ``to + sum(index * strides)``."""
 
     box: Box
+    #: Element of the local storage.
     to: int
+    #: In elements of the local storage.
     strides: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A rank's share: ``numel`` elements of local storage, of which the first ``owned`` are real."""
+    """One rank's share of a parameter."""
 
+    #: Of the unsharded parameter.
     shape: tuple[int, ...]
+    #: Elements of the local storage, padding included.
     numel: int
+    #: How many of them, from the first on, are real.
     owned: int
+    #: Disjoint; what none of them covers is padding.
     boxes: tuple[LocalBox, ...]
 
     def part(self, number: int, count: int) -> Layout:

@@ -127,6 +127,7 @@ def partition_plan(
     cuts: dict[str, ShardSpec] = {}
     styles: dict[str, str] = {}
     for name, linear in linears.items():
+        # The first rule that matches counts, as in DeepSpeed: a user's own come before those of the preset.
         rule = next((r for r in rules if r.matches(f"{name}.weight", model_type)), None)
         if rule is None and strict:
             raise ConfigError(
@@ -142,6 +143,8 @@ def partition_plan(
             )
         weight = _cut(name, linear.shape, rule, size)
         cuts[f"{name}.weight"] = weight
+        # A bias goes with the rows of its weight; beside one that is cut by columns it stays whole, and is
+        # added to the sum of all ranks.
         if linear.bias and weight.dim == 0:
             cuts[f"{name}.bias"] = weight
         styles[name] = _style(name, rule, heads)
@@ -169,6 +172,7 @@ def _cut(name: str, weight: tuple[int, int], rule: _Rule, size: int) -> ShardSpe
         cut, parts = ShardSpec(dim), (weight[dim],)
     else:
         cut, parts = _fused(name, weight, rule, rule.shape)
+    # Each fused part is cut by itself, and so has to be divisible by itself.
     for part in parts:
         if part % size:
             raise ConfigError(
@@ -192,6 +196,7 @@ def _fused(
         raise ConfigError(f"{what}, which does not fit")
     entry = shape[dim]
     if isinstance(entry, tuple):
+        # Parts of given sizes; a number says how many equal ones there are, -1 one.
         sizes = entry
     else:
         count = 1 if entry == -1 else entry

@@ -21,14 +21,18 @@ from zerostart.geometry.layout.layout import Layout, LocalBox
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A local tensor of ``shape``: each of ``boxes`` is a box of the parameter and its origin in it.
+    """One rank's local tensor of a parameter.
 
-    Several boxes, where a fused parameter (gate and up, or query, key and value) is cut part by part: each
-    rank has its share of every part, and they lie together in its tensor. ``whole`` is the parameter's shape.
+    It has several boxes where a fused parameter (gate and up, or query, key and value) is cut part by part:
+    each rank has its share of every part, and they lie together in its tensor.
     """
 
+    #: The parameter's shape.
     whole: tuple[int, ...]
+    #: The local tensor's.
     shape: tuple[int, ...]
+    #: Boxes of the parameter, each with its origin in the local tensor; none where the rank has nothing of
+    #: it.
     boxes: tuple[tuple[Box, tuple[int, ...]], ...]
 
     def holds(self, layout: Layout) -> Layout:

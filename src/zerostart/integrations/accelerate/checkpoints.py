@@ -49,6 +49,7 @@ def save_checkpoint(
 ) -> object:
     """``DeepSpeedEngine.save_checkpoint``."""
     engine = self
+    # Decided alike on all ranks: each asks the same of the same engine.
     if not save_dir or not _movable(engine):
         return original()
     name = str(tag if tag is not None else f"global_step{engine.global_steps}")
@@ -71,6 +72,7 @@ def _client_states(own: Any, engine: DeepSpeedEngine, world: World) -> dict[str,
     """What DeepSpeed keeps of a script's own: the first rank's, and at stage 3 that of every rank."""
     with world.phase("looking at the client's state"):
         state, tensors = dict(own), dict[str, Any]()
+        # For its checksum alone: whether ranks differ is told by a number, and not by sending states.
         written = encoded_whole(state, _CLIENT, tensors)
         own_sum = checksum(written, tensors)
     alike = len(set(world.all_gather_object(own_sum, "comparing the client's states"))) == 1
@@ -132,10 +134,12 @@ def _number(tag: str | None) -> int:
 
 def _movable(engine: DeepSpeedEngine) -> bool:
     """Whether an engine's state is saved here: of every model that zerostart loaded, and of plain ones."""
+    # Files that only one machine sees are DeepSpeed's own affair.
     if engine.use_node_local_storage():
         return False
     if next(loaded_models(engine.module), None) is not None:
         return True
+    # Plain engines of no ZeRO, DeepSpeed's MoE and Megatron's mpu keep what no layout here describes.
     if not engine.zero_optimization() or engine.has_moe_layers or engine.mpu is not None:
         return False
     try:

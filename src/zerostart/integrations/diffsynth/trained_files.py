@@ -35,6 +35,7 @@ def resume(
     a file that cannot be read.
     """
     module, prefix = self, remove_prefix_in_ckpt or ""
+    # Nothing to resume from, or a pipeline in one piece: DiffSynth's own way is right.
     if path is None or not _shared_out(module):
         return original()
     world = current_world()
@@ -53,6 +54,7 @@ def resume(
                     unexpected,
                     {},
                 )
+            # The file has names without the prefix, the pipeline with it.
             given = [(name, shards[prefix + name]) for name in catalog.weights]
             wanted = [(name, shard.layout, shard.storage) for name, shard in given]
             plan, storages, tuning = planned_reads(catalog, wanted)
@@ -138,11 +140,13 @@ def _stored(logger: ModelLogger, module: nn.Module, world: World) -> Mapping[str
     found: dict[str, Shard] = {}
     for name, tensor in made.items():
         held = by_twin.get(id(tensor))
+        # Made by the converter out of a twin: there are no values that it could have calculated with.
         if held is None and tensor.is_meta:
             raise ConfigError(
                 f"the script's state_dict_converter computes {name} from the weights, of which each "
                 "rank holds only a part; let it only rename tensors, and convert the file after it is "
                 "saved"
             )
+        # A tensor with values that the converter adds itself: as the first rank has it.
         found[name] = first_rank_shard(name, tensor, world) if held is None else held
     return found

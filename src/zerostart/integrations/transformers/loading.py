@@ -139,6 +139,7 @@ class FromConfigLoad(_TransformersCall):
 
         Raises what ``zerostart.load`` raises.
         """
+        # A ``zero.Init`` of the script's would partition the model while it is built.
         with engines.contexts_aside():
             built = build_fresh(make, None, self._setup.dtype)
         model: PreTrainedModel = built.model
@@ -215,6 +216,7 @@ def take_parallel_arguments(arguments: dict[str, Any], world_size: int) -> Paral
     # Tensor parallel in transformers' older words, without a configuration.
     if alone:
         size = given.get("tp_size") or _size_of(mesh, ("tp",)) or world_size
+        # As a configuration that says the same, so that one way leads on from here.
         config = {"tp_plan": given.get("tp_plan"), "tp_size": size}
     if config is None:
         return ParallelArguments()
@@ -243,6 +245,7 @@ def _refuse(axes: AxesAsked, world_size: int) -> None:
             f"distributed_config has dp_replicate_size={axes.replicas}; leave it out, and ask for replicas "
             "with zerostart.enabled(engine='fsdp2', engine_config={'replicate': ...})"
         )
+    # Ranks that share tensors see one batch: so many batches there are.
     shared = world_size // max(axes.tensors, 1)
     if axes.data not in (1, shared):
         raise ConfigError(

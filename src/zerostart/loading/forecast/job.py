@@ -1,4 +1,4 @@
-"""The whole forecast: what is read, what is held, how long it takes, and whether it fits."""
+"""The whole forecast: what is read, what is shares, how long it takes, and whether it fits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,13 @@ from zerostart.engines.forecast import OptimizerCost, Target
 from zerostart.errors import ZerostartError
 from zerostart.live.report import Clock
 from zerostart.loading.arguments import ForecastArguments
-from zerostart.loading.forecast.memory import held_alone, held_of, moments_of, optimizer_of, peaks
+from zerostart.loading.forecast.memory import (
+    moments_of,
+    optimizer_of,
+    parameter_bytes,
+    parameter_bytes_alone,
+    peaks,
+)
 from zerostart.loading.forecast.reading import Foreseen, counts_of, owned_by, rates_of, timed
 from zerostart.loading.forecast.result import Alternative, Fit, Limits, Memory, RankForecast, WorldPlan
 from zerostart.loading.preparation import prepare, undisturbed
@@ -60,13 +66,15 @@ def foresee(
     twins = {rank: placed.twin(rank) for rank in ranks}
     shown = sorted(set(twins.values()))
     owned = owned_by(model, placed, shown)
-    held = held_of(model, placed, parallelism, shown, {name: own.numels for name, own in owned.items()})
+    shares = parameter_bytes(
+        model, placed, parallelism, shown, {name: own.numels for name, own in owned.items()}
+    )
     counts = counts_of(subject.catalog, subject.origins, placed, owned, shown, tuning, not target.accelerator)
     staged = [(tuning.ring_bytes if count.staged else 0) + count.scratch for count in counts]
-    moments = moments_of(model, engine, placed, held, np.array(staged, np.int64), optimizer, target)
+    moments = moments_of(model, engine, placed, shares, np.array(staged, np.int64), optimizer, target)
     memory = dict(zip(shown, peaks(moments, len(shown), target), strict=True))
-    # ``0 * held.trained`` makes an array of a number: one entry for each rank, as the others are.
-    resident = (held.device if placed.held is None else placed.held) + held.buffers + 0 * held.trained
+    # ``0 * shares.trained`` makes an array of a number: one entry for each rank, as the others are.
+    resident = (shares.device if placed.held is None else placed.held) + shares.buffers + 0 * shares.trained
     on_device = dict(zip(shown, resident.tolist(), strict=True))
     read = dict(zip(shown, counts, strict=True))
     made = WorldPlan.of(
@@ -218,14 +226,14 @@ def _attempted(
         changed.check_mesh()
         parallelism = changed.parallelism(model)
         placed = changed.placements(model, parallelism)
-        held = held_alone(model, placed, parallelism, [0])
+        shares = parameter_bytes_alone(model, placed, parallelism, [0])
     # A change that no load can serve is no advice; it is listed without figures.
     except ZerostartError:
         return Alternative(" and ".join(words), ())
     made = []
     # First as it is: smaller buffers cost speed, and are named only where they decide.
     for buffers in (staged, min(staged, SMALL)):
-        moments = moments_of(model, changed, placed, held, buffers, optimizer, target)
+        moments = moments_of(model, changed, placed, shares, buffers, optimizer, target)
         fits = fits_of(peaks(moments, 1, target), limits, target.world_size)
         told = [*words, *([f"memory_limit={SMALL}"] if buffers < staged else [])]
         made.append(Alternative(" and ".join(told), fits))

@@ -28,7 +28,7 @@ from zerostart.loading.forecast.result import PHASES, Memory
 from zerostart.transfer.buffers import rounds_up
 
 
-def held_alone(
+def parameter_bytes_alone(
     model: nn.Module, placed: Placements, parallelism: Parallelism, ranks: Sequence[int]
 ) -> ParameterBytes:
     """What ``ranks`` hold, for memory alone: without what they read."""
@@ -39,14 +39,14 @@ def held_alone(
         if alike not in known:
             known[alike] = np.array([placed.layout(name, rank).numel for rank in ranks], np.int64)
         numels[name] = known[alike]
-    return held_of(model, placed, parallelism, ranks, numels)
+    return parameter_bytes(model, placed, parallelism, ranks, numels)
 
 
 def moments_of(
     model: nn.Module,
     engine: Engine,
     placed: Placements,
-    held: ParameterBytes,
+    shares: ParameterBytes,
     staged: Array | int,
     optimizer: OptimizerCost,
     target: Target,
@@ -56,13 +56,13 @@ def moments_of(
     Activations are not among them: they depend on the batch.
     """
     whole = placed.held
-    shards = held.device if whole is None else whole
-    resident = {"parameters": shards, "buffers": held.buffers}
-    loads = [MemoryPeak("load", {"parameters": held.host, "staging": staged}, resident)]
+    resting = shares.device if whole is None else whole
+    resident = {"parameters": resting, "buffers": shares.buffers}
+    loads = [MemoryPeak("load", {"parameters": shares.host, "staging": staged}, resident)]
     if placed.gathered:
         # The all-gather of shares of flat buffers, message by message (engines/flat_buffers.py).
         loads.append(MemoryPeak("load", {}, {**resident, "staging": min(whole or 0, MESSAGE)}))
-    return [*loads, *engine.memory_peaks(model, placed, held, optimizer, target)]
+    return [*loads, *engine.memory_peaks(model, placed, shares, optimizer, target)]
 
 
 def peaks(moments: Iterable[MemoryPeak], ranks: int, target: Target) -> list[dict[str, Memory]]:
@@ -122,7 +122,7 @@ def optimizer_of(name: str | None, configured: str | None) -> OptimizerCost:
     return OPTIMIZERS[name]
 
 
-def held_of(
+def parameter_bytes(
     model: nn.Module,
     placed: Placements,
     parallelism: Parallelism,

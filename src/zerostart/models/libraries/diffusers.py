@@ -65,6 +65,7 @@ class Diffusers(ModelLibrary):
 
         Without one, all else is as the checkpoint stores it.
         """
+        # Parts of names: a module of that name keeps all that lies in it.
         kept = upstream.kept_in_fp32(built.model)
         targets: dict[str, Target] = {}
         for name, tensor, buffer in state_names(built.model):
@@ -104,6 +105,7 @@ class Diffusers(ModelLibrary):
         described.save_config(directory)
         path = directory / CONFIG_NAME
         written = json.loads(path.read_text(encoding="utf-8"))
+        # FSDP2 puts ``FSDP`` before the name of the class.
         written["_class_name"] = type(model).__name__.removeprefix("FSDP")
         path.write_text(json.dumps(written, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         return True
@@ -182,6 +184,7 @@ def convert(model: object, symbols: Symbols, targets: Mapping[str, Target]) -> R
 
     Raises ConversionError if the registered converter fails and the names are not the model's own either.
     """
+    # The first of equals stays: ``>``, with the plainest reading first.
     best, most = Reading({}), -1
     failure: ConversionError | None = None
     for read in _readings(model, symbols):
@@ -198,6 +201,7 @@ def convert(model: object, symbols: Symbols, targets: Mapping[str, Target]) -> R
             best, most = reading, covered
         if covered == len(targets):
             break
+    # Where most of the names fit some reading, what is missing is told as missing, and not as another layout.
     if failure is not None and 2 * most < len(targets):
         raise ConversionError(
             f"the checkpoint has only {most} of the {len(targets)} tensors of "
@@ -230,6 +234,7 @@ def _component(
     symbols: Symbols, prefixes: tuple[str, ...]
 ) -> tuple[Symbols, Symbols | None, tuple[str, ...]]:
     """The component's tensors, the same without their prefix (None if they have none), and the others."""
+    # As in diffusers: of the prefixes that occur the last one counts.
     prefix = next((p for p in reversed(prefixes) if any(name.startswith(p) for name in symbols)), None)
     if prefix is None:
         return symbols, None, ()

@@ -224,8 +224,11 @@ class Transformers(ModelLibrary):
         """As ``save_pretrained`` leaves them: configuration, generation configuration, code of its own."""
         described: PreTrainedModel = model
         config = copy.deepcopy(described.config)
+        # The dtype that the files have: the one asked for, else the one held now, else what the configuration
+        # said.
         held = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
         config.dtype = dtype or held or config.dtype
+        # FSDP2 puts ``FSDP`` before the name of the class.
         config.architectures = [type(model).__name__.removeprefix("FSDP")]
         if described.is_remote_code():
             from transformers.dynamic_module_utils import custom_object_save
@@ -249,6 +252,7 @@ def _configured(
     """The transformers class and configuration of a checkpoint directory; code of its own if ``trusted``."""
     import transformers
 
+    # Whether code beside the weights is meant, which runs only where the caller trusts it.
     coded = "auto_map" in _read_config(root)
     # A class takes its own configuration, which may be a part of the checkpoint's, as from_pretrained does.
     reader = getattr(kind, "config_class", None)
@@ -289,6 +293,7 @@ def _class_of(config: PreTrainedConfig, called: str = "the configuration") -> ty
         found = getattr(transformers, name, None)
         if isinstance(found, type):
             return found
+    # A configuration that names no class gets the base model of its type, as ``AutoModel`` gives it.
     mapping = transformers.MODEL_MAPPING
     if type(config) in mapping:
         found = mapping[type(config)]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import nan, prod
 from pathlib import PurePosixPath
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -30,6 +30,7 @@ from zerostart.checkpoint.formats.saved_state import open_saved_state
 from zerostart.checkpoint.paths import expanded, wait_for
 from zerostart.checkpoint.source import open_catalog, resolve_source
 from zerostart.checkpoint.storage import Reader, storage_at
+from zerostart.checkpoint.strict_json import JsonObject
 from zerostart.checkpoint.write.shards import plan_shards
 from zerostart.distributed.machine import cores
 from zerostart.distributed.world import World, current_world
@@ -86,7 +87,7 @@ class Difference:
         """Whether there is no difference."""
         return not (self.differing or self.only_a or self.only_b)
 
-    def document(self) -> dict[str, Any]:
+    def document(self) -> JsonObject:
         """The same as JSON has it."""
         differing = {name: one._asdict() for name, one in self.differing.items()}
         return {

@@ -31,7 +31,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from zerostart.checkpoint.paths import is_same, note_pending
-from zerostart.checkpoint.storage.page_cache import PAGE
+from zerostart.checkpoint.storage.direct import PAGE
 from zerostart.distributed.machine import available_memory, local_ranks
 from zerostart.distributed.world import World, group_beside
 from zerostart.engines import Shard

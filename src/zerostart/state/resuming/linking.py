@@ -7,10 +7,9 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from zerostart.checkpoint.manifest import INDEX, documents
-from zerostart.checkpoint.strict_json import read_json
+from zerostart.checkpoint.strict_json import JsonObject, read_json
 from zerostart.checkpoint.verifying import verify
 from zerostart.checkpoint.write.folders import NO_LINKS
 from zerostart.distributed.world import World
@@ -67,7 +66,7 @@ def _known(saved: Path, names: set[str]) -> tuple[dict[str, str], list[tuple[str
 
     Both are empty where no save has written just these there, as they are.
     """
-    found: list[dict[str, Any]] = []
+    found: list[JsonObject] = []
     with contextlib.suppress(VerifyError):
         found = documents(saved)
     for document in found:
@@ -92,6 +91,7 @@ def _link(saved: Path, folder: Path, files: list[tuple[str, str]]) -> bool:
     usual = dict(files)
     try:
         for name, own in files:
+            # The index names the files by the names that they have there: written anew where these change.
             if name.endswith(INDEX) and any(own != n for n, own in files):
                 index = read_json(saved / name, "index")
                 index["weight_map"] = {n: usual[file] for n, file in index["weight_map"].items()}
@@ -103,6 +103,7 @@ def _link(saved: Path, folder: Path, files: list[tuple[str, str]]) -> bool:
         if error.errno not in NO_LINKS:
             raise
         for _, own in files:
+            # None or all: half a folder of links would pass for a model.
             (folder / own).unlink(missing_ok=True)
         folder.rmdir()
         return False

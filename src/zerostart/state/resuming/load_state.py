@@ -18,6 +18,7 @@ from torch import nn
 from zerostart.checkpoint.catalog import Catalog
 from zerostart.checkpoint.formats.saved_state import open_saved_state, state_in, tell_of_newer
 from zerostart.checkpoint.manifest import SAVED_AT
+from zerostart.checkpoint.strict_json import JsonObject
 from zerostart.distributed.world import World, current_world
 from zerostart.engines import Shard, plain_name, whole_shard
 from zerostart.errors import CheckpointError, CheckpointNotFoundError, ConfigError, CoverageError
@@ -68,7 +69,7 @@ class Saved:
     """A checkpoint: its document, and the catalogs of its two folders."""
 
     path: Path
-    document: dict[str, Any]
+    document: JsonObject
     model: Catalog
     state: Catalog
 

@@ -8,13 +8,14 @@ saved once, and go on with any number of ranks.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from math import prod
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
+from zerostart.checkpoint.strict_json import JsonMapping, JsonObject
 from zerostart.distributed.world import World
 from zerostart.engines import Shard, Stepped
 from zerostart.errors import CheckpointError, ConfigError
@@ -34,12 +35,12 @@ def _local(value: torch.Tensor) -> torch.Tensor:
     return value.to_local() if isinstance(value, DTensor) else value
 
 
-def local_states(training: LiveTraining, world: World) -> tuple[list[Shard], dict[str, Any]]:
+def local_states(training: LiveTraining, world: World) -> tuple[list[Shard], JsonObject]:
     """The states that are kept as they are, by ``local/KEY/NAME``, and what the document says; collective.
 
     Raises ConfigError for a tensor of an unknown class.
     """
-    own: dict[str, Any] = {}
+    own: JsonObject = {}
     tensors: dict[str, dict[str, torch.Tensor]] = {}
     for step in training.steps:
         if is_elementwise(step):
@@ -116,7 +117,7 @@ def _share(step: Stepped, training: LiveTraining) -> int:
     return zlib.crc32(repr((_local(step.tensor).numel(), members)).encode())
 
 
-def _lengths(described: Mapping[str, Any]) -> dict[str, int]:
+def _lengths(described: JsonMapping) -> dict[str, int]:
     return {
         _key(key, part): prod(shape)
         for key, state in described["states"].items()
@@ -137,7 +138,7 @@ def _shard(name: str, tensor: torch.Tensor, lengths: Sequence[int], whole: bool,
     return Shard(name, run, storage, lambda _: run)
 
 
-def check_local(training: LiveTraining, document: Mapping[str, Any], world: World) -> None:
+def check_local(training: LiveTraining, document: JsonMapping, world: World) -> None:
     """Raise CheckpointError unless the states that were kept as they were can go on here as they are."""
     by_name = {training.name_of(step.members[0].parameter): step for step in training.steps}
     for name, described in document.get(LOCAL, {}).items():
@@ -156,7 +157,7 @@ def check_local(training: LiveTraining, document: Mapping[str, Any], world: Worl
             )
 
 
-def restored_local(training: LiveTraining, document: Mapping[str, Any], world: World) -> Iterator[Shard]:
+def restored_local(training: LiveTraining, document: JsonMapping, world: World) -> Iterator[Shard]:
     """Make the states that were kept as they were; gives the tensors that are to be filled."""
     for step in training.steps:
         name = training.name_of(step.members[0].parameter)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from zerostart.checkpoint.strict_json import JsonMapping
 from zerostart.engines import Stepped
 from zerostart.errors import CheckpointError, ConfigError
 from zerostart.live.training import LiveTraining, StateTensor, is_number, share_of
@@ -117,7 +118,7 @@ def restored_moments(
                     yield StateTensor(name, key, share_of(member, training.shards[name], values))
 
 
-def _numbers(document: Mapping[str, Any]) -> dict[str, dict[str, object]]:
+def _numbers(document: JsonMapping) -> dict[str, dict[str, object]]:
     """By parameter, the numbers of its state as they were written."""
     found: dict[str, dict[str, object]] = {}
     for key, values in document.get("numbers", {}).items():
@@ -132,7 +133,7 @@ def _number(
     names: Sequence[str],
     numbers: Mapping[str, Mapping[str, object]],
     step: Stepped,
-    document: Mapping[str, Any],
+    document: JsonMapping,
 ) -> object:
     """The number of a stepped tensor, in the form that its optimizer has it."""
     told = {name: numbers[name][key] for name in names if key in numbers.get(name, {})}
@@ -192,7 +193,7 @@ def _room(
         return torch.zeros_like(step.tensor.detach(), dtype=dtype)
 
 
-def restore_groups(training: LiveTraining, document: Mapping[str, Any]) -> None:
+def restore_groups(training: LiveTraining, document: JsonMapping) -> None:
     """Give each group the settings that its parameters had, wherever they stood in the saved groups.
 
     Raises CheckpointError for parameters that were not optimized then, and for a group whose parameters had
@@ -289,7 +290,7 @@ def check_alone(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def check_own(steps: Sequence[Stepped], document: Mapping[str, Any]) -> None:
+def check_own(steps: Sequence[Stepped], document: JsonMapping) -> None:
     """Raise CheckpointError unless the running optimizers take what the saved ones kept beside.
 
     ConfigError for an optimizer around another one.
@@ -336,7 +337,7 @@ def class_of(optimizer: torch.optim.Optimizer) -> str:
     return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
 
 
-def check_rule(optimizer: torch.optim.Optimizer, document: Mapping[str, Any]) -> None:
+def check_rule(optimizer: torch.optim.Optimizer, document: JsonMapping) -> None:
     """Raise CheckpointError unless ``optimizer`` steps by the rule by which the state was made."""
     saved_class, own = document["class"], class_of(optimizer)
     if saved_class in ("", own) and document.get("rule", rule_of(optimizer)) == rule_of(optimizer):
@@ -350,7 +351,7 @@ def check_rule(optimizer: torch.optim.Optimizer, document: Mapping[str, Any]) ->
         )
 
 
-def _lacking(optimizer: torch.optim.Optimizer, document: Mapping[str, Any]) -> str:
+def _lacking(optimizer: torch.optim.Optimizer, document: JsonMapping) -> str:
     """What of the saved one's rule ``optimizer`` has not, in words; empty where it has all."""
     name = class_of(optimizer)
     settings = [group["settings"] for group in document["groups"]]

@@ -14,7 +14,6 @@ import random
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -22,6 +21,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from zerostart.checkpoint.manifest import STATE_MARKER
+from zerostart.checkpoint.strict_json import JsonObject
 from zerostart.distributed.world import World, default_device
 from zerostart.engines import (
     Shard,
@@ -54,7 +54,7 @@ class Content:
 
     model: tuple[list[Entry], list[Outgoing]]
     state: tuple[list[Entry], list[Outgoing]]
-    document: dict[str, Any]
+    document: JsonObject
     #: Tensors of ``extra`` and of schedules, whole on every rank.
     whole: dict[str, torch.Tensor]
     module: nn.Module
@@ -104,7 +104,7 @@ def collected(
     shares += [*local, *(replace(k.shard, name=f"{k.key}/{k.name}") for k in beside)]
     shares += _random(world)
     tensors: dict[str, torch.Tensor] = {}
-    document: dict[str, Any] = {
+    document: JsonObject = {
         "format": FORMAT,
         "world_size": world.size,
         "torch": torch.__version__,

@@ -33,20 +33,20 @@ def _nothing_said(config: object) -> dict[str, str] | None:
 
 @dataclass(frozen=True)
 class AdapterFormat:
-    """How the file of an adapter is written; as it stands: as PEFT does.
+    """How the file of an adapter is written; as it stands: as PEFT does."""
 
-    ``stem`` is its name. ``renamed`` gives the names of tensors from those that PEFT has of them in the model
-    that is adapted (``blocks.0.to_q.lora_A.weight``), and ``prefixed`` says that what PEFT puts before these
-    stays. ``metadata`` gives the metadata of the file from PEFT's configuration, ``configured`` says that
-    this lies beside it, and ``folded`` that nothing else tells what the product of the factors is multiplied
-    by, so that the second one is.
-    """
-
+    #: Name of the file without its suffix.
     stem: str = "adapter_model"
+    #: Gives the names of tensors from those that PEFT has of them in the model that is adapted
+    #: (``blocks.0.to_q.lora_A.weight``).
     renamed: Callable[[str], str] = _as_it_is
+    #: Whether what PEFT puts before these names stays.
     prefixed: bool = True
+    #: Gives the metadata of the file from PEFT's configuration; None for none.
     metadata: Callable[[Any], dict[str, str] | None] = _nothing_said
+    #: Whether PEFT's configuration lies beside the file.
     configured: bool = True
+    #: Whether the second factor is multiplied by what the product would be, since nothing else tells that.
     folded: bool = False
 
 

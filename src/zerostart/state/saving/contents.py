@@ -27,16 +27,15 @@ from zerostart.state.saving.writing import Entry, Outgoing
 
 @dataclass
 class Contents:
-    """The tensors of a checkpoint, and what this rank writes of them.
-
-    ``own_names`` are the tensors that are saved under the model's own names, and why; ``tied`` the names that
-    are not saved, since another has the same tensor; ``before`` the number of the file that a tensor was in.
-    """
+    """The tensors of a checkpoint, and what this rank writes of them."""
 
     entries: list[Entry] = field(default_factory=list)
     outgoing: list[Outgoing] = field(default_factory=list)
+    #: Tensors that are saved under the model's own names, and why.
     own_names: dict[str, str] = field(default_factory=dict)
+    #: Names that are not saved, since another has the same tensor.
     tied: dict[str, str] = field(default_factory=dict)
+    #: Number of the file that a tensor was in.
     before: dict[str, int] = field(default_factory=dict)
 
 

@@ -10,13 +10,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.filesize import decimal
 from torch import nn
 
 from zerostart.checkpoint.manifest import group_of
+from zerostart.checkpoint.strict_json import JsonObject
 from zerostart.checkpoint.write.shards import parse_size
 from zerostart.distributed.world import World, current_world
 from zerostart.engines import Shard
@@ -76,20 +76,21 @@ class SaveRequest:
 
 @dataclass(frozen=True)
 class SaveReport:
-    """What a save has written; the same on every rank but for ``written_bytes``, which are this rank's.
-
-    ``tensors`` are the names in the files, ``total_bytes`` the bytes of all of them. ``own_names`` has the
-    tensors that could not be put back into the layout that they were loaded from, and why: they are saved
-    under the model's own names and in its dtypes. ``tied`` are names of tensors that are saved under another.
-    """
+    """What a save has written; the same on every rank but for ``written_bytes``."""
 
     path: str
     files: tuple[str, ...]
+    #: Names in the files.
     tensors: tuple[str, ...]
+    #: Bytes of all of them.
     total_bytes: int
+    #: Bytes that this rank wrote.
     written_bytes: int
     seconds: float
+    #: Tensors that could not be put back into the layout that they were loaded from, and why: they are saved
+    #: under the model's own names and in its dtypes.
     own_names: dict[str, str]
+    #: Names of tensors that are saved under another.
     tied: dict[str, str]
 
     def __str__(self) -> str:
@@ -182,6 +183,7 @@ def _model(
             contents = renamed_contents(tensors, request.renamed, request.dtype)
         else:
             contents = contents_of(live, tensors, request.dtype)
+        # Names that the save leaves out, since another name has their tensor.
         contents.tied = tied
         stem = request.stem or _stem(inner, record)
     written = write_tensors(
@@ -197,6 +199,8 @@ def _model(
     )
     with publication.written(world, "saving the settings"):
         if world.rank == 0:
+            # Without a record the model was not loaded by zerostart: nothing is known to lie beside its
+            # weights.
             root = record.catalog.root if record is not None and request.copied else ""
             if request.beside is not None:
                 request.beside(publication.directory)
@@ -221,6 +225,7 @@ def _adapters(
         directory = publication.directory / file.folder
         with publication.written(world, "making the adapter's folder"):
             if world.rank == 0:
+                # One rank makes it; the others see it when ``written`` has brought them together.
                 directory.mkdir(exist_ok=True)
         written = write_tensors(
             directory,
@@ -248,6 +253,7 @@ def _masters(model: nn.Module, world: World) -> TensorOverrides:
 def _by_identity(inner: nn.Module, tensors: list[LogicalTensor]) -> dict[int, Shard]:
     """Shards by the ``id`` of what the model's state dict has of them."""
     state = inner.state_dict(keep_vars=True)
+    # PEFT picks tensors out of the state dict itself: what it has picked is known again by its identity.
     return {id(state[t.current_name]): t.shard for t in tensors if t.current_name in state}
 
 
@@ -268,7 +274,7 @@ def _report(
     path: str | os.PathLike[str], done: list[Done], names: Mapping[str, str], seconds: float
 ) -> SaveReport:
     files: list[str] = []
-    own: dict[str, Any] = {}
+    own: JsonObject = {}
     tied: dict[str, str] = {}
     for folder, written, contents in done:
         before = "" if folder == "." else f"{folder}/"

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -19,6 +18,7 @@ from zerostart import geometry
 from zerostart.checkpoint.digest import ROOM, Digests
 from zerostart.checkpoint.manifest import MARKER
 from zerostart.checkpoint.paths import expanded
+from zerostart.checkpoint.strict_json import JsonObject
 from zerostart.checkpoint.write.shards import SaveLayout, parse_size, plan_shards
 from zerostart.checkpoint.write.space import check_space
 from zerostart.checkpoint.write.staging import Staging, write_errors
@@ -47,15 +47,13 @@ THREADS = 4
 
 @dataclass(frozen=True)
 class Outgoing:
-    """A share of one logical tensor that goes into the files.
+    """A share of one logical tensor that goes into the files."""
 
-    ``recipe`` says for each element of its target which element of which tensor of the files it is; ``shard``
-    which of them this rank has. ``change``, if any, is asked for what is written in the place of the shard's
-    elements, some at a time.
-    """
-
+    #: Of each element of its target, which element of which tensor of the files it is.
     recipe: Recipe
+    #: Which of them this rank has.
     shard: Shard
+    #: If any, it is asked for what is written in the place of the shard's elements, some at a time.
     change: Change | None = None
 
 
@@ -189,14 +187,14 @@ def _tuned(memory_limit: int | None) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Publication:
-    """What is being saved: everything is written below ``directory``, which all ranks see.
+    """What is being saved."""
 
-    ``document`` of rank 0 becomes the one that says what was saved. ``names`` are those that weights have in
-    the end, by those that they were written under; the same on all ranks once all is in its place.
-    """
-
+    #: Everything is written below it; all ranks see it.
     directory: Path
-    document: dict[str, Any] = field(default_factory=dict)
+    #: Rank 0's becomes the one that says what was saved.
+    document: JsonObject = field(default_factory=dict)
+    #: Those that weights have in the end, by those that they were written under; the same on all ranks once
+    #: all is in its place.
     names: dict[str, str] = field(default_factory=dict)
 
     @contextmanager

@@ -434,8 +434,16 @@ class SamplesConfig(Section):
     The pipeline of ``model.source`` draws. What is null is the pipeline's own default.
     """
 
+    path_keys: ClassVar[frozenset[str]] = frozenset({"images"})
+
     prompts: Annotated[list[str], Field(min_length=1)]
     """What is drawn with the model in training."""
+    images: list[str | Annotated[list[str], Field(min_length=1)]] | None = None
+    """For pipelines that start from pictures: for each prompt the file of one, or a list of files.
+
+    The picture that is edited, or a video's first frame, and in a list its last one. Such samples are drawn
+    one at a time.
+    """
     every: Count = 0
     """Steps between samples; 0: at the start and the end alone."""
     negative_prompt: str = ""
@@ -464,6 +472,15 @@ class SamplesConfig(Section):
     """true: draw with the averaged weights of the section ema."""
     fps: Positive = 16
     """Frames a second at which videos are played."""
+
+    @model_validator(mode="after")
+    def _one_for_each(self) -> SamplesConfig:
+        if self.images is not None and len(self.images) != len(self.prompts):
+            raise ValueError(
+                f"images has entries for {len(self.images)} prompts, and there are {len(self.prompts)}: name "
+                "one file, or a list of files, for each"
+            )
+        return self
 
 
 class TrainConfig(Section):

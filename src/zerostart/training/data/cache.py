@@ -25,6 +25,7 @@ from zerostart.training.data.cached import FOLDER, CachedItems, Share, read_mani
 from zerostart.training.data.encoders import KNOWN_FILES, encoder_files, encoders
 from zerostart.training.data.filling import embedded, fill
 from zerostart.training.data.items import MediaItems, RowDigests, read_media
+from zerostart.training.data.pictured import sample_texts
 from zerostart.training.data.table import is_gone
 from zerostart.training.loop.terminal import say
 
@@ -222,9 +223,8 @@ def _remember(directory: Path, media: MediaItems) -> None:
 
 def _texts(config: TrainConfig, settings: CacheConfig) -> list[str]:
     """The texts alone that are asked for, each once."""
-    samples = config.samples
-    drawn = () if samples is None else (*samples.prompts, samples.negative_prompt)
-    return list(dict.fromkeys([*settings.prompts, *drawn]))
+    prompts, negatives = ([], []) if config.samples is None else sample_texts(config.samples)
+    return list(dict.fromkeys([*settings.prompts, *prompts, *negatives]))
 
 
 def _check_alike(config: TrainConfig, settings: CacheConfig, texts: list[str], world: World) -> None:

@@ -19,6 +19,7 @@ from zerostart.errors import ConfigError, ZerostartError
 from zerostart.training.data.cache_facts import CacheUpdate, Facts, facts_of_rows
 from zerostart.training.data.cache_files import Draft, drafted, items_of_a_file, publish
 from zerostart.training.data.cached import VERSION
+from zerostart.training.data.pictured import PicturedText
 from zerostart.training.diffusion.encoder import Encoded, Encoder, Example
 from zerostart.training.loop.terminal import say
 
@@ -151,15 +152,19 @@ def _fill_draft(
 
 def embedded(encoder: Encoder, texts: Sequence[str], world: World) -> dict[str, Encoded]:
     """What the encoder makes of each of ``texts`` alone; collective. Raises ConfigError where it cannot."""
-    if texts and not encoder.texts_alone:
+    if not encoder.texts_alone and not all(isinstance(text, PicturedText) for text in texts):
         raise ConfigError(
-            f"{encoder.kind} encodes texts only together with the pictures of their items: leave "
-            "cache.prompts (and samples.prompts) out"
+            f"{encoder.kind} encodes texts with the pictures of their items, and none alone: leave "
+            "cache.prompts out, and name the pictures of samples.prompts in samples.images"
         )
     found = {}
     for text in dict.fromkeys(texts):
         with world.collectives("encoding a text"):
-            found[text] = _copied(encoder.prompt(text))
+            if isinstance(text, PicturedText):
+                made = encoder.sample(text.text, text.pictures)
+            else:
+                made = encoder.prompt(text)
+            found[text] = _copied(made)
         if problem := _not_finite(found[text], f"the text {text!r}"):
             raise ConfigError(problem)
     return found

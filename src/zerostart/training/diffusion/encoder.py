@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -66,6 +66,10 @@ class Encoder(ABC):
     @abstractmethod
     def prompt(self, text: str) -> Encoded:
         """What becomes of a text alone."""
+
+    def sample(self, text: str, pictures: Sequence[Image]) -> Encoded:
+        """What its pipeline makes of a text and the ``pictures`` that a drawing starts from, but latents."""
+        return self.prompt(text)
 
     def check(self, example: Example) -> None:
         """Raise ConfigError for an example that this pipeline cannot take."""

@@ -20,7 +20,7 @@ FAMILIES: dict[str, type[Family]] = {
 
 def known_family(transformer: object) -> type[Family] | None:
     """The family of diffusers' class ``transformer`` (a name); None for a class of none."""
-    return next((family for family in FAMILIES.values() if transformer in family.classes), None)
+    return next((family for family in FAMILIES.values() if str(transformer) in family.classes), None)
 
 
 def family_of(transformer: str, chosen: str | None = None) -> type[Family]:

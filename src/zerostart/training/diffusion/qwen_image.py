@@ -69,6 +69,20 @@ class QwenImageEditEncoder(QwenImageEncoder):
         shown = self.shown(example["edit_image"])
         return _texts(*self.pipe.encode_prompt(example["prompt"], image=shown, **self.text))
 
+    def sample(self, text: str, pictures: Sequence[Image]) -> Encoded:
+        """The text encoder sees the picture in the size that the pipeline gives it."""
+        shown = [self.scaled(picture) for picture in pictures]
+        image = shown[0] if "edit_image" in self.single else shown
+        return _texts(*self.pipe.encode_prompt(text, image=image, **self.text))
+
+    def scaled(self, picture: Image) -> Image:
+        """A picture as the pipeline shows it to its text encoder."""
+        from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit as edit
+
+        width, height, _ = edit.calculate_dimensions(1024 * 1024, picture.size[0] / picture.size[1])
+        found: Image = self.pipe.image_processor.resize(picture, height, width)
+        return found
+
     def shown(self, pictures: Sequence[torch.Tensor]) -> Image | list[Image]:
         """What the text encoder sees of the pictures: the one, as it is encoded."""
         return as_picture(pictures[0])
@@ -81,13 +95,15 @@ class QwenImageEditPlusEncoder(QwenImageEditEncoder):
 
     def shown(self, pictures: Sequence[torch.Tensor]) -> Image | list[Image]:
         """What the text encoder sees: each of them, scaled down to the area that the pipeline shows it."""
+        return [self.scaled(picture) for picture in map(as_picture, pictures)]
+
+    def scaled(self, picture: Image) -> Image:
+        """Of another area than the autoencoder sees."""
         from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as plus
 
-        found = []
-        for picture in map(as_picture, pictures):
-            ratio = picture.size[0] / picture.size[1]
-            width, height = plus.calculate_dimensions(plus.CONDITION_IMAGE_SIZE, ratio)
-            found.append(self.pipe.image_processor.resize(picture, height, width))
+        ratio = picture.size[0] / picture.size[1]
+        width, height = plus.calculate_dimensions(plus.CONDITION_IMAGE_SIZE, ratio)
+        found: Image = self.pipe.image_processor.resize(picture, height, width)
         return found
 
 

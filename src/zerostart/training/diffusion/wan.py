@@ -19,6 +19,7 @@ from zerostart.training.diffusion.family import Conditions, Family, Tensors
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
+    from PIL.Image import Image
 
 #: Pixels of the latents in a patch of the transformer, each way.
 _PATCH = 2
@@ -112,6 +113,13 @@ class ImageToVideo(TextToVideo):
         if self.pipe.image_encoder is not None:
             pictures = [as_picture(frame) for frame in (first, last) if frame is not None]
             found["image_embeds"] = self.pipe.encode_image(pictures, self.device).flatten(0, 1)
+        return found
+
+    def sample(self, text: str, pictures: Sequence[Image]) -> Encoded:
+        """Adds ``image_embeds`` [frames, L, D] of the frames, where there is an image encoder."""
+        found = self.prompt(text)
+        if self.pipe.image_encoder is not None:
+            found["image_embeds"] = self.pipe.encode_image(list(pictures), self.device)
         return found
 
     def _frame(self, frame: torch.Tensor) -> torch.Tensor:

@@ -47,8 +47,8 @@ from zerostart.training.samples.sampler import clear_drawn
 
 logger = logging.getLogger("zerostart")
 
-#: In the output directory: the checkpoints, and what a run writes first.
-FOLDER, METRICS = "checkpoints", "metrics.jsonl"
+#: In the output directory: the checkpoints, what a run writes first, and its page.
+FOLDER, METRICS, PAGE = "checkpoints", "metrics.jsonl", "run.html"
 _LOCK, _NOTE = ".run.lock", f".{FOLDER}.replaced"
 #: What a save of an earlier version has left that was killed.
 _LEFT = re.compile(r"\.step-\d{8}\.[0-9a-f]{12}\.saving")

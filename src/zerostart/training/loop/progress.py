@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import resource
 import time
@@ -19,9 +20,11 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 from zerostart.checkpoint.strict_json import dump_json
 from zerostart.errors import WriteError
+from zerostart.training.loop.run_page import About, RunPage
 from zerostart.training.loop.terminal import duration, say
 from zerostart.transfer.meter import peak_bytes
 
+logger = logging.getLogger("zerostart")
 _SMOOTHING = 0.2  # weight of the newest step in the displayed rate
 
 
@@ -57,9 +60,10 @@ class Display:
     """What rank 0 shows and writes down of a run of ``steps`` steps; on other ranks it is silent.
 
     ``path`` receives one JSON object a line: ``step, loss, gradient_norm, learning_rate, tokens, seconds``
-    for a step and ``step, held_out_loss`` for an evaluation; a number that is not finite is null. ``every``
-    is the distance of plain lines, in steps. ``counted`` is the key of what a step has seen, in the place of
-    ``tokens``, and its rate in short.
+    and ``peak_bytes`` for a step and ``step, held_out_loss`` for an evaluation; a number that is not finite
+    is null. Beside it is a page of the run that ``about`` is of, if that is given. ``every`` is the distance
+    of plain lines, in steps. ``counted`` is the key of what a step has seen, in the place of ``tokens``, and
+    its rate in short.
     """
 
     def __init__(
@@ -68,12 +72,15 @@ class Display:
         path: Path,
         every: int,
         counted: tuple[str, str] = ("tokens", "tok/s"),
+        about: About | None = None,
         *,
         active: bool,
     ) -> None:
         self._steps = steps
+        self._page = None if about is None or not active else RunPage(path.parent, about, steps, counted)
         self._key, self._unit = counted
         self._before = 0
+        self._done: int | None = None  # the last step; None until the run has begun
         self._path = path
         self._every = every
         self._active = active
@@ -103,6 +110,10 @@ class Display:
             self._live.stop()
         if self._file is not None:
             self._file.close()
+        if self._page is not None and self._done is not None:
+            word = "finished" if self._done == self._steps else f"stopped after step {self._done:,}"
+            ended = word if error is None else f"ended by {type(error).__name__}: {error}"
+            self._tell(self._page.write(ended))
 
     def begin(self, before: int) -> None:
         """Call before everything else of a run that resumes after ``before`` steps, 0 for a new one.
@@ -110,9 +121,10 @@ class Display:
         What was written down of later steps goes: they are done again. Raises WriteError.
         """
         self._before = before
+        self._done = before
+        kept: list[str] = []
         if self._file is not None:
             with _writing(self._path):
-                kept: list[str] = []
                 if before:
                     lines = self._path.read_text(encoding="utf-8").splitlines(keepends=True)
                     kept = [line for line in lines if _step_of(line) <= before]
@@ -120,6 +132,8 @@ class Display:
                     self._file.truncate(0)
                 self._file.writelines(kept)
                 self._file.flush()
+        if self._page is not None:
+            self._tell(self._page.begin(map(json.loads, kept)))
 
     def say(self, text: str) -> None:
         """Print ``text`` (above the live line, where there is one)."""
@@ -139,7 +153,9 @@ class Display:
             learning_rate=metrics.learning_rate,
             **{self._key: metrics.seen},
             seconds=round(seconds, 6),
+            peak_bytes=metrics.peak_bytes,
         )
+        self._done = metrics.step
         figures = self._figures(metrics)
         if self._live is not None:
             text = _fitting(figures, self._console.width - 2 * len(str(self._steps)) - len("/ ━━━━ "))
@@ -167,11 +183,19 @@ class Display:
             decimal(metrics.peak_bytes),
         ]
 
+    def _tell(self, words: str | None) -> None:
+        if words:
+            logger.warning("%s", words)
+
     def _write(self, **values: float | None) -> None:
         if self._file is not None:
             with _writing(self._path):
                 self._file.write(dump_json(values) + "\n")
                 self._file.flush()
+        if self._page is not None:
+            begun = time.monotonic()
+            self._tell(self._page.add(values))
+            self._last += time.monotonic() - begun  # no part of the next step
 
 
 @contextmanager

@@ -15,11 +15,13 @@ from types import FrameType, TracebackType
 from typing import Any
 
 import torch
+from torch import nn
 
 import zerostart
 from zerostart.distributed.world import World, current_world
 from zerostart.engines import Mesh
 from zerostart.errors import DivergedError, PeerError
+from zerostart.live.model import record_of
 from zerostart.training.adapt.export import check_export, export_model, export_step
 from zerostart.training.adapt.trained import choose_trained, round_to
 from zerostart.training.config.configuration import TrainConfig
@@ -39,6 +41,7 @@ from zerostart.training.loop.output_directory import (
     set_aside,
 )
 from zerostart.training.loop.progress import Display, Metrics, peak_memory_bytes, shown_loss
+from zerostart.training.loop.run_page import About
 from zerostart.training.loop.session import Session, check_trackers, open_session
 from zerostart.training.loop.task import Batch
 from zerostart.training.samples.sampler import Sampler, open_sampler
@@ -111,10 +114,10 @@ def _train(config: TrainConfig, directory: Path, resumed: Path | None, world: Wo
     if checkpointing := config.train.checkpoint_blocks:
         with world.phase("checkpointing blocks"):
             zerostart.checkpoint_blocks(model, offload=checkpointing == "offload")
-    path, every = directory / METRICS, config.logging.every
+    path, every, about = directory / METRICS, config.logging.every, _about(config, model, world)
     with (
         world.phase("training"),
-        Display(config.train.last_step, path, every, task.counted, active=world.rank == 0) as display,
+        Display(config.train.last_step, path, every, task.counted, about, active=world.rank == 0) as display,
         StopSignal() as stop,
     ):
         # What is trained is chosen before the engine wraps the model: it makes an optimizer of those alone.
@@ -141,6 +144,24 @@ def _train(config: TrainConfig, directory: Path, resumed: Path | None, world: Wo
         display.say(str(result))
     session.end()
     return result
+
+
+def _about(config: TrainConfig, model: nn.Module, world: World) -> About:
+    """What the page of the run says of it."""
+    texts = [] if config.samples is None else config.samples.prompts * config.samples.count
+    train = config.train
+    facts = {
+        "model": config.model.source,
+        "task": config.task.name,
+        "engine": record_of(model).engine.title,
+        "ranks": f"{world.size:,}",
+        "data": ", ".join(str(one.source) for one in (config.data, config.media) if one is not None),
+        "batch": f"{train.batch_size} of each rank, times {train.accumulation} in a step",
+        "learning rate": f"{train.learning_rate:g}, {train.schedule}",
+        "precision": config.precision,
+        "adapted": "no" if config.lora is None else f"LoRA of rank {config.lora.rank}",
+    }
+    return About(f"{config.task.name}: {Path(config.model.source).name}", facts, texts)
 
 
 #: The arguments of ``zerostart.load`` that a configuration has, and the key of each.

@@ -15,18 +15,25 @@ import zerostart
 from zerostart.checkpoint.formats.pipeline import PIPELINE_INDEX, components
 from zerostart.checkpoint.source import resolve_source
 from zerostart.checkpoint.strict_json import read_json
+from zerostart.distributed.world import current_world
 from zerostart.errors import ConfigError
 from zerostart.training.config.configuration import SamplesConfig
+from zerostart.training.data.pictured import sample_texts
 from zerostart.training.diffusion.families import known_family
 from zerostart.upstream.diffusers.pipelines import assembled, component_class, pipeline_class
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
+    from PIL.Image import Image
 
 #: What encoders have made of a prompt: tensors of one item, [L, D] and the like, by the pipelines' names.
 Prompt = Mapping[str, torch.Tensor]
-#: What a pipeline takes beside text, if it has to.
-_MEDIA = ("image", "video", "control_image", "mask_image")
+#: What a pipeline takes beside texts and pictures, if it has to.
+_MEDIA = ("video", "control_image", "mask_image")
+#: What image encoders have made of pictures, which pipelines do not take beside these.
+_OF_PICTURES = "image_embeds"
+#: The transformers of a pipeline that draws with one after the other.
+_EXPERTS = ("transformer", "transformer_2")
 #: Pipelines that draw from text alone as well, where no picture is given.
 _NEEDS_NO_IMAGE = ("Flux2Pipeline", "Flux2KleinPipeline", "FluxKontextPipeline")
 
@@ -34,13 +41,13 @@ _NEEDS_NO_IMAGE = ("Flux2Pipeline", "Flux2KleinPipeline", "FluxKontextPipeline")
 class Drawing:
     """How the pipeline in a directory draws prompts that are encoded already, with a model that is given.
 
-    ``negatives`` are the texts that it guides away from, none or one.
+    ``texts`` are the prompts, ``negatives`` what each is guided away from: none, or one for each.
     """
 
     def __init__(self, source: str, component: str, settings: SamplesConfig) -> None:
         """Look at the pipeline in ``source``, whose model ``component`` is trained; nothing is loaded.
 
-        Raises :class:`ConfigError` for what is no pipeline, or for one that does not draw from text alone.
+        Raises :class:`ConfigError` for what is no pipeline, or one that needs more than text and pictures.
         """
         self._root = resolve_source(source)
         found = components(self._root) if self._root.is_dir() else None
@@ -56,36 +63,46 @@ class Drawing:
         self._kind = pipeline_class(self._index.get("_class_name"), self._root)
         self._takes = inspect.signature(self._kind.__call__).parameters
         if component not in models:
-            raise ConfigError(
-                f"samples: {self._root} has no {component}, which drawing needs; leave samples out"
-            )
+            raise ConfigError(f"samples: {self._root} has no {component} to draw with; leave samples out")
+        #: Of two experts the one that is not trained: it draws as it was loaded.
+        self._other = None
+        if self._index.get("boundary_ratio") is not None:
+            others = (one for key, one in models.items() if key in _EXPERTS and key != component)
+            self._other = next(others, None)
         config = read_json(models[component].path / "config.json", "model configuration")
         family = known_family(config.get("_class_name"))
         self._stand_ins = {} if family is None else family(config, self._index).stand_ins()
         decoders = ("vae",) if family is None else family.decoders
+        self.texts, negatives = sample_texts(settings)
         self._check(decoders, models)
         self._decoders = [models[name] for name in decoders]
         self._guidance, guides = self._guided(bool(config.get("guidance_embeds")))
-        self.negatives = (settings.negative_prompt,) * (guides and "negative_prompt_embeds" in self._takes)
+        self.negatives = negatives if guides and "negative_prompt_embeds" in self._takes else []
 
     def _check(self, decoders: Sequence[str], models: Mapping[str, Any]) -> None:
         name = self._kind.__name__
         for needed in decoders:
             if needed not in models:
-                raise ConfigError(
-                    f"samples: {self._root} has no {needed}, which drawing needs; leave samples out"
-                )
-        if self._index.get("boundary_ratio") is not None:
+                raise ConfigError(f"samples: {self._root} has no {needed} to draw with; leave samples out")
+        if self._index.get("boundary_ratio") is not None and self._other is None:
             raise ConfigError(
-                f"samples: {name} draws with two experts, but only {self._component} is loaded; leave "
-                "samples out, and draw with the pipeline when both are trained"
+                f"samples: {name} draws with two experts, of which {self._root} has {self._component} alone; "
+                "leave samples out"
             )
-        media = [key for key in _MEDIA if key in self._takes and name not in _NEEDS_NO_IMAGE]
+        media = [key for key in _MEDIA if key in self._takes]
         if media or "prompt_embeds" not in self._takes:
             raise ConfigError(
-                f"samples are drawn from text alone, but {name} needs more ({', '.join(media)}); leave "
+                f"samples are drawn from texts and pictures, and {name} takes more ({', '.join(media)}): "
+                "leave samples out"
+            )
+        starts, needs = "image" in self._takes, name not in _NEEDS_NO_IMAGE
+        if starts and needs and self.settings.images is None:
+            raise ConfigError(
+                f"samples: {name} starts from pictures; name one for each prompt in samples.images, or leave "
                 "samples out"
             )
+        if not starts and self.settings.images is not None:
+            raise ConfigError(f"samples.images: {name} draws from text alone; leave it out")
         if "num_frames" not in self._takes and self.settings.num_frames is not None:
             raise ConfigError(f"samples.num_frames: {name} draws pictures; leave it out")
         if not (self._root / "scheduler").is_dir():
@@ -111,14 +128,10 @@ class Drawing:
     def opened(self, model: nn.Module, dtype: torch.dtype) -> DiffusionPipeline:
         """The pipeline with ``model`` in the place of its own, computing in ``dtype``; collective.
 
-        Autoencoders are loaded whole on every rank. Raises what a load raises.
+        Autoencoders are loaded whole on every rank, and the expert beside the model in shards. Raises what a
+        load raises.
         """
-        loaded: dict[str, Any] = {}
-        for one in self._decoders:
-            path = str(one.path)
-            kind = component_class(one.library, one.kind, path)
-            made = zerostart.load(path, model=kind, engine="fsdp2", zero_stage=0, dtype=dtype, progress=False)
-            loaded[one.name] = made.eval().requires_grad_(False)
+        loaded = {one.name: _frozen(one, 0, dtype) for one in self._decoders}
         # All else of the pipeline, its text encoders first of all, is left out: texts were encoded before the
         # training.
         left_out: dict[str, Any] = {
@@ -130,6 +143,9 @@ class Drawing:
             pipe = assembled(self._kind, self._root, {**left_out, **loaded})
         pipe.set_progress_bar_config(disable=True)
         pipe.register_modules(**{self._component: model}, **self._stand_ins)
+        if self._other is not None:
+            shared = 3 if current_world().size > 1 else 0
+            pipe.register_modules(**{self._other.name: _frozen(self._other, shared, dtype)})
         return pipe
 
     def draw(
@@ -138,18 +154,22 @@ class Drawing:
         prompts: Sequence[Prompt],
         negatives: Sequence[Prompt],
         seeds: Sequence[int],
+        pictures: Sequence[Image] = (),
     ) -> torch.Tensor:
         """One picture or video of each prompt, [B, F, 3, H, W] from 0 to 1; collective where ranks share it.
 
-        The prompts' tensors have the same shapes. ``negatives`` are the encoded texts of that name.
+        The prompts' tensors have the same shapes. ``negatives`` are the encoded texts of that name, none or
+        one for each prompt; ``pictures`` those that the one prompt starts from.
         """
         settings = self.settings
         sizes = {"height": settings.height, "width": settings.width, "num_frames": settings.num_frames}
         arguments: dict[str, object] = {name: value for name, value in sizes.items() if value is not None}
         arguments |= self._guidance | self._embedded(pipe, prompts)
-        for negative in negatives:
-            away = self._embedded(pipe, [negative] * len(prompts))
+        if negatives:
+            away = self._embedded(pipe, negatives)
             arguments |= {f"negative_{name}": value for name, value in away.items()}
+        if pictures:
+            arguments |= self._started(pipe, pictures, prompts[0])
         made: torch.Tensor = pipe(
             num_inference_steps=settings.steps,
             # From the host, each its own: a prompt has the same noise on every device and in every batch.
@@ -157,18 +177,43 @@ class Drawing:
             output_type="pt",
             **arguments,
         )[0]
-        pictures = made.float().cpu()
-        return pictures if pictures.dim() == 5 else pictures[:, None]
+        drawn = made.float().cpu()
+        return drawn if drawn.dim() == 5 else drawn[:, None]
+
+    def _started(
+        self, pipe: DiffusionPipeline, pictures: Sequence[Image], prompt: Prompt
+    ) -> dict[str, object]:
+        """What the pipeline takes of the pictures that a drawing starts from."""
+        found: dict[str, object] = {"image": pictures[0] if len(pictures) == 1 else list(pictures)}
+        if "last_image" in self._takes and len(pictures) > 1:
+            found = {"image": pictures[0], "last_image": pictures[-1]}
+        if "max_area" in self._takes and self.settings.height and self.settings.width:
+            found["max_area"] = self.settings.height * self.settings.width  # which it would scale them to
+        if (embeds := prompt.get(_OF_PICTURES)) is not None:
+            # It takes no embeddings beside pictures, which the autoencoder sees, and has no image encoder.
+            encoded = embeds.to(pipe.vae.device)
+            pipe.encode_image = lambda *_: encoded
+        return found
 
     def _embedded(self, pipe: DiffusionPipeline, prompts: Sequence[Prompt]) -> dict[str, Any]:
         """The prompts' tensors that the pipeline takes, each [B, ...], or lists where it takes those."""
         found: dict[str, Any] = {}
-        for name in prompts[0].keys() & self._takes.keys():
+        for name in prompts[0].keys() & self._takes.keys() - {_OF_PICTURES}:
             rows = [prompt[name].to(pipe.vae.device) for prompt in prompts]
             rows = [row.to(pipe.vae.dtype) if row.is_floating_point() else row for row in rows]
             lists = str(self._takes[name].annotation).startswith("list[")
             found[name] = rows if lists else torch.stack(rows)
         return found
+
+
+def _frozen(component: Any, zero_stage: int, dtype: torch.dtype) -> nn.Module:
+    """A model of the pipeline that is not trained; collective."""
+    path = str(component.path)
+    kind = component_class(component.library, component.kind, path)
+    model = zerostart.load(
+        path, model=kind, engine="fsdp2", zero_stage=zero_stage, dtype=dtype, progress=False
+    )
+    return model.eval().requires_grad_(False)
 
 
 @contextmanager

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from zerostart.errors import ConfigError, WriteError
+from zerostart.training.data.pictured import PicturedText
 from zerostart.training.loop.session import log_images
 from zerostart.training.samples.pipeline import Drawing, Prompt
 
@@ -53,8 +54,7 @@ def open_sampler(config: TrainConfig, drawing: Drawing | None, task: Task, direc
     """
     if drawing is None:
         return None
-    settings = drawing.settings
-    texts = [*settings.prompts, *drawing.negatives]
+    texts = [*drawing.texts, *drawing.negatives]
     embedded = {text: task.embedded(text) for text in dict.fromkeys(texts)}
     return Sampler(config, drawing, embedded, directory)
 
@@ -80,8 +80,10 @@ class Sampler:
         self._folder = directory / FOLDER
         self._drawing = drawing
         self._texts = self._settings.prompts * self._settings.count
-        self._prompts = [embedded[text] for text in self._texts]
-        self._negatives = [embedded[text] for text in drawing.negatives]
+        keys, away = drawing.texts * self._settings.count, drawing.negatives * self._settings.count
+        self._pictures = [text.pictures if isinstance(text, PicturedText) else () for text in keys]
+        self._prompts = [embedded[text] for text in keys]
+        self._negatives = [embedded[text] for text in away]
         self._dtype = getattr(torch, _PRECISIONS.get(config.precision, config.dtype))
 
     def due(self, step: int) -> bool:
@@ -116,7 +118,9 @@ class Sampler:
         is a collective: where the batches do not divide evenly, the first is drawn again for nothing. Modes
         and random states stay as they were.
         """
-        batches = batches_of(self._prompts, self._settings.batch_size)
+        # A pipeline takes the pictures of one prompt at a time.
+        size = 1 if any(self._pictures) else self._settings.batch_size
+        batches = batches_of(self._prompts, size)
         place, count = session.engine.mesh.batch(session.accelerator.process_index)
         drawn: dict[int, torch.Tensor] = {}
         with _undisturbed(session):
@@ -131,7 +135,9 @@ class Sampler:
                 numbers = batches[start + place if mine else 0]
                 seeds = [self._settings.seed + number for number in numbers]
                 prompts = [self._prompts[number] for number in numbers]
-                made = self._drawing.draw(pipe, prompts, self._negatives, seeds)
+                negatives = [self._negatives[number] for number in numbers if self._negatives]
+                pictures = self._pictures[numbers[0]]
+                made = self._drawing.draw(pipe, prompts, negatives, seeds, pictures)
                 if mine:
                     drawn.update(zip(numbers, made, strict=True))
         del pipe
@@ -281,15 +287,20 @@ def clear_drawn(folder: Path) -> None:
     Raises :class:`WriteError`.
     """
     try:
-        for file in folder.iterdir() if folder.is_dir() else ():
-            if _DRAWN.fullmatch(file.name) and not file.is_dir():
-                file.unlink()
+        for file in drawn_files(folder):
+            file.unlink()
     except OSError as error:
         raise WriteError(
             f"{folder}: the earlier samples in it cannot be removed: {error.strerror}"
         ) from error
     with contextlib.suppress(OSError):  # others have put something there
         folder.rmdir()
+
+
+def drawn_files(folder: Path) -> list[Path]:
+    """What ``write_drawn`` has put into ``folder``, in the order of the samples' numbers. Raises OSError."""
+    found = folder.iterdir() if folder.is_dir() else ()
+    return sorted(file for file in found if _DRAWN.fullmatch(file.name) and not file.is_dir())
 
 
 def read_pictures(folder: Path) -> np.ndarray[Any, Any] | None:
@@ -299,7 +310,7 @@ def read_pictures(folder: Path) -> np.ndarray[Any, Any] | None:
     """
     from PIL import Image
 
-    files = sorted(file for file in folder.glob("*.png") if _DRAWN.fullmatch(file.name))
+    files = [file for file in drawn_files(folder) if file.suffix == ".png"]
     try:
         return np.stack([np.asarray(Image.open(file).convert("RGB")) for file in files]) if files else None
     except OSError as error:

@@ -90,14 +90,12 @@ def count_reads(
 
 @dataclass(frozen=True)
 class _Kind:
-    """Segments of the parameters of one kind, from where the tensors begin that they come from.
+    """Segments of the parameters of one kind, from where the tensors begin that they come from."""
 
-    ``table`` has the columns rank (by its number among those counted), source, offset, bytes, direct, rows,
-    and extent, the bytes from the first that is read to the last with the gaps between rows. ``sources`` has
-    for each parameter where each of its sources begins, files being one after the other.
-    """
-
+    #: Columns: rank (by its number among those counted), source, offset, bytes, direct, rows, and extent, the
+    #: bytes from the first that is read to the last with the gaps between rows.
     table: Numbers
+    #: For each parameter where each of its sources begins, files being one after the other.
     sources: list[list[int]] = field(default_factory=list)
 
     def placed(self, line: int) -> Numbers:

@@ -26,15 +26,15 @@ MARGIN = 0.9
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Bytes a second.
+    """Bytes a second."""
 
-    Of storage ``shared`` by all machines, of a machine's ``link`` to it or its disk, of a machine's copies
-    (out of its page cache, for one), and of one rank's ``interconnect``.
-    """
-
+    #: Of storage, shared by all machines.
     shared: float = math.inf
+    #: Of one machine's link to it, or of its disk.
     link: float = 2 * GB
+    #: Of a machine's copies, out of its page cache for one.
     copy: float = 8 * GB
+    #: Of one rank.
     interconnect: float = 1 * GB
 
     @classmethod
@@ -45,17 +45,19 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Bytes ``wanted`` by all ranks together, how many ``differ``, and the ``most`` that one rank wants.
+    """What ranks want of the files."""
 
-    ``fetched`` are those that storage gives if each rank reads what it wants; never fewer than ``wanted``.
-    """
-
+    #: Bytes that all ranks together want.
     wanted: int
+    #: How many of them differ.
     differ: int
+    #: Bytes that one rank wants, at most.
     most: int
     ranks: int
     machines: int = 1
+    #: Most bytes of a request in an exchange.
     chunk: int = 0
+    #: Bytes that storage gives if each rank reads what it wants; never fewer than ``wanted``.
     fetched: int = 0
 
 

@@ -66,15 +66,14 @@ def batches(sizes: Sequence[int], limit: int) -> Iterator[tuple[int, int, int]]:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """Bytes that several ranks want, each read once, but at a cut (see ``exchange_schedule``).
-
-    ``alone`` has for each rank the numbers of the requests that nobody else's overlap, which it reads for
-    itself; ``served`` the bytes that it reads by steps, ``received`` those that others send it by them.
-    """
+    """Bytes that several ranks want, each read once, but at a cut (see ``exchange_schedule``)."""
 
     steps: tuple[ExchangeStep | Agreement, ...]
+    #: For each rank the numbers of the requests that nobody else's overlap, which it reads for itself.
     alone: tuple[tuple[int, ...], ...]
+    #: For each rank the bytes that it reads by steps, for itself and others.
     served: tuple[int, ...]
+    #: For each rank the bytes that others send it by them.
     received: tuple[int, ...]
 
 

@@ -17,15 +17,15 @@ OperandView = tuple[int, tuple[int, ...], tuple[int, ...] | None]
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """Local storage that the plan fills: ``numel`` elements of ``dtype``, the first ``owned`` of them real.
-
-    ``direct`` tells storage that a read may land in (host memory) from storage behind a staging buffer.
-    """
+    """Local storage that the plan fills."""
 
     name: str
+    #: Its elements, padding included.
     numel: int
+    #: How many of them, from the first on, are real.
     owned: int
     dtype: torch.dtype
+    #: Whether a read may land in it: host memory, and not memory behind a staging buffer.
     direct: bool
 
     @property
@@ -36,18 +36,19 @@ class Destination:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What becomes of the bytes at ``at`` of a read.
+    """What becomes of some of the bytes of a read."""
 
-    They are elements of ``dtype`` and go to destination number ``target`` from element ``to`` on, by
-    ``loops`` of (size, source stride, destination stride). ``direct`` parts are one unbroken run on both
-    sides with no cast, and can be read into place.
-    """
-
+    #: Bytes from the start of the read to the first element.
     at: int
+    #: Of the elements as they are stored.
     dtype: torch.dtype
+    #: Number of the destination.
     target: int
+    #: Its element that the first one goes to.
     to: int
+    #: (size, source stride, destination stride), in elements.
     loops: tuple[tuple[int, int, int], ...]
+    #: Whether it is one unbroken run on both sides with no cast, and can be read into place.
     direct: bool
 
     @property
@@ -58,20 +59,22 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """One positioned read of ``nbytes`` at ``offset`` of file number ``file``.
+    """One positioned read."""
 
-    ``direct`` reads scatter into their parts' final places, which then tile the read without gaps;
-    the others go through a staging buffer. A read of several ``rows`` takes that many runs of equal length,
-    ``stride`` bytes from start to start, and leaves out what lies between them: its bytes are those of the
-    runs, one after the other, and it has one part.
-    """
-
+    #: Number of the file.
     file: int
+    #: Of its first byte in the file.
     offset: int
+    #: Bytes that are taken: with rows those of the runs alone, one after the other.
     nbytes: int
+    #: Where they go; with rows there is one part.
     parts: tuple[Part, ...]
+    #: Scatters into the final places of its parts, which then tile the read without gaps; else it goes
+    #: through a staging buffer.
     direct: bool
+    #: Runs of equal length; what lies between them is left out.
     rows: int = 1
+    #: Bytes from the start of one row to that of the next; 0 for one row.
     stride: int = 0
 
     @property
@@ -82,28 +85,27 @@ class Read:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Evaluate ``box`` of ``source`` (of its shape split by ``factors``), and deliver ``parts`` of its bytes.
-
-    ``operands`` are (register, shape, strides) of the regions that they hold. The result is row-major.
-    """
+    """Evaluate a box of a computed tensor, and deliver parts of the result, which is row-major."""
 
     source: Computed
+    #: By which the shape of ``source`` is split.
     factors: tuple[tuple[int, ...], ...]
+    #: Of the split shape.
     box: Box
+    #: (register, shape, strides) of the regions that they hold.
     operands: tuple[OperandView, ...]
     parts: tuple[Part, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Computation:
-    """What one box of a computed tensor is made from, step by step.
+    """What one box of a computed tensor is made from, step by step."""
 
-    ``reads`` fill ``registers``, rows of elements in memory of its own; so do all ``steps`` but the last,
-    which delivers to a destination of the plan.
-    """
-
+    #: Rows of elements in memory of its own.
     registers: tuple[Destination, ...]
+    #: They fill registers.
     reads: tuple[Read, ...]
+    #: All but the last fill registers, too; that one delivers to a destination of the plan.
     steps: tuple[Step, ...]
 
     @property

@@ -29,14 +29,15 @@ MAX_BUFFERS = 1024
 class PlanOptions:
     """How reads are cut and merged.
 
-    ``chunk_size``: most bytes of one read, and the size of a staging buffer. A gap between two wanted runs
-    is read through when it is at most ``gap_share`` of the run before it, or when run and gap together are
-    at most ``gap_floor`` bytes, where taking the run alone costs more than the bytes. Runs that are left
-    alone and follow each other at equal distances are one read of several rows.
+    Runs that are left alone and follow each other at equal distances are one read of several rows.
     """
 
+    #: Most bytes of one read, and the size of a staging buffer.
     chunk_size: int = 8 * MiB
+    #: A gap between two wanted runs is read through when it is at most this share of the run before it,
     gap_share: float = 0.04
+    #: or when run and gap together are at most so many bytes, where taking the run alone costs more than the
+    #: bytes.
     gap_floor: int = 512
 
     def reads_through(self, gap: int, run: int) -> bool:

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from zerostart.checkpoint.storage.page_cache import PAGE
+from zerostart.checkpoint.storage.direct import PAGE
 from zerostart.checkpoint.write.shards import SaveLayout
 from zerostart.geometry import Copy, Loop
 from zerostart.geometry.layout import Layout
@@ -44,18 +44,19 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """What a rank has of the elements ``first`` to ``first + span`` of the tensor ``name`` of the files.
+    """What a rank has of a window of one tensor of the files."""
 
-    ``parts`` say where: bytes from ``at`` on of that window come out of storage number ``target``, by loops
-    of (size, stride in the file, stride in the storage). They do not overlap, and have ``count`` elements in
-    all: where that is all of the span, it is one run.
-    """
-
+    #: Of the tensor in the files.
     name: str
     dtype: torch.dtype
+    #: Its first element in the window.
     first: int
+    #: Elements of the window.
     span: int
+    #: Elements that the parts have in all: where that is all of the span, it is one run.
     count: int
+    #: Bytes from ``at`` on of the window come out of storage number ``target``, by loops of (size, stride in
+    #: the file, stride in the storage); disjoint.
     parts: tuple[Part, ...]
 
     @property

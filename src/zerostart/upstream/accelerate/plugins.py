@@ -6,7 +6,7 @@ import functools
 import os
 import weakref
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -79,7 +79,7 @@ class FSDP2Plugin:
     mixed_precision: str
 
     @property
-    def policy(self) -> Any:
+    def policy(self) -> object:
         """The ``MixedPrecisionPolicy`` that accelerate would shard with, None for none."""
         return self.plugin.mixed_precision_policy
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from zerostart.upstream.accelerate.plugins import SHARDED, is_set, remember, remember_parallelism, require
 from zerostart.upstream.patches import RefCountedPatches, fits, replaced
 from zerostart.upstream.registry import Lasts, Otherwise, PatchPoint, misfit
-from zerostart.upstream.shapes import Function, Shape, found
+from zerostart.upstream.shapes import Function, Shape, resolve
 from zerostart.upstream.versions import ACCELERATE, TRANSFORMERS
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ class AcceleratorPatches(RefCountedPatches):
                 continue
             if not fits(stack, self, (point,), _REMEDY):
                 continue
-            owner = found(point.owner)
+            owner = resolve(point.owner)
             for name, make in zip(point.names, makers, strict=True):
                 original = vars(owner)[name]
                 new = functools.wraps(original)(make(original))

@@ -113,6 +113,7 @@ def ring(mesh: DeviceMesh) -> Iterator[None]:
     from torch.distributed.tensor.experimental import context_parallel
 
     chunks, count = head_and_tail(mesh.get_local_rank(), mesh.size())
+    # torch cuts this as it cuts a sequence: what is left on this rank says which chunks it has.
     parts = torch.arange(count, device=mesh.device_type)
     with context_parallel(mesh, buffers=[parts], buffer_seq_dims=[0], no_restore_buffers={parts}):
         if parts.tolist() != list(chunks):
@@ -141,6 +142,7 @@ def _enter(stack: ExitStack) -> None:
 
     module: ModuleType = _attention
     kernels: Any = torch.ops.aten
+    # For DTensors of these kernels torch asks this table; it has CUDA's, and ours call the same templates.
     ours = {
         kernels._scaled_dot_product_flash_attention_for_cpu.default: _forward,
         kernels._scaled_dot_product_flash_attention_for_cpu_backward.default: _backward,
@@ -155,6 +157,7 @@ def _forward(op: OpOverload, args: Arguments, kwargs: Keywords) -> tuple[DTensor
     """``op(query, key, value, dropout_p, is_causal, *, attn_mask, scale)`` around the ring."""
     from torch.distributed.tensor.experimental._context_parallel import _attention
 
+    # Arguments that have their defaults are left out by the dispatcher.
     query, key, value, *more = args
     dropout = more[0] if more else 0.0
     causal = more[1] if len(more) > 1 else False
@@ -176,6 +179,7 @@ def _backward(op: OpOverload, args: Arguments, kwargs: Keywords) -> tuple[DTenso
     """``op(grad_out, query, key, value, out, logsumexp, dropout_p, is_causal, *, ...)``."""
     from torch.distributed.tensor.experimental._context_parallel import _attention
 
+    # All of them are given here: autograd saved them in the forward.
     *tensors, dropout, causal = args
     gradient, query, key, value, out, logsumexp = (tensor.to_local() for tensor in tensors)
     results = _attention._templated_ring_attention_backward(

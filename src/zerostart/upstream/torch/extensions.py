@@ -85,10 +85,12 @@ def load_operations(names: tuple[str, ...]) -> None:
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 
+    # Open for the length of this call; loaded models hold it open besides.
     compiling.open()
     try:
         for name in names:
             builder: OpBuilder = get_accelerator().create_op_builder(name)
+            # None: the accelerator has no such operation; not compatible: this machine cannot build it.
             if builder is None or not deepspeed.ops.__compatible_ops__.get(builder.NAME, False):
                 continue
             try:
@@ -144,6 +146,7 @@ def _folder_of_environment(name: str) -> Iterator[None]:
         yield
         return
     versions = [library.running() for library in (TORCH, DEEPSPEED)]
+    # An environment is its interpreter and the two libraries that an operation is compiled against.
     key = hashlib.sha256(repr((sys.prefix, sys.version, *versions)).encode()).hexdigest()[:12]
     root = cpp_extension.get_default_build_root() if chosen is None else chosen
     os.environ["TORCH_EXTENSIONS_DIR"] = str(Path(root, f"zerostart_{key}"))
@@ -187,10 +190,12 @@ def built(folder: Path, build: Callable[[], Built], name: str, told: bool) -> Bu
     with _telling(name, folder, told), contextlib.ExitStack() as stack:
         try:
             mark = stack.enter_context((folder / _MARK).open("a+b"))
+            # Held until the file is closed, also by a kill: so no lock of ours is ever left behind.
             fcntl.flock(mark, fcntl.LOCK_EX)
         except OSError:  # A folder that cannot be written, or a file system without locks.
             _await_others(folder, False)
             return build()
+        # Not empty: whoever held the lock before was killed while it built.
         mark.seek(0)
         _await_others(folder, bool(mark.read()))
         mark.write(b"building")
@@ -208,10 +213,13 @@ def _await_others(folder: Path, killed: bool) -> None:
     """
     lock = folder / "lock"
     if not _is_lock_by_being():
+        # torch's lock goes with its holder here; the compilers of a killed build may still write.
         while killed and _at_work(folder):
             time.sleep(_POLL)
         return
     while lock.exists():
+        # A holder that this process cannot see (another container, another machine) shows only by changes in
+        # the folder.
         if not _at_work(folder) and (killed or _is_quiet(folder)):
             logger.warning("removed %s, which a killed build had left", lock)
             lock.unlink(missing_ok=True)
@@ -281,9 +289,11 @@ def _ending_children() -> Iterator[None]:
 
     A SIGTERM that nobody handles raises SystemExit, so that torch gives its lock back.
     """
+    # Handlers of signals can be set in the main thread alone.
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    # What was started before is none of ours to end: workers of a data loader, say.
     others = _children(os.getpid())
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
@@ -310,6 +320,7 @@ def _children(ancestor: int) -> set[int]:
     """Processes that ``ancestor`` has started, and those that they have."""
     processes = _processes()
     found: set[int] = set()
+    # Grandchildren too: ninja starts compilers, which start others.
     while more := {child for child, (parent, _) in processes.items() if parent in {ancestor, *found}} - found:
         found |= more
     return found
@@ -320,6 +331,7 @@ def _processes() -> dict[int, tuple[int, int]]:
     found = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError, ValueError, IndexError):
+            # Behind the name of the command, which stands in brackets and may hold anything.
             fields = stat.read_text().rpartition(")")[2].split()
             found[int(stat.parent.name)] = (int(fields[1]), int(fields[3]))
     return found

@@ -34,15 +34,15 @@ _SAME = {"FusedAdam": "Adam", "DeepSpeedCPUAdam": "Adam", "FusedLion": "Lion", "
 
 @dataclass(frozen=True)
 class Member:
-    """A parameter that a stepped tensor has elements of: ``count`` of them, from its element ``at`` on.
-
-    They are what this rank holds of the parameter itself, or, with ``first``, the elements from that one on
-    of the row-major order of all that this rank holds of it, of which there may be none.
-    """
+    """A parameter that a stepped tensor has elements of."""
 
     parameter: torch.Tensor
+    #: First of the elements in the stepped tensor.
     at: int
+    #: How many there are; there may be none.
     count: int
+    #: None: they are what this rank holds of the parameter itself. Else those from this one on of the row-
+    #: major order of all that the rank holds of it.
     first: int | None = None
 
 

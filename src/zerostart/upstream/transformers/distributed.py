@@ -70,20 +70,20 @@ TOUCHED = (_FLAG, _ASKED, _STYLES, _FORWARDS)
 
 @dataclass(frozen=True)
 class AxesAsked:
-    """What a ``DistributedConfig`` asks for, in the words of its newest release.
+    """What a ``DistributedConfig`` asks for, in the words of its newest release."""
 
-    ``experts`` and ``tensors`` are numbers of ranks, ``experts`` None for the flag alone, which leaves the
-    number open. Plans are rules over the model's own; None for these alone. ``unserved`` are the names of
-    other settings that are not at their defaults.
-    """
-
+    #: Ranks that share experts; None for the flag alone, which leaves the number open.
     experts: int | None
+    #: Ranks that share tensors.
     tensors: int
+    #: Rules over the model's own; None for these alone.
     expert_plan: Mapping[str, str] | None
+    #: The same for tensors.
     tensor_plan: Mapping[str, str] | None
     data: int
     replicas: int
     stages: int
+    #: Names of other settings that are not at their defaults.
     unserved: tuple[str, ...]
 
     @property

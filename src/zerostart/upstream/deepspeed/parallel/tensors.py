@@ -252,14 +252,14 @@ _LAYERS = "deepspeed.module_inject.layers"
 
 @dataclass(frozen=True)
 class Slice:
-    """Of a parameter of ``shape``: the index ranges along ``dim`` that each rank has, in order.
+    """What the ranks have of a parameter."""
 
-    ``reason``: why that cannot be told, "" where it can.
-    """
-
+    #: Of the whole parameter.
     shape: tuple[int, ...]
     dim: int
+    #: Of each rank its index ranges along ``dim``, in order.
     ranks: tuple[tuple[tuple[int, int], ...], ...]
+    #: Why that cannot be told; empty where it can.
     reason: str = ""
 
 

@@ -150,16 +150,16 @@ def counters(engine: DeepSpeedEngine) -> dict[str, Any]:
     return found
 
 
-def set_counters(engine: DeepSpeedEngine, found: Mapping[str, Any]) -> None:
+def set_counters(engine: DeepSpeedEngine, saved: Mapping[str, Any]) -> None:
     """Put back what ``counters`` gave; what this engine does not have is left out."""
-    engine.global_steps = found.get("global_steps", engine.global_steps)
-    engine.global_samples = found.get("global_samples", engine.global_samples)
-    engine.micro_steps = found.get("micro_steps", engine.micro_steps)
-    if "window" not in found:  # The next one begins here, however many batches this engine puts into one.
+    engine.global_steps = saved.get("global_steps", engine.global_steps)
+    engine.global_samples = saved.get("global_samples", engine.global_samples)
+    engine.micro_steps = saved.get("micro_steps", engine.micro_steps)
+    if "window" not in saved:  # The next one begins here, however many batches this engine puts into one.
         # Up to the next multiple.
         engine.micro_steps += -engine.micro_steps % engine.gradient_accumulation_steps()
-    engine.skipped_steps = found.get("skipped_steps", engine.skipped_steps)
-    scale, scaler = found.get("scale", {}), _scaler(engine)
+    engine.skipped_steps = saved.get("skipped_steps", engine.skipped_steps)
+    scale, scaler = saved.get("scale", {}), _scaler(engine)
     if hasattr(scaler, "cur_scale"):
         scaler.cur_scale = scale.get("cur_scale", scaler.cur_scale)
     if hasattr(scaler, "cur_iter"):
@@ -210,12 +210,12 @@ def check_window(engine: DeepSpeedEngine, found: Mapping[str, Any]) -> None:
         )
 
 
-def set_window(engine: DeepSpeedEngine, found: Mapping[str, Any]) -> None:
+def set_window(engine: DeepSpeedEngine, saved: Mapping[str, Any]) -> None:
     """Put back what ``window`` gave."""
     wrapper = optimizer_of_engine(engine)
-    wrapper.micro_step_id = found["micro_step_id"]
-    wrapper._epilogue_ran_this_backward = found["epilogue_ran"]
-    engine._unmanaged_backward_count = found["unmanaged"]
+    wrapper.micro_step_id = saved["micro_step_id"]
+    wrapper._epilogue_ran_this_backward = saved["epilogue_ran"]
+    engine._unmanaged_backward_count = saved["unmanaged"]
 
 
 def drop_gathered(parameters: Iterable[Any]) -> None:

@@ -103,6 +103,7 @@ def base_optimizer(engine: DeepSpeedEngine) -> torch.optim.Optimizer | None:
     wrapper = optimizer_of_engine(engine)
     if wrapper is None or isinstance(wrapper, torch.optim.Optimizer):
         return wrapper
+    # Every wrapper of DeepSpeed's has what it wraps under this name.
     base = getattr(wrapper, "optimizer", None)
     return base if isinstance(base, torch.optim.Optimizer) else None
 
@@ -138,6 +139,8 @@ def steps_of(engine: DeepSpeedEngine) -> list[Stepped]:
     # Stage 0 in fp32: DeepSpeed hands the client's optimizer through.
     if wrapper is base:
         return plain_steps(base)
+    # By attributes and not by classes: their modules import what this machine may lack. Stage 3, then 1 and 2
+    # (and bf16 with fp32 gradients), then 0 in low precision.
     if hasattr(wrapper, "fp32_partitioned_groups_flat"):
         return list(_partitioned(wrapper, base))
     if hasattr(wrapper, "single_partition_of_fp32_groups") or hasattr(wrapper, "fp32_groups_flat_partition"):
@@ -170,6 +173,8 @@ def _partitioned(wrapper: DeepSpeedOptimizer, base: torch.optim.Optimizer) -> It
 
 def _in_partitions(wrapper: DeepSpeedOptimizer, base: torch.optim.Optimizer) -> Iterator[Stepped]:
     """At stages 1 and 2: this rank's partition of each flat group."""
+    # Stages 1 and 2 call their flat masters so, the optimizer of bf16 otherwise; both have one for each
+    # group.
     flats = getattr(wrapper, "single_partition_of_fp32_groups", None)
     if flats is None:
         flats = wrapper.fp32_groups_flat_partition
@@ -211,6 +216,8 @@ def gradients(
     wrapper = optimizer_of_engine(engine)
     if hasattr(wrapper, "grad_partitions_flat_buffer"):
         counts = [member.count for step in steps for member in step.members]
+        # Stage 3: one buffer for all gradients of a window, in the order of the sub-groups; padding behind
+        # them.
         buffer: torch.Tensor = wrapper.grad_partitions_flat_buffer
         return list(torch.split(buffer[: sum(counts)], counts))
     # Stage 1, and stage 2 with offload, have nothing reduced before the step that could be saved.
@@ -226,6 +233,7 @@ def _reduced(wrapper: DeepSpeedOptimizer, step: Stepped, make: bool) -> Iterator
         flat = wrapper._get_compact_grad_partition_buffer(number).flat_partition
         yield from (flat[member.at : member.at + member.count] for member in step.members)
         return
+    # Those of which this rank has at least a part, in the order of the group.
     parameters = wrapper.params_in_partition[number]
     if make:
         dtype = wrapper.gradient_accumulation_dtype

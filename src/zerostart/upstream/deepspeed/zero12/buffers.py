@@ -99,7 +99,7 @@ TOUCHED = (_CONSTRUCTION, _BROADCAST)
 
 
 @functools.cache
-def known() -> bool:
+def is_known() -> bool:
     """Whether the installed DeepSpeed is as this module knows it; warns once if it is not."""
     import_deepspeed()
     wrong = misfit((*TOUCHED, *GROUPING, *OPTIMIZERS))
@@ -110,7 +110,7 @@ def known() -> bool:
 
 def mark(parameter: torch.Tensor, name: str, keeper: Keeper) -> None:
     """Have the optimizer that gets ``parameter`` take the buffer in which it lies, while it lives."""
-    if known():
+    if is_known():
         remark(parameter, Mark(name, keeper, None, _held.ticket()))
 
 

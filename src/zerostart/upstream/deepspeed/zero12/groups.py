@@ -123,13 +123,11 @@ def _split(client: Any, parameters: Sequence[Any]) -> tuple[object, object]:
 
 
 class Kind(NamedTuple):
-    """What the parameters of one group have in common.
+    """What the parameters of one group have in common."""
 
-    ``expert`` is the name of the process groups of experts, None of other parameters; ``home`` the identity
-    of what holds the flat buffers in which they lie, None of parameters that lie by themselves.
-    """
-
+    #: Name of the process groups of experts; None of other parameters.
     expert: str | None = None
+    #: Identity of what holds the flat buffers in which they lie; None of parameters that lie by themselves.
     home: int | None = None
 
 

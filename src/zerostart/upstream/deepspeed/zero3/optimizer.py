@@ -263,7 +263,7 @@ class _Overrides:
     def arrange_partitions(self, groups: list[ParameterGroup]) -> None:
         """Bring what is trained into the order of ``groups``, in the buffers of its loads."""
         # On NVMe partitions come and go by themselves, and have no buffer of the load to lie in.
-        if self.params_in_nvme_and_cpu or not starting.known():
+        if self.params_in_nvme_and_cpu or not starting.is_known():
             return
         every: list[Any] = [p for p in self.module.parameters() if hasattr(p, "ds_tensor")]
         for load in dict.fromkeys(_buffer_of(group["params"][0])[1] for group in groups):
@@ -281,7 +281,7 @@ class _Overrides:
                 arrange(parts, [p.ds_tensor for p in every if _buffer_of(p)[1] == load])
 
     def _create_fp16_partitions_with_defragmentation(self, groups: list[ParameterGroup]) -> None:
-        with starting.defragmenting() if starting.known() else contextlib.nullcontext():
+        with starting.defragmenting() if starting.is_known() else contextlib.nullcontext():
             super()._create_fp16_partitions_with_defragmentation(groups)  # type: ignore[misc]
 
     def _of_other_buffers(self) -> bool:
@@ -304,7 +304,7 @@ class _Overrides:
                 self.fp16_partitioned_groups_flat.append(starting.flattened([p.ds_tensor for p in group]))
 
     def _create_param_groups_fp16_flat_cpu_memory(self) -> None:
-        if not self.params_in_nvme_and_cpu and starting.known():
+        if not self.params_in_nvme_and_cpu and starting.is_known():
             # The load has them next to each other already: its buffers are the host buffers, and nothing is
             # copied.
             parts = [[p.ds_tensor for p in group["params"]] for group in self.trainable_param_groups]
@@ -329,14 +329,14 @@ class _Overrides:
         super().offload_states(*args, **kwargs)  # type: ignore[misc]
 
     def _create_fp32_partitions(self) -> None:
-        with starting.FuseToClone() if starting.known() else contextlib.nullcontext():
+        with starting.FuseToClone() if starting.is_known() else contextlib.nullcontext():
             super()._create_fp32_partitions()  # type: ignore[misc]
         # Those on NVMe have no memory yet: see ``initialize_optimizer_states``.
         self._read_masters([n for n in range(len(self.fp16_groups)) if not self._is_swapped(n)])
 
     def initialize_optimizer_states(self) -> None:
         # What it gives the masters as gradients is zero, and never written to; swapping and ZenFlow write it.
-        unread = starting.known() and not (self.swap_optimizer or self.zenflow)
+        unread = starting.is_known() and not (self.swap_optimizer or self.zenflow)
         largest = max(sum(p.ds_numel for p in group) for group in self.fp16_partitioned_groups)
         with starting.SharedZeroGradients(largest) if unread else contextlib.nullcontext():
             super().initialize_optimizer_states()  # type: ignore[misc]
@@ -355,7 +355,7 @@ class _Overrides:
 
     def create_reduce_and_remove_grad_hooks(self) -> None:
         trained = [p for group in self.fp16_groups for p in group if _mark_of(p) is not None]
-        with starting.ungathered(trained) if starting.known() else contextlib.nullcontext():
+        with starting.ungathered(trained) if starting.is_known() else contextlib.nullcontext():
             super().create_reduce_and_remove_grad_hooks()  # type: ignore[misc]
 
     def _is_swapped(self, number: int) -> bool:

@@ -121,7 +121,7 @@ _CHUNK = 1 << 22
 
 
 @functools.cache
-def known() -> bool:
+def is_known() -> bool:
     """Whether the optimizer's constructor does what is described above; warns once if it does not."""
     wrong = misfit((_DEFRAGMENT, _MEMORY))
     if wrong:

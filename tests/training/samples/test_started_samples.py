@@ -1,0 +1,130 @@
+"""Samples that start from pictures, or are drawn by two experts: what diffusers' own pipeline draws."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ranks import run_ranks
+from tests.training.data.encoded import make, picture, write_media
+from tests.training.samples.test_samples import check_alike, pictures
+from zerostart.errors import ConfigError
+from zerostart.training.config.load import parse_config
+
+PROMPTS = ["a cat", "the sea sleeps", "the cat"]
+SIZE = {"height": 32, "width": 32}
+
+
+def small_areas() -> None:
+    """Kontext brings what it edits to one of these sizes, of a million pixels each."""
+    from diffusers.pipelines.flux import pipeline_flux_kontext
+
+    pipeline_flux_kontext.PREFERRED_KONTEXT_RESOLUTIONS = [(32, 32)]
+
+
+def run(values: dict[str, Any]) -> Any:
+    from zerostart.training.loop.runner import train
+
+    small_areas()
+    return train(parse_config(values))
+
+
+def configured(
+    pipeline: Path, columns: dict[str, str], tmp_path: Path, engine: dict[str, Any]
+) -> dict[str, Any]:
+    media = write_media(tmp_path / "media", columns, [(32, 32)] * 2, frames=5)
+    starts = []
+    for number in range(len(PROMPTS)):
+        starts.append(str(tmp_path / f"{number}.png"))
+        picture(32, 32, 50 + number).save(starts[-1])
+    samples = {"prompts": PROMPTS, "images": starts, "steps": 4, "seed": 5, **SIZE}
+    return {
+        "model": {"source": str(pipeline)},
+        "task": {"name": "flow-matching"},
+        "media": {**media, **SIZE},
+        "cache": {"max_sequence_length": 512 if "image" not in columns else 12},
+        "engine": engine,
+        "train": {"steps": 1, "batch_size": 1, "learning_rate": 1e-2},
+        "samples": samples,
+        "output": {"directory": str(tmp_path / "out")},
+    }
+
+
+def by_diffusers(pipeline: Path, component: str, trained: Path | None, **options: Any) -> list[torch.Tensor]:
+    """The same texts, pictures and noise by the whole pipeline in one process, [F, 3, H, W] each."""
+    import diffusers
+    from PIL import Image
+
+    small_areas()
+    pipe = diffusers.DiffusionPipeline.from_pretrained(pipeline)
+    if trained is not None:
+        setattr(pipe, component, type(getattr(pipe, component)).from_pretrained(trained))
+    pipe.set_progress_bar_config(disable=True)
+    found, starts = [], options.pop("images", None)
+    for number, prompt in enumerate(PROMPTS):
+        image = {} if starts is None else {"image": Image.open(starts[number])}
+        made = pipe(
+            prompt=prompt,
+            num_inference_steps=4,
+            output_type="pt",
+            generator=torch.Generator().manual_seed(5 + number),
+            **SIZE,
+            **image,
+            **options,
+        )[0]
+        found.append(made[0] if made.dim() == 5 else made)
+    return found
+
+
+CASES: dict[str, tuple[dict[str, str], dict[str, Any], dict[str, Any]]] = {
+    "wan_i2v": ({"video": "video"}, {"num_frames": 1, "max_sequence_length": 512}, {"name": "fsdp2"}),
+    "flux_kontext": (
+        {"image": "image", "edit_image": "image"},
+        {"max_sequence_length": 12, "max_area": 32 * 32},
+        {"name": "deepspeed", "zero_stage": 3},
+    ),
+}
+
+
+@pytest.mark.parametrize("key", [pytest.param("wan_i2v", marks=pytest.mark.slow), "flux_kontext"])
+def test_samples_that_start_from_pictures(key: str, tmp_path: Path) -> None:
+    """Before and after, three prompts on two ranks; the pictures' embeddings are in the cache."""
+    columns, options, engine = CASES[key]
+    pipeline = make(key, tmp_path / "pipeline")
+    values = configured(pipeline, columns, tmp_path, engine)
+    if key == "wan_i2v":
+        values["samples"]["num_frames"] = 1
+        pytest.importorskip("ftfy")
+    run_ranks(run, 2, values)
+    given = values["samples"]["images"]
+    drawn = [pictures(tmp_path / "out" / "samples" / f"step-{step:08d}") for step in (0, 1)]
+    check_alike(drawn[0], by_diffusers(pipeline, "transformer", None, images=given, **options))
+    trained = tmp_path / "out"
+    check_alike(drawn[1], by_diffusers(pipeline, "transformer", trained, images=given, **options))
+    assert not all(torch.equal(one, other) for one, other in zip(*drawn, strict=True))
+    other = by_diffusers(pipeline, "transformer", None, images=given[::-1], **options)
+    assert max(float((one - two).abs().max()) for one, two in zip(drawn[0], other, strict=True)) > 2 / 255
+
+
+@pytest.mark.parametrize("component", ["transformer", pytest.param("transformer_2", marks=pytest.mark.slow)])
+def test_samples_of_one_of_two_experts(component: str, tmp_path: Path) -> None:
+    """Wan2.2 A14B: the other expert draws as it is in the pipeline, in shards beside the trained one."""
+    pipeline = make("wan_of_two", tmp_path / "pipeline")
+    values = configured(pipeline, {"image": "image"}, tmp_path, {"name": "fsdp2"})
+    del values["samples"]["images"]
+    values["model"]["component"] = component
+    values["samples"] |= {"num_frames": 1, "guidance": 3.0}
+    run_ranks(run, 2, values)
+    options = {"num_frames": 1, "guidance_scale": 3.0, "max_sequence_length": 12}
+    drawn = [pictures(tmp_path / "out" / "samples" / f"step-{step:08d}") for step in (0, 1)]
+    check_alike(drawn[0], by_diffusers(pipeline, component, None, **options))
+    check_alike(drawn[1], by_diffusers(pipeline, component, tmp_path / "out", **options))
+    assert not all(torch.equal(one, other) for one, other in zip(*drawn, strict=True))
+
+
+def test_pictures_for_each_prompt(tmp_path: Path) -> None:
+    values = configured(tmp_path, {"image": "image"}, tmp_path, {"name": "fsdp2"})
+    values["samples"]["images"] = values["samples"]["images"][:2]
+    with pytest.raises(ConfigError, match="images has entries for 2 prompts, and there are 3"):
+        parse_config(values)
