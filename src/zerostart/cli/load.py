@@ -133,7 +133,8 @@ def _run(argv: list[str]) -> dict[str, object]:
     # What a training script has imported long before; the rehearsal times the load alone.
     number, size = (0, int(os.environ["WORLD_SIZE"])) if place is None else place
     Request(**options).resolve(size, number).require()
-    models.require(None, open_catalog(options["source"]).root)
+    catalog = open_catalog(options["source"])
+    models.require(None, catalog.root, {name: one.shape for name, one in catalog.weights.items()})
     forecast = _forecast(options, place)
     wrong = None
     if place is None:

@@ -66,7 +66,7 @@ def prepare(
     with clock.phase("build"), world.phase("building the model"):
         check_model(request.model, request.source, catalog)
         with importing():
-            models.require(request.model, catalog.root)
+            models.require(request.model, catalog.root, _shapes(catalog))
         built, aliases = _build(request, engine, catalog)
         if world.rank == 0:  # which has opened it
             check_configuration(catalog)
@@ -162,7 +162,8 @@ def _build(request: Request, engine: Engine, catalog: Catalog) -> tuple[Built, A
     # Not of eight bits: a quantised checkpoint's weights are not what the model computes in.
     first = next((d for d in stored.values() if d.is_floating_point and d.itemsize > 1), None)
     main = main_dtype(catalog.weights.values())
-    built = models.build(request.model, catalog.root, dtype, first, main, request.trust_remote_code)
+    trusted, shapes = request.trust_remote_code, _shapes(catalog)
+    built = models.build(request.model, catalog.root, dtype, first, main, trusted, shapes)
     # Before any dtype changes: a cast makes new tensors, and what shared memory would share it no more.
     aliases = Aliases.of(built.model, built.library.keeps_views)
     models.set_dtypes(built, stored)
@@ -171,6 +172,10 @@ def _build(request: Request, engine: Engine, catalog: Catalog) -> tuple[Built, A
         masters = request.fp32_masters and computing == built.dtype and _stored_wider(catalog, computing)
         models.let_cast(built, computing, masters, engine.allow_cast)
     return built, aliases
+
+
+def _shapes(catalog: Catalog) -> dict[str, tuple[int, ...]]:
+    return {name: entry.shape for name, entry in catalog.weights.items()}
 
 
 def _recipes(request: Request, engine: Engine, catalog: Catalog, built: Built) -> Recipes:

@@ -34,14 +34,19 @@ class Alias:
 
 @dataclass(frozen=True)
 class _View:
-    """The place ``slot``, of the buffer ``name`` or of none, looks at elements of a tensor elsewhere."""
+    """A place that looks at elements of a tensor elsewhere."""
 
     slot: Slot
+    #: The buffer that the place is of; None for an attribute.
     name: str | None
+    #: The place of the tensor that holds all the elements.
     base: Slot
+    #: The buffer that the base is; None for an attribute.
     base_name: str | None
+    #: Of the view, and so ``stride``, both in elements.
     size: tuple[int, ...]
     stride: tuple[int, ...]
+    #: Elements from the beginning of the base.
     offset: int
 
     def of(self, base: torch.Tensor) -> torch.Tensor:

@@ -27,11 +27,14 @@ from zerostart.upstream.torch.types import Arguments, Keywords
 
 @dataclass(frozen=True)
 class Op:
-    """One operator call: its arguments, and the meta tensors that it made or changed."""
+    """One operator call."""
 
+    #: An operator, or a Python function that changes its first argument (see ``opaque``).
     func: Any
+    #: As they were before the call: real tensors as copies, meta ones as views.
     args: Arguments
     kwargs: Keywords
+    #: Meta tensors that the call made, or anything else.
     result: Any
 
     @functools.cached_property

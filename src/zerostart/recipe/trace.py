@@ -203,14 +203,13 @@ _REMEDY = "Pass a converter that makes the state dict the module's own, and buil
 # stays. What the module computes out of its own tensors is logged with its construction.
 @dataclass(frozen=True)
 class Loaded:
-    """Tensors by the names of the parameters and buffers that they fill, and what is left over.
+    """What a module's own loading has filled, and what is left over."""
 
-    ``mismatched`` maps a name to (shape in the checkpoint, shape in the model).
-    """
-
+    #: By the names of the parameters and buffers that they fill.
     tensors: dict[str, SymbolicTensor]
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
+    #: By name, the shape in the checkpoint and that in the model.
     mismatched: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
 
 

@@ -39,10 +39,12 @@ MOST_ROWS = 4096
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where the elements of a tensor lie in its storage, counted in elements."""
+    """Where the elements of a tensor lie in its storage."""
 
     shape: tuple[int, ...]
+    #: In elements.
     strides: tuple[int, ...]
+    #: In elements.
     offset: int
 
     def overlaps(self) -> bool:
@@ -58,11 +60,14 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The view ``func`` of a value, with its further arguments; ``layout`` is that of the result."""
+    """One view of a value."""
 
     func: OpOverload | _Strided
+    #: Its further arguments.
     args: Arguments
+    #: Of the result.
     layout: Layout
+    #: Of the result.
     dtype: torch.dtype
 
     @property

@@ -338,11 +338,15 @@ def _with_dtype(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedConfi
 # its own name; a fresh converter for each target.
 @dataclass(frozen=True)
 class Converted:
-    """Tensors by the model's names, checkpoint names that lead nowhere, and what was converted."""
+    """What a conversion gives."""
 
+    #: By the model's names.
     tensors: dict[str, SymbolicTensor]
+    #: Checkpoint names that lead nowhere.
     unexpected: list[str]
+    #: Names that are not merely renamed.
     converted: frozenset[str]
+    #: The library's conversions that matched, for its way back at saving.
     used: tuple[object, ...]
 
 

@@ -219,7 +219,7 @@ def _adapters(
             tensors = overridden(tensors, request.overrides, world)
         shards = _by_identity(live.module, tensors)
         written_as = request.adapter_format
-        files = adapter_files(adapted, shards, request.dtype, written_as)
+        files = adapter_files(adapted, shards, request.dtype, written_as, world)
     done = []
     for file in files:
         directory = publication.directory / file.folder

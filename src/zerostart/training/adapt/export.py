@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ from zerostart.state.saving.contents import TensorOverrides
 from zerostart.state.saving.save import SaveReport, SaveRequest, save_model
 from zerostart.training.adapt.diffsynth_names import PREFIX, names_for
 from zerostart.training.adapt.ema import Ema
+from zerostart.training.adapt.tool_names import comfyui_names, kohya_names
 from zerostart.training.loop.task import Task
 
 if TYPE_CHECKING:
@@ -33,6 +34,11 @@ if TYPE_CHECKING:
 EXPORTS = "exports"
 #: Where the average of the weights goes, beside the model or in the folder of a step.
 AVERAGE = "ema"
+#: Formats of a LoRA for other tools: what gives the names of factors there.
+TOOLS: Mapping[str, Callable[[nn.Module], Callable[[str], str]]] = {
+    "comfyui": comfyui_names,
+    "kohya": kohya_names,
+}
 #: Of diffusers' LoRA files: the name, what names begin with, and where PEFT's configuration is in the header.
 _LORA_WEIGHTS, _COMPONENT, _METADATA = "pytorch_lora_weights", "transformer.", "lora_adapter_metadata"
 
@@ -98,6 +104,8 @@ def _adapter_format(model: nn.Module, config: TrainConfig, step: int) -> Adapter
     kind, prefix = output.format or library_of(inner).adapter_format, output.remove_prefix
     if kind == "peft":
         return replace(PEFT_FORMAT, renamed=_without(prefix, lambda name: name))
+    if kind in TOOLS:
+        return AdapterFormat(_LORA_WEIGHTS, TOOLS[kind](inner), False, configured=False, alphas=True)
     component = _without(prefix, lambda name: _COMPONENT + name)
     if kind != "diffsynth":
         described = functools.partial(_described, component)

@@ -12,9 +12,10 @@ from typing import Any
 
 from zerostart.checkpoint.formats.pipeline import PIPELINE_INDEX, components
 from zerostart.checkpoint.manifest import WEIGHTS
-from zerostart.checkpoint.source import read_config, resolve_source
+from zerostart.checkpoint.source import open_catalog, read_config, resolve_source
 from zerostart.checkpoint.strict_json import read_json
 from zerostart.errors import CheckpointError, ConfigError
+from zerostart.models import described_by_tensors
 from zerostart.training.config.configuration import ModelConfig
 
 _DEFAULT = "transformer"
@@ -61,6 +62,10 @@ def read_source(model: ModelConfig) -> FlowSource:
         raise ConfigError(f"model.component: {path} is a single model, not a pipeline; leave it out")
     directory = path if path.is_dir() else path.parent
     config = read_config(directory)
+    if config is None and path.is_file():
+        tensors = open_catalog(path).weights
+        known = described_by_tensors({name: one.shape for name, one in tensors.items()})
+        config = None if known is None else known[1]
     if config is None or not isinstance(config.get("_class_name"), str):
         raise CheckpointError(f"{directory} has no config.json of a diffusers transformer")
     around = directory.parent if root is None else root

@@ -298,10 +298,13 @@ def parameter_device(init: Init) -> torch.device:
 
 @dataclass(frozen=True)
 class Home:
-    """Where a partition lies: on ``device``, pinned or not, or in a swap file on NVMe."""
+    """Where a partition lies."""
 
+    #: Of its memory.
     device: torch.device
+    #: Whether that is page-locked.
     pinned: bool = False
+    #: In a swap file instead.
     nvme: bool = False
 
 
