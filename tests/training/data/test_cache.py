@@ -443,3 +443,43 @@ def test_what_another_run_has_left_is_made_anew(made: dict[str, Any], tmp_path: 
     other = {**values, "cache": {**values["cache"], "posterior": "mode"}}
     assert cached(other) != CachedItems(Path(made["output"]["directory"]) / "cache").digest()
     assert [entry.name for entry in tmp_path.iterdir()] == ["cache"]
+
+
+OTHERS = [pytest.param(key, marks=pytest.mark.slow) for key in ("wan", "flux", "flux2_klein", "qwen_image")]
+
+
+@pytest.mark.parametrize("key", ["z_image", *OTHERS])
+def test_a_text_that_is_too_long_is_named_with_its_row(
+    key: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where the pipeline cuts it: the last word of such a text makes no difference to its embeddings."""
+    from zerostart.training.data.encoders import encoders
+
+    pipeline = make(key, tmp_path / "pipeline")
+    settings = parse_config(configured(pipeline, None, tmp_path, max_sequence_length=40)).cache
+    assert settings is not None
+    with encoders(str(pipeline), settings, current_world()) as encoder:
+        for words in range(1, 48):
+            texts = " ".join(["cat"] * words), " ".join([*["cat"] * (words - 1), "sea"])
+            one, other = (encoder.prompt(text) for text in texts)
+            encoder.lengths.begin()
+            encoder.prompt(texts[0])
+            cut = torch.equal(one["prompt_embeds"], other["prompt_embeds"])
+            # The end of a text has a token of its own, which takes the place of the last word first.
+            assert cut <= (encoder.cut() is not None), words
+            last = encoder.cut()
+        assert last is not None
+        assert "tokens with the pipeline's own, of which 40 are taken" in last
+    if key != "z_image":
+        return
+    media = write_media(tmp_path / "media", {"image": "image"}, [(16, 16)] * 2)
+    table = Path(media["source"])
+    table.write_text(table.read_text().replace("a cat sees the sea", "cat " * 50))
+    given = configured(pipeline, media, tmp_path, max_sequence_length=40)
+    with pytest.raises(ConfigError, match=r"1 rows cannot be encoded: .*metadata\.csv, line 2: its text has"):
+        cached(given | {"cache": {**given["cache"], "long_prompts": "refuse"}})
+    caplog.clear()
+    shutil.rmtree(tmp_path / "cache")
+    cached(given)
+    assert "1 texts were cut off: " in caplog.text
+    assert "metadata.csv, line 2: its text has" in caplog.text

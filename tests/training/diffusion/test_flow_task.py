@@ -75,6 +75,19 @@ def test_a_transformer_gets_what_its_pipeline_feeds_it(name, key):
     assert len(fed) == 2
 
 
+def test_what_no_loss_of_ltx2_reaches_is_not_trained(tmp_path):
+    task, model = opened(tmp_path, "ltx2"), build("ltx2")
+    task.begin(model)
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    other, (item,) = build("ltx2"), examples("ltx2", 1)
+    found = task.family.velocity(
+        other, item["latents"][None], torch.tensor([0.5]), task.family.conditions([item]), 1.0
+    )
+    found.square().sum().backward()
+    assert frozen == {name for name, parameter in other.named_parameters() if parameter.grad is None}
+    assert 0 < len(frozen) < len(list(model.parameters()))
+
+
 def test_frame_rates_of_one_batch_are_one():
     kind, items = family("ltx2")[0], examples("ltx2", 2)
     told = [{**one, "frame_rate": torch.tensor(rate)} for one, rate in zip(items, (24.0, 30.0), strict=True)]

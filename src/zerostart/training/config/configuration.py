@@ -231,6 +231,8 @@ class OutputConfig(Section):
     """true: save the whole model, with the LoRA in its weights."""
     every: Count = 0
     """Steps between exports, in exports; 0: at the end alone."""
+    push_to_hub: str | None = None
+    """A repository of the hub to upload the trained model to, with a card of the run; see hf auth login."""
 
     @field_validator("max_shard_size")
     @classmethod
@@ -391,6 +393,11 @@ class CacheConfig(Section):
     """Of the autoencoder; null: that of its files."""
     max_sequence_length: Positive | None = None
     """Tokens of a text; null: the pipeline's own default."""
+    long_prompts: Literal["cut", "refuse"] = "cut"
+    """What becomes of a text that is longer: cut, as pipelines do, or refuse.
+
+    Its row is named in either case.
+    """
     posterior: Literal["sample", "mode"] = "sample"
     """Latents are drawn from what the autoencoder gives (sample), or the likeliest ones (mode)."""
     seed: Count = 0

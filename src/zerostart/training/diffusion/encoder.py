@@ -19,6 +19,7 @@ from zerostart.errors import ConfigError
 from zerostart.training.config.configuration import CacheConfig
 from zerostart.training.data.items import as_picture
 from zerostart.training.data.media_config import KNOWN_COLUMNS, Kind
+from zerostart.training.diffusion.text_lengths import TextLengths
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
@@ -54,7 +55,9 @@ class Encoder(ABC):
         self.frame_rate = frame_rate
         self.device = default_device()
         own = inspect.signature(type(pipe).__call__).parameters["max_sequence_length"].default
-        self.text = {"max_sequence_length": settings.max_sequence_length or own, "device": self.device}
+        self.most_tokens = int(settings.max_sequence_length or own)
+        self.text = {"max_sequence_length": self.most_tokens, "device": self.device}
+        self.lengths = TextLengths(pipe)
 
     @abstractmethod
     def encode(self, example: Example, generator: torch.Generator) -> Encoded:
@@ -70,6 +73,11 @@ class Encoder(ABC):
     def sample(self, text: str, pictures: Sequence[Image]) -> Encoded:
         """What its pipeline makes of a text and the ``pictures`` that a drawing starts from, but latents."""
         return self.prompt(text)
+
+    def cut(self) -> str | None:
+        """In words by how much the texts since ``lengths.begin`` were too long, and what can be done."""
+        told = self.lengths.cut(self.most_tokens)
+        return told and f"{told}: shorten it, or raise cache.max_sequence_length where the model allows more"
 
     def check(self, example: Example) -> None:
         """Raise ConfigError for an example that this pipeline cannot take."""

@@ -42,6 +42,8 @@ class Family(ABC):
     required: ClassVar[frozenset[str]] = frozenset({"prompt_embeds"})
     #: At most so many pictures to start from: ``image_latents.0``, ``image_latents.1`` and so on.
     most_images: ClassVar[int] = 0
+    #: Patterns of the parameters that no loss reaches, which are not trained.
+    untrained: ClassVar[tuple[str, ...]] = ()
     #: The models of its pipelines that make pictures of latents.
     decoders: ClassVar[tuple[str, ...]] = ("vae",)
     #: Whether texts of different lengths may be in one batch, padded and masked.

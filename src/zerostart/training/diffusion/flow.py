@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Hashable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -18,6 +19,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import nn
 
+from zerostart.engines import plain_name
 from zerostart.errors import ConfigError
 from zerostart.training.config.sections import TaskConfig
 from zerostart.training.data.cache import ensure_cache
@@ -248,6 +250,12 @@ class FlowMatching(Task):
             return split_off(items, self.settings.held_out, repeats, shares)
         except ValueError as error:
             raise ConfigError(f"task.held_out {error}") from None
+
+    def begin(self, model: nn.Module) -> None:
+        """Freeze what no loss reaches: engines may give it gradients of zero, and its weights would decay."""
+        for name, parameter in model.named_parameters():
+            if any(fnmatchcase(plain_name(name), pattern) for pattern in self.family.untrained):
+                parameter.requires_grad_(False)
 
     @property
     def source(self) -> str:
