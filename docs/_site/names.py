@@ -7,6 +7,8 @@ the addresses are few, and stand here.
 
 from __future__ import annotations
 
+import re
+
 from docutils import nodes
 from sphinx import addnodes
 from sphinx.application import Sphinx
@@ -26,6 +28,8 @@ _OTHERS = {
     "PretrainedConfig": "https://huggingface.co/docs/transformers/main_classes/configuration",
     "BaseModel": "https://docs.pydantic.dev/latest/api/base_model/",
 }
+#: The arguments of a call.
+_CALL = re.compile(r"\(.*\)$", re.DOTALL)
 
 
 def resolve(
@@ -35,6 +39,8 @@ def resolve(
     name = node["reftarget"]
     if node.get("refdomain") != "py":
         return None
+    if " " in name:  # the first words of a docstring, which Sphinx takes for a type if a colon follows
+        return shown
     if name in _OTHERS:
         return _outside(_OTHERS[name], shown)
     objects = env.domains.python_domain.objects
@@ -50,6 +56,22 @@ def _outside(address: str, shown: nodes.Element) -> nodes.Element:
     return nodes.reference("", "", shown, internal=False, refuri=address)
 
 
+def link_names(app: Sphinx, doctree: nodes.document, page: str) -> None:
+    """Lead code in running text that is one of our names (`zerostart.save`, `PeerError`) to its entry."""
+    objects = app.env.domains.python_domain.objects
+    errors = {name.rpartition(".")[2]: name for name in objects if name.startswith("zerostart.errors.")}
+    for literal in list(doctree.findall(nodes.literal)):
+        name = _CALL.sub("", literal.astext())
+        entry = objects.get(errors.get(name, name if name.startswith("zerostart.") else ""))
+        above = literal.parent
+        if entry is None or isinstance(above, (nodes.reference, nodes.title, addnodes.pending_xref)):
+            continue
+        uri = app.builder.get_relative_uri(page, entry.docname)
+        link = nodes.reference("", "", internal=True, refuri=f"{uri}#{entry.node_id}")
+        above.replace(literal, link)
+        link += literal
+
+
 def dashes(_app: Sphinx, doctree: nodes.document) -> None:
     """Between the name of an argument and what is said of it Sphinx writes two hyphens, for a dash."""
     for text in list(doctree.findall(nodes.Text)):
@@ -60,5 +82,6 @@ def dashes(_app: Sphinx, doctree: nodes.document) -> None:
 def setup(app: Sphinx) -> dict[str, bool]:
     """Connect it."""
     app.connect("doctree-read", dashes)
+    app.connect("doctree-resolved", link_names)
     app.connect("missing-reference", resolve)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

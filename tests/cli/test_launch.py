@@ -94,7 +94,7 @@ def test_number_of_ranks_is_checked():
 
 def test_the_agreed_error_comes_back_by_type_and_text(worker, capfd):
     module, env = worker('raise CoverageError("a.weight is missing")')
-    with pytest.raises(CoverageError, match=r"^a\.weight is missing$"):
+    with pytest.raises(CoverageError, match=r"(?m)^a\.weight is missing$"):
         run_local_ranks(module, [], 2, env=env)
     assert capfd.readouterr().err == ""
 

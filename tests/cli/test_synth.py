@@ -64,7 +64,15 @@ def test_transformers_loads_and_runs_it(model_type: str, tmp_path: Path) -> None
     model, info = kind.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(info.values()), info
     assert str(model.dtype) == ("torch.float32" if model_type == "qwen3" else "torch.bfloat16")
-    inputs = {"input_ids": torch.tensor([[5, 6, 7, 8]])}
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    text = "A word, naïve or 漢字\n🙂"
+    assert len(tokenizer) == model.get_input_embeddings().num_embeddings
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    for role in ("bos", "eos", "pad"):
+        known = getattr(model.config, f"{role}_token_id", None)
+        assert known is None or getattr(tokenizer, f"{role}_token_id") == known
+    inputs = dict(tokenizer([text, "short"], padding=True, return_tensors="pt"))
+    inputs.pop("token_type_ids", None)
     if model.config.is_encoder_decoder:
         inputs["decoder_input_ids"] = inputs["input_ids"]
     with torch.no_grad():

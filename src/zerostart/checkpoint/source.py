@@ -1,10 +1,11 @@
 """From what a user names (file, directory, hub id) to the catalog of its tensors; whether files have changed.
 
-Hub ids are looked up in the local cache only; nothing is downloaded.
+Hub ids are looked up in the local cache only; nothing is downloaded but by :func:`download`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 from collections.abc import Collection, Iterable, Sequence
@@ -19,7 +20,7 @@ from zerostart.checkpoint.storage import storage_at
 from zerostart.checkpoint.storage.files import FileState
 from zerostart.checkpoint.storage.local import LocalFiles
 from zerostart.checkpoint.strict_json import MAX_CONFIG_BYTES, JsonObject, read_json
-from zerostart.errors import CheckpointNotFoundError, ReadError
+from zerostart.errors import CheckpointError, CheckpointNotFoundError, ReadError
 
 #: Samples of a file, and bytes of each.
 _SAMPLES, _SAMPLED = 9, 1 << 12
@@ -84,6 +85,69 @@ def resolve_source(source: str | os.PathLike[str]) -> Path:
     raise CheckpointNotFoundError(f"{path}: there is no such file or directory")
 
 
+#: What a model's repository has beside weights, and the weights of each kind; of several kinds one is enough.
+_SETTINGS = ("*.json", "*.txt", "*.model", "*.jinja", "*.py", "*.tiktoken")
+_WEIGHTS = (("*.safetensors",), ("*.bin", "*.pt", "*.pth", "*.ckpt"))
+
+
+def download(source: str) -> Path:
+    """Fetch a hub id, optionally ``id@revision``, into the local cache, unless it is there or is no hub id.
+
+    Weights of torch's formats are fetched only where there are no safetensors. Raises CheckpointNotFoundError
+    where the hub has no such model or gives it not to everybody, and where it cannot be reached.
+    """
+    with contextlib.suppress(CheckpointNotFoundError):
+        found = resolve_source(source)
+        if not _is_snapshot(found) or _is_whole(found):
+            return found
+    if not _may_be_hub_id(source):
+        return resolve_source(source)  # which says what is missing
+    import huggingface_hub
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError
+
+    identifier, _, revision = source.partition("@")
+    where = huggingface_hub.constants.ENDPOINT
+    try:
+        for kinds in _WEIGHTS:
+            path = huggingface_hub.snapshot_download(
+                identifier, revision=revision or None, allow_patterns=[*_SETTINGS, *kinds]
+            )
+            if any(next(Path(path).rglob(kind), None) for kind in kinds):
+                break
+        return Path(path)
+    except LocalEntryNotFoundError as error:
+        raise CheckpointNotFoundError(
+            f"{source}: not in the local hub cache ({huggingface_hub.constants.HF_HUB_CACHE}), and {where} "
+            "cannot be reached from here; fetch it where there is a network (hf download "
+            f"{identifier}), and copy the cache or name the directory"
+        ) from error
+    except GatedRepoError as error:
+        raise CheckpointNotFoundError(
+            f"{source}: {where} gives it only to those who have accepted its licence; accept it on the "
+            "model's page, and log in with hf auth login"
+        ) from error
+    except HfHubHTTPError as error:
+        told = str(error).strip().splitlines()
+        raise CheckpointNotFoundError(
+            f"{source}: {where} does not give this model ({told[0] if told else type(error).__name__}); look "
+            "for a mistake in its name, or log in with hf auth login where it is private"
+        ) from error
+
+
+def _is_snapshot(path: Path) -> bool:
+    """Whether a directory is one of the hub's cache."""
+    return path.parent.name == "snapshots" and path.parent.parent.name.startswith("models--")
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether a snapshot has weights that can be opened, none of which is still to be fetched."""
+    try:
+        catalog_at(path)
+    except CheckpointError:
+        return False
+    return True
+
+
 def config_path(root: str | os.PathLike[str]) -> Path | None:
     """Path of the ``config.json`` of the checkpoint in directory ``root``, or None without one."""
     path = Path(root) / CONFIG_NAME
@@ -124,7 +188,8 @@ def _cached_snapshot(name: str, looked_for: Path) -> Path:
         wanted = identifier + (f" --revision {revision}" if revision else "")
         raise CheckpointNotFoundError(
             f"{name}: no file or directory {looked_for}, and no such model in the local hub cache "
-            f"({huggingface_hub.constants.HF_HUB_CACHE}); fetch it first: hf download {wanted}"
+            f"({huggingface_hub.constants.HF_HUB_CACHE}); fetch it first: hf download {wanted}, or "
+            "give zerostart's commands --download"
         ) from error
 
 

@@ -10,18 +10,21 @@ from typing import Any
 import typer
 
 from zerostart.cli.launch import join_group, leave_group, worker_main
+from zerostart.cli.options import Download
 from zerostart.cli.train import Config, Overrides, Ranks, run_config
 from zerostart.errors import ConfigError
 
 
-def command(config: Config, overrides: Overrides = None, nproc: Ranks = None) -> None:
+def command(
+    config: Config, overrides: Overrides = None, nproc: Ranks = None, download: Download = False
+) -> None:
     """Encode the media of a run once, and keep what comes out.
 
     Latents and embeddings are computed on all ranks. zerostart train then opens no file of an encoder.
     A run that was killed continues where it stopped; a
     cache that is there already is compared with what is asked for.
     """
-    run_config("zerostart.cli.cache", [str(config), *(overrides or [])], nproc, _run)
+    run_config("zerostart.cli.cache", [str(config), *(overrides or [])], nproc, _run, download)
 
 
 def _run(arguments: list[str]) -> dict[str, Any]:

@@ -28,6 +28,10 @@ def command(
     dtype: Annotated[
         _Dtype | None, typer.Option(help="Floating type of the weights; without it each stays as it is.")
     ] = None,
+    push_to_hub: Annotated[
+        str | None,
+        typer.Option(metavar="REPO", help="Upload OUT to the hub with a model card, as in me/my-model."),
+    ] = None,
     max_shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Most bytes of one file.")] = "5GB",
 ) -> None:
     """Write a training checkpoint as an ordinary model directory.
@@ -43,3 +47,8 @@ def command(
     made = export(run, out, chosen, max_shard_size)
     files = f"{len(made.files)} {'file' if len(made.files) == 1 else 'files'}"
     typer.echo(f"{made.path}: {made.tensors} tensors, {decimal(made.bytes)} in {files}")
+    if push_to_hub is not None:
+        from zerostart.distributed.world import current_world
+        from zerostart.state.saving.hub import push
+
+        typer.echo(f"pushed to {push(out, push_to_hub, str(Path(run).absolute()), {}, current_world())}")

@@ -11,6 +11,7 @@ import typer
 
 from zerostart.checkpoint.catalog import Assembled, Catalog, TensorEntry
 from zerostart.checkpoint.strict_json import dump_json
+from zerostart.cli.options import Download, fetched
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -28,6 +29,7 @@ def inspect(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print everything, tensor by tensor, as JSON.")
     ] = False,
+    download: Download = False,
 ) -> None:
     """Show files, tensors and sizes of a checkpoint.
 
@@ -36,7 +38,7 @@ def inspect(
     from zerostart.checkpoint.formats.pipeline import components
     from zerostart.checkpoint.source import open_catalog, read_config, resolve_source
 
-    path = resolve_source(source)
+    path = resolve_source(fetched(source, download))
     found = components(path) if path.is_dir() else None
     if found is not None:
         described = [_describe(component) for component in found]

@@ -14,7 +14,7 @@ import typer
 
 from zerostart.checkpoint.strict_json import dump_json
 from zerostart.cli.launch import join_group, leave_group, run_local_ranks, worker_main
-from zerostart.cli.options import SourceArgument, takes, values_of
+from zerostart.cli.options import Download, SourceArgument, fetched, takes, values_of
 from zerostart.errors import ConfigError, ZerostartError
 from zerostart.loading.arguments import LoadArguments, dtype_of
 
@@ -42,6 +42,7 @@ def command(
     json: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write the result to this file.")
     ] = None,
+    download: Download = False,
     **given: Any,
 ) -> None:
     """Rehearse a load on this machine: time it, measure it, verify it.
@@ -52,7 +53,7 @@ def command(
     """
     _check(nproc, world_size, rank, verify)
     options = {
-        "source": source,
+        "source": fetched(source, download),
         **values_of(given),
         "verify": verify,
         "place": None if rank is None else (rank, world_size),
@@ -133,7 +134,8 @@ def _run(argv: list[str]) -> dict[str, object]:
     # What a training script has imported long before; the rehearsal times the load alone.
     number, size = (0, int(os.environ["WORLD_SIZE"])) if place is None else place
     Request(**options).resolve(size, number).require()
-    models.require(None, open_catalog(options["source"]).root)
+    catalog = open_catalog(options["source"])
+    models.require(None, catalog.root, {name: one.shape for name, one in catalog.weights.items()})
     forecast = _forecast(options, place)
     wrong = None
     if place is None:

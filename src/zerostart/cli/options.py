@@ -49,6 +49,18 @@ SourceArgument = Annotated[
 ]
 
 
+Download = Annotated[bool, typer.Option("--download", help="Fetch a hub id that is not in the local cache.")]
+
+
+def fetched(source: str, download: bool) -> str:
+    """``source``, which is there now if it was to be downloaded; raises CheckpointNotFoundError."""
+    if download:
+        from zerostart.checkpoint.source import download as fetch
+
+        fetch(source)
+    return source
+
+
 def takes(*kinds: type) -> Callable[[Command], Command]:
     """Put the options of the arguments in ``kinds`` in the place of a command's ``**given``.
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from zerostart.checkpoint.strict_json import dump_json
-from zerostart.cli.options import SourceArgument, takes, values_of
+from zerostart.cli.options import Download, SourceArgument, fetched, takes, values_of
 from zerostart.loading.arguments import ForecastArguments, LoadArguments
 
 
@@ -29,6 +29,7 @@ def command(
         int | None, typer.Option("--rank", metavar="N", min=0, help="Plan this rank alone.")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    download: Download = False,
     html: Annotated[
         Path | None, typer.Option("--html", dir_okay=False, help="Write a page to look at, one file.")
     ] = None,
@@ -42,6 +43,7 @@ def command(
     import zerostart
     from zerostart.loading.preparation import uncollected
 
+    fetched(source, download)
     # A process that plans and ends: nothing in it is worth collecting, not even on its way out.
     atexit.register(gc.freeze)
     with uncollected():

@@ -68,7 +68,8 @@ def command(
 ) -> None:
     """Write random weights in the layout of a real model.
 
-    For rehearsals, benchmarks and tests: transformers loads the directory as one from the hub.
+    For rehearsals, benchmarks and tests: transformers loads the directory as one from the hub,
+    with a tokenizer of bytes that has as many tokens as the model.
     """
     from rich.filesize import decimal
 

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from zerostart.cli.launch import join_group, leave_group, run_local_ranks, worker_main
+from zerostart.cli.options import Download, fetched
 from zerostart.errors import ConfigError
 
 Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="The configuration, a YAML file.")]
@@ -25,26 +26,34 @@ Ranks = Annotated[
 ]
 
 
-def command(config: Config, overrides: Overrides = None, nproc: Ranks = None) -> None:
+def command(
+    config: Config, overrides: Overrides = None, nproc: Ranks = None, download: Download = False
+) -> None:
     """Load a model in shards, train it, and save it.
 
     Under torchrun or accelerate launch it joins their ranks; elsewhere it starts --nproc of its own
     (default 1). The first Ctrl-C ends the run after the step in hand and saves the model.
     """
-    run_config("zerostart.cli.train", [str(config), *(overrides or [])], nproc, _run)
+    run_config("zerostart.cli.train", [str(config), *(overrides or [])], nproc, _run, download)
 
 
 def run_config(
-    module: str, arguments: list[str], nproc: int | None, run: Callable[[list[str]], object]
+    module: str,
+    arguments: list[str],
+    nproc: int | None,
+    run: Callable[[list[str]], object],
+    download: bool = False,
 ) -> None:
     """Call ``run(arguments)`` (a configuration, and what is set over it) in every rank.
 
     These are the ranks that a launcher has started, or ``nproc`` (1) of our own, whose main is ``module``.
+    ``download``: fetch its model first, where that is not there.
     Raises ConfigError for a configuration that is wrong, and what the ranks raise.
     """
     from zerostart.training.config.load import load_config
 
-    load_config(arguments[0], arguments[1:])  # a mistake in it is told at once, and once
+    config = load_config(arguments[0], arguments[1:])  # a mistake in it is told at once, and once
+    fetched(config.model.source, download)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         if nproc is not None:
             raise ConfigError(

@@ -431,10 +431,13 @@ class World:
 
 
 class _Head(NamedTuple):
-    """What a meeting has told: bytes of the longest data, whether all ranks have the same, and all data."""
+    """What a meeting has told."""
 
+    #: Bytes of the longest data.
     longest: int
+    #: Whether all ranks have the same data.
     alike: bool
+    #: All data.
     bodies: list[bytes]
 
 

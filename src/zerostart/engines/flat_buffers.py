@@ -55,11 +55,13 @@ class Family:
 
 @dataclass(frozen=True)
 class Buffer:
-    """A flat buffer to be: the parameters ``names`` of ``dtype`` of a family, as ``group`` lays them out."""
+    """A flat buffer to be."""
 
     family: Family
     dtype: torch.dtype
+    #: Parameters of ``dtype`` of the family, in their order in the buffer.
     names: tuple[str, ...]
+    #: Where each of them lies.
     group: FlatGroup
 
     @property

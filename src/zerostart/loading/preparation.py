@@ -66,7 +66,7 @@ def prepare(
     with clock.phase("build"), world.phase("building the model"):
         check_model(request.model, request.source, catalog)
         with importing():
-            models.require(request.model, catalog.root)
+            models.require(request.model, catalog.root, _shapes(catalog))
         built, aliases = _build(request, engine, catalog)
         if world.rank == 0:  # which has opened it
             check_configuration(catalog)
@@ -119,8 +119,8 @@ def agree(request: Request, prepared: Prepared, world: World) -> None:
         ours = next((line for line in own if line not in set(first)), "nothing")
         if first != own:
             raise ConfigError(
-                f"the ranks do not do the same: this one has {ours} where rank 0 has {theirs}; give every "
-                "rank the same arguments, and every machine the same files"
+                f"the ranks do not do the same: this rank has {ours}, but rank 0 has {theirs}; pass "
+                "every rank the same arguments, and give every machine the same files"
             )
 
 
@@ -162,7 +162,8 @@ def _build(request: Request, engine: Engine, catalog: Catalog) -> tuple[Built, A
     # Not of eight bits: a quantised checkpoint's weights are not what the model computes in.
     first = next((d for d in stored.values() if d.is_floating_point and d.itemsize > 1), None)
     main = main_dtype(catalog.weights.values())
-    built = models.build(request.model, catalog.root, dtype, first, main, request.trust_remote_code)
+    trusted, shapes = request.trust_remote_code, _shapes(catalog)
+    built = models.build(request.model, catalog.root, dtype, first, main, trusted, shapes)
     # Before any dtype changes: a cast makes new tensors, and what shared memory would share it no more.
     aliases = Aliases.of(built.model, built.library.keeps_views)
     models.set_dtypes(built, stored)
@@ -171,6 +172,10 @@ def _build(request: Request, engine: Engine, catalog: Catalog) -> tuple[Built, A
         masters = request.fp32_masters and computing == built.dtype and _stored_wider(catalog, computing)
         models.let_cast(built, computing, masters, engine.allow_cast)
     return built, aliases
+
+
+def _shapes(catalog: Catalog) -> dict[str, tuple[int, ...]]:
+    return {name: entry.shape for name, entry in catalog.weights.items()}
 
 
 def _recipes(request: Request, engine: Engine, catalog: Catalog, built: Built) -> Recipes:
@@ -310,7 +315,9 @@ def _check(request: Request) -> None:
             "without a checkpoint"
         )
     if request.converter is not None:
-        raise ConfigError("converter is for the tensors of a checkpoint, and source is None; leave it out")
+        raise ConfigError(
+            "converter transforms the tensors of a checkpoint, but source is None; leave it out"
+        )
 
 
 def _fresh(request: Request, engine: Engine, world: World) -> Prepared:

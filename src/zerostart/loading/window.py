@@ -24,14 +24,19 @@ REMEMBERED = 1 << 14
 
 @dataclass(eq=False)
 class Unit:
-    """Parameters that come and go together: by name, and the places of each in modules."""
+    """Parameters that come and go together."""
 
     name: str
+    #: By name, without values: what lies in the places while the unit is not there.
     parameters: Mapping[str, nn.Parameter]
+    #: Modules that have each parameter, and its name there.
     places: Mapping[str, list[tuple[nn.Module, str]]]
     source: AtRest
+    #: Forwards under way that need it; it stays while there are any.
     users: int = 0
+    #: Whether its values are on the device.
     resident: bool = False
+    #: The window's clock when it was last asked for.
     last: int = field(default=0, compare=False)
 
     @property
@@ -178,9 +183,11 @@ class Part:
 
 @dataclass
 class Division:
-    """``parts`` that come and go; ``permanent`` parameters that are always there; ``tables`` read by rows."""
+    """How a model is divided for a window."""
 
+    #: They come and go.
     parts: list[Part] = field(default_factory=list)
+    #: Parameters that are always there.
     permanent: list[str] = field(default_factory=list)
     #: Names of embedding modules, and of their weights.
     tables: dict[str, str] = field(default_factory=dict)

@@ -32,7 +32,13 @@ from zerostart.models.library import (
 )
 from zerostart.models.operator_log import OperatorLog
 from zerostart.models.origins import Origins, resolve_origins, tie_names
-from zerostart.models.registry import library_in, library_of, model_library_names, register_model_library
+from zerostart.models.registry import (
+    described_by_tensors,
+    library_in,
+    library_of,
+    model_library_names,
+    register_model_library,
+)
 from zerostart.models.tensors import replace_tensor, state_names
 
 __all__ = [
@@ -53,6 +59,7 @@ __all__ = [
     "build",
     "build_fresh",
     "cast_parameters",
+    "described_by_tensors",
     "existing_origins",
     "existing_recipes",
     "fill_missing",

@@ -34,14 +34,19 @@ class Alias:
 
 @dataclass(frozen=True)
 class _View:
-    """The place ``slot``, of the buffer ``name`` or of none, looks at elements of a tensor elsewhere."""
+    """A place that looks at elements of a tensor elsewhere."""
 
     slot: Slot
+    #: The buffer that the place is of; None for an attribute.
     name: str | None
+    #: The place of the tensor that holds all the elements.
     base: Slot
+    #: The buffer that the base is; None for an attribute.
     base_name: str | None
+    #: Of the view, and so ``stride``, both in elements.
     size: tuple[int, ...]
     stride: tuple[int, ...]
+    #: Elements from the beginning of the base.
     offset: int
 
     def of(self, base: torch.Tensor) -> torch.Tensor:
@@ -85,8 +90,9 @@ class Aliases:
                 kept.append(Alias(slot, name, detached=True))
             else:
                 raise BuildError(
-                    f"{slot.path} is a view of the parameter {name}, which is sharded or moved: the view "
-                    "could not follow it. Keep the parameter itself there, or take the view in forward"
+                    f"{slot.path} is a view of the parameter {name}, which is sharded or moved, so the "
+                    "view would no longer follow it. Refer to the parameter itself instead, or take the "
+                    "view in forward"
                 )
         buffers = [(slot, slot.path, t) for slot, t in named.values() if id(t) not in own]
         looking = tuple(_views([*reversed(buffers), *others])) if views else ()
@@ -158,8 +164,9 @@ def _check_parameters(named: Iterable[tuple[Slot, torch.Tensor]], memory: Mappin
         other = memory.get(_memory(tensor), slot.path)
         if other != slot.path:
             raise BuildError(
-                f"{slot.path} and the parameter {other} share memory without being one tensor, which no "
-                "sharded model can; give both modules the same parameter, or let each have its own memory"
+                f"{slot.path} and the parameter {other} share memory without being the same tensor, "
+                "which a sharded model cannot do; give both modules the same parameter, or let each "
+                "have its own memory"
             )
 
 

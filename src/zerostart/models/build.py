@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from zerostart.checkpoint.source import config_path
 from zerostart.errors import BuildError, ConfigError
-from zerostart.models.library import Built, Stored
+from zerostart.models.library import Built, ModelLibrary, Stored
 from zerostart.models.operator_log import OperatorLog
-from zerostart.models.registry import library_in, library_of
+from zerostart.models.registry import described_by_tensors, library_in, library_of
 from zerostart.models.tensors import recast, replace_tensor, state_names
 from zerostart.upstream.transformers.models import check_built, without_weights
 
@@ -25,9 +26,14 @@ def from_config(model: ModelLike) -> bool:
     return model is None or (isinstance(model, type) and library_of(model).from_config)
 
 
-def require(model: ModelLike, root: str | None) -> None:
-    """Import the model's library and class, where the source names them. Raises BuildError."""
+def require(model: ModelLike, root: str | None, shapes: Mapping[str, tuple[int, ...]] | None = None) -> None:
+    """Import the model's library and class, where the source names them. Raises BuildError.
+
+    ``shapes`` are those of its tensors, by which one without a configuration is known.
+    """
     if model is None:
+        if root and shapes and config_path(root) is None and described_by_tensors(shapes) is not None:
+            return
         library_in(root).require(None, root)
     elif isinstance(model, type):
         library_of(model).require(model, root)
@@ -40,18 +46,19 @@ def build(
     stored: torch.dtype | None,
     main: torch.dtype | None = None,
     trusted: bool = False,
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
 ) -> Built:
     """Build ``model``, or without one the class that the configuration in ``root`` names.
 
     ``stored`` is the dtype of the checkpoint's first floating tensor, ``main`` that of most of its elements;
-    ``trusted`` is as in ``Stored``.
+    ``trusted`` and ``shapes`` are as in ``Stored``.
     One that is ``Built`` already is left as it is. Raises BuildError or ConfigError.
     """
     if isinstance(model, Built):
         return model
     # Four ways to a model, in this order: built already, from a configuration, from a class with one, from a
     # callable.
-    known = Stored(root, dtype, stored, main, trusted)
+    known = Stored(root, dtype, stored, main, trusted, shapes or {})
     if isinstance(model, nn.Module):
         built = _given(model, known)
     elif model is None:
@@ -65,12 +72,19 @@ def build(
 
 def _configured(kind: type[nn.Module] | None, stored: Stored) -> Built:
     """From the configuration beside the weights."""
-    library = library_in(stored.root) if kind is None else library_of(kind)
+    library = library_of(kind) if kind is not None else _library(stored)
     how, log = library.construction(kind, stored), OperatorLog()
     with without_weights(how.building), log, explained(how.name):
         made = how.make()
     check_built(made)
     return Built(made, log, how.dtype, True, library)
+
+
+def _library(stored: Stored) -> ModelLibrary:
+    """The library of a checkpoint, by its configuration, or by its tensors where it has none."""
+    bare = stored.root and stored.shapes and config_path(stored.root) is None
+    found = described_by_tensors(stored.shapes) if bare else None
+    return library_in(stored.root) if found is None else found[0]
 
 
 def _called(make: type[nn.Module] | Callable[[], nn.Module], stored: Stored) -> Built:
@@ -80,7 +94,7 @@ def _called(make: type[nn.Module] | Callable[[], nn.Module], stored: Stored) -> 
     with without_weights(torch.get_default_dtype()), log, explained(name):
         made = loader()
     if not isinstance(made, nn.Module):
-        raise ConfigError(f"model={name} gave a {type(made).__name__}, and not a torch.nn.Module")
+        raise ConfigError(f"model={name} returned a {type(made).__name__}, not a torch.nn.Module")
     check_built(made)
     library = library_of(made)
     return Built(made, log, library.whole_dtype(made, stored, False), True, library)
@@ -91,8 +105,9 @@ def _given(model: nn.Module, stored: Stored) -> Built:
     real = [name for name, p in model.named_parameters() if p.device.type != "meta"]
     if real:
         raise ConfigError(
-            f"model has {len(real)} parameters that are not on the meta device ({real[0]}, ...). Build it "
-            "inside `with torch.device('meta'):`, or pass the class or a callable that builds it"
+            f"model has {len(real)} parameters that are not on the meta device ({real[0]}, ...). "
+            "Build it inside `with torch.device('meta'):`, or pass the class or a callable that "
+            "builds it"
         )
     library = library_of(model)
     return Built(model, OperatorLog(), library.whole_dtype(model, stored, True), False, library)

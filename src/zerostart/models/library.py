@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from zerostart.checkpoint.catalog import Catalog
+from zerostart.checkpoint.strict_json import JsonObject
 from zerostart.errors import BuildError, ConversionError
 from zerostart.models.operator_log import OperatorLog
 from zerostart.models.tensors import owner_of, replace_tensor, state_names
@@ -61,6 +62,8 @@ class Stored:
     main: torch.dtype | None = None
     #: Whether the caller has said that code which lies in ``root`` may be run; without that none ever is.
     trusted: bool = False
+    #: Of its tensors, by name.
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -115,6 +118,16 @@ class Building(ABC):
         """Whether the configuration in the directory ``root`` is this library's, by a mark of its own."""
         return False
 
+    def configuration_of(
+        self, shapes: Mapping[str, tuple[int, ...]], kind: type[nn.Module] | None = None
+    ) -> JsonObject | None:
+        """The configuration of a checkpoint that has none, by its tensors; None if it knows no such tensors.
+
+        ``kind`` is the class that is wanted of it. Raises BuildError where it knows whose they are and has
+        no configuration of it at hand.
+        """
+        return None
+
     def require(self, kind: type[nn.Module] | None, root: str | None) -> None:  # noqa: B027  # may be left
         """Import what building ``kind``, or without one what ``root`` names, needs.
 
@@ -124,7 +137,8 @@ class Building(ABC):
     def construction(self, kind: type[nn.Module] | None, stored: Stored) -> Construction:
         """How to build ``kind``, or without one the class that ``stored.root`` names. Raises BuildError."""
         raise BuildError(
-            f"{self.name} does not build from a configuration; pass model= with a callable that builds it"
+            f"{self.name} does not build models from a configuration; pass model= with a callable "
+            "that builds it"
         )
 
     def of_configuration(
@@ -313,8 +327,8 @@ def chosen_converter(
         return own(model)
     if not callable(converter):
         raise ConversionError(
-            f"converter is a list of conversions, which are for a transformers model, and "
-            f"{type(model).__name__} is none; pass a callable from state dict to state dict"
+            "converter is a list of conversions, which only transformers models use, but "
+            f"{type(model).__name__} is not one; pass a callable from state dict to state dict"
         )
     chosen: Converter = converter
     return chosen

@@ -27,11 +27,14 @@ from zerostart.upstream.torch.types import Arguments, Keywords
 
 @dataclass(frozen=True)
 class Op:
-    """One operator call: its arguments, and the meta tensors that it made or changed."""
+    """One operator call."""
 
+    #: An operator, or a Python function that changes its first argument (see ``opaque``).
     func: Any
+    #: As they were before the call: real tensors as copies, meta ones as views.
     args: Arguments
     kwargs: Keywords
+    #: Meta tensors that the call made, or anything else.
     result: Any
 
     @functools.cached_property
@@ -279,8 +282,8 @@ class _Replay:
         storage = self._storages.get(storage_key(tensor))
         if storage is None:
             raise BuildError(
-                f"a tensor of shape {tuple(tensor.shape)} has no known value: it was made before the model's "
-                "construction could be followed. Pass a callable that builds the whole model"
+                f"a tensor of shape {tuple(tensor.shape)} has no known value: it was made before the "
+                "construction of the model began. Pass a callable that builds the whole model"
             )
         view = torch.empty(0, dtype=tensor.dtype, device=self._device)
         return view.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())

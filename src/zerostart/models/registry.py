@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.metadata import EntryPoint, entry_points
 
 import torch
 from torch import nn
 
+from zerostart.checkpoint.strict_json import JsonObject
 from zerostart.errors import ConfigError
 from zerostart.models.library import ModelLibrary
 
@@ -51,6 +52,19 @@ def library_of(model: nn.Module | type) -> ModelLibrary:
     """The library of a model or class. Raises ConfigError for an installed one that cannot be imported."""
     kind = model if isinstance(model, type) else type(model)
     return next(library for library in _libraries() if library.handles(kind))
+
+
+def described_by_tensors(
+    shapes: Mapping[str, tuple[int, ...]],
+) -> tuple[ModelLibrary, JsonObject] | None:
+    """The library that knows a checkpoint without a configuration by its tensors, and the configuration.
+
+    None where none does. Raises BuildError where one does and has no configuration at hand.
+    """
+    for library in _libraries():
+        if (found := library.configuration_of(shapes)) is not None:
+            return library, found
+    return None
 
 
 def library_in(root: str | None) -> ModelLibrary:

@@ -27,6 +27,7 @@ from zerostart.checkpoint.write.writer import CheckpointWriter
 from zerostart.errors import BuildError, ConfigError, WriteError
 from zerostart.models.registry import library_of
 from zerostart.models.shrink import scaled, tiny
+from zerostart.models.synth_tokenizer import write_tokenizer
 from zerostart.recipe.dtypes import spelling, torch_dtype
 from zerostart.upstream.transformers.models import ignorable_on_save, without_weights
 
@@ -72,7 +73,7 @@ def synthesise(
     seed: int = 0,
     max_shard_size: int | str = "5GB",
 ) -> Synthesised:
-    """Write random weights and ``config.json`` of the architecture ``source`` to the directory ``out``.
+    """Write random weights, ``config.json`` and a tokenizer of the architecture ``source`` to ``out``.
 
     ``source`` is a configuration file, a directory with a ``config.json``, or a transformers model type,
     whose default configuration is taken. ``size`` is "tiny" or a factor for layers and experts.
@@ -98,6 +99,8 @@ def synthesise(
             if not sparse:
                 _fill(writer, Noise(seed, _deviation(config)))
         _write_config(config, kind, staging.directory)
+        worded = next((part for part in _parts(config) if hasattr(part, "vocab_size")), config)
+        write_tokenizer(worded, staging.directory)
         staging.complete({})
     finally:
         staging.discard()

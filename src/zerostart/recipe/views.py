@@ -39,10 +39,12 @@ MOST_ROWS = 4096
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where the elements of a tensor lie in its storage, counted in elements."""
+    """Where the elements of a tensor lie in its storage."""
 
     shape: tuple[int, ...]
+    #: In elements.
     strides: tuple[int, ...]
+    #: In elements.
     offset: int
 
     def overlaps(self) -> bool:
@@ -58,11 +60,14 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The view ``func`` of a value, with its further arguments; ``layout`` is that of the result."""
+    """One view of a value."""
 
     func: OpOverload | _Strided
+    #: Its further arguments.
     args: Arguments
+    #: Of the result.
     layout: Layout
+    #: Of the result.
     dtype: torch.dtype
 
     @property
@@ -212,8 +217,8 @@ def _in_memory(t: Value, layout: Layout) -> tuple[Value, list[int]]:
     dense = row_major_strides(ordered)
     if any(n > 1 and layout.strides[d] != s for d, n, s in zip(order, ordered, dense, strict=True)):
         raise refusal(
-            f"the conversion of {names_of(t)} takes a view by as_strided of memory that it fills "
-            "in part; take it of a contiguous tensor"
+            f"the conversion of {names_of(t)} calls as_strided on a tensor that does not fill its "
+            "memory; make it contiguous before"
         )
     return reshape(permute(t, order), [t.numel()]), order
 
@@ -241,7 +246,7 @@ def _check_bounds(t: Value, view: Layout, first: int, numel: int) -> None:
     last = first + sum((n - 1) * s for n, s in zip(view.shape, view.strides, strict=True))
     if prod(view.shape) and not 0 <= first <= last < numel:
         raise refusal(
-            f"the conversion of {names_of(t)} takes a view by as_strided of memory outside of the tensor"
+            f"the conversion of {names_of(t)} calls as_strided with a view that reaches outside of the tensor"
         )
 
 

@@ -128,6 +128,7 @@ def save(
     merge_adapters: bool = False,
     *,
     memory_limit: int | None = None,
+    push_to_hub: str | None = None,
 ) -> SaveReport:
     """Save a sharded model as an ordinary checkpoint, each rank writing its own bytes; nothing is gathered.
 
@@ -151,6 +152,9 @@ def save(
             The model itself stays as it is.
         memory_limit: most bytes that a rank takes beside its shards; None: 32 MiB. Factors of adapters that
             are merged come to that.
+        push_to_hub: the id of a repository of the hub, such as ``"me/my-model"``, to which rank 0 uploads
+            what was saved, with a model card that says what it was trained from (unless ``path`` has a
+            ``README.md``). Where that fails the model is saved all the same, and the error says so.
 
     Returns:
         What was written, and what has another name than in the checkpoint that it came from.
@@ -171,7 +175,15 @@ def save(
         request = SaveRequest(
             max_shard_size, dtype_of(dtype), trainable_only, adapters_only, merge_adapters, memory_limit
         )
-    return save_model(model, path, request)
+    report = save_model(model, path, request)
+    if push_to_hub is not None:
+        from zerostart.distributed.world import current_world
+        from zerostart.live.model import find_record
+        from zerostart.state.saving.hub import push
+
+        record = find_record(model)
+        push(path, push_to_hub, "" if record is None else record.catalog.root, {}, current_world())
+    return report
 
 
 def digest(model: nn.Module) -> dict[str, str]:

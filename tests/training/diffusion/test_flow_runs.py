@@ -21,6 +21,9 @@ from tests.training.diffusion.flow_pipelines import PIPELINES, drawn_by, save_pi
 
 #: What the runner promises in fp32: of losses relative, of weights relative to their norm.
 EXACT = 1e-5
+#: A key's bias shifts all scores of a query alike, which a softmax does not feel: its gradient is rounding,
+#: of which AdamW makes steps as large as of any.
+UNFELT = "token_refiner.refiner_blocks.0.attn.to_k.bias"
 
 
 def by_steps(ranks, accumulation):
@@ -49,6 +52,8 @@ def saved(directory):
 def assert_equal_weights(found, wanted):
     assert found.keys() == wanted.keys()
     for name, tensor in wanted.items():
+        if name.endswith(UNFELT):
+            continue
         wrong = torch.linalg.vector_norm(found[name].double() - tensor.double())
         assert wrong <= EXACT * max(1.0, torch.linalg.vector_norm(tensor.double())), name
 

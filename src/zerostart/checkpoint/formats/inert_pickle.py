@@ -61,16 +61,15 @@ class Storage(NamedTuple):
 
 
 class StoredTensor(NamedTuple):
-    """A view of a storage: ``offset`` and ``strides`` in elements of ``dtype``.
-
-    ``bits`` is true for one that stands for the conjugate or the negative of what is stored.
-    """
+    """A view of a storage."""
 
     storage: Storage
     dtype: str
+    #: In elements of ``dtype``, and so ``strides``.
     offset: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
+    #: Whether it stands for the conjugate or the negative of what is stored.
     bits: bool
 
 

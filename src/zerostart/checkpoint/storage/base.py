@@ -22,10 +22,13 @@ FETCHED_GAP = 128 << 10
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """``count`` runs of ``width`` bytes, ``stride`` bytes from start to start."""
+    """Runs of bytes at equal distances."""
 
+    #: How many runs.
     count: int
+    #: Bytes of each.
     width: int
+    #: Bytes from start to start.
     stride: int
 
     @property

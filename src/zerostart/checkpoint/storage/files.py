@@ -18,13 +18,13 @@ from zerostart.errors import CheckpointError, CheckpointNotFoundError, ReadError
 
 @dataclass(frozen=True, slots=True)
 class FileState:
-    """What tells a file from another, and from itself after somebody wrote to it.
+    """What tells a file from another, and from itself after somebody wrote to it."""
 
-    ``size`` in bytes, ``modified`` in nanoseconds, and the ``number`` of its inode.
-    """
-
+    #: Bytes.
     size: int
+    #: Nanoseconds.
     modified: int
+    #: Of its inode.
     number: int
 
     @classmethod

@@ -33,10 +33,12 @@ _RANK = {dtype: position for position, dtype in enumerate(DTYPE_BITS)}
 
 @dataclass(frozen=True)
 class ShardFile:
-    """One file to write: ``header`` is its beginning (length and JSON), ``size`` its length in bytes."""
+    """One file to write."""
 
     name: str
+    #: Its beginning: the length of the JSON, and the JSON.
     header: bytes
+    #: Its length in bytes, header included.
     size: int
 
 

@@ -18,14 +18,14 @@ from zerostart.geometry.layout import Layout, Parallelism, Section, dimension_sh
 
 @dataclass(frozen=True)
 class MeshShares:
-    """What the ranks of ``replicas`` copies of a model hold; ``parallelism`` is that of one copy.
+    """What the ranks of several copies of a model hold."""
 
-    ``dims``: the dimension along which the owners of each section share it, where a ``shard_placement_fn``
-    says it.
-    """
-
+    #: Number of the copies.
     replicas: int
+    #: Of one copy.
     parallelism: Parallelism
+    #: Dimension along which the owners of each section share it, where a ``shard_placement_fn`` says it; else
+    #: None.
     dims: Mapping[str, int] | None
 
     @classmethod

@@ -27,9 +27,10 @@ Kind = tuple[torch.dtype, torch.dtype]
 
 @dataclass(frozen=True)
 class Unit:
-    """A module to be sharded as a unit, and the kind of its own parameters (None: none of them trains)."""
+    """A module to be sharded as a unit."""
 
     module: nn.Module
+    #: Of its own parameters; None: none of them trains.
     kind: Kind | None
 
     def options(self, given: EngineConfig) -> EngineConfig:

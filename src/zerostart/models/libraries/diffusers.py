@@ -13,9 +13,9 @@ from torch import nn
 
 from zerostart.checkpoint.catalog import Catalog
 from zerostart.checkpoint.formats.base import CONFIG_NAME
-from zerostart.checkpoint.source import read_config
+from zerostart.checkpoint.source import config_path, read_config
 from zerostart.checkpoint.strict_json import JsonObject
-from zerostart.errors import BuildError, ConversionError
+from zerostart.errors import BuildError, ConversionError, UnsupportedVersionError
 from zerostart.models.library import Built, Construction, ModelLibrary, OwnLoading, Stored
 from zerostart.models.tensors import state_names
 from zerostart.recipe import Recipes, SymbolicTensor, Target, matched, run_converter, symbols_of
@@ -43,22 +43,56 @@ class Diffusers(ModelLibrary):
         config = (read_config(root) if root else None) or {}
         return isinstance(config.get("_class_name"), str)
 
+    def configuration_of(
+        self, shapes: Mapping[str, tuple[int, ...]], kind: type[nn.Module] | None = None
+    ) -> JsonObject | None:
+        """As ``from_single_file`` finds it: that of the release which the tensors are of.
+
+        From the local cache of the hub. Raises BuildError where it is not there.
+        """
+        from huggingface_hub import try_to_load_from_cache
+
+        try:
+            found = upstream.original_release(shapes)
+        except UnsupportedVersionError:
+            return None
+        if found is None:
+            return None
+        repository, folder = found
+        own = None if kind is None else upstream.component_folder(kind)
+        folders = [own or folder] if kind is not None or folder is not None else ["transformer", "unet"]
+        for one in folders:
+            name = f"{one}/{CONFIG_NAME}" if one else CONFIG_NAME
+            if isinstance(path := try_to_load_from_cache(repository, name), str):
+                return read_config(Path(path).parent)
+        files = " or ".join(f"{one}/{CONFIG_NAME}" if one else CONFIG_NAME for one in folders)
+        raise BuildError(
+            f"there is no {CONFIG_NAME} beside the file; by its tensors diffusers takes that of "
+            f"{repository}, which is not in the local cache. Download it (hf download {repository} {files}), "
+            "put the one of your model beside the file, or pass model=lambda: Class(...)"
+        )
+
     def require(self, kind: type[nn.Module] | None, root: str | None) -> None:
         """Import diffusers, and the class where the configuration names it.
 
         Raises BuildError or UnsupportedVersionError where that fails.
         """
         if kind is None:
-            _named_class(str(root))
+            _named_class(read_config(str(root)) or {}, str(root))
 
     def construction(self, kind: type[nn.Module] | None, stored: Stored) -> Construction:
         """In the dtype that the model is to have, since buffers depend on it.
 
         Raises BuildError for a class that diffusers does not have.
         """
-        chosen = _named_class(str(stored.root)) if kind is None else kind
+        config = read_config(stored.root) if stored.root else None
+        if config is None:
+            config = self.configuration_of(stored.shapes, kind)
+        chosen = _named_class(config or {}, str(stored.root)) if kind is None else kind
         building = _floating(stored.asked or stored.main)
-        return Construction(chosen.__name__, lambda: _construct(chosen, stored.root), building, stored.asked)
+        return Construction(
+            chosen.__name__, lambda: _construct(chosen, stored.root, config), building, stored.asked
+        )
 
     def expectations(self, built: Built) -> dict[str, Target]:
         """As ``ModelMixin.from_pretrained`` casts: what it keeps in float32, and all else to the one dtype.
@@ -121,10 +155,10 @@ def _floating(dtype: torch.dtype | None) -> torch.dtype:
     return dtype if dtype is not None and dtype.itemsize > 1 else torch.get_default_dtype()
 
 
-def _named_class(root: str) -> type[nn.Module]:
+def _named_class(config: Mapping[str, object], root: str) -> type[nn.Module]:
     """The class of diffusers that the configuration in ``root`` names. Raises BuildError if there is none."""
     require()
-    name = str((read_config(root) or {}).get("_class_name"))
+    name = str(config.get("_class_name"))
     kind = model_class(name)
     if kind is None:
         import diffusers
@@ -136,19 +170,19 @@ def _named_class(root: str) -> type[nn.Module]:
     return kind
 
 
-def _construct(kind: type[ModelMixin], root: str | None) -> nn.Module:
-    """Build the diffusers class from the configuration in ``root``, as ``from_pretrained`` does.
+def _construct(kind: type[ModelMixin], root: str | None, config: JsonObject | None) -> nn.Module:
+    """Build the diffusers class from ``config``, that in ``root`` if there is one, as ``from_pretrained``.
 
     Raises BuildError if there is no configuration, or one that is not of a class of diffusers.
     """
-    config = read_config(root) if root else None
     if config is None:
         raise BuildError(
-            f"there is no {CONFIG_NAME} in {root} to build {kind.__name__} from. Put the diffusers model's "
-            f"beside the file, or pass model=lambda: {kind.__name__}(...)"
+            f"{root} has no {CONFIG_NAME} to build {kind.__name__} from. Put the configuration of "
+            f"the diffusers model beside the file, or pass model=lambda: {kind.__name__}(...)"
         )
     _check_described(config, kind, Path(str(root)) / CONFIG_NAME)
-    model: nn.Module = kind.from_config(kind.load_config(root))
+    beside = root is not None and config_path(root) is not None
+    model: nn.Module = kind.from_config(kind.load_config(root) if beside else dict(config))
     return model
 
 
@@ -158,8 +192,9 @@ def _check_described(config: Mapping[str, object], kind: type, path: Path) -> No
     known = {base.__name__ for base in kind.__mro__}
     if name is not None and name not in known and model_class(str(name)) is None:
         raise BuildError(
-            f"{path} describes the class {name}, which diffusers does not have: it is the original release's "
-            f"own. Pass model=lambda: {kind.__name__}(...), or put the diffusers configuration there"
+            f"{path} describes the class {name}, which diffusers does not have: it is the "
+            f"configuration of the original release. Pass model=lambda: {kind.__name__}(...), or "
+            "put the diffusers configuration there"
         )
 
 
@@ -203,8 +238,9 @@ def convert(model: object, symbols: Symbols, targets: Mapping[str, Target]) -> R
     # Where most of the names fit some reading, what is missing is told as missing, and not as another layout.
     if failure is not None and 2 * most < len(targets):
         raise ConversionError(
-            f"the checkpoint has {most} of the {len(targets)} tensors of {type(model).__name__}, and is not "
-            f"in the original layout that diffusers converts: {failure}"
+            f"the checkpoint has only {most} of the {len(targets)} tensors of "
+            f"{type(model).__name__}, and it is not in the original layout that diffusers "
+            f"converts: {failure}"
         ) from failure
     return best
 

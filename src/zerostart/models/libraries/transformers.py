@@ -270,7 +270,7 @@ def _configured(
             raise
         if coded:
             raise BuildError(
-                f"{root}: the model's code there fails: {type(error).__name__}: {error}"
+                f"{root}: the model's code in this directory fails: {type(error).__name__}: {error}"
             ) from error
         raise BuildError(f"{root}/config.json names no model that transformers knows: {error}") from error
     # The model is built as if it were not quantised, since it is dequantised on the way.
@@ -309,7 +309,7 @@ def _read_config(root: str | None) -> JsonObject:
     path = Path(root) / "config.json" if root else None
     if path is None or not path.is_file():
         raise BuildError(
-            f"there is no config.json in {root}; pass model= with the class or a callable that builds it"
+            f"{root} has no config.json; pass model= with the class or a callable that builds it"
         )
     try:
         return read_config(path.parent) or {}
@@ -338,11 +338,15 @@ def _with_dtype(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedConfi
 # its own name; a fresh converter for each target.
 @dataclass(frozen=True)
 class Converted:
-    """Tensors by the model's names, checkpoint names that lead nowhere, and what was converted."""
+    """What a conversion gives."""
 
+    #: By the model's names.
     tensors: dict[str, SymbolicTensor]
+    #: Checkpoint names that lead nowhere.
     unexpected: list[str]
+    #: Names that are not merely renamed.
     converted: frozenset[str]
+    #: The library's conversions that matched, for its way back at saving.
     used: tuple[object, ...]
 
 

@@ -55,15 +55,13 @@ _LISTED = 20
 
 
 class TensorDifference(NamedTuple):
-    """How one tensor differs: the largest absolute difference, and how many elements do.
+    """How one tensor differs: in bits where dtypes are the same (0.0 and -0.0 by 0.0), else in values."""
 
-    ``largest`` is nan where a nan meets something else, or shapes differ. Elements of one dtype differ where
-    their bits do (0.0 and -0.0 by 0.0), of two dtypes where their values do; ``note`` names dtypes and shapes
-    that are not the same.
-    """
-
+    #: Largest absolute difference; nan where a nan meets something else, or shapes differ.
     largest: float
+    #: How many differ.
     elements: int
+    #: Dtypes and shapes that are not the same.
     note: str = ""
 
     def __str__(self) -> str:

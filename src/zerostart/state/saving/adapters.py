@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerostart.engines import Shard
+from zerostart.distributed.world import World
+from zerostart.engines import Shard, whole_shard
 from zerostart.errors import ConfigError
 from zerostart.geometry.layout import Layout
 from zerostart.live.full_tensors import whole_tensor
@@ -48,6 +49,9 @@ class AdapterFormat:
     configured: bool = True
     #: Whether the second factor is multiplied by what the product would be, since nothing else tells that.
     folded: bool = False
+    #: Whether each module has its alpha beside the factors (``MODULE.alpha``, [] in float32): by its ratio to
+    #: the rank a reader multiplies their product.
+    alphas: bool = False
 
 
 #: What PEFT's ``save_pretrained`` writes.
@@ -138,7 +142,11 @@ class AdapterFile:
 
 
 def adapter_files(
-    adapted: Adapted, shards: Mapping[int, Shard], dtype: torch.dtype | None, written_as: AdapterFormat
+    adapted: Adapted,
+    shards: Mapping[int, Shard],
+    dtype: torch.dtype | None,
+    written_as: AdapterFormat,
+    world: World,
 ) -> list[AdapterFile]:
     """The files of all adapters.
 
@@ -148,7 +156,7 @@ def adapter_files(
     return [
         AdapterFile(
             adapter,
-            _contents(adapted, adapter, shards, dtype, written_as),
+            _contents(adapted, adapter, shards, dtype, written_as, world),
             written_as.metadata(adapted.model.peft_config[adapter]),
         )
         for adapter in adapted.adapter_names()
@@ -161,6 +169,7 @@ def _contents(
     shards: Mapping[int, Shard],
     dtype: torch.dtype | None,
     written_as: AdapterFormat,
+    world: World,
 ) -> Contents:
     """What PEFT's ``save_pretrained`` puts into the file of one adapter, by the format's names."""
     from peft.utils import get_peft_model_state_dict
@@ -178,14 +187,17 @@ def _contents(
     chosen = get_peft_model_state_dict(adapted.model, state_dict=twins, adapter_name=adapter)
     contents = Contents()
     # Only the second factor is multiplied, else the product would have the factor twice.
-    times = _scaling(adapted.model.peft_config[adapter], adapter) if written_as.folded else 1.0
+    config = adapted.model.peft_config[adapter]
+    told = written_as.folded or written_as.alphas
+    scaling = _scaling(config, adapter) if told else 1.0
+    times = scaling if written_as.folded else 1.0
     for name, twin in chosen.items():
         shard = by_twin.get(id(twin))
         if shard is None:
             kind = adapted.model.peft_config[adapter].peft_type
             raise ConfigError(
-                f"the adapter {adapter!r} ({kind}) computes {name} when it is saved, which no shard holds; "
-                "use PEFT's save_pretrained on the gathered model"
+                f"the adapter {adapter!r} ({kind}) computes {name} when it is saved, which no rank's "
+                "shard holds; use PEFT's save_pretrained on the gathered model"
             )
         stored = written_as.renamed(f"{adapted.prefix}{name}" if written_as.prefixed else name)
         floating = dtype is not None and shard.storage.dtype.is_floating_point
@@ -195,15 +207,24 @@ def _contents(
         if times != 1.0 and ".lora_B." in name:
             outgoing = replace(outgoing, change=_Times(times))
         contents.outgoing.append(outgoing)
+        if written_as.alphas and ".lora_A." in name:
+            _add_alpha(contents, f"{stored.rpartition('.lora_')[0]}.alpha", float(config.lora_alpha), world)
     return contents
+
+
+def _add_alpha(contents: Contents, name: str, alpha: float, world: World) -> None:
+    """A number that every rank has, as a tensor of the file."""
+    shard = whole_shard(name, torch.tensor(alpha, device="cpu"), world)
+    contents.entries.append((name, spelling(shard.storage.dtype), shard.layout.shape))
+    contents.outgoing.append(plain(name, shard))
 
 
 def _scaling(config: Any, adapter: str) -> float:
     """What products of its factors are multiplied by; raises ConfigError if that is no one number."""
     if config.use_rslora or config.use_dora or config.rank_pattern or config.alpha_pattern:
         raise ConfigError(
-            f"the adapter {adapter!r} (DoRA, or another scaling in each module) cannot be saved in a format "
-            "that says nothing of it; save it as PEFT does"
+            f"the adapter {adapter!r} (DoRA, or another scaling in each module) cannot be saved in "
+            "this format, which has no entry for that; save it in PEFT's format"
         )
     return float(config.lora_alpha) / float(config.r)
 
@@ -266,7 +287,7 @@ def _factors(layer: object, adapter: str) -> tuple[str, str] | None:
     if hasattr(layer, "lora_A"):
         return None
     raise ConfigError(
-        f"a {type(layer).__name__} is no layer of LoRA's and cannot be merged shard by shard; use "
+        f"a {type(layer).__name__} is no LoRA layer and cannot be merged shard by shard; use "
         "adapters_only=True"
     )
 

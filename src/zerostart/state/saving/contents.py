@@ -175,12 +175,11 @@ def _out(held: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
 
 @dataclass(frozen=True)
 class TensorOverrides:
-    """Values that stand for those of parameters, by their first names: this rank's share of each.
+    """Values that stand for those of parameters."""
 
-    ``ties`` has the first name of every other one.
-    """
-
+    #: This rank's share of each, by its first name.
     shards: Mapping[str, Shard]
+    #: The first name of every other one.
     ties: Mapping[str, str]
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ from zerostart.state.saving.contents import TensorOverrides
 from zerostart.state.saving.save import SaveReport, SaveRequest, save_model
 from zerostart.training.adapt.diffsynth_names import PREFIX, names_for
 from zerostart.training.adapt.ema import Ema
+from zerostart.training.adapt.tool_names import comfyui_names, kohya_names
 from zerostart.training.loop.task import Task
 
 if TYPE_CHECKING:
@@ -33,6 +34,11 @@ if TYPE_CHECKING:
 EXPORTS = "exports"
 #: Where the average of the weights goes, beside the model or in the folder of a step.
 AVERAGE = "ema"
+#: Formats of a LoRA for other tools: what gives the names of factors there.
+TOOLS: Mapping[str, Callable[[nn.Module], Callable[[str], str]]] = {
+    "comfyui": comfyui_names,
+    "kohya": kohya_names,
+}
 #: Of diffusers' LoRA files: the name, what names begin with, and where PEFT's configuration is in the header.
 _LORA_WEIGHTS, _COMPONENT, _METADATA = "pytorch_lora_weights", "transformer.", "lora_adapter_metadata"
 
@@ -54,8 +60,8 @@ def check_export(model: nn.Module, config: TrainConfig) -> None:
         shape = full_shape(parameter)
         if ".lora_" in name and len(shape) != 2:
             raise ConfigError(
-                f"output.merge: {name} is of a convolution, whose adapters are not merged shard by shard; "
-                "leave it out of lora.targets, or output.merge out"
+                f"output.merge: {name} belongs to a convolution, whose adapters cannot be merged shard "
+                "by shard; leave it out of lora.targets, or leave output.merge out"
             )
 
 
@@ -98,6 +104,8 @@ def _adapter_format(model: nn.Module, config: TrainConfig, step: int) -> Adapter
     kind, prefix = output.format or library_of(inner).adapter_format, output.remove_prefix
     if kind == "peft":
         return replace(PEFT_FORMAT, renamed=_without(prefix, lambda name: name))
+    if kind in TOOLS:
+        return AdapterFormat(_LORA_WEIGHTS, TOOLS[kind](inner), False, configured=False, alphas=True)
     component = _without(prefix, lambda name: _COMPONENT + name)
     if kind != "diffsynth":
         described = functools.partial(_described, component)
@@ -121,8 +129,8 @@ def _diffsynth(model: nn.Module) -> Callable[[str], str]:
     names = names_for(inner)
     if names is None or names.fused:
         raise ConfigError(
-            f"output.format diffsynth: DiffSynth has no {type(inner).__name__} with the same modules; leave "
-            "it out, for the model's own library"
+            f"output.format diffsynth: DiffSynth has no {type(inner).__name__} with the same "
+            "modules; leave output.format out to save in the format of the model's own library"
         )
     return names.of
 

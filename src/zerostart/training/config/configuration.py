@@ -202,7 +202,9 @@ class TrainingConfig(Section):
     def _long(self) -> TrainingConfig:
         if (self.steps is None) == (self.epochs is None):
             given = "neither is given" if self.steps is None else "both are given"
-            raise ValueError(f"steps or epochs say how long a run is, and {given}: give one of them")
+            raise ValueError(
+                f"give either steps or epochs for the length of the run, not both or neither ({given})"
+            )
         return self
 
 
@@ -219,8 +221,8 @@ class OutputConfig(Section):
     """true: a model that is in the directory may be replaced. Without it a directory has to be empty."""
     pipeline: bool = False
     """true: save the whole pipeline, with what is trained in it."""
-    format: Literal["diffusers", "peft", "diffsynth"] | None = None
-    """Of a LoRA or of trained tensors alone: diffusers, peft, diffsynth; null: the model's library."""
+    format: Literal["diffusers", "peft", "diffsynth", "comfyui", "kohya"] | None = None
+    """diffusers, peft, diffsynth, comfyui, kohya, of a LoRA (or trained tensors); null: the library's."""
     trainable_only: bool = False
     """true: leave out what is frozen."""
     remove_prefix: str = ""
@@ -229,6 +231,8 @@ class OutputConfig(Section):
     """true: save the whole model, with the LoRA in its weights."""
     every: Count = 0
     """Steps between exports, in exports; 0: at the end alone."""
+    push_to_hub: str | None = None
+    """A repository of the hub to upload the trained model to, with a card of the run; see hf auth login."""
 
     @field_validator("max_shard_size")
     @classmethod
@@ -389,6 +393,11 @@ class CacheConfig(Section):
     """Of the autoencoder; null: that of its files."""
     max_sequence_length: Positive | None = None
     """Tokens of a text; null: the pipeline's own default."""
+    long_prompts: Literal["cut", "refuse"] = "cut"
+    """What becomes of a text that is longer: cut, as pipelines do, or refuse.
+
+    Its row is named in either case.
+    """
     posterior: Literal["sample", "mode"] = "sample"
     """Latents are drawn from what the autoencoder gives (sample), or the likeliest ones (mode)."""
     seed: Count = 0
@@ -410,8 +419,8 @@ class CacheConfig(Section):
     def _whole_vae(cls, value: str | dict[str, str] | None) -> str | dict[str, str] | None:
         if isinstance(value, dict) and value.get("vae") == "shard":
             raise ValueError(
-                "vae cannot be sharded: items of different lengths call it differently often on different "
-                "ranks; write replicate or offload"
+                "vae cannot be sharded: ranks call it a different number of times for items of "
+                "different lengths; write replicate or offload"
             )
         return value
 

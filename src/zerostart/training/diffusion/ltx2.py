@@ -92,6 +92,7 @@ class Ltx2(Family):
     shift: ClassVar[float] = exp(2.05)
     keys: ClassVar[frozenset[str]] = frozenset({"prompt_embeds", "prompt_attention_mask", "frame_rate"})
     required: ClassVar[frozenset[str]] = frozenset({"prompt_embeds", "prompt_attention_mask"})
+    untrained: ClassVar[tuple[str, ...]] = ("*audio*", "av_cross_attn_*", "*a2v*")
     decoders: ClassVar[tuple[str, ...]] = ("vae", "audio_vae")
 
     def tokens(self, shape: Sequence[int]) -> int:

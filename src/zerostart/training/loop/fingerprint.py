@@ -128,8 +128,8 @@ def _agree_on_facts(own: Mapping[str, str], world: World) -> None:
         if len(set(values)) > 1:
             told = "; ".join(f"{_named(alike)}: {values[alike[0]]}" for alike in _groups(values))
             raise ConfigError(
-                f"the ranks are configured differently: {key} ({told}). Start all of them with the same "
-                "configuration, checkpoint and tokenizer"
+                f"the ranks are configured differently: {key} ({told}). Start all of them with the "
+                "same configuration, checkpoint and tokenizer"
             )
 
 
@@ -150,9 +150,9 @@ def _agree_on_data(task: TaskData, own: Items, world: World) -> None:
         for other in others
     )
     raise ConfigError(
-        f"the data differ between the ranks: {told} from {_named(most)} ({ranks[most[0]][1]}). Every rank "
-        f"reads {task.data_key} for itself: copy the same files to every machine, or name a directory they "
-        "share"
+        f"the data differ between the ranks: {told} from {_named(most)} ({ranks[most[0]][1]}). "
+        f"Every rank reads {task.data_key} itself: copy the same files to every machine, or "
+        "name a directory that they share"
     )
 
 

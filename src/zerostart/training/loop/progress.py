@@ -218,7 +218,7 @@ def _writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise WriteError(f"{path}: the figures of the run cannot be written: {error.strerror}") from error
+        raise WriteError(f"{path}: the metrics of the run cannot be written: {error.strerror}") from error
 
 
 def _step_of(line: str) -> float:

@@ -22,6 +22,7 @@ from zerostart.distributed.world import World, current_world
 from zerostart.engines import Mesh
 from zerostart.errors import DivergedError, PeerError
 from zerostart.live.model import record_of
+from zerostart.state.saving.hub import check_repository, push
 from zerostart.training.adapt.export import check_export, export_model, export_step
 from zerostart.training.adapt.trained import choose_trained, round_to
 from zerostart.training.config.configuration import TrainConfig
@@ -86,6 +87,8 @@ def train(config: TrainConfig) -> TrainResult:
         check_trackers(config.tracking.trackers)
         config = with_launcher(config)
         check_optimizer(config.train, config.engine.chosen(), world)
+        if config.output.push_to_hub is not None and world.rank == 0:
+            check_repository(config.output.push_to_hub)  # a mistake is told now, and not after the run
     with claim_output(config, world) as directory:
         resumed = checkpoint_to_resume(config.resume, directory, world)
         with set_aside(directory, resumed, world):
@@ -151,8 +154,32 @@ def _train(config: TrainConfig, directory: Path, resumed: Path | None, world: Wo
         export_model(model, task, directory, result.steps, session.ema)
         run.divergence.check_end(result.directory)
         display.say(str(result))
+        if (repository := config.output.push_to_hub) is not None:
+            facts = _card_facts(config, session, result, world)
+            root = record_of(model).catalog.root
+            display.say(f"pushed to {push(directory, repository, root, facts, world)}")
     session.end()
     return result
+
+
+def _card_facts(
+    config: TrainConfig, session: Session, result: TrainResult, world: World
+) -> dict[str, object]:
+    """What a model's card says of the run: rows by name. Of paths the last part alone."""
+    data = config.data.source if config.data is not None else config.media and config.media.source
+    sources = [data] if isinstance(data, str) else data or []
+    facts: dict[str, object] = {
+        "task": config.task.name,
+        "data": ", ".join(Path(source).name for source in sources),
+        "steps": result.steps,
+        "training loss": f"{shown_loss(result.first_loss)} to {shown_loss(result.last_loss)}",
+        "learning rate": config.train.learning_rate,
+        "sharding": f"{session.engine.title} on {world.size} {'rank' if world.size == 1 else 'ranks'}",
+    }
+    if result.held_out:
+        *_, last = result.held_out.values()
+        facts["held-out loss"] = f"{last:.4f}"
+    return {name: value for name, value in facts.items() if value != ""}
 
 
 def _about(config: TrainConfig, model: nn.Module, world: World) -> About:
@@ -202,8 +229,8 @@ def _peers_named(directory: Path) -> Iterator[None]:
         # gloo has no exception type of its own, but its errors name the source file they come from.
         if isinstance(error, torch.distributed.DistBackendError) or "gloo/" in str(error):
             raise PeerError(
-                "another rank died or stopped answering during training; its own output, or the system log "
-                f"where memory ran out, tells why. {_saved_in(directory)}"
+                "another rank died or stopped answering during training; its own output, or the "
+                f"system log if memory ran out, says why. {_saved_in(directory)}"
             ) from error
         raise
 
@@ -260,7 +287,9 @@ class _Run:
         else:
             self._history, batches = self._checkpoints.resume(resumed)
             if not self._finite():
-                raise DivergedError(f"resume: {resumed} has weights that are not finite; name an earlier one")
+                raise DivergedError(
+                    f"resume: {resumed} has weights that are not finite; name an earlier checkpoint"
+                )
             with self._failures.deferred():
                 self._begin(directory, resumed)
             self._display.say(f"resuming after step {self._history.steps}, from {resumed}")

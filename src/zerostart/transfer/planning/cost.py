@@ -63,15 +63,14 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class ReadStrategy:
-    """Whether bytes are read ``once``, and the estimated seconds of either way; ``forced`` by an argument.
-
-    Read once, no request takes more than ``chunk_size`` bytes.
-    """
+    """Whether bytes are read once or by each rank, with the estimated seconds of either way."""
 
     once: bool
     own_seconds: float
     once_seconds: float
+    #: Whether an argument says so, and not the estimate.
     forced: bool = False
+    #: Read once, most bytes of a request.
     chunk_size: int = 0
 
     def __str__(self) -> str:

@@ -21,20 +21,26 @@ Table = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """Requests ``first`` to ``stop`` of rank ``to``, in one message of ``nbytes``."""
+    """Consecutive requests of one rank, in one message."""
 
+    #: The rank that asked.
     to: int
+    #: Number of the first request.
     first: int
+    #: One past that of the last.
     stop: int
+    #: Bytes of the message.
     nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class ExchangeStep:
-    """What ``server`` reads, and for whom: the ``extent`` (file, begin, end) once for all."""
+    """What one rank reads once, and for whom."""
 
+    #: The rank that reads and sends.
     server: int
     deliveries: tuple[Delivery, ...]
+    #: What it reads: file, first byte, one past the last.
     extent: tuple[int, int, int]
 
 

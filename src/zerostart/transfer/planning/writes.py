@@ -32,13 +32,11 @@ GRAIN = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Local storage that a save writes out: elements of ``dtype``.
-
-    ``direct`` tells host memory, which can be written from, from what is behind a staging buffer.
-    """
+    """Local storage that a save writes out."""
 
     name: str
     dtype: torch.dtype
+    #: Whether it is host memory, which can be written from, and not behind a staging buffer.
     direct: bool
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,8 +28,20 @@ TOUCHED = (
     Use(
         library=DIFFUSERS,
         owner="diffusers.loaders.single_file_utils",
-        names=("LDM_UNET_KEY", "LDM_VAE_KEYS"),
-        why="prefixes of a component's keys in a file with several",
+        names=(
+            "LDM_UNET_KEY",
+            "LDM_VAE_KEYS",
+            "infer_diffusers_model_type",
+            "DIFFUSERS_DEFAULT_PIPELINE_PATHS",
+        ),
+        why="prefixes of a component's keys in a file with several, and which release a file is of",
+        shapes=(
+            Shape(
+                "diffusers.loaders.single_file_utils:fetch_diffusers_config",
+                leads=("checkpoint",),
+                has=("infer_diffusers_model_type(checkpoint)",),
+            ),
+        ),
     ),
     Use(
         library=DIFFUSERS,
@@ -55,7 +67,7 @@ def require() -> None:
         importlib.import_module("diffusers.loaders.single_file_model")
     except ImportError as error:
         raise UnsupportedVersionError(
-            f"the model is one of diffusers, which cannot be imported ({error}); install it: "
+            f"this is a diffusers model, but diffusers cannot be imported ({error}); install it: "
             "pip install zerostart[diffusers]"
         ) from error
     demand(TOUCHED)
@@ -99,6 +111,35 @@ def original_layout(kind: type) -> tuple[Converter | None, tuple[str, ...]]:
             }
             return entry["checkpoint_mapping_fn"], prefixes.get(entry.get("default_subfolder"), ())
     return None, ()
+
+
+def original_release(shapes: Mapping[str, Sequence[int]]) -> tuple[str, str | None] | None:
+    """The repository with the configurations of what a file's tensors belong to, by diffusers' own table.
+
+    With the folder in it, where the table has one. None for tensors of no release that diffusers knows.
+    """
+    require()
+    from diffusers.loaders import single_file_utils as known
+
+    one = torch.empty((), device="meta")
+    kind = known.infer_diffusers_model_type(
+        {name: one.expand(tuple(shape)) for name, shape in shapes.items()}
+    )
+    # Which is also what it says of all that it does not know.
+    if kind == "v1" and not any(name.startswith(known.LDM_UNET_KEY) for name in shapes):
+        return None
+    place = known.DIFFUSERS_DEFAULT_PIPELINE_PATHS[kind]
+    return place["pretrained_model_name_or_path"], place.get("subfolder")
+
+
+def component_folder(kind: type) -> str | None:
+    """The folder of a pipeline in which the class is, by diffusers' table; None where it does not say."""
+    require()
+    from diffusers.loaders import single_file_model
+
+    names = {base.__name__ for base in kind.__mro__ if base.__module__.startswith("diffusers.")}
+    table = single_file_model.SINGLE_FILE_LOADABLE_CLASSES
+    return next((entry.get("default_subfolder") for name, entry in table.items() if name in names), None)
 
 
 def fix_names(model: ModelMixin, state_dict: dict[str, Any]) -> None:

@@ -46,14 +46,13 @@ class Keeper(Protocol):
 
 @dataclass(frozen=True)
 class Mark:
-    """What a parameter tells the engine: its name, its keeper, and how its master is read, None if it is not.
-
-    Pickles as None: it means nothing without the buffer.
-    """
+    """What a parameter tells the engine; it pickles as None, since it means nothing without the buffer."""
 
     name: str
     keeper: Keeper
+    #: How its master is read; None if it is not.
     reader: RunReader | None
+    #: Keeps the patches in place while the parameter lives.
     ticket: Ticket
 
     def __reduce__(self) -> Any:

@@ -1,0 +1,91 @@
+"""A saved model on its way to the hub: what huggingface_hub is to commit, and the card, as it reads it."""
+
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+import torch
+from huggingface_hub import CommitOperationAdd, ModelCard
+
+import zerostart
+from tests.cli.running import running
+from tests.tiny import TinyCheckpoints
+from zerostart.errors import WriteError
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture
+def committed(monkeypatch: pytest.MonkeyPatch) -> dict[str, CommitOperationAdd]:
+    """What would go over the network, by its path in the repository: the client's own operations."""
+    found: dict[str, CommitOperationAdd] = {}
+
+    def upload_folder(
+        api: huggingface_hub.HfApi, repo_id: str, folder_path: Path, ignore_patterns: list[str]
+    ) -> None:
+        assert repo_id == "me/mine"
+        given = {"repo_type": "model", "token": None, "ignore_patterns": ignore_patterns}
+        operations = api._prepare_upload_folder_additions(folder_path, "", **given)
+        found.update({operation.path_in_repo: operation for operation in operations})
+
+    def create_repo(_: object, repo_id: str, **__: Any) -> huggingface_hub.RepoUrl:
+        return huggingface_hub.RepoUrl(f"https://huggingface.co/{repo_id}")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "upload_folder", upload_folder)
+    monkeypatch.setattr(huggingface_hub.HfApi, "create_repo", create_repo)
+    monkeypatch.setattr(huggingface_hub.HfApi, "_validate_yaml", lambda *_, **__: None)  # a call, too
+    return found
+
+
+def test_a_model_goes_up_with_a_card(
+    committed: dict[str, CommitOperationAdd], checkpoints: TinyCheckpoints, tmp_path: Path
+) -> None:
+    snapshot = tmp_path / "models--Qwen--Qwen3-0.6B" / "snapshots" / COMMIT
+    snapshot.parent.mkdir(parents=True)
+    snapshot.symlink_to(checkpoints("qwen3"))
+    model = zerostart.load(str(snapshot), engine="fsdp2", progress=False)
+    out = tmp_path / "trained"
+    zerostart.save(model, out, push_to_hub="me/mine")
+    assert {"README.md", "config.json", "model.safetensors"} <= committed.keys()
+    assert not any(".zerostart/" in name for name in committed)
+    with committed["model.safetensors"].as_file() as sent:
+        assert sent.read() == (out / "model.safetensors").read_bytes()
+    card = ModelCard.load(out / "README.md")
+    assert card.data.base_model == "Qwen/Qwen3-0.6B"
+    assert (card.data.base_model_relation, card.data.library_name) == ("finetune", "transformers")
+    assert COMMIT in card.text
+    (out / "README.md").write_text("my own")
+    zerostart.save(model, out, push_to_hub="me/mine")
+    with committed["README.md"].as_file() as sent:
+        assert sent.read() == b"my own"
+
+
+def test_export_pushes_and_names_no_path_of_this_machine(
+    committed: dict[str, CommitOperationAdd],
+    checkpoints: TinyCheckpoints,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code, out, _ = running("export")(
+        capsys, str(checkpoints("qwen3")), str(tmp_path / "out"), "--push-to-hub", "me/mine"
+    )
+    assert (code, out.splitlines()[-1]) == (0, "pushed to https://huggingface.co/me/mine")
+    text = (tmp_path / "out" / "README.md").read_text()
+    assert f"`{Path(checkpoints('qwen3')).name}`" in text
+    assert str(tmp_path.parent) not in text
+
+
+def test_what_the_hub_refuses_is_saved_all_the_same(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    model = zerostart.load(
+        {"weight": torch.ones(2, 2)},
+        lambda: torch.nn.Linear(2, 2, bias=False),
+        engine="fsdp2",
+        progress=False,
+    )
+    out = tmp_path / "out"
+    with pytest.raises(
+        WriteError, match=r"out is saved, but not pushed to no/such/id: .*hf upload no/such/id"
+    ):
+        zerostart.save(model, out, push_to_hub="no/such/id")  # which the client itself refuses
+    zerostart.verify(out)
