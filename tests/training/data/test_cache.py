@@ -144,7 +144,7 @@ def test_reading(made: dict[str, Any], place: Path) -> None:
     assert twice.digest() != items.digest()
     with pytest.raises(IndexError):
         items[len(items)]
-    with pytest.raises(CheckpointNotFoundError, match="there is no cache; zerostart cache makes one"):
+    with pytest.raises(CheckpointNotFoundError, match="there is no cache here; make it with zerostart cache"):
         CachedItems(place.parent)
 
 
@@ -263,7 +263,9 @@ def test_texts_that_two_runs_add_are_not_mixed_up(place: Path) -> None:
     file = place / "prompts.safetensors"
     data = file.read_bytes()
     file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    with pytest.raises(ReadError, match=r"prompts\.safetensors: the embeddings of the text .* are not what"):
+    with pytest.raises(
+        ReadError, match=r"prompts\.safetensors: the embeddings of the text .* have other contents"
+    ):
         [second.prompt(text) for text in second.texts]
     assert [entry.name for entry in place.parent.iterdir()] == ["cache"]
 
@@ -327,11 +329,11 @@ def test_what_is_damaged_is_named(place: Path) -> None:
     whole = file.read_bytes()
     file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     items = CachedItems(place)
-    with pytest.raises(ReadError, match=r"items-00001\.safetensors: item \d+ is not what was written"):
+    with pytest.raises(ReadError, match=r"items-00001\.safetensors: item \d+ has other contents"):
         list(items)
     file.write_bytes(whole[:-1])
     with pytest.raises(
-        ReadError, match=rf"items-00001\.safetensors has {len(whole) - 1} bytes and had {len(whole)}"
+        ReadError, match=rf"items-00001\.safetensors has {len(whole) - 1} bytes, but {len(whole)} were"
     ):
         CachedItems(place)
     file.unlink()
@@ -346,7 +348,7 @@ def test_what_cannot_be_encoded_is_told(
         cached(configured(pipeline, None, tmp_path))
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache" / "thesis.txt").write_text("mine")
-    with pytest.raises(ConfigError, match="has files in it and is not a complete cache"):
+    with pytest.raises(ConfigError, match="is not empty and is not a complete cache"):
         cached(configured(pipeline, media, tmp_path))
     with pytest.raises(ConfigError, match=r"is not a diffusers pipeline .*name one in cache\.source"):
         cached(configured(pipeline / "vae", media, tmp_path / "a"))
