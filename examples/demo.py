@@ -12,9 +12,13 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 NEXT = """
-Next: a run of your own from one file:     zerostart config causal-lm run.yaml, zerostart train run.yaml
-      a script that you have, as it is:    accelerate launch --config_file zero3.yaml -m zerostart SCRIPT.py
-      how it works, and the tutorials:     docs/index.md"""
+Next: these commands in your shell:         . .venv/bin/activate
+      is it what was saved? what is in it?  zerostart verify {out}; zerostart inspect {out}
+      the same on FSDP2; a picture model:   make demo ENGINE=fsdp2; make demo-diffusion
+      a run of your own from one file:      zerostart config causal-lm run.yaml; name model and data in it;
+                                            zerostart train run.yaml --nproc 2
+      a script that you have, as it is:     accelerate launch --config_file zero3.yaml -m zerostart SCRIPT.py
+      scripts to begin with, tutorials:     docs/examples.md, docs/index.md"""
 
 
 def main() -> int:
@@ -37,7 +41,7 @@ def main() -> int:
         code = run(command)
         if code != 0:
             return code
-    print(NEXT)
+    print(NEXT.format(out=options.out))
     return 0
 
 

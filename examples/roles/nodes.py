@@ -1,7 +1,6 @@
 """Train on several nodes; after a preemption the same line goes on, on any number of ranks.
 
-torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint node0:29400 \
-    nodes.py Qwen/Qwen3-8B shared/run 1000
+torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint n0:29400 nodes.py MODEL RUN 1000
 """
 
 import pathlib
@@ -18,6 +17,7 @@ asked = torch.zeros(())
 signal.signal(signal.SIGTERM, lambda *_: asked.fill_(1))  # what torchrun, Slurm and Kubernetes send first
 dist.init_process_group()
 model = zerostart.load(source, engine="fsdp2").train()
+print(zerostart.report(model), flush=True)  # seconds, bytes read, peak memory of this rank
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
 step, stop, device = 0, False, next(model.parameters()).device
 if (run / "state" / "state.json").exists():  # written last: the state is whole

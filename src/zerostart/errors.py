@@ -2,7 +2,7 @@
 
 Each leaf is also the builtin that fits, so that a caller can catch either. A message names what is
 concerned (file, tensor, rank) and the way out. In a distributed load every rank raises the same type
-with the same text.
+with the same text. The documentation has a section for each class (``help_url``).
 """
 
 from __future__ import annotations
@@ -28,6 +28,36 @@ __all__ = [
     "WriteError",
     "ZerostartError",
 ]
+
+#: The page of the documentation with a section for each class and each of these situations.
+HELP = "https://github.com/zerostart/zerostart/tree/main/docs/errors.md"
+#: By class the situations with a section of their own there: the heading is what their messages have in
+#: common. The first that is found in a message counts.
+SITUATIONS: Mapping[str, tuple[str, ...]] = {
+    "ConfigError": (
+        "the ranks do not do the same",
+        "this is a parameter of a sharded model",
+        "make the Accelerator or TrainingArguments before the model",
+        "the change is lost",
+        "in the middle of gradient accumulation",
+        "belongs to another run",
+        "did you mean",
+        "does not divide",
+        "is not available",
+    ),
+    "CheckpointError": (
+        "none of its code was run",
+        "are mixed",
+        "it is not clear which one to load",
+        "download it again",
+    ),
+    "CheckpointNotFoundError": ("no such model in the local hub cache",),
+    "BuildError": ("the model's class is code that lies beside the checkpoint",),
+    "EngineError": ("needs DeepSpeed, which cannot be imported", "is offloaded"),
+    "ReadError": ("on this machine differs from", "was changed"),
+    "WriteError": ("another process is saving to this directory",),
+    "PeerError": ("the time-out of the process group",),
+}
 
 #: What moves a cursor, colours, ends a line or turns the direction of writing: control characters of both
 #: sets, separators of lines, marks and overrides of direction, what is invisible, and halves of pairs.
@@ -56,10 +86,26 @@ def printable_record(record: logging.LogRecord) -> bool:
 
 
 class ZerostartError(Exception):
-    """Root of all errors that zerostart raises; as a text it is fit for a terminal (``printable``)."""
+    """Root of all errors that zerostart raises; as a text it is fit for a terminal (``printable``).
+
+    ``str(error)`` is the message alone. A note (``__notes__``) below it in a traceback has ``help_url``.
+    """
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        self.add_note(f"See {self.help_url}")
 
     def __str__(self) -> str:
         return printable_lines(super().__str__())
+
+    @property
+    def help_url(self) -> str:
+        """The section of the documentation on this error: of its situation, else of its class."""
+        kind = next(kind.__name__ for kind in type(self).__mro__ if kind.__module__ == __name__)
+        text = str(self)
+        heading = next((words for words in SITUATIONS.get(kind, ()) if words in text), kind)
+        # As Markdown makes the anchor of a heading.
+        return f"{HELP}#{re.sub(r'[^a-z0-9 -]', '', heading.lower()).replace(' ', '-')}"
 
 
 class ConfigError(ZerostartError, ValueError):

@@ -119,7 +119,7 @@ def test_what_is_no_script_is_a_usage_error(folder: Path) -> None:
         assert found.stderr.startswith("Usage: zerostart run ")  # a command that there is, by -m as well
     found = outcome([*ZEROSTART, "--zero-stage", "2", "script.py"], folder)
     assert (found.returncode, found.stdout) == (1, "")
-    assert found.stderr.startswith("error: zero_stage is given without an engine")
+    assert found.stderr.startswith("error: zero_stage was passed without an engine")
     found = outcome([*ZEROSTART, "-m", "package.missing"], folder)
     assert (found.returncode, found.stdout) == (1, "")
     assert "No module named package.missing" in found.stderr

@@ -140,15 +140,15 @@ def load_with_own(engine: str, options: list[dict[str, Any]]) -> str:
             "fsdp2",
             {},
             {"dtype": "bfloat16"},
-            r"this one has 0.weight \(torch.bfloat16.*torch.float32",
+            r"this rank has 0.weight \(torch.bfloat16.*torch.float32",
         ),
         (
             "fsdp2",
             {"engine_config": {"wrap": ["0"]}},
             {},
-            r"nothing where rank 0 has .*wrap: list\['0'\]",
+            r"nothing, but rank 0 has .*wrap: list\['0'\]",
         ),
-        ("fsdp2", {"fp32_masters": False}, {}, r"has fp32_masters=True where rank 0 has fp32_masters=False"),
+        ("fsdp2", {"fp32_masters": False}, {}, r"has fp32_masters=True, but rank 0 has fp32_masters=False"),
     ],
 )
 def test_ranks_that_are_given_different_things(
@@ -173,7 +173,7 @@ def test_a_configuration_that_is_another_file_on_another_machine(tmp_path: Path)
     for rank, config in enumerate(files):
         (tmp_path / str(rank)).write_text(json.dumps(config))
     for message in run_ranks(load_with_own, 2, "deepspeed", [path, path]):
-        assert "engine_config zero_optimization.stage3_param_persistence_threshold=0 where rank 0" in message
+        assert "engine_config zero_optimization.stage3_param_persistence_threshold=0, but rank 0" in message
 
 
 def test_the_launcher_has_set_up_the_other_fsdp(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -162,7 +162,7 @@ def test_what_is_trained_is_saved_and_resumed_without_a_gather(
     for found in (rank["files"] for rank in ranks):
         for engine in ENGINES:
             assert found[engine] == [True, True, []], engine
-        assert found["calculated"].startswith("ConfigError: the script's state_dict_converter calculates")
+        assert found["calculated"].startswith("ConfigError: the script's state_dict_converter computes")
         assert found["prefix"].startswith("CoverageError: ")
         assert "--remove_prefix_in_ckpt, 'dit.' here" in found["prefix"]
         assert found["fused"].startswith("ConfigError: load_lora (--preset_lora_path)")

@@ -22,7 +22,7 @@ def beyond(parameter: Any) -> Shard:
 
 CASES: list[tuple[str, dict[str, Any], str]] = [
     ("deepspeed", {"expert_parallel": 3}, "expert_parallel=3 does not divide the 2 ranks"),
-    ("deepspeed", {"tensor_parallel": 2}, "DeepSpeed does not cut Qwen3MoeForCausalLM over ranks"),
+    ("deepspeed", {"tensor_parallel": 2}, "DeepSpeed does not shard Qwen3MoeForCausalLM over ranks"),
     ("fsdp2", {"tensor_parallel": 2}, "does not divide the 3 of num_attention_heads"),
     ("fsdp2", {"expert_parallel": 2, "tensor_parallel": 2}, "does not divide the 3 of num_attention_heads"),
     ("deepspeed", {"expert_parallel": 2, "zero_stage": 0}, "expert_parallel with zero_stage=0 is not"),

@@ -220,11 +220,11 @@ CASES: dict[str, tuple[Callable[[], nn.Module], State]] = {
 }
 #: Refused by torch too where the first part says so, and the name in our message.
 REFUSED: dict[str, tuple[Callable[[], nn.Module], State, str]] = {
-    "values": (Computing, {**_FUSED, "table": tensor(2)}, "the loading of Computing calls aten.sum"),
+    "values": (Computing, {**_FUSED, "table": tensor(2)}, "Computing calls aten.sum"),
     "extra state": (
         Extra,
         {**of(lambda: nn.Linear(3, 4)), "_extra_state": torch.tensor(3)},
-        "in state: their",
+        "in state, whose",
     ),
     "no extra state": (Extra, of(lambda: nn.Linear(3, 4)), "_extra_state"),
     "no count": (batch_norm, of(batch_norm, "1.num_batches_tracked"), "1.num_batches_tracked"),
@@ -299,7 +299,7 @@ def refused_conversions() -> str:
 
 def test_a_list_of_conversions_is_for_transformers_models() -> None:
     for message in run_ranks(refused_conversions, 1):
-        assert "Tied is none; pass a callable" in message
+        assert "Tied is not one; pass a callable" in message
 
 
 class Halving(nn.Linear):

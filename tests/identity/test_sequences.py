@@ -69,7 +69,7 @@ def test_others_attend_by_themselves(folder: Path) -> None:
     paths = checkpoint("qwen3", folder, num_key_value_heads=1), checkpoint("llama", folder)
     for teacher, generated, refused, again in run_ranks(beside, 2, *paths):
         assert teacher == generated == ""
-        assert "LlamaForCausalLM has 4 heads of queries and 2 of keys" in refused
+        assert "LlamaForCausalLM has 4 query heads and 2 key heads" in refused
         assert "LlamaForCausalLM cannot share sequences beside another model" in again
 
 

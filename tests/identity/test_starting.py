@@ -235,14 +235,14 @@ def test_values_of_some_ranks_and_what_is_refused() -> None:
     assert by_rank[0] == by_rank[1]
     expected = [
         "source is None on every rank",
-        "converter is for the tensors of a checkpoint",
+        "converter transforms the tensors of a checkpoint",
         "the modules of ranks 0 and 1 differ in names",
         "every rank has to pass that module",
         "linear.weight is on the meta device",
         "no_such_key",
-        "share memory without being one tensor",
+        "share memory without being the same tensor",
         "draws random numbers on the CPU by name",
-        "gave a int",
+        "returned a int",
         "model is a int",
         "is sharded already",
     ]

@@ -114,7 +114,9 @@ def alone(path: Path, out: Path, environment: dict[str, str], waits: bool) -> fl
     loop = Loop(path, environment, {})
     if loop.accelerator.is_main_process:
         begun = time.monotonic()
-        with pytest.raises(ConfigError, match="every rank has a part of the model, so call it on every rank"):
+        with pytest.raises(
+            ConfigError, match="every rank holds a part of the model, so call it on every rank"
+        ):
             loop.bare.save_pretrained(out)
         seconds = time.monotonic() - begun
         assert not out.exists() or not list(out.iterdir())

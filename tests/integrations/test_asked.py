@@ -49,21 +49,24 @@ ASKED: dict[str, tuple[dict[str, Any], Asked]] = {
     ),
 }
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "stages": ({"distributed_config": {"pp_size": 2}}, "pp_size=2: no load makes pipeline stages"),
+    "stages": (
+        {"distributed_config": {"pp_size": 2}},
+        "pp_size=2, but pipeline parallelism is not available",
+    ),
     "offloading": (
         {"distributed_config": {"fsdp_size": 8, "fsdp_cpu_offload": True}},
         "has fsdp_cpu_offload",
     ),
     "replicas": ({"distributed_config": {"fsdp_size": 4, "dp_replicate_size": 2}}, "dp_replicate_size=2"),
-    "batches": ({"distributed_config": {"fsdp_size": 4, "tp_size": 4}}, "fsdp_size=4, and 8 ranks with"),
-    "no axis": ({"distributed_config": {}}, "asks for no axis of more than one rank"),
+    "batches": ({"distributed_config": {"fsdp_size": 4, "tp_size": 4}}, "fsdp_size=4, but 8 ranks with"),
+    "no axis": ({"distributed_config": {}}, "has no axis of more than one rank"),
     "no name": (
         {"distributed_config": FLAG, "device_mesh": ((2, 4), ("a", "b"))},
-        "none of them is called ep",
+        "none of them is named ep",
     ),
     "no neighbours": (
         {"distributed_config": FLAG, "device_mesh": ((4, 2), ("ep", "dp"))},
-        r"puts the ranks \[0, 2, 4, 6\] together",
+        r"groups the ranks \[0, 2, 4, 6\]",
     ),
 }
 
@@ -100,9 +103,7 @@ def test_settings_and_arguments_agree_or_are_refused() -> None:
     settings = EnabledArguments(expert_parallel=4)
     assert Asked(4, 2).over(settings) == EnabledArguments(expert_parallel=4, tensor_parallel=2)
     assert Asked().over(settings) == settings
-    with pytest.raises(
-        ConfigError, match="asks for expert_parallel=2, and zerostart is enabled with expert_p"
-    ):
+    with pytest.raises(ConfigError, match="has expert_parallel=2, but zerostart is enabled with expert_p"):
         Asked(2).over(settings)
 
 

@@ -79,7 +79,7 @@ def test_a_model_of_another_stage_is_refused(checkpoints: TinyCheckpoints, tmp_p
         accelerate_script, 2, path, environment_of("zero2", tmp_path), adopt, "no", process_group=False
     )
     assert {o.error for o in outcomes} == {"zerostart.errors.ConfigError"}
-    assert "was loaded for DeepSpeed ZeRO-3, and accelerate prepares it for DeepSpeed ZeRO-2" in (
+    assert "was loaded for DeepSpeed ZeRO-3, but accelerate prepares it for DeepSpeed ZeRO-2" in (
         outcomes[0].message
     )
 
@@ -88,7 +88,7 @@ def test_a_model_that_is_whole_on_every_rank_is_refused(checkpoints: TinyCheckpo
     path, adopt = checkpoints("qwen3"), {"engine": "fsdp2", "zero_stage": 0, "engine_config": {}}
     outcomes = rank_outcomes(accelerate_script, 2, path, fsdp2(), adopt, "no", process_group=False)
     assert {o.error for o in outcomes} == {"zerostart.errors.ConfigError"}
-    assert "was loaded with zero_stage=0, whole on every rank" in outcomes[0].message
+    assert "was loaded with zero_stage=0 and is whole on every rank" in outcomes[0].message
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_a_launchers_deepspeed_that_is_left_aside_is_told_of() -> None:
 def test_a_model_that_came_before_any_configuration_is_named(checkpoints: TinyCheckpoints) -> None:
     for message in run_ranks(late, 2, checkpoints("qwen3"), process_group=False):
         assert message.startswith(
-            "every rank has read Qwen3ForCausalLM whole, since FSDP2 was not yet set up"
+            "every rank has loaded Qwen3ForCausalLM whole, because FSDP2 was not set up yet"
         )
         assert "zerostart.enable(engine='fsdp2')" in message
 

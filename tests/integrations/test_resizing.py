@@ -124,7 +124,9 @@ def cut(path: Path) -> None:
         model = transformers.AutoModelForCausalLM.from_pretrained(path)
     count = len(model.get_input_embeddings().weight)
     assert model.resize_token_embeddings(count) is model.get_input_embeddings()
-    with pytest.raises(zerostart.ZerostartError, match="tensor parallel has cut them; use tensor_parallel=1"):
+    with pytest.raises(
+        zerostart.ZerostartError, match="tensor parallelism has sliced them; use tensor_parallel=1"
+    ):
         model.resize_token_embeddings(count - 8)
 
 

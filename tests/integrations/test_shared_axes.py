@@ -88,4 +88,4 @@ def test_what_is_refused(checkpoints: TinyCheckpoints) -> None:
     environment = axes(tp=2, dp_shard=2)
     for told in run_ranks(refusals, 4, checkpoints(MODEL), environment, process_group=False):
         assert "lora_A.default.weight was added to a model that was loaded with tensor_parallel=2" in told[0]
-        assert "loaded with tensor_parallel=1, and accelerate has 2 ranks share tensors" in told[1]
+        assert "loaded with tensor_parallel=1, but accelerate has 2 ranks share tensors" in told[1]

@@ -144,11 +144,11 @@ def test_what_contradicts_itself_is_told(checkpoints: TinyCheckpoints, tmp_path:
     arguments = (checkpoints(MODEL), tmp_path, environment)
     first, second = run_ranks(refusals, 2, *arguments, process_group=False, timeout=200)
     assert first == second
-    assert "names no attention implementation; pass sp_handler" in first["unnamed"]
+    assert "has no attention implementation; pass sp_handler" in first["unnamed"]
     assert "does not divide sp_seq_length=5" in first["uneven"]
-    assert "'flash_attention_2' of ParallelismConfig, and Qwen3ForCausalLM has" in first["other attention"]
-    assert "sequence_parallel=4 is asked for, and accelerate's" in first["twice"]
+    assert "sp_attn_implementation='flash_attention_2', but Qwen3ForCausalLM has" in first["other attention"]
+    assert "sequence_parallel=4 was passed, but accelerate's" in first["twice"]
     assert "sequence_parallel=2" in first["loaded"]
     assert "sequence_parallel=1" in first["beside"]
-    assert "BertModel has attention that looks ahead, so that no ranks can share" in first["encoder prepared"]
-    assert "was loaded with sequence_parallel=2, and accelerate has 1 ranks share" in first["prepared"]
+    assert "BertModel has attention that looks ahead, so no ranks can share" in first["encoder prepared"]
+    assert "was loaded with sequence_parallel=2, but accelerate has 1 ranks share" in first["prepared"]

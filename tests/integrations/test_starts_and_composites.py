@@ -201,7 +201,7 @@ def check_alone(start: Callable[[], object]) -> None:
 
     state, begun = PartialState(cpu=True), time.monotonic()
     if state.is_main_process:
-        text = r"is called on this rank, and not on rank 1 \(on .*\), where one waits for everyone"
+        text = r"was called on this rank, but not on rank 1 \(on .*\), where one waits for everyone"
         with pytest.raises(ConfigError, match=text):
             start()
     state.wait_for_everyone()

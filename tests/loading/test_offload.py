@@ -130,11 +130,11 @@ def test_models_share_a_window(encoder: tuple[Path, nn.Module], tmp_path: Path) 
                 assert torch.equal(first(pixels).last_hidden_state, whole(pixels).last_hidden_state)
         assert window.highest <= window.limit
     largest = 24 * 16 * 4 if limit else 0
-    with pytest.raises(ConfigError, match=r"of which \d+ are always taken; raise it by \d+"):
+    with pytest.raises(ConfigError, match=r"of which \d+ are always in use; raise it by \d+"):
         offloaded(tmp_path, CLIPVisionModel, Window(kept + 1, CPU))
     offloaded(tmp_path, CLIPVisionModel, tight := Window(nbytes(whole), CPU))
     tight.limit = largest + kept - 1
-    with pytest.raises(ConfigError, match=rf"of which {kept} are always taken; raise it by \d+"):
+    with pytest.raises(ConfigError, match=rf"of which {kept} are always in use; raise it by \d+"):
         offloaded(path, UMT5EncoderModel, tight)
 
 
@@ -181,18 +181,20 @@ def test_what_cannot_be_is_told(encoder: tuple[Path, nn.Module], tmp_path: Path)
         offloaded(path, UMT5EncoderModel, 400)
     model, window = offloaded(path, UMT5EncoderModel, nbytes(whole) // 3)
     inputs = torch.randn(1, 3, 16, requires_grad=True)
-    with pytest.raises(EngineError, match="given what needs a gradient: its weights are not kept"):
+    with pytest.raises(EngineError, match="an input needs a gradient, and its weights do not stay"):
         model(inputs_embeds=inputs)
     with torch.no_grad():
         assert torch.equal(
             model(inputs_embeds=inputs).last_hidden_state, whole(inputs_embeds=inputs).last_hidden_state
         )
     weight = model.encoder.block[0].layer[1].DenseReluDense.wo.weight
-    with pytest.raises(EngineError, match=r"block\.0.*wo\.weight is offloaded and not there now"):
+    with pytest.raises(
+        EngineError, match=r"block\.0.*wo\.weight is offloaded, and its values are in memory only during"
+    ):
         weight.sum()
-    with pytest.raises(EngineError, match="offloaded and not there now"):
+    with pytest.raises(EngineError, match="offloaded, and its values are in memory only during"):
         model.to(torch.bfloat16)
-    with pytest.raises(EngineError, match="offloaded and not there now"):
+    with pytest.raises(EngineError, match="offloaded, and its values are in memory only during"):
         model.save_pretrained(tmp_path / "saved")
     assert model.to("cpu") is model
     with pytest.raises(IndexError, match=r"120 rows; asked for 5 to 120"), torch.no_grad():

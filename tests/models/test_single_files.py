@@ -70,7 +70,7 @@ def test_tensors_of_no_release_are_nobody_s(tmp_path: Path) -> None:
     save_file({"a.weight": torch.ones(2)}, tmp_path / "model.safetensors")
     with pytest.raises(BuildError, match=r"config\.json"):
         zerostart.load(tmp_path / "model.safetensors", engine="fsdp2", progress=False)
-    with pytest.raises(BuildError, match=r"there is no config\.json in .* to build FluxTransformer2DModel"):
+    with pytest.raises(BuildError, match=r"has no config\.json to build FluxTransformer2DModel"):
         zerostart.load(
             tmp_path / "model.safetensors",
             diffusers.FluxTransformer2DModel,

@@ -59,7 +59,7 @@ def check(programs: Iterable[Program], traced: Traced) -> None:
     reasons = [refused(program, traced) for program in programs]
     found = [reason for reason in reasons if reason]
     assert len(found) <= MOST_REFUSED * len(reasons), found
-    assert not [reason for reason in found if "failed:" in reason or "cannot be followed" in reason]
+    assert not [reason for reason in found if "failed:" in reason or "cannot be traced" in reason]
 
 
 def callables(seeds: range) -> Iterator[Program]:

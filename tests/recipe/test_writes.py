@@ -170,7 +170,7 @@ def test_tensors_lie_in_memory_as_those_of_eager_torch() -> None:
         }
 
     check(convert)
-    with pytest.raises(ConversionError, match=r"conversion of c .*memory that it fills in part"):
+    with pytest.raises(ConversionError, match=r"conversion of c .*does not fill its memory"):
         check(lambda d: {"w": torch.view_as_real(d["c"][1:, ::2]).as_strided((2, 2), (2, 1))})
 
 
@@ -309,5 +309,5 @@ def test_what_reads_what_it_writes_is_refused_as_torch_refuses_it_or_leaves_it_o
         with contextlib.suppress(RuntimeError):
             OVERLAPS[name](w)
 
-    with pytest.raises(ConversionError, match="at other places"):
+    with pytest.raises(ConversionError, match="memory that it also writes to"):
         recorded("the converter", run)

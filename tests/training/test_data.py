@@ -123,7 +123,7 @@ def test_held_out_part_is_the_end():
     assert training[7]["input_ids"].tolist() == [28, 29, 30, 31]
     assert [held_out[index]["input_ids"].tolist()[0] for index in range(2)] == [32, 36]
     assert split_held_out(numbered(3), 0.0)[1] is None
-    with pytest.raises(ConfigError, match="leaves no sequence"):
+    with pytest.raises(ConfigError, match="leaves none of 1 sequences"):
         split_held_out(numbered(1), 0.5)
 
 

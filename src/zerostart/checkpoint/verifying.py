@@ -47,8 +47,9 @@ def verify(path: str | os.PathLike[str]) -> Verified:
     found = documents(place)
     if not found:
         raise VerifyError(
-            f"{place}: there is no {' and no '.join(MARKERS)} in it, so that nothing says what was saved: "
-            "zerostart has not saved it, or not all of it; zerostart.diff compares it with another checkpoint"
+            f"{place}: has no {' and no '.join(MARKERS)}, so nothing records what was saved: "
+            "zerostart did not save it, or the save was not complete; zerostart.diff compares it "
+            "with another checkpoint"
         )
     try:
         for document in found:

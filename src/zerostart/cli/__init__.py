@@ -128,6 +128,7 @@ def _guarded(command: Callable[..., Any]) -> Callable[..., Any]:
             if os.environ.get("ZEROSTART_TRACEBACK"):
                 traceback.print_exc()
             print(f"error: {_one_line(error)}", file=sys.stderr)
+            print(f"see {error.help_url}", file=sys.stderr)
             raise typer.Exit(1) from None
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)

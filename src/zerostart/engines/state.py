@@ -251,7 +251,8 @@ def check_accumulation(before: object, now: object, who: str, source: str) -> No
     """Raise ConfigError where a window was saved that has another number of batches than ``who`` has now."""
     if before not in (None, now):
         raise ConfigError(
-            f"{source} was saved in the middle of a window of gradient_accumulation_steps={before}, and "
+            f"{source} was saved in the middle of gradient accumulation with "
+            f"gradient_accumulation_steps={before}, but "
             f"{who} has {now}: resume with {before}, or save after an optimizer step"
         )
 

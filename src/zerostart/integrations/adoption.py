@@ -76,7 +76,10 @@ def _notify(notice: Notice) -> None:
         listener(notice)
     if not _listeners and notice.how is not None and _stack and _stack[-1].progress and is_first_rank():
         # As a progress bar is shown, and not by the logger, whose notes of this kind nobody sees.
-        print(f"zerostart: {notice.model} {notice.how}", file=sys.stderr, flush=True)
+        # A stream that is closed or gone ends no script, and on one rank alone least of all.
+        with contextlib.suppress(OSError, ValueError):
+            if sys.stderr is not None:  # or it would go to stdout
+                print(f"zerostart: {notice.model} {notice.how}", file=sys.stderr, flush=True)
 
 
 def enable(settings: EnabledArguments) -> None:
@@ -122,7 +125,9 @@ def _check(settings: EnabledArguments) -> None:
         return
     for name in ("zero_stage", "engine_config"):
         if getattr(settings, name) is not None:
-            raise ConfigError(f"{name} is given without an engine; name one: enabled(engine=..., {name}=...)")
+            raise ConfigError(
+                f"{name} was passed without an engine; name one: enabled(engine=..., {name}=...)"
+            )
 
 
 def _choose(kind_of_load: type[Load], model: type, arguments: dict[str, Any]) -> Load | None:
@@ -133,11 +138,12 @@ def _choose(kind_of_load: type[Load], model: type, arguments: dict[str, Any]) ->
     if setup is None:
         if max(settings.expert_parallel, settings.tensor_parallel, settings.sequence_parallel) > 1:
             raise ConfigError(
-                f"expert_parallel={settings.expert_parallel}, tensor_parallel={settings.tensor_parallel} and "
-                f"sequence_parallel={settings.sequence_parallel} are asked for, but no engine is set up when "
-                f"{model.__name__}.{kind_of_load.function} is called; start the script with a DeepSpeed "
-                "ZeRO-3 or FSDP2 configuration, make TrainingArguments or the Accelerator before the model, "
-                "or name it in enabled(engine=...)"
+                f"expert_parallel={settings.expert_parallel}, "
+                f"tensor_parallel={settings.tensor_parallel} and "
+                f"sequence_parallel={settings.sequence_parallel} were passed, but no engine is set up "
+                f"when {model.__name__}.{kind_of_load.function} is called; start the script with a "
+                "DeepSpeed ZeRO-3 or FSDP2 configuration, make TrainingArguments or the Accelerator "
+                "before the model, or name it in enabled(engine=...)"
             )
         return None
     # First the process group, whose store the barrier uses; then the barrier, so that a call that one rank

@@ -133,11 +133,11 @@ class _Calls:
             away = self.store.check([next_wait])
             how = ", where one waits for everyone instead" if away else f" within {self.roll.timeout:.0f} s"
             raise ConfigError(
-                f"{call} is called on this rank, and not on {self.roll.named(missing)}{how}: {_ALIKE}"
+                f"{call} was called on this rank, but not on {self.roll.named(missing)}{how}: {_ALIKE}"
             )
         self._number("loads", 1)
         if not self.roll.all_here(f"{place}/{call}"):
-            raise ConfigError(f"{call} is called on this rank, and something else on another: {_ALIKE}")
+            raise ConfigError(f"{call} was called on this rank, but something else on another rank: {_ALIKE}")
 
     def _is_elsewhere(self, rank: int) -> bool:
         """Whether a rank waits for everyone at a point that this one has not reached."""
@@ -205,15 +205,15 @@ def note_wait() -> None:
 
 def _absent(call: str, rank: str, what: str) -> ConfigError:
     return ConfigError(
-        f"{call} is called on this rank, and {rank} {what}: "
-        "every rank has a part of the model, so call it on every rank (without `if is_main_process`, and "
-        "without state_dict), or hand it a state dict that all ranks have gathered "
+        f"{call} was called on this rank, but {rank} {what}: every rank holds a part of the "
+        "model, so call it on every rank (without `if is_main_process`, and without "
+        "state_dict), or pass a state dict that all ranks have gathered "
         "(state_dict=accelerator.get_state_dict(model))"
     )
 
 
 def _apart(directory: str, rank: int, theirs: str) -> ConfigError:
     return ConfigError(
-        f"this rank saves into {directory!r}, and rank {rank} into {theirs!r}; give save_pretrained the same "
-        "directory on every rank"
+        f"this rank saves to {directory!r}, but rank {rank} saves to {theirs!r}; pass "
+        "save_pretrained the same directory on every rank"
     )

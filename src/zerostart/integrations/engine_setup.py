@@ -45,7 +45,7 @@ class SharedSequences:
             return cls()
         if handler.sp_attn_implementation is None:
             raise ConfigError(
-                f"ParallelismConfig(sp_size={size}) names no attention implementation; pass "
+                f"ParallelismConfig(sp_size={size}) has no attention implementation; pass "
                 "sp_handler=DeepSpeedSequenceParallelConfig(sp_attn_implementation='sdpa')"
             )
         length = None if handler.sp_seq_length_is_variable else handler.sp_seq_length
@@ -60,8 +60,8 @@ class SharedSequences:
         """With what ``enabled`` asks for. Raises ConfigError where both do, and differ."""
         if self.size > 1 and asked not in (1, self.size):
             raise ConfigError(
-                f"sequence_parallel={asked} is asked for, and accelerate's ParallelismConfig has {self.size} "
-                "ranks share sequences; leave sequence_parallel out"
+                f"sequence_parallel={asked} was passed, but accelerate's ParallelismConfig has "
+                f"{self.size} ranks share sequences; leave sequence_parallel out"
             )
         return self if asked == 1 else replace(self, size=asked, asked=True)
 
@@ -78,8 +78,9 @@ class SharedSequences:
         known = library_of(model).attention(model)
         if self.attention not in (None, known.implementation) and not known.obstacle:
             raise ConfigError(
-                f"sp_attn_implementation={self.attention!r} of ParallelismConfig, and {type(model).__name__} "
-                f"has attn_implementation={known.implementation!r}; give both the same"
+                f"ParallelismConfig has sp_attn_implementation={self.attention!r}, but "
+                f"{type(model).__name__} has attn_implementation={known.implementation!r}; use the "
+                "same in both"
             )
 
 
@@ -190,9 +191,9 @@ def fsdp2_config(found: FSDP2Plugin, model: type) -> dict[str, object]:
         )
     if plugin.activation_checkpointing:
         raise ConfigError(
-            "fsdp_activation_checkpointing is not available under zerostart.enabled(), since accelerate "
-            "wraps layers before they are sharded; use gradient_checkpointing=True of TrainingArguments, or "
-            "model.gradient_checkpointing_enable()"
+            "fsdp_activation_checkpointing is not available under zerostart.enabled(), because "
+            "accelerate wraps layers before they are sharded; use gradient_checkpointing=True of "
+            "TrainingArguments, or model.gradient_checkpointing_enable()"
         )
     if found.units == "size":
         raise ConfigError(
@@ -222,13 +223,14 @@ def check_sharing(model: nn.Module) -> None:
     key = "sp_size" if engine.owns_optimizer else "cp_size"
     if loaded == 1 and (obstacle := library_of(model).attention(model).obstacle):
         raise ConfigError(
-            f"{type(model).__name__} has {obstacle}, so that no ranks can share its sequences, and "
-            f"accelerate has {now} of them do so; prepare it without a ParallelismConfig, or with {key}=1"
+            f"{type(model).__name__} has {obstacle}, so no ranks can share its sequences, but "
+            f"accelerate has {now} of them do so; prepare it without a ParallelismConfig, or with "
+            f"{key}=1"
         )
     raise ConfigError(
-        f"{type(model).__name__} was loaded with sequence_parallel={loaded}, and accelerate has {now} "
-        "ranks share a sequence; give the Accelerator or TrainingArguments, made before the model, "
-        f"ParallelismConfig({key}={max(loaded, now)})"
+        f"{type(model).__name__} was loaded with sequence_parallel={loaded}, but accelerate "
+        f"has {now} ranks share a sequence; make the Accelerator or TrainingArguments before "
+        f"the model, with ParallelismConfig({key}={max(loaded, now)})"
     )
 
 
@@ -244,15 +246,17 @@ def check_tensors(model: nn.Module, config: EngineConfig | None = None) -> None:
         there = (
             ""
             if config is None
-            else (f', or DeepSpeed\'s configuration "tensor_parallel": {{"autotp_size": {loaded}}}')
+            else f', or DeepSpeed\'s configuration "tensor_parallel": {{"autotp_size": {loaded}}}'
         )
         raise ConfigError(
-            f"{type(model).__name__} was loaded with tensor_parallel={loaded}, whose ranks must see one "
-            "batch, and accelerate gives each rank a batch of its own; give the Accelerator or "
-            f"TrainingArguments, made before the model, ParallelismConfig(tp_size={loaded}){there}"
+            f"{type(model).__name__} was loaded with tensor_parallel={loaded}, whose ranks must "
+            "get the same batch, but accelerate gives each rank a batch of its own; make the "
+            "Accelerator or TrainingArguments before the model, with "
+            f"ParallelismConfig(tp_size={loaded}){there}"
         )
     if config is None and loaded != now:
         raise ConfigError(
-            f"{type(model).__name__} was loaded with tensor_parallel={loaded}, and accelerate has {now} "
-            "ranks share tensors; make the Accelerator or TrainingArguments before the model"
+            f"{type(model).__name__} was loaded with tensor_parallel={loaded}, but accelerate has "
+            f"{now} ranks share tensors; make the Accelerator or TrainingArguments before the "
+            "model"
         )

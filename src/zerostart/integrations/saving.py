@@ -79,9 +79,9 @@ def push_to_hub(original: Original, *, self: object, **_: object) -> object:
     for name, part in parts.items():
         if isinstance(part, nn.Module) and in_shards(part):
             raise ConfigError(
-                f"push_to_hub of {name or type(part).__name__}, which is in shards, would upload from every "
-                "rank what it has; call save_pretrained(directory) on every rank, and upload the directory "
-                "from one (huggingface_hub.upload_folder)"
+                f"push_to_hub of {name or type(part).__name__}, which is sharded, would upload each "
+                "rank's part; call save_pretrained(directory) on every rank, and upload the directory "
+                "from one rank (huggingface_hub.upload_folder)"
             )
     return original()
 
@@ -99,7 +99,8 @@ def save_adapters(original: Original, **call: Any) -> object:
     chosen, every = call["selected_adapters"], list(model.peft_config)
     if chosen is not None and sorted(chosen) != sorted(every):
         raise ConfigError(
-            f"selected_adapters={chosen} of a sharded model with {every} is not available: leave it out"
+            f"selected_adapters={chosen} of a sharded model that has the adapters {every} is not "
+            "available: leave it out"
         )
     if not saved:
         if not join_save(directory):
@@ -144,8 +145,8 @@ def save_weights(
         names = adapted.adapter_names()
         if names != ["default"]:
             raise ConfigError(
-                f"the adapters {names} of a sharded {type(model).__name__} cannot be saved as one: name the "
-                "one that is to be saved 'default', or use get_peft_model"
+                f"the adapters {names} of a sharded {type(model).__name__} cannot be saved together: "
+                "name the one to save 'default', or use get_peft_model"
             )
     save_model(model, directory, SaveRequest(max_shard_size, adapters_only=adapted is not None, copied=False))
 

@@ -116,7 +116,7 @@ def record_of(model: nn.Module) -> LoadRecord:
     found = _records.get(loaded_model(model))
     if found is None:
         raise ConfigError(
-            f"this {type(model).__name__} was not loaded by zerostart, so there is no report of it"
+            f"this {type(model).__name__} was not loaded by zerostart, so there is no report of its load"
         )
     return found
 
@@ -252,8 +252,8 @@ class LiveModel:
             return shard
         if any(engine.has_own_values(parameter) for engine in engine_families()):
             raise EngineError(
-                f"{name} is of an expert of DeepSpeed's MoE, and other ranks have other experts under that "
-                "name: it cannot be saved as one tensor; use DeepSpeed's save_checkpoint"
+                f"{name} belongs to an expert of DeepSpeed's MoE, and other ranks have other experts "
+                "of that name, so it cannot be saved as one tensor; use DeepSpeed's save_checkpoint"
             )
         return whole_shard(name, parameter, self.world)
 
@@ -298,8 +298,9 @@ class LiveModel:
         if (name := self._names.get(id(parameter))) is not None:
             return name
         raise ConfigError(
-            "the optimizer has a parameter that is not the model's; pass the model and the optimizer that "
-            "were trained together, the optimizer made of the model's parameters as they are now"
+            "the optimizer has a parameter that is not in the model; pass the model and the "
+            "optimizer that were trained together, and make the optimizer from the model's "
+            "present parameters"
         )
 
     @cached_property

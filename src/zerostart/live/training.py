@@ -85,8 +85,9 @@ class LiveTraining(LiveModel):
             for key, value in step.state.items():
                 if not isinstance(key, str) or "/" in key:
                     raise ConfigError(
-                        f"the optimizer's state {key!r} of {self.name_of(step.members[0].parameter)} cannot "
-                        "be saved: its name is to be a string without slashes"
+                        f"the optimizer's state {key!r} of {self.name_of(step.members[0].parameter)} "
+                        "cannot be "
+                        "saved: its name must be a string without slashes"
                     )
                 # Numbers go into the document, and states of other shapes as each rank has them.
                 if is_number(key, value, step) or (isinstance(value, torch.Tensor) and not elementwise):

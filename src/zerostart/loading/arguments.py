@@ -115,7 +115,8 @@ class LoadArguments(EnabledArguments):
             ``model.layers.*``. For both, ``ep_plan`` and ``tp_plan`` in the place of the plans that the model
             declares. See ``docs/placements.md``.
         expert_parallel: ranks that share the experts of a mixture: each holds its own alone, and tokens
-            travel to them. Divides the number of ranks; 1 or more, with ``tensor_parallel=1``.
+            travel to them. Divides the number of ranks; where tensors are shared too, ``docs/parallelism.md``
+            says how the two go together.
         tensor_parallel: ranks that share tensors and see one batch: by the model's tensor-parallel plan, or
             on DeepSpeed as its section ``tensor_parallel`` says, whose ``autotp_size`` counts where this is
             1. Divides the number of ranks. See ``docs/parallelism.md``.

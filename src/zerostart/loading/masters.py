@@ -87,8 +87,8 @@ class Masters:
         recipe = self._shares[name][0]
         if storage.numel() != layout.numel:
             raise EngineError(
-                f"the master of {name} has {storage.numel()} elements on this rank, and the load gave it "
-                f"{layout.numel}; start the engine over the ranks that the model was loaded on"
+                f"the fp32 master of {name} has {storage.numel()} elements on this rank, but the load "
+                f"gave it {layout.numel}; start the engine on the ranks that the model was loaded on"
             )
         # The same recipe with another dtype at its end: the bytes are cast from what is stored, and not from
         # the rounded parameter.

@@ -87,15 +87,17 @@ def _check(prepared: Prepared, request: Request) -> None:
     lacking = [name for name, origin in prepared.origins.parameters.items() if not isinstance(origin, Recipe)]
     if lacking:
         raise ConfigError(
-            f"{request.source} lacks {len(lacking)} parameters ({lacking[0]}, ...), which would be "
-            "initialised: what is at rest in files cannot be; place the component 'replicate'"
+            f"{request.source} lacks {len(lacking)} parameters ({lacking[0]}, ...), which would "
+            "have to be initialised; an offloaded component needs all of them in its files. Place "
+            "the component 'replicate'"
         )
     parameters = {name for name, _ in prepared.built.model.named_parameters(remove_duplicate=False)}
     kept = [alias.name for alias in prepared.aliases.entries if alias.name in parameters]
     if kept:
         raise ConfigError(
-            f"{type(prepared.built.model).__name__} keeps {kept[0]} in a second place beside its module, "
-            "where it could not come and go; place the component 'replicate'"
+            f"{type(prepared.built.model).__name__} refers to {kept[0]} from a second place "
+            "outside its module, which an offloaded component cannot; place the component "
+            "'replicate'"
         )
     if request.resolve(1).cast_dtype is not None:
         raise AssertionError("parameters at rest are in the model's own dtypes")
@@ -150,8 +152,9 @@ def _cede(window: Window, nbytes: int, model: nn.Module) -> None:
     left = window.limit
     if lacks := window.cede(nbytes):
         raise ConfigError(
-            f"{type(model).__name__} rests on {window.device} in {nbytes} bytes, and device_memory_limit "
-            f"leaves {left}, also for what is brought in; raise it by {lacks}, or place it 'offload'"
+            f"{type(model).__name__} takes {nbytes} bytes on {window.device}, but "
+            f"device_memory_limit has only {left} left; raise it by {lacks}, or place the "
+            "component 'offload'"
         )
 
 
@@ -204,9 +207,9 @@ def _claim(window: Window, division: Division, sizes: Mapping[str, int], grows: 
     lacks = window.claim(kept, least - kept, least - kept + largest, grows)
     if lacks:
         raise ConfigError(
-            f"{name}: {where or 'what is always there'} needs {least} bytes at once, and device_memory_limit "
-            f"leaves {window.limit} to offloaded components, of which {window.limit - window.free} are "
-            f"always taken; raise it by {lacks}"
+            f"{name}: {where or 'what is always there'} needs {least} bytes at once, but "
+            f"device_memory_limit leaves {window.limit} to offloaded components, of which "
+            f"{window.limit - window.free} are always in use; raise it by {lacks}"
         )
 
 
@@ -241,8 +244,9 @@ class _Use:
             isinstance(value, torch.Tensor) and value.requires_grad for value in (*args, *kwargs.values())
         ):
             raise EngineError(
-                f"{self.name} is offloaded, and was given what needs a gradient: its weights are not kept "
-                "for a backward. Call it under torch.no_grad(), or place the component 'replicate' or 'shard'"
+                f"{self.name} is offloaded, but an input needs a gradient, and its weights do not stay "
+                "for a backward. Call it under torch.no_grad(), or place the component 'replicate' or "
+                "'shard'"
             )
         self.window.enter(self.unit)
         self.depth += 1
@@ -292,9 +296,9 @@ class _Absent(torch.Tensor):
 
     def _asked_for_by(self, what: object) -> EngineError:
         return EngineError(
-            f"{self._name} is offloaded and not there now: its values are there during the forward of its "
-            f"module alone, and {what} asked for them outside of that. Place the component "
-            "'replicate' or 'shard'"
+            f"{self._name} is offloaded, and its values are in memory only during its module's "
+            f"forward, but {what} asked for them outside of that. Place the component 'replicate' "
+            "or 'shard'"
         )
 
     def storage(self) -> Any:

@@ -50,23 +50,23 @@ class Placement:
             known = "; ".join(f"{kind!r} ({words})" for kind, words in KINDS.items())
             raise ConfigError(f"{here} is {self.kind!r}; there are {known}")
         if self.store is not None and self.kind != "offload":
-            raise ConfigError(f"{here}: store={self.store!r} belongs to 'offload', and not to {self.kind!r}")
+            raise ConfigError(f"{here}: store={self.store!r} is for 'offload', not for {self.kind!r}")
         if self.store not in (None, "host", "disk"):
             raise ConfigError(f"{here}: store={self.store!r} is neither 'host' nor 'disk'")
         for name in ("storage_dtype", "compute_dtype"):
             dtype = getattr(self, name)
             if dtype is not None and not getattr(dtype, "is_floating_point", False):
-                raise ConfigError(f"{here}: {name}={dtype!r} is not a floating torch.dtype")
+                raise ConfigError(f"{here}: {name}={dtype!r} must be a floating torch.dtype")
         if self.storage_dtype is None:
             return
         if self.kind in ("shard", "drop"):
             raise ConfigError(
-                f"{here}: a component to {self.kind} is held in the dtype that it computes in; storage_dtype "
-                "is for 'replicate' and 'offload'"
+                f"{here}: a component placed {self.kind!r} is stored in the dtype in which it computes; "
+                "storage_dtype is for 'replicate' and 'offload'"
             )
         if self.store == "disk":
             raise ConfigError(
-                f"{here}: on disk a weight is in the dtype of its file; storage_dtype is for store='host'"
+                f"{here}: on disk a weight has the dtype of its file; storage_dtype is for store='host'"
             )
 
     @classmethod

@@ -119,8 +119,8 @@ def agree(request: Request, prepared: Prepared, world: World) -> None:
         ours = next((line for line in own if line not in set(first)), "nothing")
         if first != own:
             raise ConfigError(
-                f"the ranks do not do the same: this one has {ours} where rank 0 has {theirs}; give every "
-                "rank the same arguments, and every machine the same files"
+                f"the ranks do not do the same: this rank has {ours}, but rank 0 has {theirs}; pass "
+                "every rank the same arguments, and give every machine the same files"
             )
 
 
@@ -315,7 +315,9 @@ def _check(request: Request) -> None:
             "without a checkpoint"
         )
     if request.converter is not None:
-        raise ConfigError("converter is for the tensors of a checkpoint, and source is None; leave it out")
+        raise ConfigError(
+            "converter transforms the tensors of a checkpoint, but source is None; leave it out"
+        )
 
 
 def _fresh(request: Request, engine: Engine, world: World) -> Prepared:

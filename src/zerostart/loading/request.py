@@ -61,7 +61,7 @@ class Request(LoadArguments):
 
     def _check(self) -> None:
         if self.dtype is not None and not self.dtype.is_floating_point:
-            raise ConfigError(f"dtype={self.dtype!r} is not a floating torch.dtype")
+            raise ConfigError(f"dtype={self.dtype!r} must be a floating torch.dtype")
         for name in ("memory_limit", "chunk_size"):
             value = getattr(self, name)
             if value is not None and value < MIN_CHUNK:

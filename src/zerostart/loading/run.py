@@ -260,7 +260,7 @@ class _Rehearsal(_Load):
         """The engine whose layout is followed; it need not be installed. Raises ConfigError, too."""
         engine = request.resolve(self.job.size, self.job.rank)
         if request.exchange and not engine.replicates_parameters:
-            raise ConfigError("exchange=True needs all ranks, and a rehearsal has one; leave it out")
+            raise ConfigError("exchange=True needs all ranks, but a rehearsal runs one; leave it out")
         return engine
 
     def make_shard_maker(self, prepared: Prepared, placements: Placements) -> ShardMaker:

@@ -100,8 +100,8 @@ def _compare_copies(catalog: Catalog, copied: set[int], world: World, asked: boo
         for number, sample in samples.items():
             if sample != ranks[0][number]:
                 raise ReadError(
-                    f"{catalog.files[number]} on the machine of rank {rank} has other bytes than on that of "
-                    "rank 0, in files of one length; copy the checkpoint to every machine again"
+                    f"{catalog.files[number]} on the machine of rank {rank} has other contents than on "
+                    "that of rank 0, with the same length; copy the checkpoint to every machine again"
                 )
 
 

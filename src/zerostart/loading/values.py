@@ -141,24 +141,24 @@ def _check(model: object, take: bool) -> None:
     """Raise ConfigError for what cannot be sharded as it is."""
     if not isinstance(model, nn.Module):
         raise ConfigError(
-            "another rank passes a module with values, so every rank has to pass that module: with the same "
-            "values, or on the meta device"
+            "another rank passes a module with values, so every rank has to pass that module: "
+            "with equal values, or on the meta device"
         )
     if not take:
         raise ConfigError(
-            "model has values, which a plan would leave where they are; pass it on the meta device, or a "
+            "model has values, which a plan would not change; pass it on the meta device, or a "
             "callable that builds it"
         )
     sharded = any(partition_of(parameter) is not None for parameter in model.parameters())
     if sharded or next(loaded_models(model), None) is not None:
         raise ConfigError(
-            f"{type(model).__name__} is sharded already, or a part of it; load its other parts each by itself"
+            f"{type(model).__name__} or a part of it is sharded already; load its other parts one by one"
         )
     real = [n for n, p in model.named_parameters() if p.device.type != "meta"]
     on_meta = [n for n, p in model.named_parameters() if p.device.type == "meta"]
     if real and on_meta:
         raise ConfigError(
-            f"{real[0]} has values and {on_meta[0]} is on the meta device; give all of them values, or none"
+            f"{real[0]} has values, but {on_meta[0]} is on the meta device; give all of them values, or none"
         )
 
 

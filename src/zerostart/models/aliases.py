@@ -90,8 +90,9 @@ class Aliases:
                 kept.append(Alias(slot, name, detached=True))
             else:
                 raise BuildError(
-                    f"{slot.path} is a view of the parameter {name}, which is sharded or moved: the view "
-                    "could not follow it. Keep the parameter itself there, or take the view in forward"
+                    f"{slot.path} is a view of the parameter {name}, which is sharded or moved, so the "
+                    "view would no longer follow it. Refer to the parameter itself instead, or take the "
+                    "view in forward"
                 )
         buffers = [(slot, slot.path, t) for slot, t in named.values() if id(t) not in own]
         looking = tuple(_views([*reversed(buffers), *others])) if views else ()
@@ -163,8 +164,9 @@ def _check_parameters(named: Iterable[tuple[Slot, torch.Tensor]], memory: Mappin
         other = memory.get(_memory(tensor), slot.path)
         if other != slot.path:
             raise BuildError(
-                f"{slot.path} and the parameter {other} share memory without being one tensor, which no "
-                "sharded model can; give both modules the same parameter, or let each have its own memory"
+                f"{slot.path} and the parameter {other} share memory without being the same tensor, "
+                "which a sharded model cannot do; give both modules the same parameter, or let each "
+                "have its own memory"
             )
 
 

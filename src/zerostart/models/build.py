@@ -94,7 +94,7 @@ def _called(make: type[nn.Module] | Callable[[], nn.Module], stored: Stored) -> 
     with without_weights(torch.get_default_dtype()), log, explained(name):
         made = loader()
     if not isinstance(made, nn.Module):
-        raise ConfigError(f"model={name} gave a {type(made).__name__}, and not a torch.nn.Module")
+        raise ConfigError(f"model={name} returned a {type(made).__name__}, not a torch.nn.Module")
     check_built(made)
     library = library_of(made)
     return Built(made, log, library.whole_dtype(made, stored, False), True, library)
@@ -105,8 +105,9 @@ def _given(model: nn.Module, stored: Stored) -> Built:
     real = [name for name, p in model.named_parameters() if p.device.type != "meta"]
     if real:
         raise ConfigError(
-            f"model has {len(real)} parameters that are not on the meta device ({real[0]}, ...). Build it "
-            "inside `with torch.device('meta'):`, or pass the class or a callable that builds it"
+            f"model has {len(real)} parameters that are not on the meta device ({real[0]}, ...). "
+            "Build it inside `with torch.device('meta'):`, or pass the class or a callable that "
+            "builds it"
         )
     library = library_of(model)
     return Built(model, OperatorLog(), library.whole_dtype(model, stored, True), False, library)

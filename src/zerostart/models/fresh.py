@@ -49,14 +49,15 @@ def build_fresh(model: object, asked: torch.dtype | None, dtype: torch.dtype | N
     with initialising(asked or own or torch.get_default_dtype()), log, explained(name):
         made = make()
     if not isinstance(made, nn.Module):
-        raise ConfigError(f"model={name} gave a {type(made).__name__}, and not a torch.nn.Module")
+        raise ConfigError(f"model={name} returned a {type(made).__name__}, not a torch.nn.Module")
     # On meta draws leave the generator alone; so whoever has moved it has drawn real numbers, or seeded.
     if not torch.equal(state, torch.get_rng_state()):
         torch.set_rng_state(state)
         raise BuildError(
-            f"{name} draws random numbers on the CPU by name, or seeds their generator, while it is built, "
-            "when no weight is there yet: they would not be the unsharded model's. Let it draw on torch's "
-            "default device and seed before the load, or build the module yourself and pass it"
+            f"{name} draws random numbers on the CPU by name, or seeds the CPU's generator, in its "
+            "constructor: its weights would differ from the unsharded model's. Let it draw on "
+            "torch's default device and seed before the load, or build the module yourself and "
+            "pass it"
         )
     return Built(made, log, dtype, True, library_of(made))
 
@@ -102,8 +103,8 @@ def _refuse_draws(built: Built) -> Callable[[str, torch.Tensor], None]:
     def check(path: str, tensor: torch.Tensor) -> None:
         if built.log.draws(tensor):
             raise BuildError(
-                f"{path} is a random tensor that is registered nowhere, which a start without a checkpoint "
-                "cannot draw in its turn; register it as a buffer"
+                f"{path} is a random tensor that is not registered, so a start without a checkpoint "
+                "cannot draw it in the right order; register it as a buffer"
             )
 
     return check

@@ -137,7 +137,8 @@ class Building(ABC):
     def construction(self, kind: type[nn.Module] | None, stored: Stored) -> Construction:
         """How to build ``kind``, or without one the class that ``stored.root`` names. Raises BuildError."""
         raise BuildError(
-            f"{self.name} does not build from a configuration; pass model= with a callable that builds it"
+            f"{self.name} does not build models from a configuration; pass model= with a callable "
+            "that builds it"
         )
 
     def of_configuration(
@@ -326,8 +327,8 @@ def chosen_converter(
         return own(model)
     if not callable(converter):
         raise ConversionError(
-            f"converter is a list of conversions, which are for a transformers model, and "
-            f"{type(model).__name__} is none; pass a callable from state dict to state dict"
+            "converter is a list of conversions, which only transformers models use, but "
+            f"{type(model).__name__} is not one; pass a callable from state dict to state dict"
         )
     chosen: Converter = converter
     return chosen

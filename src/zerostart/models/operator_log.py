@@ -282,8 +282,8 @@ class _Replay:
         storage = self._storages.get(storage_key(tensor))
         if storage is None:
             raise BuildError(
-                f"a tensor of shape {tuple(tensor.shape)} has no known value: it was made before the model's "
-                "construction could be followed. Pass a callable that builds the whole model"
+                f"a tensor of shape {tuple(tensor.shape)} has no known value: it was made before the "
+                "construction of the model began. Pass a callable that builds the whole model"
             )
         view = torch.empty(0, dtype=tensor.dtype, device=self._device)
         return view.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())

@@ -205,8 +205,8 @@ def program_for(built: Built, name: str, parameter: nn.Parameter) -> Program:
     if program is None:
         owner = type(owner_of(built.model, name)[0]).__name__
         raise BuildError(
-            f"{name} has no value in a checkpoint and cannot be initialised: {owner} has no initialiser "
-            "that sets it. Pass model= as a class or a callable, or supply the tensor"
+            f"{name} is not in the checkpoint and cannot be initialised: {owner} has no "
+            "initialiser that sets it. Pass model= as a class or a callable, or supply the tensor"
         )
     return program
 
@@ -223,8 +223,8 @@ def fill_plain_tensors(
     taken = [slot.path for slot, t in found if isinstance(t, SymbolicTensor)]
     if taken:
         raise BuildError(
-            f"the loading of {type(built.model).__name__} keeps tensors of the checkpoint in "
-            f"{', '.join(taken[:8])}: their values are not there yet. Register them as buffers, or "
+            f"while loading, {type(built.model).__name__} stores tensors of the checkpoint in "
+            f"{', '.join(taken[:8])}, whose values are not there yet. Register them as buffers, or "
             "leave them out of the source and set them after the load"
         )
     waiting = [(slot, t) for slot, t in found if t.is_meta and id(t) not in others and not slot.hidden]

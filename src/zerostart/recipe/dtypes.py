@@ -43,7 +43,7 @@ def torch_dtype(name: str, tensor: str = "") -> torch.dtype:
         return _TORCH[name]
     except KeyError:
         raise CheckpointError(
-            f"tensor {tensor!r} has elements of type {name}, which torch cannot hold"
+            f"tensor {tensor!r} has elements of type {name}, which torch does not have"
         ) from None
 
 

@@ -61,7 +61,9 @@ def _viewed(cls: type[Symbol], source: Any, func: OpOverload, rest: Arguments, m
     if func in KNOWN_VIEWS:
         return cls(source.memory, (*source.steps, Step(func, rest, layout, meta.dtype)), meta)
     if meta.dtype != source.dtype or not shares_storage(meta, source.meta):
-        raise refusal(f"the conversion of {names_of(source)} calls {func}, a view that is not known here")
+        raise refusal(
+            f"the conversion of {names_of(source)} calls {func}, a view that zerostart does not support"
+        )
     # No rule for this view: its strides on meta say which elements it shows, as they do for as_strided.
     steps = (*source.steps, strided_step(source.memory.layout, layout, meta.dtype))
     return cls(source.memory, straight(steps, source.memory.layout), meta)
@@ -87,13 +89,16 @@ def write(cls: type[Symbol], func: OpOverload, args: Arguments, kwargs: Keywords
     outside = [t for t in written if not isinstance(t, cls)]
     if outside:
         raise refusal(
-            f"the conversion of {names_of(args)} writes them into a tensor that it did not make with torch "
-            f"while it ran ({func}): one from NumPy, from a global variable, or from another thread"
+            f"the conversion of {names_of(args)} writes them ({func}) into a tensor that torch did "
+            "not make during the conversion: one from NumPy, from a global variable, or from "
+            "another thread"
         )
     # 3. A write is its functional twin (``add_`` is ``add``), whose result is put into the target's place.
     functional = _functional(func)
     if functional is None:
-        raise refusal(f"the conversion of {names_of(args)} calls {func}, a write that cannot be followed")
+        raise refusal(
+            f"the conversion of {names_of(args)} calls {func}, an in-place write that zerostart cannot trace"
+        )
     # As in `record`: constant masks become indices, for the twin as for any operator.
     args = counted(cls, func, args)
     kept = {k: v for k, v in kwargs.items() if not _is_out(func, k)}
@@ -104,13 +109,13 @@ def write(cls: type[Symbol], func: OpOverload, args: Arguments, kwargs: Keywords
     #    say.
     if functional not in _FILLS and any(t.layout_in_memory.overlaps() for t in written):
         raise refusal(
-            f"the conversion of {names_of(args)} writes into a view whose elements share memory ({func}); "
-            "write into the tensor that it is a view of, or clone it"
+            f"the conversion of {names_of(args)} writes ({func}) into a view whose elements share "
+            "memory; write into the tensor that it is a view of, or clone it"
         )
     if _goes_along(functional) and reads_what_it_writes(written, [*args, *kept.values()]):
         raise refusal(
-            f"the conversion of {names_of(args)} reads memory that it writes into at other places ({func}), "
-            "where torch's result depends on its loops; clone the one or the other"
+            f"the conversion of {names_of(args)} reads memory that it also writes to ({func}), so "
+            "the result depends on the order of torch's loops; clone the source or the target"
         )
     # 5. Into each target in turn, cast as torch casts. Its memory has a new version, which all views show.
     handler = HANDLERS.get(functional)
@@ -121,7 +126,9 @@ def write(cls: type[Symbol], func: OpOverload, args: Arguments, kwargs: Keywords
             target.become(cls(Memory.holding(value)))  # an empty tensor for a result of any shape
             continue
         if value.shape != tuple(target.shape):
-            raise refusal(f"the conversion of {names_of(value)} calls {func} with an output of another shape")
+            raise refusal(
+                f"the conversion of {names_of(value)} calls {func} with an out= tensor of another shape"
+            )
         target.write(cast(value, target.dtype))
     return _given_back(func, args, kwargs)
 
@@ -197,7 +204,7 @@ def _view_in_place(cls: type[Symbol], func: OpOverload, args: Arguments, kwargs:
     if functional is None or not isinstance(target, cls) or not is_view(functional):
         raise refusal(
             f"the conversion of {names_of(args)} calls {func}, which gives a tensor other memory; "
-            "make a new tensor"
+            "make a new tensor instead"
         )
     target.become(view(cls, functional, args, kwargs))
     return target

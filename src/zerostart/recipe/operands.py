@@ -124,8 +124,8 @@ def on_meta(cls: type[Symbol], func: OpOverload, args: Arguments, kwargs: Keywor
             # Not the converter's fault, and it must not catch it: eagerly there is no such error.
             if isinstance(error, NotImplementedError):
                 raise refusal(
-                    f"the conversion of {names_of(args)} calls {func}, and torch cannot tell "
-                    f"without values what comes of it: {error}"
+                    f"the conversion of {names_of(args)} calls {func}, and torch cannot determine the "
+                    f"result's shape without values: {error}"
                 ) from error
             raise
     return as_on_cpu(func, twins, named, made)

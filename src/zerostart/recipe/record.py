@@ -124,8 +124,8 @@ def _valued(cls: type[Symbol], func: OpOverload, args: Arguments, kwargs: Keywor
 def _fresh(cls: type[Symbol], value: Value, meta: torch.Tensor) -> Any:
     if value.shape != tuple(meta.shape) or value.dtype != meta.dtype:
         raise refusal(
-            f"a conversion of {names_of(value)} gave {value.dtype} {list(value.shape)} in the trace, and "
-            f"{meta.dtype} {list(meta.shape)} in torch"
+            f"a conversion of {names_of(value)} gave {value.dtype} {list(value.shape)} in the "
+            f"trace, but {meta.dtype} {list(meta.shape)} in torch; this is a bug in zerostart"
         )
     # In the strides that torch gives: what a converter asks for, and what views of it show, depends on them.
     return cls(Memory.holding(value, meta.stride()), (), meta)

@@ -51,7 +51,8 @@ class _Sealing(TorchFunctionMode):
             return getattr(args[0], name)(*args[1:], **(kwargs or {}))
         if name is not None and torch._is_functional_tensor(args[0]):
             raise refusal(
-                f"the conversion asks for values or memory of a tensor ({name}) inside functionalize"
+                f"the conversion asks for values or memory of a tensor ({name}) inside "
+                "torch.func.functionalize"
             )
         return func(*args, **(kwargs or {}))
 
@@ -75,13 +76,13 @@ def recorded(name: str, function: Callable[[], T]) -> T:
                 raise
             first, *_ = str(error).splitlines()
             raise refusal(
-                f"{name} asks for the memory of a tensor; a conversion runs on tensors without data, so it "
-                f"has to leave this out ({first})"
+                f"{name} asks for the memory of a tensor, but a conversion is traced with tensors that "
+                f"have no data; leave this out of the conversion ({first})"
             ) from error
     if not torch.equal(randomness, torch.get_rng_state()):
         torch.set_rng_state(randomness)
         raise ConversionError(
-            f"{name} draws random numbers, which would differ from rank to rank; leave out "
-            "what it makes of them and pass strict=False to have it initialised"
+            f"{name} draws random numbers, which would differ from rank to rank; leave out the "
+            "tensors that it makes of them, and pass strict=False to have them initialised"
         )
     return made

@@ -94,7 +94,7 @@ def ours_are_refused(function: Callable[P, T]) -> Callable[P, T]:
             raise torchs.error from torchs.error.__cause__
         except Exception as error:
             raise refusal(
-                f"a conversion cannot be followed ({type(error).__name__}: {error}); try other operators"
+                f"a conversion cannot be traced ({type(error).__name__}: {error}); use other operators"
             ) from error
 
     guarded.__name__, guarded.__doc__ = function.__name__, function.__doc__

@@ -32,8 +32,9 @@ _MEMORY = (
 def _refuses(name: str) -> Callable[..., object]:
     def refuse(self: object, *_: object, **__: object) -> Any:
         raise refusal(
-            f"the conversion of {names_of(self)} asks for the memory of a tensor ({name}); a "
-            "conversion runs on tensors without data, so it has to leave this out"
+            f"the conversion of {names_of(self)} asks for the memory of a tensor ({name}), but a "
+            "conversion is traced with tensors that have no data; leave this out of the "
+            "conversion"
         )
 
     refuse.__name__ = name
@@ -59,8 +60,8 @@ class Sealed:
         """The elements of a constant. Raises ConversionError for those of the checkpoint."""
         if not self.memory.is_constant:
             raise refusal(
-                f"the conversion of {names_of(self)} asks for the values of weights ({asks}); a conversion "
-                "has to do the same whatever they are, with torch's own operators"
+                f"the conversion of {names_of(self)} asks for the values of weights ({asks}); a "
+                "conversion must do the same whatever the values are, with torch's own operators"
             )
         tensor: Any = self
         elements: torch.Tensor = tensor.elements
@@ -122,5 +123,7 @@ class Sealed:
     def data(self, other: object) -> None:
         tensor: Any = self
         if not isinstance(other, type(tensor)):
-            raise refusal(f"the conversion of {names_of(self)} gives a tensor the memory of one from outside")
+            raise refusal(
+                f"the conversion of {names_of(self)} makes a tensor use memory from outside the conversion"
+            )
         tensor.become(other)

@@ -48,8 +48,8 @@ def as_on_cpu(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, obj
         if all(t.is_contiguous() for t in given):
             return made
         raise refusal(
-            f"a conversion calls {func} on tensors that are not contiguous, and how the result would lie in "
-            "memory cannot be told; make them contiguous before"
+            f"a conversion calls {func} on tensors that are not contiguous, so the memory layout "
+            "of the result is unknown; make them contiguous before"
         ) from error
     if isinstance(made, torch.Tensor):
         return _lying_as(made, shown)

@@ -60,8 +60,8 @@ def _become_real(tensor: SymbolicTensor) -> None:
         swap(tensor, _real(tensor))
     except RuntimeError as error:
         raise refusal(
-            "a conversion keeps a tensor that it made where it cannot get elements (in a graph of autograd, "
-            f"or behind a weak reference); make it where it is used ({error})"
+            "a conversion keeps a tensor in a place that cannot be traced (a graph of autograd, "
+            f"or behind a weak reference); create the tensor where it is used ({error})"
         ) from error
 
 
@@ -180,12 +180,12 @@ class SymbolicTensor(Sealed, torch.Tensor):
         """
         if self.memory.exported:
             raise refusal(
-                "a conversion writes weights into a tensor whose memory NumPy shares; use torch alone for it"
+                "a conversion writes weights into a tensor that shares its memory with NumPy; use torch alone"
             )
         if self.memory.overlaps is not None:
             raise refusal(
-                f"a conversion writes into {names_of(self.value)}, which in the checkpoint shares memory "
-                f"with {self.memory.overlaps} of another dtype; write into a clone"
+                f"a conversion writes into {names_of(self.value)}, which in the checkpoint shares "
+                f"memory with {self.memory.overlaps} of another dtype; write into a clone"
             )
         steps = self.steps
         if any(step.repeats for step in steps):

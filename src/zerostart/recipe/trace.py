@@ -60,13 +60,13 @@ def run_converter(
 def _state_dict(name: str, made: object) -> dict[str, SymbolicTensor]:
     """What the converter ``name`` made, in the state that its tensors have when it is done."""
     if not isinstance(made, Mapping):
-        raise ConversionError(f"the converter {name} gave a {type(made).__name__}, and not a mapping")
+        raise ConversionError(f"the converter {name} returned a {type(made).__name__}, not a mapping")
     strange = [key for key, value in made.items() if not isinstance(value, torch.Tensor)]
     if strange:
         kind = type(made[strange[0]]).__name__
         raise ConversionError(
-            f"the converter {name} made {strange[0]!r} (and {len(strange) - 1} more) a {kind}, and not a "
-            "tensor; leave such entries out"
+            f"the converter {name} made {strange[0]!r} (and {len(strange) - 1} more) a {kind}, not "
+            "a tensor; leave such entries out"
         )
     return {str(key): settled(value) for key, value in made.items()}
 
@@ -306,8 +306,8 @@ class _Copies(TorchDispatchMode):
             mixed = symbolic and any(t.device.type == "meta" for t in own)
             if mixed or any(_memory(t) in self._memory for t in own):
                 raise refusal(
-                    f"the loading of {self._kind} calls {func} on a tensor of the module, whose values are "
-                    f"not there before the load. {_REMEDY}"
+                    f"while loading, {self._kind} calls {func} on a tensor of the module, which has no "
+                    f"values before the load. {_REMEDY}"
                 )
         return func(*args, **(kwargs or {}))
 
@@ -326,8 +326,8 @@ class _Copies(TorchDispatchMode):
             made[_place(target)] = symbol
         if made.keys() - names.keys():
             raise ConversionError(
-                f"the loading of {self._kind} copies tensors of the checkpoint into a part of a tensor, or "
-                f"into one that is registered nowhere. {_REMEDY}"
+                f"while loading, {self._kind} copies tensors of the checkpoint into a part of a "
+                f"tensor, or into a tensor that is not registered. {_REMEDY}"
             )
         return {name: symbol for place, symbol in made.items() for name in names[place]}
 

@@ -217,8 +217,8 @@ def _in_memory(t: Value, layout: Layout) -> tuple[Value, list[int]]:
     dense = row_major_strides(ordered)
     if any(n > 1 and layout.strides[d] != s for d, n, s in zip(order, ordered, dense, strict=True)):
         raise refusal(
-            f"the conversion of {names_of(t)} takes a view by as_strided of memory that it fills "
-            "in part; take it of a contiguous tensor"
+            f"the conversion of {names_of(t)} calls as_strided on a tensor that does not fill its "
+            "memory; make it contiguous before"
         )
     return reshape(permute(t, order), [t.numel()]), order
 
@@ -246,7 +246,7 @@ def _check_bounds(t: Value, view: Layout, first: int, numel: int) -> None:
     last = first + sum((n - 1) * s for n, s in zip(view.shape, view.strides, strict=True))
     if prod(view.shape) and not 0 <= first <= last < numel:
         raise refusal(
-            f"the conversion of {names_of(t)} takes a view by as_strided of memory outside of the tensor"
+            f"the conversion of {names_of(t)} calls as_strided with a view that reaches outside of the tensor"
         )
 
 

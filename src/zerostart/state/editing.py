@@ -42,8 +42,8 @@ def gathered(model: nn.Module, name: str, modifier_rank: int | None) -> Iterator
                 engine.check_editable(parameter, name)
             if shard is None and any(e.has_own_values(parameter) for e in engine_families()):
                 raise ConfigError(
-                    f"{name} is of an expert of DeepSpeed's MoE, and other ranks have other experts under "
-                    "that name: it is not one tensor; use deepspeed.utils.safe_set_full_fp32_param"
+                    f"{name} belongs to an expert of DeepSpeed's MoE, and other ranks have other experts "
+                    "of that name, so it is not one tensor; use deepspeed.utils.safe_set_full_fp32_param"
                 )
         whole = _whole(shard, parameter)
         # The block may change the tensor in any way that torch knows not of; so the bytes are compared before
@@ -61,9 +61,9 @@ def gathered(model: nn.Module, name: str, modifier_rank: int | None) -> Iterator
         others = [rank for rank, was in enumerate(changed) if was and rank != modifier_rank]
         if others:
             raise ConfigError(
-                f"{name} was changed on {_ranks(others)}, which would be lost: the shards are as they were. "
-                "Pass modifier_rank= with the rank whose changes are to count, and change the tensor there "
-                "alone"
+                f"{name} was changed on {_ranks(others)}, and those changes would be lost; the shards "
+                "were not changed. Pass modifier_rank= with the rank whose changes count, and change "
+                "the tensor on that rank only"
             )
         if modifier_rank is not None and changed[modifier_rank]:
             # A save in the background may still copy the shards that are about to change.
@@ -178,8 +178,8 @@ def _check_forms(name: str, given: str, forms: Sequence[str]) -> None:
     others = [rank for rank, form in enumerate(forms) if form != given]
     if others:
         raise ConfigError(
-            f"{name} is {given}, and came back as {forms[others[0]]} on {_ranks(others)}; the shards are as "
-            "they were. Change the values in place: its shape and its dtype stay"
+            f"{name} is {given}, but came back as {forms[others[0]]} on {_ranks(others)}; the "
+            "shards were not changed. Change the values in place, and keep the shape and dtype"
         )
 
 

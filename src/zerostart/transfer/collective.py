@@ -118,8 +118,8 @@ def chosen(wants: Sequence[ReadDemand], stored: int) -> ReadStrategy | None:
     if exchange:
         raise ConfigError(
             "exchange=True needs room for eight buffers of 64 KiB on each rank, and at most "
-            f"{MOST_REQUESTS} requests of all ranks (here {requests}); raise memory_limit or chunk_size, or "
-            "leave exchange to be chosen"
+            f"{MOST_REQUESTS} requests of all ranks (here {requests}); raise memory_limit or "
+            "chunk_size, or leave exchange out"
         )
     return replace(strategy, once=False, chunk_size=0)
 
@@ -149,8 +149,8 @@ def execute_together(
         moved = TransferStats(progress.done, plan.read_bytes)
     if moved.read != moved.planned or progress.done != plan.read_bytes:
         raise ReadError(
-            f"{moved.read} bytes were read and {progress.done} delivered, where the plan has {moved.planned} "
-            f"and {plan.read_bytes}; this is a bug in zerostart"
+            f"{moved.read} bytes were read and {progress.done} delivered, but the plan has "
+            f"{moved.planned} and {plan.read_bytes}; this is a bug in zerostart"
         )
     how = tuning.describe(reader)
     return replace(moved, how=f"{how}; {strategy}" if strategy is not None else how)

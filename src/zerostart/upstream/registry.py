@@ -144,8 +144,9 @@ def _tell_unknown() -> None:
     _told.update(library.name for library in news)
     if news and is_first_rank():
         logger.warning(
-            "newer than what zerostart was tried with: %s. What it builds on is compared with the code, each "
-            "part when it is needed, and so far fits; `zerostart env --check` lists what does not",
+            "newer than the versions zerostart was tested with: %s. zerostart compares the parts "
+            "that it builds on with their code when they are needed; so far they fit. `zerostart "
+            "env --check` lists those that do not",
             ", ".join(f"{library.name} {library.running()} (known: {library.range})" for library in news),
         )
 

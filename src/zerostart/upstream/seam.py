@@ -101,7 +101,7 @@ class LoadingSeam(RefCountedPatches, Generic[Call]):
             if any(outer.model is None for outer in _calls()[-1:]):
                 raise BuildError(
                     f"{cls.__name__}.from_pretrained is called while another model is built, which "
-                    "zerostart.enabled() does not serve; load that model with zerostart.load"
+                    "zerostart.enabled() does not support; load that model with zerostart.load"
                 )
             # May take arguments out of ``kwargs``; what the library is to see is in ``call.arguments``.
             call = self._choose(cls, kwargs)

@@ -27,7 +27,7 @@ def planned(path: Path, preset: str | None, **more: Any) -> None:
         ("qwen3", "qwen2", "sum no gradients of model.layers.0.self_attn.q_norm"),
         ("deepseek_v2", "deepseek_v2", "sum no gradients behind model.layers.0.self_attn.kv_a_proj_with_mqa"),
         ("olmo2", "llama", "cut model.layers.0.self_attn.q_proj, and do not gather"),
-        ("phi3", "phi3", "DeepSpeed does not cut Phi3ForCausalLM over ranks"),
+        ("phi3", "phi3", "DeepSpeed does not shard Phi3ForCausalLM over ranks"),
         ("olmo2", None, "unsupported partition style"),
         ("glm4", None, "unsupported partition style"),
         ("phi3", None, "unsupported partition style"),
@@ -76,7 +76,7 @@ def adapted(path: Path, mixture: Path) -> None:
     for stage in (2, 3):
         options: dict[str, Any] = {"engine": "deepspeed", "zero_stage": stage, "progress": False}
         model = zerostart.load(path, tensor_parallel=2, **options)
-        with pytest.raises(ConfigError, match=r"cut over the ranks of tensor_parallel=2: .*LinearAllreduce"):
+        with pytest.raises(ConfigError, match=r"tensor_parallel=2 slices over ranks: .*LinearAllreduce"):
             get_peft_model(model, LoraConfig(target_modules=["o_proj"]))
         model = zerostart.load(mixture, expert_parallel=2, **options)
         with pytest.raises(ConfigError, match="is an adapter of experts of Qwen3MoeForCausalLM"):
@@ -105,7 +105,7 @@ CASES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"tensor_parallel": 2, "engine_config": {"tensor_parallel": {"preset_modell": "qwen2"}}},
-        "DeepSpeed refuses engine_config['tensor_parallel']",
+        "DeepSpeed rejects engine_config['tensor_parallel']",
     ),
     (
         {

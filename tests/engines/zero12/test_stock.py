@@ -76,7 +76,7 @@ def check(path: Path) -> list[str]:
     wanted = with_zenflow(routes.stock(path, ZENFLOW))
     lines = [f"stock warns: {record}" for record in records]
     lines += routes.differing(with_zenflow(routes.ours(path, ZENFLOW)), wanted)
-    if len(records) != 1 or "ZenFlow lays parameters out in an order of its own" not in records[0]:
+    if len(records) != 1 or "ZenFlow orders parameters in its own way" not in records[0]:
         lines.append(f"warnings: {records}")
     return lines
 

@@ -181,32 +181,35 @@ def test_what_is_cached_lets_its_encoder_go(paths: dict[str, Path]) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"placement": {"unet": "shard"}}, "placement names 'unet'; the models of .* are .*text_encoder"),
+        (
+            {"placement": {"unet": "shard"}},
+            "placement names 'unet', which is no model of .*; its models are .*text_encoder",
+        ),
         ({"placement": "shard"}, "placement='shard' is not accepted; give a dictionary or None"),
         ({"trainable": "transformer"}, "trainable='transformer' is not accepted; give a list of strings"),
         ({"placement": {"vae": "elsewhere"}}, r"placement\['vae'\] is 'elsewhere'; there are 'shard'"),
         ({"trainable": ("unet",)}, "trainable names 'unet'"),
         (
             {"trainable": ("vae",), "placement": {"vae": "offload"}},
-            "vae is to be trained, and placed 'offload'",
+            "vae is to be trained, but is placed 'offload'",
         ),
         ({"device_memory_limit": -1}, "device_memory_limit=-1 must be a number of bytes"),
         (
             {"device_memory_limit": 999, "placement": {"vae": "offload"}},
             "needs .* bytes at once, .* leaves 999",
         ),
-        ({"parallel_config": object()}, "parallel_config .*context parallel.*is not served"),
+        ({"parallel_config": object()}, "parallel_config .*context parallel.*is not supported"),
         (
             {"placement": {"vae": zerostart.Placement("shard", storage_dtype=torch.float8_e4m3fn)}},
-            "a component to shard is held in the dtype that it computes in",
+            "a component placed 'shard' is stored in the dtype in which it computes",
         ),
         (
             {"placement": {"vae": zerostart.Placement("offload", "disk", torch.float8_e4m3fn)}},
-            "on disk a weight is in the dtype of its file",
+            "on disk a weight has the dtype of its file",
         ),
         (
             {"placement": {"vae": zerostart.Placement("replicate", "host")}},
-            "store='host' belongs to 'offload'",
+            "store='host' is for 'offload'",
         ),
     ],
 )
@@ -222,7 +225,9 @@ def test_what_is_no_whole_pipeline_is_told(paths: dict[str, Path], tmp_path: Pat
         zerostart.load_pipeline(paths["wan"] / "vae", progress=False)
     torn = shutil.copytree(paths["wan"], tmp_path / "torn")
     shutil.rmtree(torn / "scheduler")
-    with pytest.raises(BuildError, match=r"torn: diffusers makes no WanPipeline.*put back its tokenizers"):
+    with pytest.raises(
+        BuildError, match=r"torn: diffusers cannot make a WanPipeline.*restore its tokenizers"
+    ):
         zerostart.load_pipeline(torn, engine="fsdp2", progress=False)
     with pytest.raises(ConfigError, match=r"source=\{\} is not accepted; give a string or a path"):
         zerostart.load_pipeline({}, progress=False)

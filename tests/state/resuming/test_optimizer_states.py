@@ -95,7 +95,7 @@ def test_a_whole_model_goes_on(name: str, tmp_path: Path) -> None:
 def test_an_optimizer_around_another_is_refused(tmp_path: Path) -> None:
     model = net()
     optimizer = Lookahead(torch.optim.AdamW(model.parameters()))
-    with pytest.raises(ConfigError, match="Lookahead keeps another one, a AdamW, in its attribute optimizer"):
+    with pytest.raises(ConfigError, match="Lookahead wraps another one, a AdamW, in its attribute optimizer"):
         zerostart.save_state(tmp_path / "state", model, optimizer)
     assert not (tmp_path / "state").exists()
 
@@ -104,7 +104,7 @@ def test_a_state_of_no_parameter_is_refused(tmp_path: Path) -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.state[torch.ones(2)]["step"] = 3
-    with pytest.raises(ConfigError, match="none of its groups has"):
+    with pytest.raises(ConfigError, match="in none of its groups"):
         zerostart.save_state(tmp_path / "state", model, optimizer)
 
 
@@ -194,7 +194,9 @@ def resumed(folder: Path, kind: str) -> list[float]:
 def refused(folder: Path) -> None:
     model = sharded()
     before = {name: p.to_local().clone() for name, p in model.named_parameters()}  # type: ignore[attr-defined]
-    with pytest.raises(CheckpointError, match=r"absmax1.*of 2 ranks.*go on where ranks have the same shares"):
+    with pytest.raises(
+        CheckpointError, match=r"absmax1.*of 2 ranks.*be resumed only where ranks have the same shares"
+    ):
         zerostart.load_state(folder, model, Blocks(model.parameters()))
     for name, p in model.named_parameters():
         assert torch.equal(before[name], p.to_local()), name  # type: ignore[attr-defined]

@@ -118,7 +118,7 @@ def clients(path: Path, folder: Path) -> None:
     run.end()
     other = Run(path, Case("deepspeed", 2, accumulate=4))
     before = zerostart.digest(other.model)
-    with pytest.raises(ConfigError, match=r"gradient_accumulation_steps=2, and the engine has 4"):
+    with pytest.raises(ConfigError, match=r"gradient_accumulation_steps=2, but the engine has 4"):
         zerostart.load_state(folder / "window", *other.state)
     assert zerostart.digest(other.model) == before
     other.end()

@@ -65,15 +65,15 @@ def test_a_value_comes_back_from_json_as_it_was(value: Any) -> None:
 @pytest.mark.parametrize(
     ("value", "where"),
     [
-        ({"a": "half \ud800"}, "extra could not be read again as JSON"),
-        ([10**5000], "extra could not be read again as JSON"),
+        ({"a": "half \ud800"}, "extra would not be read back correctly as JSON"),
+        ([10**5000], "extra would not be read back correctly as JSON"),
         (nested(3000), "extra is nested too deeply"),
         (
             {"a": torch.zeros(2, dtype=torch.complex128)},
             r"extra\.a has elements of the type torch",
         ),
-        ({"a": torch.eye(2).to_sparse()}, r"extra\.a is a Tensor that is not a dense tensor"),
-        ([torch.empty(2, device="meta")], r"extra\.0 is a Tensor that is not a dense tensor"),
+        ({"a": torch.eye(2).to_sparse()}, r"extra\.a is a Tensor, but not a dense tensor"),
+        ([torch.empty(2, device="meta")], r"extra\.0 is a Tensor, but not a dense tensor"),
     ],
 )
 def test_what_is_no_value_is_named_with_its_place(value: Any, where: str) -> None:

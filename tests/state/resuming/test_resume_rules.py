@@ -140,7 +140,7 @@ def settings(path: Path, folder: Path) -> None:
     assert (norms["lr"], norms["betas"], norms["weight_decay"]) == (RATE, (0.9, 0.999), 0.0)
     assert not norms["foreach"]
     one = Run(path, FSDP2)
-    with pytest.raises(zerostart.errors.CheckpointError, match="were in groups with other settings"):
+    with pytest.raises(zerostart.errors.CheckpointError, match="were in groups with different settings"):
         zerostart.load_state(folder, *one.state)
 
 
@@ -169,7 +169,7 @@ def refusals(path: Path, folder: Path) -> None:
     zerostart.save_state(folder / "factored", whole.model, factored)
     fresh = Run(path, FSDP2)
     factored = torch.optim.Adafactor(fresh.model.parameters())
-    with pytest.raises(zerostart.ZerostartError, match=r"row_var.* of model\.embed_tokens\.weight are"):
+    with pytest.raises(zerostart.ZerostartError, match=r"row_var.* of model\.embed_tokens\.weight do not"):
         zerostart.load_state(folder / "factored", fresh.model, factored)
     head = torch.optim.AdamW(fresh.model.lm_head.parameters())
     zerostart.save_state(folder / "frozen", fresh.model, head)
@@ -184,7 +184,7 @@ def refusals(path: Path, folder: Path) -> None:
     if dist.get_rank() == 0:
         (folder / "state" / "state.json").rename(folder / "state" / "aside.json")
     dist.barrier()
-    with pytest.raises(FileNotFoundError, match="not a complete training checkpoint"):
+    with pytest.raises(FileNotFoundError, match="not a complete training state"):
         zerostart.load_state(folder / "state", *run.state)
     engine = Run(path, ZERO)
     with pytest.raises(zerostart.errors.ConfigError, match=r"pass what deepspeed\.initialize"):

@@ -77,7 +77,7 @@ def keep(path: Path, out: Path) -> list[str]:
             torch.save(whole, out / f"{rank}.pt")
         model.load_state_dict(model.state_dict())
         for called in (model, model.x_embedder):
-            with pytest.raises(EngineError, match=r"nothing gathers yet: call deepspeed\.initialize"):
+            with pytest.raises(EngineError, match=r"nothing gathers it yet: call deepspeed\.initialize"):
                 called(torch.ones(1, model.config.in_channels))
         engine = engine_of(model)
         engine.save_checkpoint(str(out / "checkpoint"))

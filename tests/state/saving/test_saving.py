@@ -183,7 +183,7 @@ def test_dtype_and_trainable_only(options: Options, checkpoints: TinyCheckpoints
         ({"adapters_only": True}, "has no adapters"),
         ({"merge_adapters": True}, "has no adapters"),
         ({"memory_limit": 3}, "memory_limit"),
-        ({"path": ""}, "give the path of a directory"),
+        ({"path": ""}, "pass the path of a directory"),
         ({"path": None}, "path=None is not accepted"),
     ],
 )

@@ -159,7 +159,7 @@ def test_files_that_are_gone_on_from(tmp_path: Path) -> None:
             config,
             "peft",
             CheckpointError,
-            r"than lora\.targets gives: 1 of these",
+            r"does not fit lora\.targets: it lacks 1 of their",
         ),
         (model, names, config, "no", CheckpointNotFoundError, "is neither a LoRA file"),
     ]
@@ -309,30 +309,33 @@ def test_contradictions_are_told() -> None:
     }
     lora = {"lora": {"rank": 2}}
     cases = [
-        ({**lora, "train": {"steps": 1, "trainable": ["a"]}}, "train.trainable and lora both say"),
+        ({**lora, "train": {"steps": 1, "trainable": ["a"]}}, "train.trainable and lora exclude each other"),
         ({**lora, "train": {"steps": 1, "trainable": []}}, "train.trainable: List should have at least 1"),
         ({"output": {"directory": "c", "merge": True}}, "output.merge merges a LoRA"),
-        ({**lora, "ema": {}, "output": {"directory": "c", "merge": True}}, "output.merge with ema"),
+        (
+            {**lora, "ema": {}, "output": {"directory": "c", "merge": True}},
+            "output.merge is not available with ema",
+        ),
         (
             {"output": {"directory": "c", "format": "diffsynth", "pipeline": True}},
-            "output.pipeline wants a whole model",
+            "output.pipeline needs a whole model",
         ),
         (
             {**lora, "output": {"directory": "c", "merge": True, "remove_prefix": "a."}},
-            "output.remove_prefix is for files",
+            "output.remove_prefix applies only to files",
         ),
         ({"output": {"directory": "c", "format": "peft"}}, "output.format peft is for adapters"),
-        ({"output": {"directory": "c", "remove_prefix": "a."}}, "output.remove_prefix is for files"),
+        ({"output": {"directory": "c", "remove_prefix": "a."}}, "output.remove_prefix applies only to files"),
         ({"lora": {"ranks": 2}}, "unknown key lora.ranks; did you mean lora.rank?"),
         ({"ema": {"decays": 2}}, "unknown key ema.decays; did you mean ema.decay?"),
         ({"ema": {"decay": 0.1, "min_decay": 0.9}}, "ema: min_decay 0.9 is more than decay 0.1"),
         (
             {"ema": {"evaluate": True}},
-            "ema.evaluate needs examples that are held out, and none are: set data.h",
+            "ema.evaluate needs held-out examples, but there are none: set data.h",
         ),
         (
             {"train": {"steps": 1, "evaluate_every": 5}},
-            "train.evaluate_every needs examples that are held out",
+            "train.evaluate_every needs held-out examples",
         ),
         ({"output": {"directory": "c", "pipeline": True}}, "output.pipeline is for pipelines of diffusers"),
         ({**lora, "engine": {"name": "fsdp2", "expert_parallel": 2}}, "expert_parallel 2 is not available"),

@@ -216,7 +216,7 @@ def test_a_lora_goes_on_elsewhere(engine, ranks, checkpoints, given):
     assert all(
         "lora_" in name for file in (first / "model").glob("*.safetensors") for name in load_file(file)
     )
-    with pytest.raises(ConfigError, match="holds only what was trained"):
+    with pytest.raises(ConfigError, match="holds only the trained tensors"):
         export(first, Path(straight.directory, "exported"))
     config = given(path, engine, "resumed", ranks, **sections, resume=str(first))
     resumed = run_ranks(run, ranks, config)[0]
@@ -346,7 +346,7 @@ def test_a_tracker_that_cannot_begin_ends_the_run_on_all_ranks(engine, checkpoin
     config = given(checkpoints("qwen3"), engine, "out", tracking=tracking)
     Path(config["output"]["directory"]).with_name("file").touch()
     outcomes = rank_outcomes(run, 2, config, timeout=200)
-    assert "tracking.trackers: tensorboard cannot begin for tracking.project" in outcomes[0].message
+    assert "tracking.trackers: tensorboard cannot start for tracking.project" in outcomes[0].message
     assert "NotADirectoryError" in outcomes[0].message
     assert {outcome.error for outcome in outcomes} == {"zerostart.errors.ConfigError"}
     assert outcomes[0].message == outcomes[1].message

@@ -144,7 +144,7 @@ def test_reading(made: dict[str, Any], place: Path) -> None:
     assert twice.digest() != items.digest()
     with pytest.raises(IndexError):
         items[len(items)]
-    with pytest.raises(CheckpointNotFoundError, match="there is no cache; zerostart cache makes one"):
+    with pytest.raises(CheckpointNotFoundError, match="there is no cache here; make it with zerostart cache"):
         CachedItems(place.parent)
 
 
@@ -263,7 +263,9 @@ def test_texts_that_two_runs_add_are_not_mixed_up(place: Path) -> None:
     file = place / "prompts.safetensors"
     data = file.read_bytes()
     file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    with pytest.raises(ReadError, match=r"prompts\.safetensors: the embeddings of the text .* are not what"):
+    with pytest.raises(
+        ReadError, match=r"prompts\.safetensors: the embeddings of the text .* have other contents"
+    ):
         [second.prompt(text) for text in second.texts]
     assert [entry.name for entry in place.parent.iterdir()] == ["cache"]
 
@@ -327,11 +329,11 @@ def test_what_is_damaged_is_named(place: Path) -> None:
     whole = file.read_bytes()
     file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     items = CachedItems(place)
-    with pytest.raises(ReadError, match=r"items-00001\.safetensors: item \d+ is not what was written"):
+    with pytest.raises(ReadError, match=r"items-00001\.safetensors: item \d+ has other contents"):
         list(items)
     file.write_bytes(whole[:-1])
     with pytest.raises(
-        ReadError, match=rf"items-00001\.safetensors has {len(whole) - 1} bytes and had {len(whole)}"
+        ReadError, match=rf"items-00001\.safetensors has {len(whole) - 1} bytes, but {len(whole)} were"
     ):
         CachedItems(place)
     file.unlink()
@@ -346,7 +348,7 @@ def test_what_cannot_be_encoded_is_told(
         cached(configured(pipeline, None, tmp_path))
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache" / "thesis.txt").write_text("mine")
-    with pytest.raises(ConfigError, match="has files in it and is not a complete cache"):
+    with pytest.raises(ConfigError, match="is not empty and is not a complete cache"):
         cached(configured(pipeline, media, tmp_path))
     with pytest.raises(ConfigError, match=r"is not a diffusers pipeline .*name one in cache\.source"):
         cached(configured(pipeline / "vae", media, tmp_path / "a"))
@@ -441,3 +443,43 @@ def test_what_another_run_has_left_is_made_anew(made: dict[str, Any], tmp_path: 
     other = {**values, "cache": {**values["cache"], "posterior": "mode"}}
     assert cached(other) != CachedItems(Path(made["output"]["directory"]) / "cache").digest()
     assert [entry.name for entry in tmp_path.iterdir()] == ["cache"]
+
+
+OTHERS = [pytest.param(key, marks=pytest.mark.slow) for key in ("wan", "flux", "flux2_klein", "qwen_image")]
+
+
+@pytest.mark.parametrize("key", ["z_image", *OTHERS])
+def test_a_text_that_is_too_long_is_named_with_its_row(
+    key: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where the pipeline cuts it: the last word of such a text makes no difference to its embeddings."""
+    from zerostart.training.data.encoders import encoders
+
+    pipeline = make(key, tmp_path / "pipeline")
+    settings = parse_config(configured(pipeline, None, tmp_path, max_sequence_length=40)).cache
+    assert settings is not None
+    with encoders(str(pipeline), settings, current_world()) as encoder:
+        for words in range(1, 48):
+            texts = " ".join(["cat"] * words), " ".join([*["cat"] * (words - 1), "sea"])
+            one, other = (encoder.prompt(text) for text in texts)
+            encoder.lengths.begin()
+            encoder.prompt(texts[0])
+            cut = torch.equal(one["prompt_embeds"], other["prompt_embeds"])
+            # The end of a text has a token of its own, which takes the place of the last word first.
+            assert cut <= (encoder.cut() is not None), words
+            last = encoder.cut()
+        assert last is not None
+        assert "tokens with the pipeline's own, of which 40 are taken" in last
+    if key != "z_image":
+        return
+    media = write_media(tmp_path / "media", {"image": "image"}, [(16, 16)] * 2)
+    table = Path(media["source"])
+    table.write_text(table.read_text().replace("a cat sees the sea", "cat " * 50))
+    given = configured(pipeline, media, tmp_path, max_sequence_length=40)
+    with pytest.raises(ConfigError, match=r"1 rows cannot be encoded: .*metadata\.csv, line 2: its text has"):
+        cached(given | {"cache": {**given["cache"], "long_prompts": "refuse"}})
+    caplog.clear()
+    shutil.rmtree(tmp_path / "cache")
+    cached(given)
+    assert "1 texts were cut off: " in caplog.text
+    assert "metadata.csv, line 2: its text has" in caplog.text

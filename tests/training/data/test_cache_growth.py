@@ -205,7 +205,7 @@ def test_a_cache_is_enough_where_the_media_are_gone(
     shutil.rmtree(folder)
     with caplog.at_level(logging.WARNING, "zerostart"):
         assert cached(own) == digest
-    assert "is not there any more: its items are those of the cache" in caplog.text
+    assert "does not exist any more: the items of the cache" in caplog.text
 
 
 def test_a_part_of_the_media_takes_nothing_from_the_cache(own: dict[str, Any]) -> None:

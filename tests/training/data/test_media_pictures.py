@@ -103,7 +103,7 @@ def test_sizes_are_those_of_diffsynth():
         ((10, 10), {"height": 480, "width": 832}, (480, 832)),
     ]:
         assert target_size(size, config(**keys)) == expected
-    with pytest.raises(ConfigError, match=r"10 x 640 pixels .* have no room for media\.multiple_of 16"):
+    with pytest.raises(ConfigError, match=r"10 x 640 pixels .* are too few for media\.multiple_of 16"):
         target_size((10, 640), config())
 
 

@@ -173,14 +173,18 @@ def test_what_columns_leaves_out_is_no_picture(folder):
             r"none of its columns \(file, prompt\) is one of video, image,.*file_name",
         ),
         ("a.csv", b"image,prompt\n\xff\xfe,y\n", r"a\.csv is not UTF-8"),
-        ("a.json", '{"image": "x"}', r"a\.json: a table is a list of objects, not a JSON dict"),
+        ("a.json", '{"image": "x"}', r"a\.json: a table is a JSON list of objects, not a JSON dict"),
         ("a.json", '[{"image": "x"}, 3]', r"a\.json, entry 2: a row is an object"),
         ("a.jsonl", '{"image": "x"}\n{', r"a\.jsonl, line 2: not valid JSON"),
         ("a.jsonl", f'{{"seed": {"9" * 5000}}}', r"a\.jsonl, line 1: not valid JSON: Exceeds the limit"),
         ("a.jsonl", '{"image": "~$x.png", "prompt": "y"}', r"~\$x\.png: no such file"),
         ("a.csv", "\n\nimage,image\n", r"a\.csv, line 3: the names of the columns"),
         ("a.jsonl", '{"image": "x", "prompt": 3}', r"line 1, column 'prompt': 3 is not a text"),
-        ("a.jsonl", '{"image": ["x"], "prompt": "y"}', r"column 'image': a list, where one picture belongs"),
+        (
+            "a.jsonl",
+            '{"image": ["x"], "prompt": "y"}',
+            r"column 'image': a list of files, but the column holds one picture",
+        ),
         ("a.jsonl", '{"image": 7, "prompt": "y"}', r"column 'image': 7 is not the name of a file"),
         (
             "a.jsonl",
@@ -203,7 +207,9 @@ def test_absent_and_damaged_files_are_told_by_row(folder):
     with pytest.raises(ConfigError) as caught:
         read_media(small(folder / "t.json"), ALONE)
     text = str(caught.value)
-    assert f"t.json, entry 1, column 'image': {folder}/a.jpg: no such file; media.base says" in text
+    assert (
+        f"t.json, entry 1, column 'image': {folder}/a.jpg: no such file; media.base is the directory" in text
+    )
     assert text.endswith("; and 2 more rows")
     (folder / "a.jpg").write_bytes(CHINA.read_bytes()[:5000])
     (folder / "b.jpg").write_text("no picture")
@@ -227,15 +233,15 @@ def test_absent_and_damaged_files_are_told_by_row(folder):
     ("keys", "message"),
     [
         ({"height": 64}, "media: height and width go together"),
-        ({"height": 60, "width": 64}, "a size of 60 x 64 is not made of multiples of multiple_of 16"),
+        ({"height": 60, "width": 64}, "a size of 60 x 64 does not consist of multiples of multiple_of 16"),
         ({"buckets": [[64, 64], [64, 65]]}, "a size of 64 x 65 is not"),
         ({"buckets": []}, "buckets is empty"),
         ({"height": 64, "width": 64, "buckets": "standard"}, "no meaning beside height and width"),
         ({"num_frames": 80}, r"num_frames 80 does not leave 1 when divided by 4 .*; 77 or 81 does"),
-        ({"time_division_remainder": 4}, "not below the factor 4"),
-        ({"frames": "even", "frame_rate": 8}, "leave one out"),
+        ({"time_division_remainder": 4}, "not less than the factor 4"),
+        ({"frames": "even", "frame_rate": 8}, "leave one of the two out"),
         ({"columns": {"depth": "d"}}, r"columns\.depth is none of video, image"),
-        ({"columns": {"prompt": "d"}}, "'prompt' names no files"),
+        ({"columns": {"prompt": "d"}}, "'prompt' does not name files"),
         ({"background": [0, 0, 256]}, "numbers from 0 to 255"),
         ({"hight": 3}, r"unknown key media\.hight; did you mean media\.height\?"),
     ],

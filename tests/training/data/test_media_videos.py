@@ -137,7 +137,7 @@ def test_damaged_videos_are_told_by_row(folder, tmp_path):
             r"cut\.mkv .*replace it",
             r"text\.mp4 cannot be read as a video",
             "make them alike",
-            "no frame in this",
+            "no frames in this",
         ]
     ):
         with pytest.raises(ConfigError, match=rf"entry {index + 1}, column 'video': .*{message}"):

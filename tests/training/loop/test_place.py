@@ -220,7 +220,10 @@ def test_what_is_trained_from_is_not_overwritten(source, output, values, tmp_pat
     Path("link").symlink_to("base")
     before = sorted(tmp_path.rglob("*"))
     given = values(source) | {"output": {"directory": output, "overwrite": True}}
-    with pytest.raises(ConfigError, match="what is trained from"), claim_output(parse_config(given), ALONE):
+    with (
+        pytest.raises(ConfigError, match="which the run trains from"),
+        claim_output(parse_config(given), ALONE),
+    ):
         pass
     assert sorted(tmp_path.rglob("*")) == before
     Path("base", "run").mkdir(parents=True, exist_ok=True)

@@ -83,7 +83,7 @@ def test_what_cannot_be_gone_on_with_is_named(checkpoints, values, tmp_path):
     fresh = run_ranks(run, 1, given)[0]
     assert [entry["step"] for entry in metrics(fresh) if "loss" in entry] == [1, 2]
     (message,) = run_ranks(refused, 1, given | {"resume": None})
-    assert "continue the run that is in it with resume=auto" in message
+    assert "continue its run with resume=auto" in message
     elsewhere = given | {"output": {"directory": str(tmp_path / "other")}}
     (message,) = run_ranks(refused, 1, elsewhere | {"resume": str(tmp_path)})
     assert "is not a complete checkpoint" in message
@@ -93,7 +93,7 @@ def test_what_cannot_be_gone_on_with_is_named(checkpoints, values, tmp_path):
     elsewhere |= {"resume": str(last), "train": given["train"] | {"seed": 7, "batch_size": 1}}
     (message,) = run_ranks(refused, 1, elsewhere)
     assert f"{last} belongs to another run: it was trained on other data" in message
-    assert "; train.seed was 42 and is 7. Put back what it was, or start a new run" in message
+    assert "; train.seed was 42 and is 7. Restore the earlier values, or start a new run" in message
 
 
 def test_a_run_goes_on_with_what_is_accepted(checkpoints, values):

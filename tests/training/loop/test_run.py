@@ -333,7 +333,7 @@ def test_mistakes_end_the_run_before_the_load(checkpoints, values):
         run(given)
     given = values(source, output="other")
     given["data"]["tokenizer"] = str(minilm_path())
-    with pytest.raises(ConfigError, match=r"tokenizer has 30522 tokens, but the model knows only 131"):
+    with pytest.raises(ConfigError, match=r"tokenizer has 30522 tokens, but the model only 131"):
         run(given)
 
 

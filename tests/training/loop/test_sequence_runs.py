@@ -109,5 +109,5 @@ def test_a_launcher_shares_nothing_besides(monkeypatch):
     config = parse_config(given | {"output": {"directory": "x"}, "task": {"name": "causal-lm"}})
     with_launcher(config)
     monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
-    with pytest.raises(EngineError, match=r"as engine.sequence_parallel says"):
+    with pytest.raises(EngineError, match=r"engine.sequence_parallel says which"):
         with_launcher(config)

@@ -201,7 +201,7 @@ def test_batches_have_prompts_of_one_shape() -> None:
         ),
         ({"_class_name": "FluxPipeline"}, {"num_frames": 5}, "num_frames: FluxPipeline draws pictures"),
         ({"_class_name": "FluxPipeline", "vae": [None, None]}, {}, "has no vae to draw with"),
-        ({"_class_name": "FluxPipeline"}, {}, "has no scheduler to draw with"),
+        ({"_class_name": "FluxPipeline"}, {}, "has no scheduler, which drawing needs"),
     ],
 )
 def test_what_cannot_be_drawn_is_refused(
@@ -223,7 +223,9 @@ def test_one_model_draws_nothing(flux: Path) -> None:
 
 def test_averaged_weights_have_to_be_there(flux: Path, tmp_path: Path) -> None:
     config = parse_config(configured(flux, "FSDP2", tmp_path, with_ema=True))
-    with pytest.raises(ConfigError, match=r"samples\.with_ema: no weights are averaged; add the section ema"):
+    with pytest.raises(
+        ConfigError, match=r"samples\.with_ema: the run has no averaged weights; add the section ema"
+    ):
         open_drawing(config)
 
 

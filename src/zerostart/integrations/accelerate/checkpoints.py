@@ -106,8 +106,8 @@ def load_checkpoint(
         tell_of_newer(Path(load_dir), path)
     if custom_load_fn is not None:
         raise ConfigError(
-            f"{path} was saved by zerostart, and no custom_load_fn is called for it; leave it out, or "
-            f"take the model from zerostart.load({str(path / 'model')!r})"
+            f"{path} was saved by zerostart, which does not call custom_load_fn; leave it out, or "
+            f"load the model with zerostart.load({str(path / 'model')!r})"
         )
     schedule = engine.lr_scheduler
     keeps = not load_lr_scheduler_states and hasattr(schedule, "state_dict")

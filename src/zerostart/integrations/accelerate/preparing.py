@@ -62,8 +62,8 @@ def _refuse_beside_tensors(model: nn.Module, parts: Sequence[nn.Module]) -> None
     added = [n for n, p in model.named_parameters() if p.dim() and not isinstance(p, DTensor)]
     if sharing > 1 and added:
         raise ConfigError(
-            f"{added[0]} was added to a model that was loaded with tensor_parallel={sharing}, which is not "
-            "available on FSDP2; use tensor_parallel=1"
+            f"{added[0]} was added to a model that was loaded with tensor_parallel={sharing}, "
+            "which is not available with FSDP2; use tensor_parallel=1"
         )
 
 
@@ -74,12 +74,14 @@ def _wanted(part: nn.Module, plugin: FSDP2Plugin | None) -> Mapping[str, object]
     check_sharing(part)
     if engine.owns_optimizer or plugin is None:
         raise ConfigError(
-            f"{type(part).__name__} was loaded for {engine.title}, and accelerate prepares it for FSDP2"
+            f"{type(part).__name__} was loaded for {engine.title}, but accelerate prepares it for "
+            "FSDP2; make the Accelerator or TrainingArguments before the model"
         )
     if engine.replicates_parameters:
         raise ConfigError(
-            f"{type(part).__name__} was loaded with zero_stage=0, whole on every rank, and accelerate "
-            "prepares it for FSDP2; leave zero_stage out, or use DistributedDataParallel"
+            f"{type(part).__name__} was loaded with zero_stage=0 and is whole on every rank, but "
+            "accelerate prepares it for FSDP2; leave zero_stage out, or use "
+            "DistributedDataParallel"
         )
     wanted = fsdp2_config(plugin, type(part))
     # What the caller's own engine_config leaves open is no contradiction.
@@ -90,8 +92,9 @@ def _wanted(part: nn.Module, plugin: FSDP2Plugin | None) -> Mapping[str, object]
     if differing:
         raise ConfigError(
             f"{type(part).__name__} was loaded with other FSDP2 settings than accelerate has now "
-            f"({', '.join(differing)}); make the Accelerator or TrainingArguments before the model, or pass "
-            "zerostart.enabled(engine='fsdp2', engine_config=...) what they will have"
+            f"({', '.join(differing)}); make the Accelerator or TrainingArguments before the "
+            "model, or pass zerostart.enabled(engine='fsdp2', engine_config=...) the settings "
+            "that accelerate will have"
         )
     return {key: wanted[key] for key in POLICIES if key in wanted}
 
@@ -111,8 +114,8 @@ def partitioned(accelerator: Accelerator, model: nn.Module) -> None:
         engine = record_of(part).engine
         if not (engine.owns_optimizer and engine.replicates_parameters):
             raise ConfigError(
-                f"{type(part).__name__} was loaded for {engine.title}, and accelerate prepares it "
-                f"for DeepSpeed ZeRO-{config_stage(plugin.deepspeed_config)}; make the Accelerator or "
+                f"{type(part).__name__} was loaded for {engine.title}, but accelerate prepares it for "
+                f"DeepSpeed ZeRO-{config_stage(plugin.deepspeed_config)}; make the Accelerator or "
                 "TrainingArguments before the model"
             )
 
@@ -123,7 +126,7 @@ def _refuse_whole(model: nn.Module, engine: str) -> None:
         if module in _whole:
             title = engines.titled(engine, 3)
             raise ConfigError(
-                f"every rank has read {type(module).__name__} whole, since {title} was not yet set up when "
-                "from_pretrained was called; make TrainingArguments or the Accelerator before the model, or "
-                f"name the engine: zerostart.enable(engine={engine!r})"
+                f"every rank has loaded {type(module).__name__} whole, because {title} was not set up "
+                "yet when from_pretrained was called; make TrainingArguments or the Accelerator "
+                f"before the model, or name the engine: zerostart.enable(engine={engine!r})"
             )

@@ -48,8 +48,8 @@ def resume(
             if unexpected:
                 raise CoverageError(
                     f"{path} has {len(unexpected)} tensors that the pipeline does not have, among them "
-                    f"{unexpected[0]}; name the prefix that they were saved without "
-                    f"(--remove_prefix_in_ckpt, {prefix!r} here)",
+                    f"{unexpected[0]}; pass the prefix that was removed from their names when they were "
+                    f"saved (--remove_prefix_in_ckpt, {prefix!r} here)",
                     (),
                     unexpected,
                     {},
@@ -71,9 +71,10 @@ def load_lora(original: Original, *, module: nn.Module, **_: object) -> object:
     """
     if in_shards(module):
         raise ConfigError(
-            f"load_lora (--preset_lora_path) adds a LoRA to the weights of {type(module).__name__}, of which "
-            "each rank has a part: train on from it with --lora_checkpoint, or fuse it in one process and "
-            "load the file of that"
+            "load_lora (--preset_lora_path) adds a LoRA to the weights of "
+            f"{type(module).__name__}, of which each rank holds only a part: train that LoRA "
+            "further with --lora_checkpoint, or fuse it in one process and load the resulting "
+            "file"
         )
     return original()
 
@@ -142,8 +143,9 @@ def _stored(logger: ModelLogger, module: nn.Module, world: World) -> Mapping[str
         # Made by the converter out of a twin: there are no values that it could have calculated with.
         if held is None and tensor.is_meta:
             raise ConfigError(
-                f"the script's state_dict_converter calculates {name} from the weights, of which each rank "
-                "has a part; have it rename alone, and convert the file that is saved"
+                f"the script's state_dict_converter computes {name} from the weights, of which each "
+                "rank holds only a part; let it only rename tensors, and convert the file after it is "
+                "saved"
             )
         # A tensor with values that the converter adds itself: as the first rank has it.
         found[name] = first_rank_shard(name, tensor, world) if held is None else held

@@ -50,7 +50,8 @@ class DiffusersLoad(InterceptedLoad):
         """
         if options.get("hf_quantizer") is not None:
             raise ConfigError(
-                f"{name} is quantised, and quantised weights are not trained; load weights that are not"
+                f"{name} is quantised, and quantised weights cannot be trained; load weights that are "
+                "not quantised"
             )
         built = Built(model, self._log, self._setup.dtype or options.get("dtype"), True, library_of(model))
         source = Files(tuple(files), str(name))

@@ -101,9 +101,9 @@ def _looked_at(request: PipelineRequest) -> tuple[Path, tuple[Component, ...], d
     """The pipeline's directory, its models, and the placement of each; raises what is wrong with any."""
     if request.parallel_config is not None:
         raise ConfigError(
-            "parallel_config (diffusers' context parallel), like xDiT's wrappers, shares a sequence out over "
-            "ranks that hold whole models, and its mesh is not the engine's: it is not served. Each rank of "
-            "load_pipeline has a batch of its own"
+            "parallel_config (diffusers' context parallel), like xDiT's wrappers, splits a "
+            "sequence over ranks that each hold the whole model, which is not supported; leave it "
+            "out. With load_pipeline each rank has a batch of its own"
         )
     limit = request.device_memory_limit
     if limit is not None and limit < 1:
@@ -121,14 +121,17 @@ def _looked_at(request: PipelineRequest) -> tuple[Path, tuple[Component, ...], d
     _check_names("without", request.without, names, root)
     for name in (*given, *request.trainable):
         if name in request.without:
-            raise ConfigError(f"{name} is left out (without), so that it is neither placed nor trained")
+            raise ConfigError(
+                f"{name} is left out (without=), so it can be neither placed nor trained; remove it "
+                "from one of the two arguments"
+            )
     placements = {name: Placement.of(given.get(name, "shard"), name) for name in names}
     for name in request.trainable:
         if placements[name].kind not in ("shard", "replicate") or placements[name].brought_in:
+            typed = " with a storage dtype" if placements[name].storage_dtype else ""
             raise ConfigError(
-                f"{name} is to be trained, and placed {placements[name].kind!r}"
-                f"{' with a storage dtype' if placements[name].storage_dtype else ''}: what is trained is "
-                "placed 'shard' or 'replicate', in the dtype that it computes in"
+                f"{name} is to be trained, but is placed {placements[name].kind!r}{typed}: place what is "
+                "trained 'shard' or 'replicate', in the dtype in which it computes"
             )
     return root, found, placements
 
@@ -136,7 +139,9 @@ def _looked_at(request: PipelineRequest) -> tuple[Path, tuple[Component, ...], d
 def _check_names(argument: str, given: Collection[str], names: Sequence[str], root: Path) -> None:
     unknown = [name for name in given if name not in names]
     if unknown:
-        raise ConfigError(f"{argument} names {unknown[0]!r}; the models of {root} are {', '.join(names)}")
+        raise ConfigError(
+            f"{argument} names {unknown[0]!r}, which is no model of {root}; its models are {', '.join(names)}"
+        )
 
 
 def _own_request(

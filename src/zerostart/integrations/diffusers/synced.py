@@ -55,8 +55,8 @@ def _sharded(pipe: Pipeline | nn.Module) -> dict[str, nn.Module]:
     }
     if not found:
         raise ConfigError(
-            f"zerostart.synced: no model of this {type(pipe).__name__} is in shards; ranks need not wait for "
-            "each other: call it as it is"
+            f"zerostart.synced: no model of this {type(pipe).__name__} is sharded, so ranks need "
+            "not wait for each other: call the pipeline without it"
         )
     return found
 
@@ -146,8 +146,8 @@ class _Turns:
         values = [*args, *kwargs.values(), *self._modules[call].parameters()]
         if torch.is_grad_enabled() and any(isinstance(v, torch.Tensor) and v.requires_grad for v in values):
             raise EngineError(
-                f"{call} was given, or holds, what needs a gradient inside zerostart.synced, and ranks that "
-                "run it along make no backward; call it under torch.no_grad()"
+                f"{call} has an argument or a weight that needs a gradient inside zerostart.synced, "
+                "where the other ranks run no backward; call it under torch.no_grad()"
             )
         self.take(call, args, kwargs)
 
@@ -184,8 +184,8 @@ def _packed(given: tuple[object, ...]) -> bytes:
         torch.save(given, buffer)
     except Exception as error:
         raise EngineError(
-            f"an argument of a sharded model cannot be sent to the ranks that run the call along ({error}); "
-            "have all ranks make the same calls, without zerostart.synced"
+            f"an argument of a sharded model cannot be sent to the other ranks ({error}); make the "
+            "same calls on all ranks, without zerostart.synced"
         ) from error
     return buffer.getvalue()
 

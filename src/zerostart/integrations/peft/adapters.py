@@ -53,9 +53,9 @@ def injected(original: Callable[[], object], model: nn.Module, of_values: bool) 
         sharing = max((record_of(part).engine.mesh.tensor_parallel for part in loaded), default=1)
         if sharing > 1 and "is not supported" in str(error):
             raise ConfigError(
-                f"PEFT has no adapter for layers of {type(model).__name__} that are cut over the ranks of "
-                f"tensor_parallel={sharing}: {str(error).partition('(')[0]}; use tensor_parallel=1, or "
-                "target_modules that no rank has a part of"
+                f"PEFT has no adapter for layers of {type(model).__name__} that "
+                f"tensor_parallel={sharing} slices over ranks: {str(error).partition('(')[0]}; use "
+                "tensor_parallel=1, or target_modules that are not sliced"
             ) from error
         raise
     for part, before in parts:
@@ -76,9 +76,10 @@ def _check_experts(part: nn.Module, before: set[int]) -> None:
     for name, parameter in part.named_parameters():
         if id(parameter) not in before and any(name.startswith(owner) for owner in owners):
             raise ConfigError(
-                f"{name} is an adapter of experts of {type(part).__name__}, which ranks share with "
-                f"expert_parallel={record_of(part).engine.mesh.expert_parallel}, and an adapter is the same "
-                "on every rank; use expert_parallel=1, or leave experts out of target_parameters"
+                f"{name} is an adapter of experts of {type(part).__name__}, which the ranks share "
+                f"(expert_parallel={record_of(part).engine.mesh.expert_parallel}), but an adapter is "
+                "the same on every rank; use expert_parallel=1, or leave experts out of "
+                "target_parameters"
             )
 
 

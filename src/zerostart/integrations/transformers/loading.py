@@ -74,8 +74,8 @@ class TransformersLoad(_TransformersCall):
         if quantization is not None and not _dequantises(quantization):
             raise ConfigError(
                 "from_pretrained(quantization_config=...) is not available under zerostart.enabled(): "
-                "weights are sharded as they train, and quantised ones are not trained. Leave it out: a "
-                "checkpoint that is quantised is dequantised on the way"
+                "quantised weights cannot be trained. Leave it out: a quantised checkpoint is "
+                "dequantised while it is read"
             )
 
     def load(
@@ -184,7 +184,7 @@ class ParallelArguments:
             asked, set_ = getattr(self, name), getattr(settings, name)
             if asked > 1 and set_ not in (1, asked):
                 raise ConfigError(
-                    f"from_pretrained asks for {name}={asked}, and zerostart is enabled with {name}={set_}; "
+                    f"from_pretrained has {name}={asked}, but zerostart is enabled with {name}={set_}; "
                     "leave one of them out"
                 )
             sizes[name] = max(asked, set_)
@@ -232,7 +232,8 @@ def _refuse(axes: AxesAsked, world_size: int) -> None:
     """Raise ConfigError for what no load has."""
     if axes.stages > 1:
         raise ConfigError(
-            f"distributed_config asks for pp_size={axes.stages}: no load makes pipeline stages; leave it out"
+            f"distributed_config has pp_size={axes.stages}, but pipeline parallelism is not "
+            "available; leave it out"
         )
     if axes.unserved:
         raise ConfigError(
@@ -248,13 +249,14 @@ def _refuse(axes: AxesAsked, world_size: int) -> None:
     shared = world_size // max(axes.tensors, 1)
     if axes.data not in (1, shared):
         raise ConfigError(
-            f"distributed_config has fsdp_size={axes.data}, and {world_size} ranks with "
+            f"distributed_config has fsdp_size={axes.data}, but {world_size} ranks with "
             f"tensor_parallel={axes.tensors} see {shared} batches; leave fsdp_size out"
         )
     if axes.nothing and world_size > 1:
         raise ConfigError(
-            "distributed_config asks for no axis of more than one rank; give it ep_size= or tp_size=, leave "
-            "it out, or, where it was made with enable_expert_parallel=True, make it after zerostart.enable()"
+            "distributed_config has no axis of more than one rank; pass it ep_size= or tp_size=, "
+            "leave it out, or, if it was made with enable_expert_parallel=True, make it after "
+            "zerostart.enable()"
         )
 
 
@@ -269,8 +271,8 @@ def _size_of(mesh: DeviceMesh | None, names: tuple[str, ...]) -> int | None:
     found = 0 if mesh.ndim == 1 else next((called.index(name) for name in names if name in called), None)
     if found is None:
         raise ConfigError(
-            f"device_mesh has the dimensions {', '.join(called) or mesh.ndim}, and none of them is called "
-            f"{' or '.join(names)}; name one so, or leave device_mesh out"
+            f"device_mesh has the dimensions {', '.join(called) or mesh.ndim}, and none of them is "
+            f"named {' or '.join(names)}; rename one, or leave device_mesh out"
         )
     # One row for each group of ranks along that dimension. A load puts neighbours together, so each row has
     # to be of such.
@@ -279,7 +281,7 @@ def _size_of(mesh: DeviceMesh | None, names: tuple[str, ...]) -> int | None:
     for row in rows.tolist():
         if row[0] % size or row != list(range(row[0], row[0] + size)):
             raise ConfigError(
-                f"device_mesh puts the ranks {row} together, and ranks that share experts or tensors are "
+                f"device_mesh groups the ranks {row}, but ranks that share experts or tensors must be "
                 f"neighbours; make its last dimension the one of {size} ranks"
             )
     return size

@@ -96,8 +96,9 @@ def _check(model: PreTrainedModel, have: int, wanted: int | None) -> None:
     whole = record.engine.uses_fully_shard and not isinstance(weight, DTensor)
     if whole or record.parallelism.mesh.tensor_parallel > 1:
         raise EngineError(
-            f"{what}, since tensor parallel has cut them; use tensor_parallel=1, or resize them in the "
-            "checkpoint first (load it outside zerostart.enabled(), resize, save_pretrained)"
+            f"{what}, because tensor parallelism has sliced them; use tensor_parallel=1, or resize "
+            "them in the checkpoint first (load it outside zerostart.enabled(), resize, "
+            "save_pretrained)"
         )
 
 

@@ -94,7 +94,7 @@ def last_checkpoint(original: Original, *, folder: str, **_: object) -> str | No
         try:
             read_json(numbered[number] / _STATE, "Trainer's state")
         except (CheckpointError, ReadError) as error:
-            logger.warning("%s is not complete, and is passed over: %s", numbered[number], error)
+            logger.warning("%s is not a complete checkpoint and is skipped: %s", numbered[number], error)
         else:
             return os.fspath(numbered[number])
     return None

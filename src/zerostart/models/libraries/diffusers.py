@@ -177,8 +177,8 @@ def _construct(kind: type[ModelMixin], root: str | None, config: JsonObject | No
     """
     if config is None:
         raise BuildError(
-            f"there is no {CONFIG_NAME} in {root} to build {kind.__name__} from. Put the diffusers model's "
-            f"beside the file, or pass model=lambda: {kind.__name__}(...)"
+            f"{root} has no {CONFIG_NAME} to build {kind.__name__} from. Put the configuration of "
+            f"the diffusers model beside the file, or pass model=lambda: {kind.__name__}(...)"
         )
     _check_described(config, kind, Path(str(root)) / CONFIG_NAME)
     beside = root is not None and config_path(root) is not None
@@ -192,8 +192,9 @@ def _check_described(config: Mapping[str, object], kind: type, path: Path) -> No
     known = {base.__name__ for base in kind.__mro__}
     if name is not None and name not in known and model_class(str(name)) is None:
         raise BuildError(
-            f"{path} describes the class {name}, which diffusers does not have: it is the original release's "
-            f"own. Pass model=lambda: {kind.__name__}(...), or put the diffusers configuration there"
+            f"{path} describes the class {name}, which diffusers does not have: it is the "
+            f"configuration of the original release. Pass model=lambda: {kind.__name__}(...), or "
+            "put the diffusers configuration there"
         )
 
 
@@ -237,8 +238,9 @@ def convert(model: object, symbols: Symbols, targets: Mapping[str, Target]) -> R
     # Where most of the names fit some reading, what is missing is told as missing, and not as another layout.
     if failure is not None and 2 * most < len(targets):
         raise ConversionError(
-            f"the checkpoint has {most} of the {len(targets)} tensors of {type(model).__name__}, and is not "
-            f"in the original layout that diffusers converts: {failure}"
+            f"the checkpoint has only {most} of the {len(targets)} tensors of "
+            f"{type(model).__name__}, and it is not in the original layout that diffusers "
+            f"converts: {failure}"
         ) from failure
     return best
 

@@ -270,7 +270,7 @@ def _configured(
             raise
         if coded:
             raise BuildError(
-                f"{root}: the model's code there fails: {type(error).__name__}: {error}"
+                f"{root}: the model's code in this directory fails: {type(error).__name__}: {error}"
             ) from error
         raise BuildError(f"{root}/config.json names no model that transformers knows: {error}") from error
     # The model is built as if it were not quantised, since it is dequantised on the way.
@@ -309,7 +309,7 @@ def _read_config(root: str | None) -> JsonObject:
     path = Path(root) / "config.json" if root else None
     if path is None or not path.is_file():
         raise BuildError(
-            f"there is no config.json in {root}; pass model= with the class or a callable that builds it"
+            f"{root} has no config.json; pass model= with the class or a callable that builds it"
         )
     try:
         return read_config(path.parent) or {}

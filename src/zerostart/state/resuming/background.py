@@ -142,7 +142,7 @@ def _finish() -> None:
     while _last:
         saving = _last.pop()
         if not saving.done():
-            logger.info("waiting for the checkpoint before this one, which is still being written")
+            logger.info("waiting for the previous checkpoint, which is still being written")
         saving.wait()
 
 
@@ -254,8 +254,8 @@ def _start(thread: threading.Thread) -> None:
         thread.start()
     except RuntimeError as error:
         raise WriteError(
-            f"no thread can be started to save in the background ({error}): raise the limit of processes "
-            "(ulimit -u), or save with wait=True"
+            f"cannot start a thread to save in the background ({error}): raise the limit of "
+            "processes (ulimit -u), or save with wait=True"
         ) from error
 
 
@@ -396,9 +396,9 @@ class _Own:
         kept.copy_(self._storage)
         if not torch.equal(_samples(kept), samples):
             raise EngineError(
-                f"{self.name} was changed before it was copied for the checkpoint, by something that is no "
-                "step of an optimizer; call settle() of what save_state returned before that, or save "
-                "without copy_later (in a run: checkpoint.background: false)"
+                f"{self.name} was changed before it was copied for the checkpoint, and not by an "
+                "optimizer step; before the change, call settle() on what save_state returned, or "
+                "save without copy_later (in zerostart train: checkpoint.background: false)"
             )
 
 

@@ -43,9 +43,9 @@ def check_size(document: Mapping[str, object], entries: Sequence[Entry]) -> None
     objects, members = (sum(part.count(mark) for part in (text, *names)) for mark in "{,")
     if size > MAX_DOCUMENT_BYTES or is_too_much(objects + _PER_FILE, members + len(names) + _PER_FILE):
         raise ConfigError(
-            f"the document of the state would have {size} bytes and {objects} objects for {len(entries)} "
-            f"tensors, and {MAX_DOCUMENT_BYTES} bytes at most are read again: train fewer parameters, join "
-            "small ones, or pass less beside them"
+            f"the document of the training state would have {size} bytes and {objects} objects for "
+            f"{len(entries)} tensors, but at most {MAX_DOCUMENT_BYTES} bytes can be read back: "
+            "train fewer parameters, join small ones, or pass less in extra"
         )
 
 
@@ -83,7 +83,7 @@ def _check_fields(
             what = "no" if name not in document else "another kind of"
             raise CheckpointError(
                 f"{path} has {what} entry {where}{name}: it is damaged, or is not the document of a "
-                "training state; take another checkpoint"
+                "training state; use another checkpoint"
             )
 
 

@@ -101,14 +101,14 @@ def _described(path: Path) -> Saved:
         for name in _WHOLE_OPTIMIZERS:
             if (path / name).is_file():
                 raise CheckpointNotFoundError(
-                    f"{path / name} has the optimizer of all ranks in one pickle, which is not read in "
-                    "parts: resume once by what has saved it, and save by zerostart.save_state, or by "
-                    "accelerate with fsdp_state_dict_type: SHARDED_STATE_DICT; the weights alone can be "
-                    "loaded (zerostart.load)"
+                    f"{path / name} has the optimizer of all ranks in one pickle, which cannot be read in "
+                    "parts: resume it once with the library that saved it, and save again with "
+                    "zerostart.save_state, or with accelerate and fsdp_state_dict_type: "
+                    "SHARDED_STATE_DICT; zerostart.load can load the weights alone"
                 )
         raise CheckpointNotFoundError(
-            f"{path} is not a complete training checkpoint: {MARKER} is not there, which "
-            "zerostart.save_state writes last"
+            f"{path} is not a complete training state: {MARKER}, which zerostart.save_state writes "
+            "last, is missing"
         )
     tell_of_newer(path, own)
     path = own
@@ -201,9 +201,9 @@ def _check_names(live: LiveModel, saved: Saved) -> None:
     if missing or unexpected or mismatched:
         first = (missing or unexpected or sorted(mismatched))[0]
         raise CoverageError(
-            f"{saved.path} belongs to another model: {len(missing)} tensors are missing, {len(unexpected)} "
-            f"unexpected, {len(mismatched)} of another shape, among them {first}; build the model as it was "
-            "when the state was saved, with the same adapters",
+            f"{saved.path} belongs to another model: {len(missing)} tensors are missing, "
+            f"{len(unexpected)} are unexpected, {len(mismatched)} have another shape, among them "
+            f"{first}; build the model as it was when the state was saved, with the same adapters",
             missing,
             unexpected,
             mismatched,
@@ -256,8 +256,8 @@ def _tell_of_dtypes(training: LiveTraining, saved: Saved) -> None:
         name = min(other)
         before, now = other[name]
         logger.warning(
-            "%s was trained in %s, and is in %s now (%s, with %d more): it goes on in that, and otherwise "
-            "than the run that saved it would have",
+            "%s was trained in %s, but is in %s now (%s, with %d more): training continues in the "
+            "new dtype, and its results will differ",
             saved.path,
             before,
             now,
@@ -270,7 +270,7 @@ def _beside(beside: Sequence[StateTensor], saved: Saved) -> list[_Wanted]:
     for kept in beside:
         if f"{kept.key}/{kept.name}" not in saved.state.weights:
             raise CheckpointError(
-                f"{saved.path} has no {kept.key} of {kept.name}: it was saved without it; leave "
+                f"{saved.path} has no {kept.key} of {kept.name}: the state was saved without it; leave "
                 f"{kept.key} out, or start anew"
             )
     return [(f"{kept.key}/{kept.name}", kept.shard.layout, kept.shard.storage) for kept in beside]
@@ -360,14 +360,16 @@ def _gradients(training: LiveTraining, saved: Saved, world: World) -> Iterator[S
     made = training.state.make_gradients(wanted, saved.document["engine"])
     if made is None:
         raise ConfigError(
-            f"{saved.path} was saved in the middle of a window of gradient accumulation, which this "
-            "engine cannot end: resume with the same one, or save after optimizer.step() and zero_grad()"
+            f"{saved.path} was saved in the middle of gradient accumulation, which this engine "
+            "cannot complete: resume with the engine that saved it, or save after "
+            "optimizer.step() and zero_grad()"
         )
     # Rank 0 alone says so; all ranks have come to the same.
     if made and "window" not in saved.document["engine"] and "seal" not in saved.document and not world.rank:
         logger.warning(
-            "%s has gradients, to be added to, and is of a version that did not know whether a step had "
-            "taken them: if it was saved between step() and zero_grad(), call zero_grad() after this",
+            "%s contains gradients, and was saved by a version that did not record whether a step "
+            "had used them already: if it was saved between step() and zero_grad(), call "
+            "zero_grad() after this load",
             saved.path,
         )
     return training.placed_gradients(made)

@@ -67,7 +67,10 @@ def local_states(training: LiveTraining, world: World) -> tuple[list[Shard], Jso
     for name in own:
         described = [one[name] for one in every if name in one]
         if len(described) < world.size or len({one["whole"] for one in described}) > 1:
-            raise ConfigError(f"the optimizer's states of {name} differ between ranks, and are not saved")
+            raise ConfigError(
+                f"the optimizer's states of {name} differ between ranks and cannot be saved; use the "
+                "same optimizer and parameters on every rank"
+            )
         whole = own[name]["whole"]
         document[name] = described[:1] if whole else described
         for key, tensor in tensors[name].items():
@@ -146,11 +149,11 @@ def check_local(training: LiveTraining, document: JsonMapping, world: World) -> 
         if not same:
             ranks = "every rank" if described[0]["whole"] else f"{len(described)} ranks"
             raise CheckpointError(
-                f"the optimizer's states {', '.join(described[0]['states'])} of {name} are not element by "
-                f"element those of the parameter, and were saved of {ranks} with the shares that each had: "
-                f"they go on where ranks have the same shares ({document['class']}); resume on the layout "
-                "that the state was saved on, or load the weights alone (zerostart.load of the checkpoint's "
-                "folder model/) and begin with a new optimizer"
+                f"the optimizer's states {', '.join(described[0]['states'])} of {name} do not have the "
+                f"parameter's shape, and were saved by {ranks}, each with its own share: they can "
+                f"be resumed only where ranks have the same shares ({document['class']}); resume on "
+                "the same number of ranks with the same settings, or load the weights alone "
+                "(zerostart.load of the checkpoint's folder model/) and begin with a new optimizer"
             )
 
 

@@ -67,7 +67,10 @@ def _settings(group: Mapping[str, object], number: int) -> dict[str, object]:
         if key not in _OWN
     }
     if tensors:
-        raise ConfigError(f"{next(iter(tensors))} is a tensor of several elements, which no setting is")
+        raise ConfigError(
+            f"{next(iter(tensors))} is a tensor of several elements, but a setting of the "
+            "optimizer must be one number"
+        )
     return settings
 
 
@@ -139,8 +142,9 @@ def _number(
     for name, other in told.items():
         if _plain(other) != plain:
             raise CheckpointError(
-                f"{first} was saved with {key}={plain} and {name} with {_plain(other)}, and this engine "
-                "steps them together: resume with one that steps each by itself (engine='fsdp2')"
+                f"{first} was saved with {key}={plain}, but {name} with {_plain(other)}, and this "
+                "engine updates them together: resume with an engine that updates each by itself "
+                "(engine='fsdp2')"
             )
     # The class of the optimizer decides how a number lies in the state: torch's own have tensors (``step``),
     # others numbers.
@@ -208,14 +212,18 @@ def restore_groups(training: LiveTraining, document: JsonMapping) -> None:
         )
     left = sorted(saved.keys() - {name for names in members.values() for name in names})
     if left:
-        logger.warning("%s and %d more were optimized, and are not now", left[0], len(left) - 1)
+        logger.warning(
+            "%s and %d more were trained by the optimizer that was saved, but are not in this optimizer",
+            left[0],
+            len(left) - 1,
+        )
     for number, names in members.items():
         settings = saved[names[0]]
         other = next((name for name in names if saved[name] != settings), None)
         if other is not None:
             raise CheckpointError(
-                f"{names[0]} and {other} are in one parameter group now, and were in groups with other "
-                "settings when the state was saved; group them as they were"
+                f"{names[0]} and {other} are in one parameter group now, but were in groups with "
+                "different settings when the state was saved; use the same groups as then"
             )
         # An engine may step through several optimizers with the same groups: each gets the settings.
         for optimizer in {id(step.optimizer): step.optimizer for step in training.steps}.values():
@@ -261,8 +269,9 @@ def own_of(training: LiveTraining, tensors: dict[str, torch.Tensor]) -> object:
             others = [k for k, v in optimizer.state.items() if isinstance(k, torch.Tensor) and v]
             if any(id(key) not in stepped for key in others):
                 raise ConfigError(
-                    f"the optimizer {type(optimizer).__name__} has a state of a tensor that none of its "
-                    "groups has, and it would be lost: remove it from optimizer.state, or give it a group"
+                    f"the optimizer {type(optimizer).__name__} has state for a tensor that is in none of "
+                    "its groups, and it would be lost: remove it from optimizer.state, or add the tensor "
+                    "to a group"
                 )
         if own or state:
             # By place: optimizers of a run have no names, and their order is that of the steps.
@@ -274,9 +283,10 @@ def check_alone(optimizer: torch.optim.Optimizer) -> None:
     """Raise ConfigError for an optimizer around another one, of which two states would have to be kept."""
     for name, inner in inner_optimizers(optimizer).items():
         raise ConfigError(
-            f"the optimizer {type(optimizer).__name__} keeps another one, a {type(inner).__name__}, in its "
-            f"attribute {name}, whose state is not saved with it: give the inner one as optimizer and what "
-            "the outer one keeps in extra, or train with one optimizer"
+            f"the optimizer {type(optimizer).__name__} wraps another one, a "
+            f"{type(inner).__name__}, in its attribute {name}, whose state would not be saved: "
+            "pass the inner one as optimizer and the state of the outer one in extra, or train "
+            "with one optimizer"
         )
 
 
@@ -290,9 +300,9 @@ def check_own(steps: Sequence[Stepped], document: JsonMapping) -> None:
         check_alone(optimizer)
     if document.get("own") and any(class_of(one) != document["class"] for one in optimizers):
         raise CheckpointError(
-            f"the state was saved by {document['class']}, which keeps values of its own beside the states of "
-            "parameters, and cannot be resumed with another class: resume with the optimizer that it was "
-            "saved with"
+            f"the state was saved by {document['class']}, which has values of its own beside the "
+            "states of parameters, and another class cannot resume it: resume with the optimizer "
+            "that it was saved with"
         )
 
 

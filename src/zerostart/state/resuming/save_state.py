@@ -87,9 +87,9 @@ def _check_alike(content: Content, world: World) -> None:
     other = next((rank for rank, theirs in enumerate(told) if theirs != told[0]), None)
     if other is not None:
         raise ConfigError(
-            f"extra (or a schedule) of rank {other} differs from that of rank 0, and only one is saved: pass "
-            "the same on every rank, and values that differ as one list of all ranks' "
-            "(torch.distributed.all_gather_object)"
+            f"extra (or a schedule) of rank {other} differs from that of rank 0, but only one is "
+            "saved: pass the same on every rank, and pass values that differ as one list of all "
+            "ranks' values (torch.distributed.all_gather_object)"
         )
 
 
@@ -105,7 +105,7 @@ def _save_settings(content: Content, folder: Path) -> None:
         raise
     except Exception as error:  # the library's own checks, of what the model carries
         logger.warning(
-            "%s is saved without all of its configuration, which %s refuses to write: %s",
+            "%s is saved without its full configuration, which %s fails to write: %s",
             folder.parent.name,
             type(content.module).__module__.partition(".")[0],
             error,

@@ -136,9 +136,9 @@ def _tell_of_gradients(training: LiveTraining, watched: bool, world: World) -> N
         return
     if any(parameter.grad is not None for parameter in training.state.parameters):
         logger.warning(
-            "gradients are saved with the state, and a resumed run adds to them. If an optimizer step has "
-            "already used them, call zero_grad() before saving: steps before this optimizer's first save "
-            "are not seen"
+            "gradients are saved with the state, and a resumed run adds to them. If an optimizer "
+            "step has already used them, call zero_grad() before saving: zerostart did not see "
+            "the steps before this optimizer's first save"
         )
 
 

@@ -56,7 +56,9 @@ def _ordered(values: Any, encoded: Encoded) -> list[object]:
 
 def _array(value: np.ndarray[Any, Any], _: Encoded) -> dict[str, object]:
     if value.dtype.kind not in _KINDS or value.dtype.char in "gG" or value.dtype.names:
-        raise ConfigError(f"an array of {value.dtype} has elements that cannot be saved: convert it")
+        raise ConfigError(
+            f"an array of {value.dtype} has elements that cannot be saved: convert it to an array of numbers"
+        )
     raw = value.tobytes()
     data = raw if len(raw) <= _INLINE else torch.frombuffer(bytearray(raw), dtype=torch.uint8)
     return {"dtype": value.dtype.str, "shape": list(value.shape), "data": data}
@@ -195,7 +197,9 @@ def made(name: str, simpler: Any) -> Any:
     try:
         return form.made(simpler)
     except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
-        raise CheckpointError(f"a {name} was written as what makes none: {error}") from error
+        raise CheckpointError(
+            f"a {name} in the state was written with arguments that do not make one: {error}"
+        ) from error
 
 
 #: Keys of the forms; a dict with one of these keys is written as a list of its items.
@@ -230,10 +234,10 @@ def encoded_whole(value: object, where: str, tensors: dict[str, torch.Tensor]) -
     except ConfigError:
         raise
     except (ValueError, CheckpointError) as error:  # half a surrogate pair, an integer of thousands of digits
-        raise ConfigError(f"{where} could not be read again as JSON: {error}") from None
+        raise ConfigError(f"{where} would not be read back correctly as JSON: {error}") from None
     if len(text) > _MOST:
         raise ConfigError(
-            f"{where} has {len(text)} bytes as JSON, and {_MOST} at most are kept: put it into tensors"
+            f"{where} has {len(text)} bytes as JSON, but at most {_MOST} are saved: put it into tensors"
         )
     return found
 
@@ -300,8 +304,8 @@ def _tensor(value: torch.Tensor, where: str, tensors: dict[str, torch.Tensor]) -
     dense = value.layout is torch.strided and not value.is_nested and not value.is_quantized
     if isinstance(value, DTensor) or not dense or value.is_meta:
         raise ConfigError(
-            f"{where} is a {type(value).__name__} that is not a dense tensor of this rank by itself "
-            "(sharded, sparse, nested, quantised, or on the meta device): pass a plain one"
+            f"{where} is a {type(value).__name__}, but not a dense tensor of this rank (it is "
+            "sharded, sparse, nested, quantised, or on the meta device): pass a plain one"
         )
     held = value.detach().resolve_conj().resolve_neg()
     kind = spelling(held.dtype, where)

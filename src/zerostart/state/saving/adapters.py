@@ -196,8 +196,8 @@ def _contents(
         if shard is None:
             kind = adapted.model.peft_config[adapter].peft_type
             raise ConfigError(
-                f"the adapter {adapter!r} ({kind}) computes {name} when it is saved, which no shard holds; "
-                "use PEFT's save_pretrained on the gathered model"
+                f"the adapter {adapter!r} ({kind}) computes {name} when it is saved, which no rank's "
+                "shard holds; use PEFT's save_pretrained on the gathered model"
             )
         stored = written_as.renamed(f"{adapted.prefix}{name}" if written_as.prefixed else name)
         floating = dtype is not None and shard.storage.dtype.is_floating_point
@@ -223,8 +223,8 @@ def _scaling(config: Any, adapter: str) -> float:
     """What products of its factors are multiplied by; raises ConfigError if that is no one number."""
     if config.use_rslora or config.use_dora or config.rank_pattern or config.alpha_pattern:
         raise ConfigError(
-            f"the adapter {adapter!r} (DoRA, or another scaling in each module) cannot be saved in a format "
-            "that says nothing of it; save it as PEFT does"
+            f"the adapter {adapter!r} (DoRA, or another scaling in each module) cannot be saved in "
+            "this format, which has no entry for that; save it in PEFT's format"
         )
     return float(config.lora_alpha) / float(config.r)
 
@@ -287,7 +287,7 @@ def _factors(layer: object, adapter: str) -> tuple[str, str] | None:
     if hasattr(layer, "lora_A"):
         return None
     raise ConfigError(
-        f"a {type(layer).__name__} is no layer of LoRA's and cannot be merged shard by shard; use "
+        f"a {type(layer).__name__} is no LoRA layer and cannot be merged shard by shard; use "
         "adapters_only=True"
     )
 

@@ -121,8 +121,8 @@ def _check_whole(catalog: Catalog) -> None:
         marker = folder / STATE_MARKER
         if marker.is_file() and read_json(marker, "training state", MAX_DOCUMENT_BYTES).get("left_out"):
             raise ConfigError(
-                f"{folder} holds only what was trained, and not the rest of the model: export what its run "
-                "has saved in its output directory instead"
+                f"{folder} holds only the trained tensors, not the whole model: export the output "
+                "directory of its run instead"
             )
 
 

@@ -68,10 +68,10 @@ class SaveRequest:
         """Raise ConfigError for what no save can serve."""
         parse_size(self.max_shard_size)
         if self.dtype is not None and not self.dtype.is_floating_point:
-            raise ConfigError(f"dtype={self.dtype!r} is not a floating torch.dtype")
+            raise ConfigError(f"dtype={self.dtype!r} must be a floating torch.dtype")
         chosen = [n for n in ("trainable_only", "adapters_only", "merge_adapters") if getattr(self, n)]
         if len(chosen) > 1:
-            raise ConfigError(f"{' and '.join(chosen)}: give True for one of them at most")
+            raise ConfigError(f"{' and '.join(chosen)} exclude each other; pass True for one of them only")
 
 
 @dataclass(frozen=True)
@@ -153,8 +153,9 @@ def _check_adapters(inner: nn.Module, adapted: Adapted | None, request: SaveRequ
         raise ConfigError(f"{what}=True, but this {type(inner).__name__} has no adapters; leave it out")
     if found and not (request.adapters_only or request.merge_adapters or request.trainable_only):
         raise ConfigError(
-            f"this {type(inner).__name__} has adapters: save them alone with adapters_only=True, or the "
-            "whole model with them in its weights with merge_adapters=True"
+            f"this {type(inner).__name__} has adapters: save the adapters alone with "
+            "adapters_only=True, or the whole model with the adapters in its weights with "
+            "merge_adapters=True"
         )
 
 

@@ -216,7 +216,7 @@ def agreed_place(path: str | os.PathLike[str], world: World, doing: str = "savin
     """
     given = os.fspath(path) if isinstance(path, str | os.PathLike) else ""
     if not given:
-        raise ConfigError(f"{doing} {path!r}: give the path of a directory")
+        raise ConfigError(f"{doing} {path!r}: pass the path of a directory")
     return world.broadcast_object(lambda: expanded(given).absolute(), f"{doing} {given}")
 
 
@@ -250,8 +250,9 @@ def publishing(
             with publication.written(world, "writing the files"):
                 if not directory.is_dir():
                     raise WriteError(
-                        f"{directory}: rank {world.rank} does not see the directory that rank 0 made; save "
-                        "to a file system that all ranks share"
+                        f"{directory}: rank {world.rank} does not see the directory that rank 0 made; "
+                        "save to "
+                        "a file system that all ranks share"
                     )
                 yield publication
             publication.names.update(world.broadcast_object(complete, "giving the files their names"))

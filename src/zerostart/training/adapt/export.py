@@ -60,8 +60,8 @@ def check_export(model: nn.Module, config: TrainConfig) -> None:
         shape = full_shape(parameter)
         if ".lora_" in name and len(shape) != 2:
             raise ConfigError(
-                f"output.merge: {name} is of a convolution, whose adapters are not merged shard by shard; "
-                "leave it out of lora.targets, or output.merge out"
+                f"output.merge: {name} belongs to a convolution, whose adapters cannot be merged shard "
+                "by shard; leave it out of lora.targets, or leave output.merge out"
             )
 
 
@@ -129,8 +129,8 @@ def _diffsynth(model: nn.Module) -> Callable[[str], str]:
     names = names_for(inner)
     if names is None or names.fused:
         raise ConfigError(
-            f"output.format diffsynth: DiffSynth has no {type(inner).__name__} with the same modules; leave "
-            "it out, for the model's own library"
+            f"output.format diffsynth: DiffSynth has no {type(inner).__name__} with the same "
+            "modules; leave output.format out to save in the format of the model's own library"
         )
     return names.of
 

@@ -47,7 +47,7 @@ def add_lora(model: nn.Module, config: LoraConfig, seed: int) -> tuple[str, ...]
         from peft import LoraConfig as PeftConfig
         from peft import inject_adapter_in_model
     except ImportError as error:
-        raise ConfigError(f"lora needs PEFT: install zerostart[peft] ({error})") from error
+        raise ConfigError(f"lora needs PEFT: pip install zerostart[peft] ({error})") from error
     targets = lora_targets(model, config)
     given: Any = PeftConfig(
         r=config.rank,
@@ -91,16 +91,16 @@ def lora_targets(model: nn.Module, config: LoraConfig) -> tuple[str, ...]:
     chosen = _chosen(model, modules, config.targets)
     if not chosen:
         raise ConfigError(
-            f"lora.targets {config.targets!r} names no layer of this {type(model).__name__}, which has, for "
-            f"example, {', '.join(list(modules)[:4]) or 'none that can be adapted'}"
+            f"lora.targets {config.targets!r} matches no layer of this {type(model).__name__}; it "
+            f"has, for example, {', '.join(list(modules)[:4]) or 'none that can be adapted'}"
         )
     excluded = [set(_matching(modules, entry)) for entry in config.exclude]
     for entry, found in zip(config.exclude, excluded, strict=True):
         if not found:
-            raise ConfigError(f"lora.exclude has {entry!r}, which no layer of the model has as its name")
+            raise ConfigError(f"lora.exclude has {entry!r}, but no layer of the model has that name")
     left = tuple(name for name in modules if name in chosen and not any(name in found for found in excluded))
     if not left:
-        raise ConfigError("lora.exclude leaves nothing of lora.targets")
+        raise ConfigError("lora.exclude leaves out all of lora.targets")
     return left
 
 
@@ -143,8 +143,8 @@ def _all_matching(shown: Mapping[str, str], entries: Iterable[str], strict: bool
         found = {name for name, other in shown.items() if _is(other, entry)}
         if not found and strict:
             raise ConfigError(
-                f"lora.targets has {entry!r}, which no layer of the model has as its name or the end of it; "
-                f"its layers are called, for example, {', '.join(list(shown.values())[:4])}"
+                f"lora.targets has {entry!r}, but the name of no layer of the model is or ends with "
+                f"it; its layers are, for example, {', '.join(list(shown.values())[:4])}"
             )
         chosen |= found
     return chosen

@@ -99,8 +99,8 @@ def _read_state(state: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     if not isinstance(alpha, int | float):
         raise ConfigError(
             f"lora.start_from {state} is a training state without lora.alpha, so the scale of its "
-            "factors is unknown; save the adapter by itself (zerostart.save with adapters_only), "
-            "and name that"
+            "factors is unknown; save the adapter alone (zerostart.save with adapters_only), and "
+            "name that"
         )
     tensors: dict[str, torch.Tensor] = {}
     for file in weights.files:  # the state's own, of all that may lie there
@@ -163,8 +163,8 @@ def _parsed(
     whole = metadata.get("lora_alpha")
     if whole is None and not alphas and any(name.startswith(_BEFORE[0]) for name in factors["A"]):
         logger.warning(
-            "lora.start_from %s has PEFT's names and no adapter_config.json beside it: its alpha is taken "
-            "to be its rank",
+            "lora.start_from %s has PEFT's names but no adapter_config.json beside it: its alpha "
+            "is assumed to equal its rank",
             path,
         )
     return {
@@ -181,7 +181,7 @@ def _scaling(rank: int, alpha: float | None, metadata: Mapping[str, object], pat
     if whole is None:
         return 1.0
     if not isinstance(whole, int | float):
-        raise CheckpointError(f"lora.start_from {path}: lora_alpha is {whole!r}, and not a number")
+        raise CheckpointError(f"lora.start_from {path}: lora_alpha is {whole!r}, not a number")
     return whole / (math.sqrt(rank) if metadata.get("use_rslora") else rank)
 
 
@@ -208,9 +208,9 @@ def _by_module(
     missing = [name for name in adapted if name not in factors]
     if missing or unexpected:
         raise CheckpointError(
-            f"lora.start_from {path} is of other adapters than lora.targets gives: {len(missing)} of these "
-            f"it does not have, and has {len(unexpected)} others, such as {(missing or unexpected)[0]}; give "
-            "the targets that it was trained with"
+            f"lora.start_from {path} does not fit lora.targets: it lacks {len(missing)} of their "
+            f"adapters, and has {len(unexpected)} others, such as {(missing or unexpected)[0]}; "
+            "set the targets that it was trained with"
         )
     return factors
 
@@ -218,7 +218,10 @@ def _by_module(
 def _fill(layer: Any, name: str, found: _Factors, config: LoraConfig, path: Path) -> None:
     """Copy the factors into one adapter, scaled so that the product weighs what it weighed in the file."""
     if ADAPTER not in getattr(layer, "lora_A", {}):
-        raise ConfigError(f"lora.start_from: the adapter of {name} ({type(layer).__name__}) cannot be filled")
+        raise ConfigError(
+            f"lora.start_from: the adapter of {name} ({type(layer).__name__}) cannot be filled "
+            "from a file; leave that layer out of lora.targets"
+        )
     a, b = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
     if a.shape != found.a.shape or b.shape != found.b.shape:
         raise CheckpointError(

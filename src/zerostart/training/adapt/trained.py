@@ -78,8 +78,9 @@ def train_only(model: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
             trained.append(name)
     if unused:
         raise ConfigError(
-            f"train.trainable has {next(iter(unused))!r}, which is the name of no parameter and of no module "
-            f"that has any; they are called, for example, {', '.join(trained[:2] or _some(model))}"
+            f"train.trainable has {next(iter(unused))!r}, but no parameter, and no module with "
+            "parameters, has that name; names are, for example, "
+            f"{', '.join(trained[:2] or _some(model))}"
         )
     return tuple(trained)
 

@@ -202,7 +202,9 @@ class TrainingConfig(Section):
     def _long(self) -> TrainingConfig:
         if (self.steps is None) == (self.epochs is None):
             given = "neither is given" if self.steps is None else "both are given"
-            raise ValueError(f"steps or epochs say how long a run is, and {given}: give one of them")
+            raise ValueError(
+                f"give either steps or epochs for the length of the run, not both or neither ({given})"
+            )
         return self
 
 
@@ -391,6 +393,11 @@ class CacheConfig(Section):
     """Of the autoencoder; null: that of its files."""
     max_sequence_length: Positive | None = None
     """Tokens of a text; null: the pipeline's own default."""
+    long_prompts: Literal["cut", "refuse"] = "cut"
+    """What becomes of a text that is longer: cut, as pipelines do, or refuse.
+
+    Its row is named in either case.
+    """
     posterior: Literal["sample", "mode"] = "sample"
     """Latents are drawn from what the autoencoder gives (sample), or the likeliest ones (mode)."""
     seed: Count = 0
@@ -412,8 +419,8 @@ class CacheConfig(Section):
     def _whole_vae(cls, value: str | dict[str, str] | None) -> str | dict[str, str] | None:
         if isinstance(value, dict) and value.get("vae") == "shard":
             raise ValueError(
-                "vae cannot be sharded: items of different lengths call it differently often on different "
-                "ranks; write replicate or offload"
+                "vae cannot be sharded: ranks call it a different number of times for items of "
+                "different lengths; write replicate or offload"
             )
         return value
 

@@ -37,9 +37,9 @@ def engine_config(config: TrainConfig, world_size: int, hidden_size: int | None)
     sharing = engine.configured_tensor_parallel(complete)
     if sharing > 1:
         raise ConfigError(
-            f"engine.config has {sharing} ranks share tensors, which is not available in a run: it would "
-            "evaluate and count as if each had a batch of its own; leave it out, or use zerostart.load in a "
-            "script"
+            f"engine.config has {sharing} ranks share tensors, which zerostart train does not "
+            "support: it would count and evaluate as if each rank had a batch of its own; leave "
+            "it out, or use zerostart.load in a script"
         )
     return complete
 
@@ -73,13 +73,14 @@ def with_launcher(config: TrainConfig) -> TrainConfig:
     """
     if launched_for("ACCELERATE_USE_PARALLELISM_CONFIG"):
         raise EngineError(
-            "ACCELERATE_USE_PARALLELISM_CONFIG=true, but this run shares sequences by itself, as "
-            "engine.sequence_parallel says; start it with a plain multi-process accelerate configuration"
+            "ACCELERATE_USE_PARALLELISM_CONFIG=true, but in this run engine.sequence_parallel "
+            "says which ranks share sequences; start it with a plain multi-process accelerate "
+            "configuration"
         )
     if (backend := launched_dynamo()) != "no":
         raise ConfigError(
-            f"the launcher's configuration has dynamo_backend: {backend}, and a run compiles no model; leave "
-            "it out of the launcher's"
+            f"the launcher's configuration has dynamo_backend: {backend}, but zerostart train does "
+            "not compile models; leave it out of the launcher's configuration"
         )
     engine = config.engine.chosen()
     others = [name for name in _ENGINES if launched_for(name) and name != engine.launcher_variable]
@@ -97,8 +98,8 @@ def with_launcher(config: TrainConfig) -> TrainConfig:
         own = attrgetter(key)(config)
         if own != value:
             raise ConfigError(
-                f"the launcher's configuration has {word}: {value}, and this run's {key}: {own}; write the "
-                "same in both, or leave it out of the launcher's"
+                f"the launcher's configuration has {word}: {value}, but this run's configuration has "
+                f"{key}: {own}; write the same value in both, or leave it out of the launcher's"
             )
     if not launched.config:
         return config
@@ -116,7 +117,7 @@ def _merged(own: Mapping[str, object], launched: Mapping[str, object], where: st
             merged[key] = value
         elif value not in ("auto", there):
             raise ConfigError(
-                f"{where}.{key} is {there!r}, and the launcher's configuration makes it {value!r}; write the "
-                "same in both, or leave it out of one"
+                f"{where}.{key} is {there!r}, but the launcher's configuration makes it {value!r}; "
+                "write the same value in both, or leave it out of one"
             )
     return merged

@@ -61,9 +61,8 @@ class _CheckedConfig(TrainConfig):
             )
         if self.model.dtype == "float16" and engine.steps_parameters:
             raise ValueError(
-                f"model.dtype float16 is not available with engine.name {engine.name}, which scales no "
-                f"loss, so "
-                "that small gradients would be zero; use bfloat16"
+                f"model.dtype float16 is not available with engine.name {engine.name}, which does not "
+                "scale the loss, so small gradients would become zero; use bfloat16"
             )
         check_trained(self)
         self._check_task()
@@ -83,8 +82,9 @@ class _CheckedConfig(TrainConfig):
                 )
         if self.engine.sequence_parallel > 1 and not task.shares_sequences:
             raise ValueError(
-                f"engine.sequence_parallel {self.engine.sequence_parallel} is not available with task.name "
-                f"{name}: ranks share sequences whose tokens look back alone; leave it out"
+                f"engine.sequence_parallel {self.engine.sequence_parallel} is not available with "
+                f"task.name {name}: ranks can share a sequence only where each token attends to "
+                "earlier ones alone; leave it out"
             )
         task.check(self)
 
@@ -122,7 +122,7 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
     key, separator, text = override.partition("=")
     if not separator or not key:
         raise ConfigError(
-            f"an override is KEY=VALUE with a dotted key, such as train.steps=10, not {override!r}"
+            f"an override has the form KEY=VALUE with a dotted key, such as train.steps=10, not {override!r}"
         )
     section = values
     *parents, leaf = key.split(".")
@@ -196,16 +196,22 @@ def check_trained(config: TrainConfig) -> None:
     _check_best(config)
     _check_held_out(config)
     if lora is not None and config.train.trainable:
-        raise ValueError("train.trainable and lora both say what is trained; leave one of them out")
+        raise ValueError(
+            "train.trainable and lora exclude each other, since both say what is trained; leave "
+            "one of them out"
+        )
     if lora is not None and config.engine.expert_parallel > 1:
         raise ValueError(
-            f"engine.expert_parallel {config.engine.expert_parallel} is not available with lora: adapters of "
-            "experts that ranks share are not; leave one of them out"
+            f"engine.expert_parallel {config.engine.expert_parallel} is not available with lora, "
+            "which has no adapters for experts that ranks share; leave one of them out"
         )
     if output.merge and lora is None:
-        raise ValueError("output.merge merges a LoRA, and there is no section lora; leave it out")
+        raise ValueError("output.merge merges a LoRA, but there is no section lora; leave it out")
     if output.merge and config.ema is not None:
-        raise ValueError("output.merge with ema is not available: averaged adapters are saved as adapters")
+        raise ValueError(
+            "output.merge is not available with ema, because averaged adapters are saved as "
+            "adapters; leave one of them out"
+        )
     if output.format in ("peft", "comfyui", "kohya") and lora is None:
         raise ValueError(
             f"output.format {output.format} is for adapters, and there is no section lora; leave it out"
@@ -219,11 +225,13 @@ def check_trained(config: TrainConfig) -> None:
         raise ValueError("output.merge saves a whole model; leave output.format and trainable_only out")
     part = lora is not None or output.trainable_only or output.format == "diffsynth"
     if output.pipeline and not output.merge and part:
-        raise ValueError("output.pipeline wants a whole model; set output.merge, or leave it out")
+        raise ValueError(
+            "output.pipeline needs a whole model; set output.merge, or leave output.pipeline out"
+        )
     if output.remove_prefix and (output.merge or not part):
         raise ValueError(
-            "output.remove_prefix is for files of what was trained: set output.trainable_only or "
-            "output.format diffsynth"
+            "output.remove_prefix applies only to files with the trained tensors alone: set "
+            "output.trainable_only or output.format diffsynth"
         )
 
 
@@ -233,8 +241,8 @@ def _check_best(config: TrainConfig) -> None:
     held_out = getattr(config.data, "held_out", 0.0) or getattr(config.task, "held_out", 0.0)
     if best and not (saved and measured and held_out and saved % measured == 0):
         raise ValueError(
-            "checkpoint.best compares held-out losses: hold examples out (held_out of data or task), and "
-            "make checkpoint.every a multiple of train.evaluate_every"
+            "checkpoint.best compares held-out losses: hold examples out (data.held_out or "
+            "task.held_out), and make checkpoint.every a multiple of train.evaluate_every"
         )
 
 
@@ -249,6 +257,6 @@ def _check_held_out(config: TrainConfig) -> None:
     if sections and not any(getattr(config, name).held_out for name in sections):
         for key in (key for key, value in asked.items() if value):
             raise ValueError(
-                f"{key} needs examples that are held out, and none are: set {sections[0]}.held_out, or leave "
-                "it out"
+                f"{key} needs held-out examples, but there are none: set {sections[0]}.held_out, or "
+                "leave it out"
             )

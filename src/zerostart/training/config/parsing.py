@@ -19,7 +19,7 @@ _LONGEST = 100
 def parsed_yaml(text: str, where: str) -> Any:
     """The value of a YAML document. Raises ConfigError, which ``where`` begins, naming the line."""
     if len(text) > MOST_TEXT:
-        raise ConfigError(f"{where} has {len(text)} characters, and is read up to {MOST_TEXT}")
+        raise ConfigError(f"{where} has {len(text)} characters, but at most {MOST_TEXT} are read")
     try:
         return yaml.load(text, _Unique)  # a safe one
     except _Twice as error:
@@ -54,7 +54,7 @@ def parsed_json(text: str, where: str) -> Any:
     except ConfigError:
         raise
     except UnicodeEncodeError as error:
-        raise ConfigError(f"{where}: half of a surrogate pair, which is no character ({error})") from None
+        raise ConfigError(f"{where}: half of a surrogate pair, which is not a character ({error})") from None
     except (ValueError, RecursionError) as error:  # numbers of thousands of digits are a plain ValueError
         raise ConfigError(f"{where}: not valid JSON: {error}") from error
 
@@ -90,7 +90,7 @@ def _weigh(node: Any, weights: dict[int, int]) -> int:
         return 1
     if (known := weights.get(id(node))) is not None:
         if not known:
-            raise yaml.YAMLError(f"what begins in line {node.start_mark.line + 1} holds itself")
+            raise yaml.YAMLError(f"the value that begins in line {node.start_mark.line + 1} contains itself")
         return known
     weights[id(node)] = 0  # begun
     inner = (
@@ -99,7 +99,9 @@ def _weigh(node: Any, weights: dict[int, int]) -> int:
     total = 1 + sum(_weigh(part, weights) for part in inner)
     if total > MOST_VALUES:
         line = node.start_mark.line + 1
-        raise yaml.YAMLError(f"what begins in line {line} stands for more than {MOST_VALUES} values")
+        raise yaml.YAMLError(
+            f"the value that begins in line {line} expands to more than {MOST_VALUES} values"
+        )
     weights[id(node)] = total
     return total
 

@@ -51,11 +51,11 @@ class Section(BaseModel):
         """No number is larger than what it is computed with, and no text is one that no system takes."""
         for one in value if isinstance(value, list | tuple) else (value,):
             if isinstance(one, int) and abs(one) > _MOST_INT:
-                raise ValueError("Input should be a number that 64 bits hold")
+                raise ValueError("Input should be a number that fits into 64 bits")
             if isinstance(one, float) and abs(one) > _MOST_FLOAT:
-                raise ValueError("Input should be a number that float32 holds, up to 3.4e38")
+                raise ValueError("Input should be a number that fits into float32, up to 3.4e38")
             if isinstance(one, str) and "\0" in one:
-                raise ValueError("Input should have no NUL")
+                raise ValueError("Input should have no NUL character")
         if value == "" and info.field_name in cls.path_keys:  # pathlib takes it for the working directory
             raise ValueError("Input should be a path")
         return value

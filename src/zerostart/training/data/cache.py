@@ -178,8 +178,7 @@ def _change_items(wanted: _Wanted, update: CacheUpdate, world: World) -> list[in
 def _encode(wanted: _Wanted, update: CacheUpdate, world: World) -> None:
     """Encode the rows that are new; collective."""
     assert wanted.media is not None, "its rows are new"
-    rate = wanted.media.config.frame_rate
-    with encoders(wanted.source, wanted.facts.settings, world, rate) as encoder:
+    with encoders(wanted.source, wanted.facts.settings, world) as encoder:
         fill(wanted.directory, update, wanted.media, encoder, wanted.facts, wanted.texts, world)
 
 
@@ -202,7 +201,7 @@ def _media(config: TrainConfig, directory: Path, cached: bool, world: World) -> 
     if cached and world.broadcast_object(lambda: all(map(is_gone, sources)), "looking for the media"):
         if world.rank == 0:
             logger.warning(
-                "media.source %s is not there any more: its items are those of the cache %s",
+                "media.source %s does not exist any more: the items of the cache %s are used",
                 " and ".join(sources),
                 directory,
             )
@@ -238,12 +237,12 @@ def _check_alike(config: TrainConfig, settings: CacheConfig, texts: list[str], w
 def _check_directory(directory: Path, media: MediaItems | None) -> None:
     if media is None:
         raise ConfigError(
-            f"there is no cache at {directory}, and no section media to make one from: name the cache in "
-            "cache.directory, or the data in media"
+            f"there is no cache in {directory}, and no section media to make one from: name the "
+            "cache in cache.directory, or the data in media"
         )
     if directory.is_dir() and not all(entry.name.startswith(_LEFT) for entry in directory.iterdir()):
         raise ConfigError(
-            f"{directory} has files in it and is not a complete cache: remove it, or name another "
+            f"{directory} is not empty and is not a complete cache: remove it, or name another "
             "cache.directory"
         )
 
@@ -256,6 +255,7 @@ def _check_fits(wanted: _Wanted, made: Mapping[str, Any], update: CacheUpdate | 
         document["data"] = None
     if found := differences(made["facts"], document):
         raise ConfigError(
-            f"the cache {wanted.directory} does not match the configuration: {'; '.join(found)}. Remove "
-            "it to have it made again, name another cache.directory, or restore what it was made of"
+            f"the cache {wanted.directory} does not match the configuration: {'; '.join(found)}. "
+            "Remove it to have it made again, name another cache.directory, or restore what it "
+            "was made from"
         )

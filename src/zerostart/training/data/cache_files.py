@@ -240,9 +240,7 @@ def _check_unchanged(place: Path, update: CacheUpdate) -> None:
     document, before = read_manifest(place), update.cached
     same = document is None if before is None else before.is_of(document)
     if not same:
-        raise WriteError(
-            f"another process has changed the cache {place} since this one looked at it: start again"
-        )
+        raise WriteError(f"another process has changed the cache {place} during this run: start again")
 
 
 def publish(

@@ -73,7 +73,9 @@ def read_manifest(directory: Path) -> dict[str, Any] | None:
     found = documents(directory) if directory.is_dir() else []
     caches = [document for document in found if isinstance(document.get("cache"), dict)]
     if found and not caches:
-        raise ConfigError(f"cache.directory {directory} holds a saved model, and no cache; name another")
+        raise ConfigError(
+            f"cache.directory {directory} holds a saved model, not a cache; name another directory"
+        )
     return caches[0] if caches else None
 
 
@@ -155,7 +157,7 @@ class CachedItems:
             document = read_manifest(self.directory)
             if document is None:
                 raise CheckpointNotFoundError(
-                    f"{self.directory}: there is no cache; zerostart cache makes one"
+                    f"{self.directory}: there is no cache here; make it with zerostart cache"
                 )
             try:
                 self._open(document)
@@ -184,8 +186,8 @@ class CachedItems:
         found = document["cache"]
         if found.get("version") not in (VERSION, _OLDER):
             raise CheckpointError(
-                f"{self.directory} is a cache of version {found.get('version')!r}, and this zerostart reads "
-                f"version {VERSION}: {self._remedy()}"
+                f"{self.directory} is a cache of version {found.get('version')!r}, but this version of "
+                f"zerostart reads version {VERSION}: {self._remedy()}"
             )
         self.facts: Mapping[str, object] = found["facts"]
         self.texts: tuple[str, ...] = tuple(found["prompts"])
@@ -262,7 +264,8 @@ class CachedItems:
                 hashed.update(tensor_bytes(item[name]))
         if hashed.digest() != self._index.digests[number].tobytes():
             raise ReadError(
-                f"{path}: item {number} is not what was written: the file is damaged; {self._remedy()}"
+                f"{path}: item {number} has other contents than were written: the file is damaged; "
+                f"{self._remedy()}"
             )
         return item
 
@@ -304,8 +307,8 @@ class CachedItems:
         found = _embeddings(path, text) or _embeddings(path := self._path(PROMPTS_FILE), text)
         if found is None:
             raise ReadError(
-                f"{path}: the embeddings of the text {text!r} are not what was written: the file is damaged; "
-                f"{self._remedy()}"
+                f"{path}: the embeddings of the text {text!r} have other contents than were written: "
+                f"the file is damaged; {self._remedy()}"
             )
         return found
 
@@ -317,7 +320,7 @@ class CachedItems:
             except OSError as error:
                 raise ReadError(f"{path}: {error.strerror}; {self._remedy()}") from error
             if found != size:
-                raise ReadError(f"{path} has {found} bytes and had {size}; {self._remedy()}")
+                raise ReadError(f"{path} has {found} bytes, but {size} were written; {self._remedy()}")
 
     def _path(self, name: str) -> Path:
         return lies_at(self.directory, self._save, name)
@@ -396,6 +399,6 @@ def _tensor(handle: int, path: Path, offset: int, dtype: str, shape: Sequence[in
         except OSError as error:
             raise ReadError(f"{path}: cannot be read: {error.strerror}") from error
         if got == 0:
-            raise ReadError(f"{path} ends at byte {offset + done}, where more was written: it is damaged")
+            raise ReadError(f"{path} ends at byte {offset + done}, but more was written: the file is damaged")
         done += got
     return data.view(torch_dtype(dtype)).reshape(tuple(shape))

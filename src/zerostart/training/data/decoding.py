@@ -192,9 +192,9 @@ def target_size(size: Size, config: DatasetConfig) -> Size:
     target = height // factor * factor, width // factor * factor
     if 0 in target:
         raise ConfigError(
-            f"{size[0]} x {size[1]} pixels (height x width) have no room for media.multiple_of {factor} "
-            f"within media.max_pixels {config.max_pixels}; leave the file out, or set media.height and "
-            "media.width, to which it is scaled up"
+            f"{size[0]} x {size[1]} pixels (height x width) are too few for media.multiple_of "
+            f"{factor} within media.max_pixels {config.max_pixels}; leave the file out, or set "
+            "media.height and media.width, to which it is scaled up"
         )
     return target
 
@@ -213,7 +213,7 @@ def standard_sizes(max_pixels: int, multiple_of: int) -> tuple[Size, ...]:
             sizes.append((height, width))
     if not sizes:
         raise ConfigError(
-            f"media.max_pixels {max_pixels} has no room for a size in multiples of media.multiple_of "
+            f"media.max_pixels {max_pixels} allows no size in multiples of media.multiple_of "
             f"{multiple_of}; raise it"
         )
     return tuple(sizes)
@@ -265,8 +265,9 @@ def picked_frames(config: DatasetConfig, frames: int, rate: Fraction | None, mos
     count -= (count - remainder) % factor
     if count < 1:
         raise ConfigError(
-            f"{available} frames are too few: their number must leave {remainder} when divided by {factor} "
-            "(media.time_division_remainder and media.time_division_factor); leave the video out"
+            f"{available} frames are too few: a number of frames must leave the remainder "
+            f"{remainder} when divided by {factor} (media.time_division_remainder and "
+            "media.time_division_factor); leave the video out"
         )
     if config.frames == "even":
         gap = Fraction(frames - 1, max(count - 1, 1))

@@ -117,7 +117,8 @@ def files_of(cell: object, kind: Kind, base: Path, where: str) -> tuple[MediaFil
         return (_file(cell, base, where),)
     if kind == "image":
         raise ConfigError(
-            f"{where}: a list, where one picture belongs; give the column the kind images in media.columns"
+            f"{where}: a list of files, but the column holds one picture; set the kind of the "
+            "column to images in media.columns"
         )
     return tuple(_file(part, base, where) for part in cell)
 
@@ -140,7 +141,7 @@ def _file(cell: object, base: Path, where: str) -> MediaFile:
     if not isinstance(cell, str) or not cell:
         raise ConfigError(f"{where}: {cell!r} is not the name of a file")
     if cell.startswith(("http://", "https://")):
-        raise ConfigError(f"{where}: {cell} is an address; download the file, and name where it lies")
+        raise ConfigError(f"{where}: {cell} is a URL; download the file, and give its path")
     path = base / cell
     return MediaFile(str(path), path)
 
@@ -151,7 +152,7 @@ def needed(module: str) -> ModuleType:
         return importlib.import_module(module)
     except ImportError as error:
         raise ConfigError(
-            f"pictures and videos are decoded by Pillow and PyAV, but {module.partition('.')[0]} cannot be "
+            f"Pillow and PyAV decode pictures and videos, but {module.partition('.')[0]} cannot be "
             f"imported ({error}): pip install 'zerostart[media]'"
         ) from error
 
@@ -170,8 +171,8 @@ def readable(file: MediaFile, what: str) -> Iterator[None]:
     except Exception as error:  # of many types, which differ between versions
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ConfigError(
-            f"{file.name} cannot be read as {what} ({reason}): the file is damaged, or of a kind that the "
-            "library does not know; replace it, or take its row out of the table"
+            f"{file.name} cannot be read as {what} ({reason}): the file is damaged, or of a format "
+            "that the library does not know; replace it, or remove its row from the table"
         ) from error
 
 
@@ -254,7 +255,8 @@ def clip_of(files: Sequence[MediaFile], background: Color) -> Clip:
         stills = first.stills()
         if not stills:
             raise ConfigError(
-                f"{first.name}: no frame in this directory; frames are known by {' '.join(IMAGE_SUFFIXES)}"
+                f"{first.name}: no frames in this directory; frames are files that end with "
+                f"{' '.join(IMAGE_SUFFIXES)}"
             )
         return _Stills(stills, background)
     return _Animation(first, background) if _is_picture(first) else _Stream(first)
@@ -342,7 +344,7 @@ class _Stream(Clip):
                 self.size = (picture.height, picture.width)
                 break
             else:
-                raise ConfigError(f"{file.name} has no frame that can be decoded; replace it")
+                raise ConfigError(f"{file.name} has no frame that can be decoded; replace the file")
 
     def _opened(self) -> Any:
         source = self._file.opened() if self._file.path is None else str(self._file.path)
@@ -350,7 +352,7 @@ class _Stream(Clip):
 
     def _stream(self, container: Any) -> Any:
         if not container.streams.video:
-            raise ConfigError(f"{self._file.name} has no video stream; replace it")
+            raise ConfigError(f"{self._file.name} has no video stream; replace the file")
         stream = container.streams.video[0]
         # PyAV's default divides a frame among threads; several frames at a time are faster.
         stream.thread_type = "AUTO"
@@ -379,8 +381,9 @@ class _Stream(Clip):
                     number, frame = next(frames, (index, None))
                     if frame is None:
                         raise ConfigError(
-                            f"{self._file.name}: only {reached + 1} frames can be decoded, of {index + 1} or "
-                            "more in its packets; encode it again, or take its row out of the table"
+                            f"{self._file.name}: only {reached + 1} frames can be decoded, but its "
+                            "packets hold "
+                            f"{index + 1} or more; encode the video again, or remove its row from the table"
                         )
                 yield _upright(frame)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -19,6 +20,7 @@ from zerostart.errors import ConfigError, ZerostartError
 from zerostart.training.data.cache_facts import CacheUpdate, Facts, facts_of_rows
 from zerostart.training.data.cache_files import Draft, drafted, items_of_a_file, publish
 from zerostart.training.data.cached import VERSION
+from zerostart.training.data.items import FRAME_RATE
 from zerostart.training.data.pictured import PicturedText
 from zerostart.training.diffusion.encoder import Encoded, Encoder, Example
 from zerostart.training.loop.terminal import say
@@ -26,6 +28,7 @@ from zerostart.training.loop.terminal import say
 if TYPE_CHECKING:
     from zerostart.training.data.items import MediaItems
 
+logger = logging.getLogger("zerostart")
 #: By whose versions, too, a killed run is one to go on with.
 _LIBRARIES = ("diffusers", "torch", "transformers")
 #: Seconds between two lines that tell how far it is.
@@ -82,8 +85,8 @@ def fill(
     if failed:
         others = f"The other {count} are in {place}, and stay" if count else "Nothing was encoded"
         raise ConfigError(
-            f"{len(failed)} rows cannot be encoded: {_listed(list(failed.values()))}. {others}: mend these "
-            "rows or take them out, and start again"
+            f"{len(failed)} rows cannot be encoded: {_listed(list(failed.values()))}. {others}: "
+            "correct these rows or remove them, and start again"
         )
     if world.rank == 0:
         say(Console(), f"the cache is complete: {place}")
@@ -127,6 +130,7 @@ def _fill_draft(
     own = [turn[world.rank] if world.rank < len(turn) else None for turn in turns]
     rows = [update.new_rows[place] for file in own if file is not None for place in draft.items(file)]
     examples = _Ahead(media, rows)
+    too_long: list[str] = []
     for file, turn in zip(own, turns, strict=True):
         places = [] if file is None else list(draft.items(file))
         items: list[Encoded | str] = []
@@ -139,15 +143,22 @@ def _fill_draft(
             with world.collectives("encoding an item", prepare) as prepared:
                 failed = isinstance(prepared, str)
                 example = first if isinstance(prepared, str) else prepared
+                encoder.lengths.begin()
                 made = _encoded(encoder, example, draft.numbers[places[step]] if given and not failed else 0)
             if given:
                 where = media.where(update.new_rows[places[step]])
-                problem = prepared if isinstance(prepared, str) else _not_finite(made, where)
+                long = encoder.cut()
+                if long is not None and not isinstance(prepared, str):
+                    too_long.append(f"{where}: {long}")
+                refused = too_long[-1] if long and encoder.settings.long_prompts == "refuse" else None
+                problem = prepared if isinstance(prepared, str) else _not_finite(made, where) or refused
                 items.append(made if problem is None else problem)
                 progress.step()
         if file is not None:
             draft.write(file, items)
     world.raise_together(None, "all items are encoded")
+    if too_long and encoder.settings.long_prompts == "cut":
+        logger.warning("%d texts were cut off: %s", len(too_long), _listed(too_long))
 
 
 def embedded(encoder: Encoder, texts: Sequence[str], world: World) -> dict[str, Encoded]:
@@ -160,6 +171,7 @@ def embedded(encoder: Encoder, texts: Sequence[str], world: World) -> dict[str, 
     found = {}
     for text in dict.fromkeys(texts):
         with world.collectives("encoding a text"):
+            encoder.lengths.begin()
             if isinstance(text, PicturedText):
                 made = encoder.sample(text.text, text.pictures)
             else:
@@ -167,6 +179,11 @@ def embedded(encoder: Encoder, texts: Sequence[str], world: World) -> dict[str, 
             found[text] = _copied(made)
         if problem := _not_finite(found[text], f"the text {text!r}"):
             raise ConfigError(problem)
+        if long := encoder.cut():
+            if encoder.settings.long_prompts == "refuse":
+                raise ConfigError(f"the text {text!r}: {long}")
+            if world.rank == 0:
+                logger.warning("the text %r was cut off: %s", text, long)
     return found
 
 
@@ -185,6 +202,8 @@ def _not_finite(made: Encoded, what: str) -> str | None:
 def _checked(media: MediaItems, encoder: Encoder, number: int, example: Any = None) -> Example:
     """Item ``number``, which the encoder can take. Raises ConfigError that names its row."""
     found: Example = media[number] if example is None else example
+    if (rate := media.frame_rate(number)) is not None:
+        found = {**found, FRAME_RATE: rate}
     try:
         encoder.check(found)
     except ConfigError as error:

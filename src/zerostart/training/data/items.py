@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+#: Key of an example's frames a second, where its data set sets them.
+FRAME_RATE = "media.frame_rate"
 _THREADS = 16  # that look at files, which may lie on a network
 _CHUNK = 4096  # rows that are handed to them at a time
 _SHOWN = 3  # bad rows that an error names
@@ -208,7 +210,7 @@ class MediaSet:
 
         if not any(files.values()):
             names = ", ".join(column.column for column in self.columns)
-            raise ConfigError(f"{self.where(index)}: its cells under {names} are all empty; take the row out")
+            raise ConfigError(f"{self.where(index)}: its cells under {names} are all empty; remove the row")
         return media_of_row(self.columns, files, self.config, named)
 
 
@@ -267,6 +269,10 @@ class MediaItems(Dataset[dict[str, Any]]):
         """In words where the row of item ``index`` is."""
         found, place = self._at(index)
         return found.where(place)
+
+    def frame_rate(self, index: int) -> float | None:
+        """Frames a second of item ``index``, where its data set sets them."""
+        return self._at(index)[0].config.frame_rate
 
     def shapes(self) -> list[Hashable]:
         """A key for each item: those with the same key have tensors of the same shapes. By headers alone.
@@ -329,9 +335,11 @@ def _outcome(function: Callable[[int], T], row: int) -> T | ConfigError:
 
 def _digest(file: MediaFile) -> bytes:
     if not file.exists():
-        raise ConfigError(f"{file.name}: no such file; media.base says what names are relative to")
+        raise ConfigError(
+            f"{file.name}: no such file; media.base is the directory to which names are relative"
+        )
     if file.path is not None and file.path.is_dir() and not file.stills():
-        raise ConfigError(f"{file.name}: no frame in this directory")
+        raise ConfigError(f"{file.name}: no frames in this directory")
     return file.digest()
 
 
@@ -355,17 +363,18 @@ def read_media(config: MediaConfig, world: World, earlier: RowDigests | None = N
     other = next(rank for rank, digest in enumerate(ranks) if digest != ranks[0])
     if rows[other] == rows[0]:
         raise ConfigError(
-            f"the ranks are configured differently: rank {other} decodes the media otherwise than rank 0; "
-            "start all of them with the same configuration"
+            f"the ranks are configured differently: rank {other} decodes the media in another way "
+            "than rank 0; start all of them with the same configuration"
         )
     fewer = min(ranks[0][0], ranks[other][0])
     first = next((i for i in range(fewer) if rows[0][16 * i :][:16] != rows[other][16 * i :][:16]), fewer)
     longer = 0 if ranks[0][0] > first else other
     where = world.broadcast_object(lambda: items.where(first), "naming the row that differs", source=longer)
     raise ConfigError(
-        f"the media differ between the ranks: rank {other} ({ranks[other][0]:,} rows) from rank 0 "
-        f"({ranks[0][0]:,} rows), first in {where} as rank {longer} reads it. Every rank reads media.source "
-        "for itself: copy the same files to every machine, or name a directory they share"
+        f"the media differ between the ranks: rank {other} ({ranks[other][0]:,} rows) from "
+        f"rank 0 ({ranks[0][0]:,} rows), first in {where} as rank {longer} reads it. Every "
+        "rank reads media.source itself: copy the same files to every machine, or name a "
+        "directory that they share"
     )
 
 

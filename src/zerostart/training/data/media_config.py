@@ -122,8 +122,8 @@ class DatasetConfig(Section):
         for size in [(self.height, self.width)] if self.height and self.width else sizes:
             if any(side % self.multiple_of for side in size if side):
                 raise ValueError(
-                    f"a size of {size[0]} x {size[1]} is not made of multiples of multiple_of "
-                    f"{self.multiple_of}, which the model's patches ask for"
+                    f"a size of {size[0]} x {size[1]} does not consist of multiples of multiple_of "
+                    f"{self.multiple_of}, which the model's patches need"
                 )
         if max(self.background) > 255:
             raise ValueError(f"background {list(self.background)} is not made of numbers from 0 to 255")
@@ -133,7 +133,7 @@ class DatasetConfig(Section):
     def _times(self) -> DatasetConfig:
         factor, remainder = self.time_division_factor, self.time_division_remainder
         if remainder >= factor:
-            raise ValueError(f"time_division_remainder {remainder} is not below the factor {factor}")
+            raise ValueError(f"time_division_remainder {remainder} is not less than the factor {factor}")
         if self.num_frames % factor != remainder:
             below = self.num_frames - (self.num_frames - remainder) % factor
             near = " or ".join(str(count) for count in (below, below + factor) if count > 0)
@@ -142,14 +142,16 @@ class DatasetConfig(Section):
                 f"(time_division_remainder and time_division_factor); {near} does"
             )
         if self.frames == "even" and self.frame_rate is not None:
-            raise ValueError("frames even spreads frames over a video, at no frame_rate; leave one out")
+            raise ValueError(
+                "frames even spreads frames over a video without a frame_rate; leave one of the two out"
+            )
         return self
 
     @model_validator(mode="after")
     def _named(self) -> DatasetConfig:
         for name, value in self.columns.items():
             if name in ("prompt", ""):
-                raise ValueError(f"columns: {name!r} names no files; prompt names the column of texts")
+                raise ValueError(f"columns: {name!r} does not name files; prompt names the column of texts")
             if name not in KNOWN_COLUMNS and (isinstance(value, str) or value.kind is None):
                 known = ", ".join(KNOWN_COLUMNS)
                 raise ValueError(

@@ -78,7 +78,7 @@ def read_table(config: DatasetConfig) -> Table:
         tables = [path / name for name in TABLES if (path / name).is_file()]
         if len(tables) > 1:
             names = " and ".join(table.name for table in tables)
-            raise ConfigError(f"media.source {source} has {names}; name the one that is meant")
+            raise ConfigError(f"media.source {source} has {names}; name the file to use")
         if not tables:
             notes: list[str] = []
             found = _files_in(path, config.prompt, items, notes)
@@ -138,15 +138,15 @@ def _csv_rows(path: Path) -> Iterator[tuple[str, Row]]:
 def _check_header(header: Sequence[str], where: str) -> None:
     if len(set(header)) < len(header) or not all(header):
         raise ConfigError(
-            f"{where}: the names of the columns are {', '.join(map(repr, header))}; each column has "
-            "one, and no two the same"
+            f"{where}: the names of the columns are {', '.join(map(repr, header))}; each column "
+            "needs a name of its own"
         )
 
 
 def _json_rows(path: Path) -> Iterator[tuple[str, Row]]:
     value = parsed_json(path.read_text(encoding="utf-8-sig"), str(path))
     if not isinstance(value, list):
-        raise ConfigError(f"{path}: a table is a list of objects, not a JSON {type(value).__name__}")
+        raise ConfigError(f"{path}: a table is a JSON list of objects, not a JSON {type(value).__name__}")
     for number, row in enumerate(value, start=1):
         yield _object(row, f"{path}, entry {number}")
 
@@ -161,7 +161,7 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[str, Row]]:
 
 def _object(value: Any, where: str) -> tuple[str, Row]:
     if not isinstance(value, dict):
-        raise ConfigError(f"{where}: a row is an object of columns, not a JSON {type(value).__name__}")
+        raise ConfigError(f"{where}: a row is a JSON object of columns, not a JSON {type(value).__name__}")
     return where, value
 
 
@@ -274,7 +274,7 @@ def media_columns(config: DatasetConfig, table: Table) -> tuple[Column, ...]:
     if not given:
         raise ConfigError(
             f"media.source {config.source}: none of its columns ({', '.join(columns)}) is one of "
-            f"{', '.join(KNOWN_COLUMNS)}; media.columns says which name files, such as "
+            f"{', '.join(KNOWN_COLUMNS)}; say in media.columns which columns name files, such as "
             "columns: {image: file_name}"
         )
     found = [_column(name, value) for name, value in given.items()]
@@ -317,8 +317,8 @@ def _read_dataset(source: str, split: str, base: str | None, items: int) -> Tabl
         import datasets
     except ImportError as error:
         raise ConfigError(
-            f"media.source {source} is a dataset of Hugging Face, and datasets cannot be imported ({error}): "
-            "pip install datasets"
+            f"media.source {source} is a Hugging Face dataset, but the package datasets cannot be "
+            f"imported ({error}): pip install datasets"
         ) from error
     try:
         if source.startswith(_PREFIX):
@@ -327,7 +327,7 @@ def _read_dataset(source: str, split: str, base: str | None, items: int) -> Tabl
             found = datasets.load_from_disk(str(expanded(source)))
     except Exception as error:  # of many types
         reason = " ".join(str(error).split())
-        raise ConfigError(f"media.source {source}: cannot load its split {split!r}: {reason}") from error
+        raise ConfigError(f"media.source {source}: cannot load the split {split!r}: {reason}") from error
     if isinstance(found, dict):
         if split not in found:
             raise ConfigError(

@@ -19,6 +19,7 @@ from zerostart.errors import ConfigError
 from zerostart.training.config.configuration import CacheConfig
 from zerostart.training.data.items import as_picture
 from zerostart.training.data.media_config import KNOWN_COLUMNS, Kind
+from zerostart.training.diffusion.text_lengths import TextLengths
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
@@ -42,19 +43,15 @@ class Encoder(ABC):
     #: Whether a text means something without the pictures of its example.
     texts_alone: ClassVar[bool] = True
 
-    def __init__(
-        self, pipe: DiffusionPipeline, settings: CacheConfig, frame_rate: float | None = None
-    ) -> None:
-        """``pipe`` is the pipeline without its transformers.
-
-        ``frame_rate`` is that of all videos, in frames a second, where it is known.
-        """
+    def __init__(self, pipe: DiffusionPipeline, settings: CacheConfig) -> None:
+        """``pipe`` is the pipeline without its transformers."""
         self.pipe = pipe
         self.settings = settings
-        self.frame_rate = frame_rate
         self.device = default_device()
         own = inspect.signature(type(pipe).__call__).parameters["max_sequence_length"].default
-        self.text = {"max_sequence_length": settings.max_sequence_length or own, "device": self.device}
+        self.most_tokens = int(settings.max_sequence_length or own)
+        self.text = {"max_sequence_length": self.most_tokens, "device": self.device}
+        self.lengths = TextLengths(pipe)
 
     @abstractmethod
     def encode(self, example: Example, generator: torch.Generator) -> Encoded:
@@ -71,23 +68,28 @@ class Encoder(ABC):
         """What its pipeline makes of a text and the ``pictures`` that a drawing starts from, but latents."""
         return self.prompt(text)
 
+    def cut(self) -> str | None:
+        """In words by how much the texts since ``lengths.begin`` were too long, and what can be done."""
+        told = self.lengths.cut(self.most_tokens)
+        return told and f"{told}: shorten it, or raise cache.max_sequence_length where the model allows more"
+
     def check(self, example: Example) -> None:
         """Raise ConfigError for an example that this pipeline cannot take."""
         given = {name for name, value in example.items() if _is_media(value)}
         if unknown := sorted(given - self.takes):
             raise ConfigError(
-                f"{self.kind} has no use for the column {unknown[0]}, and takes "
-                f"{', '.join(sorted(self.takes))}: take it out of media.columns"
+                f"{self.kind} does not use the column {unknown[0]}; it uses "
+                f"{', '.join(sorted(self.takes))}: remove it from media.columns"
             )
         for name in sorted(given & KNOWN_COLUMNS.keys()):
             if KNOWN_COLUMNS[name][0] != (kind := _kind(example[name])):
                 raise ConfigError(
-                    f"{self.kind} takes {name} as {KNOWN_COLUMNS[name][0]}, and media.columns makes it "
+                    f"{self.kind} needs {name} as {KNOWN_COLUMNS[name][0]}, but media.columns makes it "
                     f"{kind}: leave kind out there"
                 )
         for entry in self.needs:
             if not given & set(entry.split(" or ")):
-                raise ConfigError(f"{self.kind} needs the column {entry}, which is empty or not there")
+                raise ConfigError(f"{self.kind} needs the column {entry}, which is empty or missing")
         for name in sorted(given & self.single):
             if len(example[name]) > 1:
                 raise ConfigError(f"{name} lists {len(example[name])} pictures; {self.kind} takes one")
@@ -97,7 +99,7 @@ class Encoder(ABC):
                 height, width = value.shape[-2:]
                 if height % self.multiple or width % self.multiple:
                     raise ConfigError(
-                        f"{name} is {height} x {width} (height x width), and {self.kind} takes multiples of "
+                        f"{name} is {height} x {width} (height x width), but {self.kind} takes multiples of "
                         f"{self.multiple}: set media.multiple_of to that, and height and width to multiples"
                     )
 
@@ -157,8 +159,9 @@ class VideoEncoder(Encoder):
         frames, step = self.frames(example), self.factors[0]
         if frames % step != 1:
             raise ConfigError(
-                f"a video has {frames} frames, and {self.kind} takes {step}k + 1: set media.num_frames, "
-                f"media.time_division_factor {step} and media.time_division_remainder 1"
+                f"a video has {frames} frames, but {self.kind} takes {step}k + 1: set "
+                f"media.num_frames, media.time_division_factor {step} and "
+                "media.time_division_remainder 1"
             )
 
     def frames(self, example: Example) -> int:

@@ -31,13 +31,14 @@ def family_of(transformer: str, chosen: str | None = None) -> type[Family]:
     if (family := known_family(transformer)) is not None:
         if chosen not in (None, family.name):
             raise ConfigError(
-                f"task.family {chosen}: {transformer} is of the family {family.name}; leave it out"
+                f"task.family {chosen}: {transformer} belongs to the family {family.name}; leave "
+                "task.family out"
             )
         return family
     if chosen is not None:
         return FAMILIES[chosen]
     known = ", ".join(sorted(name for family in FAMILIES.values() for name in family.classes))
-    raise ConfigError(f"{transformer} belongs to no family that flow-matching knows; known are {known}")
+    raise ConfigError(f"{transformer} belongs to no family that flow-matching supports; it supports {known}")
 
 
 def encoder_class(pipeline: object) -> type[Encoder]:
@@ -45,7 +46,7 @@ def encoder_class(pipeline: object) -> type[Encoder]:
     encoders = {name: kind for family in FAMILIES.values() for name, kind in family.encoders.items()}
     if not isinstance(pipeline, str) or pipeline not in encoders:
         raise ConfigError(
-            f"no encoders are known for pipelines of the class {pipeline!r}; known are those of "
+            f"pipelines of the class {pipeline!r} have no known encoders; known are those of "
             f"{', '.join(encoders)}. Name another pipeline with the same encoders in cache.source"
         )
     return encoders[pipeline]

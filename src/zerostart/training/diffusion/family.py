@@ -42,6 +42,8 @@ class Family(ABC):
     required: ClassVar[frozenset[str]] = frozenset({"prompt_embeds"})
     #: At most so many pictures to start from: ``image_latents.0``, ``image_latents.1`` and so on.
     most_images: ClassVar[int] = 0
+    #: Patterns of the parameters that no loss reaches, which are not trained.
+    untrained: ClassVar[tuple[str, ...]] = ()
     #: The models of its pipelines that make pictures of latents.
     decoders: ClassVar[tuple[str, ...]] = ("vae",)
     #: Whether texts of different lengths may be in one batch, padded and masked.
@@ -63,7 +65,9 @@ class Family(ABC):
 
     def shift_at(self, tokens: int) -> float:
         """The shift for so many tokens, as the family's pipeline has it. Raises ConfigError without one."""
-        raise ConfigError(f"task.shift: {self.name} has none by resolution; give a number, or leave it out")
+        raise ConfigError(
+            f"task.shift: {self.name} has no shift by resolution; give a number, or leave it out"
+        )
 
     def schedule(self, shift: float) -> torch.Tensor:
         """The 1000 times, from noise on, that DiffSynth trains at."""
@@ -77,12 +81,16 @@ class Family(ABC):
             self.check(item)
             own = item.keys() - {"latents", "index"}
             if unknown := sorted(own - self.keys - images):
-                raise ConfigError(f"an example has {unknown[0]}, which {self.name} does not take")
+                raise ConfigError(
+                    f"an example has {unknown[0]}, which {self.name} does not use; remove it from the "
+                    "examples"
+                )
             if missing := sorted(self.required - own):
                 raise ConfigError(f"an example has no {missing[0]}, which {self.name} needs")
             if own != names:
                 raise ConfigError(
-                    f"examples of one batch differ in what they have: {', '.join(sorted(own ^ names))}"
+                    "examples of one batch do not have the same tensors: only some have "
+                    f"{', '.join(sorted(own ^ names))}"
                 )
         return {name: self._joined(name, [item[name] for item in items]) for name in sorted(names)}
 
@@ -163,8 +171,8 @@ class Packed(Family):
                 height, width = value.shape[-2:]
                 if height % 2 or width % 2:
                     raise ConfigError(
-                        f"{name} of {height} by {width} cannot be cut into tokens of 2 by 2: "
-                        "make both sides even"
+                        f"{name} of {height} by {width} cannot be divided into patches of 2 by 2: make both "
+                        "sides even"
                     )
 
     def velocity(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Hashable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -18,6 +19,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import nn
 
+from zerostart.engines import plain_name
 from zerostart.errors import ConfigError
 from zerostart.training.config.sections import TaskConfig
 from zerostart.training.data.cache import ensure_cache
@@ -64,7 +66,7 @@ class FlowConfig(TaskConfig):
     def _in_order(self) -> FlowConfig:
         if self.boundaries is not None and self.boundaries[0] >= self.boundaries[1]:
             low, high = self.boundaries
-            raise ValueError(f"boundaries are the lowest time and a higher one, not {low} and {high}")
+            raise ValueError(f"boundaries must be a lower and a higher time, not {low} and {high}")
         return self
 
 
@@ -182,7 +184,7 @@ class FlowMatching(Task):
         own = cls.items is not FlowMatching.items
         if not own and all(getattr(config, section, None) is None for section in ("media", "cache")):
             raise ValueError(
-                "media, or a cache that was made of them, is required with task.name flow-matching"
+                "task.name flow-matching needs the section media, or a cache that was made from one"
             )
 
     def open(self) -> None:
@@ -229,7 +231,10 @@ class FlowMatching(Task):
         """What the cache has of a text alone. Raises :class:`ConfigError` where it has nothing of it."""
         prompt: Any = getattr(self._encoded, "prompt", None)
         if prompt is None:
-            raise ConfigError(f"samples: these data have no embeddings of the text {text!r} alone")
+            raise ConfigError(
+                f"samples: the data have no embeddings of the text {text!r} alone; train from a cache "
+                "(zerostart cache), or leave samples out"
+            )
         found: Mapping[str, torch.Tensor] = prompt(text)
         return found
 
@@ -245,6 +250,12 @@ class FlowMatching(Task):
             return split_off(items, self.settings.held_out, repeats, shares)
         except ValueError as error:
             raise ConfigError(f"task.held_out {error}") from None
+
+    def begin(self, model: nn.Module) -> None:
+        """Freeze what no loss reaches: engines may give it gradients of zero, and its weights would decay."""
+        for name, parameter in model.named_parameters():
+            if any(fnmatchcase(plain_name(name), pattern) for pattern in self.family.untrained):
+                parameter.requires_grad_(False)
 
     @property
     def source(self) -> str:
@@ -266,7 +277,7 @@ class FlowMatching(Task):
         items: list[dict[str, torch.Tensor]] = list(batch["items"])
         shapes = {tuple(item["latents"].shape) for item in items}
         if len(shapes) > 1:
-            raise ConfigError(f"examples of one batch have latents of several shapes: {shapes}")
+            raise ConfigError(f"examples of one batch have latents of different shapes: {shapes}")
         latents = torch.stack([item["latents"] for item in items]).float()
         noises, places = [], []
         for number, item in enumerate(items):

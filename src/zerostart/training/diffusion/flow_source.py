@@ -54,10 +54,12 @@ def read_source(model: ModelConfig) -> FlowSource:
         name = model.component or _DEFAULT
         found = {one.name: one.path for one in components(root) or ()}
         if name not in found:
-            raise ConfigError(f"model.component {name}: the models of {root} are {', '.join(found)}")
+            raise ConfigError(
+                f"model.component {name} is not a model of {root}; its models are {', '.join(found)}"
+            )
         path = found[name]
     elif model.component is not None:
-        raise ConfigError(f"model.component: {path} is not a pipeline, but one model; leave it out")
+        raise ConfigError(f"model.component: {path} is a single model, not a pipeline; leave it out")
     directory = path if path.is_dir() else path.parent
     config = read_config(directory)
     if config is None and path.is_file():
@@ -65,7 +67,7 @@ def read_source(model: ModelConfig) -> FlowSource:
         known = described_by_tensors({name: one.shape for name, one in tensors.items()})
         config = None if known is None else known[1]
     if config is None or not isinstance(config.get("_class_name"), str):
-        raise CheckpointError(f"{directory} has no configuration of a transformer of diffusers (config.json)")
+        raise CheckpointError(f"{directory} has no config.json of a diffusers transformer")
     around = directory.parent if root is None else root
     index: dict[str, object] = {}
     if (around / PIPELINE_INDEX).is_file():
@@ -92,7 +94,11 @@ def copy_others(root: Path, component: str, directory: Path) -> None:
                 for folder, inner, names in os.walk(entry):
                     for path in (Path(folder, name) for name in inner):
                         if path.is_symlink():
-                            raise OSError(f"{path} is a link to a directory, which may lead back to itself")
+                            raise OSError(
+                                f"{path} is a link to a directory, which may lead back to itself; "
+                                "replace it with the "
+                                "directory"
+                            )
                     _copy_files(Path(folder), names, directory / Path(folder).relative_to(root))
         _replaced(root / PIPELINE_INDEX, directory / PIPELINE_INDEX, shutil.copyfile)
     except OSError as error:
@@ -102,7 +108,9 @@ def copy_others(root: Path, component: str, directory: Path) -> None:
 def _copy_files(source: Path, names: Sequence[str], target: Path) -> None:
     """Put files of one folder into another, where weights of theirs alone are read afterwards."""
     if target.is_symlink():
-        raise OSError(f"{target} is a link, and what it leads to may be somebody's own: remove it")
+        raise OSError(
+            f"{target} is a link, and writing would change the directory that it leads to: remove the link"
+        )
     target.mkdir(parents=True, exist_ok=True)
     stems = {match["stem"] for name in names if (match := WEIGHTS.fullmatch(name))}
     for file in sorted(target.iterdir()):

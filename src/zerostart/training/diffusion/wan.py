@@ -65,15 +65,14 @@ class ImageToVideo(TextToVideo):
     takes: ClassVar[frozenset[str]] = frozenset({"video", "first_frame", "last_frame"})
     needs: ClassVar[tuple[str, ...]] = ("video",)
 
-    def __init__(
-        self, pipe: DiffusionPipeline, settings: CacheConfig, frame_rate: float | None = None
-    ) -> None:
-        super().__init__(pipe, settings, frame_rate)
+    def __init__(self, pipe: DiffusionPipeline, settings: CacheConfig) -> None:
+        super().__init__(pipe, settings)
         _check_texts(self.kind)
         if pipe.image_encoder is not None and (length := self.text["max_sequence_length"]) != _TEXT:
             raise ConfigError(
-                f"cache.max_sequence_length is {length}, and diffusers' {self.kind} with an image encoder "
-                f"takes the last {_TEXT} embeddings for the text, the others for pictures: leave it out"
+                f"cache.max_sequence_length is {length}, but diffusers' {self.kind} with an image "
+                f"encoder uses the last {_TEXT} embeddings for the text and the others for pictures: "
+                "leave it out"
             )
 
     def check(self, example: Example) -> None:
@@ -82,9 +81,13 @@ class ImageToVideo(TextToVideo):
         first, last = self._given(example)
         for name, frame in (("first_frame", first), ("last_frame", last)):
             if frame is not None and frame.shape[-2:] != example["video"].shape[-2:]:
-                raise ConfigError(f"{name} has another size than its video: give it the size `item`")
+                raise ConfigError(
+                    f"{name} has another size than its video: set its size to `item` in media.columns"
+                )
         if last is not None and self.pipe.config.expand_timesteps:
-            raise ConfigError(f"this {self.kind} takes no last frame (expand_timesteps): leave it out")
+            raise ConfigError(
+                f"this {self.kind} takes no last frame (expand_timesteps): leave cache.last_frame out"
+            )
 
     def encode(self, example: Example, generator: torch.Generator) -> Encoded:
         found = super().encode(example, generator)
@@ -137,10 +140,8 @@ class Vace(TextToVideo):
     takes: ClassVar[frozenset[str]] = frozenset({"video", "control_video", "control_mask", "reference_image"})
     needs: ClassVar[tuple[str, ...]] = ("video", "control_video or reference_image")
 
-    def __init__(
-        self, pipe: DiffusionPipeline, settings: CacheConfig, frame_rate: float | None = None
-    ) -> None:
-        super().__init__(pipe, settings, frame_rate)
+    def __init__(self, pipe: DiffusionPipeline, settings: CacheConfig) -> None:
+        super().__init__(pipe, settings)
         _check_texts(self.kind)
         # The pipeline asks its transformer, which is not there, for the size of a patch.
         pipe.transformer = SimpleNamespace(config=SimpleNamespace(patch_size=(1, _PATCH, _PATCH)))
@@ -152,8 +153,8 @@ class Vace(TextToVideo):
         for name in ("control_video", "control_mask"):
             if name in example and example[name].shape[1:] != video.shape[1:]:
                 raise ConfigError(
-                    f"{name} is {list(example[name].shape[1:])} (frames, height, width) and its video "
-                    f"{list(video.shape[1:])}: they have to be alike"
+                    f"{name} is {list(example[name].shape[1:])} (frames, height, width), but its video is "
+                    f"{list(video.shape[1:])}: they must be equal"
                 )
         for picture in example.get("reference_image", ()):
             if picture.shape[-2:] != video.shape[-2:]:
@@ -217,8 +218,9 @@ class Wan(Family):
         places = self.config.get("pos_embed_seq_len")
         if places is not None and (found := len(item.get("image_embeds", ()))) != places:
             raise ConfigError(
-                f"an example has image_embeds of {found} places, but the transformer takes {places}, those "
-                "of a first and a last frame: set cache.last_frame, or name a column last_frame"
+                f"an example has image_embeds of {found} positions, but the transformer takes "
+                f"{places}, for a first and a last frame: set cache.last_frame, or name a column "
+                "last_frame"
             )
         count = len(item["latents"])
         if "condition" in item and count != self._channels:

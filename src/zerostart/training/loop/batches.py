@@ -155,8 +155,8 @@ def order_of(
         )
     if buckets.never_seen():
         logger.warning(
-            "%d of %d %s are never trained on, for fewer than train.batch_size %d have their shapes: lower "
-            "that, or have fewer sizes (media.buckets)",
+            "%d of %d %s are never trained on, because fewer than train.batch_size %d have their "
+            "shapes: lower train.batch_size, or use fewer sizes (media.buckets)",
             buckets.never_seen(),
             len(items),
             task.examples,

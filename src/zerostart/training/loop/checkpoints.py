@@ -59,7 +59,10 @@ def checkpoint_to_resume(resume: ResumeConfig | None, directory: Path, world: Wo
             return next(reversed(resumable_checkpoints(directory)), None)
         path = expanded(resume.path).absolute()
         if path not in complete(path.parent):
-            raise ConfigError(f"resume: {path} is not a complete checkpoint; write auto for the newest one")
+            raise ConfigError(
+                f"resume: {path} is not a complete checkpoint; write auto to resume from the newest "
+                "complete one"
+            )
         return path
 
     return world.broadcast_object(find, "looking for a checkpoint")
@@ -160,7 +163,7 @@ class Checkpoints:
             if not self._config.skip_unwritable:
                 raise
             if current_world().rank == 0:
-                logger.warning("%s is skipped, and the run goes on: %s", what, error)
+                logger.warning("%s is skipped, and the run continues: %s", what, error)
 
     def resume(self, path: Path) -> tuple[History, Iterator[dict[str, torch.Tensor]]]:
         """Restore ``path``; gives what its run had seen, and the batches that come after; collective.
@@ -209,8 +212,8 @@ class Checkpoints:
             words = [word for word, keys in ACCEPTED.items() if (other.keys() - allowed) & keys]
             way = f"; resume.accept: [{', '.join(words)}] accepts the values of now" if words else ""
             raise ConfigError(
-                f"{path} belongs to another run: {'; '.join(refused)}. Put back what it was, or start "
-                f"a new run in another output.directory{model}{way}"
+                f"{path} belongs to another run: {'; '.join(refused)}. Restore the earlier values, or "
+                f"start a new run in another output.directory{model}{way}"
             )
         if other:
             logger.warning("resuming from %s as resume.accept allows: %s", path, "; ".join(other.values()))
@@ -241,7 +244,7 @@ def _extra(path: Path) -> Any:
     """What ``save`` has put into a checkpoint, which has no tensors in it."""
     extra = read_document(path)["extra"]
     if not is_run_state(extra):
-        raise ConfigError(f"resume: {path} was not saved by a run of zerostart train; name one that was")
+        raise ConfigError(f"resume: {path} was not saved by zerostart train; name a checkpoint that was")
     return decoded(extra, {})
 
 

@@ -50,6 +50,8 @@ _FREE: Mapping[str, frozenset[str]] = {
     "lora": frozenset({"targets", "exclude", "init", "start_from"}),
     "ema": frozenset({"place", "evaluate"}),
 }
+#: What keys stood for before there were any: runs of then have not noted them.
+_SINCE: Mapping[str, object] = {"train.optimizer": "adamw", "train.optimizer_args": {}}
 #: What may change where ``resume.accept`` has the word.
 ACCEPTED: Mapping[str, frozenset[str]] = {
     "data": frozenset({DATA}),
@@ -126,8 +128,8 @@ def _agree_on_facts(own: Mapping[str, str], world: World) -> None:
         if len(set(values)) > 1:
             told = "; ".join(f"{_named(alike)}: {values[alike[0]]}" for alike in _groups(values))
             raise ConfigError(
-                f"the ranks are configured differently: {key} ({told}). Start all of them with the same "
-                "configuration, checkpoint and tokenizer"
+                f"the ranks are configured differently: {key} ({told}). Start all of them with the "
+                "same configuration, checkpoint and tokenizer"
             )
 
 
@@ -148,9 +150,9 @@ def _agree_on_data(task: TaskData, own: Items, world: World) -> None:
         for other in others
     )
     raise ConfigError(
-        f"the data differ between the ranks: {told} from {_named(most)} ({ranks[most[0]][1]}). Every rank "
-        f"reads {task.data_key} for itself: copy the same files to every machine, or name a directory they "
-        "share"
+        f"the data differ between the ranks: {told} from {_named(most)} ({ranks[most[0]][1]}). "
+        f"Every rank reads {task.data_key} itself: copy the same files to every machine, or "
+        "name a directory that they share"
     )
 
 
@@ -202,6 +204,7 @@ def fingerprint_of(config: TrainConfig, model: nn.Module, data: str, world: Worl
 
 def changes(before: Mapping[str, object], now: Mapping[str, object]) -> dict[str, str]:
     """By key, in words, what has changed from ``before`` to ``now``; keys that one of them lacks aside."""
+    before = {**_SINCE, **before}
     return {
         key: f"{key} was {before[key]} and is {now[key]}"
         for key in now

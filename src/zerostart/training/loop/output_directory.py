@@ -74,8 +74,8 @@ def claim_output(config: TrainConfig, world: World) -> Iterator[Path]:
             raise ConfigError(f"output.directory {directory}: {error.strerror}") from error
         if occupied and not (config.output.overwrite or _goes_on(config, directory)):
             raise ConfigError(
-                f"output.directory {directory} is not empty; name another, continue the run that is in it "
-                "with resume=auto, or allow it with output.overwrite=true"
+                f"output.directory {directory} is not empty; name another, continue its run with "
+                "resume=auto, or allow replacing it with output.overwrite=true"
             )
         if occupied and not _goes_on(config, directory):
             _check_source(config.model.source, directory)
@@ -133,8 +133,8 @@ def _check_source(source: str, directory: Path) -> None:
     inside = found in place.parents and not (place / METRICS).is_file()
     if inside or found == place or place in found.parents:
         raise ConfigError(
-            f"output.overwrite would replace what is in output.directory {directory}, and with it "
-            f"model.source {source}, which is what is trained from; name another directory"
+            f"output.overwrite would delete output.directory {directory} and with it model.source "
+            f"{source}, which the run trains from; name another directory"
         )
 
 
@@ -150,9 +150,8 @@ def _check_outside(config: TrainConfig, directory: Path) -> None:
             found = Path(os.path.realpath(expanded(source)))
             if found.is_dir() and (found == place or found in place.parents):
                 raise ConfigError(
-                    f"output.directory {directory} lies in {key} {source}: what the run writes would be "
-                    f"read as "
-                    "data; name a directory beside it"
+                    f"output.directory {directory} lies inside {key} {source}, so the files of the run "
+                    "would be read as data; name a directory beside it"
                 )
 
 
@@ -182,7 +181,7 @@ def set_aside(directory: Path, resumed: Path | None, world: World) -> Iterator[N
             write_whole(note, json.dumps(there).encode(), directory / f"{_NOTE}.part")
             sync_directory(directory)
         except OSError as error:
-            raise WriteError(f"the checkpoints in {folder} cannot be set aside: {error.strerror}") from error
+            raise WriteError(f"the checkpoints in {folder} cannot be renamed: {error.strerror}") from error
         return True, before
 
     written, before = world.broadcast_object(write, "setting older checkpoints aside")
@@ -270,7 +269,7 @@ def remove_earlier_run(directory: Path, resumed: Path | None) -> None:
                 with contextlib.suppress(VerifyError):  # damaged: nobody knows what is of it
                     remove(marker.parent, MODEL_MARKER)
     except (OSError, VerifyError) as error:
-        raise WriteError(f"{directory}: what an earlier run left cannot be removed: {error}") from error
+        raise WriteError(f"{directory}: the files of an earlier run cannot be removed: {error}") from error
 
 
 def _remove_aside(path: Path, saved: int, resumed: Path | None) -> None:

@@ -120,7 +120,15 @@ def _train(config: TrainConfig, directory: Path, resumed: Path | None, world: Wo
     path, every, about = directory / METRICS, config.logging.every, _about(config, model, world)
     with (
         world.phase("training"),
-        Display(config.train.last_step, path, every, task.counted, about, active=world.rank == 0) as display,
+        Display(
+            config.train.last_step,
+            path,
+            every,
+            task.counted,
+            about,
+            active=world.rank == 0,
+            skip_unwritable=config.checkpoint.skip_unwritable,
+        ) as display,
         StopSignal() as stop,
     ):
         # What is trained is chosen before the engine wraps the model: it makes an optimizer of those alone.
@@ -129,8 +137,9 @@ def _train(config: TrainConfig, directory: Path, resumed: Path | None, world: Wo
         if told := choose_trained(model, config, world):
             display.say(told)
         check_export(model, config)
-        if world.rank == 0:
-            check_room(config, model, directory)
+        with world.phase("looking at the free space"):
+            if world.rank == 0:
+                check_room(config, model, directory)
         session = open_session(config, model, task, inputs.items)
         course = fingerprint_of(config, model, inputs.items.digest(), world)
         accepted = [] if config.resume is None else config.resume.accept
@@ -220,8 +229,8 @@ def _peers_named(directory: Path) -> Iterator[None]:
         # gloo has no exception type of its own, but its errors name the source file they come from.
         if isinstance(error, torch.distributed.DistBackendError) or "gloo/" in str(error):
             raise PeerError(
-                "another rank died or stopped answering during training; its own output, or the system log "
-                f"where memory ran out, tells why. {_saved_in(directory)}"
+                "another rank died or stopped answering during training; its own output, or the "
+                f"system log if memory ran out, says why. {_saved_in(directory)}"
             ) from error
         raise
 
@@ -278,7 +287,9 @@ class _Run:
         else:
             self._history, batches = self._checkpoints.resume(resumed)
             if not self._finite():
-                raise DivergedError(f"resume: {resumed} has weights that are not finite; name an earlier one")
+                raise DivergedError(
+                    f"resume: {resumed} has weights that are not finite; name an earlier checkpoint"
+                )
             with self._failures.deferred():
                 self._begin(directory, resumed)
             self._display.say(f"resuming after step {self._history.steps}, from {resumed}")

@@ -244,7 +244,7 @@ def _begin_trackers(accelerator: Accelerator, config: TrainConfig) -> None:
         accelerator.init_trackers(config.tracking.project, config=told)
     except Exception as error:
         raise ConfigError(
-            f"tracking.trackers: {' or '.join(names)} cannot begin for tracking.project "
+            f"tracking.trackers: {' or '.join(names)} cannot start for tracking.project "
             f"{config.tracking.project!r}: {type(error).__name__}: {error}"
         ) from error
 

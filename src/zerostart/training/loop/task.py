@@ -175,7 +175,9 @@ class TaskData(ABC):
 
         Raises ConfigError for a text of which they have made nothing.
         """
-        raise ConfigError(f"samples: no encoders have encoded the text {text!r}")
+        raise ConfigError(
+            f"samples: no encoder has encoded the text {text!r}; name it in the prompts that are encoded"
+        )
 
 
 class TaskModel(ABC):
@@ -304,10 +306,10 @@ def register_task(name: str, task: type[Task]) -> None:
     """
     if ":" in name or not name:
         raise ConfigError(
-            f"register_task: {name!r} is not a valid name for a task: it must have no colon in it"
+            f"register_task: {name!r} is not a valid name for a task: it must not contain a colon"
         )
     if _TASKS.get(name, task) is not task:
-        raise ConfigError(f"register_task: {name!r} is the name of another task already")
+        raise ConfigError(f"register_task: another task is named {name!r} already; choose another name")
     _TASKS[name] = task
 
 

@@ -53,8 +53,8 @@ class Drawing:
         found = components(self._root) if self._root.is_dir() else None
         if found is None:
             raise ConfigError(
-                f"samples are drawn by a pipeline, and {self._root} has no {PIPELINE_INDEX}: name the "
-                "pipeline's directory as model.source, or leave samples out"
+                f"samples are drawn with a pipeline, but {self._root} has no {PIPELINE_INDEX}: name "
+                "the pipeline's directory as model.source, or leave samples out"
             )
         models = {one.name: one for one in found}
         self._component = component
@@ -106,7 +106,9 @@ class Drawing:
         if "num_frames" not in self._takes and self.settings.num_frames is not None:
             raise ConfigError(f"samples.num_frames: {name} draws pictures; leave it out")
         if not (self._root / "scheduler").is_dir():
-            raise ConfigError(f"samples: {self._root} has no scheduler to draw with; leave samples out")
+            raise ConfigError(
+                f"samples: {self._root} has no scheduler, which drawing needs; leave samples out"
+            )
 
     def _guided(self, embedded: bool) -> tuple[dict[str, float], bool]:
         """What the pipeline calls its guidance, and whether it calls the model a second time for it."""

@@ -39,7 +39,9 @@ def open_drawing(config: TrainConfig) -> Drawing | None:
     if settings is None:
         return None
     if settings.with_ema and config.ema is None:
-        raise ConfigError("samples.with_ema: no weights are averaged; add the section ema, or leave it out")
+        raise ConfigError(
+            "samples.with_ema: the run has no averaged weights; add the section ema, or leave it out"
+        )
     drawing = Drawing(config.model.source, config.model.component or "transformer", settings)
     check_writers(drawing.videos)
     return drawing
@@ -205,8 +207,8 @@ def check_writers(videos: bool) -> None:
             _encoder()
     except ImportError as error:
         raise ConfigError(
-            f"samples are written by Pillow and PyAV, of which one cannot be imported ({error}); install "
-            "them: pip install zerostart[media]"
+            f"samples are written with Pillow and PyAV, but one cannot be imported ({error}); "
+            "install them: pip install zerostart[media]"
         ) from error
 
 
@@ -221,8 +223,9 @@ def _encoder() -> str:
                 Codec(name, "w")
                 return name
     raise ConfigError(
-        f"samples of several frames are written by PyAV, and this one has no encoder of "
-        f"{', '.join(_ENCODERS)}; install one that has (pip install zerostart[media]), or leave samples out"
+        "samples of several frames are written with PyAV, but the installed one has no "
+        f"encoder of {', '.join(_ENCODERS)}; install one that has (pip install "
+        "zerostart[media]), or leave samples out"
     )
 
 
@@ -287,7 +290,9 @@ def clear_drawn(folder: Path) -> None:
         for file in drawn_files(folder):
             file.unlink()
     except OSError as error:
-        raise WriteError(f"{folder}: what is there cannot be removed: {error.strerror}") from error
+        raise WriteError(
+            f"{folder}: the earlier samples in it cannot be removed: {error.strerror}"
+        ) from error
     with contextlib.suppress(OSError):  # others have put something there
         folder.rmdir()
 
@@ -309,4 +314,4 @@ def read_pictures(folder: Path) -> np.ndarray[Any, Any] | None:
     try:
         return np.stack([np.asarray(Image.open(file).convert("RGB")) for file in files]) if files else None
     except OSError as error:
-        raise WriteError(f"{folder}: a sample that was written cannot be read: {error}") from error
+        raise WriteError(f"{folder}: a written sample cannot be read: {error}") from error

@@ -94,7 +94,8 @@ class _Language(Task):
         # The other way round is usual: tables of embeddings are rounded up to a multiple.
         if len(self.tokenizer) > size:
             raise ConfigError(
-                f"the tokenizer has {len(self.tokenizer)} tokens, but the model knows only {size}"
+                f"the tokenizer has {len(self.tokenizer)} tokens, but the model only {size}; use the "
+                "model's tokenizer"
             )
 
     def facts(self) -> dict[str, str]:
@@ -239,7 +240,7 @@ class MaskedLanguage(_Language):
         assert isinstance(task, MaskedConfig)
         if self.tokenizer.mask_token is None:
             raise ConfigError(
-                "task masked-lm needs a tokenizer with a mask token; data.tokenizer can name one"
+                "task masked-lm needs a tokenizer with a mask token; name one in data.tokenizer"
             )
         collator = DataCollatorForLanguageModeling(
             self.tokenizer, mlm=True, mlm_probability=task.mask_probability
@@ -296,7 +297,7 @@ def _load_tokenizer(source: str, trusted: bool) -> PreTrainedTokenizerBase:
         if not trusted and any(map(_runs_code, (directory / name for name in _TOKENIZER_FILES))):
             raise ConfigError(_REMOTE.format(directory=directory, what="tokenizer")) from error
         raise ConfigError(
-            f"no tokenizer at {directory} (data.tokenizer can name another): {error}"
+            f"no tokenizer in {directory} (data.tokenizer can name another): {error}"
         ) from error
 
 

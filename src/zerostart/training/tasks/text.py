@@ -182,8 +182,8 @@ def tokenize(documents: Iterable[str], tokenizer: PreTrainedTokenizerBase, confi
         ends.append((ends[-1] if ends else 0) + len(prefix) + len(piece) + len(suffix))
     if not ends:
         raise ConfigError(
-            f"data.source {config.source} gives less than one sequence of {config.sequence_length} tokens; "
-            "name more text or lower data.sequence_length"
+            f"data.source {config.source} has less than one sequence of {config.sequence_length} "
+            "tokens; name more text or lower data.sequence_length"
         )
     return Sequences(torch.cat(flat), ends)
 
@@ -202,7 +202,10 @@ def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list
     for start in range(len(full) - len(plain) + 1):
         if full[start : start + len(plain)] == plain:
             return full[:start], full[start + len(plain) :]
-    raise ConfigError("the tokenizer encodes a text differently with special tokens; it cannot be packed")
+    raise ConfigError(
+        "the tokenizer encodes a text differently with special tokens, so documents cannot be "
+        "packed; set data.packing to false"
+    )
 
 
 def _separator(tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -239,7 +242,9 @@ def split_held_out(sequences: Sequences, fraction: float) -> tuple[Sequences, Se
     held = max(1, round(len(sequences) * fraction))
     kept = len(sequences) - held
     if kept < 1:
-        raise ConfigError(f"data.held_out {fraction} leaves no sequence of {len(sequences)} to train on")
+        raise ConfigError(
+            f"data.held_out {fraction} leaves none of {len(sequences)} sequences to train on; lower it"
+        )
     boundary = sequences.ends[kept - 1]
     rest = [end - boundary for end in sequences.ends[kept:]]
     return Sequences(sequences.tokens[:boundary], sequences.ends[:kept]), Sequences(

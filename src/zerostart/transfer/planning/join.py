@@ -53,8 +53,8 @@ def _check_filled(recipe: Recipe, layout: Layout, copies: Iterable[Copy]) -> Non
     have, need = sum(copy.numel for copy in copies), sum(placed.box.numel for placed in layout.boxes)
     if have != need:
         raise CoverageError(
-            f"{recipe.target.name}: of the {need} elements that are wanted {have} have a place that they are "
-            "read from; the checkpoint does not hold the tensor as a whole"
+            f"{recipe.target.name}: the checkpoint holds only {have} of the {need} elements that "
+            "are needed; a part of it is missing"
         )
 
 

@@ -263,8 +263,8 @@ def _knows_fsdp2_everywhere(original: Function) -> Function:
 
         if kwargs.get("cpu") and kwargs.get("_from_accelerator") and is_set("ACCELERATE_USE_DEEPSPEED"):
             logger.warning(
-                "Accelerator(cpu=True): accelerate trains without the DeepSpeed that the launcher asks for; "
-                "leave cpu=True out, which hosts without accelerators do not need here"
+                "Accelerator(cpu=True): accelerate trains without the DeepSpeed that the launcher "
+                "asks for; leave out cpu=True, which hosts without accelerators do not need here"
             )
         plugin = kwargs.get("fsdp_plugin")
         if (

@@ -152,8 +152,8 @@ class TensorGroups:
         made = dist.get_world_size(self.tensors)
         if made != size:
             raise EngineError(
-                f"tensor_parallel={size}, but this process has made groups of {made} ranks before, and "
-                f"DeepSpeed keeps one size for its life; use tensor_parallel={made}, or another process"
+                f"tensor_parallel={size}, but this process has made groups of {made} ranks before, "
+                f"which DeepSpeed cannot change; use tensor_parallel={made}, or another process"
             )
 
 
@@ -239,8 +239,8 @@ def _check_stage(stage: int, model: nn.Module) -> None:
         title, takes = _loaded.get(module, ("", None))
         if takes is not None and not takes(stage):
             raise EngineError(
-                f"{type(module).__name__} was loaded for {title}, and the configuration of "
-                f"deepspeed.initialize has ZeRO stage {stage}; use one number for both"
+                f"{type(module).__name__} was loaded for {title}, but the configuration of "
+                f"deepspeed.initialize has ZeRO stage {stage}; use the same stage in both"
             )
 
 
@@ -255,8 +255,8 @@ def _has_its_experts(engine: DeepSpeedEngine, model: nn.Module) -> bool:
         return False
     if shared != {section.autoep_size}:
         raise EngineError(
-            f"the configuration of deepspeed.initialize has autoep_size={section.autoep_size}, and the "
-            f"model was loaded with expert_parallel={max(shared)}; use one number for both"
+            f"the configuration of deepspeed.initialize has autoep_size={section.autoep_size}, but "
+            f"the model was loaded with expert_parallel={max(shared)}; use one number for both"
         )
     return True
 
@@ -278,15 +278,15 @@ def _agree(config: TPTrainingConfig, mark: _Mark) -> None:
 
     if config.autotp_size not in (0, mark.size):
         raise EngineError(
-            f"the model was loaded with tensor_parallel={mark.size}, and the configuration of "
+            f"the model was loaded with tensor_parallel={mark.size}, but the configuration of "
             f"deepspeed.initialize has autotp_size={config.autotp_size}; use one number for both"
         )
     asked = {key: value for key in _DECIDING if (value := getattr(config, key)) is not None}
     if asked and asked != mark.rules:
         names = ", ".join(key for key in _DECIDING if asked.get(key) != mark.rules.get(key))
         raise EngineError(
-            f"the tensor_parallel section of deepspeed.initialize has another {names} than the one that the "
-            "model was loaded with; pass one configuration to both"
+            f"the tensor_parallel section of deepspeed.initialize has another {names} than the "
+            "model was loaded with; pass the same configuration to both"
         )
     config.autotp_size = mark.size
     layers.set_autotp_mode(training=True)

@@ -97,10 +97,11 @@ _marked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 def _refuse() -> NoReturn:
     raise ConfigError(
-        "this is a parameter of a model in shards (ZeRO-3), which has no elements where it is: each rank has "
-        "a part of it. What is saved or copied now would be lost. Save the model with zerostart.save(model, "
-        "directory) or save_pretrained, a checkpoint with engine.save_checkpoint or zerostart.save_state, on "
-        "every rank; whole tensors are in zerostart.full_tensors(model) and zerostart.gathered(model, name)"
+        "this is a parameter of a sharded model (ZeRO-3): each rank holds a part of it, and "
+        "the parameter itself has no elements, so a save or copy of it would be empty. On "
+        "every rank, save the model with zerostart.save(model, directory) or save_pretrained, "
+        "and a checkpoint with engine.save_checkpoint or zerostart.save_state; "
+        "zerostart.full_tensors(model) and zerostart.gathered(model, name) give whole tensors"
     )
 
 
@@ -151,9 +152,9 @@ def check_called(module: nn.Module) -> None:
         if leaf is not None:
             where = f"{name}.{leaf}".lstrip(".")
             raise EngineError(
-                f"{type(module).__name__} is called, and {where} is in shards (ZeRO-3), "
-                "which nothing gathers yet: call deepspeed.initialize or accelerator.prepare first, or load "
-                "what is not trained by zerostart.load_pipeline, or gather it with "
+                f"{type(module).__name__} is called, but {where} is sharded (ZeRO-3), and nothing "
+                "gathers it yet: call deepspeed.initialize or accelerator.prepare first, load a model "
+                "that is not trained with zerostart.load_pipeline, or gather it with "
                 "deepspeed.zero.GatheredParameters"
             )
 
@@ -202,9 +203,10 @@ def _enter(stack: ExitStack) -> None:
     def module_state_dict(engine: DeepSpeedEngine, *args: object, **kwargs: object) -> object:
         if any(expert_of(p) is not None for p in engine.module.parameters()):
             raise EngineError(
-                "DeepSpeed would save the experts of one rank as if they were all, with expert_parallel at "
-                "ZeRO stages 1 and 2; use zerostart.save_state(path, engine) or zerostart.save(engine, path)"
-                ", or call zerostart.enable() first, with which engine.save_checkpoint does that"
+                "with expert_parallel at ZeRO stages 1 and 2 DeepSpeed would save the experts of one "
+                "rank as if they were all; use zerostart.save_state(path, engine) or "
+                "zerostart.save(engine, path), or call zerostart.enable() first, which makes "
+                "engine.save_checkpoint do the same"
             )
         state = original(engine, *args, **kwargs)
         for key, tensor in state.items():

@@ -66,8 +66,8 @@ def pipeline_class(name: object, root: Path) -> type[DiffusionPipeline]:
     if not (isinstance(found, type) and issubclass(found, diffusers.DiffusionPipeline)):
         raise BuildError(
             f"{root / 'model_index.json'} names the pipeline {name!r}, which diffusers "
-            f"{diffusers.__version__} does not have; pipelines with code of their own are "
-            "not served: load the components one by one"
+            f"{diffusers.__version__} does not have; pipelines with code of their own are not "
+            "supported: load their components one by one"
         )
     return found
 
@@ -83,7 +83,7 @@ def component_class(library: str, kind: str, where: str) -> type[nn.Module]:
         except ImportError:
             found = None
     if not (isinstance(found, type) and issubclass(found, nn.Module)):
-        raise BuildError(f"{where} is of the class {library}.{kind}, which is no model that can be imported")
+        raise BuildError(f"{where} has the class {library}.{kind}, which cannot be imported")
     return found
 
 
@@ -111,6 +111,6 @@ def assembled(
     except Exception as error:  # of many types, for a tokenizer or a scheduler that is not there or damaged
         told = " ".join(str(error).split())
         raise BuildError(
-            f"{root}: diffusers makes no {kind.__name__} of what is there beside its models ({told}); put "
-            "back its tokenizers, schedulers and processors"
+            f"{root}: diffusers cannot make a {kind.__name__} of the files beside its models "
+            f"({told}); restore its tokenizers, schedulers and processors"
         ) from error

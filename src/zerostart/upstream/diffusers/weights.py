@@ -67,7 +67,7 @@ def require() -> None:
         importlib.import_module("diffusers.loaders.single_file_model")
     except ImportError as error:
         raise UnsupportedVersionError(
-            f"the model is one of diffusers, which cannot be imported ({error}); install it: "
+            f"this is a diffusers model, but diffusers cannot be imported ({error}); install it: "
             "pip install zerostart[diffusers]"
         ) from error
     demand(TOUCHED)

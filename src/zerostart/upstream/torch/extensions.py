@@ -117,7 +117,7 @@ def left_locks() -> list[Path]:
 
 def _enter(stack: contextlib.ExitStack) -> None:
     if wrong := misfit(TOUCHED):
-        logger.warning("%s. What a killed compiler of an operation leaves may stop the next start", wrong)
+        logger.warning("%s. The files that a killed compiler leaves may block the next start", wrong)
         return
     from deepspeed.ops.op_builder.builder import OpBuilder
 
@@ -221,7 +221,7 @@ def _await_others(folder: Path, killed: bool) -> None:
         # A holder that this process cannot see (another container, another machine) shows only by changes in
         # the folder.
         if not _at_work(folder) and (killed or _is_quiet(folder)):
-            logger.warning("removed %s, which a build that was killed has left", lock)
+            logger.warning("removed %s, which a killed build had left", lock)
             lock.unlink(missing_ok=True)
             return
         time.sleep(_POLL)
@@ -268,8 +268,8 @@ def _telling(name: str, folder: Path, told: bool) -> Iterator[None]:
     timer = threading.Timer(
         SILENCE,
         lambda: logger.warning(
-            "DeepSpeed's operation %s is being compiled in %s, by this or another process, once for this "
-            "environment; it takes about a minute",
+            "DeepSpeed's operation %s is being compiled in %s, by this or another process; this "
+            "takes about a minute, once for each environment",
             name,
             folder,
         ),

@@ -44,7 +44,8 @@ def own_values(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         return {key: value for key, value in found.items() if key not in _COMMON}
     except Exception as error:  # its own code, whatever that raises
         raise ConfigError(
-            f"the optimizer {type(optimizer).__name__} cannot be saved: its state_dict() fails ({error})"
+            f"the optimizer {type(optimizer).__name__} cannot be saved, because its state_dict() "
+            f"fails ({error})"
         ) from error
 
 
@@ -88,6 +89,9 @@ def put_together(
         return parts[""]
     kind = getattr(sys.modules.get(f"torchao.optim.{_QUANTISED.get(name)}"), name.rpartition(".")[2], None)
     if kind is None:
-        raise CheckpointError(f"a state of the optimizer is a {name}, which is not imported here")
+        raise CheckpointError(
+            f"a state of the optimizer is a {name}, a class that is not imported in this process; "
+            "import it before"
+        )
     made: torch.Tensor = kind.__tensor_unflatten__(dict(parts), context, like.size(), like.stride())
     return made

@@ -154,7 +154,7 @@ def truncated_normal_goes_to(handler: Callable[..., torch.Tensor]) -> Iterator[N
     wrong = misfit((_TRUNCATED_NORMAL,))
 
     def refuse(*_: object, **__: object) -> NoReturn:
-        raise UnsupportedVersionError(f"{wrong}. Initialise without trunc_normal_")
+        raise UnsupportedVersionError(f"{wrong}. Initialise the model without trunc_normal_")
 
     new = refuse if wrong else functools.partial(handler, original)
     with replaced(_TRUNCATED_NORMAL, module, "_no_grad_trunc_normal_", new):

@@ -70,8 +70,9 @@ def dequantizer(quantization: Mapping[str, object], source: str) -> HfQuantizer:
         raise BuildError(f"{source} is quantised ({method}), and transformers refuses it: {error}") from error
     if not operations:
         raise BuildError(
-            f"{source} is quantised ({method}), and transformers has no dequantisation of it that runs while "
-            "it loads; dequantise it first, with from_pretrained, model.dequantize() and save_pretrained"
+            f"{source} is quantised ({method}), and transformers cannot dequantise this format "
+            "while it loads; dequantise it first, with from_pretrained, model.dequantize() and "
+            "save_pretrained"
         )
     block = getattr(quantizer.quantization_config, "weight_block_size", None)
     if block is not None:

@@ -210,9 +210,9 @@ def _partition(model: nn.Module, size: int, section: DeepSpeedConfig) -> None:
             engine._apply_autotp_partitioning(_Asked(size), model, config)
     except (ValueError, NotImplementedError, AssertionError, RuntimeError) as error:
         raise ConfigError(
-            f"tensor_parallel={size}: DeepSpeed does not cut {kind} over ranks: {error} Use "
-            "tensor_parallel=1, or say how with engine_config['tensor_parallel'] (preset_model, or "
-            "partition_config)"
+            f"tensor_parallel={size}: DeepSpeed does not shard {kind} over ranks: {error} Use "
+            "tensor_parallel=1, or say how with engine_config['tensor_parallel'] (preset_model, "
+            "or partition_config)"
         ) from error
 
 
@@ -223,7 +223,7 @@ def _config(size: int, section: DeepSpeedConfig) -> TPTrainingConfig:
     try:
         return TPTrainingConfig(**{**section, "autotp_size": size})
     except (ValidationError, ValueError, AssertionError) as error:
-        raise ConfigError(f"DeepSpeed refuses engine_config['tensor_parallel']: {error}") from error
+        raise ConfigError(f"DeepSpeed rejects engine_config['tensor_parallel']: {error}") from error
 
 
 @contextlib.contextmanager

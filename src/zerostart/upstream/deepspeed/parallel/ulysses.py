@@ -227,9 +227,9 @@ class _ForMarked:
         served = known.attn_head_count, known.global_kv_head_count, known.attn_head_size
         if (query.shape[1], key.shape[1], query.shape[-1]) != served:
             raise ConfigError(
-                f"{shared.kind} has {query.shape[1]} heads of queries and {key.shape[1]} of keys, of "
-                f"{query.shape[-1]}, and Ulysses is registered in this process for {served[0]} and "
-                f"{served[1]}, of {served[2]}; use sequence_parallel=1 for one of the models"
+                f"{shared.kind} has {query.shape[1]} query heads and {key.shape[1]} key heads of size "
+                f"{query.shape[-1]}, but Ulysses is registered in this process for {served[0]} and "
+                f"{served[1]} of size {served[2]}; use sequence_parallel=1 for one of the models"
             )
         return self._shares(module, query, key, value, mask, *args, **kwargs)
 

@@ -57,8 +57,8 @@ def check_editable(parameter: torch.Tensor, name: str) -> None:
     """Raise ConfigError where the values that are trained are not where they are changed."""
     if getattr(optimizer_of(parameter), "offloaded_states", None):
         raise ConfigError(
-            f"{name} cannot be changed while engine.offload_states() has moved the state of the engine; call "
-            "engine.reload_states() before"
+            f"{name} cannot be changed after engine.offload_states() has moved the engine's state; "
+            "call engine.reload_states() before"
         )
 
 
@@ -78,8 +78,9 @@ def master_of(parameter: torch.Tensor) -> Iterator[Master | None]:
         optimizer = optimizer_of(parameter)
         if optimizer is None and hasattr(parameter, "_hp_mapping"):
             raise UnsupportedVersionError(
-                "this DeepSpeed is not one that zerostart knows, and the fp32 masters of its optimizer would "
-                "not follow a change"
+                "zerostart does not know this version of DeepSpeed, and the fp32 masters of its "
+                "optimizer would not follow a change; install a known version (zerostart env lists "
+                "them)"
             )
         flat = any(hasattr(optimizer, name) for name in ("round_robin_bit16_groups", "bf16_groups"))
         if flat:

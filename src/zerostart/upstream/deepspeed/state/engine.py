@@ -204,8 +204,9 @@ def check_window(engine: DeepSpeedEngine, found: Mapping[str, Any]) -> None:
     before, now = found.get("accumulation"), engine.gradient_accumulation_steps()
     if before not in (None, now):
         raise ConfigError(
-            f"the state was saved in the middle of a window of gradient_accumulation_steps={before}, and the "
-            f"engine has {now}: resume with {before}, or save after a step of the optimizer"
+            "the state was saved in the middle of gradient accumulation with "
+            f"gradient_accumulation_steps={before}, but the engine has {now}: resume with "
+            f"{before}, or save after an optimizer step"
         )
 
 

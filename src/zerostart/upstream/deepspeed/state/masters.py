@@ -47,8 +47,8 @@ def tell_changed(names: Sequence[str]) -> None:
     """Log the parameters whose masters do not start from the checkpoint."""
     if names:
         logger.info(
-            "%d parameters were changed between the load and the engine's start (%s%s): their fp32 "
-            "masters start from what they hold now",
+            "%d parameters were changed between the load and the start of the engine (%s%s): "
+            "their fp32 masters start from the changed values",
             len(names),
             ", ".join(names[:3]),
             ", ..." if len(names) > 3 else "",

@@ -113,16 +113,18 @@ def check_movable(engine: DeepSpeedEngine) -> None:
     wrapper = optimizer_of_engine(engine)
     if getattr(wrapper, "offloaded_states", None):
         raise ConfigError(
-            "engine.offload_states() has moved the state of the engine; call engine.reload_states() before"
+            "engine.offload_states() has moved the engine's state; call engine.reload_states() before"
         )
     if getattr(wrapper, "swap_optimizer", False) or getattr(wrapper, "params_in_nvme_and_cpu", False):
         raise EngineError(
-            "what DeepSpeed keeps on NVMe (offload_param or offload_optimizer to nvme) is not saved or "
-            "restored as training state; keep it on the host (device: cpu), or use engine.save_checkpoint"
+            "state that DeepSpeed keeps on NVMe (offload_param or offload_optimizer to nvme) "
+            "cannot be saved or restored as a training state; keep it on the host (device: cpu), "
+            "or use engine.save_checkpoint"
         )
     if getattr(wrapper, "zenflow", False) or ".superoffload." in type(wrapper).__module__:
         raise EngineError(
-            "ZenFlow and SuperOffload keep states in an order of their own; use engine.save_checkpoint"
+            "ZenFlow and SuperOffload keep the optimizer's states in an order that zerostart "
+            "cannot save; use engine.save_checkpoint"
         )
 
 
@@ -146,8 +148,8 @@ def steps_of(engine: DeepSpeedEngine) -> list[Stepped]:
     if hasattr(wrapper, "fp32_groups_flat") or hasattr(wrapper, "fp32_groups"):
         return list(_in_groups(wrapper, base))
     raise EngineError(
-        f"{type(wrapper).__name__} is not an optimizer of DeepSpeed's that zerostart knows; use "
-        "engine.save_checkpoint"
+        f"{type(wrapper).__name__} is an optimizer of DeepSpeed that zerostart does not know; "
+        "use engine.save_checkpoint"
     )
 
 

@@ -54,8 +54,9 @@ class Adoption(abc.ABC):
         ours = any(marked(p) for group in self.groups for p in group)
         if ours and arguments.get("zenflow_config") is not None:
             logger.warning(
-                "ZenFlow lays parameters out in an order of its own: DeepSpeed flattens them itself, with a "
-                "second copy of the model, and fp32 masters start from the parameters as they are held"
+                "ZenFlow orders parameters in its own way: DeepSpeed flattens them itself, with a "
+                "second copy of the model, and fp32 masters start from the parameters in their "
+                "present precision"
             )
             ours = False
         self.concerned = ours
@@ -88,8 +89,8 @@ class Adoption(abc.ABC):
         left = [n for n, flat in enumerate(self.flats) if flat is None and any(map(marked, self.groups[n]))]
         if left:
             logger.warning(
-                "parameter groups %s hold parameters that were not loaded by zerostart, or not as they are "
-                "now: DeepSpeed flattens these groups itself",
+                "parameter groups %s hold parameters that zerostart did not load, or that were "
+                "changed since: DeepSpeed flattens these groups itself",
                 left,
             )
 

@@ -150,8 +150,8 @@ def _is_watched(parameter: torch.Tensor) -> bool:
 def _raise_outside(names: Sequence[str]) -> None:
     if names:
         raise ConfigError(
-            f"{_listed(names)} changed in place while partitioned (ZeRO-3): the change is lost, and the "
-            f"partitions are as they were. {_REMEDY}"
+            f"{_listed(names)} changed in place while partitioned (ZeRO-3): the change is lost, "
+            f"and the partitions are unchanged. {_REMEDY}"
         )
 
 

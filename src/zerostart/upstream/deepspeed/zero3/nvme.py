@@ -104,13 +104,14 @@ def swap_file(init: Init, parameter: torch.Tensor, name: str, numel: int) -> tor
     swapper = init.param_swapper
     if parameter.dtype != swapper.dtype:
         raise EngineError(
-            f"{name} is {parameter.dtype} and the swap buffers of offload_param are {swapper.dtype}: "
-            "DeepSpeed swaps parameters of one dtype. Pass dtype= to load all of them in it"
+            f"{name} is {parameter.dtype}, but the swap buffers of offload_param are "
+            f"{swapper.dtype}: DeepSpeed swaps parameters of one dtype only. Pass dtype= to load "
+            "all of them in it"
         )
     if numel > swapper.elements_per_buffer:
         raise EngineError(
-            f"a partition of {name} has {numel} elements and a swap buffer {swapper.elements_per_buffer}: "
-            f"set offload_param.buffer_size to at least {numel}"
+            f"a partition of {name} has {numel} elements, but a swap buffer has "
+            f"{swapper.elements_per_buffer}: set offload_param.buffer_size to at least {numel}"
         )
     path = Path(swapper.get_path(parameter))
     # DeepSpeed reads whole blocks: the file is as long as what it will ask for.

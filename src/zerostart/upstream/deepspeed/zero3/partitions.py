@@ -219,7 +219,7 @@ def _refusals() -> Iterator[None]:
         yield
     # DeepSpeed checks some settings by assert.
     except (DeepSpeedConfigError, ValidationError, AssertionError) as error:
-        raise ConfigError(f"DeepSpeed refuses engine_config: {error}") from error
+        raise ConfigError(f"DeepSpeed rejects engine_config: {error}") from error
 
 
 def _check_secondary(init: Init, secondary: int, world_size: int) -> None:
@@ -227,7 +227,8 @@ def _check_secondary(init: Init, secondary: int, world_size: int) -> None:
     if asked > 1 and init.num_ranks_in_param_group != asked:
         raise ConfigError(
             f"zero_hpz_partition_size={asked}, but this process has made groups of "
-            f"{init.num_ranks_in_param_group} ranks before, and DeepSpeed keeps one size for its life"
+            f"{init.num_ranks_in_param_group} ranks before, which DeepSpeed cannot change; use "
+            "that number, or another process"
         )
 
 
@@ -273,7 +274,7 @@ def check_sections(config: DeepSpeedConfig | None) -> None:
         for parse in (get_zero_config, get_bfloat16_config, get_float16_config):
             parse(settled)
     except (ValidationError, ValueError, AssertionError) as error:
-        raise ConfigError(f"DeepSpeed refuses engine_config: {error}") from error
+        raise ConfigError(f"DeepSpeed rejects engine_config: {error}") from error
 
 
 def check_quantising() -> None:

@@ -126,7 +126,8 @@ def is_known() -> bool:
     wrong = misfit((_DEFRAGMENT, _MEMORY))
     if wrong:
         logger.warning(
-            "%s. deepspeed.initialize runs as it is at ZeRO-3, and takes up to twice what it keeps",
+            "%s. deepspeed.initialize starts unpatched at ZeRO-3, and takes up to twice the "
+            "memory that it keeps",
             wrong,
         )
     return not wrong
