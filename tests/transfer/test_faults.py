@@ -115,5 +115,5 @@ def test_truncated_before_the_load(path: Path) -> None:
     with pytest.raises(ReadError, match="has 10 bytes now"):
         read(path, 0, 10)
     path.unlink()
-    with pytest.raises(CheckpointNotFoundError, match="gone"):
+    with pytest.raises(CheckpointNotFoundError, match="was removed"):
         read(path, 0, 10)
