@@ -39,6 +39,8 @@ def resolve(
     name = node["reftarget"]
     if node.get("refdomain") != "py":
         return None
+    if " " in name:  # the first words of a docstring, which Sphinx takes for a type if a colon follows
+        return shown
     if name in _OTHERS:
         return _outside(_OTHERS[name], shown)
     objects = env.domains.python_domain.objects

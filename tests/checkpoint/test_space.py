@@ -41,6 +41,7 @@ def test_a_place_that_is_not_there_yet_is_on_the_file_system_above(tmp_path: Pat
     assert found is not None
     assert abs(found - shutil.disk_usage(tmp_path).free) < 1 << 30, "others write meanwhile"
     assert free_space("/proc") is None, "which has no blocks"
+    assert free_space(tmp_path / ("x" * 300) / "y") is None, "which no file system takes"
 
 
 def test_nothing_is_begun_where_there_is_no_room(free, tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """The local launcher, with workers that import no torch."""
 
+import errno
+import fcntl
 import json
 import os
 import signal
@@ -12,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from zerostart.cli import launch
 from zerostart.cli.launch import _scratch, run_local_ranks
 from zerostart.errors import ConfigError, CoverageError, PeerError
 
@@ -192,6 +195,35 @@ def test_interrupt_is_forwarded_once_and_ranks_end_in_their_own_way(worker, tmp_
     out, err = process.communicate(timeout=20)
     assert (process.returncode, out.strip()) == (0, "[1, 1]"), err
     assert not any(alive(pid) for pid in pids)
+
+
+def test_folders_that_may_be_somebody_elses_stay(tmp_path, monkeypatch):
+    """Those of launchers on another machine, whose locks nobody sees here, and what a person calls so."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(launch, "_boot", lambda: "0" * 32)
+        with _scratch() as folder:
+            other = folder.rename(tmp_path / folder.name.replace("zerostart", "kept"))
+    other = other.rename(tmp_path / folder.name)
+    own = [other, tmp_path / "zerostart-ranks.old", tmp_path / f"zerostart-ranks.{launch._boot()}.backup"]
+    for entry in own:
+        entry.mkdir(exist_ok=True)
+        (entry / "file").touch()
+        os.utime(entry, (1e9, 1e9))
+    with _scratch():
+        assert all((entry / "file").exists() for entry in own)
+
+
+def test_a_file_system_without_locks_serves_and_nothing_is_removed_there(tmp_path, monkeypatch):
+    def no_locks(*_):
+        raise OSError(errno.EBADF, "Bad file descriptor")  # as NFS answers for a directory
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    with _scratch() as living:
+        os.utime(living, (1e9, 1e9))
+        with _scratch():
+            assert living.exists()
 
 
 def test_no_rank_outlives_a_killed_launcher(worker, tmp_path, monkeypatch):

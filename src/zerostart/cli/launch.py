@@ -17,6 +17,7 @@ import ctypes
 import fcntl
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -119,8 +120,9 @@ def run_local_ranks(
         return _outcome(ended, interrupted=bool(caught))
 
 
-#: Names of launchers' folders, and the seconds after which one that nobody has locked was left.
-_SCRATCH, _LEFT_SECONDS = "zerostart-ranks.", 60.0
+#: How names of launchers' folders begin and end, and the seconds after which one that nobody has locked was
+#: left.
+_SCRATCH, _DRAWN, _LEFT_SECONDS = "zerostart-ranks.", "[a-z0-9_]{8}", 60.0
 
 
 @contextmanager
@@ -129,19 +131,31 @@ def _scratch() -> Iterator[Path]:
 
     Its lock ends with this process, however it ends.
     """
-    _remove_left(Path(tempfile.gettempdir()))
-    with tempfile.TemporaryDirectory(prefix=_SCRATCH, ignore_cleanup_errors=True) as folder:
+    prefix = f"{_SCRATCH}{_boot()}."
+    _remove_left(Path(tempfile.gettempdir()), prefix)
+    with tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as folder:
         handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX)
+            with contextlib.suppress(OSError):  # NFS locks no directory: nobody removes it there either
+                fcntl.flock(handle, fcntl.LOCK_EX)
             yield Path(folder)
         finally:
             os.close(handle)
 
 
-def _remove_left(place: Path) -> None:
-    """Remove the folders in ``place`` that this user's launchers have left."""
-    for folder in place.glob(f"{_SCRATCH}*"):
+def _boot() -> str:
+    """What no other running kernel has: locks of a shared file system may hold on one machine alone."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", "")
+    return re.sub(r"\W", "_", socket.gethostname())
+
+
+def _remove_left(place: Path, prefix: str) -> None:
+    """Remove the folders in ``place`` that this user's launchers on this machine have left."""
+    own = re.compile(re.escape(prefix) + _DRAWN)
+    for folder in place.glob(f"{prefix}*"):
+        if not own.fullmatch(folder.name):
+            continue
         with contextlib.suppress(OSError):  # another launcher removes it, or it is another user's
             handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import os
 from pathlib import Path
@@ -64,13 +65,17 @@ def command(
 
 
 def _write(path: Path, text: str) -> None:
-    """Write a page, whole or not at all. Raises WriteError."""
+    """Write a page, whole or not at all; a link and a pipe (/dev/stdout) stay. Raises WriteError."""
     from zerostart.checkpoint.write.folders import write_whole
     from zerostart.errors import WriteError
 
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        write_whole(path, text.encode(), part, durable=False)
+        if path.is_symlink() or (path.exists() and not path.is_file()):  # what is no file stays what it is
+            path.write_text(text, encoding="utf-8")
+        else:
+            write_whole(path, text.encode(), part, durable=False)
     except OSError as error:
-        part.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            part.unlink()
         raise WriteError(f"{path}: the page cannot be written: {error.strerror}") from error

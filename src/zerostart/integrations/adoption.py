@@ -76,7 +76,10 @@ def _notify(notice: Notice) -> None:
         listener(notice)
     if not _listeners and notice.how is not None and _stack and _stack[-1].progress and is_first_rank():
         # As a progress bar is shown, and not by the logger, whose notes of this kind nobody sees.
-        print(f"zerostart: {notice.model} {notice.how}", file=sys.stderr, flush=True)
+        # A stream that is closed or gone ends no script, and on one rank alone least of all.
+        with contextlib.suppress(OSError, ValueError):
+            if sys.stderr is not None:  # or it would go to stdout
+                print(f"zerostart: {notice.model} {notice.how}", file=sys.stderr, flush=True)
 
 
 def enable(settings: EnabledArguments) -> None:

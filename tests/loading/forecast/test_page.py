@@ -19,6 +19,8 @@ from typer.testing import CliRunner
 
 import zerostart
 from tests.tiny import TinyCheckpoints
+from zerostart.cli.plan import _write
+from zerostart.errors import WriteError
 from zerostart.loading.forecast.page import page_of
 
 HOSTILE = "a</script><img src=x onerror=alert(1)>\"' &amp;.safetensors"
@@ -160,3 +162,15 @@ def test_the_size_of_a_page_is_bounded(checkpoints: TinyCheckpoints, ranks: int,
     page = Parsed(text)
     assert sum(json.loads(page.scripts["reads"])["bytes"]) == ranks * int(wide[:, 3].sum())
     assert page.tables["files"][1][2] == [decimal(ranks * 10**9), ranks * 10**9]
+
+
+def test_a_link_stays_one_and_what_cannot_be_written_is_named(tmp_path: Path) -> None:
+    """``--html /dev/stdout`` is no wish for another file of that name."""
+    (tmp_path / "seen").touch()
+    (tmp_path / "link").symlink_to("seen")
+    _write(tmp_path / "link", "a page")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "seen").read_text() == "a page"
+    with pytest.raises(WriteError, match="the page cannot be written: Not a directory"):
+        _write(tmp_path / "seen" / "page.html", "a page")
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["link", "seen"]

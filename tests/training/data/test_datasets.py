@@ -167,3 +167,14 @@ def test_what_says_too_little_or_too_much_is_refused(folders: list[str], tmp_pat
     ):
         with pytest.raises(ConfigError, match=told):
             parse_config(configured(tmp_path, media, tmp_path))
+
+
+def test_each_set_has_a_frame_rate_of_its_own(tmp_path: Path) -> None:
+    """LTX-2 takes it with each video: that of the section stands for sets that have none."""
+    made = make("ltx2", tmp_path / "ltx2")
+    sources = [
+        write_media(tmp_path / name, {"video": "video"}, [(32, 32)], 9)["source"] for name in ("a", "b")
+    ]
+    sets = [{"source": sources[0]}, {"source": sources[1], "frame_rate": 12}]
+    items = cache(made, {"frame_rate": 30, "datasets": sets}, tmp_path)
+    assert [items[place]["frame_rate"].item() for place in range(2)] == [30.0, 12.0]

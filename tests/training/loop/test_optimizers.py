@@ -15,6 +15,7 @@ from zerostart.distributed.world import current_world
 from zerostart.engines import Mesh, check_choice
 from zerostart.errors import ConfigError
 from zerostart.training.config.configuration import TrainingConfig
+from zerostart.training.loop.fingerprint import changes
 from zerostart.training.loop.optimizers import check_optimizer, optimizer_of
 
 #: Names that the Trainer and a run have both, and which shards step as one process does.
@@ -49,6 +50,12 @@ def test_factors_go_on_exactly(checkpoints, values):
     assert losses(run_ranks(run, 2, given)[0]) == losses(straight)
 
 
+def test_a_checkpoint_from_before_there_were_names_is_of_adamw():
+    now = {"train.optimizer": "sgd", "train.optimizer_args": {}, "train.seed": 1}
+    assert changes({"train.seed": 1}, now) == {"train.optimizer": "train.optimizer was adamw and is sgd"}
+    assert changes({"train.seed": 1}, {**now, "train.optimizer": "adamw"}) == {}
+
+
 def refused(engine, **train):
     chosen = check_choice(engine, 3).for_stage(3, None, Mesh(1), None)
     with pytest.raises(ConfigError) as caught:
@@ -67,6 +74,11 @@ def refused(engine, **train):
             {"optimizer": "sgd", "optimizer_args": {"momentun": 0.9}},
             "SGD takes no momentun, but lr, momentum",
         ),
+        (
+            {"optimizer_args": {"weight_decay": 0.1}},
+            "weight_decay has a key of its own: .*train.weight_d",
+        ),
+        ({"optimizer_args": {"lr": 1.0}}, "lr has a key of its own: write train.learning_rate"),
         ({"optimizer": "sgd", "optimizer_args": {"momentum": -1}}, "sgd cannot step .*Invalid momentum"),
         ({"optimizer": "sgd", "betas": [0.9, 0.99]}, "train.betas: train.optimizer sgd has none"),
         ({"optimizer": "rprop", "weight_decay": 0.1}, "train.weight_decay: train.optimizer rprop has none"),

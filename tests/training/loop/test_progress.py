@@ -3,11 +3,13 @@
 import json
 import re
 import typing
+from pathlib import Path
 
 import pytest
 import torch
 from transformers import get_scheduler
 
+from zerostart.errors import WriteError
 from zerostart.training.config.configuration import Schedule, TrainingConfig
 from zerostart.training.loop import progress
 from zerostart.training.loop.progress import Display, Metrics
@@ -45,6 +47,25 @@ def test_the_live_line_fits(width, clock, monkeypatch, capsys, tmp_path):
     assert any("105.2 GB" in line for line in lines) == (width >= 80)
     words = [word.rstrip(",") for line in lines for word in line.split() if word.startswith("some")]
     assert words == ["some.module.of.a.model.weight"] * 4
+
+
+def test_a_full_disk_ends_no_run_that_goes_on_without_checkpoints(capsys, caplog):
+    """Linux has a device that is always full. Without the option the first figures end the run."""
+    full = Path("/dev/full")
+    for skips in (True, False):
+        ended = False
+        try:
+            with Display(3, full, 1, active=True, skip_unwritable=skips) as display:
+                display.start()
+                for step in (1, 2, 3):
+                    display.step(Metrics(step, 1.0, 1.0, 0.1, 7, GIGA))
+        except (WriteError, OSError):
+            ended = True
+        assert ended != skips
+    assert [record.message for record in caplog.records] == [
+        "/dev/full: the figures of the run cannot be written: No space left on device; the run goes on, and "
+        "tries again"
+    ]
 
 
 def test_numbers_that_are_not_finite_are_null(tmp_path, capsys):

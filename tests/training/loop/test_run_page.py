@@ -84,6 +84,12 @@ def test_a_run_from_its_begin_over_a_resume_to_its_end(tmp_path: Path) -> None:
     assert [row[1] for row in page.figures("latest")] == [losses[4], 0.5, 1e-3, rates[4], 1e9]
 
 
+def test_figures_that_somebody_wrote_by_hand_end_no_run(tmp_path: Path) -> None:
+    page = RunPage(tmp_path, ABOUT, 4, COUNTED)
+    assert page.begin([line(1), {**line(2), "step": "2.5"}, line(3, loss=10**400)]) is None  # type: ignore[dict-item]
+    assert page.course.latest["loss"] == 10.0
+
+
 def test_other_ranks_write_none(tmp_path: Path) -> None:
     with Display(1, tmp_path / "metrics.jsonl", 1, COUNTED, ABOUT, active=False) as display:
         display.begin(0)

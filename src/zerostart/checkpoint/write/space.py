@@ -13,11 +13,11 @@ from zerostart.errors import WriteError
 def free_space(path: str | os.PathLike[str]) -> int | None:
     """Bytes that this user may still write at ``path``, which need not be there yet; None where unknown."""
     place = Path(os.path.abspath(path))  # noqa: PTH100  # links are followed by the call below
-    while not place.exists() and place != place.parent:
-        place = place.parent
     try:
+        while not place.exists() and place != place.parent:
+            place = place.parent
         found = os.statvfs(place)
-    except OSError:
+    except OSError:  # also of a folder that may not be searched: whoever writes there says what is wrong
         return None
     # Object stores that are mounted have no blocks to count.
     return found.f_bavail * found.f_frsize if found.f_blocks else None

@@ -178,8 +178,7 @@ def _change_items(wanted: _Wanted, update: CacheUpdate, world: World) -> list[in
 def _encode(wanted: _Wanted, update: CacheUpdate, world: World) -> None:
     """Encode the rows that are new; collective."""
     assert wanted.media is not None, "its rows are new"
-    rate = wanted.media.config.frame_rate
-    with encoders(wanted.source, wanted.facts.settings, world, rate) as encoder:
+    with encoders(wanted.source, wanted.facts.settings, world) as encoder:
         fill(wanted.directory, update, wanted.media, encoder, wanted.facts, wanted.texts, world)
 
 

@@ -36,12 +36,8 @@ _VAE = "vae"
 
 
 @contextmanager
-def encoders(
-    source: str, settings: CacheConfig, world: World, frame_rate: float | None = None
-) -> Iterator[Encoder]:
+def encoders(source: str, settings: CacheConfig, world: World) -> Iterator[Encoder]:
     """The encoders of the pipeline at ``source``, of which none is left afterwards; collective.
-
-    ``frame_rate`` is that of the videos, in frames a second, where it is known.
 
     Inside nothing needs a gradient. Raises ConfigError for what is no pipeline or one that is not known,
     and what loading raises, on every rank.
@@ -54,7 +50,7 @@ def encoders(
         if default_device().type == "cpu":
             torch.set_num_threads(1)
         with torch.no_grad():
-            yield encoder_class(kind)(pipe, settings, frame_rate)
+            yield encoder_class(kind)(pipe, settings)
     finally:
         torch.set_num_threads(threads)
         drop_components(pipe, *(n for n, part in pipe.components.items() if isinstance(part, nn.Module)))

@@ -20,6 +20,7 @@ from zerostart.errors import ConfigError, ZerostartError
 from zerostart.training.data.cache_facts import CacheUpdate, Facts, facts_of_rows
 from zerostart.training.data.cache_files import Draft, drafted, items_of_a_file, publish
 from zerostart.training.data.cached import VERSION
+from zerostart.training.data.items import FRAME_RATE
 from zerostart.training.data.pictured import PicturedText
 from zerostart.training.diffusion.encoder import Encoded, Encoder, Example
 from zerostart.training.loop.terminal import say
@@ -201,6 +202,8 @@ def _not_finite(made: Encoded, what: str) -> str | None:
 def _checked(media: MediaItems, encoder: Encoder, number: int, example: Any = None) -> Example:
     """Item ``number``, which the encoder can take. Raises ConfigError that names its row."""
     found: Example = media[number] if example is None else example
+    if (rate := media.frame_rate(number)) is not None:
+        found = {**found, FRAME_RATE: rate}
     try:
         encoder.check(found)
     except ConfigError as error:

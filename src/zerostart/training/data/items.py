@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+#: Key of an example's frames a second, where its data set sets them.
+FRAME_RATE = "media.frame_rate"
 _THREADS = 16  # that look at files, which may lie on a network
 _CHUNK = 4096  # rows that are handed to them at a time
 _SHOWN = 3  # bad rows that an error names
@@ -267,6 +269,10 @@ class MediaItems(Dataset[dict[str, Any]]):
         """In words where the row of item ``index`` is."""
         found, place = self._at(index)
         return found.where(place)
+
+    def frame_rate(self, index: int) -> float | None:
+        """Frames a second of item ``index``, where its data set sets them."""
+        return self._at(index)[0].config.frame_rate
 
     def shapes(self) -> list[Hashable]:
         """A key for each item: those with the same key have tensors of the same shapes. By headers alone.

@@ -43,16 +43,10 @@ class Encoder(ABC):
     #: Whether a text means something without the pictures of its example.
     texts_alone: ClassVar[bool] = True
 
-    def __init__(
-        self, pipe: DiffusionPipeline, settings: CacheConfig, frame_rate: float | None = None
-    ) -> None:
-        """``pipe`` is the pipeline without its transformers.
-
-        ``frame_rate`` is that of all videos, in frames a second, where it is known.
-        """
+    def __init__(self, pipe: DiffusionPipeline, settings: CacheConfig) -> None:
+        """``pipe`` is the pipeline without its transformers."""
         self.pipe = pipe
         self.settings = settings
-        self.frame_rate = frame_rate
         self.device = default_device()
         own = inspect.signature(type(pipe).__call__).parameters["max_sequence_length"].default
         self.most_tokens = int(settings.max_sequence_length or own)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from zerostart.errors import ConfigError
+from zerostart.training.data.items import FRAME_RATE
 from zerostart.training.diffusion.encoder import Encoded, Encoder, Example, VideoEncoder
 from zerostart.training.diffusion.family import Conditions, Family, Tensors, linear_shift
 
@@ -32,7 +33,7 @@ class Ltx2Encoder(VideoEncoder):
         return int(pipe.vae_temporal_compression_ratio), int(pipe.vae_spatial_compression_ratio)
 
     def encode(self, example: Example, generator: torch.Generator) -> Encoded:
-        rate = _FRAME_RATE if self.frame_rate is None else self.frame_rate
+        rate = example.get(FRAME_RATE, _FRAME_RATE)
         found = super().encode(example, generator)
         found["frame_rate"] = torch.tensor(rate, dtype=torch.float64, device="cpu")
         return found

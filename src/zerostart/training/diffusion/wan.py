@@ -65,10 +65,8 @@ class ImageToVideo(TextToVideo):
     takes: ClassVar[frozenset[str]] = frozenset({"video", "first_frame", "last_frame"})
     needs: ClassVar[tuple[str, ...]] = ("video",)
 
-    def __init__(
-        self, pipe: DiffusionPipeline, settings: CacheConfig, frame_rate: float | None = None
-    ) -> None:
-        super().__init__(pipe, settings, frame_rate)
+    def __init__(self, pipe: DiffusionPipeline, settings: CacheConfig) -> None:
+        super().__init__(pipe, settings)
         _check_texts(self.kind)
         if pipe.image_encoder is not None and (length := self.text["max_sequence_length"]) != _TEXT:
             raise ConfigError(
@@ -142,10 +140,8 @@ class Vace(TextToVideo):
     takes: ClassVar[frozenset[str]] = frozenset({"video", "control_video", "control_mask", "reference_image"})
     needs: ClassVar[tuple[str, ...]] = ("video", "control_video or reference_image")
 
-    def __init__(
-        self, pipe: DiffusionPipeline, settings: CacheConfig, frame_rate: float | None = None
-    ) -> None:
-        super().__init__(pipe, settings, frame_rate)
+    def __init__(self, pipe: DiffusionPipeline, settings: CacheConfig) -> None:
+        super().__init__(pipe, settings)
         _check_texts(self.kind)
         # The pipeline asks its transformer, which is not there, for the size of a patch.
         pipe.transformer = SimpleNamespace(config=SimpleNamespace(patch_size=(1, _PATCH, _PATCH)))

@@ -50,6 +50,8 @@ _FREE: Mapping[str, frozenset[str]] = {
     "lora": frozenset({"targets", "exclude", "init", "start_from"}),
     "ema": frozenset({"place", "evaluate"}),
 }
+#: What keys stood for before there were any: runs of then have not noted them.
+_SINCE: Mapping[str, object] = {"train.optimizer": "adamw", "train.optimizer_args": {}}
 #: What may change where ``resume.accept`` has the word.
 ACCEPTED: Mapping[str, frozenset[str]] = {
     "data": frozenset({DATA}),
@@ -202,6 +204,7 @@ def fingerprint_of(config: TrainConfig, model: nn.Module, data: str, world: Worl
 
 def changes(before: Mapping[str, object], now: Mapping[str, object]) -> dict[str, str]:
     """By key, in words, what has changed from ``before`` to ``now``; keys that one of them lacks aside."""
+    before = {**_SINCE, **before}
     return {
         key: f"{key} was {before[key]} and is {now[key]}"
         for key in now

@@ -29,6 +29,8 @@ from zerostart.training.config.configuration import TrainingConfig
 Made = Callable[[Any], Optimizer]
 
 _KEY = "train.optimizer"
+#: Arguments of optimizers that are other keys of the section, which count.
+_KEYS = {"lr": "learning_rate", "betas": "betas", "weight_decay": "weight_decay"}
 
 
 def optimizer_of(train: TrainingConfig) -> Made:
@@ -42,6 +44,10 @@ def optimizer_of(train: TrainingConfig) -> Made:
     if unknown := [name for name in train.optimizer_args if name not in takes and not anything]:
         raise ConfigError(
             f"train.optimizer_args: {kind.__name__} takes no {unknown[0]}, but {', '.join(list(takes)[1:])}"
+        )
+    if taken := [name for name in _KEYS if name in train.optimizer_args]:
+        raise ConfigError(
+            f"train.optimizer_args: {taken[0]} has a key of its own: write train.{_KEYS[taken[0]]} instead"
         )
     given: dict[str, Any] = {"lr": train.learning_rate}
     if "betas" in takes:

@@ -63,7 +63,7 @@ class Display:
     and ``peak_bytes`` for a step and ``step, held_out_loss`` for an evaluation; a number that is not finite
     is null. Beside it is a page of the run that ``about`` is of, if that is given. ``every`` is the distance
     of plain lines, in steps. ``counted`` is the key of what a step has seen, in the place of ``tokens``, and
-    its rate in short.
+    its rate in short. With ``skip_unwritable`` a run goes on where the figures of a step cannot be written.
     """
 
     def __init__(
@@ -75,8 +75,10 @@ class Display:
         about: About | None = None,
         *,
         active: bool,
+        skip_unwritable: bool = False,
     ) -> None:
         self._steps = steps
+        self._skips, self._told = skip_unwritable, False
         self._page = None if about is None or not active else RunPage(path.parent, about, steps, counted)
         self._key, self._unit = counted
         self._before = 0
@@ -109,7 +111,8 @@ class Display:
         if self._live is not None:
             self._live.stop()
         if self._file is not None:
-            self._file.close()
+            with self._noting():
+                self._file.close()
         if self._page is not None and self._done is not None:
             word = "finished" if self._done == self._steps else f"stopped after step {self._done:,}"
             ended = word if error is None else f"ended by {type(error).__name__}: {error}"
@@ -187,9 +190,21 @@ class Display:
         if words:
             logger.warning("%s", words)
 
+    @contextmanager
+    def _noting(self) -> Iterator[None]:
+        """As ``_writing``; where a run goes on without what cannot be written, say so once."""
+        try:
+            with _writing(self._path):
+                yield
+        except WriteError as error:
+            if not self._skips:
+                raise
+            self._tell(None if self._told else f"{error}; the run goes on, and tries again")
+            self._told = True
+
     def _write(self, **values: float | None) -> None:
         if self._file is not None:
-            with _writing(self._path):
+            with self._noting():  # what is not written yet is tried again with the next
                 self._file.write(dump_json(values) + "\n")
                 self._file.flush()
         if self._page is not None:

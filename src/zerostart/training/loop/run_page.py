@@ -163,7 +163,8 @@ class RunPage:
         """Begin with what an earlier part of the run has written down; as ``write``."""
         self.course = Course(self._counted[0])
         for values in lines:
-            self.course.add(values)
+            with contextlib.suppress(ValueError, OverflowError):  # a step or a figure that is no such number
+                self.course.add(values)
         return self.write()
 
     def add(self, values: Mapping[str, float | None]) -> str | None:

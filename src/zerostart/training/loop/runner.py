@@ -120,7 +120,15 @@ def _train(config: TrainConfig, directory: Path, resumed: Path | None, world: Wo
     path, every, about = directory / METRICS, config.logging.every, _about(config, model, world)
     with (
         world.phase("training"),
-        Display(config.train.last_step, path, every, task.counted, about, active=world.rank == 0) as display,
+        Display(
+            config.train.last_step,
+            path,
+            every,
+            task.counted,
+            about,
+            active=world.rank == 0,
+            skip_unwritable=config.checkpoint.skip_unwritable,
+        ) as display,
         StopSignal() as stop,
     ):
         # What is trained is chosen before the engine wraps the model: it makes an optimizer of those alone.
@@ -129,8 +137,9 @@ def _train(config: TrainConfig, directory: Path, resumed: Path | None, world: Wo
         if told := choose_trained(model, config, world):
             display.say(told)
         check_export(model, config)
-        if world.rank == 0:
-            check_room(config, model, directory)
+        with world.phase("looking at the free space"):
+            if world.rank == 0:
+                check_room(config, model, directory)
         session = open_session(config, model, task, inputs.items)
         course = fingerprint_of(config, model, inputs.items.digest(), world)
         accepted = [] if config.resume is None else config.resume.accept
