@@ -103,7 +103,7 @@ def test_a_folder_without_a_table_has_its_texts_beside_the_files(folder):
     (folder / "metadata.jsonl").write_text(json.dumps({"image": "china.jpg", "prompt": "by the table"}))
     assert [item["prompt"] for item in MediaItems(small(folder))] == ["by the table"]
     (folder / "metadata.csv").write_text("image,prompt\n")
-    with pytest.raises(ConfigError, match=r"metadata\.csv and metadata\.jsonl; name the file"):
+    with pytest.raises(ConfigError, match=r"metadata\.csv and metadata\.jsonl; name the file to use"):
         MediaItems(small(folder))
 
 
