@@ -188,8 +188,8 @@ def _cached_snapshot(name: str, looked_for: Path) -> Path:
         wanted = identifier + (f" --revision {revision}" if revision else "")
         raise CheckpointNotFoundError(
             f"{name}: no file or directory {looked_for}, and no such model in the local hub cache "
-            f"({huggingface_hub.constants.HF_HUB_CACHE}); fetch it first: hf download {wanted}, or "
-            "give zerostart's commands --download"
+            f"({huggingface_hub.constants.HF_HUB_CACHE}); fetch it first: hf download {wanted}, "
+            "or with --download, which inspect, plan, load, train and cache take"
         ) from error
 
 

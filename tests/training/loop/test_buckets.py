@@ -112,7 +112,7 @@ def test_going_on_in_another_order_is_told(shapes, batch_size, step, warned, mon
     """A run that did 3 batches of 1 a step goes on with 1 of 3, or with another number of examples."""
     before = Buckets(shapes, 1, 3, 0)
     now = Buckets(shapes, batch_size, step, 0)
-    monkeypatch.setattr(checkpoints, "load_state", lambda *given: None)
+    monkeypatch.setattr(checkpoints, "restore_state", lambda *given: None)
     extra = {"data": "d", "order": before.order, "epoch": 0, "sequences": 3, "step": 1, "schedule": {}}
     monkeypatch.setattr(checkpoints, "_extra", lambda path: extra | {"losses": [1.0, 1.0], "held_out": []})
     session = SimpleNamespace(
