@@ -54,7 +54,7 @@ def push(
             told = " ".join(str(error).split()).rstrip(".") or type(error).__name__
             raise WriteError(
                 f"{os.fspath(path)} is saved, but not pushed to {repo_id}: {told}; log in with hf auth "
-                f"login, and push it with hf upload {repo_id} {os.fspath(path)}, which takes all that lies there"
+                f"login, and push it with hf upload {repo_id} {os.fspath(path)} (all that lies there)"
             ) from error
         return str(made)
 
