@@ -399,4 +399,4 @@ def test_a_configuration_that_differs_on_one_machine(checkpoints: TinyCheckpoint
     if "no mounts" in found:
         pytest.skip("no namespace of mounts here")
     assert found[0] == found[1]
-    assert "this one has a configuration of the model with digest" in found[0]
+    assert "this rank has a configuration of the model with digest" in found[0]

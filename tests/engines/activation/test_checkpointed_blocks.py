@@ -173,11 +173,11 @@ def test_blocks_are_found_by_class_and_by_name() -> None:
         f"blocks.{n}.inner" for n in range(3)
     )
     assert list(model.state_dict()) == list(Stack().state_dict())
-    with pytest.raises(zerostart.errors.ConfigError, match="blocks has 'Blok'"):
+    with pytest.raises(zerostart.errors.ConfigError, match="blocks names 'Blok'"):
         zerostart.checkpoint_blocks(model, blocks=["Blok"])
     with pytest.raises(zerostart.errors.ConfigError, match="must be a list of classes or names"):
         zerostart.checkpoint_blocks(model, blocks=[3])  # type: ignore[list-item]
-    with pytest.raises(zerostart.errors.ConfigError, match="name them"):
+    with pytest.raises(zerostart.errors.ConfigError, match="does not say which modules are its blocks"):
         zerostart.checkpoint_blocks(nn.Sequential(nn.Linear(2, 2)))
     with pytest.raises(zerostart.errors.ConfigError, match="every=0"):
         zerostart.checkpoint_blocks(model, every=0)

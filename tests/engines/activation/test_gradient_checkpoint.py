@@ -197,5 +197,5 @@ def test_a_container_that_cannot_be_made_anew_is_not_to_be_changed() -> None:
     x = torch.ones(2, requires_grad=True)
     zerostart.gradient_checkpoint(layer, x, Features([x])).sum().backward()
     assert x.grad.tolist() == [1.0, 1.0]
-    with pytest.raises(ConfigError, match=r"changed a Features that it was given.*pass a list"):
+    with pytest.raises(ConfigError, match=r"changed a Features that it received.*pass a list"):
         zerostart.gradient_checkpoint(filling, x, Features())

@@ -127,7 +127,7 @@ def test_torchs_and_accelerates_own_checkpoints_go_on(path: Path, tmp_path: Path
     found = run_ranks(resumed, 3, path, other, tmp_path / "runs" / "run")[0]
     assert found == pytest.approx(wanted, rel=1e-5)
     if how == "ranks":
-        with pytest.raises(CheckpointError, match=r"'weight' is cut as Replicate, Shard.*use_dcp=True"):
+        with pytest.raises(CheckpointError, match=r"'weight' is sharded as Replicate, Shard.*use_dcp=True"):
             open_catalog(tmp_path / "runs" / "run" / "hybrid")
         (tmp_path / "runs" / "run" / "pytorch_model_fsdp_0_rank1.bin").rename(tmp_path / "elsewhere")
         with pytest.raises(CheckpointError, match="a file is missing"):

@@ -80,7 +80,7 @@ def test_patterns() -> None:
     one = lora_targets(model, LoraConfig(targets=["blocks.*.attn1.to_q"]))
     assert one == ("blocks.0.attn1.to_q", "blocks.1.attn1.to_q")
     assert lora_targets(model, LoraConfig(targets=["to_q"], exclude=["blocks.1.*", "attn2.to_q"])) == one[:1]
-    with pytest.raises(ConfigError, match=r"lora\.targets has 'to_qq', which no layer"):
+    with pytest.raises(ConfigError, match=r"lora\.targets has 'to_qq', but the name of no layer"):
         lora_targets(model, LoraConfig(targets=["to_q", "to_qq"]))
     with pytest.raises(ConfigError, match=r"lora\.exclude has 'nobody'"):
         lora_targets(model, LoraConfig(targets=["to_q"], exclude=["nobody"]))
@@ -272,7 +272,7 @@ def test_what_cannot_be_saved_is_told_before_the_training() -> None:
         if merged:
             check(model, merge=True)
         else:
-            with pytest.raises(ConfigError, match=r"0\.lora_A\.default\.weight is of a convolution"):
+            with pytest.raises(ConfigError, match=r"0\.lora_A\.default\.weight belongs to a convolution"):
                 check(model, merge=True)
 
 

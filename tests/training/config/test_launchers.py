@@ -164,7 +164,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], type[Exception], str]] = [
         {**fsdp(), "dynamo_config": {"dynamo_backend": "INDUCTOR"}},
         {"engine": FSDP2},
         ConfigError,
-        "dynamo_backend: inductor, and a run compiles no model",
+        "dynamo_backend: inductor, but zerostart train does not compile",
     ),
     (
         zero(zero_stage=2),

@@ -103,7 +103,7 @@ def test_a_folder_without_a_table_has_its_texts_beside_the_files(folder):
     (folder / "metadata.jsonl").write_text(json.dumps({"image": "china.jpg", "prompt": "by the table"}))
     assert [item["prompt"] for item in MediaItems(small(folder))] == ["by the table"]
     (folder / "metadata.csv").write_text("image,prompt\n")
-    with pytest.raises(ConfigError, match=r"metadata\.csv and metadata\.jsonl; name the one"):
+    with pytest.raises(ConfigError, match=r"metadata\.csv and metadata\.jsonl; name the file to use"):
         MediaItems(small(folder))
 
 
@@ -174,7 +174,7 @@ def test_what_columns_leaves_out_is_no_picture(folder):
         ),
         ("a.csv", b"image,prompt\n\xff\xfe,y\n", r"a\.csv is not UTF-8"),
         ("a.json", '{"image": "x"}', r"a\.json: a table is a JSON list of objects, not a JSON dict"),
-        ("a.json", '[{"image": "x"}, 3]', r"a\.json, entry 2: a row is an object"),
+        ("a.json", '[{"image": "x"}, 3]', r"a\.json, entry 2: a row is a JSON object"),
         ("a.jsonl", '{"image": "x"}\n{', r"a\.jsonl, line 2: not valid JSON"),
         ("a.jsonl", f'{{"seed": {"9" * 5000}}}', r"a\.jsonl, line 1: not valid JSON: Exceeds the limit"),
         ("a.jsonl", '{"image": "~$x.png", "prompt": "y"}', r"~\$x\.png: no such file"),
@@ -189,7 +189,7 @@ def test_what_columns_leaves_out_is_no_picture(folder):
         (
             "a.jsonl",
             '{"image": "https://a/b.png", "prompt": "y"}',
-            r"https://a/b\.png is an address; download",
+            r"https://a/b\.png is a URL; download",
         ),
         ("a.jsonl", '{"image": "", "prompt": "y"}', r"line 1: its cells under image are all empty"),
         ("a.txt", "image", r"a table is a \.csv, \.json or \.jsonl file, not \.txt"),
@@ -234,7 +234,7 @@ def test_absent_and_damaged_files_are_told_by_row(folder):
     [
         ({"height": 64}, "media: height and width go together"),
         ({"height": 60, "width": 64}, "a size of 60 x 64 does not consist of multiples of multiple_of 16"),
-        ({"buckets": [[64, 64], [64, 65]]}, "a size of 64 x 65 is not"),
+        ({"buckets": [[64, 64], [64, 65]]}, "a size of 64 x 65 does not"),
         ({"buckets": []}, "buckets is empty"),
         ({"height": 64, "width": 64, "buckets": "standard"}, "no meaning beside height and width"),
         ({"num_frames": 80}, r"num_frames 80 does not leave 1 when divided by 4 .*; 77 or 81 does"),
@@ -329,7 +329,7 @@ def test_without_the_library_a_dataset_is_refused_by_name():
         import datasets  # noqa: F401
     except ImportError:
         with pytest.raises(
-            ConfigError, match=r"media\.source hf:a/b is a dataset of Hugging Face.*pip install datasets"
+            ConfigError, match=r"media\.source hf:a/b is a Hugging Face dataset.*pip install datasets"
         ):
             MediaItems(small("hf:a/b"))
 

@@ -344,7 +344,7 @@ class _Stream(Clip):
                 self.size = (picture.height, picture.width)
                 break
             else:
-                raise ConfigError(f"{file.name} has no frame that can be decoded; replace the file")
+                raise ConfigError(f"{file.name} has no frame that can be decoded; replace it")
 
     def _opened(self) -> Any:
         source = self._file.opened() if self._file.path is None else str(self._file.path)
@@ -352,7 +352,7 @@ class _Stream(Clip):
 
     def _stream(self, container: Any) -> Any:
         if not container.streams.video:
-            raise ConfigError(f"{self._file.name} has no video stream; replace the file")
+            raise ConfigError(f"{self._file.name} has no video stream; replace it")
         stream = container.streams.video[0]
         # PyAV's default divides a frame among threads; several frames at a time are faster.
         stream.thread_type = "AUTO"
