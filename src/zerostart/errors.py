@@ -102,7 +102,7 @@ class ZerostartError(Exception):
     def help_url(self) -> str:
         """The section of the documentation on this error: of its situation, else of its class."""
         kind = next(kind.__name__ for kind in type(self).__mro__ if kind.__module__ == __name__)
-        text = str(self)
+        text = " ".join(map(str, self.args))  # of a class of others str() may need what it is still to get
         heading = next((words for words in SITUATIONS.get(kind, ()) if words in text), kind)
         # As Markdown makes the anchor of a heading.
         return f"{HELP}#{re.sub(r'[^a-z0-9 -]', '', heading.lower()).replace(' ', '-')}"

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 import zerostart.cli
 from tests.cli.running import running
 from tests.tiny import TinyCheckpoints
-from zerostart.errors import CoverageError
+from zerostart.errors import ConfigError, CoverageError
 
 run = running()
 
@@ -148,3 +148,15 @@ def test_a_plain_module_needs_no_library(engine: str, tmp_path: Path) -> None:
     assert not {"transformers", "diffusers", "accelerate", "deepspeed"} & set(modules)
     # What torch has of FSDP tells nothing: its dispatcher imports that, with torch._dynamo, whoever uses it.
     assert not _of_engine(OTHER[engine], modules)
+
+
+def test_a_class_of_others_may_say_its_text_itself() -> None:
+    class Theirs(ConfigError):
+        def __init__(self, name: str) -> None:
+            super().__init__(name)
+            self.name = name
+
+        def __str__(self) -> str:
+            return f"{self.name} does not fit"
+
+    assert Theirs("a").__notes__ == [f"See {Theirs('a').help_url}"]

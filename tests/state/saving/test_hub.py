@@ -1,5 +1,6 @@
 """A saved model on its way to the hub: what huggingface_hub is to commit, and the card, as it reads it."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ from huggingface_hub import CommitOperationAdd, ModelCard
 import zerostart
 from tests.cli.running import running
 from tests.tiny import TinyCheckpoints
+from zerostart.distributed.world import World
 from zerostart.errors import WriteError
+from zerostart.state.saving.hub import push
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -22,10 +25,10 @@ def committed(monkeypatch: pytest.MonkeyPatch) -> dict[str, CommitOperationAdd]:
     found: dict[str, CommitOperationAdd] = {}
 
     def upload_folder(
-        api: huggingface_hub.HfApi, repo_id: str, folder_path: Path, ignore_patterns: list[str]
+        api: huggingface_hub.HfApi, repo_id: str, folder_path: Path, **patterns: list[str]
     ) -> None:
         assert repo_id == "me/mine"
-        given = {"repo_type": "model", "token": None, "ignore_patterns": ignore_patterns}
+        given = {"repo_type": "model", "token": None, **patterns}
         operations = api._prepare_upload_folder_additions(folder_path, "", **given)
         found.update({operation.path_in_repo: operation for operation in operations})
 
@@ -46,9 +49,14 @@ def test_a_model_goes_up_with_a_card(
     snapshot.symlink_to(checkpoints("qwen3"))
     model = zerostart.load(str(snapshot), engine="fsdp2", progress=False)
     out = tmp_path / "trained"
+    beside = ["run.html", "cache/items-00000.safetensors", "src/model.safetensors", ".env"]
+    for name in beside:
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        (out / name).write_text("a secret")
     zerostart.save(model, out, push_to_hub="me/mine")
-    assert {"README.md", "config.json", "model.safetensors"} <= committed.keys()
-    assert not any(".zerostart/" in name for name in committed)
+    written = {path.relative_to(out).as_posix() for path in out.rglob("*") if path.is_file()}
+    assert committed.keys() == written - set(beside)
+    assert {"README.md", "config.json", "model.safetensors", "zerostart.json"} <= committed.keys()
     with committed["model.safetensors"].as_file() as sent:
         assert sent.read() == (out / "model.safetensors").read_bytes()
     card = ModelCard.load(out / "README.md")
@@ -61,6 +69,19 @@ def test_a_model_goes_up_with_a_card(
         assert sent.read() == b"my own"
 
 
+def test_a_whole_pipeline_goes_up_and_nothing_beside_it(
+    committed: dict[str, CommitOperationAdd], tmp_path: Path
+) -> None:
+    """As a run leaves it: the document of the save lies in the folder of what was trained."""
+    index = {"_class_name": "Any", "transformer": ["diffusers", "Any"], "vae": ["diffusers", "Any"]}
+    parts = ["README.md", "model_index.json", "transformer/config.json", "vae/config.json"]
+    for name in [*parts, "transformer/.zerostart/0/part", "cache/index.safetensors", "run.html"]:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(json.dumps(index))
+    push(tmp_path, "me/mine", "", {}, World(0, 1, None))
+    assert sorted(committed) == sorted(parts)
+
+
 def test_export_pushes_and_names_no_path_of_this_machine(
     committed: dict[str, CommitOperationAdd],
     checkpoints: TinyCheckpoints,
@@ -71,6 +92,8 @@ def test_export_pushes_and_names_no_path_of_this_machine(
         capsys, str(checkpoints("qwen3")), str(tmp_path / "out"), "--push-to-hub", "me/mine"
     )
     assert (code, out.splitlines()[-1]) == (0, "pushed to https://huggingface.co/me/mine")
+    written = {path.relative_to(tmp_path / "out").as_posix() for path in (tmp_path / "out").rglob("*.*")}
+    assert committed.keys() == written
     text = (tmp_path / "out" / "README.md").read_text()
     assert f"`{Path(checkpoints('qwen3')).name}`" in text
     assert str(tmp_path.parent) not in text

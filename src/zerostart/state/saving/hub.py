@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zerostart.checkpoint.manifest import HIDDEN
+from zerostart.checkpoint.formats.pipeline import PIPELINE_INDEX
+from zerostart.checkpoint.manifest import HIDDEN, MARKER, documents
+from zerostart.checkpoint.strict_json import read_json
 from zerostart.distributed.world import World
 from zerostart.errors import ConfigError, WriteError
 
@@ -18,14 +21,14 @@ if TYPE_CHECKING:
 CARD = "README.md"
 #: How the hub's cache names the directory of a snapshot.
 _SNAPSHOT = re.compile(r"models--(?P<id>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})(/|$)")
-#: What is nobody's but the run's and this machine's.
-_KEPT_HERE = (f"{HIDDEN}/*", f"{HIDDEN}*", "checkpoints/*", "exports/*", "samples/*", "run.html", "*.lock")
 
 
 def push(
     path: str | os.PathLike[str], repo_id: str, root: str, facts: Mapping[str, object], world: World
 ) -> str:
-    """Upload the directory ``path`` to the hub as ``repo_id``, which is made if need be; gives its address.
+    """Upload what was saved in ``path`` to ``repo_id`` of the hub, made if need be; gives its address.
+
+    What else lies there stays here: it may be anybody's, and a secret.
 
     Collective: rank 0 does it. A card is written into ``path`` unless one is there: from what was trained
     (``root``, the directory or the snapshot that it was loaded from), and ``facts`` by name. Raises
@@ -41,16 +44,35 @@ def push(
         api = HfApi()
         try:
             made = api.create_repo(repo_id, exist_ok=True)
-            api.upload_folder(repo_id=made.repo_id, folder_path=path, ignore_patterns=list(_KEPT_HERE))
+            api.upload_folder(
+                repo_id=made.repo_id,
+                folder_path=path,
+                allow_patterns=saved_files(Path(path)),
+                ignore_patterns=[f"{HIDDEN}/*", f"*/{HIDDEN}/*"],
+            )
         except Exception as error:  # the hub's own, a network's, and mistakes in the name
             told = " ".join(str(error).split()).rstrip(".") or type(error).__name__
             raise WriteError(
                 f"{os.fspath(path)} is saved, but not pushed to {repo_id}: {told}; log in with hf auth "
-                f"login, and push it with hf upload {repo_id} {os.fspath(path)}"
+                f"login, and push it with hf upload {repo_id} {os.fspath(path)} (all that lies there)"
             ) from error
         return str(made)
 
     return world.broadcast_object(upload, f"pushing to {repo_id}")
+
+
+def saved_files(path: Path) -> list[str]:
+    """The files that saves have written into ``path``, and its card, as patterns of the hub's client.
+
+    Of a whole pipeline the folders that its index names.
+    """
+    names = {name for document in documents(path) for name in document["files"]}
+    patterns = [glob.escape(name) for name in sorted({*names, MARKER, CARD})]
+    if (path / PIPELINE_INDEX).is_file():
+        index = read_json(path / PIPELINE_INDEX, "index of a pipeline")
+        folders = [name for name, described in index.items() if isinstance(described, list)]
+        patterns += [PIPELINE_INDEX, *(f"{glob.escape(name)}/*" for name in folders)]
+    return patterns
 
 
 def check_repository(repo_id: str) -> None:
@@ -82,7 +104,7 @@ def model_card(path: Path, root: str, facts: Mapping[str, object]) -> ModelCard:
         path / "pytorch_lora_weights.safetensors"
     ).is_file()
     library = "transformers"
-    if (path / "model_index.json").is_file() or (path / "pytorch_lora_weights.safetensors").is_file():
+    if (path / PIPELINE_INDEX).is_file() or (path / "pytorch_lora_weights.safetensors").is_file():
         library = "diffusers"
     elif adapter:
         library = "peft"

@@ -166,8 +166,9 @@ def _card_facts(
     config: TrainConfig, session: Session, result: TrainResult, world: World
 ) -> dict[str, object]:
     """What a model's card says of the run: rows by name. Of paths the last part alone."""
-    data = config.data.source if config.data is not None else config.media and config.media.source
-    sources = [data] if isinstance(data, str) else data or []
+    data = [] if config.data is None else config.data.source
+    sources = [data] if isinstance(data, str) else list(data)
+    sources += [] if config.media is None else [one.source for one in config.media.sets]
     facts: dict[str, object] = {
         "task": config.task.name,
         "data": ", ".join(Path(source).name for source in sources),
