@@ -359,7 +359,7 @@ def test_what_cannot_be_encoded_is_told(
         cached(configured(pipeline, small, tmp_path / "b"))
     assert not (tmp_path / "b").exists()
     listed = {**media, "columns": {"image": {"kind": "images", "size": "item"}}}
-    with pytest.raises(ConfigError, match=r"line 2: ZImage\w* takes image as image, and .* makes it images"):
+    with pytest.raises(ConfigError, match=r"line 2: ZImage\w* needs image as image, but .* makes it images"):
         cached(configured(pipeline, listed, tmp_path / "c"))
 
 
