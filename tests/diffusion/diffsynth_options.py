@@ -174,6 +174,7 @@ TESTED = {
     "train.epochs": "test_buckets.py::test_epochs_are_the_steps_that_going_over_the_data_takes",
     "train.learning_rate": "test_lora_runs.py::test_a_lora_on_every_engine",
     "train.optimizer": "test_optimizers.py::test_as_the_trainers_own",
+    "train.optimizer_args": "test_optimizers.py::test_the_class_its_arguments_and_those_of_the_section",
     "train.trainable": "test_lora_runs.py::test_a_part_of_the_model_is_trained",
     "train.weight_decay": "test_flow_runs.py::test_decay_where_optimizers_step_parts",
 }

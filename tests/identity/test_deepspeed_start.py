@@ -75,11 +75,11 @@ def alone(path: Path, config: dict[str, Any], patched: Path | None) -> tuple[Any
 
 def with_and_without(path: Path, config: dict[str, Any], groups: str) -> list[tuple[Any, bool]]:
     found = []
-    known = deepspeed_start.known
+    known = deepspeed_start.is_known
     for kept in (known, lambda: False):
-        deepspeed_start.known = kept  # type: ignore[assignment]
+        deepspeed_start.is_known = kept  # type: ignore[assignment]
         found.append(start(path, config, groups))
-    deepspeed_start.known = known
+    deepspeed_start.is_known = known
     return found
 
 

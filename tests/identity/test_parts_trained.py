@@ -113,7 +113,7 @@ def refused(path: Path) -> None:
 
     for loading, other, experts in ((3, 2, 1), (3, 0, 1), (2, 3, 2), (1, 0, 2)):
         model = loaded(path, loading, expert_parallel=experts)
-        said = f"loaded for DeepSpeed ZeRO-{loading}, and .* has ZeRO stage {other}; use one number"
+        said = f"loaded for DeepSpeed ZeRO-{loading}, but .* has ZeRO stage {other}; use the same stage"
         with pytest.raises(EngineError, match=said):
             deepspeed.initialize(model=model, optimizer=optimizer(model), config=configured(other))
     model = chosen(loaded(path, 3), "experts")

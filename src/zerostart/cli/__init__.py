@@ -128,7 +128,9 @@ def _guarded(command: Callable[..., Any]) -> Callable[..., Any]:
             if os.environ.get("ZEROSTART_TRACEBACK"):
                 traceback.print_exc()
             print(f"error: {_one_line(error)}", file=sys.stderr)
-            print(f"see {error.help_url}", file=sys.stderr)
+            # One line for logs and for programs; at a terminal somebody reads, and may look it up.
+            if sys.stderr.isatty():
+                print(f"see {error.help_url}", file=sys.stderr)
             raise typer.Exit(1) from None
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)

@@ -124,7 +124,7 @@ def failing(path: Path, folder: Path) -> None:
     assert [path.name for path in folder.iterdir()] == ["state"]
     assert zerostart.load_state(folder / "state", *run.state) == 1
     with pytest.raises(zerostart.errors.InsufficientMemoryError, match="use wait=True"):
-        checkpointing.save_state(folder / "state", *run.state, None, wait=False, budget=1000)
+        checkpointing.write_state(folder / "state", *run.state, None, wait=False, budget=1000)
     first = zerostart.save_state(folder / "first", *run.state, wait=False)
     second = zerostart.save_state(folder / "second", *run.state, wait=False)
     assert first.done()
@@ -180,7 +180,7 @@ def weights_are_written_once(run: Run, folder: Path) -> None:
     run.step(2)
     model, state = folder / "model", folder / "model" / "state"
     zerostart.save(run.model, model, max_shard_size="8KB")
-    checkpointing.save_state(state, *run.state, None, wait=False, saved=model).wait()
+    checkpointing.write_state(state, *run.state, None, wait=False, saved=model).wait()
     zerostart.save_state(folder / "written", *run.state)
     if dist.get_rank() == 0:
         files = sorted(model.glob("model*.safetensors*"))
@@ -195,7 +195,7 @@ def weights_are_written_once(run: Run, folder: Path) -> None:
     dist.barrier()
     before = zerostart.digest(run.model)
     run.step(3)
-    checkpointing.save_state(folder / "changed", *run.state, None, wait=True, saved=model)
+    checkpointing.write_state(folder / "changed", *run.state, None, wait=True, saved=model)
     zerostart.load_state(state, *run.state)
     assert zerostart.digest(run.model) == before
     if dist.get_rank() == 0:

@@ -178,7 +178,7 @@ def refusals(path: Path, folder: Path) -> None:
     other = torch.optim.SGD(fresh.model.parameters(), lr=RATE, momentum=0.9)
     with pytest.raises(zerostart.ZerostartError, match="has no momentum, dampening as torch"):
         zerostart.load_state(folder / "state", fresh.model, other)
-    with pytest.raises(zerostart.ZerostartError, match=r"1 unexpected, .* among them lm_head\.weight"):
+    with pytest.raises(zerostart.ZerostartError, match=r"1 are unexpected, .* among them lm_head\.weight"):
         zerostart.load_state(folder / "state", tied(path))
     assert sorted(p.name for p in folder.iterdir()) == ["factored", "frozen", "state"]
     if dist.get_rank() == 0:

@@ -264,7 +264,7 @@ def test_an_output_directory_within_the_data_is_refused(section, values, tmp_pat
     for inside in ("data", "data/out", "link/out"):
         given["output"] = {"directory": str(tmp_path / inside)}
         with (
-            pytest.raises(ConfigError, match=rf"output\.directory .* lies in {section}\.source"),
+            pytest.raises(ConfigError, match=rf"output\.directory .* lies inside {section}\.source"),
             claim_output(parse_config(given), ALONE),
         ):
             pass

@@ -63,7 +63,7 @@ def test_a_full_disk_ends_no_run_that_goes_on_without_checkpoints(capsys, caplog
             ended = True
         assert ended != skips
     assert [record.message for record in caplog.records] == [
-        "/dev/full: the figures of the run cannot be written: No space left on device; the run goes on, and "
+        "/dev/full: the metrics of the run cannot be written: No space left on device; the run goes on, and "
         "tries again"
     ]
 

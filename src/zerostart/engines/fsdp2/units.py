@@ -195,9 +195,7 @@ def _named(model: nn.Module, wrap: Sequence[str | type[nn.Module]]) -> list[nn.M
     for number, entry in enumerate(wrap):
         if number not in matched:
             shown = entry if isinstance(entry, str) else entry.__name__
-            raise ConfigError(
-                f"engine_config['wrap'] has {shown!r}, which no module has as its class or name"
-            )
+            raise ConfigError(f"engine_config['wrap'] has {shown!r}, but no module has that class or name")
     return found
 
 
