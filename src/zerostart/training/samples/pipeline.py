@@ -135,8 +135,8 @@ class Drawing:
         Autoencoders are loaded whole on every rank, and the expert beside the model in shards. Raises what a
         load raises.
         """
-        # Stage 0 is the whole model on every rank: how often an autoencoder calls its layers depends on the
-        # size of a sample, and ranks draw different ones.
+        # Stage 0 is the whole model on every rank: how often an autoencoder calls its layers may depend on
+        # the size of a sample, and ranks may draw different ones.
         loaded = {one.name: _frozen(one, 0, dtype) for one in self._decoders}
         # All else of the pipeline, its text encoders first of all, is left out: texts were encoded before the
         # training.
