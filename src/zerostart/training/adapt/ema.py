@@ -55,8 +55,6 @@ class Ema:
         self.updates = 0
         # A tied name is saved with the average of the parameter that it shares.
         self._ties = training.ties
-        # Every run of elements once: shards of ranks do not overlap, so that the averages together are one
-        # model.
         self._followed = [
             self._follow(step, member, training) for step in training.steps for member in step.members
         ]

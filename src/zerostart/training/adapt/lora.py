@@ -48,7 +48,7 @@ def add_lora(model: nn.Module, config: LoraConfig, seed: int) -> tuple[str, ...]
         from peft import inject_adapter_in_model
     except ImportError as error:
         raise ConfigError(f"lora needs PEFT: pip install zerostart[peft] ({error})") from error
-    # Names are resolved before PEFT sees them: it knows neither DiffSynth's names nor patterns.
+    # Names are resolved before PEFT sees them: it knows neither DiffSynth's names nor these patterns.
     targets = lora_targets(model, config)
     given: Any = PeftConfig(
         r=config.rank,

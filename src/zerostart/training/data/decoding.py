@@ -275,7 +275,6 @@ def picked_frames(config: DatasetConfig, frames: int, rate: Fraction | None, mos
     available = frames if wanted is None or rate is None else math.floor(frames / rate * wanted)
     factor, remainder = config.time_division_factor, config.time_division_remainder
     count = min(available, most)
-    # Down to the next number that leaves the remainder.
     count -= (count - remainder) % factor
     if count < 1:
         raise ConfigError(

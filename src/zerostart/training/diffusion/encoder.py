@@ -130,7 +130,8 @@ class Encoder(ABC):
         """Latents of ``pixels`` for the model to learn, [1, C, ...], as the autoencoder gives them."""
         posterior = self.pipe.vae.encode(pixels).latent_dist
         found: torch.Tensor = (
-            # The one random draw of an encoding; its generator is seeded by the item alone.
+            # The one random draw of an encoding; its generator follows from the cache's seed and the item's
+            # number.
             posterior.sample(generator) if self.settings.posterior == "sample" else posterior.mode()
         )
         return found
