@@ -189,7 +189,6 @@ def _files_in(folder: Path, prompt: str | None, items: int, notes: list[str]) ->
     without = []
     found = 0
     # By the whole path below the folder: the order is the same on every machine and file system.
-    # By suffix: the note names one file of each kind, and how many there are.
     passed: dict[str, list[str]] = {}
     for path in sorted(folder.rglob("*"), key=lambda path: path.relative_to(folder).as_posix()):
         kind = _kind(path)
@@ -207,7 +206,7 @@ def _files_in(folder: Path, prompt: str | None, items: int, notes: list[str]) ->
         if prompt is not None:
             text = path.with_suffix(".txt")
             if not text.is_file():
-                # Noted, and the rows go on: one error names all files without a text.
+                # Noted, and the rows go on: one error counts all files without a text.
                 without.append(name.as_posix())
                 continue
             row[prompt] = text.read_text(encoding="utf-8-sig").strip()
