@@ -31,6 +31,7 @@ class DiffSynthNames:
 
     def of(self, name: str) -> str:
         """The name there of a module, a parameter or a tensor of an adapter."""
+        # In turn, each on what the last has made: so names can be exchanged by way of a third one.
         for pattern, replacement in self.rules:
             name = re.sub(pattern, replacement, name)
         return name
@@ -55,6 +56,7 @@ _WAN = (
     (r"^scale_shift_table$", "head.modulation"),
     (r"^proj_out\b", "head.head"),
     (r"^(blocks\.\d+)\.scale_shift_table$", r"\1.modulation"),
+    # norm2 and norm3 change places: the one goes by way of a name that neither has.
     (r"^(blocks\.\d+)\.norm2\b", r"\1.norm_crossed"),
     (r"^(blocks\.\d+)\.norm3\b", r"\1.norm2"),
     (r"^(blocks\.\d+)\.norm_crossed\b", r"\1.norm3"),

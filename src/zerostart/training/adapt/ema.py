@@ -53,6 +53,7 @@ class Ema:
         training = LiveTraining(model, optimizer, world)
         self.config = config
         self.updates = 0
+        # A tied name is saved with the average of the parameter that it shares.
         self._ties = training.ties
         self._followed = [
             self._follow(step, member, training) for step in training.steps for member in step.members
@@ -64,7 +65,9 @@ class Ema:
         storage = share_of(member, shard, stepped.tensor).storage
         # In bf16 a small difference times 1 - decay would be rounded away.
         kind = torch.promote_types(storage.dtype, torch.float32)
+        # `host` costs a copy of the weights over the bus at each update, and no device memory.
         device = storage.device if self.config.place == "device" else torch.device("cpu")
+        # A copy also where dtype and device are the same already: the optimizer writes into the other.
         average = storage.detach().to(device, kind, copy=True)
         return _Followed(name, stepped, member, shard, average)
 
@@ -72,9 +75,12 @@ class Ema:
     def update(self) -> None:
         """Let the average follow the weights, after a step of the optimizer; every rank by itself."""
         self.updates += 1
+        # Counted first: updates have numbers from 1, and a resumed run goes on with the number it had.
         left = 1 - self.config.decay_of(self.updates)
         for one in self._followed:
+            # Asked for at each update: an engine may have put the weights into other memory since.
             storage = one.source.storage.detach()
+            # In pieces, since the difference takes as much memory as what is averaged at once.
             for first in range(0, storage.numel(), _CHUNK):
                 average = one.average[first : first + _CHUNK]
                 now = storage[first : first + _CHUNK].to(average.device, average.dtype)
@@ -102,6 +108,7 @@ class Ema:
         """
         # What the optimizer steps itself has its only copy in the model.
         own = [(one, one.source.storage) for one in self._followed if one.stepped.is_parameter]
+        # On the host: the device may have no room for the weights a second time.
         copies = [(storage, storage.detach().to("cpu", copy=True)) for _, storage in own]
         _put({one.name: (one.source, one.average) for one in self._followed}, model, world)
         try:
@@ -125,7 +132,9 @@ class Ema:
 def _put(values: dict[str, tuple[Shard, torch.Tensor]], model: nn.Module, world: World) -> None:
     """Write values, of the shares that are given with them, into the parameters of ``model``; collective."""
     live = LiveModel(model, world)
+    # First: a parameter that is still gathered from the last forward would be used in the place of its shard.
     live.drop_gathered()
+    # The same names in the same order on every rank, for each may need a sum over the ranks below.
     trained = [name for name, parameter in live.parameters.items() if parameter.requires_grad]
     # Where ranks step parts of what each has whole, a part is not all that has to be written.
     parts = [n for n, (share, _) in values.items() if share.layout.numel != live.shards[n].layout.numel]
@@ -142,6 +151,8 @@ def _put(values: dict[str, tuple[Shard, torch.Tensor]], model: nn.Module, world:
 
 def _joined(whole: Shard, value: tuple[Shard, torch.Tensor] | None, world: World) -> torch.Tensor:
     """The elements of ``whole``, of which each rank has a run in ``value``; collective."""
+    # Every rank has all elements here (ZeRO 1 and 2 step parts of whole parameters); in fp32, as averages and
+    # masters are.
     joined = torch.zeros(whole.storage.numel(), dtype=torch.float32, device=whole.storage.device)
     if value is not None:
         share, elements = value

@@ -82,6 +82,7 @@ def save_request(
     if config.lora is not None:
         if output.merge:
             return replace(request, merge_adapters=True)
+        # Without merging only the factors are written; the model is the one that the run was started from.
         return replace(request, adapters_only=True, adapter_format=_adapter_format(model, config, step))
     if output.format == "diffsynth":
         names = _diffsynth(model)
@@ -94,6 +95,7 @@ def save_request(
         )
     if output.trainable_only:
         prefix = output.remove_prefix
+        # None keeps the names of the model's own library.
         renamed = _without(prefix, lambda name: name) if prefix else None
         return replace(request, trainable_only=True, renamed=renamed)
     return request
@@ -105,6 +107,7 @@ def _adapter_format(model: nn.Module, config: TrainConfig, step: int) -> Adapter
     if kind == "peft":
         return replace(PEFT_FORMAT, renamed=_without(prefix, lambda name: name))
     if kind in TOOLS:
+        # These tools read the scale from an alpha beside each pair of factors, not from a configuration.
         return AdapterFormat(_LORA_WEIGHTS, TOOLS[kind](inner), False, configured=False, alphas=True)
     component = _without(prefix, lambda name: _COMPONENT + name)
     if kind != "diffsynth":
@@ -116,6 +119,7 @@ def _adapter_format(model: nn.Module, config: TrainConfig, step: int) -> Adapter
     if names is None or not names.fused:
         of = _diffsynth(model)
         renamed = _without(prefix, lambda name: PREFIX + _with_adapter(of(name)))
+    # DiffSynth reads no alpha: what scales the product is folded into the factors.
     return AdapterFormat(f"step-{step}", renamed, False, configured=False, folded=True)
 
 
@@ -142,6 +146,7 @@ def _without(prefix: str, named: Callable[[str], str]) -> Callable[[str], str]:
 def _described(named: Callable[[str], str], config: Any) -> dict[str, str]:
     """PEFT's configuration as diffusers writes it into the header of a LoRA file."""
     values = {
+        # Lists of modules are sets in PEFT, which JSON has not; sorted, so that equal runs give equal files.
         named(key): sorted(value) if isinstance(value, set) else value
         for key, value in config.to_dict().items()
     }
@@ -156,6 +161,7 @@ def export_model(
     In the format of the section ``output``; a model of its own for its average ``ema``. Collective; see
     ``zerostart.save``. What an earlier run has saved in ``directory`` is replaced once the new is whole.
     """
+    # The model before what completes the directory: an index that stands there names models that are whole.
     report = _save(model, task, task.saved_in(directory), directory / AVERAGE, step, ema)
     world = current_world()
     with world.phase("completing the output directory"):
@@ -173,6 +179,7 @@ def export_step(model: nn.Module, task: Task, directory: Path, ema: Ema | None, 
 def _save(
     model: nn.Module, task: Task, folder: Path, averaged: Path, step: int, ema: Ema | None
 ) -> SaveReport:
+    # Two saves one after the other, each collective: the average is a model of its own, with its own marker.
     report = save_model(model, folder, save_request(model, task.config, step, task.beside))
     if ema is not None:
         save_model(model, averaged, save_request(model, task.config, step, task.beside, ema.overrides))

@@ -48,6 +48,7 @@ def add_lora(model: nn.Module, config: LoraConfig, seed: int) -> tuple[str, ...]
         from peft import inject_adapter_in_model
     except ImportError as error:
         raise ConfigError(f"lora needs PEFT: pip install zerostart[peft] ({error})") from error
+    # Names are resolved before PEFT sees them: it knows neither DiffSynth's names nor these patterns.
     targets = lora_targets(model, config)
     given: Any = PeftConfig(
         r=config.rank,
@@ -72,6 +73,7 @@ def highest_rank(model: nn.Module, adapted: Sequence[str]) -> int:
         # A module that has its adapter already is a layer of PEFT around the original.
         weight: Any = getattr(model.get_submodule(name), "base_layer", model.get_submodule(name)).weight
         rows, *columns = full_shape(weight)
+        # Of a convolution the rows are the channels that come out, and all else goes to the columns.
         found = max(found, min(rows, prod(columns)))
     return found
 
@@ -94,6 +96,7 @@ def lora_targets(model: nn.Module, config: LoraConfig) -> tuple[str, ...]:
             f"lora.targets {config.targets!r} matches no layer of this {type(model).__name__}; it "
             f"has, for example, {', '.join(list(modules)[:4]) or 'none that can be adapted'}"
         )
+    # Entries to exclude that name nothing are errors, too: a misspelt one would adapt what it was to spare.
     excluded = [set(_matching(modules, entry)) for entry in config.exclude]
     for entry, found in zip(config.exclude, excluded, strict=True):
         if not found:
@@ -114,10 +117,13 @@ def _chosen(model: nn.Module, modules: Mapping[str, nn.Module], targets: str | l
         return _all_matching({name: name for name in modules}, targets)
     names = names_for(model)
     if targets in ("auto", ""):
+        # A model that DiffSynth has not: what lies in its lists of blocks, and neither embeddings nor head.
         if names is None:
             return set(_in_blocks(model, modules))
         return _as_scripts(model, modules, names.targets, strict=False)
     if targets in PRESETS:
+        # Not strict: such a list was written for the largest model of its kind, and smaller ones have fewer
+        # blocks.
         return _as_scripts(model, modules, PRESETS[targets], strict=False)
     return _as_scripts(model, modules, targets)
 
@@ -158,6 +164,7 @@ def _is(name: str, entry: str) -> bool:
     """Whether ``entry`` is the name, the end of it, or, with ``*``, a pattern of either."""
     if any(character in entry for character in "*?["):
         return fnmatchcase(name, entry) or fnmatchcase(name, f"*.{entry}")
+    # After a dot alone: `q` is the end of `attn.q`, and not that of `freq`.
     return name == entry or name.endswith(f".{entry}")
 
 

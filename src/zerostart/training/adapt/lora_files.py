@@ -60,6 +60,7 @@ def start_from(model: nn.Module, adapted: Iterable[str], config: LoraConfig, wor
     assert config.start_from is not None, "whoever calls this has looked"
     with world.phase("reading the LoRA file"):
         path = expanded(config.start_from)
+        # A training checkpoint first: its folders hold safetensors files as well, which say no alpha.
         if (state := _state_of(path)) is not None:
             path = state
             tensors, metadata = _read_state(state)
@@ -81,12 +82,14 @@ def _checksum(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, Any]) 
     for name in sorted(tensors):
         tensor = tensors[name].contiguous()
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        # The bytes themselves: a sum would not tell tensors apart whose elements have changed places.
         digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
 def _state_of(path: Path) -> Path | None:
     """The training checkpoint that ``path`` is, or lies in; None where it is no part of one."""
+    # The state itself, its folder of the model, or a file in that: what a user may have copied the path of.
     return next((one for one in (path, path.parent, path.parent.parent) if (one / MARKER).is_file()), None)
 
 
@@ -95,6 +98,7 @@ def _read_state(state: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     document, (weights,) = open_saved_state(state, [MODEL])
     extra = document.get("extra")
     course = extra.get("course") if isinstance(extra, dict) else None
+    # The course is what a run has noted of its settings; `zerostart.save_state` in a script notes none.
     alpha = decoded(course, {}).get("lora.alpha") if isinstance(course, dict) else None
     if not isinstance(alpha, int | float):
         raise ConfigError(
@@ -129,6 +133,8 @@ def _read(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, object]]:
 
     try:
         with safe_open(path, "pt") as file:
+            # Read whole, on the host: factors are small, and every rank needs all of them until they are
+            # sharded.
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
             written = (file.metadata() or {}).get(_METADATA)
     except (OSError, SafetensorError) as error:
@@ -145,6 +151,7 @@ def _parsed(
     tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, object], path: Path
 ) -> dict[str, _Factors]:
     """Factors by the names of modules in the file."""
+    # Each of these means that a product is more than `scale * B @ A` with one rank for all modules.
     for key in ("rank_pattern", "alpha_pattern", "use_dora", "lora_bias", "modules_to_save"):
         if metadata.get(key):
             raise ConfigError(f"lora.start_from {path} has {key}, which is not available in a run")
@@ -157,6 +164,7 @@ def _parsed(
         match = _FACTOR.fullmatch(name)
         if match is None or tensor.dim() < 2:
             raise CheckpointError(f"lora.start_from {path} has {name}, which is not a factor of an adapter")
+        # kohya's `down` is A ([rank, inputs]) and `up` is B ([outputs, rank]).
         factors["A" if match["kind"] in ("A", "down") else "B"][match["module"]] = tensor
     if single := sorted(factors["A"].keys() ^ factors["B"].keys()):
         raise CheckpointError(f"lora.start_from {path} has only one of the two factors of {single[0]}")
@@ -182,6 +190,7 @@ def _scaling(rank: int, alpha: float | None, metadata: Mapping[str, object], pat
         return 1.0
     if not isinstance(whole, int | float):
         raise CheckpointError(f"lora.start_from {path}: lora_alpha is {whole!r}, not a number")
+    # Rank-stabilised LoRA divides by the square root.
     return whole / (math.sqrt(rank) if metadata.get("use_rslora") else rank)
 
 
@@ -199,6 +208,7 @@ def _by_module(
     factors: dict[str, _Factors] = {}
     unexpected = []
     for in_file, pair in found.items():
+        # The name as it stands comes first: a model may have a module that is called `transformer`.
         candidates = (in_file, *(in_file.removeprefix(one) for one in _BEFORE if in_file.startswith(one)))
         name = next((known[candidate] for candidate in candidates if candidate in known), None)
         if name is None:
@@ -231,5 +241,6 @@ def _fill(layer: Any, name: str, found: _Factors, config: LoraConfig, path: Path
         )
     # The adapter's own scaling is the configuration's: the second factor makes up for the difference.
     times = found.scaling / config.scaling
+    # The whole difference goes into B, by way of float32: a factor in half precision is rounded once.
     a.copy_(found.a)
     b.copy_(found.b if times == 1.0 else found.b.float() * times)

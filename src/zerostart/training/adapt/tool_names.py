@@ -39,6 +39,7 @@ def kohya_names(model: nn.Module) -> Callable[[str], str]:
     _known(model, "kohya", _KOHYA)
 
     def named(name: str) -> str:
+        # `MODULE.lora_A.weight`: the factor is cut off before the dots become underscores, which it keeps.
         module, _, factor = _released(model, name).rpartition(".lora_")
         kind, _, rest = f"lora_{factor}".partition(".")
         return f"lora_unet_{module.replace('.', '_')}.{_KOHYA_FACTORS[kind]}.{rest}"

@@ -33,6 +33,8 @@ def choose_trained(model: nn.Module, config: TrainConfig, world: World) -> str |
     if config.lora is None:
         return None
     with world.phase("adding LoRA"):
+        # Drawn from the seed on every rank alike, filled from a file while each rank has all of a factor, and
+        # sharded last.
         adapted = add_lora(model, config.lora, config.train.seed)
     if config.lora.start_from is not None:
         start_from(model, adapted, config.lora, world)
@@ -55,6 +57,7 @@ def round_to(model: nn.Module, dtype: torch.dtype) -> None:
 def _counted(model: nn.Module) -> str:
     trained = every = 0
     for parameter in model.parameters():
+        # A shard tells its own size; the whole parameter's is counted, and so is the same on every rank.
         shape = full_shape(parameter)
         every += shape.numel()
         trained += shape.numel() * parameter.requires_grad
@@ -72,6 +75,7 @@ def train_only(model: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
         name = plain_name(given)
         found = [pattern for pattern in patterns if any(fnmatchcase(part, pattern) for part in _parts(name))]
         for pattern in found:
+            # What is left in the end has matched nothing: patterns may overlap, so each counts for itself.
             unused.pop(pattern, None)
         parameter.requires_grad_(bool(found))
         if found:

@@ -68,15 +68,22 @@ def ensure_cache(config: TrainConfig, world: World) -> CachedItems:
     with world.phase("opening the cache"):
         directory = _directory(config, settings)
         source = settings.source or config.model.source
+        # Rank 0 looks for all: on a network file system the others may see another state, and take another
+        # branch.
         document = world.broadcast_object(lambda: read_manifest(directory), "looking for a cache")
         media = _media(config, directory, document is not None, world)
         texts = _texts(config, settings)
+        # Before anything is read or encoded: a difference in settings is cheap to find here, and expensive
+        # later.
         _check_alike(config, settings, texts, world)
         if document is None:
             _check_directory(directory, media)
+        # None: the encoders are not here, and a cache that fits is used without comparing them.
         files = encoder_files(source, directory, world)
         described = None if media is None else facts_of_media(media)
         facts = Facts(described, None if files is None else files.facts(), settings)
+        # `items` limits a table: what the cache has beyond these rows may be in the rest of it, and is not
+        # dropped.
         part = config.media is not None and any(one.items for one in config.media.sets)
         wanted = _Wanted(directory, source, media, part, texts, facts)
         if document is None:
@@ -107,6 +114,7 @@ def _shares(config: TrainConfig, media: MediaItems | None, made: Mapping[str, An
     if media is not None:
         known = [[len(one), one.config.orders] for one in media.sets]
     else:
+        # A cache of one data set without orders says only how many items it has.
         known = made["data"].get("sets", [[made["data"]["items"], 1]])
     if [orders for _, orders in known] != [one.orders for one in sets]:
         raise ConfigError(
@@ -126,6 +134,7 @@ def _bring_up_to_date(
 
     Gives the numbers of the items that are wanted; None: all.
     """
+    # There is no cache yet: everything is new.
     if update is not None and update.cached is None:
         _encode(wanted, update, world)
         return None
@@ -136,6 +145,7 @@ def _bring_up_to_date(
         chosen = _change_items(wanted, update, world)
     # Read by rank 0 after the items: encoding them has brought the texts along.
     there = world.broadcast_object(lambda: CachedItems(wanted.directory).texts, "looking at the cache")
+    # Only texts are new: encoders are loaded for these, and files of items are not touched.
     if missing := [text for text in wanted.texts if text not in there]:
         with encoders(wanted.source, wanted.facts.settings, world) as encoder:
             added = embedded(encoder, missing, world)
@@ -151,6 +161,7 @@ def _update(wanted: _Wanted) -> CacheUpdate | None:
     if cached.rows is None:
         return None
     update = CacheUpdate.of(wanted.media.keys, cached, wanted.part)
+    # Not one row in common: rather the wrong directory than data that have all changed. It is refused later.
     return update if any(item is not None for item in update.items[: update.requested]) else None
 
 
@@ -165,11 +176,14 @@ def _change_items(wanted: _Wanted, update: CacheUpdate, world: World) -> list[in
     if update.new_rows:
         _say(f"{cache} {len(there)} of {update.requested} rows: encoding the others", world)
         _encode(wanted, update, world)
+        # Published in the order of the update: rows that are asked for come first, what else the cache has
+        # behind.
         return list(range(update.requested)) if wanted.part else None
     if wanted.part:
         return there
     _say(f"{cache} {len(update.cached)} items, of which {len(there)} have a row still", world)
     document = {**update.cached.facts, "data": wanted.facts.data}
+    # No encoder is needed to drop items: the index is written anew, and texts are copied.
     prompts = {text: update.cached.prompt(text) for text in update.cached.texts}
     publish(wanted.directory, update, None, document, prompts, world)
     return None
@@ -198,6 +212,7 @@ def _media(config: TrainConfig, directory: Path, cached: bool, world: World) -> 
     if config.media is None:
         return None
     sources = [one.source for one in config.media.sets]
+    # All of several data sets have to be gone: if one is left, absent files of the others are an error.
     if cached and world.broadcast_object(lambda: all(map(is_gone, sources)), "looking for the media"):
         if world.rank == 0:
             logger.warning(
@@ -223,12 +238,15 @@ def _remember(directory: Path, media: MediaItems) -> None:
 def _texts(config: TrainConfig, settings: CacheConfig) -> list[str]:
     """The texts alone that are asked for, each once."""
     prompts, negatives = ([], []) if config.samples is None else sample_texts(config.samples)
+    # In one order on every rank: encoding a text may be collective.
     return list(dict.fromkeys([*settings.prompts, *prompts, *negatives]))
 
 
 def _check_alike(config: TrainConfig, settings: CacheConfig, texts: list[str], world: World) -> None:
     """Raise ConfigError where ranks would encode otherwise, and what they make be mixed up in one cache."""
     media = None if config.media is None else config.media.comparable()
+    # Without paths, which may differ between machines. The checksum is in the name of the place at which
+    # ranks meet: a rank with another one counts as being elsewhere, and all raise.
     settled = repr((media, settings.model_dump(exclude=set(settings.path_keys)), texts))
     checksum = f"{zlib.crc32(settled.encode('utf-8', 'surrogatepass')):08x}"
     world.raise_together(None, f"opening the cache (media, cache and texts have the checksum {checksum})")
@@ -240,6 +258,7 @@ def _check_directory(directory: Path, media: MediaItems | None) -> None:
             f"there is no cache in {directory}, and no section media to make one from: name the "
             "cache in cache.directory, or the data in media"
         )
+    # Hidden leftovers of a killed run are no obstacle; a user's own files are, for they would be mixed in.
     if directory.is_dir() and not all(entry.name.startswith(_LEFT) for entry in directory.iterdir()):
         raise ConfigError(
             f"{directory} is not empty and is not a complete cache: remove it, or name another "

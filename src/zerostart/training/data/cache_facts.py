@@ -42,6 +42,7 @@ def facts_of_media(media: MediaItems) -> dict[str, object]:
     Of several data sets, and of one with orders of its tags, also the items and the orders of each.
     """
     sets = [[len(one), one.config.orders] for one in media.sets]
+    # Left out for one plain data set, so that caches from before several could be named still compare equal.
     told = {} if sets == [[len(media), 1]] else {"sets": sets}
     return {"items": len(media), "digest": media.digest(), **told}
 
@@ -77,8 +78,10 @@ def _of_encoders(made: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     found = [
         f"{key} of the pipeline was {made['settings'].get(key)} and is {now['settings'].get(key)}"
         for key in sorted({*made.get("settings", ()), *now["settings"]})
+        # An older cache does not say the pipeline's settings: they are not compared then.
         if "settings" in made and made["settings"].get(key) != now["settings"].get(key)
     ]
+    # Folders of encoders that are here at all: one that is absent as a whole is taken as it was.
     folders = {name.partition("/")[0] for name in now["files"]}
     for name, (size, digest) in made["files"].items():
         if name not in now["files"]:
@@ -119,6 +122,7 @@ class CacheUpdate:
         for item, key in reversed(list(enumerate(rows))):  # so that pop() gives the first of equal ones
             unused.setdefault(key, []).append(item)
         items = [unused[key].pop() if unused.get(key) else None for key in keys]
+        # What the cache has beside the part, in its own order: `unused` lists it by the keys of rows.
         others = sorted(item for left in unused.values() for item in left) if part else []
         return cls([*keys, *(rows[item] for item in others)], cached, (*items, *others), len(keys))
 
@@ -130,12 +134,15 @@ class CacheUpdate:
     @property
     def is_empty(self) -> bool:
         """Whether the cache has these rows, in this order, and no others."""
+        # Also a change of order is a change: example `i` is to be row `i`.
         there = tuple(range(len(self.cached))) if self.cached is not None else None
         return self.items == there and self.requested == len(self.items)
 
     @property
     def draw_numbers(self) -> list[int]:
         """The number by which each new row is drawn: the row's, unless an item that stays was drawn by it."""
+        # Two items must not share a number, or they would be drawn alike. A row keeps its own where it can,
+        # so that a cache made in one go and one that has grown agree for most rows.
         used = {self.cached.entry(item).number for item in self.items if item is not None and self.cached}
         free = itertools.count(max([len(self.items), *(number + 1 for number in used)]))
         return [next(free) if row in used else row for row in self.new_rows]

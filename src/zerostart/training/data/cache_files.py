@@ -56,6 +56,8 @@ Tensors = Mapping[str, torch.Tensor]
 
 def items_of_a_file(count: int, size: int, limit: int) -> int:
     """How many of ``count`` items go into a file of about ``limit`` bytes, where the first has ``size``."""
+    # A sixty-fourth of all, for many ranks to have turns; at least a few items, for files not to be tiny;
+    # never more bytes than a rank is to hold.
     return max(1, min(max(_FEWEST, count // _FILES), limit // max(size, 1)))
 
 
@@ -79,6 +81,7 @@ class Draft:
     @property
     def files(self) -> int:
         """How many files of items there are when it is complete."""
+        # Rounded up: the last file may be shorter.
         return -(-self.count // self.per_file)
 
     def items(self, file: int) -> range:
@@ -95,6 +98,7 @@ class Draft:
 
     def write(self, file: int, items: Sequence[Tensors | str]) -> None:
         """Write a file of items; of one that there is none of, a text says why. Raises WriteError."""
+        # Tensors are named by the numbers of the draws, which stay; places change from one draft to the next.
         numbers = [self.numbers[place] for place in self.items(file)]
         made = [(n, item) for n, item in zip(numbers, items, strict=True) if not isinstance(item, str)]
         named = {f"{n:08d}.{key}": t for n, item in made for key, t in item.items()}
@@ -160,6 +164,7 @@ def _write_tensors(
     part = path.with_name(f"{path.name}.part")
     with part.open("wb", buffering=0) as handle:
         _write(handle, memoryview(file.header))
+        # As they lie in the file, so that it is written and hashed in one pass, tensor by tensor.
         for entry in sorted(layout.tensors.values(), key=lambda entry: (entry.offset, entry.name)):
             data = tensor_bytes(tensors[entry.name])
             hashed.update(data)
@@ -174,6 +179,7 @@ def _write_tensors(
 
 def _write(handle: Any, data: memoryview) -> None:
     while data:
+        # Unbuffered writes may take a part only (at most about 2 GiB on Linux).
         data = data[handle.write(data) :]
 
 
@@ -188,6 +194,7 @@ def drafted(
     WriteError, where one has it, too, or has made another cache of it since this one looked.
     """
     directory, numbers = _beside(place, "encoding"), update.draw_numbers
+    # Which rows, and by which numbers: a draft of other rows of the same count is not one to go on with.
     rows = repr([(update.keys[row], number) for row, number in zip(update.new_rows, numbers, strict=True)])
     plan = {**plan, "rows": hashlib.blake2b(rows.encode(), digest_size=16).hexdigest()}
     # Held by rank 0 alone, for all ranks, until they are done with the draft.
@@ -199,16 +206,20 @@ def drafted(
             _lock(stack, place)
             # Only under the lock: what this process saw of the cache may be older.
             _check_unchanged(place, update)
+            # A plan that cannot be read is like none: the draft is begun anew.
             with contextlib.suppress(ZerostartError):
                 if directory.is_dir() and read_json(directory / _PLAN, "plan of a cache") == plan:
                     return True
             shutil.rmtree(directory, ignore_errors=True)
             directory.mkdir(parents=True)
+            # The plan goes first into the empty directory: files of items without one would be of an unknown
+            # cache.
             data = json.dumps(plan, indent=1).encode()
             write_whole(directory / _PLAN, data, directory / f"{_PLAN}.part")
             sync_directory(directory)
             return False
 
+    # The lock outlasts the caller's body, in which the draft is made and published.
     with stack:
         goes_on = world.broadcast_object(begin, "making a directory for the cache")
         yield Draft(directory, numbers, int(plan["per_file"]), int(plan["first"])), goes_on
@@ -216,6 +227,7 @@ def drafted(
 
 def _beside(place: Path, what: str) -> Path:
     """What is of use while a cache is made: on one file system with it, where its name is a link, too."""
+    # Renames and hard links into the cache need one file system, which a link's own directory may not be on.
     real = Path(os.path.realpath(place))
     return real.with_name(f".{real.name}.{what}")
 
@@ -258,11 +270,14 @@ def publish(
     """
     with contextlib.ExitStack() as stack, publishing(place, world, by_document=True) as publication:
         if world.rank == 0:
+            # With a draft this process has had the lock since `drafted`.
             if draft is None:
                 _lock(stack, place, wait=True)
                 _check_unchanged(place, update)
             _fill(publication, update, draft, facts, prompts)
     if world.rank == 0 and draft is not None:
+        # After the publication: until then its files are the only ones, afterwards second names of the
+        # cache's.
         draft.drop()
 
 
@@ -275,6 +290,8 @@ def publish_prompts(place: Path, added: Mapping[str, Tensors], world: World) -> 
     with contextlib.ExitStack() as stack, publishing(place, world, by_document=True) as publication:
         if world.rank == 0:
             _lock(stack, place, wait=True)
+            # Inside `publishing`, which ends first: the lock outlasts the moment at which files get their
+            # names.
             there = CachedItems(place)
             prompts = {text: there.prompt(text) for text in there.texts} | dict(added)
             # Read under the lock: another run may have added texts since this one began.
@@ -298,6 +315,7 @@ def _fill(
     # Items that stay keep their files; their order in the index is that of the rows now, wherever they lie.
     made = {} if draft is None else _link_made(publication, update, draft)
     there = _name_cached(publication, update)
+    # Rows that could not be encoded have no entry and leave no gap: items are numbered anew.
     entries = [found for row in range(len(update.items)) if (found := there.get(row) or made.get(row))]
     # Few kinds are shared by many items: an item has the number of its kind.
     kinds: dict[Kind, int] = {}
@@ -317,6 +335,7 @@ def _fill(
         "rows": digests([entry.row for entry in entries]),
         "numbers": numbers([entry.number for entry in entries]),
     }
+    # The index is small and always written whole; files of items are only ever added or no longer named.
     _, files[INDEX_FILE] = _write_tensors(publication.directory / INDEX_FILE, index)
     _write_prompts(publication, prompts)
     publication.document["cache"] = {
@@ -361,6 +380,7 @@ def _name_cached(publication: Publication, update: CacheUpdate) -> dict[int, Ent
 def _write_prompts(publication: Publication, prompts: Mapping[str, Tensors]) -> None:
     named = {f"{text_key(text)}.{key}": t for text, made in prompts.items() for key, t in made.items()}
     path = publication.directory / PROMPTS_FILE
+    # In the header, since the index of items does not know texts.
     digests = {text_key(text): digest_of(made) for text, made in prompts.items()}
     _, described = _write_tensors(path, named, {"format": "pt", **digests})
     publication.document["files"][PROMPTS_FILE] = described

@@ -100,6 +100,7 @@ class _Index:
         rows = None if self.rows is None else self.rows[at]
         numbers = None if self.numbers is None else self.numbers[at]
         kinds, firsts = self.kinds[at], self.firsts[at]
+        # Offsets stay as they are: `firsts` points into all of them.
         return _Index(kinds, firsts, self.offsets, self.digests[at], self.files[at], rows, numbers)
 
 
@@ -163,6 +164,8 @@ class CachedItems:
                 self._open(document)
                 break
             except ReadError:
+                # The marker is still the one that was opened: the file is damaged, and was not replaced
+                # meanwhile.
                 if self.is_of(read_manifest(self.directory)):
                     raise
                 # Another process has put another one there meanwhile.
@@ -196,6 +199,7 @@ class CachedItems:
             tuple((name, dtype, tuple(shape)) for name, dtype, shape in kind) for kind in found["kinds"]
         ]
         self._sizes = {name: int(described["bytes"]) for name, described in document["files"].items()}
+        # One `stat` for each file at the start finds a truncated copy hours before the epoch reaches it.
         self._check_sizes()
         self._index = self._read_index()
 
@@ -232,6 +236,7 @@ class CachedItems:
     def in_epoch(self, place: int, epoch: int) -> int:
         """The number of example ``place`` as ``epoch`` has it: ``len(self)`` more for each further order."""
         share, _, inner = self._share_at(place)
+        # `repeats` orders are used up in an epoch, and the next one goes on from there, round and round.
         order = (epoch * share.repeats + inner // share.rows) % share.orders
         return place + order * len(self)
 
@@ -247,10 +252,12 @@ class CachedItems:
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         """Item ``index``. Raises IndexError, and ReadError, naming the file, for what is not as written."""
+        # The reverse of `in_epoch`: which order, and which example of the epoch.
         order, place = divmod(index, len(self))
         share, start, inner = self._share_at(place)
         if not 0 <= order < share.orders:
             raise IndexError(f"item {index} of {len(self)}")
+        # Items lie order by order; repeats are the same rows again, hence the remainder.
         number = start + order * share.rows + inner % share.rows
         kind, first = self._kinds[self._index.kinds[number]], int(self._index.firsts[number])
         path = self._path(items_file(int(self._index.files[number])))
@@ -276,6 +283,7 @@ class CachedItems:
             # Of one data set as ever: checkpoints of its runs have this digest.
             counts = (self._count, self.shares[0].repeats)
         hashed = hashlib.blake2b(repr(counts).encode(), digest_size=16)
+        # Digests of contents in the order of the items; where these lie (files, offsets) is left out.
         hashed.update(self._index.digests.tobytes())
         return hashed.hexdigest()
 
@@ -348,6 +356,7 @@ class CachedItems:
         rows, numbers = found.get("rows"), found.get("numbers")
         if any(one is not None and len(one) != self._count for one in (files, rows, numbers)):
             raise ReadError(f"{path} is not the index of this cache; {self._remedy()}")
+        # The first tensor of an item is where those before it end.
         return _Index(kinds, ends - lengths[kinds], found["offsets"], found["digests"], files, rows, numbers)
 
 
@@ -372,6 +381,7 @@ def _embeddings(path: Path, text: str) -> dict[str, torch.Tensor] | None:
             for entry in entries
             if entry.name.startswith(f"{key}.")
         }
+    # Also None where the text is not in the file: then there is no digest to agree with.
     return found if metadata.get(key) == digest_of(found) else None
 
 

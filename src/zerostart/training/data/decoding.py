@@ -85,11 +85,13 @@ class _Video(ColumnMedia):
         frames = torch.empty((len(self._indices), 3, *self._target), dtype=torch.uint8, device="cpu")
         for place, picture in enumerate(self._clip.pictures(self._indices)):
             frames[place] = _pixels(fitted(picture, self._target))
+        # Filled frame by frame, and turned to [3, F, H, W] at the end, as encoders take it.
         return frames.transpose(0, 1).contiguous()
 
 
 def _pixels(picture: Image) -> torch.Tensor:
     """Of a Pillow image of mode RGB, uint8 [3, H, W]."""
+    # `array` copies; `asarray` would give Pillow's own memory, which is read-only.
     return torch.from_numpy(needed("numpy").array(picture)).permute(2, 0, 1).contiguous()
 
 
@@ -104,6 +106,7 @@ def media_of_row(
     The first of ``columns`` with files that has no size of its own gives the item its size. All videos of
     that size have equally many frames. Raises :class:`ConfigError`, by ``in_column``.
     """
+    # A column of several pictures is there when it is empty, too: as an empty list.
     present = [column for column in columns if files[column.name] or column.kind == "images"]
     clips = {
         column.name: in_column(column, partial(clip_of, files[column.name], config.background))
@@ -131,6 +134,7 @@ class _Row:
         self._clips = clips
         self._config = config
         self.size: Size | None = None
+        # Falls from video to video of a row to the shortest one; `media` is asked for after the last.
         self.frames = config.num_frames
 
     def sizes(self, column: Column) -> list[Size]:
@@ -149,6 +153,7 @@ class _Row:
     def media(self, column: Column) -> ColumnMedia:
         """What a column gives the item."""
         files = self._files[column.name]
+        # No size to share where a row has columns with sizes of their own alone.
         if column.own_size or self.size is None:
             targets = [target_size(size, self._config) for size in self.sizes(column)]
         else:
@@ -178,6 +183,7 @@ def target_size(size: Size, config: DatasetConfig) -> Size:
     Raises :class:`ConfigError` for one that is too small to have such a size.
     """
     if config.height is not None and config.width is not None:
+        # A fixed size is also the target of smaller pictures: these are scaled up.
         return config.height, config.width
     if config.buckets != "own":
         given = config.buckets
@@ -186,6 +192,7 @@ def target_size(size: Size, config: DatasetConfig) -> Size:
     # To the pixel as DiffSynth-Studio does it, so that its data give the same here.
     height, width = size
     if height * width > config.max_pixels:
+        # Areas go by the square of a side.
         scale = (height * width / config.max_pixels) ** 0.5
         height, width = int(height / scale), int(width / scale)
     factor = config.multiple_of
@@ -205,6 +212,7 @@ def standard_sizes(max_pixels: int, multiple_of: int) -> tuple[Size, ...]:
 
     Raises :class:`ConfigError` if there is none.
     """
+    # Both, so that a size suits the model and there are few of them: each is a batch shape of its own.
     step = math.lcm(_STEP, multiple_of) if max_pixels >= _SMALL else multiple_of
     sizes = []
     for height in range(step, math.isqrt(max_pixels * _LONGEST) + 1, step):
@@ -221,7 +229,9 @@ def standard_sizes(max_pixels: int, multiple_of: int) -> tuple[Size, ...]:
 
 def _nearest(size: Size, sizes: Sequence[Size]) -> Size:
     """The one whose shape is nearest, of equals the largest, then the first."""
+    # In logarithms twice as wide and twice as high are equally far from a square.
     shape = math.log(size[0] / size[1])
+    # Rounded, or the last bits of a logarithm would decide between sizes of the same shape.
     return min(sizes, key=lambda s: (round(abs(math.log(s[0] / s[1]) - shape), 9), -s[0] * s[1]))
 
 
@@ -230,7 +240,9 @@ def fitted(picture: Image, target: Size) -> Image:
 
     The numbers are those of torchvision's ``resize`` and ``center_crop``, which DiffSynth-Studio uses.
     """
+    # Pillow has the width first, targets the height.
     (width, height), (target_height, target_width) = picture.size, target
+    # The larger of the two covers the target on both sides; the other side is cropped.
     scale = max(target_width / width, target_height / height)
     scaled = round(width * scale), round(height * scale)
     if scaled != picture.size:
@@ -249,6 +261,7 @@ def frames_needed(config: DatasetConfig, rate: Fraction | None) -> int | None:
     wanted = _wanted_rate(config, rate)
     if wanted is None or rate is None:
         return config.num_frames
+    # One more than the last picked one needs, for picking rounds to the nearest frame.
     return math.ceil(config.num_frames * rate / wanted) + 1
 
 
@@ -270,10 +283,12 @@ def picked_frames(config: DatasetConfig, frames: int, rate: Fraction | None, mos
             "media.time_division_factor); leave the video out"
         )
     if config.frames == "even":
+        # Exact: a float beside a half could be rounded to the neighbouring frame.
         gap = Fraction(frames - 1, max(count - 1, 1))
         return [round(index * gap) for index in range(count)]
     if wanted is None or rate is None:
         return list(range(count))
+    # Fractions as well, for the same reason.
     return [min(round(index / wanted * rate), frames - 1) for index in range(count)]
 
 
@@ -281,4 +296,5 @@ def _wanted_rate(config: DatasetConfig, rate: Fraction | None) -> Fraction | Non
     """At which rate frames are picked; None: as they follow, as those of a directory, which has none."""
     if config.frame_rate is None or rate is None:
         return None
+    # By way of its text: 23.976 means 23976/1000, and not the float next to it.
     return Fraction(str(config.frame_rate))

@@ -45,6 +45,7 @@ def encoders(source: str, settings: CacheConfig, world: World) -> Iterator[Encod
     # Bits of a product on a CPU may depend on the number of threads, and a cache must not: ranks do the work.
     threads = torch.get_num_threads()
     kind, names = world.broadcast_object(lambda: _looked_at(source), "looking at the encoders")
+    # Collective. Outside of the `try`, for without a pipeline there is nothing to drop.
     pipe = load_pipeline(_request(source, settings, names, world))
     try:
         if default_device().type == "cpu":
@@ -53,6 +54,8 @@ def encoders(source: str, settings: CacheConfig, world: World) -> Iterator[Encod
             yield encoder_class(kind)(pipe, settings)
     finally:
         torch.set_num_threads(threads)
+        # The order matters: modules are let go of by the pipeline, then collected (they may lie in cycles),
+        # and only then can the allocator give their memory back.
         drop_components(pipe, *(n for n, part in pipe.components.items() if isinstance(part, nn.Module)))
         del pipe
         gc.collect()
@@ -81,6 +84,8 @@ def _request(source: str, settings: CacheConfig, names: list[str], world: World)
         if name not in without:
             kind = given.get(name) if isinstance(given, dict) else given
             if name == _VAE:
+                # Never in shards: ranks call the autoencoder a different number of times for items of other
+                # lengths.
                 kind = "offload" if kind == "offload" else "replicate"
                 placement[name] = Placement(kind, compute_dtype=_dtype(settings.vae_dtype))
             else:
@@ -153,6 +158,7 @@ def encoder_files(source: str, cache: Path, world: World) -> EncoderFiles | None
     unknown = [name for name in found.states if name not in found.digests]
     if unknown:
         with world.phase("reading the encoders' files"):
+            # Every rank takes each `size`-th file: encoders are gigabytes, and machines share the reading.
             own = {name: _digest(Path(found.root) / name) for name in unknown[world.rank :: world.size]}
         for others in world.all_gather_object(own, "comparing the encoders' files"):
             found.digests.update(others)
@@ -169,14 +175,18 @@ def _found(source: str, cache: Path) -> EncoderFiles | None:
     index = read_json(root / PIPELINE_INDEX, "pipeline index")
     settings, states = {}, {}
     for name, value in index.items():
+        # Lists of an index are models, [library, class]; the rest are settings of the pipeline.
         if not isinstance(value, list):
             if not name.startswith("_") and name != _NOT_OF_ENCODERS:
                 settings[name] = value
         elif NAME.fullmatch(name) and not name.startswith(_NOT_ENCODERS):
             for file in _files_below(root / name):
                 status = file.stat()
+                # The time of change and the inode as well, which a copy over the file with its old times does
+                # not keep.
                 state = [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
                 states[file.relative_to(root).as_posix()] = state
+    # The real place: a link that has been moved to another snapshot must not find the old digests.
     place = os.path.realpath(root)
     return EncoderFiles(place, index.get("_class_name"), settings, states, _known(cache, place, states))
 
@@ -190,6 +200,7 @@ def _known(cache: Path, place: str, states: Mapping[str, list[int]]) -> dict[str
     return {
         name: entry[1]
         for name, state in states.items()
+        # The whole state has to be equal; an entry of any other form is like none.
         if isinstance(entry := entries.get(name), list) and entry[:1] == [state] and len(entry) == 2
     }
 
@@ -202,4 +213,5 @@ def _files_below(folder: Path) -> Iterator[Path]:
 
 def _digest(path: Path) -> str:
     with path.open("rb") as handle:
+        # Cut to 16 bytes, which is plenty to tell files apart, and keeps the marker short.
         return hashlib.file_digest(handle, "blake2b").hexdigest()[:32]

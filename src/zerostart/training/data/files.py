@@ -55,6 +55,7 @@ class MediaFile:
 
     def opened(self) -> BinaryIO:
         """To be read from its start; raises OSError."""
+        # No path: the bytes came with the table, and there is no file to look at.
         return io.BytesIO(self.data or b"") if self.path is None else self.path.open("rb")
 
     def stills(self) -> list[MediaFile]:
@@ -91,6 +92,7 @@ class MediaFile:
                         state.update(data)
                     continue
                 # A compressed file does not change in its middle alone.
+                # A set: of a file no longer than one piece start and end are the same, and read once.
                 for start in sorted({0, max(0, length - _LOOKED_AT)}):
                     content.seek(start)
                     state.update(content.read(_LOOKED_AT))
@@ -99,6 +101,7 @@ class MediaFile:
 
 def _natural(name: str) -> list[tuple[int, str]]:
     """``frame2`` before ``frame10``."""
+    # Pairs, for a number and a text cannot be compared; -1 puts texts before numbers.
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
@@ -135,6 +138,7 @@ def _listed(text: str, where: str) -> Sequence[object]:
 def _file(cell: object, base: Path, where: str) -> MediaFile:
     """Of a name, or of the ``{"bytes": ..., "path": ...}`` that ``datasets`` gives undecoded."""
     if isinstance(cell, dict) and cell.keys() == {"bytes", "path"}:
+        # The bytes count before the path, which in a saved dataset may be of another machine.
         if cell["bytes"] is not None:
             return MediaFile(cell["path"] or where, None, cell["bytes"])
         cell = cell["path"]
@@ -142,6 +146,7 @@ def _file(cell: object, base: Path, where: str) -> MediaFile:
         raise ConfigError(f"{where}: {cell!r} is not the name of a file")
     if cell.startswith(("http://", "https://")):
         raise ConfigError(f"{where}: {cell} is a URL; download the file, and give its path")
+    # An absolute name replaces the base, as `/` of pathlib has it.
     path = base / cell
     return MediaFile(str(path), path)
 
@@ -166,6 +171,7 @@ def readable(file: MediaFile, what: str) -> Iterator[None]:
     """Inside a library reads ``file``; raises :class:`ConfigError`, which names it, where that fails."""
     try:
         yield
+    # Errors of ours say already what is wrong, and a lack of memory is not the file's fault.
     except (ConfigError, MemoryError):
         raise
     except Exception as error:  # of many types, which differ between versions
@@ -214,6 +220,7 @@ def rgb(image: Image, background: Color) -> Image:
         return image.convert("RGB")
     pillow = needed("PIL.Image")
     layer = image.convert("RGBA")
+    # By alpha, for `convert` would show whatever colour lies under the transparent pixels.
     return pillow.alpha_composite(pillow.new("RGBA", layer.size, (*background, 255)), layer).convert("RGB")
 
 
@@ -222,6 +229,7 @@ def _eight_bits(image: Image) -> Image:
     values = needed("numpy").asarray(image).astype("int64")
     if values.min() < 0 or values.max() > 65535:
         raise ValueError("its pixels have 32 bits, whose range is unknown")
+    # 65535 becomes 255 exactly; half of the divisor is added to round to the nearest.
     return needed("PIL.Image").fromarray(((values * 255 + 32767) // 65535).astype("uint8"))
 
 
@@ -315,7 +323,9 @@ class _Animation(Clip):
         shown = Fraction(0)
         for index in range(self._count):
             image.seek(index)
+            # Pillow gives milliseconds.
             shown += Fraction(image.info.get("duration", 0))
+        # None for an animation whose frames have no durations: nothing tells its times.
         return Fraction(1000 * self._count) / shown if shown else None
 
     def count(self, most: int | None) -> int:
@@ -338,7 +348,9 @@ class _Stream(Clip):
         self._file = file
         with readable(file, "a video"), self._opened() as container:
             stream = self._stream(container)
+            # Either may be missing, by container; frames of unlike distances have an average only.
             self.rate = stream.average_rate or stream.guessed_rate
+            # The first frame is decoded for the size: what headers say may be another, and lie on its side.
             for frame in container.decode(stream):
                 picture = _upright(frame)
                 self.size = (picture.height, picture.width)
@@ -347,6 +359,7 @@ class _Stream(Clip):
                 raise ConfigError(f"{file.name} has no frame that can be decoded; replace it")
 
     def _opened(self) -> Any:
+        # Opened anew for each use: a stream is read forwards only, and workers must not share a handle.
         source = self._file.opened() if self._file.path is None else str(self._file.path)
         return needed("av").open(source)
 

@@ -53,6 +53,8 @@ def fill(
     from being encoded, and put into the cache: afterwards ConfigError is raised, which names all such rows.
     """
     with world.collectives("encoding the first item", lambda: _first(media, encoder, update)) as first:
+        # All ranks take part in this one, whose result is thrown away but for its size: how many items go
+        # into a file must be the same everywhere, and after a resume.
         size = sum(t.nbytes for t in _encoded(encoder, first, 0).values())
     # Embeddings of texts that the cache has are not computed again, which with a sharded encoder all ranks
     # would have to.
@@ -61,6 +63,7 @@ def fill(
     asked = ["", *texts] if encoder.texts_alone else texts
     prompts = {**there, **embedded(encoder, [text for text in asked if text not in there], world)}
     per_file = items_of_a_file(len(update.new_rows), size, encoder.settings.bytes_of_a_file)
+    # All that the bytes of a draft follow from. Not the number of ranks, which a run that goes on may change.
     plan = {
         "version": VERSION,
         "items": len(update.new_rows),
@@ -71,6 +74,8 @@ def fill(
     }
     with drafted(place, plan, update, world) as (draft, goes_on):
         _fill_draft(draft, goes_on, update, media, encoder, first, world)
+        # Read from the files, not from memory: failures of the killed run that this one went on with count,
+        # too.
         failed = world.broadcast_object(draft.failures, "looking for what could not be encoded")
         # With rows that failed, or others that stay, the cache is not that of the media: of these rows alone.
         document, count = facts.document(), len(update.items) - len(failed)
@@ -129,6 +134,7 @@ def _fill_draft(
     turns = [missing[at : at + world.size] for at in range(0, len(missing), world.size)]
     own = [turn[world.rank] if world.rank < len(turn) else None for turn in turns]
     rows = [update.new_rows[place] for file in own if file is not None for place in draft.items(file)]
+    # Made once for all turns: workers decode the next file's items while encoders are busy with this one's.
     examples = _Ahead(media, rows)
     too_long: list[str] = []
     for file, turn in zip(own, turns, strict=True):
@@ -144,9 +150,13 @@ def _fill_draft(
                 failed = isinstance(prepared, str)
                 example = first if isinstance(prepared, str) else prepared
                 encoder.lengths.begin()
+                # Number 0 where nothing is kept: each item has a generator of its own, so that nobody's draws
+                # are shifted.
                 made = _encoded(encoder, example, draft.numbers[places[step]] if given and not failed else 0)
             if given:
                 where = media.where(update.new_rows[places[step]])
+                # What was cut is known after the encoding only: tokenizers count while the pipeline calls
+                # them.
                 long = encoder.cut()
                 if long is not None and not isinstance(prepared, str):
                     too_long.append(f"{where}: {long}")
@@ -155,6 +165,7 @@ def _fill_draft(
                 items.append(made if problem is None else problem)
                 progress.step()
         if file is not None:
+            # Outside the collectives: what fails here is told to the others at the next meeting.
             draft.write(file, items)
     world.raise_together(None, "all items are encoded")
     if too_long and encoder.settings.long_prompts == "cut":
@@ -169,6 +180,7 @@ def embedded(encoder: Encoder, texts: Sequence[str], world: World) -> dict[str, 
             "cache.prompts out, and name the pictures of samples.prompts in samples.images"
         )
     found = {}
+    # Every rank encodes every text: an encoder in shards needs all of them, and there are few.
     for text in dict.fromkeys(texts):
         with world.collectives("encoding a text"):
             encoder.lengths.begin()
@@ -177,6 +189,7 @@ def embedded(encoder: Encoder, texts: Sequence[str], world: World) -> dict[str, 
             else:
                 made = encoder.prompt(text)
             found[text] = _copied(made)
+        # Raised on all ranks alike, for all have the same numbers.
         if problem := _not_finite(found[text], f"the text {text!r}"):
             raise ConfigError(problem)
         if long := encoder.cut():
@@ -203,6 +216,7 @@ def _checked(media: MediaItems, encoder: Encoder, number: int, example: Any = No
     """Item ``number``, which the encoder can take. Raises ConfigError that names its row."""
     found: Example = media[number] if example is None else example
     if (rate := media.frame_rate(number)) is not None:
+        # A setting of the data set, not a cell: the table cannot contradict it.
         found = {**found, FRAME_RATE: rate}
     try:
         encoder.check(found)
@@ -221,6 +235,8 @@ def _encoded(encoder: Encoder, example: Example, number: int) -> Encoded:
 
 def _copied(tensors: Mapping[str, torch.Tensor]) -> Encoded:
     """The tensors by themselves, without the batch that they are out of."""
+    # Into memory of its own: on a CPU it may be a view, which would keep all of the batch until the file is
+    # written.
     return {name: torch.empty_like(t, device="cpu").copy_(t).contiguous() for name, t in tensors.items()}
 
 
@@ -237,6 +253,7 @@ class _Guarded(Dataset[Any]):
     def __getitem__(self, place: int) -> object:
         try:
             return self.media[self.numbers[place]]
+        # As a value: what is raised in a worker arrives with the traceback in its text.
         except ZerostartError as error:
             return error
 
@@ -258,6 +275,7 @@ class _Ahead:
 
     def next(self, encoder: Encoder) -> Example | str:
         """The next item, or why there is none: what decoding it, or checking it, fails with."""
+        # Both run in step: the loader gives items in the order in which it was asked for them.
         number, example = next(self._numbers), next(self._found)
         if isinstance(example, ConfigError):
             return str(example)
@@ -279,6 +297,7 @@ class _Progress:
 
     def __init__(self, draft: Draft, files: int, world: World) -> None:
         self._console = Console() if world.rank == 0 else None
+        # At most: the last file may be shorter. Ranks are about equally far, so that rank 0 speaks for all.
         self._count = min(files * draft.per_file, draft.count)
         self._ranks = world.size
         self._done = 0

@@ -95,6 +95,7 @@ class MediaSet:
     @cached_property
     def shapes(self) -> list[Hashable]:
         """A key for each item. Raises :class:`ConfigError`, naming row and file."""
+        # Orders of a row differ in their texts alone, so the shapes of the first are those of all.
         found: list[Hashable] = [*self._mapped(self._shape, self.rows)]
         return found * self.config.orders
 
@@ -119,10 +120,12 @@ class MediaSet:
     def _describe(self, index: int) -> Described:
         """Digests of a row by its names, by lengths and times of its files too, and by its contents."""
         # Three digests, each of more: the names, then lengths and times of the files, then what is in them.
+        # Sorted by column: the order of columns in the table is no content.
         names = hashlib.blake2b(repr(sorted(self._other_cells(index).items())).encode(), digest_size=16)
         files = self._files(index)
         for name, some in files.items():
             names.update(f"{name} {[self._relative(file) for file in some]}".encode("utf-8", "surrogatepass"))
+        # One `stat` a file at most, instead of reading it: this is what a start with a known table costs.
         states = [file.state() for some in files.values() for file in some]
         by_name = names.digest()
         names.update(repr(states).encode())
@@ -139,6 +142,7 @@ class MediaSet:
         if file.path is None:
             return hashlib.blake2b(file.data or b"", digest_size=16).hexdigest()
         base = self._table.base
+        # Relative, so that a table that has moved together with its files is still recognised.
         return str(file.path.relative_to(base)) if file.path.is_relative_to(base) else file.name
 
     def _row_digest(self, index: int) -> bytes:
@@ -155,9 +159,12 @@ class MediaSet:
         failures: list[str] = []
         # Files may lie on a network: most of the time is waiting.
         with ThreadPoolExecutor(_THREADS) as threads:
+            # In chunks, for `map` would make a future for each of millions of rows at once.
             for start in range(0, count, _CHUNK):
                 rows = range(start, min(start + _CHUNK, count))
                 for outcome in threads.map(lambda row: _outcome(function, row), rows):
+                    # Results come in the order of the rows, whichever thread is done first: errors name the
+                    # first ones.
                     if isinstance(outcome, ConfigError):
                         failures.append(str(outcome))
                     else:
@@ -180,6 +187,7 @@ class MediaSet:
 
     def _other_cells(self, index: int) -> dict[str, object]:
         """The text, and what names no files."""
+        # Items lie order by order: all rows in the first one, then all in the second.
         order, number = divmod(index, self.rows)
         row, prompt = self._table.rows[number], self._text
         taken = {column.column for column in self.columns} | {prompt}
@@ -218,6 +226,7 @@ def captioned(text: str, config: DatasetConfig, order: int) -> str:
     """The text of a row with its prefix, and its tags in the order with that number."""
     if config.caption_shuffles:
         tags = [tag.strip() for tag in text.split(config.caption_separator)]
+        # Tags at the beginning, a trigger word say, stay in front in every order.
         kept, others = tags[: config.caption_keep], tags[config.caption_keep :]
         # By digests, which any version of any library makes alike; equal tags are told apart by their places.
         draws = {
@@ -262,6 +271,7 @@ class MediaItems(Dataset[dict[str, Any]]):
 
     def _at(self, index: int) -> tuple[MediaSet, int]:
         """The set of an item, and its place there."""
+        # The first set whose end lies beyond the item; an end belongs to the next set, hence `right`.
         number = bisect.bisect_right(self._ends, index)
         return self.sets[number], index - (self._ends[number - 1] if number else 0)
 
@@ -289,6 +299,7 @@ class MediaItems(Dataset[dict[str, Any]]):
         It does not depend on where files lie, or on what they are called. Raises :class:`ConfigError` that
         names the rows whose files are absent.
         """
+        # Digests have one length, so that joining them is unambiguous.
         return hashlib.blake2b(b"".join(self.row_digests), digest_size=16).hexdigest()
 
     def digest(self) -> str:
@@ -313,6 +324,7 @@ class MediaItems(Dataset[dict[str, Any]]):
     def keys(self) -> list[bytes]:
         """Of each item 16 bytes for its row and how that is decoded; equal ones give equal items."""
         return [
+            # The settings are each set's own: the same file in another size is another item.
             hashlib.blake2b(digest + one.settings.encode(), digest_size=16).digest()
             for one in self.sets
             for _, _, digest in one.described
@@ -351,6 +363,7 @@ def read_media(config: MediaConfig, world: World, earlier: RowDigests | None = N
     """
     with world.phase("reading the table of media"):
         items = MediaItems(config, earlier)
+        # Inside the phase: a rank that cannot read its table raises on all, before they compare.
         mine = (len(items), items.digest())
         if world.rank == 0:
             for note in items.notes:
@@ -368,6 +381,7 @@ def read_media(config: MediaConfig, world: World, earlier: RowDigests | None = N
         )
     fewer = min(ranks[0][0], ranks[other][0])
     first = next((i for i in range(fewer) if rows[0][16 * i :][:16] != rows[other][16 * i :][:16]), fewer)
+    # One of the two has the row at which they differ; the shorter table may end before it.
     longer = 0 if ranks[0][0] > first else other
     where = world.broadcast_object(lambda: items.where(first), "naming the row that differs", source=longer)
     raise ConfigError(
@@ -380,6 +394,7 @@ def read_media(config: MediaConfig, world: World, earlier: RowDigests | None = N
 
 def as_float(pixels: torch.Tensor) -> torch.Tensor:
     """uint8 of 0 to 255, of any shape, as float32 of -1 to 1, bit for bit as diffusers' processors do."""
+    # Divided first and scaled then: `pixels / 127.5 - 1` would round otherwise.
     return 2.0 * (pixels.to(torch.float32) / 255.0) - 1.0
 
 
@@ -408,6 +423,7 @@ class RowDigests:
         """Those from ``before``, and of ``rows``; of rows with the same names the last one counts."""
         by_name, by_state = dict(before.by_name), dict(before.by_state)
         for name, state, contents in rows:
+            # Kept under both: states are asked for as long as files are there, names once they are gone.
             by_name[name] = contents
             by_state[state] = contents
         return cls(by_name, by_state)
@@ -416,12 +432,14 @@ class RowDigests:
         """As bytes."""
         parts = (b"".join(key + value for key, value in one.items()) for one in (self.by_name, self.by_state))
         names, states = parts
+        # Pairs of 16 bytes each, keys and values in turn; the length says where the second table begins.
         return len(names).to_bytes(8, "little") + names + states
 
     @classmethod
     def unpacked(cls, data: bytes) -> RowDigests:
         """From ``packed``; nothing of what is damaged."""
         end = 8 + int.from_bytes(data[:8], "little")
+        # A damaged note costs one reading of the files, so it is no error.
         if len(data) < 8 or end > len(data) or (end - 8) % (2 * _SIZE) or (len(data) - end) % (2 * _SIZE):
             return cls()
         return cls(_pairs(data[8:end]), _pairs(data[end:]))

@@ -32,7 +32,9 @@ class PicturedText(str):
         """The ``text`` with these upright ``pictures`` of mode RGB."""
         hashed = hashlib.blake2b(digest_size=16)
         for picture in pictures:
+            # The size as well: the same bytes in other sides are another picture.
             hashed.update(repr(picture.size).encode() + picture.tobytes())
+        # The string is the key in the cache and in dicts; encoders take `text` and `pictures`.
         made = cls(f"{text} [pictures {hashed.hexdigest()}]")
         made.text, made.pictures = text, tuple(pictures)
         return made
@@ -50,6 +52,7 @@ def sample_texts(settings: SamplesConfig) -> tuple[list[str], list[str]]:
     for text, names in zip(settings.prompts, settings.images, strict=True):
         pictures = [_picture(name) for name in ([names] if isinstance(names, str) else names)]
         prompts.append(PicturedText.of(text, pictures))
+        # Encoders that see pictures see them with the negative text, too, as their pipelines show them.
         negatives.append(PicturedText.of(settings.negative_prompt, pictures))
     return prompts, negatives
 

@@ -75,6 +75,7 @@ def read_table(config: DatasetConfig) -> Table:
         return _read_dataset(source, config.split, base, items)
     path = expanded(source)
     if path.is_dir():
+        # A table in the directory goes before looking for files: it says which of them are meant.
         tables = [path / name for name in TABLES if (path / name).is_file()]
         if len(tables) > 1:
             names = " and ".join(table.name for table in tables)
@@ -84,6 +85,7 @@ def read_table(config: DatasetConfig) -> Table:
             found = _files_in(path, config.prompt, items, notes)
             table = _table(found, source, path if base is None else Path(base), items)
             return replace(table, notes=tuple(notes))
+        # From here on as if the table had been named; its directory is the base all the same.
         path = tables[0]
     if not path.is_file():
         raise ConfigError(f"media.source {source}: no such file or directory")
@@ -109,6 +111,7 @@ def _table(found: Iterator[tuple[str, Row]], source: str, base: Path, items: int
     base = expanded(base)
     if not base.is_dir():
         raise ConfigError(f"media.base {base}: no such directory")
+    # Of all rows, in the order in which they first appear: JSON rows need not have the same ones.
     columns = tuple(dict.fromkeys(itertools.chain.from_iterable(row for _, row in pairs)))
     where = [where for where, _ in pairs]
     return Table([row for _, row in pairs], columns, base, where.__getitem__)
@@ -116,9 +119,12 @@ def _table(found: Iterator[tuple[str, Row]], source: str, base: Path, items: int
 
 def _csv_rows(path: Path) -> Iterator[tuple[str, Row]]:
     """Cells are text; an empty one is None. A row may take several lines, of which the last is named."""
+    # Spreadsheets begin UTF-8 with a mark, which would be part of the first column's name. No newline
+    # handling, for `csv` needs line breaks within quotes as they are.
     with path.open(encoding="utf-8-sig", newline="") as lines:
         reader = csv.reader(lines, strict=True)
         try:
+            # Empty lines before the header are passed over; `csv` gives them as empty rows.
             header = next(filter(None, reader), [])
             _check_header(header, f"{path}, line {reader.line_num}")
             for cells in reader:
@@ -200,6 +206,7 @@ def _files_in(folder: Path, prompt: str | None, items: int, notes: list[str]) ->
         if prompt is not None:
             text = path.with_suffix(".txt")
             if not text.is_file():
+                # Noted, and the rows go on: one error counts all files without a text.
                 without.append(name.as_posix())
                 continue
             row[prompt] = text.read_text(encoding="utf-8-sig").strip()
@@ -282,6 +289,7 @@ def media_columns(config: DatasetConfig, table: Table) -> tuple[Column, ...]:
         if column.column not in columns:
             raise _absent(column.column, columns, f"media.columns.{column.name} names it")
     leading = [name for name in KNOWN_COLUMNS if name in ("video", "image")]
+    # A stable sort: video, then image, then the others as the table or the configuration has them.
     found.sort(key=lambda column: leading.index(column.name) if column.name in leading else len(leading))
     return tuple(found)
 
@@ -291,6 +299,7 @@ def _column(name: str, value: str | ColumnConfig) -> Column:
     kind, size = KNOWN_COLUMNS.get(name, (None, None))
     kind = given.kind or kind
     assert kind is not None, "the configuration was checked for it"
+    # The configuration, then what is known of the name, then by the kind: lists have unlike pictures.
     size = given.size or size or ("own" if kind == "images" else "item")
     return Column(name, given.column or name, kind, size == "own")
 
@@ -328,6 +337,7 @@ def _read_dataset(source: str, split: str, base: str | None, items: int) -> Tabl
     except Exception as error:  # of many types
         reason = " ".join(str(error).split())
         raise ConfigError(f"media.source {source}: cannot load the split {split!r}: {reason}") from error
+    # `load_from_disk` of all splits gives a dict of them, and takes no split itself.
     if isinstance(found, dict):
         if split not in found:
             raise ConfigError(
@@ -340,6 +350,7 @@ def _read_dataset(source: str, split: str, base: str | None, items: int) -> Tabl
     # done later, and by ours.
     for name, feature in found.features.items():
         found = found.cast_column(name, _undecoded(feature, datasets))
+    # Both keep rows on the disk: nothing is read before it is asked for.
     rows = found.select(range(min(items, len(found)))) if items else found
     base_path = expanded(base or ".")
     return Table(rows, tuple(found.features), base_path, partial(_place, source, split))

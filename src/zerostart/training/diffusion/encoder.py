@@ -48,6 +48,7 @@ class Encoder(ABC):
         self.pipe = pipe
         self.settings = settings
         self.device = default_device()
+        # Pipelines cut by this argument of their call, whose default differs from one to the next.
         own = inspect.signature(type(pipe).__call__).parameters["max_sequence_length"].default
         self.most_tokens = int(settings.max_sequence_length or own)
         self.text = {"max_sequence_length": self.most_tokens, "device": self.device}
@@ -75,7 +76,10 @@ class Encoder(ABC):
 
     def check(self, example: Example) -> None:
         """Raise ConfigError for an example that this pipeline cannot take."""
+        # Other columns of the table come along as they are (numbers, texts) and are no business of an
+        # encoder.
         given = {name for name, value in example.items() if _is_media(value)}
+        # Sorted, for the order of a set differs between runs, and so would the message.
         if unknown := sorted(given - self.takes):
             raise ConfigError(
                 f"{self.kind} does not use the column {unknown[0]}; it uses "
@@ -88,6 +92,7 @@ class Encoder(ABC):
                     f"{kind}: leave kind out there"
                 )
         for entry in self.needs:
+            # An empty list of pictures is not among the given ones: it counts as missing.
             if not given & set(entry.split(" or ")):
                 raise ConfigError(f"{self.kind} needs the column {entry}, which is empty or missing")
         for name in sorted(given & self.single):
@@ -125,6 +130,8 @@ class Encoder(ABC):
         """Latents of ``pixels`` for the model to learn, [1, C, ...], as the autoencoder gives them."""
         posterior = self.pipe.vae.encode(pixels).latent_dist
         found: torch.Tensor = (
+            # The one random draw of an encoding; its generator follows from the cache's seed and the item's
+            # number.
             posterior.sample(generator) if self.settings.posterior == "sample" else posterior.mode()
         )
         return found
@@ -157,6 +164,7 @@ class VideoEncoder(Encoder):
         """Raise ConfigError for a number of frames that makes no whole latent ones, too."""
         super().check(example)
         frames, step = self.frames(example), self.factors[0]
+        # The first frame is a latent one by itself, and each further `step` frames make one more.
         if frames % step != 1:
             raise ConfigError(
                 f"a video has {frames} frames, but {self.kind} takes {step}k + 1: set "
@@ -171,6 +179,7 @@ class VideoEncoder(Encoder):
     def encode(self, example: Example, generator: torch.Generator) -> Encoded:
         """See ``Encoder``."""
         clip = self.clip(example["video"] if "video" in example else example["image"][:, None])
+        # The normalisation acts on [1, C, F, H, W]; the axis of the batch goes last.
         latents = self.normalised(self.target_latents(clip, generator))[0]
         return {**self.prompt(example["prompt"]), "latents": latents}
 
@@ -192,6 +201,7 @@ def frames_of(video: torch.Tensor) -> list[Image]:
 def _kind(value: torch.Tensor | list[torch.Tensor]) -> Kind:
     if isinstance(value, list):
         return "images"
+    # [3, F, H, W] is a video, [3, H, W] a picture.
     return "video" if value.ndim == 4 else "image"
 
 

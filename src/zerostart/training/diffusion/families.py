@@ -36,6 +36,7 @@ def family_of(transformer: str, chosen: str | None = None) -> type[Family]:
             )
         return family
     if chosen is not None:
+        # A class derived from a known one: only the user can say whose conventions it kept.
         return FAMILIES[chosen]
     known = ", ".join(sorted(name for family in FAMILIES.values() for name in family.classes))
     raise ConfigError(f"{transformer} belongs to no family that flow-matching supports; it supports {known}")
@@ -43,6 +44,7 @@ def family_of(transformer: str, chosen: str | None = None) -> type[Family]:
 
 def encoder_class(pipeline: object) -> type[Encoder]:
     """The encoder for pipelines of the class ``pipeline`` (a name); raises ConfigError if there is none."""
+    # A class of pipelines belongs to one family, so that nothing is overwritten here.
     encoders = {name: kind for family in FAMILIES.values() for name, kind in family.encoders.items()}
     if not isinstance(pipeline, str) or pipeline not in encoders:
         raise ConfigError(

@@ -57,6 +57,7 @@ class Family(ABC):
     def hidden_size(self) -> int | None:
         """The width of the transformer."""
         heads, size = self.config.get("num_attention_heads"), self.config.get("attention_head_dim")
+        # None where the configuration of a class names its width otherwise: such a family overrides this.
         return heads * size if heads and size else None
 
     @abstractmethod
@@ -71,6 +72,8 @@ class Family(ABC):
 
     def schedule(self, shift: float) -> torch.Tensor:
         """The 1000 times, from noise on, that DiffSynth trains at."""
+        # From exactly 1 down to just above 0: the end itself, where an example has no noise, is not among
+        # them.
         return shifted(torch.linspace(1.0, 0.0, 1001, device="cpu")[:-1], shift)
 
     def conditions(self, items: Sequence[Tensors]) -> Conditions:
@@ -87,11 +90,14 @@ class Family(ABC):
                 )
             if missing := sorted(self.required - own):
                 raise ConfigError(f"an example has no {missing[0]}, which {self.name} needs")
+            # One call of the transformer takes the batch: a condition that only some examples have could not
+            # be passed.
             if own != names:
                 raise ConfigError(
                     "examples of one batch do not have the same tensors: only some have "
                     f"{', '.join(sorted(own ^ names))}"
                 )
+        # Sorted, for a set of names has another order in each process, and ranks are to build the same call.
         return {name: self._joined(name, [item[name] for item in items]) for name in sorted(names)}
 
     def check(self, item: Tensors) -> None:
@@ -100,9 +106,13 @@ class Family(ABC):
 
     def _joined(self, name: str, parts: list[torch.Tensor]) -> object:
         """One key of all examples: stacked, [batch, ...]; texts that are masked are padded first."""
+        # A number (the frame rate, say) has no length and is never padded.
         lengths = [len(part) for part in parts if part.ndim]
         if self.masked and name in ("prompt_embeds", "prompt_embeds_mask") and len(set(lengths)) > 1:
             most = max(lengths)
+            # Zeros at the end of the first axis, the tokens. `pad` counts axes from the last one: a pair of
+            # zeros for each of the others comes first. A mask padded alike hides what was added to the
+            # embeddings.
             parts = [pad(part, (*(0, 0) * (part.ndim - 1), 0, most - len(part))) for part in parts]
         shapes = {tuple(part.shape) for part in parts}
         if len(shapes) > 1:
@@ -139,6 +149,7 @@ class Family(ABC):
     def images(self, conditions: Conditions) -> list[torch.Tensor]:
         """The latents of the pictures that an example starts from, in their order, each [batch, ...]."""
         found: list[torch.Tensor] = []
+        # Numbers have no gaps: the first that is absent ends the list.
         while (image := conditions.get(f"image_latents.{len(found)}")) is not None:
             found.append(image)
         return found
@@ -151,6 +162,7 @@ def shifted(u: torch.Tensor, shift: float) -> torch.Tensor:
 
 def linear_shift(tokens: int, least: int, most: int, low: float, high: float) -> float:
     """The shift whose logarithm is ``low`` at ``least`` tokens, ``high`` at ``most``, and linear."""
+    # Schedulers of diffusers keep this logarithm and call it mu; a shift here is always its exponential.
     return exp(low + (high - low) * (tokens - least) / (most - least))
 
 
@@ -187,6 +199,8 @@ class Packed(Family):
         pictures = [latents, *self.images(conditions)]
         predicted: torch.Tensor = model(
             hidden_states=torch.cat([_packed(one) for one in pictures], dim=1),
+            # These classes multiply by 1000 themselves; their pipelines divide the scheduler's timestep by
+            # 1000 first.
             timestep=t,
             guidance=torch.full_like(t, guidance) if self.config.get("guidance_embeds") else None,
             encoder_hidden_states=conditions["prompt_embeds"],
@@ -205,6 +219,8 @@ class Packed(Family):
 def _packed(latents: torch.Tensor) -> torch.Tensor:
     """[batch, C, H, W] as tokens of 2 by 2: [batch, H/2 * W/2, 4 C]."""
     batch, channels, height, width = latents.shape
+    # Channels outermost within a token, then the row and the column in the patch, as in `_pack_latents` of
+    # diffusers' pipelines: weights of the input and output layers are in this order.
     cut = latents.reshape(batch, channels, height // 2, 2, width // 2, 2)
     return cut.permute(0, 2, 4, 1, 3, 5).reshape(batch, height // 2 * (width // 2), channels * 4)
 
@@ -212,5 +228,6 @@ def _packed(latents: torch.Tensor) -> torch.Tensor:
 def _unpacked(tokens: torch.Tensor, height: int, width: int) -> torch.Tensor:
     """The reverse of ``_packed`` for latents of ``height`` by ``width``."""
     batch, _, channels = tokens.shape
+    # The three axes of a token come back in the order in which `_packed` put them: channel, row, column.
     cut = tokens.reshape(batch, height // 2, width // 2, channels // 4, 2, 2)
     return cut.permute(0, 3, 1, 4, 2, 5).reshape(batch, channels // 4, height, width)

@@ -88,14 +88,19 @@ class Times:
     def at(self, places: torch.Tensor, shifts: torch.Tensor) -> torch.Tensor:
         """The times, [batch], that lie at ``places`` (0 to 1) of their distribution; in double precision."""
         # The boundaries are of shifted times: undo the shift, draw between their places, and shift again.
+        # `end / (shift - (shift - 1) * end)` is the inverse of the shift. Shifts are given for each example,
+        # so both ends are tensors, [batch].
         low, high = (self._place(end / (shifts - (shifts - 1) * end)) for end in self._boundaries)
         u = self._drawn(low + places * (high - low))
+        # The clamp takes back what rounding may add beyond an end; with an expert a time beyond its boundary
+        # would be the other expert's.
         return (shifts * u / (1 + (shifts - 1) * u)).clamp(*self._boundaries)
 
     def _place(self, u: torch.Tensor) -> torch.Tensor:
         """The part of the distribution below ``u``."""
         if self._config.sampling == "uniform":
             return u
+        # The cumulative distribution; `logit` of 0 and of 1 is infinite, which gives 0 and 1 here.
         below: torch.Tensor = torch.special.ndtr(
             (torch.logit(u) - self._config.logit_mean) / self._config.logit_std
         )
@@ -105,6 +110,8 @@ class Times:
         """The reverse of ``_place``."""
         if self._config.sampling == "uniform":
             return place
+        # Drawing by the inverse of the distribution takes one uniform number for any kind of sampling:
+        # changing the sampling leaves the noise of each example as it is.
         normal = torch.special.ndtri(place.clamp(0.0, 1.0))
         return torch.sigmoid(self._config.logit_mean + self._config.logit_std * normal)
 
@@ -114,9 +121,13 @@ class Times:
             case "none":
                 return torch.ones_like(times)
             case "sigma-sqrt":
+                # Near the data the weight would grow without bound: the clamp is ours, and no more than 1e6
+                # comes out.
                 return times.clamp(min=1e-3) ** -2
             case "cosmap":
                 return 2 / (torch.pi * (1 - 2 * times + 2 * times**2))
+        # DiffSynth's bell is moved down to 0 at its lowest point in the schedule, and then scaled to a mean
+        # of 1; both depend on the schedule, and so on the shift.
         bells = [self._bell(shift) for shift in shifts.tolist()]
         lowest, scale = torch.tensor(bells, dtype=times.dtype, device=times.device).unbind(1)
         return (_bell(times) - lowest) * scale
@@ -142,6 +153,7 @@ class Numbered:
         return len(self.items)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        # `index` names the example with the order of its tags, so that each has times and noise of its own.
         return {**self.items[index], "index": torch.tensor(index, device="cpu")}
 
     def in_epoch(self, place: int, epoch: int) -> int:
@@ -201,6 +213,8 @@ class FlowMatching(Task):
 
     def facts(self) -> dict[str, str]:
         """The configurations, but for where they were saved."""
+        # A checkpoint keeps these digests to recognise the model: a copy in another directory is the same
+        # one.
         kept = {key: value for key, value in self.where.config.items() if key != "_name_or_path"}
         documents = {"config.json": kept, "model_index.json": self.where.index}
         return {f"the model's {name}": _short(value) for name, value in documents.items()}
@@ -223,6 +237,7 @@ class FlowMatching(Task):
                     "task.drop_prompt: these data have no embeddings of an empty text, which stands for a "
                     "dropped prompt"
                 )
+            # Read once: any step may drop a text, and `drawn` opens no file.
             self._without = prompt("")
         self._encoded = items
         return Numbered(items)
@@ -245,6 +260,7 @@ class FlowMatching(Task):
         """
         ours = type(self).items is FlowMatching.items  # a task's own examples are as they are
         shares = [(one.rows, one.repeats) for one in getattr(self._encoded, "shares", ())] if ours else []
+        # All repeats of a row are on one side: a row that is trained on must not be evaluated, too.
         repeats = self.config.media.repeats if ours and self.config.media is not None else 1
         try:
             return split_off(items, self.settings.held_out, repeats, shares)
@@ -284,11 +300,15 @@ class FlowMatching(Task):
             # In this order, whatever is used of it: place and dropping first, then the noise.
             generator = self._generator(epoch, int(item["index"]))
             place, dropped = torch.rand(2, dtype=torch.float64, generator=generator, device="cpu").tolist()
+            # On the CPU on any device: generators of devices give other numbers, and a run may go on
+            # elsewhere.
             noises.append(torch.randn(latents.shape[1:], generator=generator, device="cpu"))
             places.append(place)
             if dropped < self.settings.drop_prompt:
+                # Only what a text becomes is replaced; pictures that the example starts from stay.
                 items[number] = {**item, **{k: v.to(latents.device) for k, v in self._without.items()}}
         # Double precision until the model's time is rounded: latents are mixed at the time that it is given.
+        # One shift for all, for a batch has latents of one shape.
         shift = self.times.shift(self.family.tokens(latents.shape[1:]))
         at = torch.tensor(places, dtype=torch.float64, device="cpu")
         shifts = torch.full_like(at, shift)
@@ -307,10 +327,15 @@ class FlowMatching(Task):
 
     def _model_time(self, t: torch.Tensor) -> torch.Tensor:
         """Times as the transformer takes them, rounded in its unit and dtype. Latents are mixed at these."""
+        # In mixed precision weights lie in one dtype and the forward is in another: the latter rounds the
+        # time.
         compute = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.config.precision)
         return (t * self.family.unit).to(compute or self._dtype).float() / self.family.unit
 
     def _generator(self, epoch: int, index: int) -> torch.Generator:
+        # No state is carried from one step to the next: a run that is resumed needs no generator restored,
+        # and draws what the uninterrupted run would have. 7 bytes, for a seed must fit into a signed number
+        # of 64 bits.
         seed = hashlib.blake2b(f"{self.config.train.seed}:{epoch}:{index}".encode(), digest_size=7).digest()
         return torch.Generator("cpu").manual_seed(int.from_bytes(seed, "big"))
 
@@ -320,6 +345,7 @@ class FlowMatching(Task):
         def cast(value: Any) -> Any:
             if isinstance(value, list):
                 return [cast(one) for one in value]
+            # Masks and positions are integers and stay so.
             floats = isinstance(value, torch.Tensor) and value.is_floating_point()
             return value.to(self._dtype) if floats else value
 
@@ -332,9 +358,11 @@ class FlowMatching(Task):
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """The mean over the examples of their losses times the weights of their times."""
         conditions = batch["conditions"]
+        # Rounded only now: mixed in float32, as the pipelines' schedulers do.
         noisy = batch["noisy"].to(self._dtype)
         found = self.family.velocity(model, noisy, batch["t"], conditions, self.settings.guidance)
         wrong = self.family.trained(found.float() - batch["target"], conditions)
+        # A mean for each example by itself, for the weight of its own time multiplies it.
         losses = wrong.square().flatten(1).mean(1)
         mean: torch.Tensor = (losses * batch["weight"]).mean()
         return mean

@@ -42,6 +42,7 @@ class FlowSource:
         ratio = self.index.get("boundary_ratio")
         if ratio is None:
             return (0.0, 1.0)
+        # Wan 2.2 begins with `transformer`, at the noisy end, and changes to `transformer_2` below the ratio.
         return (0.0, float(ratio)) if self.component == _BELOW else (float(ratio), 1.0)
 
 
@@ -62,12 +63,14 @@ def read_source(model: ModelConfig) -> FlowSource:
         raise ConfigError(f"model.component: {path} is a single model, not a pipeline; leave it out")
     directory = path if path.is_dir() else path.parent
     config = read_config(directory)
+    # A single file without a configuration beside it: the shapes of its tensors may tell which release it is.
     if config is None and path.is_file():
         tensors = open_catalog(path).weights
         known = described_by_tensors({name: one.shape for name, one in tensors.items()})
         config = None if known is None else known[1]
     if config is None or not isinstance(config.get("_class_name"), str):
         raise CheckpointError(f"{directory} has no config.json of a diffusers transformer")
+    # A transformer named by itself may still lie in its pipeline, whose index has the boundary of its times.
     around = directory.parent if root is None else root
     index: dict[str, object] = {}
     if (around / PIPELINE_INDEX).is_file():
@@ -87,10 +90,13 @@ def copy_others(root: Path, component: str, directory: Path) -> None:
     """
     index = read_json(root / PIPELINE_INDEX, "pipeline index")
     try:
+        # The run writes into its own pipeline: everything else is there already.
         if directory.samefile(root):  # whose component was replaced
             return
         for entry in sorted(root.iterdir()):
             if entry.is_dir() and entry.name in index and entry.name != component:
+                # `os.walk` does not follow links to directories: they would be left out silently, so they are
+                # refused.
                 for folder, inner, names in os.walk(entry):
                     for path in (Path(folder, name) for name in inner):
                         if path.is_symlink():
@@ -100,6 +106,8 @@ def copy_others(root: Path, component: str, directory: Path) -> None:
                                 "directory"
                             )
                     _copy_files(Path(folder), names, directory / Path(folder).relative_to(root))
+        # Last, and a copy, never a link: a directory with an index has all the models that it names, and
+        # whoever edits it does not edit the original's.
         _replaced(root / PIPELINE_INDEX, directory / PIPELINE_INDEX, shutil.copyfile)
     except OSError as error:
         raise ConfigError(f"output.pipeline: {root} cannot be copied to {directory}: {error}") from error
@@ -112,6 +120,8 @@ def _copy_files(source: Path, names: Sequence[str], target: Path) -> None:
             f"{target} is a link, and writing would change the directory that it leads to: remove the link"
         )
     target.mkdir(parents=True, exist_ok=True)
+    # The stem is the name without number and suffix. Older weights of the same stem that the source has not
+    # (more shards, another format) would be found first by a reader.
     stems = {match["stem"] for name in names if (match := WEIGHTS.fullmatch(name))}
     for file in sorted(target.iterdir()):
         match = WEIGHTS.fullmatch(file.name)
@@ -121,6 +131,7 @@ def _copy_files(source: Path, names: Sequence[str], target: Path) -> None:
         real, there = Path(os.path.realpath(source / name)), target / name
         if not real.is_file():
             raise OSError(f"{source / name} is not a regular file")
+        # Left alone where it is the same file already, linked by an earlier export.
         if there.is_symlink() or not there.exists() or not there.samefile(real):
             _replaced(real, there, _link)
 
@@ -130,6 +141,7 @@ def _replaced(source: Path, target: Path, copy: Callable[[Path, Path], object]) 
     part = target.with_name(f".{target.name}.{uuid.uuid4().hex[:12]}.part")
     try:
         copy(source, part)
+        # The rename puts the whole file there at once, and replaces a link itself, not what it points to.
         part.replace(target)
     finally:
         part.unlink(missing_ok=True)

@@ -19,12 +19,14 @@ class FluxEncoder(Encoder):
         return {**self.prompt(example["prompt"]), "latents": latents[0]}
 
     def prompt(self, text: str) -> Encoded:
+        # The third are positions of the text, all zero: `model_inputs` makes them for the batch.
         embeds, pooled, _ = self.pipe.encode_prompt(text, **self.text)
         return {"prompt_embeds": embeds[0], "pooled_prompt_embeds": pooled[0]}
 
     def normalised(self, latents: torch.Tensor) -> torch.Tensor:
         """Latents as the transformer sees them."""
         config = self.pipe.vae.config
+        # The pipeline decodes `latents / scaling_factor + shift_factor`; this is the reverse.
         found: torch.Tensor = (latents - config.shift_factor) * config.scaling_factor
         return found
 
@@ -58,16 +60,20 @@ class Flux(Packed):
 
     def shift_at(self, tokens: int) -> float:
         """As the scheduler of the released pipelines has it."""
+        # `base_image_seq_len`, `max_image_seq_len`, `base_shift` and `max_shift` of the scheduler.
         return linear_shift(tokens, 256, 4096, 0.5, 1.15)
 
     def schedule(self, shift: float) -> torch.Tensor:
         """With an end of its own."""
+        # DiffSynth's sigma_min of FLUX.1 is the last of the 1000 times, and so the end is among them here.
         return shifted(torch.linspace(1.0, 0.003 / 1.002, 1000, device="cpu"), shift)
 
     def model_inputs(self, pictures: Sequence[torch.Tensor], conditions: Conditions) -> dict[str, Any]:
         text = conditions["prompt_embeds"]
         return {
             "pooled_projections": conditions["pooled_prompt_embeds"],
+            # Words have no place in the picture: position 0 on every axis. No batch axis, for all examples
+            # are alike.
             "txt_ids": torch.zeros(text.shape[1], 3, dtype=torch.int64, device=text.device),
             "img_ids": torch.cat([_positions(one, number) for number, one in enumerate(pictures)]),
         }
@@ -78,4 +84,5 @@ def _positions(latents: torch.Tensor, number: int) -> torch.Tensor:
     rows, columns = latents.shape[-2] // 2, latents.shape[-1] // 2
     ranges = (torch.arange(size, device=latents.device) for size in (rows, columns))
     grid = torch.cartesian_prod(*ranges)
+    # Picture 0 is the one that is drawn, 1 the one that Kontext starts from; both begin at row and column 0.
     return torch.cat([torch.full_like(grid[:, :1], number), grid], dim=1)

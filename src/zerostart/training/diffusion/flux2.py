@@ -25,6 +25,8 @@ class Flux2Encoder(Encoder):
     def encode(self, example: Example, generator: torch.Generator) -> Encoded:
         latents = self.normalised(self.target_latents(self.pixels(example["image"]), generator))
         found = {**self.prompt(example["prompt"]), "latents": latents[0]}
+        # One order for both columns: the model knows pictures by their numbers, and samples pass them
+        # likewise.
         given = [*example.get("edit_image", ()), *example.get("reference_image", ())]
         for number, picture in enumerate(given):
             latents = self.normalised(self.condition_latents(self.pixels(picture)))
@@ -38,6 +40,7 @@ class Flux2Encoder(Encoder):
     def normalised(self, latents: torch.Tensor) -> torch.Tensor:
         """Latents as the transformer sees them: patches, by the autoencoder's running mean and variance."""
         vae = self.pipe.vae
+        # Statistics are of the patches' channels (4 C): the cut into patches comes before the normalisation.
         patches = _patches(latents)
         mean = vae.bn.running_mean.view(1, -1, 1, 1).to(patches.device, patches.dtype)
         variance = vae.bn.running_var.view(1, -1, 1, 1)
@@ -49,6 +52,7 @@ class Flux2Encoder(Encoder):
 def _patches(latents: torch.Tensor) -> torch.Tensor:
     """[1, C, H, W] as [1, 4 C, H / 2, W / 2]."""
     batch, channels, height, width = latents.shape
+    # Channel, row and column within the patch, as `_patchify_latents` of the pipeline has them.
     parts = latents.view(batch, channels, height // 2, 2, width // 2, 2).permute(0, 1, 3, 5, 2, 4)
     return parts.reshape(batch, channels * 4, height // 2, width // 2)
 
@@ -90,7 +94,9 @@ class Flux2(Family):
         images = self.images(conditions)
         text = conditions["prompt_embeds"]
         pictures = [latents, *images]
+        # The first axis keeps pictures apart: 0 is the one that is drawn, 10, 20 and so on are given ones.
         positions = torch.cat([_positions(one, _APART * number) for number, one in enumerate(pictures)])
+        # Words differ on the fourth axis alone, tokens of pictures on the first three.
         words = torch.zeros(text.shape[1], 4, dtype=torch.int64, device=text.device)
         words[:, 3] = torch.arange(text.shape[1], device=text.device)
         strength = torch.full_like(t, guidance) if self.config.get("guidance_embeds", True) else None
@@ -103,6 +109,7 @@ class Flux2(Family):
             img_ids=positions.expand(len(latents), -1, -1),
             return_dict=False,
         )[0]
+        # Tokens of the given pictures come after the latents' own; what is predicted for them is of no use.
         own = predicted[:, : self.tokens(latents.shape)]
         return own.transpose(1, 2).reshape(latents.shape)
 

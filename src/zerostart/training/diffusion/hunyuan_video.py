@@ -32,6 +32,7 @@ class HunyuanVideoEncoder(VideoEncoder):
         }
 
     def normalised(self, latents: torch.Tensor) -> torch.Tensor:
+        # No mean is taken off: the pipeline decodes `latents / scaling_factor`.
         return latents * float(self.pipe.vae.config.scaling_factor)
 
 
@@ -73,6 +74,7 @@ class HunyuanVideo(Family):
 
     @property
     def _patch(self) -> tuple[int, ...]:
+        # In the order of the latents' axes: frames, rows, columns.
         across = self.config.get("patch_size", 2)
         return self.config.get("patch_size_t", 1), across, across
 

@@ -35,11 +35,13 @@ class Ltx2Encoder(VideoEncoder):
     def encode(self, example: Example, generator: torch.Generator) -> Encoded:
         rate = example.get(FRAME_RATE, _FRAME_RATE)
         found = super().encode(example, generator)
+        # A tensor without axes, float64, so that 23.976 is the same number in the cache and in the batch.
         found["frame_rate"] = torch.tensor(rate, dtype=torch.float64, device="cpu")
         return found
 
     def prompt(self, text: str) -> Encoded:
         layers, given, _, _ = self.pipe.encode_prompt(text, do_classifier_free_guidance=False, **self.text)
+        # The connectors need to know on which side the mask's padding is, as the pipeline tells them.
         side = getattr(self.pipe.tokenizer, "padding_side", "left")
         video, audio, mask = self.pipe.connectors(layers, given, padding_side=side)
         return {
@@ -66,6 +68,7 @@ class _Connected:
     def __call__(
         self, embeds: torch.Tensor, mask: torch.Tensor, **_: object
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        # The video's half first, as `Ltx2Encoder.prompt` joins them.
         return embeds[..., : self._width], embeds[..., self._width :], mask
 
 
@@ -92,6 +95,7 @@ class Ltx2(Family):
     shift: ClassVar[float] = exp(2.05)
     keys: ClassVar[frozenset[str]] = frozenset({"prompt_embeds", "prompt_attention_mask", "frame_rate"})
     required: ClassVar[frozenset[str]] = frozenset({"prompt_embeds", "prompt_attention_mask"})
+    # By the names of diffusers' modules: the stream of sound and both attentions between the streams.
     untrained: ClassVar[tuple[str, ...]] = ("*audio*", "av_cross_attn_*", "*a2v*")
     decoders: ClassVar[tuple[str, ...]] = ("vae", "audio_vae")
 
@@ -107,6 +111,7 @@ class Ltx2(Family):
     def schedule(self, shift: float) -> torch.Tensor:
         """Stretched to its last time."""
         times = super().schedule(shift)
+        # Linear in `1 - t`, so that 1 stays 1 and the last time becomes the terminal one.
         return 1 - (1 - times) * (1 - _TERMINAL) / (1 - times[-1])
 
     def check(self, item: Tensors) -> None:
@@ -129,6 +134,7 @@ class Ltx2(Family):
     def conditions(self, items: Sequence[Tensors]) -> Conditions:
         """With one number for the frame rate, which is told to the transformer for a whole batch."""
         found = super().conditions(items)
+        # Without a rate in any example the pipeline's default holds for the batch.
         rates = set(found.pop("frame_rate", torch.tensor([_FRAME_RATE], device="cpu")).tolist())
         if len(rates) > 1:
             listed = " and ".join(map(str, sorted(rates)))
@@ -161,13 +167,18 @@ class Ltx2(Family):
         video, audio = conditions["prompt_embeds"].split(self._widths, dim=-1)
         mask, timestep = conditions["prompt_attention_mask"], t * self.unit
         frames, height, width = latents.shape[2:]
+        # [batch, one token, channels]: rotary positions and attention of the sound need at least one token.
         silence = latents.new_zeros(len(latents), 1, self.config.get("audio_in_channels", 128))
         predicted: torch.Tensor = model(
+            # Tokens in the order frames, rows, columns; with patches of one latent nothing else has to be
+            # packed.
             hidden_states=latents.flatten(2).transpose(1, 2),
             audio_hidden_states=silence,
             encoder_hidden_states=video,
             audio_encoder_hidden_states=audio,
             timestep=timestep,
+            # For LTX-2.3, which modulates the embeddings of texts by it; the pipeline gives the same value
+            # twice.
             sigma=timestep,
             encoder_attention_mask=mask,
             audio_encoder_attention_mask=mask,

@@ -21,6 +21,7 @@ class QwenImageEncoder(Encoder):
 
     def encode(self, example: Example, generator: torch.Generator) -> Encoded:
         latents = self.normalised(self.target_latents(self.frame(example["image"]), generator))
+        # Example 0 of the batch, frame 0: the autoencoder is one of videos, the model one of pictures.
         return {**self.embedded(example), "latents": latents[0, :, 0]}
 
     def embedded(self, example: Example) -> Encoded:
@@ -37,6 +38,8 @@ class QwenImageEncoder(Encoder):
     def normalised(self, latents: torch.Tensor) -> torch.Tensor:
         """Latents as the transformer sees them."""
         mean, deviation = self.statistics(latents)
+        # By the reciprocal, as diffusers' image-to-image pipeline has it: a division may differ in the last
+        # bit.
         return (latents - mean) * (1.0 / deviation)
 
     def statistics(self, latents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -44,6 +47,7 @@ class QwenImageEncoder(Encoder):
         config, shape = self.pipe.vae.config, (1, -1, 1, 1, 1)
         mean = torch.tensor(config.latents_mean, device="cpu").view(shape)
         deviation = torch.tensor(config.latents_std, device="cpu").view(shape)
+        # Rounded to the dtype of the latents before the arithmetic, as in the pipelines.
         return mean.to(latents), deviation.to(latents)
 
 
@@ -72,6 +76,7 @@ class QwenImageEditEncoder(QwenImageEncoder):
     def sample(self, text: str, pictures: Sequence[Image]) -> Encoded:
         """The text encoder sees the picture in the size that the pipeline gives it."""
         shown = [self.scaled(picture) for picture in pictures]
+        # A list stands for several pictures, which only the pipeline of these takes.
         image = shown[0] if "edit_image" in self.single else shown
         return _texts(*self.pipe.encode_prompt(text, image=image, **self.text))
 
@@ -79,6 +84,7 @@ class QwenImageEditEncoder(QwenImageEncoder):
         """A picture as the pipeline shows it to its text encoder."""
         from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit as edit
 
+        # `Image.size` is (width, height): the ratio is width to height. The area is the pipeline's.
         width, height, _ = edit.calculate_dimensions(1024 * 1024, picture.size[0] / picture.size[1])
         found: Image = self.pipe.image_processor.resize(picture, height, width)
         return found
@@ -138,12 +144,14 @@ class QwenImage(Packed):
     def schedule(self, shift: float) -> torch.Tensor:
         """Stretched to its last time."""
         times = super().schedule(shift)
+        # Linear in `1 - t`, so that 1 stays 1 and the last time becomes the terminal one.
         return 1 - (1 - times) * (1 - _TERMINAL) / (1 - times[-1])
 
     def conditions(self, items: Sequence[Tensors]) -> Conditions:
         """With a mask wherever texts are padded, or one of them has one."""
         lengths = {len(item["prompt_embeds"]) for item in items if "prompt_embeds" in item}
         if len(lengths) > 1 or any("prompt_embeds_mask" in item for item in items):
+            # An example's own mask stands after the made one in the dict, and so replaces it.
             items = [{"prompt_embeds_mask": _whole(item), **item} for item in items]
         return super().conditions(items)
 
@@ -151,6 +159,7 @@ class QwenImage(Packed):
         sides = [(1, one.shape[-2] // 2, one.shape[-1] // 2) for one in pictures]
         return {
             "encoder_hidden_states_mask": conditions.get("prompt_embeds_mask"),
+            # (frames, rows, columns) in tokens of each picture, one such list for every example of the batch.
             "img_shapes": [sides] * len(pictures[0]),
         }
 

@@ -33,8 +33,11 @@ class TextLengths:
         kind, lengths = type(tokenizer), self
 
         def counting(self: Any, *args: Any, **kwargs: Any) -> Any:
+            # Only a call that may cut is counted: pipelines also call tokenizers without a limit, to compare.
             if kwargs.get("truncation") and kwargs.get("max_length"):
                 whole = {key: value for key, value in kwargs.items() if key not in _SHAPING}
+                # The class's own call, for the object's would count again. `verbose=False`: no warning of
+                # long texts.
                 ids = kind.__call__(self, *args, **whole, verbose=False)["input_ids"]
                 rows = ids if ids and isinstance(ids[0], list) else [ids]
                 lengths.note(max(map(len, rows)), kwargs["max_length"])
@@ -49,6 +52,8 @@ class TextLengths:
 
     def note(self, count: int, most: int) -> None:
         """A text of ``count`` tokens was to be cut to ``most``."""
+        # By how far the limit is passed, for tokenizers of one pipeline have limits of their own. A text
+        # within its limit is noted as well: `cut` may find it past the pipeline's.
         if count - most > self._longest[0] - self._longest[1] or self._longest == (0, 0):
             self._longest = (count, most)
 
@@ -59,6 +64,8 @@ class TextLengths:
         """
         count, most = self._longest
         if self._own_words is not None and count:
+            # The limit of the tokenizer includes the template; the pipeline cuts the embeddings to `limit`
+            # afterwards.
             count, most = count - self._own_words, min(most - self._own_words, limit)
         if count <= most:
             return None

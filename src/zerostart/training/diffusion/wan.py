@@ -41,6 +41,7 @@ class TextToVideo(VideoEncoder):
         config, shape = self.pipe.vae.config, (1, -1, 1, 1, 1)
         mean = torch.tensor(config.latents_mean, device=latents.device).view(shape)
         scale = 1.0 / torch.tensor(config.latents_std, device=latents.device).view(shape)
+        # By the reciprocal, as the pipeline: its `latents_std` holds 1 over the deviation under that name.
         return (latents.float() - mean) * scale
 
 
@@ -68,6 +69,8 @@ class ImageToVideo(TextToVideo):
     def __init__(self, pipe: DiffusionPipeline, settings: CacheConfig) -> None:
         super().__init__(pipe, settings)
         _check_texts(self.kind)
+        # Wan 2.1 starts from pictures with an image encoder; Wan 2.2 has none, and any length of text will
+        # do.
         if pipe.image_encoder is not None and (length := self.text["max_sequence_length"]) != _TEXT:
             raise ConfigError(
                 f"cache.max_sequence_length is {length}, but diffusers' {self.kind} with an image "
@@ -104,12 +107,14 @@ class ImageToVideo(TextToVideo):
             torch.float32,
             self.device,
             None,
+            # The latents, in the place of the generator's noise.
             torch.zeros(1, device=self.device),
             None if last is None else self._frame(last),
         )
         found["condition"] = condition[0]
         if self.pipe.image_encoder is not None:
             pictures = [as_picture(frame) for frame in (first, last) if frame is not None]
+            # One frame after the other in one axis of positions: an example has no axis of frames.
             found["image_embeds"] = self.pipe.encode_image(pictures, self.device).flatten(0, 1)
         return found
 
@@ -128,6 +133,7 @@ class ImageToVideo(TextToVideo):
     def _given(self, example: Example) -> tuple[torch.Tensor, torch.Tensor | None]:
         video = example["video"]
         first, last = example.get("first_frame", video[:, 0]), example.get("last_frame")
+        # None: the model is given no last frame; a column of its own counts before the setting.
         return first, video[:, -1] if last is None and self.settings.last_frame else last
 
 
@@ -180,6 +186,8 @@ class Vace(TextToVideo):
         found["control_latents"] = torch.cat([latents, masks], dim=1)[0]
         for picture in example.get("reference_image", ()):
             # As the pipeline does it: each before what is there, so that the last one is the first.
+            # A frame more at the start of the target: VACE reconstructs its references, and the pipeline
+            # drops them.
             kept = self.normalised(self.condition_latents(self.clip(picture[:, None])))
             found["latents"] = torch.cat([kept[0], found["latents"]], dim=1)
         return found
@@ -222,6 +230,7 @@ class Wan(Family):
                 f"{places}, for a first and a last frame: set cache.last_frame, or name a column "
                 "last_frame"
             )
+        # Channels are the first axis. A condition adds its own unless it replaces a frame (Wan 2.2 5B).
         count = len(item["latents"])
         if "condition" in item and count != self._channels:
             count += len(item["condition"])
@@ -257,6 +266,7 @@ class Wan(Family):
             given = torch.cat([condition, latents[:, :, frames:]], dim=2)
             timestep = self._after(timestep, latents, frames)
         elif condition is not None:
+            # Beside one another in the channels: latents first, then mask and latents of the given frames.
             given = torch.cat([latents, condition], dim=1)
         more: dict[str, object] = {}
         image = conditions.get("image_embeds")
@@ -280,6 +290,7 @@ class Wan(Family):
         condition = conditions.get("condition")
         if condition is None or not self._first_frame(values):
             return values
+        # Given frames have time 0, where there is no noise to predict.
         return values[:, :, condition.shape[2] :]
 
     def _first_frame(self, latents: torch.Tensor) -> bool:
@@ -291,5 +302,6 @@ class Wan(Family):
         each = [size // patch for size, patch in zip(latents.shape[2:], self._patch, strict=True)]
         # One time a token, as the transformer orders tokens: frames first, then rows and columns.
         whole = timestep[:, None, None].expand(len(timestep), each[0], each[1] * each[2]).clone()
+        # In patches, as `each` is: given frames are whole patches (a patch is one latent frame long).
         whole[:, : frames // self._patch[0]] = 0
         return whole.flatten(1)

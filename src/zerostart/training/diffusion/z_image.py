@@ -18,10 +18,12 @@ class ZImageEncoder(Encoder):
     def encode(self, example: Example, generator: torch.Generator) -> Encoded:
         config = self.pipe.vae.config
         latents = self.target_latents(self.pixels(example["image"]), generator)
+        # The reverse of the pipeline's `latents / scaling_factor + shift_factor` before it decodes.
         normalised = (latents - config.shift_factor) * config.scaling_factor
         return {**self.prompt(example["prompt"]), "latents": normalised[0]}
 
     def prompt(self, text: str) -> Encoded:
+        # A list with one tensor for each text, already without padding.
         (embeds,), _ = self.pipe.encode_prompt(text, do_classifier_free_guidance=False, **self.text)
         return {"prompt_embeds": embeds}
 
@@ -61,7 +63,9 @@ class ZImage(Family):
         guidance: float,
     ) -> torch.Tensor:
         # These transformers take no guidance.
+        # Each picture [C, 1, H, W], a video of one frame; the class multiplies its time by 1000 itself.
         predicted = model(
             list(latents.unsqueeze(2).unbind(0)), 1 - t, list(conditions["prompt_embeds"]), return_dict=False
         )[0]
+        # It predicts from noise to data; the sign turns that into the velocity of this package.
         return -torch.stack(list(predicted)).squeeze(2)

@@ -71,11 +71,13 @@ class Drawing:
             self._other = next(others, None)
         config = read_json(models[component].path / "config.json", "model configuration")
         family = known_family(config.get("_class_name"))
+        # No family, as a task of its own may have: the pipeline gets its autoencoder alone.
         self._stand_ins = {} if family is None else family(config, self._index).stand_ins()
         decoders = ("vae",) if family is None else family.decoders
         self.texts, negatives = sample_texts(settings)
         self._check(decoders, models)
         self._decoders = [models[name] for name in decoders]
+        # A transformer that was distilled for guidance (`guidance_embeds`) takes the scale as an input.
         self._guidance, guides = self._guided(bool(config.get("guidance_embeds")))
         self.negatives = negatives if guides and "negative_prompt_embeds" in self._takes else []
 
@@ -115,6 +117,7 @@ class Drawing:
         scale, classifier_free = self.settings.guidance, self._takes.get("true_cfg_scale")
         if classifier_free is None or embedded:
             return ({} if scale is None else {"guidance_scale": scale}), classifier_free is None
+        # diffusers runs the negative prompt only above 1: otherwise its embeddings are not asked for.
         scale = classifier_free.default if scale is None else scale
         return {"true_cfg_scale": scale}, scale > 1.0
 
@@ -122,6 +125,7 @@ class Drawing:
     def videos(self) -> bool:
         """Whether more than one frame is drawn."""
         takes = self._takes.get("num_frames")
+        # Neither a setting nor a default: it has to be taken for a video.
         frames = None if takes is None else self.settings.num_frames or takes.default or math.inf
         return frames is not None and frames > 1
 
@@ -131,6 +135,8 @@ class Drawing:
         Autoencoders are loaded whole on every rank, and the expert beside the model in shards. Raises what a
         load raises.
         """
+        # Stage 0 is the whole model on every rank: how often an autoencoder calls its layers may depend on
+        # the size of a sample, and ranks may draw different ones.
         loaded = {one.name: _frozen(one, 0, dtype) for one in self._decoders}
         # All else of the pipeline, its text encoders first of all, is left out: texts were encoded before the
         # training.
@@ -142,8 +148,10 @@ class Drawing:
         with _quiet():
             pipe = assembled(self._kind, self._root, {**left_out, **loaded})
         pipe.set_progress_bar_config(disable=True)
+        # After the pipeline is put together: diffusers' loading would look at the class of what it is handed.
         pipe.register_modules(**{self._component: model}, **self._stand_ins)
         if self._other is not None:
+            # In shards, as it is as large as the model in training; all ranks call it equally often.
             shared = 3 if current_world().size > 1 else 0
             pipe.register_modules(**{self._other.name: _frozen(self._other, shared, dtype)})
         return pipe
@@ -177,6 +185,7 @@ class Drawing:
             output_type="pt",
             **arguments,
         )[0]
+        # To the host at once: the next batch needs the room.
         drawn = made.float().cpu()
         return drawn if drawn.dim() == 5 else drawn[:, None]
 
@@ -199,8 +208,11 @@ class Drawing:
         """The prompts' tensors that the pipeline takes, each [B, ...], or lists where it takes those."""
         found: dict[str, Any] = {}
         for name in prompts[0].keys() & self._takes.keys() - {_OF_PICTURES}:
+            # The autoencoder lies where the pipeline computes; the model in training may have shards on the
+            # host.
             rows = [prompt[name].to(pipe.vae.device) for prompt in prompts]
             rows = [row.to(pipe.vae.dtype) if row.is_floating_point() else row for row in rows]
+            # Z-Image's pipeline takes a list, one tensor for each prompt; the annotation is all that tells.
             lists = str(self._takes[name].annotation).startswith("list[")
             found[name] = rows if lists else torch.stack(rows)
         return found

@@ -54,6 +54,7 @@ def open_sampler(config: TrainConfig, drawing: Drawing | None, task: Task, direc
     """
     if drawing is None:
         return None
+    # A text in both is one entry of the cache; `dict.fromkeys` keeps the order, for errors.
     texts = [*drawing.texts, *drawing.negatives]
     embedded = {text: task.embedded(text) for text in dict.fromkeys(texts)}
     return Sampler(config, drawing, embedded, directory)
@@ -63,6 +64,8 @@ def batches_of(prompts: Sequence[Prompt], size: int) -> list[list[int]]:
     """The numbers of ``prompts`` in batches of up to ``size``, in each of which all have the same shapes."""
     alike: dict[tuple[tuple[str, torch.Size], ...], list[int]] = {}
     for number, prompt in enumerate(prompts):
+        # Tensors of one batch are stacked: texts of other lengths go into another. The order of first sight
+        # makes batches the same on every rank.
         alike.setdefault(tuple((name, row.shape) for name, row in prompt.items()), []).append(number)
     return [numbers[i : i + size] for numbers in alike.values() for i in range(0, len(numbers), size)]
 
@@ -79,6 +82,8 @@ class Sampler:
         self._last = config.train.last_step
         self._folder = directory / FOLDER
         self._drawing = drawing
+        # All prompts once, then all again: a sample keeps its number, and so its seed, when `count` is
+        # raised.
         self._texts = self._settings.prompts * self._settings.count
         keys, away = drawing.texts * self._settings.count, drawing.negatives * self._settings.count
         self._pictures = [text.pictures if isinstance(text, PicturedText) else () for text in keys]
@@ -102,6 +107,8 @@ class Sampler:
                 clear_drawn(folder)
         failures.raise_together()
         with session.averaged(self._settings.with_ema):
+            # Nothing is deferred here: a forward of shards is collective, and a rank that left it could not
+            # be met.
             drawn = self._drawn(session)
         with failures.deferred():
             self._write(drawn, folder)
@@ -133,6 +140,7 @@ class Sampler:
             for start in range(0, len(batches), count):
                 mine = start + place < len(batches)
                 numbers = batches[start + place if mine else 0]
+                # By the sample's own number: neither its batch nor the number of ranks changes its noise.
                 seeds = [self._settings.seed + number for number in numbers]
                 prompts = [self._prompts[number] for number in numbers]
                 negatives = [self._negatives[number] for number in numbers if self._negatives]
@@ -162,8 +170,10 @@ def _log(trackers: Sequence[Any], folder: Path, step: int) -> None:
 @contextmanager
 def _undisturbed(session: Session) -> Iterator[None]:
     """Inside nothing is learnt, and what is drawn at random is nobody's but the samples'."""
+    # The state of the CPU is saved in any case; it is the only one where that computes.
     devices = [] if session.device.type == "cpu" else [session.device]
     with torch.random.fork_rng(devices, device_type=session.device.type), torch.no_grad():
+        # Dropout would draw numbers, and the sample be another at each call.
         session.model.eval()
         try:
             yield
@@ -185,6 +195,7 @@ class InTraining(nn.Module):
         return self.__dict__["_wrapped"](*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
+        # Reached only for what this object has not: configuration, dtype of layers, and the like.
         return getattr(self.__dict__["_own"], name)
 
 
@@ -234,6 +245,7 @@ def write_drawn(path: Path, frames: torch.Tensor, fps: int) -> Path:
 
     Raises :class:`WriteError`.
     """
+    # The autoencoder may overshoot, and a byte would wrap around. [F, H, W, 3] is what writers take.
     rows = (frames.clamp(0, 1) * 255).round().to(torch.uint8).permute(0, 2, 3, 1).contiguous().cpu()
     found = path.with_suffix(".png" if len(rows) == 1 else ".mp4")
     try:
