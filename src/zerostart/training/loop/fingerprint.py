@@ -200,7 +200,7 @@ def fingerprint_of(config: TrainConfig, model: nn.Module, data: str, world: Worl
     if config.train.schedule in _ENDLESS:
         del course["train.steps"]
     if config.lora is not None:
-        # As it takes effect: ``comparable`` has None where it is left to the rank.
+        # As it takes effect: the key itself may be None, for the rank of the LoRA.
         course["lora.alpha"] = config.lora.scaling * config.lora.rank
         course["lora.targets"] = _adapted(model)
         course[_BASE] = _weights(record_of(model).catalog, world)
