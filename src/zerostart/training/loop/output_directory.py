@@ -65,7 +65,7 @@ def claim_output(config: TrainConfig, world: World) -> Iterator[Path]:
     """
     stack = contextlib.ExitStack()
 
-    # On rank 0, which alone writes here; the others wait for its answer.
+    # On rank 0: one process has the lock, and the others wait for its answer.
     def claim() -> Path:
         directory = expanded(config.output.directory).absolute()
         _check_outside(config, directory)
