@@ -81,10 +81,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         # By ``python -m zerostart``, too, whose usage would name a command that it does not have.
         app(None if argv is None else list(argv), prog_name="zerostart")
     except SystemExit as done:
+        # Kept, and raised below: a pending script runs first, outside of the ``except``, so that what it
+        # raises has no context of ours.
         ended = done
     # A script of ``zerostart run`` ends the process itself, and has no frame of the command line below it.
     for script in run.pending:
         script.run()
+    # Reached where there is no script, which would have ended the process itself.
     raise ended
 
 

@@ -88,6 +88,7 @@ def _write(files: dict[Path, str]) -> None:
         raise ConfigError(f"{', '.join(there)} already exist; choose another name, or remove them")
     for path, text in files.items():
         try:
+            # "x", should somebody else have made it since the look above.
             with path.open("x", encoding="utf-8") as file:
                 file.write(text)
         except OSError as error:

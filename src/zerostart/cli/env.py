@@ -54,6 +54,7 @@ def command(
 @contextlib.contextmanager
 def _uncollected() -> Iterator[None]:
     """Inside, no garbage collection, which takes a quarter of the time: imports leave nothing to collect."""
+    # On the way out the interpreter collects once more, but for what is frozen.
     atexit.register(gc.freeze)
     collecting = gc.isenabled()
     gc.disable()

@@ -55,6 +55,7 @@ class _Worker:
     process: subprocess.Popen[bytes]
     log: Path
     status: Path
+    #: None while it runs; negative: the number of the signal that ended it.
     returncode: int | None = None
     stopped: bool = False  # by this launcher, so its exit code says nothing about the cause
 
@@ -110,13 +111,16 @@ def run_local_ranks(
     if nproc < 1:
         raise ConfigError(f"the number of local ranks must be at least 1, not {nproc}")
     with _scratch() as scratch:
+        # Before the first rank is started, so that a Ctrl-C finds all of them supervised.
         with _caught_signals() as caught:
             workers = _start(module, argv, nproc, scratch, env or {})
+            # In the order in which they end, which tells a cause from what follows of it.
             ended: list[_Worker] = []
             try:
                 _supervise(workers, ended, caught, grace)
             finally:
                 _stop(workers)
+        # Within the scratch folder's life: reports and logs of ranks lie there.
         return _outcome(ended, interrupted=bool(caught))
 
 
@@ -171,6 +175,7 @@ def _remove_left(place: Path, prefix: str) -> None:
 def _start(
     module: str, argv: Sequence[str], nproc: int, scratch: Path, env: Mapping[str, str]
 ) -> list[_Worker]:
+    # Those that this process may use, of which a container or taskset may leave fewer than the machine has.
     cores = len(os.sched_getaffinity(0))
     workers: list[_Worker] = []
     with socket.socket() as store:
@@ -204,6 +209,8 @@ def _start(
                         stdin=subprocess.DEVNULL,
                         stdout=None if rank == 0 else output,
                         stderr=None if rank == 0 else subprocess.STDOUT,
+                        # Rank 0 listens on it after ``with`` has closed it here: the port is never free in
+                        # between.
                         pass_fds=(store.fileno(),) if rank == 0 else (),
                         # A session of its own: the terminal's Ctrl-C reaches the launcher alone.
                         start_new_session=True,
@@ -224,6 +231,7 @@ def _loopback() -> dict[str, str]:
 def _supervise(workers: Sequence[_Worker], ended: list[_Worker], caught: Sequence[int], grace: float) -> None:
     """Wait until every rank has ended; ``ended`` receives them in the order in which they did."""
     pending = list(workers)
+    # None until a rank has failed.
     deadline: float | None = None
     forwarded = False
     while pending:
@@ -239,6 +247,7 @@ def _supervise(workers: Sequence[_Worker], ended: list[_Worker], caught: Sequenc
             for worker in pending:
                 # The rank alone and not its group: its workers that load data are its own to end.
                 os.kill(worker.process.pid, caught[0])
+        # Stopped ranks are still polled: the next turns take them to ``ended``, and the loop ends with them.
         if len(caught) > 1 or (deadline is not None and time.monotonic() > deadline):
             _stop(pending)
         else:
@@ -252,6 +261,7 @@ def _stop(workers: Sequence[_Worker]) -> None:
         worker.stopped = True
         _signal_group(worker.process.pid, signal.SIGTERM)
     deadline = time.monotonic() + _TERM_SECONDS
+    # One time for all of them together, not for each.
     while running and time.monotonic() < deadline:
         running = [worker for worker in running if not worker.poll()]
         time.sleep(_POLL_SECONDS)
@@ -311,6 +321,7 @@ def _killed_message(killed: Sequence[_Worker], survivors: Sequence[_Worker]) -> 
         name = signal.Signals(number).name
         deaths.append(f"rank {worker.rank} was killed by signal {number} ({name}{hint})")
     said = dict.fromkeys(_line(worker) for worker in survivors if worker.report())
+    # Ranks that agreed on an error say the same: it is told once.
     message = ", ".join(deaths)
     if said:
         message += "; surviving ranks report: " + "; ".join(said)
@@ -333,6 +344,8 @@ def _primary(failed: Sequence[_Worker]) -> ZerostartError:
     causes = [error for _, error in named if error is not None and not isinstance(error, PeerError)]
     if causes:
         return causes[0]
+    # No cause among named errors: then an exception of somebody else's, of the rank that ended first, before
+    # the echoes of it.
     for worker, error in named:
         if error is None:
             return _foreign_error(worker)
@@ -341,6 +354,8 @@ def _primary(failed: Sequence[_Worker]) -> ZerostartError:
 
 def _named_error(worker: _Worker) -> ZerostartError | None:
     report = worker.report()
+    # By its name, in our module of errors alone: a report is data, and a class of another name is a foreign
+    # one.
     kind = getattr(errors, str(report.get("type")), None)
     if isinstance(kind, type) and issubclass(kind, ZerostartError):
         return kind(str(report.get("message")))
@@ -353,6 +368,7 @@ def _foreign_error(worker: _Worker) -> PeerError:
         return PeerError(f"rank {worker.rank} failed with {_line(worker)}{hint}")
     if worker.stopped:
         return PeerError(f"rank {worker.rank} did not exit and was stopped")
+    # Of rank 0 there is nothing in it: it has written to the terminal itself.
     tail = worker.log.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
     for line in tail:
         print(f"[rank {worker.rank}] {printable(line)}", file=sys.stderr)
@@ -411,6 +427,7 @@ def _die_with_launcher() -> None:
     if launcher is None or not sys.platform.startswith("linux"):
         return
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    # The kernel tells only of an end that comes after it was asked.
     if os.getppid() != int(launcher):  # it went before the call above
         os._exit(1)
 
@@ -435,6 +452,7 @@ def join_group(timeout: timedelta | None = None) -> None:
         return
     make_device_current()
     backend = backend_of(default_device())
+    # Started by another launcher, or by hand: the address in the environment is its own affair.
     if "ZEROSTART_LAUNCHER_PID" not in os.environ:
         # Where an accelerator has a backend of its own, gloo carries messages alone.
         few = nullcontext() if backend == "gloo" else connected_lazily()
@@ -454,6 +472,7 @@ def join_group(timeout: timedelta | None = None) -> None:
         world_size,
         is_master=rank == 0,
         timeout=dist.default_pg_timeout if timeout is None else timeout,
+        # Rank 0 alone has one; the others connect to it.
         master_listen_fd=int(descriptor) if descriptor is not None else None,
     )
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)

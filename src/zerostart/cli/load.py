@@ -58,6 +58,8 @@ def command(
         "verify": verify,
         "place": None if rank is None else (rank, world_size),
     }
+    # Also for ``--rank``, on one process: in one of its own a load is measured without what this one has
+    # done.
     ranks = run_local_ranks("zerostart.cli.load", [json_module.dumps(options)], nproc or 1)
     result = _summed(ranks)
     if json is not None:
@@ -165,6 +167,7 @@ def _forecast(options: dict[str, Any], place: tuple[int, int] | None) -> list[di
     import zerostart
 
     number, size = (None, int(os.environ["WORLD_SIZE"])) if place is None else place
+    # Not collective: rank 0 plans for all, and the others wait for it where the group is made.
     if int(os.environ["RANK"]):
         return []
     try:

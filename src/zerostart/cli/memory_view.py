@@ -158,9 +158,11 @@ def _cells(nbytes: float, scale: int, width: int) -> int:
 def _bar(parts: Mapping[str, int], scale: int, limit: int | None, width: int) -> Text:
     """Components one after another; what is over the limit is in reverse."""
     bar, done = Text(), 0
+    # The cell from which on everything is over the limit.
     edge = width if limit is None else _cells(limit, scale, width)
     ordered = sorted(parts.items(), key=lambda item: list(LOOKS).index(item[0]))
     for name, size in ordered:
+        # By running sums, so that roundings do not add up to a bar of another length.
         begin, done = _cells(done, scale, width), done + size
         glyph, style = LOOKS[name]
         for cell in range(begin, _cells(done, scale, width)):
@@ -236,6 +238,7 @@ def show_comparison(
     small = False
     for name, told, found, floor, shown in rows:
         if told is None or found is None:
+            # A device that counts no peak has none to compare.
             shown_as = [shown(value) if value is not None else "unknown" for value in (told, found)]
             table.add_row(name, *shown_as, "-")
         elif told or found:

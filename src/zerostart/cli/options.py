@@ -68,6 +68,7 @@ def takes(*kinds: type) -> Callable[[Command], Command]:
     """
 
     def extend(command: Command) -> Command:
+        # Annotations as objects, and not as the text that they are in the file: typer reads what is in them.
         own = list(inspect.signature(command, eval_str=True).parameters.values())
         # The last parameter is ``**given``, which typer knows nothing of.
         required = [p for p in own[:-1] if p.default is p.empty]

@@ -60,6 +60,7 @@ def command(
         show_plan(made, source)
         if html is not None:
             typer.echo(f"To look at: {html}")
+    # Not where it is None: then no limit is known that it could exceed.
     if must_fit and made.fit is False:
         raise typer.Exit(1)
 
@@ -69,6 +70,7 @@ def _write(path: Path, text: str) -> None:
     from zerostart.checkpoint.write.folders import write_whole
     from zerostart.errors import WriteError
 
+    # Beside it, to be renamed: on one file system, and of a name that no other process has.
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         if path.is_symlink() or (path.exists() and not path.is_file()):  # what is no file stays what it is
@@ -76,6 +78,7 @@ def _write(path: Path, text: str) -> None:
         else:
             write_whole(path, text.encode(), part, durable=False)
     except OSError as error:
+        # The first error is the one to be told.
         with contextlib.suppress(OSError):
             part.unlink()
         raise WriteError(f"{path}: the page cannot be written: {error.strerror}") from error

@@ -60,6 +60,7 @@ def command(
     except ConfigError as error:
         raise typer.BadParameter(str(error)) from error
     _point_out(found)
+    # Before the script is even read: what it imports is to find the libraries as they are taken over.
     enable(EnabledArguments(**values_of(given), progress=progress, fp32_masters=fp32_masters))
     _watch()
     pending.append(found)
@@ -94,6 +95,7 @@ def _watch() -> None:
             _say(f"nothing was taken over: {_why(left)}")
 
     listen(heard)
+    # At the very end, since a script may load its model at any time.
     atexit.register(end)
 
 
@@ -134,15 +136,19 @@ class Script:
 
     def run(self) -> NoReturn:
         """Run it, and end the process as ``python`` would."""
+        # In place: whoever has imported the list sees the script's arguments.
         sys.argv[:] = [self.name, *self.arguments]
         held = None if self.module else self._held()
         if not sys.flags.safe_path:
             # In the place of the folder of the command that was typed.
             sys.path[0] = str(Path.cwd()) if self.module else str(Path(self.name).resolve().parent)
         if held is not None:
+            # A directory or a zip file is itself where its modules are, as the interpreter has it: in the
+            # place of the entry above, or before all where ``-P`` has left that out.
             sys.path[: not sys.flags.safe_path] = [self._path]
         try:
             code, main = self._found() if self.module else self._read(held)
+            # Under that name while it runs: pickle and multiprocessing look its classes up there.
             sys.modules["__main__"] = main
             exec(code, vars(main))
         except SystemExit:
@@ -191,6 +197,8 @@ def _specification(name: str) -> importlib.machinery.ModuleSpec | None:
     try:
         return importlib.util.find_spec(name)
     except ModuleNotFoundError as error:
+        # The module itself or a package on the way; what is missing besides, inside of a package, is its own
+        # error.
         if error.name is not None and f"{name}.".startswith(f"{error.name}."):
             return None
         raise
@@ -221,6 +229,7 @@ def _main(**attributes: object) -> types.ModuleType:
 def _end(error: BaseException) -> NoReturn:
     """Show what the script raised, from its own first line on, and end as the interpreter ends."""
     trace = error.__traceback__
+    # Our own frames are no part of what the script's author has to read.
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next
     shown = error.with_traceback(trace)

@@ -54,6 +54,7 @@ def run_config(
 
     config = load_config(arguments[0], arguments[1:])  # a mistake in it is told at once, and once
     fetched(config.model.source, download)
+    # A launcher's rank runs here; our own ranks run ``module``, each with the same words.
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         if nproc is not None:
             raise ConfigError(

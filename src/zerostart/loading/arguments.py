@@ -263,8 +263,11 @@ def checked_arguments(
         # What other libraries raise, too: the ranks that have read their arguments wait for this one.
         error: Exception = mistake
         if isinstance(mistake, ZerostartError):
+            # A new one of the same class, as the text of an error is fixed; what caused the first causes this
+            # one.
             error = type(mistake)(f"zerostart.{verb.__name__}: {mistake}")
             error.__cause__ = mistake
+        # Where the call is not collective nobody waits, and to meet the others would hang this rank.
         if not collective:
             raise error from error.__cause__
         from zerostart.distributed.world import current_world
@@ -313,6 +316,7 @@ def _mistake(name: str, verb: Callable[..., object], value: object) -> str | Non
 def _parts(annotation: str) -> dict[str, str]:
     """The alternatives of an annotation, without what stands in brackets; that in words, where it matters."""
     parts, depth, part = dict[str, str](), 0, ""
+    # Cut at each bar that stands in no bracket; the bar at the end closes the last part.
     for letter in annotation + "|":
         depth += (letter == "[") - (letter == "]")
         if letter == "|" and depth == 0:

@@ -46,6 +46,7 @@ class InFiles(AtRest):
         self._tuning = tuning
         used = {catalog.tensors[n].file for r in self._recipes.values() for n in leaves_of(r.pieces)}
         self._catalog = replace(catalog, storage=catalog.storage.kept(used))
+        # By names and dtypes of what is fetched together.
         self._plans: dict[tuple[tuple[str, torch.dtype], ...], Plan] = {}
 
     def fetch(self, wanted: Mapping[str, torch.Tensor]) -> None:
@@ -57,6 +58,7 @@ class InFiles(AtRest):
             self._plans[key] = self._plan(
                 [(name, replicated(self._recipes[name].target.shape), t) for name, t in wanted.items()]
             )
+        # Not collective: each rank reads for itself, when its forward comes to it.
         self._run(self._plans[key], list(wanted.values()))
 
     def rows(self, name: str, rows: Sequence[int], into: torch.Tensor) -> None:
@@ -104,6 +106,7 @@ class InMemory(AtRest):
         self._held: dict[str, torch.Tensor] = {}
         arena = Arena(device, page_locked) if pinned else None
         sizes = {name: (prod(shape), dtype) for name, (shape, dtype) in shapes.items()}
+        # All before the first is taken, which allocates the arena.
         at = {name: arena.reserve(*size) for name, size in sizes.items()} if arena is not None else {}
         for name, (shape, _) in shapes.items():
             numel, dtype = sizes[name]

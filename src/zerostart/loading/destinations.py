@@ -55,6 +55,7 @@ class Destinations:
     def wanted(self) -> list[tuple[Recipe, Layout, Destination]]:
         """Recipe, layout and destination of everything that is read, in the order of ``storages``."""
         wanted: list[tuple[Recipe, Layout, Destination]] = []
+        # One order for plans and memory: a plan knows a destination by its place in this list.
         for shard in self.shards:
             recipe = self.origins.parameters[shard.name]
             if isinstance(recipe, Recipe):
@@ -67,6 +68,7 @@ class Destinations:
 
     def storages(self) -> list[torch.Tensor]:
         """Flat memory of everything that is read."""
+        # In the order of ``wanted``, whose places a plan counts by.
         read = [s.storage for s in self.shards if isinstance(self.origins.parameters[s.name], Recipe)]
         return [*read, *(buffer.view(-1) for _, buffer in self.buffers.values())]
 
@@ -89,6 +91,7 @@ class Destinations:
         programs = [
             (p, s.layout, s.storage) for s in self.shards if isinstance(p := parameters[s.name], Program)
         ]
+        # Their order is of no matter: programs know the place of their draws in the stream.
         programs += [(p, replicated((buffer.numel(),)), buffer) for p, buffer in self.drawn]
         if not programs:
             return

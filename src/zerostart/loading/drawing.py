@@ -26,6 +26,7 @@ from zerostart.errors import printable
 #: Cells of a map that are drawn at a time, rows and columns, and shades of one that holds something; as in
 #: ``drawing.js`` and ``drawing.css``.
 MOST_ROWS, MOST_COLUMNS, SHADES = 64, 96, 12
+#: Elements that are written without contents, of HTML and of SVG.
 _VOID = {"br", "img", "input", "link", "meta", "rect", "path", "line", "circle", "polyline", "source"}
 
 
@@ -134,15 +135,18 @@ def chart(
     ``logarithmic``: figures that are all above 0, of which the highest is more than 50 times the lowest, get
     a logarithmic axis, which the heading says.
     """
+    # Heights alone, without the place on x.
     values = [value for line in lines for point in line.points for value in point[1:]]
     if not values:
         return tag("figure", tag("figcaption", title), tag("p", "nothing yet", class_="note"))
     low, high = min(values), max(values)
     scaled = logarithmic and low > 0 and high > 50 * low
     low, high = (math.log10(low), math.log10(high)) if scaled else (low, high)
+    # A twentieth of air above and below; a line of one height is drawn in the middle.
     room = (high - low) or abs(high) or 1.0
     low, high = (low - room / 20, high + room / 20) if high > low else (low - room / 2, high + room / 2)
 
+    # Figures that are never below 0 get no axis that is.
     if not scaled and min(values) >= 0:
         low = max(low, 0.0)
 
@@ -150,6 +154,7 @@ def chart(
         return 1000 * (value - span[0]) / max(1e-9, span[1] - span[0])
 
     def y(value: float) -> float:
+        # From above: in SVG y grows downwards.
         return 300 * (high - (math.log10(value) if scaled else value)) / (high - low)
 
     drawn: list[Markup] = []
@@ -193,6 +198,7 @@ Grid = npt.NDArray[np.int64]
 
 def _binned(grid: Grid, rows: int, columns: int) -> Grid:
     """``grid`` summed up to at most so many rows and columns."""
+    # Where each bin begins; it ends where the next begins, which is what ``reduceat`` sums.
     down = np.linspace(0, grid.shape[0], min(rows, grid.shape[0]) + 1).astype(np.int64)[:-1]
     across = np.linspace(0, grid.shape[1], min(columns, grid.shape[1]) + 1).astype(np.int64)[:-1]
     found: Grid = np.add.reduceat(np.add.reduceat(grid, down, axis=0), across, axis=1)
@@ -203,6 +209,7 @@ def _shades(grid: Grid) -> Markup:
     """A path for each shade, of runs of cells that have it."""
     # By the root, so that little is told from nothing beside much.
     share = np.sqrt(grid / max(1, int(grid.max())))
+    # 0 is nothing at all; what holds anything has the lightest shade at least.
     shade = np.where(grid > 0, np.clip((share * SHADES).astype(np.int64), 1, SHADES), 0)
     paths: dict[int, list[str]] = {}
     for row, values in enumerate(shade):
@@ -262,6 +269,7 @@ def heat(
 
 def page(title: str, *body: object, script: str = "", refresh: int | None = None) -> str:
     """A whole page. It is loaded again after ``refresh`` seconds, and shows files that lie beside it."""
+    # Of the very text that the script element gets: a browser runs no other.
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     allowed = f"'sha256-{digest}'" if script else "'none'"
     policy = (

@@ -43,6 +43,8 @@ class Masters:
         catalog: Catalog,
         tuning: Tuning,
     ) -> None:
+        # Recipe, and the layouts of what the shard stores and of the rank's local tensor: the first is what
+        # an engine asks for whole, the second what it asks for in runs.
         self._shares = dict(shares)
         self._tuning = tuning
         # Of the files only those that rounded parameters come from have to stay as they are.
@@ -113,6 +115,8 @@ def masters_of(
     for shard in shards:
         recipe = recipes[shard.name]
         if isinstance(recipe, Recipe) and is_rounded(recipe, catalog):
+            # Of every shard, one without elements here too: the reading is collective, with the same names on
+            # all ranks.
             shares[shard.name] = (recipe, shard.layout, shard.local or shard.layout)
     if not shares:
         return [], None
@@ -122,6 +126,7 @@ def masters_of(
 def is_rounded(recipe: Recipe, catalog: Catalog) -> bool:
     """Whether the target's dtype may not hold exactly what is stored, or what a conversion computes."""
     target = recipe.target.dtype
+    # A dtype of as many bits rounds as well: fp16 and bf16 hold different numbers.
     return target.is_floating_point and any(
         given != target and given.itemsize >= target.itemsize for given in _given_dtypes(recipe, catalog)
     )

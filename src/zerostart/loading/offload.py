@@ -84,6 +84,7 @@ def release(model: nn.Module) -> None:
 
 
 def _check(prepared: Prepared, request: Request) -> None:
+    # What is initialised has nothing at rest that could be fetched.
     lacking = [name for name, origin in prepared.origins.parameters.items() if not isinstance(origin, Recipe)]
     if lacking:
         raise ConfigError(
@@ -111,6 +112,7 @@ def _load_buffers(prepared: Prepared, device: torch.device, request: Request) ->
     prepared.aliases.follow(prepared.built.model)
     tuning = _tuning(prepared, device, request)
     plan = join(prepared.catalog, destinations.wanted(), PlanOptions(tuning.chunk_size))
+    # Each rank reads all of them for itself: no strategy, and nobody to wait for.
     if plan.reads or plan.computations:
         destinations.read(plan, tuning, None, False, joined_world())
 
@@ -160,6 +162,7 @@ def _cede(window: Window, nbytes: int, model: nn.Module) -> None:
 
 def _resting(parameter: nn.Parameter, storage: torch.dtype | None, main: torch.dtype | None) -> torch.dtype:
     """The dtype of a parameter at rest: matrices in the storage dtype, if in ``main`` otherwise."""
+    # None: nobody has said in which dtype the model computes, so whatever it is in counts.
     alike = main is None or parameter.dtype == main
     if storage is None or parameter.dim() < 2 or not parameter.is_floating_point() or not alike:
         return parameter.dtype
@@ -204,6 +207,7 @@ def _claim(window: Window, division: Division, sizes: Mapping[str, int], grows: 
     kept = sum(sizes[one] for one in division.permanent)
     least, where = division.least(sizes)
     largest = max((sum(sizes[one] for one in part.parameters) for part in division.parts), default=0)
+    # For ease, beside what one forward needs, the largest part: so the next has room before that one goes.
     lacks = window.claim(kept, least - kept, least - kept + largest, grows)
     if lacks:
         raise ConfigError(
@@ -249,6 +253,7 @@ class _Use:
                 "'shard'"
             )
         self.window.enter(self.unit)
+        # Counted only once the unit is there; a module may be called again inside its own forward.
         self.depth += 1
 
     def end(self, module: nn.Module, args: tuple[object, ...], output: object) -> None:
@@ -292,6 +297,8 @@ class _Absent(torch.Tensor):
         # nn.Parameter detaches what it is given: that asks for no values.
         if func is torch.ops.aten.detach.default:
             return _made(own, own._name, own.device)
+        # Every operation but that comes here: an optimizer, a save and a cast are told at once what they
+        # asked for.
         raise own._asked_for_by(func)
 
     def _asked_for_by(self, what: object) -> EngineError:

@@ -40,6 +40,7 @@ _SHARED_BY = ("expert_parallel", "tensor_parallel", "sequence_parallel")
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
     """Without contexts of engines that a caller has opened, and without garbage collection."""
+    # Both are put back at the end: a caller may build more inside its own ``zero.Init``.
     with uncollected(), engines.contexts_aside():
         yield
 
@@ -104,6 +105,8 @@ def agree(request: Request, prepared: Prepared, world: World) -> None:
     if world.size == 1:
         return
     engine, mesh = prepared.engine, prepared.engine.mesh
+    # A line for each thing that has to be alike, so that a difference can be told by the first line that
+    # differs.
     own = [f"engine {engine.title}", f"fp32_masters={request.fp32_masters}"]
     own += [f"{name}={getattr(mesh, name)}" for name in _SHARED_BY]
     own += [f"engine_config {setting}" for setting in _settings(engine.common_config)]
@@ -115,6 +118,7 @@ def agree(request: Request, prepared: Prepared, world: World) -> None:
     # Only where digests differ: the lists themselves, to say what is not the same.
     first = world.broadcast_object(lambda: own, "planning")
     with world.phase("planning"):
+        # Lines of one that the other lacks; "nothing" where only their order differs.
         theirs = next((line for line in first if line not in set(own)), "nothing")
         ours = next((line for line in own if line not in set(first)), "nothing")
         if first != own:
@@ -129,7 +133,9 @@ def _configuration(catalog: Catalog) -> str:
     if not catalog.root:
         return "none"
     try:
+        # Read by each rank: it is this machine's file that the rank has built its model by.
         raw = read_small(str(Path(catalog.root) / "config.json"), MAX_CONFIG_BYTES, "configuration")
+    # None to be read: what is wrong with it, if the model needs one, has been told while that was built.
     except ZerostartError:
         return "none"
     return hashlib.blake2b(raw, digest_size=8).hexdigest()
@@ -249,6 +255,7 @@ def equal_in(catalog: Catalog, world: World) -> Callable[[Recipe, Recipe], bool]
         if a.target.shape != b.target.shape or a.target.dtype != b.target.dtype:
             return False
         total = prod(a.target.shape)
+        # The shapes are the same on all ranks, so that all come to the gathering below, or none.
         steps = -(-total // STEP)
         same = all(
             _equal_part(catalog, a, b, flat_partition(a.target.shape, step, steps))
@@ -328,6 +335,7 @@ def _fresh(request: Request, engine: Engine, world: World) -> Prepared:
     origins = models.fresh_origins(built, aliases)
     _set_dtypes(built, engine)
     aliases.follow(built.model)
+    # An empty mapping that all ranks hold: planning and reading go their usual way, and find nothing to read.
     catalog = memory_catalog({}, tuple(range(world.size)))
     recipes = Recipes({}, Coverage())
     return Prepared(
@@ -351,6 +359,7 @@ def _existing(request: Request, engine: Engine, values: Values) -> Prepared:
     parallelism = engine.parallelism(model)
     recipes = models.existing_recipes(built, values.catalog)
     origins = models.existing_origins(built, recipes)
+    # Once more, after the dtypes: a cast puts new tensors in place.
     aliases.follow(model)
     return Prepared(
         engine,

@@ -47,6 +47,7 @@ class Request(LoadArguments):
         if rank is not None and not 0 <= rank < world_size:
             raise ConfigError(f"rank={rank} is not one of the {world_size} ranks")
         tensors, experts = self.tensor_parallel, self.expert_parallel
+        # 1 stands for "not given": then what the engine's own configuration says counts.
         if self.engine_config:
             tensors = family.configured_tensor_parallel(self.engine_config) if tensors == 1 else tensors
             experts = family.configured_expert_parallel(self.engine_config) if experts == 1 else experts
@@ -84,5 +85,6 @@ class Request(LoadArguments):
         elements = engine.chunk_elements
         if chunk is None and elements > 0:
             stored = main_dtype(catalog.weights.values())
+            # From elements to bytes, by the checkpoint's main dtype; 4 where none is floating.
             chunk = max(MIN_CHUNK, elements * (stored.itemsize if stored is not None else 4))
         return tune(catalog.storage, device.type != "cpu", computes, self.memory_limit, chunk, ranks)

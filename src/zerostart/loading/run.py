@@ -82,6 +82,7 @@ class _Load:
         world, clock = self.world, self.clock
         # Phases inside tell a rank's error early; this one has what lies between them, and the end.
         with world.phase("loading"):
+            # Until the model is handed over: its peaks go into the report, which is made behind it.
             with PeakMeter(request.device) as self.meter:
                 with clock.phase("build"), world.phase("arguments"):
                     engine = self.resolve_engine(request)
@@ -89,6 +90,8 @@ class _Load:
                 prepared = prepare(
                     request, engine, world, clock, request.strict, self.meter.paused, self.takes_values
                 )
+                # Up to the first read the caller's module can be had back; from then on its tensors are freed
+                # as they go.
                 with _values_returned_on_failure(prepared):
                     with clock.phase("plan"):
                         # 2. Whether it is the same: before anything is sharded, so that a difference costs
@@ -164,6 +167,8 @@ class _Load:
         with self.clock.phase("build"), self.world.phase("sharding the model"):
             placements = prepared.engine.placements(model, prepared.parallelism)
             maker = self.make_shard_maker(prepared, placements)
+            # In this order on all ranks: where whole parameters lie, then their memory. Buffers follow the
+            # maker's device, which the agreement may have changed.
             residence = maker.agree_on_residence(model, names)
             shards = maker.shard(model, names)
             destinations = Destinations.of(model, prepared.origins, shards, maker.device)
@@ -247,6 +252,7 @@ class _Load:
         # A record lives as long as the model: of weights in memory it must not keep the tensors alive.
         catalog = replace(catalog, storage=catalog.storage.kept())
         read = {n: r for n, r in prepared.origins.parameters.items() if isinstance(r, Recipe)}
+        # None where values came from a module or an initialiser: they cannot be read a second time.
         recipes = {**read, **prepared.origins.buffers} if prepared.from_checkpoint else {}
         return LoadRecord(catalog, recipes, prepared.engine, prepared.parallelism, placements, report)
 

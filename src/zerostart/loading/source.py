@@ -45,6 +45,7 @@ def source_or_none(source: Any, world: World, model: object = None) -> Catalog |
     if isinstance(source, Catalog):
         views = world.all_gather_object(files_view(), "arguments")
         return _as_seen_here(source, views, world)
+    # Two answers in one message: what each rank passes, and which of them see the same files.
     told = world.all_gather_object((_kind(source), files_view()), "arguments")
     kinds = [kind for kind, _ in told]
     if set(kinds) == {"None"}:
@@ -55,6 +56,8 @@ def source_or_none(source: Any, world: World, model: object = None) -> Catalog |
             lambda: open_catalog(source, _classes(model)), "reading the checkpoint's headers"
         )
         return _as_seen_here(catalog, [view for _, view in told], world)
+    # Now it is a mapping, on some ranks; a rank that passes None has no catalog until it gets the first
+    # holder's.
     own: Catalog | None = None
     with world.phase("looking at the mapping"):
         if source is not None:
@@ -79,6 +82,7 @@ def _as_seen_here(catalog: Catalog, views: Sequence[str], world: World) -> Catal
 
     Machines may share the files, or have copies of their own, whose headers are then compared.
     """
+    # The first rank with the same view, so that every machine asks once.
     first = views.index(views[world.rank])
     known = states_of(catalog)
     if len(set(views)) == 1 or not known:
@@ -95,6 +99,7 @@ def _as_seen_here(catalog: Catalog, views: Sequence[str], world: World) -> Catal
 def _compare_copies(catalog: Catalog, copied: set[int], world: World, asked: bool) -> None:
     """Raise ReadError where a machine's copy of a file has other bytes than rank 0's, by samples of them."""
     doing = "comparing the machines' copies of the files"
+    # All ranks are here, for ``copied`` is the same on all; only the first of each machine has samples.
     ranks = world.all_gather_object(samples_of(catalog, copied) if asked else {}, doing)
     for rank, samples in enumerate(ranks):
         for number, sample in samples.items():

@@ -41,11 +41,14 @@ class Values:
     def __init__(self, model: nn.Module, catalog: Catalog, note: str) -> None:
         self.model = model
         self.note = note
+        # Before the parameters are taken out: what shares memory is found by its memory.
         self.aliases = Aliases.of(model)
         self._taken = models.Taken(model)
         self.aliases.follow(model)
         storage = catalog.storage
         assert isinstance(storage, MemoryStorage), "the tensors of a module are in memory"
+        # One for each piece of memory, and none on a rank whose values do not count. They keep the values
+        # alive, as ``_taken`` does until it is released.
         self._buffers: list[torch.Tensor] = list(storage.buffers)
         self._groups = _groups(catalog)
         #: Names, types and places of the tensors, which it does not keep alive.
@@ -58,6 +61,7 @@ class Values:
         Raises ConfigError for what is no module on a rank, is sharded already, or differs in more than
         values; where it is not to ``take`` them, for any.
         """
+        # These stay on a rank whose module is on meta.
         own, digest = None, ""
         with world.phase("looking at the module"):
             _check(model, take)
@@ -107,6 +111,7 @@ class Values:
 
     def execute(self, plan: Plan, read: Callable[[Plan], TransferStats]) -> TransferStats:
         """``read`` the plan in parts, and free the tensors of each part when it is done; collective."""
+        # There are shards by now: what fails from here on gives no module back.
         self._taken.release()
         # Every rank has the same groups, empty ones too: each part is a collective read.
         reads: dict[int, list[Read]] = {number: [] for number in range(len(self._groups))}
@@ -174,6 +179,7 @@ def _digest(catalog: Catalog) -> str:
     """A digest of the bytes in memory and of how tensors lie there, by which ranks compare their values."""
     storage = catalog.storage
     assert isinstance(storage, MemoryStorage), "the tensors of a module are in memory"
+    # By number: memory that several names share is looked at once.
     names = [str(number) for number in range(len(storage.buffers))]
     digests = Digests((n, "U8", b.shape) for n, b in zip(names, storage.buffers, strict=True))
     for name, buffer in zip(names, storage.buffers, strict=True):
@@ -186,6 +192,7 @@ def _digest(catalog: Catalog) -> str:
 
 def _groups(catalog: Catalog) -> list[list[int]]:
     """Files, in groups of so many bytes; of every catalog of one module as many."""
+    # A file of this catalog is one piece of memory, which several tensors may share.
     number, nbytes = itertools.count(), 0
     group, last = next(number), dict[int, int]()
     for entry in catalog.tensors.values():

@@ -22,6 +22,7 @@ from zerostart.transfer import Arena
 REMEMBERED = 1 << 14
 
 
+# Compared by identity: units are keys, and two with the same contents are two.
 @dataclass(eq=False)
 class Unit:
     """Parameters that come and go together."""
@@ -77,6 +78,7 @@ class Window:
         # Bytes: for good, of the model that needs most at once, and of the one that would like most.
         self._kept = self._least = self._wanted = 0
         self._resident: dict[Unit, None] = {}
+        # The order in which units were entered, the newest last; by it what comes next is told.
         self._uses: deque[Unit] = deque(maxlen=REMEMBERED)
         self._clock = 0
 
@@ -93,6 +95,7 @@ class Window:
         self._kept += kept
         self._least = max(self._least, least)
         self._wanted = max(self._wanted, wanted)
+        # Of models that run one after the other each has the window to itself, but for what all keep.
         if grows:
             self.limit = self._kept + self._wanted
         return max(0, self._kept + self._least - self.limit)
@@ -102,6 +105,7 @@ class Window:
 
         Returns by how many bytes the limit is too low for it, and for all that share the window.
         """
+        # For good: what rests there is not of the window any more.
         self.limit -= nbytes
         return max(0, self._kept + self._least - self.limit)
 
@@ -121,6 +125,7 @@ class Window:
             self.used += unit.nbytes
             self.highest = max(self.highest, self.used)
             self.fetches += 1
+        # Last, so that a unit whose reading has failed has no user that nobody takes away.
         unit.users += 1
 
     def leave(self, unit: Unit) -> None:
@@ -276,9 +281,12 @@ def _walk(
             continue
         users = [p for p in modules if (p == path or _inside(p, path)) and p not in made.tables]
         owned = [name for p in users for name in names[p] if name not in taken]
+        # What cannot be divided further is a part even where it has no room beside another; whether it has
+        # any at all is found by ``Division.least``.
         whole = isinstance(module, INDIVISIBLE) or not _below(module)
         # The model itself is no part: its components' forwards are called by methods of other names as well.
         if owned and (path or whole) and (whole or sum(sizes[n] for n in owned) <= room):
+            # The part's own module, and those with parameters in it: they may be called without it.
             askers = [p for p in users if p == path or names[p]]
             made.parts.append(Part(path or "the model", owned, askers))
             taken |= set(owned)
@@ -300,6 +308,7 @@ def _below(module: nn.Module) -> bool:
 
 
 def _largest_entry(model: nn.Module, sizes: Mapping[str, int], first: Mapping[int, str]) -> int:
+    # Entries of the outermost lists, which are a model's layers; where it has none, its children.
     entries = [entry for part in _lists(model) for entry in part] or list(model.children())
     return max((sum(sizes[first[id(p)]] for p in entry.parameters()) for entry in entries), default=0)
 

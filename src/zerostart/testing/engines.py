@@ -79,10 +79,12 @@ class EngineConformance:
                 model = Net()
             placed = engine.placements(model, engine.parallelism(model))
             for name, parameter in model.named_parameters():
+                # How many ranks hold each element, in row-major order.
                 shape, held = tuple(parameter.shape), torch.zeros(parameter.numel(), dtype=torch.int64)
                 for rank in range(world_size):
                     layout = placed.layout(name, rank)
                     assert layout.shape == shape
+                    # What is not owned is padding, which holds nothing of the parameter.
                     assert 0 <= layout.owned <= layout.numel
                     for first, count, at in layout.runs():
                         assert 0 <= at <= layout.numel - count
@@ -105,6 +107,7 @@ class EngineConformance:
                 )
                 for rank, (wrong, read) in enumerate(found):
                     assert wrong == [], f"rank {rank} of {world_size} at stage {stage}"
+                    # To the byte: a forecast that is only nearly right is none.
                     assert read == plan.ranks[rank].read_bytes
 
     def test_saves_what_it_loaded(self, tmp_path: Path) -> None:
@@ -130,11 +133,14 @@ class EngineConformance:
                 given = (self.imports, path, self.engine, stage, dict(self.config or {}), type(self).training)
                 before, after = on_ranks(_state_saved, world_size, *given, state)[0]
                 assert before != after, "the step after the save changed nothing"
+                # On as many ranks as saved it, and on another number; each once, where they are the same.
                 for ranks in dict.fromkeys((world_size, self.worlds[0])):
                     for extra, resumed, stepped in on_ranks(_resumed, ranks, *given, state):
                         where = f"{world_size} ranks, then {ranks}, at stage {stage}"
                         assert extra == {"step": 2}
                         assert resumed == before, f"{where}: other weights than were saved"
+                        # On other numbers of ranks sums are rounded in another order: there only what was
+                        # saved has to be the same.
                         if ranks == world_size:
                             assert stepped == after, f"{where}: other weights after the next step"
 
@@ -157,12 +163,14 @@ def _loaded(
     )
     record, wanted = record_of(model), reference().state_dict()
     wrong = []
+    # None: every rank gets each tensor whole, and compares for itself.
     for name, tensor in zerostart.full_tensors(model, rank=None):
         assert tensor is not None, "every rank asked for it"
         if not torch.equal(tensor, wanted.pop(name)):
             wrong.append(f"{name} differs")
     wrong += [f"{name} is not there" for name in wanted]
     for name, shard in record.shards(model).items():
+        # A forecast starts from the placements: what a load does otherwise, it would tell wrongly.
         if shard.name in record.recipes and shard.layout != record.placements.layout(
             shard.name, record.report.rank
         ):

@@ -73,6 +73,7 @@ class FormatConformance(ABC):
         for number, dtype in enumerate(self.dtypes):
             for shape in ((), (1,), (5,), (3, 4), (2, 3, 5)):
                 values = torch.arange(torch.Size(shape).numel()).reshape(shape) + number
+                # A name for each, with the shape in it: what is wrong tells which.
                 tensors[f"{dtype}.{len(shape)}.{shape}".replace("torch.", "")] = values.to(dtype)
         self.write(tensors, path)
         catalog = open_catalog(path)
@@ -96,15 +97,18 @@ class FormatConformance(ABC):
         catalog = open_catalog(path)
         for file in map(Path, catalog.files):
             content = file.read_bytes()
+            # Cut in the header, in the weights, and at the last byte, where only the length tells.
             for length in (0, 1, len(content) // 2, len(content) - 1):
                 file.write_bytes(content[:length])
                 with pytest.raises(ZerostartError, match=path.name):
                     open_catalog(path)
+            # Whole again, for the next file, and to see that nothing else has refused it.
             file.write_bytes(content)
         assert open_catalog(path).weights == catalog.weights
 
     def test_loads_hold_what_was_written(self, path: Path) -> None:
         """On real ranks: every tensor bit for bit, and bytes as planned."""
+        # Without the tied name, which a load ties again by itself.
         self.write({n: t for n, t in reference().state_dict().items() if n != "head.weight"}, path)
         for world_size in self.worlds:
             plan = zerostart.plan(str(path), world_size, self.engine, model=Net)

@@ -74,6 +74,7 @@ class ModelLibraryConformance(ABC):
         assert self.library in models.model_library_names()
         assert models.library_of(self.kind).name == self.library
         assert models.library_in(str(root)).name == self.library
+        # The last two are asked last: that of directories that say nothing, and that of any module.
         *_, unnamed, plain = models.model_library_names()
         assert models.library_in(str(tmp_path)).name == unnamed, "of a directory without configuration"
         assert models.library_of(nn.Linear).name == plain
@@ -109,8 +110,10 @@ class ModelLibraryConformance(ABC):
             assert made.keys() <= wanted.keys()
             assert [name for name in made if not _same(made[name].to(wanted[name].dtype), wanted[name])] == []
         tied = library.ties(built.model)
+        # As a save gives it: each parameter under one of its names.
         whole = {name: tensor for name, tensor in wanted.items() if name not in tied}
         back = library.revert(built.model, whole)
+        # More is allowed: a checkpoint need not hold all that a model does.
         assert back.keys() >= stored.keys()
         assert [name for name in stored if not _same(back[name].to(stored[name].dtype), stored[name])] == []
 

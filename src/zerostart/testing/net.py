@@ -18,10 +18,12 @@ class Net(nn.Module):
         self.embed = nn.Embedding(13, 6)
         self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
         self.norm = nn.LayerNorm(6)
+        # One element: of several ranks most have none of it.
         self.scale = nn.Parameter(torch.ones(1))
         self.head = nn.Linear(6, 13, bias=False)
         self.head.weight = self.embed.weight
         self.register_buffer("seen", torch.zeros(3))
+        # In no state dict: what a load makes of it comes of building the model.
         self.register_buffer("table", torch.arange(6.0), persistent=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -36,6 +38,7 @@ class Net(nn.Module):
 def reference() -> Net:
     """The model with values that are the same wherever it is called."""
     model = Net()
+    # Its own generator: the values are the same whatever has been drawn before.
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for tensor in model.state_dict().values():

@@ -31,15 +31,18 @@ def on_ranks(
         context = mp.get_context("forkserver")
         context.set_forkserver_preload([__name__, "zerostart"])
         given = (function, arguments, world_size, folder, dict(os.environ))
+        # Daemons: ranks end with the process that tests, should that be ended first.
         ranks = [
             context.Process(target=_main, args=(rank, *given), daemon=True) for rank in range(world_size)
         ]
         for process in ranks:
             process.start()
+        # One time for all: a rank that hangs mostly hangs the others with it.
         deadline = time.monotonic() + timeout
         for process in ranks:
             process.join(max(0.0, deadline - time.monotonic()))
         wrong = []
+        # All of them, and not the first alone: which one failed by itself shows only beside the others.
         for rank, process in enumerate(ranks):
             if process.is_alive():
                 process.kill()
@@ -63,6 +66,8 @@ def _main(
 ) -> None:
     """One rank: its process group meets in a file of the folder."""
     torch.set_num_threads(1)
+    # The server was forked with the environment of the first call, which may be another than that of this
+    # one.
     os.environ.clear()
     os.environ.update(environment)
     os.environ.update(
@@ -80,7 +85,9 @@ def _main(
             timeout=timedelta(seconds=60),
         )
         value = function(*arguments)
+        # Before the barrier: it is there even if another rank fails on its way to that.
         torch.save(value, Path(folder, f"{rank}.value"))
+        # So that no rank takes its end of the group away while another still exchanges.
         dist.barrier()
         dist.destroy_process_group()
     except BaseException:

@@ -100,6 +100,7 @@ class StorageConformance(ABC):
             reader.gather(0, 20, rows, memoryview(target), 10)
         for row in range(5):
             assert target[row * 10 : row * 10 + 4] == content[20 + row * 13 : 24 + row * 13]
+            # Nothing is written between the runs.
             assert target[row * 10 + 4 : row * 10 + 10] == b"-" * 6
 
     def test_threads_share_a_reader(self, source: str, tmp_path: Path) -> None:
@@ -129,6 +130,8 @@ class StorageConformance(ABC):
     ) -> None:
         """Between the header and the reading, and between a load and a later reading."""
         storage = self._storage(source)
+        # What a load leaves behind, for fp32 masters and offloaded layers: no file is open, and it knows what
+        # it was.
         kept = storage.kept([0])
         assert kept.identities[0] == storage.identity(0) is not None
         assert kept.recalled("which a test wants").sizes == storage.sizes
@@ -162,4 +165,5 @@ def _change(path: Path, how: str) -> None:
         return
     new = {"shorter": content[:-1], "longer": content + b"x", "other bytes": bytes(len(content))}[how]
     path.write_bytes(new)
+    # A second later, since a clock of a file system may not tell two writes in a row apart.
     os.utime(path, ns=(before + 10**9, before + 10**9))

@@ -56,6 +56,7 @@ def foresee(
 
     Raises ConfigError for arguments out of range, or an exchange that does not fit into the memory limit.
     """
+    # All that may be refused first, from the arguments alone.
     limits = Limits.of(asked.device_memory, asked.host_memory, engine.mesh.world_size)
     rates = rates_of(tuning.rates, asked.storage_rate, asked.interconnect_rate)
     optimizer = optimizer_of(asked.optimizer, engine.configured_optimizer)
@@ -69,6 +70,7 @@ def foresee(
     shares = parameter_bytes(
         model, placed, parallelism, shown, {name: own.numels for name, own in owned.items()}
     )
+    # One entry for each of ``shown``, as in all arrays that follow.
     counts = counts_of(subject.catalog, subject.origins, placed, owned, shown, tuning, not target.accelerator)
     staged = [(tuning.ring_bytes if count.staged else 0) + count.scratch for count in counts]
     moments = moments_of(model, engine, placed, shares, np.array(staged, np.int64), optimizer, target)
@@ -92,6 +94,7 @@ def foresee(
     fits = fits_of([rank.memory for rank in made.ranks], limits, made.world_size)
     advised: tuple[str, ...] = ()
     alternatives: tuple[Alternative, ...] = ()
+    # Only then: each alternative is a forecast of its own.
     if not all(fit.fits for fit in fits):
         advised, alternatives = advice(model, engine, max(staged, default=0), optimizer, limits)
     return replace(
@@ -138,7 +141,9 @@ def forecast(
 def _forecast(request: Request, world_size: int, rank: int | None, asked: ForecastArguments) -> WorldPlan:
     clock = Clock()
     engine = request.resolve(world_size, rank)
+    # A world of one: nothing here waits for anybody. Not strict, since what is missing is part of the answer.
     known = prepare(request, engine, World(0, 1, None), clock, strict=False)
+    # As many ranks share a machine's memory and cores there, whatever this one has.
     here = min(world_size, RANKS_OF_A_MACHINE)
     tuning = request.tuning(engine, known.catalog, default_device(), bool(known.recipes.computed), here)
     subject = Subject(known.catalog, known.built.model, known.recipes, known.coverage, known.origins)
@@ -162,6 +167,7 @@ def fits_of(memory: Sequence[Mapping[str, Memory]], limits: Limits, world_size: 
             phase: max(getattr(rank[phase], f"{where}_bytes") for rank in memory)
             for phase in (memory[0] if memory else ())
         }
+        # None of these says anything: no limit, no ranks, or no memory but the host's.
         if limit is None or not of_phase or (where == "device" and not limits.accelerator):
             continue
         phase = max(of_phase, key=lambda name: of_phase[name])
@@ -181,6 +187,7 @@ def advice(
     def attempt(words: Sequence[str], changed: Engine) -> Alternative:
         return _attempted(words, changed, model, staged, optimizer, limits)
 
+    # Each has those before it as well, so that the last is all that can be changed.
     changes = [(list[str](), engine), *engine.relaxations(limits.accelerator)]
     tried = [attempt(*change) for change in changes]
     # 1. More ranks, until it fits: with nothing else changed, and only if that fails with all changes.
@@ -226,6 +233,7 @@ def _attempted(
         changed.check_mesh()
         parallelism = changed.parallelism(model)
         placed = changed.placements(model, parallelism)
+        # Rank 0 stands for all.
         shares = parameter_bytes_alone(model, placed, parallelism, [0])
     # A change that no load can serve is no advice; it is listed without figures.
     except ZerostartError:
@@ -248,6 +256,7 @@ def _sizes(world_size: int) -> list[int]:
 def _splits(engine: Engine) -> Iterator[tuple[str, Engine]]:
     """As many ranks of a machine as divide them, to share experts or tensors where none do yet."""
     mesh = engine.mesh
+    # Somebody has chosen how ranks share; that is not advised against.
     if (mesh.expert_parallel, mesh.tensor_parallel, mesh.sequence_parallel) != (1, 1, 1):
         return
     for size in (2, 4, RANKS_OF_A_MACHINE):

@@ -56,6 +56,7 @@ def moments_of(
     Activations are not among them: they depend on the batch.
     """
     whole = placed.held
+    # None: a rank holds what it reads, and no more.
     resting = shares.device if whole is None else whole
     resident = {"parameters": resting, "buffers": shares.buffers}
     loads = [MemoryPeak("load", {"parameters": shares.host, "staging": staged}, resident)]
@@ -67,6 +68,7 @@ def moments_of(
 
 def peaks(moments: Iterable[MemoryPeak], ranks: int, target: Target) -> list[dict[str, Memory]]:
     """Of each rank the highest memory of each phase, by component."""
+    # Where the device is the CPU, what a moment has on the device is host memory by now.
     known = [moment.on(target) for moment in moments]
     of_phase = {phase: [m for m in known if m.phase == phase] for phase in PHASES}
     hosts = {phase: _highest([m.host for m in made], ranks) for phase, made in of_phase.items()}
@@ -99,6 +101,7 @@ def _highest(sizes: Sequence[Sizes], ranks: int) -> list[dict[str, int]]:
     return result
 
 
+#: Copies of what is trained: of the states, and of an update's scratch on the host and on the device.
 OPTIMIZERS: Mapping[str, OptimizerCost] = {
     made.name: made
     for made in (
@@ -132,6 +135,8 @@ def parameter_bytes(
     """Sum up the shares of ``ranks``; ``numels`` are the elements of each of them, by parameter name."""
     zeros = np.zeros(len(ranks), np.int64)
     homes = {DEVICE: zeros.copy(), HOST: zeros.copy()}
+    # Bytes, but for ``trained`` and ``largest``, which are elements: in which dtype these are stepped the
+    # engine knows.
     storage, frozen, trained, largest = zeros.copy(), zeros.copy(), zeros.copy(), zeros.copy()
     elements: dict[torch.dtype, int] = {}
     whole: dict[str, int] = {}
@@ -158,6 +163,8 @@ def parameter_bytes(
     sizes = {name: whole[name] * p.dtype.itemsize for name, p in model.named_parameters()}
     modules: dict[str, int] = {}
     for name, size in sizes.items():
+        # By its own parameters alone, not those of its children: an engine gathers a module for its own
+        # forward.
         owner = name.rpartition(".")[0]
         modules[owner] = modules.get(owner, 0) + size
     return ParameterBytes(

@@ -219,6 +219,7 @@ def _short(name: str) -> str:
 def _map_of_reads(made: WorldPlan) -> Markup:
     """Ranks down, files across; neighbours are summed up where a page would grow too long."""
     ranks, files = len(made.ranks), len(made.stored)
+    # Where there are too many cells, files are summed up first, to no fewer than 256 columns; then ranks.
     across = -(-files // max(256, MOST_CELLS // ranks))
     columns = -(-files // across)
     down = -(-ranks * columns // MOST_CELLS)
@@ -228,6 +229,7 @@ def _map_of_reads(made: WorldPlan) -> Markup:
     for place, rank in enumerate(made.ranks):
         column = rank.extents[:, 0] // across
         row = np.full_like(column, place // down)
+        # ``add.at`` adds for each entry, where several files of a rank fall into one cell.
         np.add.at(read, (row, column), rank.extents[:, 3])
         np.add.at(reads, (row, column), rank.extents[:, 4])
         if across == down == 1:
@@ -264,6 +266,7 @@ def _exchange(made: WorldPlan) -> Iterator[Markup]:
 
 
 def _map_of_messages(made: WorldPlan) -> Markup:
+    # At most 256 ranks on each side: 2**16 cells.
     by = -(-made.world_size // 256)
     sides = -(-made.world_size // by)
     sent = np.zeros((sides, sides), np.int64)

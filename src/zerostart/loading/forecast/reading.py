@@ -123,6 +123,7 @@ class Foreseen:
         # Planning every rank is what this saves: thousands of ranks would take minutes.
         if exchange is None and self._plainly_own(made):
             return made
+        # Of all ranks, whichever were asked for: who reads what for whom depends on each.
         plans = [self._plan(rank, self.tuning.chunk_size) for rank in range(made.world_size)]
         strategy = chosen(
             [self._wants(r, plan, exchange) for r, plan in enumerate(plans)], sum(self.catalog.sizes)
@@ -150,6 +151,7 @@ class Foreseen:
     def _once(self, made: WorldPlan, strategy: ReadStrategy, own: Sequence[Plan]) -> WorldPlan:
         chunk = strategy.chunk_size
         plans = [spans_within(self._plan(rank, chunk), chunk) for rank in range(made.world_size)]
+        # The very schedule that the ranks of a load would make, from the same tables.
         schedule = exchange_schedule([table_of(plan.reads) for plan in plans], chunk)
         served: list[list[tuple[int, int, int, int]]] = [[] for _ in plans]
         messages: Counter[tuple[int, int]] = Counter()
@@ -158,6 +160,7 @@ class Foreseen:
                 file, begin, end = step.extent
                 served[step.server].append((file, begin, end, end - begin))
                 for delivery in step.deliveries:
+                    # What the server wants itself stays where it has been read.
                     if delivery.to != step.server:
                         messages[step.server, delivery.to] += delivery.nbytes
 
@@ -240,6 +243,7 @@ class _Machine:
         # The slowest of the three is what is waited for: they overlap.
         storage = read * self.ranks * self.differ / self.rates.link
         copied = read * self.ranks / self.rates.copy
+        # Twice: on the mean a rank sends as much as it gets, in turns.
         return max(storage, copied, 2 * received / self.rates.interconnect)
 
 

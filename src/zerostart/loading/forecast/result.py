@@ -163,6 +163,7 @@ class WorldPlan:
     @property
     def files(self) -> tuple[FileForecast, ...]:
         """What ``ranks`` read of each file."""
+        # Columns: bytes, reads, ranks. A rank has at most one row of extents for a file.
         read = np.zeros((len(self.stored), 3), np.int64)
         for rank in self.ranks:
             read[rank.extents[:, 0], :2] += rank.extents[:, 3:]
@@ -175,6 +176,7 @@ class WorldPlan:
         """Ranks that hold the same, as the one of them that reads most, and all of them."""
         found: dict[Any, list[RankForecast]] = {}
         for rank in self.ranks:
+            # By what they hold, and not by what they read, of which each rank has a little more or less.
             shown = tuple((m.host_bytes, m.device_bytes) for m in rank.memory.values())
             held = (rank.device_bytes, rank.peak_host_bytes, shown)
             found.setdefault(held, []).append(rank)
@@ -228,6 +230,7 @@ class Limits:
                 raise ConfigError(f"{name}={value!r} must be a number of bytes")
         here = default_device()
         accelerator = device is not None or here.type != "cpu"
+        # A limit that is given stands alone: none of this machine's is put beside it.
         if device is not None or host is not None:
             return cls(device, host, accelerator)
         if world_size > RANKS_OF_A_MACHINE:  # not the machines that it will run on

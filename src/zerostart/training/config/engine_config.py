@@ -34,6 +34,7 @@ def engine_config(config: TrainConfig, world_size: int, hidden_size: int | None)
     )
     engine = config.engine.chosen()
     complete = engine.training_config(job, user_config(config.engine))
+    # Asked of the whole, since the user's own file is one of the places that may say so.
     sharing = engine.configured_tensor_parallel(complete)
     if sharing > 1:
         raise ConfigError(
@@ -48,6 +49,7 @@ def user_config(engine: EngineConfig) -> dict[str, Any]:
     """The user's ``engine.config``, read from its file if it names one; raises :class:`ConfigError`."""
     given = engine.config
     if isinstance(given, dict):
+        # A copy: the configuration itself stays as it was read.
         return copy.deepcopy(given)
     try:
         text = expanded(given).read_text(encoding="utf-8")
@@ -93,6 +95,7 @@ def with_launcher(config: TrainConfig) -> TrainConfig:
     launched = engine.launcher_setup() if set_up else LauncherSetup()
     agreed = dict(launched.agreed)
     if (precision := launched_precision()) != "no":
+        # What the launcher's engine says itself comes first.
         agreed.setdefault("train.mixed_precision", ("mixed_precision", precision))
     for key, (word, value) in agreed.items():
         own = attrgetter(key)(config)
@@ -110,6 +113,7 @@ def with_launcher(config: TrainConfig) -> TrainConfig:
 def _merged(own: Mapping[str, object], launched: Mapping[str, object], where: str) -> dict[str, object]:
     merged = dict(own)
     for key, value in launched.items():
+        # "auto", like a key that is missing, is for the other side to fill in.
         there = merged.get(key, "auto")
         if isinstance(there, Mapping) and isinstance(value, Mapping):
             merged[key] = _merged(there, value, f"{where}.{key}")

@@ -30,9 +30,11 @@ def _of_task(value: object) -> object:
     if not isinstance(name, str):
         return value  # which the section itself refuses, if it is none
     try:
+        # The task's own module is imported here, for a name of a class of one's own as well.
         settings = task_class(name).Settings
     except ConfigError as error:
         problem = {"loc": ("name",), "type": "value_error", "msg": str(error), "input": name}
+        # Wrapped: pydantic would make one text of all that is wrong in the section.
         raise TaskMistake([problem], TaskConfig) from None
     try:
         return settings.model_validate(value)
@@ -47,6 +49,7 @@ class _CheckedConfig(TrainConfig):
 
     @model_validator(mode="after")
     def _compatible(self) -> _CheckedConfig:
+        # After all sections by themselves: here each has the types that it says.
         engine, precision = self.engine.chosen(), self.train.mixed_precision
         if precision not in engine.precisions:
             raise ValueError(
@@ -105,6 +108,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     values = parsed_yaml(text, str(path))
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: a configuration is a mapping of sections, not {type(values).__name__}")
+    # On what was read, before anything is checked: an override may supply what is missing, or mend it.
     for override in overrides:
         _apply_override(values, override)
     return parse_config(values, where=str(path))
@@ -127,10 +131,12 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
     section = values
     *parents, leaf = key.split(".")
     value = parsed_yaml(text, f"override {override!r}")
+    # A text over a section, as in ``resume=auto``: it takes the place of one key, and the others stay.
     if key in _SHORT and isinstance(value, str) and isinstance(section.get(key), dict):
         section, leaf = section[key], _SHORT[key]
     for parent in parents:
         inner = section.setdefault(parent, {})
+        # And a key over a text: that becomes the section which it stands for.
         if parent in _SHORT and (inner is None or isinstance(inner, str)):
             inner = section[parent] = {} if inner is None else {_SHORT[parent]: inner}
         if not isinstance(inner, dict):

@@ -88,7 +88,9 @@ def _weigh(node: Any, weights: dict[int, int]) -> int:
         if node.tag.endswith((":int", ":float")) and len(node.value) > _LONGEST:
             raise yaml.YAMLError(f"a number of {len(node.value)} digits in line {node.start_mark.line + 1}")
         return 1
+    # By identity: an alias is the very node that it refers to. What was weighed counts again, each time.
     if (known := weights.get(id(node))) is not None:
+        # Met again before its own weight was known.
         if not known:
             raise yaml.YAMLError(f"the value that begins in line {node.start_mark.line + 1} contains itself")
         return known

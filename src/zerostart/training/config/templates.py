@@ -159,6 +159,7 @@ def template_of(family: str) -> tuple[Template, Mapping[str, object]]:
 def described(template: Template, values: Mapping[str, object], engine: Engine, lora: bool) -> str:
     """A file of the ``template`` with ``values`` over its own, for ``engine``, with a LoRA or without."""
     precision = "bf16" if "bf16" in engine.precisions else "no"
+    # The later ones count: what the family says, what follows from the engine, a LoRA's, the user's own.
     chosen = {
         **template.values,
         "engine.name": engine.name,
@@ -192,6 +193,7 @@ def _section(name: str, chosen: Mapping[str, object]) -> Iterator[str]:
     for key, described in kind.model_fields.items():
         dotted = f"{name}.{key}"
         value = chosen.get(dotted, _default(described))
+        # Columns that come before the line, so that comments stand below each other.
         line = _line(key, value, _comment(described), 2 if dotted in chosen else 4)
         yield f"  {line}" if dotted in chosen else f"  # {line}"
 

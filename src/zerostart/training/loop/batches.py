@@ -51,6 +51,7 @@ class Buckets(Sampler[list[int]]):
         self._seed = seed
         self._had_as = had_as
         self._epoch = 0
+        # Batches to be left out of the next pass; it forgets them, for the epoch after is whole again.
         self._passed_over = 0
         self._sizes = Counter(shapes)
 
@@ -76,8 +77,11 @@ class Buckets(Sampler[list[int]]):
         return (whole + left // self._step) * self._step
 
     def __iter__(self) -> Iterator[list[int]]:
+        # The order is drawn whole also where a part is passed over: what is left of it is then as it was.
         start, self._passed_over = self._passed_over, 0
         for number, batch in enumerate(self._batches()):
+            # The index says which example; which version of it an epoch has is decided only here, so that
+            # neither the order nor the shapes depend on it.
             if number >= start:
                 had = self._had_as
                 yield batch if had is None else [had(index, self._epoch) for index in batch]
@@ -85,6 +89,7 @@ class Buckets(Sampler[list[int]]):
     @property
     def order(self) -> str:
         """By what the order of an epoch goes, in words: that of two with the same words is the same."""
+        # Of one bucket the examples come as they are drawn, however a step is cut into batches.
         if len(self._sizes) == 1:
             return f"seed {self._seed}, {self.batch_size * self._step} examples a step"
         return f"seed {self._seed}, {self._step} batches of {self.batch_size} a step"
@@ -124,6 +129,7 @@ def epochs_as_steps(items: Items, task: Task, train: TrainingConfig, count: int)
     if train.epochs is None:
         return train
     if task.whole_steps:
+        # A multiple of a step, so that epochs and steps end together.
         at_a_time = len(Buckets(items.shapes(), train.batch_size, count * train.accumulation, train.seed))
     else:  # what fills no batch of every rank is left out of an epoch, but a step may begin in one
         at_a_time = len(items) // train.batch_size // count * count
@@ -184,6 +190,7 @@ class Sharing:
         Sequences are padded to what ``count`` divides. A part that predicts nothing gets one label, so that
         its mean loss is a number, and the weight 0.
         """
+        # In this order: shift, pad, cut.
         held, length = batch["labels"].shape
         # Labels are shifted before anything is cut: the last token of a part predicts the first of the next.
         more, rows = -length % self.count, self.rows - held
@@ -196,6 +203,7 @@ class Sharing:
             for key, value in {**whole, "labels": labels, "position_ids": positions}.items()
         }
         weight = int((part["labels"] != IGNORED_LABEL).sum())
+        # The mean over no label would be nan, which spoils a sum even with weight 0.
         if weight == 0:
             part["labels"][0, 0] = part["input_ids"][0, 0]
         return {**part, "shift_labels": part["labels"]}, weight if predicted else 0

@@ -52,6 +52,7 @@ def checkpoint_to_resume(resume: ResumeConfig | None, directory: Path, world: Wo
     Raises :class:`ConfigError` for a ``resume`` that is not a complete checkpoint.
     """
 
+    # On rank 0 alone, whose answer all take: other machines may see other files, or later.
     def find() -> Path | None:
         if resume is None:
             return None
@@ -85,6 +86,7 @@ class Checkpoints:
         self._session = session
         self._course = course
         self._accept = accept
+        # The save under way or done last, to be waited for in the end; None before the first.
         self._last: Saving | None = None
         self._newest: Path | None = None
         self._older: Path | None = None  # than the newest, which may still be written
@@ -116,6 +118,8 @@ class Checkpoints:
 
     def save(self, history: History) -> None:
         """Save the session and what it has seen; collective. Older checkpoints than asked for go."""
+        # In examples, not in batches or steps: a run on another number of ranks, or with batches of another
+        # size, has to find the same place.
         epoch, batches = self._session.position
         extra = {
             "step": history.steps,
@@ -126,6 +130,8 @@ class Checkpoints:
             "schedule": self._session.scheduler.state_dict(),
             "losses": [history.first_loss, history.last_loss],
             "held_out": [list(item) for item in history.held_out.items()],
+            # Older versions did not look, and did not write this: ``is_resumable`` judges those by their last
+            # loss.
             "finite": True,  # or it would not be saved
             "ema": None if self._session.ema is None else self._session.ema.updates,
         }
@@ -134,6 +140,7 @@ class Checkpoints:
         wait = not self._config.background
         if self._config.skip_unwritable:  # or this save would be given up for the failure of that before it
             before, self._newest = self._newest, self._older
+            # Until that is known to be whole, the newest is the one before it.
             with self.skipped("the checkpoint before this one"):
                 finish_last(current_world())
                 self._newest = before
@@ -150,6 +157,8 @@ class Checkpoints:
             )
             self._older, self._newest = self._newest, path
         world = current_world()
+        # Only complete ones count, so that where a save is written in the background as many older ones stay
+        # as are asked for until it is whole.
         with world.phase("removing older checkpoints"):
             if world.rank == 0:
                 prune(self._folder, self._config.keep, self._config.best, _how_good, is_resumable)
@@ -170,6 +179,7 @@ class Checkpoints:
 
         Raises :class:`ConfigError` for the checkpoint of another run, saying in what it is another.
         """
+        # What makes it another run's is found from its document, before anything of the session changes.
         extra = current_world().broadcast_object(lambda: _extra(path), "reading the checkpoint's document")
         # Checkpoints of the first versions noted the data alone.
         before = extra["course"] if "course" in extra else {DATA: extra["data"]}
@@ -202,6 +212,7 @@ class Checkpoints:
         return History(extra["step"], first, last, dict(extra["held_out"])), batches
 
     def _check_course(self, path: Path, before: Mapping[str, object]) -> None:
+        # Keys that only one of the two has are no change: they came with another version.
         other = dict(changes(before, self._course))
         if DATA in other:
             key = self._session.task.data_key

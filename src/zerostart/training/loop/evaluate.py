@@ -79,6 +79,8 @@ class HeldOut:
 
     def __init__(self, batches: Sequence[Weighed], place: int, count: int) -> None:
         self._batches = batches
+        # Up to the number of batches rounded up to whole rounds: numbers beyond the last are the repeated
+        # ones.
         self._numbers = range(place, -(-len(batches) // count) * count, count)
 
     def loss(self, session: Session, failures: Failures) -> float:
@@ -98,6 +100,8 @@ class HeldOut:
                 total += float(session.forward(send_to_device(batch, session.device))) * counted
                 weight += counted
         session.model.train()
+        # Sums of products and of weights, and one division: the mean is the same however batches fell to
+        # ranks.
         total, weight = session.sum_over_ranks(total, weight)
         return total / weight
 

@@ -38,12 +38,15 @@ class Failures:
         try:
             yield
         except BaseException as error:
+            # The other ranks raise it too, or are gone: nobody is left to whom it would have to be told.
             if isinstance(error, PeerError) or agreed_since(error, begun) is not None:
                 raise  # as the others do
+            # The first counts: what fails after it in the same step is mostly its consequence.
             self._first = self._first or error
 
     def sum_over_ranks(self, *values: float) -> list[float]:
         """Each value added up over all ranks; raises the first rank's failure on all if any has failed."""
+        # One number more in a sum that is made anyway: telling costs no message as long as nothing fails.
         *sums, failed = self._summing(*values, float(self._first is not None))
         if failed:
             self.raise_together()
@@ -63,6 +66,7 @@ def unreported() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
+        # Marked, so that no phase around waits to tell it to ranks that are not listening.
         mark_agreed(error)
         raise
 
@@ -87,6 +91,8 @@ def is_finite(model: nn.Module, optimizer: Any) -> bool:
 
 def _trained(model: nn.Module, optimizer: Any) -> Iterator[torch.Tensor]:
     for parameter in model.parameters():
+        # Of an engine that steps masters the parameters are what is saved, so they count beside what it
+        # steps.
         if parameter.requires_grad:
             # ZeRO-3 leaves an empty parameter behind, and this rank's part of it in ``ds_tensor``.
             yield _local(getattr(parameter, "ds_tensor", parameter))
@@ -139,6 +145,7 @@ class Divergence:
             self._steps = 0
             return None
         self._steps += 1
+        # Every rank is here, for ``own`` comes of a sum over all: None on each of them, or on none.
         ranks = self._world.all_gather_object(own, "comparing a step that is not finite")
         where = [rank for rank, (loss, *_) in enumerate(ranks) if not math.isfinite(loss)]
         where = where or [rank for rank, (*_, bad) in enumerate(ranks) if bad]  # all have one norm

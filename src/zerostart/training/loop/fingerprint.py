@@ -32,6 +32,7 @@ from zerostart.training.loop.task import Items, Task, TaskData, task_class
 from zerostart.training.samples.pipeline import Drawing
 from zerostart.training.samples.sampler import open_drawing
 
+#: The keys of what no key of the configuration says; the second stands in messages as it is.
 DATA, _BASE = "data", "a digest of the weights of model.source"
 #: Of each section that counts, the keys that do not; what ``lora.targets`` and the like name is compared.
 _FREE: Mapping[str, frozenset[str]] = {
@@ -81,6 +82,7 @@ def read_inputs(config: TrainConfig, world: World) -> Inputs:
     what; or whatever one of them fails with.
     """
     with world.phase("reading the configuration and what the task starts from"):
+        # From what every rank reads by itself to what it takes collectives to prepare, comparing after each.
         task = task_class(config.task.name)(config)
         task.open()
         drawing = open_drawing(config)  # before anything is encoded that could not be drawn with
@@ -144,6 +146,7 @@ def _agree_on_data(task: TaskData, own: Items, world: World) -> None:
         # Only after a difference was found: reading every file again takes its time.
         digests = task.files()
     files = world.all_gather_object(digests, "comparing the files of the data")
+    # The largest group is taken to be right: the others are told what they have otherwise.
     most, *others = groups
     told = "; ".join(
         f"{_named(other)} ({ranks[other[0]][1]}; {_first_difference(files[most[0]], files[other[0]])})"
@@ -193,9 +196,11 @@ def fingerprint_of(config: TrainConfig, model: nn.Module, data: str, world: Worl
         section = getattr(config, name)
         if section is not None:
             course |= {f"{name}.{key}": value for key, value in section.comparable(free).items()}
+    # More steps then continue the same run; with the others they change the rate of every step.
     if config.train.schedule in _ENDLESS:
         del course["train.steps"]
     if config.lora is not None:
+        # As it takes effect: the key itself may be None, for the rank of the LoRA.
         course["lora.alpha"] = config.lora.scaling * config.lora.rank
         course["lora.targets"] = _adapted(model)
         course[_BASE] = _weights(record_of(model).catalog, world)
@@ -204,6 +209,7 @@ def fingerprint_of(config: TrainConfig, model: nn.Module, data: str, world: Worl
 
 def changes(before: Mapping[str, object], now: Mapping[str, object]) -> dict[str, str]:
     """By key, in words, what has changed from ``before`` to ``now``; keys that one of them lacks aside."""
+    # A checkpoint from before these keys was trained with what they have by default.
     before = {**_SINCE, **before}
     return {
         key: f"{key} was {before[key]} and is {now[key]}"
@@ -222,12 +228,15 @@ def _weights(catalog: Catalog, world: World) -> str:
     """A digest of names, types, shapes and some bytes of each tensor, wherever they lie; collective."""
     storage = catalog.storage.recalled("so that the model of the LoRA cannot be compared; start a new run")
 
+    # By the first rank that can read them, for all: of a mapping not every rank holds the tensors.
     def look() -> str:
         hashed = hashlib.blake2b(digest_size=8)
         most = max(_LEAST, min(_MOST, _LOOKED_AT // max(1, len(catalog.tensors))))
         with storage.reader() as reader:
             for name, entry in sorted(catalog.tensors.items()):
                 hashed.update(f"{name} {entry.dtype} {entry.shape}".encode())
+                # Not beyond the end of the file, which for a tensor that is a strided view is sooner than
+                # ``nbytes``.
                 span = min(entry.nbytes, storage.sizes[entry.file] - entry.offset)
                 some = bytearray(min(span, most))
                 if some:  # out of the middle: what is padded or masked is at an end

@@ -18,6 +18,8 @@ def hold(stack: contextlib.ExitStack, path: Path, refusal: str, wait: bool = Fal
     Raises WriteError where it cannot be made, and with the text ``refusal`` where another process holds it,
     unless its end is to be waited for.
     """
+    # Open, lock, and look whether the path still leads to what was locked: whoever had the lock removes the
+    # file, and a lock on a removed file keeps nobody out.
     while True:
         try:
             handle = path.open("ab")
@@ -34,5 +36,6 @@ def hold(stack: contextlib.ExitStack, path: Path, refusal: str, wait: bool = Fal
             if os.path.samestat(path.stat(), os.fstat(handle.fileno())):
                 break
         handle.close()  # the one before has removed it meanwhile
+    # Callbacks run in reverse: the file is removed while it is still locked.
     stack.enter_context(handle)
     stack.callback(path.unlink, missing_ok=True)

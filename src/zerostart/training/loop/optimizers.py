@@ -69,9 +69,13 @@ def check_optimizer(train: TrainingConfig, engine: Engine, world: World) -> None
     make, name = optimizer_of(train), f"{_KEY} {train.optimizer}"
     with _told(f"{name} cannot step", "choose another one, or mend train.optimizer_args"):
         whole = _stepped(make, lambda value: [nn.Parameter(value)])
+    # The engine steps runs of a flat buffer in the place of parameters, cut wherever ranks' shares end: an
+    # optimizer that looks at more than one element at a time (a factored second moment, a norm) sees other
+    # ones.
     if not engine.steps_parameters:
         begun = make([{"params": [nn.Parameter(torch.ones(4, device="cpu"))]}])
         parts = _stepped(make, lambda value: [nn.Parameter(part) for part in value.flatten().chunk(2)])
+        # A state that is made before the first step would be of the parameters, and not of the runs.
         if begun.state or not _alike(whole, parts):
             why = "keeps a state from the beginning on" if begun.state else "steps a parameter as one"
             raise ConfigError(
@@ -80,6 +84,7 @@ def check_optimizer(train: TrainingConfig, engine: Engine, world: World) -> None
                 "parameters themselves (engine.name fsdp2)"
             )
     elif not engine.replicates_parameters and world.group is not None:
+        # Inside, sharding and stepping exchange tensors: the ranks meet first.
         with world.collectives("trying the optimizer"):
             mesh = init_device_mesh(default_device().type, (world.size,))
             with _told(f"{name} cannot step shards", "choose another one, or engine.zero_stage 0"):
@@ -115,6 +120,7 @@ def _found(train: TrainingConfig) -> tuple[type[Optimizer], dict[str, Any]]:
     if ":" in name:
         return _checked(name, _imported(name)), {}
     torchs = _torchs()
+    # The Trainer's adafactor is another class than torch's, with other arguments.
     if (kind := torchs.get(name.lower())) is not None and name.lower() != "adafactor":
         return kind, {}
     return _trainers(train, torchs)
@@ -139,6 +145,7 @@ def _trainers(train: TrainingConfig, torchs: Mapping[str, Any]) -> tuple[type[Op
         names = ", ".join(sorted({*torchs, *known}))
         raise ConfigError(f"{_KEY} {name!r} is unknown: it is one of {names}, or package.module:Class")
     beta1, beta2 = train.betas
+    # What that function reads of ``TrainingArguments``, which would check far more than an optimizer.
     arguments: Any = SimpleNamespace(
         optim=OptimizerNames(name),
         learning_rate=train.learning_rate,
@@ -155,6 +162,7 @@ def _trainers(train: TrainingConfig, torchs: Mapping[str, Any]) -> tuple[type[Op
         raise ConfigError(f"{_KEY} {name}: the Trainer cannot make it here: {reason}") from error
     if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
         raise ConfigError(f"{_KEY} {name} is made of whole layers, and a run has shards: choose another one")
+    # These two are the run's own, from their keys.
     return kind, {key: value for key, value in given.items() if key not in ("lr", "betas")}
 
 
@@ -174,10 +182,12 @@ def _checked(name: str, found: object) -> type[Optimizer]:
 
 def _stepped(make: Made, held_as: Callable[[torch.Tensor], list[nn.Parameter]]) -> torch.Tensor:
     """A matrix and a vector after three steps, flat, each held as the parameters that ``held_as`` makes."""
+    # Its own generator, on the host: the same numbers on every rank, and no draw from the run's random state.
     draw = torch.Generator("cpu").manual_seed(0)
     values = [torch.randn(shape, generator=draw, device="cpu") for shape in ((8, 6), (8,))]
     held = [held_as(value.to(default_device())) for value in values]
     optimizer = make([{"params": [parameter for parts in held for parameter in parts]}])
+    # As the schedule-free ones do: their weights are switched between training and evaluation.
     if callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None)):
         raise ConfigError(
             f"{_KEY} {type(optimizer).__name__} holds other weights in training than those that are to be "

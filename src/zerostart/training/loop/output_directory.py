@@ -49,6 +49,7 @@ logger = logging.getLogger("zerostart")
 
 #: In the output directory: the checkpoints, what a run writes first, and its page.
 FOLDER, METRICS, PAGE = "checkpoints", "metrics.jsonl", "run.html"
+# The lock that a run has while it is at work, and the note of checkpoints that a new run replaces.
 _LOCK, _NOTE = ".run.lock", f".{FOLDER}.replaced"
 #: What a save of an earlier version has left that was killed.
 _LEFT = re.compile(r"\.step-\d{8}\.[0-9a-f]{12}\.saving")
@@ -64,6 +65,7 @@ def claim_output(config: TrainConfig, world: World) -> Iterator[Path]:
     """
     stack = contextlib.ExitStack()
 
+    # On rank 0: one process has the lock, and the others wait for its answer.
     def claim() -> Path:
         directory = expanded(config.output.directory).absolute()
         _check_outside(config, directory)
@@ -83,6 +85,7 @@ def claim_output(config: TrainConfig, world: World) -> Iterator[Path]:
         hold(stack, directory / _LOCK, refusal)
         return directory
 
+    # The lock lasts for the body, and ends with rank 0's process where that is killed.
     with stack:
         yield world.broadcast_object(claim, "claiming the output directory")
 
@@ -158,6 +161,7 @@ def _check_outside(config: TrainConfig, directory: Path) -> None:
 def _goes_on(config: TrainConfig, directory: Path) -> bool:
     """Whether ``directory`` is that of a run which this one continues."""
     auto = config.resume is not None and config.resume.path == "auto"
+    # A run writes its metrics before anything else: where there are none no run has begun.
     return auto and (directory / METRICS).is_file()
 
 
@@ -188,6 +192,7 @@ def set_aside(directory: Path, resumed: Path | None, world: World) -> Iterator[N
     try:
         yield
     except BaseException:
+        # The run has failed before it removed anything (or has removed them, and with them the note).
         if written and world.rank == 0:
             with contextlib.suppress(OSError):
                 if before is None:
@@ -202,6 +207,7 @@ def resumable_checkpoints(directory: Path) -> list[Path]:
 
     Those are not among them that a run has set aside which was killed before it removed them.
     """
+    # By the time of saving, too: under the name of one that was set aside there may be a newer one.
     aside = _noted(directory)
     found = complete(directory / FOLDER, is_resumable)
     return [path for path in found if path.name not in aside or aside[path.name] != _saved(path)]
@@ -249,6 +255,8 @@ def remove_earlier_run(directory: Path, resumed: Path | None) -> None:
     """
     folder = directory / FOLDER
     try:
+        # In this order: what the note lists, then the note. A run that is killed in between leaves the note,
+        # and with it the rest stays unusable.
         for name, saved in _noted(directory).items():
             _remove_aside(folder / name, saved, resumed)
         for entry in folder.glob(".step-*"):

@@ -88,9 +88,12 @@ class Display:
         self._active = active
         self._console = Console(quiet=not active, highlight=False)
         with _writing(path):
+            # Opened at once, so that a directory that cannot be written to is told before the first step; for
+            # appending, since what an earlier run has written may only go once this one is sure to begin.
             self._file = path.open("a") if active else None
         self._live: Progress | None = None
         self._last = time.monotonic()
+        # Seconds of all steps of this run so far, and the smoothed rate in what is counted a second.
         self._stepping = self._rate = 0.0
 
     def __enter__(self) -> Display:
@@ -132,6 +135,7 @@ class Display:
                     lines = self._path.read_text(encoding="utf-8").splitlines(keepends=True)
                     kept = [line for line in lines if _step_of(line) <= before]
                 if self._path.is_file():  # a pipe or a device has nothing of an earlier run
+                    # Through the file that is open: after this appending begins at its new end.
                     self._file.truncate(0)
                 self._file.writelines(kept)
                 self._file.flush()
@@ -177,6 +181,7 @@ class Display:
 
     def _figures(self, metrics: Metrics) -> list[str]:
         """The figures of a step, the most important first."""
+        # By the mean of all steps, and not the smoothed rate: it is to be steady.
         left = (self._steps - metrics.step) * self._stepping / (metrics.step - self._before)
         return [
             f"loss {shown_loss(metrics.loss)}",
@@ -226,6 +231,7 @@ def _step_of(line: str) -> float:
     try:
         return float(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
+        # Beyond every step, so that ``begin`` drops the line.
         return math.inf
 
 

@@ -89,6 +89,7 @@ class Course:
     def __init__(self, counted: str) -> None:
         """``counted`` is the key of what a step has seen."""
         self._counted = counted
+        # Steps of a range: doubled whenever there are twice as many ranges as are drawn.
         self._width = 1
         self.ranges: list[_Range] = []
         self.latest: dict[str, float] = {}
@@ -106,6 +107,7 @@ class Course:
             self.without_loss.append(step)
         self.latest |= figures
         one = _Range(step, step, {name: (value, value, value, 1) for name, value in figures.items()})
+        # Steps of one range; an evaluation, too, which has a line of its own for the step that it follows.
         if self.ranges and self.ranges[-1].last // self._width == step // self._width:
             self.ranges[-1].add(one)
         else:
@@ -155,8 +157,10 @@ class RunPage:
         self._counted = counted
         self.course = Course(counted[0])
         self._begun = time.time()
+        # On the clock of ``monotonic``: when the page is written next.
         self._due = 0.0
         self._told = False
+        # All that writing pages has taken.
         self.seconds = 0.0
 
     def begin(self, lines: Iterable[Mapping[str, float | None]]) -> str | None:
@@ -177,6 +181,7 @@ class RunPage:
         start = time.perf_counter()
         told = None
         try:
+            # Whole or not at all, since a browser may read it at any moment; it need not survive a crash.
             part = self._directory / f".{PAGE}.part"
             write_whole(self._directory / PAGE, self.text(ended).encode(), part, durable=False)
         except Exception as error:  # a page to look at is worth no run
@@ -188,6 +193,7 @@ class RunPage:
             self._told = True
         took = time.perf_counter() - start
         self.seconds += took
+        # A page that took long is written the less often, so that it stays ``SHARE`` of the run's time.
         self._due = time.monotonic() + max(EVERY, took / SHARE)
         return told
 
@@ -290,6 +296,7 @@ class RunPage:
         if not folders:
             return
         yield tag("h2", "Samples")
+        # The first beside the last ones: what the model drew before it learnt anything.
         for folder in reversed([*folders[:1], *folders[1:][-STEPS + 1 :]]):
             files = drawn_files(folder)
             word = folder.name.removeprefix("step-")

@@ -89,6 +89,7 @@ def train(config: TrainConfig) -> TrainResult:
         check_optimizer(config.train, config.engine.chosen(), world)
         if config.output.push_to_hub is not None and world.rank == 0:
             check_repository(config.output.push_to_hub)  # a mistake is told now, and not after the run
+    # Claimed before a checkpoint is looked for: until then another run may be writing or removing here.
     with claim_output(config, world) as directory:
         resumed = checkpoint_to_resume(config.resume, directory, world)
         with set_aside(directory, resumed, world):
@@ -96,8 +97,11 @@ def train(config: TrainConfig) -> TrainResult:
 
 
 def _train(config: TrainConfig, directory: Path, resumed: Path | None, world: World) -> TrainResult:
+    # Data before the model: a mistake in them is told before minutes of loading. Files of an earlier run stay
+    # until ``remove_earlier_run``, in the loop; a run that fails by then has cost nobody anything.
     inputs = read_inputs(config, world)
     task = inputs.task
+    # Only now: how many steps an epoch is depends on how many examples are held out.
     with world.phase("counting the steps"):
         _, count = Mesh(world.size, sequence_parallel=config.engine.sequence_parallel).batch(world.rank)
         steps = epochs_as_steps(inputs.items, task, config.train, count)
@@ -112,6 +116,8 @@ def _train(config: TrainConfig, directory: Path, resumed: Path | None, world: Wo
         engine_config=inputs.engine_config,
         dtype=getattr(torch, config.dtype),
     )
+    # What is trained is held in fp32 all the same; without ``fp32_masters`` it starts from the values that a
+    # load in bf16 would have given.
     if config.trains_masters and not config.model.fp32_masters and config.lora is None:
         round_to(model, torch.bfloat16)
     if checkpointing := config.train.checkpoint_blocks:
@@ -140,6 +146,8 @@ def _train(config: TrainConfig, directory: Path, resumed: Path | None, world: Wo
         with world.phase("looking at the free space"):
             if world.rank == 0:
                 check_room(config, model, directory)
+        # The engine wraps the model and makes its optimizer; then the course is known, and compared with that
+        # of the checkpoint; and only after that anything of an earlier run is removed.
         session = open_session(config, model, task, inputs.items)
         course = fingerprint_of(config, model, inputs.items.digest(), world)
         accepted = [] if config.resume is None else config.resume.accept
@@ -148,6 +156,8 @@ def _train(config: TrainConfig, directory: Path, resumed: Path | None, world: Wo
         run = _Run(config, session, inputs.held_out, display, stop, checkpoints, exports, sampler)
         with unreported(), _peers_named(directory), checkpoints.ended():
             run.to_the_end(resumed, directory)
+            # Inside, so that when this raises, a checkpoint that is still being written is waited for: it is
+            # what the error names.
             run.check_finite()
         display.say("saving the model")
         result = run.result(directory)
@@ -275,6 +285,7 @@ class _Run:
         """All steps from the checkpoint ``resumed`` on, or as many as there are before a wish to stop."""
         from accelerate.utils import set_seed
 
+        # An error that a rank still holds back is told here, and not in the first collective of the engine.
         self._failures.raise_together()  # all ranks have got here
         # Dropout differs from rank to rank. Before a checkpoint restores random states, which replace these.
         set_seed(self._config.seed, device_specific=True)
@@ -295,6 +306,9 @@ class _Run:
                 self._begin(directory, resumed)
             self._display.say(f"resuming after step {self._history.steps}, from {resumed}")
         self._display.start()
+        # After each step in this order: evaluate, draw samples, save. So a checkpoint has the held-out loss
+        # of its own step, by which the best are known, and a run that resumes begins with the next step. A
+        # wish to stop skips the first two, for whoever asked may not wait long.
         for step in range(self._history.steps + 1, self._config.last_step + 1):
             self._step(step, batches)
             every = self._config.evaluate_every
@@ -330,6 +344,7 @@ class _Run:
         finite = True
         with self._failures.deferred():
             finite = is_finite(self._session.model, self._session.optimizer)
+        # All ranks have the same sum, so that all save or none.
         return self._failures.sum_over_ranks(float(not finite)) == [0.0]
 
     def check_finite(self) -> None:
@@ -348,6 +363,9 @@ class _Run:
 
     def _step(self, step: int, source: Iterator[Batch]) -> None:
         """One optimizer step on the next batches of this rank, as one process would do it on those of all."""
+        # Ranks meet in this order: the sum of weights, forwards and backwards (gradients are reduced in the
+        # last one), the norm, the sum of losses and wishes. In between a rank may fail by itself; it carries
+        # on to the next sum, where all hear of it.
         session, summed = self._session, self._failures.sum_over_ranks
         # All batches of the step first: the share of each in the step's loss is only known with the last.
         parts: list[tuple[Batch, int]] = []
@@ -390,6 +408,8 @@ class _Run:
     def _taken(self, source: Iterator[Batch]) -> tuple[Batch, int]:
         """The next batch, with what is drawn for it, and its weight."""
         batch = next(source)
+        # What is drawn follows from the epoch and the example: the same for any number of ranks, and when
+        # resumed.
         return self._task.weighed(self._task.drawn(batch, self._session.position[0]))
 
     def _peak(self) -> int:
@@ -418,6 +438,7 @@ class _Run:
 
     def _draw(self, step: int) -> None:
         """The samples that are due after ``step`` steps; collective."""
+        # That follows from the step alone: all ranks go in, or none.
         if self._sampler is not None and self._sampler.due(step):
             folder = self._sampler.take(self._session, self._failures, step)
             self._display.say(f"samples after step {step}: {folder}")
@@ -463,6 +484,7 @@ class StopSignal:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        # Put back, for a run inside of a longer program: after it an interrupt ends that at once again.
         for number, handler in self._previous.items():
             signal.signal(number, handler)  # type: ignore[arg-type]  # what signal() itself returned
         self._previous.clear()

@@ -79,6 +79,7 @@ class Session:
             # of the one before.
             self.loader.set_epoch(epoch)
             for number, batch in enumerate(self.loader, start=had + 1):
+                # Before the batch is handed out: while a step is computed its batches count as had.
                 self.position = (epoch, number)
                 yield batch
             epoch, had = epoch + 1, 0
@@ -93,6 +94,7 @@ class Session:
         # and dropped.
         if self.buckets is not None:
             had = items // self.items_a_round
+            # The epoch was over when the checkpoint was saved: the next one begins as it would have.
             if had >= len(self.loader):
                 return self.batches(epoch + 1)
             batches = self.batches(epoch, had)
@@ -128,6 +130,7 @@ class Session:
             self.engine.begin_batch(self.model, self.accelerator.sync_gradients)
             loss = self.forward(batch)
             with self.engine.attention_context():
+                # In float32: in 16 bits the product would be rounded.
                 self.accelerator.backward(loss.float() * (share * alike))
         return loss.detach()
 
@@ -154,6 +157,7 @@ class Session:
         """
         self.optimizer.step()
         stepped = not self.optimizer.step_was_skipped
+        # Of a step that was passed over the rate stays: the schedule counts steps of the optimizer.
         if stepped:
             self.scheduler.step()
         self.optimizer.zero_grad()
@@ -173,6 +177,7 @@ class Session:
     def sum_over_ranks(self, *values: float) -> list[float]:
         """Each value added up over all ranks; collective."""
         # On the host, by the group for small messages: not every accelerator has float64.
+        # In float64: float32 counts tokens one by one up to 2**24 only.
         totals, world = torch.tensor(values, dtype=torch.float64, device="cpu"), current_world()
         if world.size > 1:
             torch.distributed.all_reduce(totals, group=world.group)
@@ -202,9 +207,11 @@ def open_session(config: TrainConfig, model: nn.Module, task: Task, items: Items
     # ``count`` batches are different at a time; ranks that share a sequence or a tensor see the same one, and
     # so count once.
     needed = train.batch_size * count
+    # The same on every rank, and before anything that ranks meet in: too few data are an error of all.
     order, buckets = order_of(items, task, train, count)
     optimizer = optimizer_of(train)(_parameter_groups(model, train.weight_decay))
     # What is drawn differs from rank to rank in training.
+    # Ranks that share a sequence have to collate the same batch: the task that allows it draws nothing.
     collator = task.collator(train.seed + accelerator.process_index)
     data: Any = items  # which DataLoader takes without it being its Dataset
     loader: Any = DataLoader(
@@ -217,6 +224,7 @@ def open_session(config: TrainConfig, model: nn.Module, task: Task, items: Items
             # Without the model: accelerate would wrap it in DDP (it knows FSDP2 on accelerators only), and
             # for a module that is sharded already it has nothing to do.
             prepared = accelerator.prepare(optimizer)
+        # Both get the model as it is called, so after it is prepared.
         engine.spare_unreached(model)
         engine.begin_sequence_parallel(model)
     loader = _prepared(accelerator, loader, place, count)
@@ -233,6 +241,7 @@ def open_session(config: TrainConfig, model: nn.Module, task: Task, items: Items
     )
     opened.adapted = config.lora is not None
     if config.ema is not None:
+        # Last: it follows what the optimizer steps, of mixed precision the masters, which are there only now.
         opened.ema = Ema(config.ema, model, None if engine.owns_optimizer else prepared, current_world())
     return opened
 
@@ -341,6 +350,7 @@ def learning_rate_schedule(optimizer: Optimizer, train: TrainingConfig) -> Lambd
 def reschedule(schedule: LambdaLR, state: Mapping[str, Any], rate: float) -> None:
     """Have ``schedule`` continue from the step of ``state``, by its own rules, with another ``rate``."""
     # The state has the old rate in three places: base rates, last rates, and each group's own.
+    # ``last_epoch`` is torch's word for the steps that the schedule has counted.
     rates = [rate * rule(state["last_epoch"]) for rule in schedule.lr_lambdas]
     schedule.load_state_dict({**state, "base_lrs": [rate] * len(rates), "_last_lr": rates})
     for group, now in zip(schedule.optimizer.param_groups, rates, strict=True):

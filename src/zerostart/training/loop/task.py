@@ -70,6 +70,8 @@ class Part:
         """The number among all examples of that at ``place`` here. Raises IndexError."""
         for span in self._spans:
             if 0 <= place < len(span):
+                # Round after round of the same places; from one round to the next there are ``each`` examples
+                # in the whole.
                 before, inner = divmod(place, span.end - span.start)
                 return before * span.each + span.start + inner
             place -= len(span)
@@ -78,6 +80,7 @@ class Part:
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         if index < 0 or not len(self):
             raise IndexError(index)
+        # Numbers beyond the length are of further versions, here as in the whole: only the length is another.
         version, place = divmod(index, len(self))
         return self._items[version * len(self._items) + self._among_all(place)]
 
@@ -121,10 +124,13 @@ def split_off(
         return items, None
     trained, held, start = [], [], 0
     for count, times in shares or [(len(items) // repeats, repeats)]:
+        # Of each share its own last part, in all of its repeats: an example that is held out is in no round
+        # of those that are trained on.
         kept = count - max(1, round(count * fraction))
         if kept < 1:
             raise ValueError(f"{fraction} leaves none of {count} to train on")
         trained.append(Span(start, start + kept, times, count))
+        # Once, and not in each repeat: the loss on it would weigh the same several times.
         held.append(Span(start + kept, start + count))
         start += count * times
     return Part(items, *trained), Part(items, *held)
@@ -337,6 +343,7 @@ def task_class(name: str) -> type[Task]:
 def _imported(name: str, module: str) -> Any:
     here = str(Path.cwd())
     if here not in sys.path:
+        # At the end: nothing that is installed is hidden by a file that lies there.
         sys.path.append(here)
     try:
         return importlib.import_module(module)

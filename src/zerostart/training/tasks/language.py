@@ -116,6 +116,7 @@ class _Language(Task):
     def items(self, world: World) -> Sequences:
         """The sequences of ``data``. Raises :class:`ConfigError`."""
         found = tokenize(iter_documents(self._data), self.tokenizer, self._data)
+        # For the model, which is built later: it has to have as many positions.
         self._longest = found.longest
         return found
 
@@ -352,8 +353,10 @@ def position_table(model: nn.Module, config: PretrainedConfig) -> tuple[str, int
         return None
     ahead = 1 if getattr(config, "ngram", 0) else 0  # ProphetNet's streams are at the token to come
     # Others, of relative positions or of pictures, have another length.
+    # By length, since nothing else says that a table is of positions.
     own = [table for table in _tables(model) if 0 <= table[1] - most <= _BEFORE]
     found = [(name, min(rows, most) - padding - ahead) for name, rows, padding in own]
+    # The shortest decides, where encoder and decoder have one each.
     return min(found, key=lambda table: table[1], default=None)
 
 
@@ -363,6 +366,7 @@ def _tables(model: nn.Module) -> Iterator[tuple[str, int, int]]:
         if hasattr(module, "padding_idx"):  # torch's table, or I-BERT's own
             if _named(name):
                 padding = -1 if module.padding_idx is None else module.padding_idx
+                # Where padding has a row, positions begin behind it.
                 yield name, len(module.weight), padding + 1
             continue
         for key, tensor in module.named_buffers(recurse=False):

@@ -95,6 +95,8 @@ def _documents_of(source: str, text_field: str) -> Iterator[str]:
 def _files_of(source: str) -> list[Path]:
     path = expanded(source)
     if path.is_dir():
+        # Sorted: a directory lists its files in another order on each machine, and ranks compare what they
+        # read.
         files = sorted(file for file in path.rglob("*") if file.suffix in (*_TEXT_SUFFIXES, ".jsonl"))
         if not files:
             raise ConfigError(f"data.source {source}: no .txt, .md, .rst or .jsonl file in this directory")
@@ -178,7 +180,9 @@ def tokenize(documents: Iterable[str], tokenizer: PreTrainedTokenizerBase, confi
     flat: list[torch.Tensor] = []
     ends: list[int] = []
     for piece in pieces:
+        # The sign says which tokens are special, without a second tensor as long.
         flat += [-1 - start, torch.tensor(piece, dtype=torch.int32, device="cpu"), -1 - end]
+        # Where this one ends in all of them in a row, and the next begins.
         ends.append((ends[-1] if ends else 0) + len(prefix) + len(piece) + len(suffix))
     if not ends:
         raise ConfigError(
@@ -199,6 +203,7 @@ def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list
     """What the tokenizer puts before and after a sequence ([CLS] and [SEP], or nothing)."""
     plain = tokenizer("text", add_special_tokens=False)["input_ids"]
     full = tokenizer("text")["input_ids"]
+    # Found by looking for the text's own tokens: tokenizers have no uniform way to say it.
     for start in range(len(full) - len(plain) + 1):
         if full[start : start + len(plain)] == plain:
             return full[:start], full[start + len(plain) :]
@@ -245,6 +250,7 @@ def split_held_out(sequences: Sequences, fraction: float) -> tuple[Sequences, Se
         raise ConfigError(
             f"data.held_out {fraction} leaves none of {len(sequences)} sequences to train on; lower it"
         )
+    # Ends of the rest count from where it begins.
     boundary = sequences.ends[kept - 1]
     rest = [end - boundary for end in sequences.ends[kept:]]
     return Sequences(sequences.tokens[:boundary], sequences.ends[:kept]), Sequences(
