@@ -1,4 +1,4 @@
-"""Run a diffusion pipeline that is too large for one GPU on two, with a LoRA, each with prompts of its own.
+"""Run a diffusion pipeline in shards on two ranks, with a LoRA, each rank with prompts of its own.
 
 torchrun --nproc-per-node 2 draw.py Qwen/Qwen-Image out 1024 "a flower in the sun" "a temple" "a cat"
 """

@@ -51,10 +51,9 @@ def push(
                 ignore_patterns=[f"{HIDDEN}/*", f"*/{HIDDEN}/*"],
             )
         except Exception as error:  # the hub's own, a network's, and mistakes in the name
-            told = " ".join(str(error).split()).rstrip(".") or type(error).__name__
             raise WriteError(
-                f"{os.fspath(path)} is saved, but not pushed to {repo_id}: {told}; log in with hf auth "
-                f"login, and push it with hf upload {repo_id} {os.fspath(path)} (all that lies there)"
+                f"{os.fspath(path)} is saved, but not pushed to {repo_id}: {_reason(error)}; log in with "
+                f"hf auth login, and push it with hf upload {repo_id} {os.fspath(path)} (all that lies there)"
             ) from error
         return str(made)
 
@@ -85,11 +84,15 @@ def check_repository(repo_id: str) -> None:
     try:
         HfApi().create_repo(repo_id, exist_ok=True)
     except Exception as error:  # as above
-        told = " ".join(str(error).split()).rstrip(".") or type(error).__name__
         raise ConfigError(
-            f"output.push_to_hub: {repo_id} cannot be written to ({told}); log in with hf auth login, look "
-            "for a mistake in the name, or leave it out"
+            f"output.push_to_hub: {repo_id} cannot be written to ({_reason(error)}); log in with hf auth "
+            "login, look for a mistake in the name, or leave it out"
         ) from error
+
+
+def _reason(error: Exception) -> str:
+    """The text of an error on one line."""
+    return " ".join(str(error).split()).rstrip(".") or type(error).__name__
 
 
 def model_card(path: Path, root: str, facts: Mapping[str, object]) -> ModelCard:
