@@ -214,7 +214,7 @@ def _about(config: TrainConfig, model: nn.Module, world: World) -> About:
 #: The arguments of ``zerostart.load`` that a configuration has, and the key of each.
 LOAD_KEYS = {
     "source": "model.source",
-    "engine": "engine.name",
+    "engine": "engine.given",
     "zero_stage": "engine.zero_stage",
     "expert_parallel": "engine.expert_parallel",
     "sequence_parallel": "engine.sequence_parallel",
