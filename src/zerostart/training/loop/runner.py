@@ -427,7 +427,7 @@ class _Run:
             self._track({name: value for name, value in values.items() if value is not None}, metrics.step)
 
     def _track(self, values: dict[str, float], step: int) -> None:
-        """Hand figures to the trackers. Raises WriteError where one cannot write them, and that ends the run."""
+        """Hand figures to the trackers. Raises what one fails with, unless the run goes on without."""
         try:
             self._session.accelerator.log(values, step=step)
         except (WriteError, OSError) as error:
