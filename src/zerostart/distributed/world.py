@@ -286,7 +286,7 @@ class World:
             while not ended:
                 told = int(work is not None and work.ended_within(_BEAT))
                 # The other ranks wait in here, for as long as the source does.
-                ended = bool(self.all_reduce_sum(torch.tensor([told]), during)[0])
+                ended = bool(self.all_reduce_sum(torch.tensor([told], device="cpu"), during)[0])
             return self.broadcast_object(make if work is None else work.result, during, source)
 
     def all_reduce_sum(self, values: torch.Tensor, during: str) -> torch.Tensor:
