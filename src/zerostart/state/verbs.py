@@ -294,16 +294,17 @@ def refit(
 ) -> Refitter:
     """Begin to push the weights of ``model`` into the workers of an inference engine; collective.
 
-    ``push()`` of what is returned brings all workers to the weights as they are, ``close()`` ends it. Nothing is
-    gathered: which bytes go from which rank to which worker follows from how both hold the model. See
-    ``docs/refit.md``.
+    ``push()`` of what is returned brings all workers to the weights as they are, ``close()`` ends it.
+    Nothing is gathered: which bytes go from which rank to which worker follows from how both hold the model.
+    See ``docs/refit.md``.
 
     Args:
         model: what ``load``, ``deepspeed.initialize`` or ``accelerator.prepare`` returned, or any model that
             DeepSpeed's ZeRO or FSDP2 shards. Adapters of PEFT are merged on the way.
-        target: an address to listen at for workers (``unix:///path`` or ``tcp://HOST:PORT``), which connect by
-            ``zerostart.serving.serve``; None: a Unix socket of its own, see ``address`` of what is returned. Or
-            an engine whose workers can be told.
+        target: an address to listen at for workers (``unix:///path`` or ``tcp://HOST:PORT``), which connect
+        by
+            ``zerostart.serving.serve``; None: a Unix socket of its own, see ``address`` of what is returned.
+            Or an engine whose workers can be told.
         transport: how bytes go to the workers; None: ``"shared_memory"``, for workers on this machine.
         workers: how many the first push waits for; None: those of the engine, or one.
         dtype: floating dtype of what is pushed; None keeps the parameters' own.
@@ -326,7 +327,7 @@ def refit(
         >>> weights = {"weight": torch.ones(2, 3), "bias": torch.zeros(2)}
         >>> model = zerostart.load(weights, lambda: torch.nn.Linear(3, 2), engine="fsdp2", progress=False)
         >>> engine = torch.nn.Linear(3, 2)  # in a process of its own, as a rule
-        >>> receiver = serving.Receiver(engine, lambda pairs: engine.load_state_dict(dict(pairs)), name="worker")
+        >>> receiver = serving.Receiver(engine, lambda pairs: engine.load_state_dict(dict(pairs)))
         >>> with zerostart.refit(model) as refitter:
         ...     worker = threading.Thread(target=serving.serve, args=(receiver, refitter.address))
         ...     worker.start()

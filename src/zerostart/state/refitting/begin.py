@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from torch import nn
 
-# Registers itself.
-from zerostart.state.refitting.refitter import Refitter, RefitSettings
-from zerostart.state.refitting.targets import driver_of
 from zerostart.errors import ConfigError
+
+# Registers itself.
+from zerostart.state.refitting.refitter import RefitSettings, Refitter
+from zerostart.state.refitting.targets import driver_of
 
 
 def begin(model: nn.Module, target: object, settings: RefitSettings) -> Refitter:
@@ -17,6 +18,7 @@ def begin(model: nn.Module, target: object, settings: RefitSettings) -> Refitter
     if (driver := driver_of(target)) is not None:
         return Refitter(model, driver, settings)
     raise ConfigError(
-        f"target is a {type(target).__name__}, which no engine is known by: pass an address for its workers to "
+        f"target is a {type(target).__name__}, which no engine is known by: pass an address for its "
+        f"workers to "
         "connect with by zerostart.serving.serve, or register it with zerostart.serving.register_target"
     )
