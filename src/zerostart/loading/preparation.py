@@ -58,7 +58,8 @@ def prepare(
     """The start of a load for ``engine``; collective over ``world``, which is one process in a plan.
 
     Libraries that the model needs are imported inside ``importing()``. A module with values, where there is
-    no source, is emptied if ``take_values``, and else an error. With ``fetch`` a hub id may be downloaded. Raises CoverageError where ``strict`` and a
+    no source, is emptied if ``take_values``, and else an error. With
+    ``fetch`` a hub id may be downloaded. Raises CoverageError where ``strict`` and a
     name is missing or too much, and every error that can be told before weights are read.
     """
     with clock.phase("plan"):
