@@ -142,7 +142,7 @@ def load(
 def plan(
     source: Source,
     world_size: int = 8,
-    engine: str | None = "deepspeed",
+    engine: str | None = None,
     zero_stage: int = 3,
     expert_parallel: int = 1,
     tensor_parallel: int = 1,

@@ -87,6 +87,7 @@ class _Load:
             # Until the model is handed over: its peaks go into the report, which is made behind it.
             with PeakMeter(request.device) as self.meter:
                 with clock.phase("build"), world.phase("arguments"):
+                    request = request.with_engine()
                     engine = self.resolve_engine(request)
                 # 1. Catalog, model on meta, recipes, origins: the same on every rank; no shard has memory.
                 prepared = prepare(
@@ -115,7 +116,9 @@ class _Load:
                 stats = self._fill(request, prepared, destinations, tuning)
                 with clock.phase("build"):
                     stats = self.hand_over(request, prepared, destinations, maker, tuning, stats)
-            report = replace(self._report(prepared, stats), tier=residence)
+            report = replace(
+                self._report(prepared, stats), tier=residence, engine_reason=request.engine_reason
+            )
             # Last of all, so that only a model whose load has come to its end is known as loaded: ``save``
             # and the others start from the record.
             record = self._record(prepared, placements, report)

@@ -28,7 +28,7 @@ from zerostart.transfer.meter import allocated_bytes
 from zerostart.upstream.diffusers.pipelines import Pipeline, assembled, component_class, pipeline_class
 
 #: A model whole on every rank is the load of this engine at this stage.
-WHOLE = {"engine": "fsdp2", "zero_stage": 0}
+WHOLE = {"engine": "fsdp2", "zero_stage": 0, "engine_reason": "for a whole copy"}
 #: Names of the components of each pipeline that were placed to be dropped.
 _to_drop: weakref.WeakKeyDictionary[Any, tuple[str, ...]] = weakref.WeakKeyDictionary()
 
@@ -39,7 +39,7 @@ class PipelineRequest:
 
     source: Any
     placement: Mapping[str, object] | None = None
-    engine: str = "deepspeed"
+    engine: str | None = None
     zero_stage: int = 3
     device_memory_limit: int | None = None
     engine_config: Mapping[str, object] | None = None

@@ -142,6 +142,7 @@ def forecast(
 
 def _forecast(request: Request, world_size: int, rank: int | None, asked: ForecastArguments) -> WorldPlan:
     clock = Clock()
+    request = request.with_engine()
     engine = request.resolve(world_size, rank)
     # A world of one: nothing here waits for anybody. Not strict, since what is missing is part of the answer.
     known = prepare(request, engine, World(0, 1, None), clock, strict=False)
@@ -151,7 +152,7 @@ def _forecast(request: Request, world_size: int, rank: int | None, asked: Foreca
     subject = Subject(known.catalog, known.built.model, known.recipes, known.coverage, known.origins)
     of = range(world_size) if rank is None else [rank]
     made = foresee(subject, engine, of, tuning, asked, request.exchange_of_reads(engine))
-    return replace(made, planning_seconds=clock.stop()["total"])
+    return replace(made, planning_seconds=clock.stop()["total"], engine_reason=request.engine_reason)
 
 
 #: Most ranks that are advised, as a multiple of those that are planned.

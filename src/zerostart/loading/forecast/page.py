@@ -63,7 +63,7 @@ def page_of(made: WorldPlan, source: str) -> str:
         number(made.parameters),
         " elements, largest tensor ",
         size(made.largest_tensor_bytes),
-        f"; {made.optimizer}; planned in {made.planning_seconds:.2f} s",
+        f"; {made.optimizer}; the engine is {made.engine_reason}; planned in {made.planning_seconds:.2f} s",
     )
     return page(
         title,

@@ -21,9 +21,10 @@ from zerostart.checkpoint.write.shards import parse_size
 from zerostart.distributed.world import World, current_world
 from zerostart.engines import Shard
 from zerostart.errors import ConfigError, WriteError
-from zerostart.live.model import LiveModel, LoadRecord, LogicalTensor
+from zerostart.live.model import LiveModel, LoadRecord, LogicalTensor, bare_model
 from zerostart.live.training import LiveTraining
 from zerostart.models import ModelLibrary, library_of
+from zerostart.state.saving.adapter_formats import adapter_format
 from zerostart.state.saving.adapters import (
     PEFT_FORMAT,
     Adapted,
@@ -102,6 +103,15 @@ class SaveReport:
         ]
         lines += [f"  {name} under the model's own name: {why}" for name, why in self.own_names.items()]
         return "\n".join(lines)
+
+
+def written_as(kind: str | None, adapters_only: bool, model: nn.Module) -> AdapterFormat:
+    """The format ``kind`` for the adapters of ``model``; None: PEFT's. Raises ConfigError as it does."""
+    if kind is None:
+        return PEFT_FORMAT
+    if not adapters_only:
+        raise ConfigError(f"adapter_format={kind!r} is for adapters alone: pass adapters_only=True as well")
+    return adapter_format(kind, bare_model(model))
 
 
 def save_model(model: nn.Module, path: str | os.PathLike[str], request: SaveRequest) -> SaveReport:
