@@ -38,9 +38,7 @@ def open_source(source: object, world: World, model: object = None) -> Catalog:
     return catalog
 
 
-def source_or_none(
-    source: Any, world: World, model: object = None, fetch: bool = False
-) -> Catalog | None:
+def source_or_none(source: Any, world: World, model: object = None, fetch: bool = False) -> Catalog | None:
     """The catalog of ``source``, None where every rank passes None; collective.
 
     A path or hub id is the same on every rank, and rank 0 parses the headers for all; of a pipeline it is the
@@ -62,7 +60,7 @@ def source_or_none(
     if not holders:
         catalog = world.broadcast_object(
             lambda: open_catalog(present(source) if fetch else source, _classes(model)),
-            "reading the checkpoint's headers"
+            "reading the checkpoint's headers",
         )
         return _as_seen_here(catalog, [view for _, view in told], world)
     # Now it is a mapping, on some ranks; a rank that passes None has no catalog until it gets the first
