@@ -99,9 +99,11 @@ def foresee(
     # Only then: each alternative is a forecast of its own.
     if not all(fit.fits for fit in fits):
         advised, alternatives = advice(model, engine, max(staged, default=0), optimizer, limits)
+    storage = subject.catalog.storage
+    stored = storage.nbytes if storage.cached else math.inf
     return replace(
         made,
-        ranks=timed(made.ranks, made.exchanged_bytes, made.world_size, subject.catalog.storage.nbytes, rates),
+        ranks=timed(made.ranks, made.exchanged_bytes, made.world_size, stored, rates),
         zero_stage=engine.zero_stage,
         tier=placed.residence,
         optimizer=optimizer.name,

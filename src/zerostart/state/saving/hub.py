@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zerostart.checkpoint.formats.pipeline import PIPELINE_INDEX
 from zerostart.checkpoint.manifest import HIDDEN, MARKER, documents
 from zerostart.checkpoint.strict_json import read_json
+from zerostart.checkpoint.usual_names import PIPELINE_INDEX
 from zerostart.distributed.world import World
 from zerostart.errors import ConfigError, WriteError
 
