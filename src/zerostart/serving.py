@@ -3,8 +3,8 @@
     from zerostart import serving
     serving.serve(serving.Receiver(model), "unix:///run/trainer/workers")
 
-``model`` is any module with a ``load_weights`` that takes names and tensors as a checkpoint has them. Importing
-this loads torch and no other library. See ``docs/refit.md``.
+``model`` is any module with a ``load_weights`` that takes names and tensors as a checkpoint has them.
+Importing this loads torch and no other library. See ``docs/refit.md``.
 """
 
 from __future__ import annotations

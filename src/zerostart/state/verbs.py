@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from zerostart.errors import ConfigError
 from zerostart.loading.arguments import check_arguments, checked_arguments, dtype_of
 
 if TYPE_CHECKING:
@@ -132,6 +133,7 @@ def save(
     adapter_format: str | None = None,
     memory_limit: int | None = None,
     push_to_hub: str | None = None,
+    hub_private: bool | None = None,
 ) -> SaveReport:
     """Save a sharded model as an ordinary checkpoint, each rank writing its own bytes; nothing is gathered.
 
@@ -161,6 +163,8 @@ def save(
         push_to_hub: the id of a repository of the hub, such as ``"me/my-model"``, to which rank 0 uploads
             what was saved, with a model card that says what it was trained from (unless ``path`` has a
             ``README.md``). Where that fails the model is saved all the same, and the error says so.
+        hub_private: True: that repository is private, and one that is there and public is refused; None: what
+            the account's settings say.
 
     Returns:
         What was written, and what has another name than in the checkpoint that it came from.
@@ -178,6 +182,8 @@ def save(
     with checked_arguments(save, locals()):
         from zerostart.state.saving.save import SaveRequest, save_model, written_as
 
+        if hub_private is not None and push_to_hub is None:
+            raise ConfigError("hub_private is of push_to_hub, which was not passed; name a repository there")
         request = SaveRequest(
             max_shard_size,
             dtype_of(dtype),
@@ -194,7 +200,8 @@ def save(
         from zerostart.state.saving.hub import push
 
         record = find_record(model)
-        push(path, push_to_hub, "" if record is None else record.catalog.root, {}, current_world())
+        root = "" if record is None else record.catalog.root
+        push(path, push_to_hub, root, {}, current_world(), hub_private)
     return report
 
 
@@ -295,16 +302,16 @@ def refit(
 ) -> Refitter | ModelRefitter:
     """Begin to push the weights of ``model`` into the workers of an inference engine; collective.
 
-    ``push()`` of what is returned brings all workers to the weights as they are, ``close()`` ends it. Nothing is
-    gathered: which bytes go from which rank to which worker follows from how both hold the model. See
-    ``docs/refit.md``.
+    ``push()`` of what is returned brings all workers to the weights as they are, ``close()`` ends it.
+    Nothing is gathered: which bytes go from which rank to which worker follows from how both hold the model.
+    See ``docs/refit.md``.
 
     Args:
         model: what ``load``, ``deepspeed.initialize`` or ``accelerator.prepare`` returned, or any model that
             DeepSpeed's ZeRO or FSDP2 shards. Adapters of PEFT are merged on the way.
-        target: an address to listen at for workers (``unix:///path`` or ``tcp://HOST:PORT``), which connect by
-            ``zerostart.serving.serve``; None: a Unix socket of its own, see ``address`` of what is returned. Or
-            an engine whose workers can be told. Or another sharded model of the same architecture, in the
+        target: an address to listen at for workers (``unix:///path`` or ``tcp://HOST:PORT``), which connect
+            by ``zerostart.serving.serve``; None: a Unix socket of its own, see ``address`` of the result.
+            Or an engine whose workers can be told. Or another sharded model of the same architecture, in the
             same ranks or in some of them (pass None on the others), of any engine, mesh and dtype.
         transport: how bytes go to the workers; None: ``"shared_memory"``, for workers on this machine.
         workers: how many the first push waits for; None: those of the engine, or one.
@@ -328,7 +335,7 @@ def refit(
         >>> weights = {"weight": torch.ones(2, 3), "bias": torch.zeros(2)}
         >>> model = zerostart.load(weights, lambda: torch.nn.Linear(3, 2), engine="fsdp2", progress=False)
         >>> engine = torch.nn.Linear(3, 2)  # in a process of its own, as a rule
-        >>> receiver = serving.Receiver(engine, lambda pairs: engine.load_state_dict(dict(pairs)), name="worker")
+        >>> receiver = serving.Receiver(engine, lambda pairs: engine.load_state_dict(dict(pairs)))
         >>> with zerostart.refit(model) as refitter:
         ...     worker = threading.Thread(target=serving.serve, args=(receiver, refitter.address))
         ...     worker.start()

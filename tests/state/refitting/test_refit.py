@@ -1,4 +1,5 @@
-"""Weights from real trainer ranks into real worker processes: as the engine's own load of what ``save`` writes."""
+"""Weights from real trainer ranks into real worker processes: as the engine's own load of what ``save`` "
+"writes."""
 
 import json
 from pathlib import Path

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,7 +22,8 @@ FUSED = {
 
 
 class Engine(nn.Module):
-    """Rank ``rank`` of ``size`` of a served qwen3: the vocabulary padded to a multiple of 64, no tied tensor."""
+    """Rank ``rank`` of ``size`` of a served qwen3: the vocabulary padded to a multiple of 64, no tied "
+    "tensor."""
 
     def __init__(self, config: Mapping[str, Any], rank: int, size: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -94,7 +93,9 @@ class Engine(nn.Module):
             data.copy_(tensor)
 
 
-def loaded(config: Mapping[str, Any], rank: int, size: int, folder: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def loaded(
+    config: Mapping[str, Any], rank: int, size: int, folder: Path, dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
     """The engine's parameters after its own load of the files in ``folder``."""
     from safetensors import safe_open
 
@@ -106,7 +107,8 @@ def loaded(config: Mapping[str, Any], rank: int, size: int, folder: Path, dtype:
 
 
 def main() -> None:
-    """Serve: arguments are a file with the configuration, rank, size, address, and a folder for what is served."""
+    """Serve: arguments are a file with the configuration, rank, size, address, and a folder for what is "
+    "served."""
     import json
 
     from zerostart import serving
@@ -122,7 +124,7 @@ def main() -> None:
 
     def noted(*arguments: Any) -> None:
         fill(*arguments)
-        part = Path(out) / f".tp{rank}-{receiver.version}"
+        part = Path(out) / f"part-tp{rank}-{receiver.version}"
         torch.save(engine.state_dict(), part)
         part.rename(Path(out) / f"tp{rank}-{receiver.version}.pt")
 
@@ -133,7 +135,16 @@ def main() -> None:
 
 def start(config: Path, rank: int, size: int, address: str, out: Path) -> subprocess.Popen[str]:
     """A worker in a process of its own."""
-    command = [sys.executable, "-m", "tests.state.refitting.workers", str(config), str(rank), str(size), address, str(out)]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.state.refitting.workers",
+        str(config),
+        str(rank),
+        str(size),
+        address,
+        str(out),
+    ]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from torch import nn
 
-# Registers itself.
 from zerostart.distributed.world import current_world
 from zerostart.errors import ConfigError
 from zerostart.state.refitting.refitter import RefitSettings, Refitter
@@ -22,8 +21,8 @@ def begin(model: nn.Module, target: object, settings: RefitSettings) -> Refitter
         with world.phase("beginning a refit"):
             if not (target is None or isinstance(target, nn.Module)):
                 raise ConfigError(
-                    f"target is a {type(target).__name__} on rank {world.rank} and a model on others: pass the "
-                    "model, or None on ranks that hold nothing of it"
+                    f"target is a {type(target).__name__} on rank {world.rank} and a model on others: pass "
+                    "the model, or None on ranks that hold nothing of it"
                 )
         return ModelRefitter(model, target, settings, world)
     if target is None or isinstance(target, str):
@@ -31,7 +30,7 @@ def begin(model: nn.Module, target: object, settings: RefitSettings) -> Refitter
     if (driver := driver_of(target)) is not None:
         return Refitter(model, driver, settings)
     raise ConfigError(
-        f"target is a {type(target).__name__}, which no engine is known by: pass an address for its workers to "
-        "connect with by zerostart.serving.serve, register it with zerostart.serving.register_target, or pass "
-        "another sharded model"
+        f"target is a {type(target).__name__}, which no engine is known by: pass an address for its workers "
+        "to connect with by zerostart.serving.serve, register it with zerostart.serving.register_target, or "
+        "pass another sharded model"
     )

@@ -82,7 +82,8 @@ def key_of(secret: str | None, address: Address) -> bytes:
     given = os.environ.get(SECRET_VARIABLE, "") if secret is None else secret
     if not given and not address.is_local:
         raise ConfigError(
-            f"{address} can be reached from other machines: pass secret=..., or set {SECRET_VARIABLE}, to the "
+            f"{address} can be reached from other machines: pass secret=..., or set {SECRET_VARIABLE}, to "
+            f"the "
             "same value for the trainer and all workers"
         )
     # Hashed, so that an empty one is a key, too, which the library wants.
@@ -90,7 +91,8 @@ def key_of(secret: str | None, address: Address) -> bytes:
 
 
 class Channel:
-    """One connection; ``who`` is the other side in messages. Raises PeerError wherever that does not answer."""
+    """One connection; ``who`` is the other side in messages. Raises PeerError wherever that does not "
+    "answer."""
 
     def __init__(self, connection: Connection, who: str, timeout: float) -> None:
         self.who = who
@@ -107,7 +109,8 @@ class Channel:
         except (AuthenticationError, EOFError, OSError, ValueError, AssertionError) as error:
             self.close()
             raise PeerError(
-                f"{self.who} does not know the secret of this refit, or is no zerostart: give both sides the same "
+                f"{self.who} does not know the secret of this refit, or is no zerostart: give both sides "
+                f"the same "
                 f"secret, or the same {SECRET_VARIABLE}"
             ) from error
         self._set_patience(self._timeout)

@@ -1,8 +1,8 @@
 """A worker's side: what its engine's own loader takes of an image, filling that in, and reading it back.
 
-Nothing is known of the engine but its ``load_weights``. That is run on symbolic tensors once, which says which
-bytes of the image each parameter is made of; the plan of a load fills the parameters from them, and the same
-plan run backwards reads them back for their digests.
+Nothing is known of the engine but its ``load_weights``. That is run on symbolic tensors once, which says
+which bytes of the image each parameter is made of; the plan of a load fills the parameters from them, and
+the same plan run backwards reads them back for their digests.
 """
 
 from __future__ import annotations
@@ -146,7 +146,8 @@ class Receiver:
             load = load_weights or getattr(model, "load_weights", None)
             if not callable(load):
                 raise ConfigError(
-                    f"this {type(model).__name__} has no load_weights: pass load_weights=, a function that takes "
+                    f"this {type(model).__name__} has no load_weights: pass load_weights=, a function that "
+                    f"takes "
                     "an iterable of (name, tensor) as a checkpoint has them"
                 )
             self._engine = ModuleWeights(model, load, type(model).__name__)
@@ -168,7 +169,8 @@ class Receiver:
             strides = {name: tensors[name].stride() for name in recipes.by_name}
         if not recipes.by_name:
             raise ConversionError(
-                f"{self._engine.name} takes none of the {len(image.entries)} tensors of the trained model; is it "
+                f"{self._engine.name} takes none of the {len(image.entries)} tensors of the trained model; "
+                f"is it "
                 "the engine of another model?"
             )
         self._image, self._plans = image, {}
@@ -186,8 +188,8 @@ class Receiver:
     def fill(self, incoming: Incoming, version: int, sums: Sequence[Sums]) -> None:
         """Bring the tensors to ``version`` out of ``incoming``, and read them back.
 
-        ``sums`` are the trainer's of each set of ``plan``. Raises VerifyError, naming the tensors, where those
-        of what was read back differ, and what the engine and reading raise; ``version`` is then None.
+        ``sums`` are the trainer's of each set of ``plan``. Raises VerifyError, naming the tensors, where
+        those of what was read back differ, and what the engine and reading raise; ``version`` is then None.
         """
         assert self._image is not None, "planned before"
         self.version = None
@@ -239,7 +241,8 @@ class Receiver:
             if runs.nbytes != _nbytes(plain):  # an element that is there twice
                 back, rest, plain, runs = (), recipe.pieces, Recipe(recipe.target, ()), Runs.of([])
             own = {str(source) for piece in back for source in piece.source}
-            # Parameters of one tensor of the files (tied ones that the engine has twice) are in two sets, unless
+            # Parameters of one tensor of the files (tied ones that the engine has twice) are in two sets,
+            # unless
             # each takes another part of it.
             number = 0
             while (
@@ -317,7 +320,8 @@ class Receiver:
                 found = {name: row for name, row in found.items() if row[-1] == expected[name][-1]}
             if names := differing(expected if done else {n: expected[n] for n in found}, found):
                 raise VerifyError(
-                    f"{self._engine.name}: what was read back of {', '.join(names[:8])} is not what the trainer "
+                    f"{self._engine.name}: what was read back of {', '.join(names[:8])} is not what the "
+                    f"trainer "
                     f"has{f' (and {len(names) - 8} more)' if len(names) > 8 else ''}; push again"
                 )
 

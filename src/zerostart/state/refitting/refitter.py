@@ -247,9 +247,9 @@ class Refitter:
         gives a handle with ``wait()`` and ``done()``, both collective.
 
         Raises, the same on every rank: PeerError, naming it, where a worker died, cannot take the version, or
-        does not answer; ConversionError where an engine's loader cannot be followed; VerifyError, naming worker
-        and tensors, where what a worker read back is not what was sent. Workers serve the version before, or
-        where the message says so the new one; the next push goes on with those that are there.
+        does not answer; ConversionError where an engine's loader cannot be followed; VerifyError, naming
+        worker and tensors, where what a worker read back is not what was sent. Workers serve the version
+        before, or where the message says so the new one; the next push goes on with those that are there.
         """
         world, version = self._world, self.version + 1
         if self._transport is None:
@@ -329,8 +329,9 @@ class Refitter:
         return str(self._session.address), str(self._place.path)
 
     def _join(self) -> None:
-        assert self._driver is not None and self._session is not None, "rank 0 has both"
         driver, session = self._driver, self._session
+        assert driver is not None, "asked for by an engine alone"
+        assert session is not None, "rank 0 has it"
         how = {"address": self.address, "secret": self._settings.secret, "timeout": self._settings.timeout}
         with _beside(lambda: driver.join(how)) as check:
             session.check = check
@@ -349,7 +350,8 @@ class Refitter:
         gone = session.settle()
         if gone:
             raise PeerError(
-                f"{', '.join(gone)} died, or stopped answering, since the last push; nothing was pushed. The next "
+                f"{', '.join(gone)} died, or stopped answering, since the last push; nothing was pushed. "
+                f"The next "
                 "push goes on without, or with it where it has come back"
             )
         if not session.workers:
@@ -446,7 +448,8 @@ class Refitter:
 
         def begin() -> bool:
             session = self._session
-            assert session is not None and self._opened is not None, "rank 0 has it"
+            assert session is not None, "rank 0 has it"
+            assert self._opened is not None, "opened above"
             behind = any(w.version != version - 1 or w.fresh for w in session.workers.values())
             full = behind or not self._settings.deltas or version % self._settings.full_every == 1
             self._begin_following(version)
@@ -457,7 +460,8 @@ class Refitter:
 
     def _write(self, prepared: _Prepared, version: int, full: bool) -> list[dict[str, tuple[int, ...]]]:
         transport, sums = self._transport, self._sums
-        assert transport is not None and sums is not None, "opened before"
+        assert transport is not None, "not closed"
+        assert sums is not None, "opened before"
         sums.begin()
         writer = transport.writer(version, full)
         write_out(prepared.plan, prepared.storages, writer, THREADS, sums.add_rows)

@@ -133,6 +133,10 @@ class ModelRefitter:
         self._way: _Way | None = None
         self._told: tuple[int, ...] | None = None
         self._closed = False
+        has = world.all_gather_object(target is not None, "looking where the target is")
+        # The ranks of the target, as its engine counts them. Where these are some of them, nothing is asked of
+        # it that ranks would meet for: they have no group of their own.
+        self._there = world if all(has) else World(sum(has[: world.rank]), sum(has), None)
         with world.phase("beginning a refit"):
             settings.check()
             if settings.transport not in (None, "local") or settings.workers is not None or settings.deltas:
@@ -142,7 +146,7 @@ class ModelRefitter:
                 )
             if target is model:
                 raise ConfigError("target is the model itself: pass another model, or an address of workers")
-            if target is not None and has_adapters(LiveModel(target, world).module):
+            if target is not None and has_adapters(LiveModel(target, self._there).module):
                 raise ConfigError(
                     "target has adapters of PEFT, which are no weights of the model: merge them "
                     "(merge_and_unload), or pass the model without them"
@@ -209,7 +213,7 @@ class ModelRefitter:
             contents, _ = contents_to_save(self._model, live, request)
             target = _Target()
             if self._target is not None:
-                receiving = LiveModel(self._target, world)
+                receiving = LiveModel(self._target, self._there)
                 # First: a parameter that is still gathered would be used in the place of its shard.
                 receiving.drop_gathered()
                 target = _Target.of(receiving)

@@ -1,4 +1,5 @@
-"""The trainer's side of the connections with workers, on rank 0: who is there, what each wants, what it is told.
+"""The trainer's side of the connections with workers, on rank 0: who is there, wants what, is told what.
+told.
 
 Workers may come at any time, before the first push and after a death; what they take of the image is worked
 out meanwhile, in threads of their connections. All else happens within a push, in the thread that calls it.
@@ -78,7 +79,7 @@ class Session:
         self._arrived: dict[str, Worker] = {}
         self._refused: dict[str, str] = {}
         self._strangers = 0
-        self._closing = False
+        self._closing = threading.Event()
         try:
             if isinstance(self.address.place, str):
                 _remove_socket(self.address.place)
@@ -93,7 +94,7 @@ class Session:
 
     def close(self) -> None:
         """Tell all workers that it is over; raises nothing."""
-        self._closing = True
+        self._closing.set()
         with contextlib.suppress(OSError):
             self._listener.close()
         with self._changed:
@@ -119,8 +120,8 @@ class Session:
             ):
                 there = sorted(self.workers.keys() | self._arrived.keys())
                 raise PeerError(
-                    f"{len(there)} of {count} workers have connected with {self.address} within {timeout:.0f} s"
-                    + (f": {', '.join(there)}" if there else "")
+                    f"{len(there)} of {count} workers have connected with {self.address} within "
+                    f"{timeout:.0f} s" + (f": {', '.join(there)}" if there else "")
                 )
         self.check_refused()
 
@@ -218,7 +219,8 @@ class Session:
             worker.fresh = True
 
     def _answer(self, worker: Worker, version: int, *kinds: str) -> Message:
-        """What a worker says about ``version``; raises PeerError where it does not, and what ``check`` raises."""
+        """What a worker says about ``version``; raises PeerError where it does not, and what ``check`` "
+        "raises."""
         until = time.monotonic() + self.timeout
         while True:
             while not worker.channel.waiting(0.5) and time.monotonic() < until:
@@ -230,15 +232,15 @@ class Session:
 
     def decide(self, version: int, sums: Mapping[str, Sequence[Sums]]) -> None:
         """Write down that ``version`` is to be served, then tell the workers."""
-        document = {"version": version, "sums": {name: list(each) for name, each in sums.items()}}
+        each = {name: list(found) for name, found in sums.items()}
         part = self.decision.with_suffix(".part")
-        part.write_text(json.dumps(document))
+        part.write_text(json.dumps({"version": version, "sums": each}))
         part.chmod(0o600)
         part.replace(self.decision)
         for worker in [*self.workers.values()]:
             # One that is lost now looks at what was written down.
             with contextlib.suppress(PeerError):
-                worker.channel.send("commit", {"version": version, "sums": document["sums"][worker.name]})
+                worker.channel.send("commit", {"version": version, "sums": each[worker.name]})
 
     def served(self, version: int) -> None:
         """Return when all workers serve ``version``.
@@ -274,11 +276,11 @@ class Session:
     # Arrivals, in threads of their own.
 
     def _accept(self) -> None:
-        while not self._closing:
+        while not self._closing.is_set():
             try:
                 connection = self._listener.accept()
             except (OSError, EOFError):
-                if self._closing:
+                if self._closing.is_set():
                     return
                 time.sleep(0.05)
                 continue
@@ -306,7 +308,8 @@ class Session:
         name, version = str(body.get("name"))[:200], body.get("version")
         channel.who = f"worker {name}"
         if body.get("protocol") != PROTOCOL:
-            why = f"it speaks protocol {body.get('protocol')}, and the trainer {PROTOCOL}: install the same zerostart"
+            why = f"it speaks protocol {body.get('protocol')}, and the trainer {PROTOCOL}"
+            why += ": install the same zerostart on both sides"
             channel.send("refused", {"why": why})
             raise ConfigError(f"worker {name}: {why}")
         with self._changed:
@@ -334,7 +337,7 @@ class Session:
             fingerprint=image.fingerprint,
         )
         with self._changed:
-            if self._closing:
+            if self._closing.is_set():
                 channel.close()
             self._arrived[name] = worker
             self._changed.notify_all()

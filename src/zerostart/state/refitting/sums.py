@@ -65,7 +65,8 @@ class SetSums:
     def __init__(self, image: Image, sets: Sequence[Runs]) -> None:
         self._image = image
         self._sets = sets
-        #: By set what a row of a write has of it: element, elements, distance and rows, from the write's first.
+        #: By set what a row of a write has of it: element, elements, distance and rows, from the write's
+        #: first.
         self._met: dict[tuple[str, int, int, int, int], list[tuple[int, int, int, int, int]]] = {}
         self.begin()
 
@@ -113,7 +114,8 @@ class SetSums:
             added = sum(row[-1] * sizes[name] for name, row in sums.items())
             if added != runs.nbytes:
                 raise CheckpointError(
-                    f"{added} bytes were summed up of {runs.nbytes} that workers take; this is a bug in zerostart"
+                    f"{added} bytes were summed up of {runs.nbytes} that workers take; this is a bug in "
+                    f"zerostart"
                 )
             found.append(sums)
         return found

@@ -39,7 +39,8 @@ class _Mapped:
                 raise ReadError(
                     f"{path} has {os.fstat(handle).st_size} bytes and not {nbytes}: it is another image"
                 )
-            # Writable also where nobody writes, since torch knows no other memory; then of a copy of the page.
+            # Writable also where nobody writes, since torch knows no other memory; then of a copy of the
+            # page.
             self._memory = mmap.mmap(handle, nbytes, mmap.MAP_SHARED if writable else mmap.MAP_PRIVATE)
         finally:
             os.close(handle)
@@ -76,7 +77,8 @@ class SharedMemory:
                     self._mapped = _Mapped(self._path, image.nbytes, True)
                 except OSError as error:
                     raise ConfigError(
-                        f"{self._path} cannot be opened on rank {self._world.rank}: {error.strerror or error}; "
+                        f"{self._path} cannot be opened on rank {self._world.rank}: "
+                        f"{error.strerror or error}; "
                         "transport='shared_memory' is for one machine: use 'group' or 'files' across machines"
                     ) from error
             self._image = image
@@ -84,7 +86,8 @@ class SharedMemory:
 
     def writer(self, version: int, full: bool) -> Writer:
         """Copies into the mapping."""
-        assert self._mapped is not None and self._image is not None, "opened before"
+        assert self._mapped is not None, "opened before"
+        assert self._image is not None, "opened before"
         self._moved = 0
         return _MappedWriter(self._mapped.data, self._image, self._count)
 
@@ -169,8 +172,10 @@ class FromSharedMemory:
             self._mapped = _Mapped(path, image.nbytes, False)
         except OSError as error:
             raise ConfigError(
-                f"{path} cannot be opened by this worker: {error.strerror or error}; transport='shared_memory' is "
-                "for workers of the same user on the trainer's machine, which see its /dev/shm: else use 'group' "
+                f"{path} cannot be opened by this worker: {error.strerror or error}; "
+                f"transport='shared_memory' is "
+                "for workers of the same user on the trainer's machine, which see its /dev/shm: else use "
+                "'group' "
                 "or 'files'"
             ) from error
 
