@@ -134,7 +134,7 @@ class ModelRefitter:
         self._told: tuple[int, ...] | None = None
         self._closed = False
         has = world.all_gather_object(target is not None, "looking where the target is")
-        # The ranks of the target, as its engine counts them. Where these are some of them, nothing is asked of
+        # The ranks of the target, as its engine counts them. Where these are some alone, nothing is asked of
         # it that ranks would meet for: they have no group of their own.
         self._there = world if all(has) else World(sum(has[: world.rank]), sum(has), None)
         with world.phase("beginning a refit"):
