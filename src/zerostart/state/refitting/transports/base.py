@@ -117,7 +117,7 @@ class Kind(Protocol):
 
 
 #: Modules of this folder that register one each.
-BUILT_IN = ("shared_memory",)
+BUILT_IN = ("shared_memory", "group")
 #: Named in messages, since people ask for them.
 NOT_BUILT = ("nixl", "mooncake")
 _kinds: dict[str, Kind] = {}
