@@ -29,7 +29,13 @@ from zerostart.checkpoint.strict_json import JsonObject
 from zerostart.distributed.world import World
 from zerostart.errors import CheckpointError, ConfigError, PeerError, ReadError, WriteError
 from zerostart.state.refitting.image import Image
-from zerostart.state.refitting.transports.base import Incoming, Transport, WorkerInfo, register_transport
+from zerostart.state.refitting.transports.base import (
+    Incoming,
+    Transport,
+    WorkerInfo,
+    WorkerLost,
+    register_transport,
+)
 from zerostart.transfer.planning.runs import Runs
 from zerostart.transfer.writing import Writer
 
@@ -104,7 +110,7 @@ class Group:
                 self._group = _join(store, name, rank, size)
             except RuntimeError as error:
                 names = ", ".join(worker.name for worker in self._workers)
-                raise PeerError(
+                raise WorkerLost(
                     f"no group of {size} could be made within {PATIENCE.seconds} s: one of the workers "
                     f"({names}) has died, or cannot reach {host}:{port} ({_short(error)})"
                 ) from error
@@ -225,7 +231,7 @@ class _Parcel:
         try:
             self._group.send([tensor], self._rank, 0).wait()
         except RuntimeError as error:
-            raise PeerError(
+            raise WorkerLost(
                 f"worker {self.worker.name} ({self.worker.host}) died, or the network between, while version "
                 f"{self._version} was sent to it ({_short(error)})"
             ) from error
