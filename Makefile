@@ -4,6 +4,7 @@
 #   make demo-diffusion  train a small diffusion model on two local ranks, and look at what it draws
 #   make test            the tests (SHUFFLE=7: in another order)
 #   make conformance     the long ones, and a search at random for cases that fail: nightly
+#   make serving         the loaders of vLLM's models, traced against themselves: SERVING=, the python that has it
 #   make constraints     constraints/torch-*.txt anew, by pip: what is installed beside each torch that is known
 #   make next            identity, adoption, state and upstream with the newest releases, in .venv-next
 #   make check           ruff, mypy, import-linter
@@ -26,7 +27,7 @@ STAMP := $(VENV)/installed
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-diffusion test check docs bench gpu-check upstream conformance constraints next clean
+.PHONY: help install demo demo-diffusion test check docs bench gpu-check upstream conformance serving constraints next clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -53,6 +54,10 @@ test: $(STAMP)
 conformance: $(STAMP) build/diffsynth
 	$(BIN)/python -m pytest -m slow
 	$(BIN)/python -m pytest -m hypothesis --hypothesis-profile search
+
+# In an environment of its own, which has vLLM beside zerostart: SERVING=/path/to/bin/python.
+serving:
+	PYTHONPATH=$(CURDIR)/src:$(CURDIR) $(SERVING) -m tests.serving.vllm_table --out docs/serving-models.md
 
 check: $(STAMP)
 	$(BIN)/ruff check
@@ -91,7 +96,11 @@ next:
 	-.venv-next/bin/zerostart env --check
 	$(NEXT) -m pytest -m "not slow" $(TESTS)
 
-gpu-check: $(STAMP)
+gpu-# In an environment of its own, which has vLLM beside zerostart: SERVING=/path/to/bin/python.
+serving:
+	PYTHONPATH=$(CURDIR)/src:$(CURDIR) $(SERVING) -m tests.serving.vllm_table --out docs/serving-models.md
+
+check: $(STAMP)
 	$(BIN)/python benchmarks/gpu_check.py
 
 # DeepSpeed's tests of ZeRO-1 and ZeRO-2; then scripts and tests of the projects that build on it.

@@ -3,9 +3,9 @@
     python -m tests.serving.vllm_table [--out docs/serving-models.md] [ARCHITECTURE ...]
 
 Run in an environment that has vLLM beside zerostart (its CPU build will do). Each decoder model that vLLM
-registers under the name of a transformers class is built small, with random sizes of nobody's checkpoint; the
-loader then gets the checkpoint's names with symbolic tensors, and once more with element numbers, which is
-vLLM's own load. Tensor parallel and expert parallel ranks are those of one process that says it is one of two.
+registers under the name of a transformers class is built small; its loader then gets the checkpoint's names
+with symbolic tensors, and once more with element numbers, which is vLLM's own load. Tensor and expert
+parallel ranks are those of one process that says it is one of two.
 """
 
 from __future__ import annotations
@@ -39,7 +39,18 @@ from zerostart.recipe import Computed, Recipes, SymbolicTensor, trace_loader
 #: (tensor parallel, rank, expert parallel), each of one process.
 PLACES = ((1, 0, False), (2, 0, False), (2, 1, False), (2, 1, True))
 #: Heads of a size that vLLM's attention has, whatever else is small.
-SIZES = ({"head_dim": 32}, {"hidden_size": 128}, {"hidden_size": 128, "head_dim": 32}, {"num_attention_heads": 2})
+SIZES = (
+    {"head_dim": 32},
+    {"hidden_size": 128},
+    {"hidden_size": 128, "head_dim": 32},
+    {"num_attention_heads": 2},
+)
+#: What the hub's configurations say beside what transformers' class has a default for.
+ALSO: Mapping[str, Mapping[str, object]] = {
+    "AXK1ForCausalLM": {"first_k_dense_replace": 1},
+    "DeepseekV3ForCausalLM": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    "Glm4MoeForCausalLM": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+}
 
 
 @dataclass(frozen=True)
@@ -91,7 +102,7 @@ def configurations(architecture: str) -> Iterator[Any]:
     raw = synth._resized(synth._default_fields(kinds[0]), "tiny")
     for changes in SIZES:
         fields = {**raw, **{k: v for k, v in changes.items() if raw.get(k) is not None}}
-        fields |= {"architectures": [architecture], "tie_word_embeddings": False}
+        fields |= {"architectures": [architecture], **ALSO.get(architecture, {})}
         with contextlib.suppress(ZerostartError):
             yield synth._configuration(fields, architecture)
 
@@ -173,7 +184,7 @@ def rows_of(architecture: str) -> Iterator[Row]:
     from vllm.config import set_current_vllm_config
     from vllm.engine.arg_utils import EngineArgs
 
-    reason = "no small configuration"
+    reason = ""
     with tempfile.TemporaryDirectory() as folder:
         try:
             candidates = list(configurations(architecture))
@@ -186,7 +197,7 @@ def rows_of(architecture: str) -> Iterator[Row]:
                 shapes = shapes_of(config)
                 config.save_pretrained(folder)
             except Exception as error:
-                reason = f"not built by transformers: {_line(error)}"
+                reason = reason or f"not built by transformers: {_line(error)}"
                 continue
             for size, rank, experts in PLACES:
                 if experts and "expert" not in " ".join(shapes):
@@ -194,8 +205,12 @@ def rows_of(architecture: str) -> Iterator[Row]:
                 place = f"EP {size}" if experts else f"TP {size}" if size > 1 else "1"
                 try:
                     engine = EngineArgs(
-                        model=folder, dtype="float32", enforce_eager=True, max_model_len=64,
-                        skip_tokenizer_init=True, load_format="dummy",
+                        model=folder,
+                        dtype="float32",
+                        enforce_eager=True,
+                        max_model_len=64,
+                        skip_tokenizer_init=True,
+                        load_format="dummy",
                     ).create_engine_config()
                     with set_current_vllm_config(engine), pretended(engine, size, rank, experts):
                         model = built(engine)
@@ -206,17 +221,24 @@ def rows_of(architecture: str) -> Iterator[Row]:
                             yield Row(architecture, f"{place}, rank {rank}", f"refused: {_line(error)}")
                             continue
                         yield Row(
-                            architecture, f"{place}, rank {rank}", outcome, len(shapes), len(recipes.by_name),
-                            len(recipes.computed), len(recipes.partial), round(seconds, 3),
+                            architecture,
+                            f"{place}, rank {rank}",
+                            outcome,
+                            len(shapes),
+                            len(recipes.by_name),
+                            len(recipes.computed),
+                            len(recipes.partial),
+                            round(seconds, 3),
                         )
                 except Exception as error:
-                    reason = f"not built by vLLM: {_line(error)}"
+                    failure = f"not built by vLLM: {_line(error)}"
                     if not done:
+                        reason = reason or failure
                         break
-                    yield Row(architecture, f"{place}, rank {rank}", reason)
+                    yield Row(architecture, f"{place}, rank {rank}", failure)
             if done:
                 return
-    yield Row(architecture, "", reason)
+    yield Row(architecture, "", reason or "not built: no small configuration")
 
 
 def _line(error: Exception) -> str:
@@ -246,11 +268,11 @@ def page(rows: Sequence[Row], version: str) -> str:
     lines = [
         "# Models of serving engines",
         "",
-        f"What `python -m tests.serving.vllm_table` found with vLLM {version}: its own `load_weights`, traced on the",
-        "names of the checkpoint that `zerostart.save` writes, against the same call on element numbers. *Equal* means",
+        f"What `make serving` found with vLLM {version}: its own `load_weights`, traced on the names of the",
+        "checkpoint that `zerostart.save` writes, against the same call on element numbers. *Equal* says",
         "that each element of each parameter comes from the element that vLLM's own load takes it from.",
         "",
-        f"{len(good)} of {len(tried)} models that could be built small are equal on one rank; {len(checked)} of",
+        f"{len(good)} of {len(tried)} models that could be built are equal on one rank, {len(checked)} of",
         f"{sum(len(found) for found in tried.values())} places (with tensor and expert parallel ranks). "
         f"{len(by_model) - len(tried)} were not built.",
         "",
@@ -260,8 +282,8 @@ def page(rows: Sequence[Row], version: str) -> str:
     for name in sorted(tried):
         for row in tried[name]:
             lines.append(
-                f"| {name} | {row.place} | {row.tensors} | {row.parameters} | {row.computed} | {row.partial} | "
-                f"{row.seconds} | {row.outcome} |"
+                f"| {name} | {row.place} | {row.tensors} | {row.parameters} | {row.computed} | {row.partial} "
+                f"| {row.seconds} | {row.outcome} |"
             )
     lines += ["", "## Not built", "", "| model | why |", "|---|---|"]
     lines += [f"| {n} | {found[0].outcome} |" for n, found in sorted(by_model.items()) if n not in tried]
@@ -271,7 +293,9 @@ def page(rows: Sequence[Row], version: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--rows", type=Path, help="a file of JSON lines; models that are in it are not run again")
+    parser.add_argument(
+        "--rows", type=Path, help="a file of JSON lines; models that are in it are not run again"
+    )
     parser.add_argument("architectures", nargs="*")
     chosen = parser.parse_args()
     import vllm

@@ -52,7 +52,7 @@ class WeightSource:
         self._image = self._looked_at()[0]
 
     def metadata(self) -> list[TensorMeta]:
-        """Name, dtype and whole shape of each tensor, in the order of the iteration; no rank is waited for."""
+        """Name, dtype and whole shape of each tensor, in the order of the iteration; not collective."""
         return [
             TensorMeta(name, torch_dtype(dtype, name), tuple(shape))
             for name, dtype, shape in self._image.entries
@@ -75,7 +75,10 @@ class WeightSource:
             for write in plan.writes:
                 writes.setdefault(write.name, []).append(write)
             for meta in self.metadata():
-                yield meta.name, self._whole(meta, replace(plan, writes=tuple(writes.get(meta.name, ()))), storages)
+                yield (
+                    meta.name,
+                    self._whole(meta, replace(plan, writes=tuple(writes.get(meta.name, ()))), storages),
+                )
 
     def _looked_at(self) -> tuple[Image, WritePlan, list[Source]]:
         """The checkpoint that a save would write, and what this rank has of it; collective."""
@@ -84,7 +87,9 @@ class WeightSource:
             live = LiveModel(self._model, world)
             merged = has_adapters(live.module)
             if merged and not self._merge:
-                raise ConfigError("merge_adapters=False: adapters are no tensors of the checkpoint; pass True")
+                raise ConfigError(
+                    "merge_adapters=False: adapters are no tensors of the checkpoint; pass True"
+                )
             request = SaveRequest(dtype=self._dtype, merge_adapters=merged)
             contents, _ = contents_to_save(self._model, live, request)
             image = Image.of(contents.entries)
@@ -141,10 +146,8 @@ class _Window:
         """Any place in a page will do."""
         return 0
 
-    def write_rows(
-        self, name: str, data: memoryview, offset: int, length: int, step: int, rows: int
-    ) -> None:
-        """Take the rows, ``step`` bytes apart from byte ``offset`` of the tensor on, as far as they are here."""
+    def write_rows(self, name: str, data: memoryview, offset: int, length: int, step: int, rows: int) -> None:
+        """Take rows, ``step`` bytes apart from byte ``offset`` of the tensor on, as far as they are here."""
         given, mine = np.frombuffer(data, dtype=np.uint8), self.bytes.numpy()
         at, stop = offset - self._low, offset - self._low + (rows - 1) * step + length
         if at >= 0 and stop <= len(mine):
