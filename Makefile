@@ -96,11 +96,7 @@ next:
 	-.venv-next/bin/zerostart env --check
 	$(NEXT) -m pytest -m "not slow" $(TESTS)
 
-gpu-# In an environment of its own, which has vLLM beside zerostart: SERVING=/path/to/bin/python.
-serving:
-	PYTHONPATH=$(CURDIR)/src:$(CURDIR) $(SERVING) -m tests.serving.vllm_table --out docs/serving-models.md
-
-check: $(STAMP)
+gpu-check: $(STAMP)
 	$(BIN)/python benchmarks/gpu_check.py
 
 # DeepSpeed's tests of ZeRO-1 and ZeRO-2; then scripts and tests of the projects that build on it.
