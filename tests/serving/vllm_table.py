@@ -49,7 +49,10 @@ SIZES = (
 ALSO: Mapping[str, Mapping[str, object]] = {
     "AXK1ForCausalLM": {"first_k_dense_replace": 1},
     "DeepseekV3ForCausalLM": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
-    "Glm4MoeForCausalLM": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    "FalconForCausalLM": {"ffn_hidden_size": 256},
+    "Glm4MoeForCausalLM": {"head_dim": 32},
+    "Glm4MoeLiteForCausalLM": {"first_k_dense_replace": 1},
+    "HYV3ForCausalLM": {"first_k_dense_replace": 1},
 }
 
 
