@@ -174,7 +174,7 @@ class WorldPlan:
 
     @property
     def classes(self) -> list[tuple[RankForecast, tuple[RankForecast, ...]]]:
-        """Ranks that hold the same, as the one of them that reads most, and all of them."""
+        """Groups of ranks that hold equally much: of each the rank that reads most, and all its ranks."""
         found: dict[Any, list[RankForecast]] = {}
         for rank in self.ranks:
             # By what they hold, and not by what they read, of which each rank has a little more or less.
@@ -207,7 +207,7 @@ class WorldPlan:
         return "\n".join([*lines, *(f"  {line}" for line in self.advice)])
 
     def as_dict(self) -> dict[str, object]:
-        """The contract's JSON form; ``memory`` has the components of each class of ranks that hold alike."""
+        """The form of ``zerostart plan --json``; ``memory`` has the parts for each group of ranks."""
         aside = ("ranks", "sharing", "fits", "tier", "alternatives", "stored", "messages")
         plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in aside}
         return {
@@ -281,7 +281,7 @@ class Fit:
 
     @property
     def fits(self) -> bool:
-        """Whether the need is within the limit."""
+        """Whether the bytes that are needed are within the limit."""
         return self.needed <= self.limit
 
     def as_dict(self) -> dict[str, Any]:
