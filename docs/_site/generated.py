@@ -128,7 +128,9 @@ def _key(name: str, field: Any) -> tuple[str, str, str, str]:
     values, meaning = _spoken(field.annotation), _prose(field.description or "")
     if field.is_required():
         return f"`{name}`", values, "must be given", meaning
-    default = field.get_default(call_default_factory=True)
+    # A factory that is a class makes an empty section or list; a function looks at the machine, which a page
+    # cannot: its key says what null stands for.
+    default = field.get_default(call_default_factory=isinstance(field.default_factory, type))
     return f"`{name}`", values, "" if default is PydanticUndefined else f"`{_yaml(default)}`", meaning
 
 

@@ -4,6 +4,7 @@ import inspect
 import json
 import os
 import re
+import sys
 from collections.abc import Callable
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -184,6 +185,24 @@ def test_the_launcher_has_set_up_the_other_fsdp(monkeypatch: pytest.MonkeyPatch)
         zerostart.load(weights, lambda: torch.nn.Linear(1, 1, bias=False), progress=False)
     monkeypatch.setenv("FSDP_VERSION", "2")
     assert default_engine() == "fsdp2"
+
+
+def test_the_report_says_why_it_is_this_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    def loaded(engine: str | None = None) -> str:
+        weights, make = {"weight": torch.ones(1, 1)}, lambda: torch.nn.Linear(1, 1, bias=False)
+        forecast = zerostart.plan(weights, 1, engine, model=make)
+        report = zerostart.report(zerostart.load(weights, make, engine=engine, progress=False))
+        assert (forecast.engine, forecast.engine_reason) == (report.engine, report.engine_reason)
+        return str(report).partition(", rank")[0]
+
+    assert loaded("fsdp2") == "Loaded on fsdp2 (as asked for)"
+    assert loaded() == "Loaded on deepspeed (the first installed of deepspeed, fsdp2)"
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "deepspeed", None)  # Python's own word for: it cannot be imported
+        assert loaded() == "Loaded on fsdp2 (the only engine installed)"
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    assert loaded() == "Loaded on fsdp2 (set up by the launcher)"
 
 
 def test_an_engine_of_another_package_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,7 +45,7 @@ def test_enabled_takes_what_is_described(verb: Callable[..., object]) -> None:
 
 
 def test_a_plan_takes_what_is_described() -> None:
-    own = {"world_size": (8, "int"), "engine": ("deepspeed", "str | None"), "rank": (None, "int | None")}
+    own = {"world_size": (8, "int"), "rank": (None, "int | None")}
     wanted = {name: d[:2] for name, d in described(LoadArguments, ForecastArguments).items() if d[2]}
     assert signature(zerostart.plan) == wanted | own
 
@@ -96,6 +96,5 @@ def test_a_training_configuration_has_the_defaults_that_are_described() -> None:
     }
     config, defaults = parse_config(values), described(LoadArguments)
     for name, key in LOAD_KEYS.items():
-        # A file names its engine, so that a run is the same wherever it is started.
-        wanted = {"source": "here", "engine": "deepspeed"}.get(name, defaults[name][0])
+        wanted = {"source": "here"}.get(name, defaults[name][0])
         assert attrgetter(key)(config) == wanted

@@ -26,7 +26,10 @@ def command(
         ),
     ],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The YAML file to write.")],
-    engine: Annotated[str, typer.Option("--engine", help="deepspeed or fsdp2.")] = "deepspeed",
+    engine: Annotated[
+        str | None,
+        typer.Option("--engine", help="deepspeed or fsdp2; default: the launcher's, else what is installed."),
+    ] = None,
     zero_stage: Annotated[
         int,
         typer.Option(
@@ -47,9 +50,11 @@ def command(
     It has a comment at each key that users change. Nothing is overwritten. What is left to do is to
     name the model and the data.
     """
-    from zerostart.engines import Mesh, check_choice
+    from zerostart.engines import Mesh, check_choice, default_engine
     from zerostart.training.config.templates import described, template_of
 
+    if engine is None:  # the other option names it, too
+        engine = "deepspeed" if deepspeed else default_engine()
     chosen = check_choice(engine, zero_stage).for_stage(zero_stage, None, Mesh(1), None)
     template, values = template_of(family)
     files: dict[Path, str] = {}

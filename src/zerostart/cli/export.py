@@ -28,9 +28,24 @@ def command(
     dtype: Annotated[
         _Dtype | None, typer.Option(help="Floating type of the weights; without it each stays as it is.")
     ] = None,
+    adapter_format: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FORMAT",
+            help="RUN is a LoRA: write it as peft, diffusers, diffsynth, comfyui or kohya have it.",
+        ),
+    ] = None,
+    base: Annotated[
+        str | None,
+        typer.Option(metavar="SOURCE", help="The model that a LoRA is for, where RUN does not say it."),
+    ] = None,
     push_to_hub: Annotated[
         str | None,
         typer.Option(metavar="REPO", help="Upload OUT to the hub with a model card, as in me/my-model."),
+    ] = None,
+    private: Annotated[
+        bool | None,
+        typer.Option("--private", help="With --push-to-hub: a private repository.", show_default=False),
     ] = None,
     max_shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Most bytes of one file.")] = "5GB",
 ) -> None:
@@ -38,17 +53,27 @@ def command(
 
     One process does it, in bounded memory: RUN may be larger than the machine's.
     """
+    if private and push_to_hub is None:
+        raise typer.BadParameter("--private is of --push-to-hub, which was not given")
     import torch
     from rich.filesize import decimal
 
     from zerostart.state.saving.export import export
 
     chosen = None if dtype is None else getattr(torch, dtype.value)
-    made = export(run, out, chosen, max_shard_size)
+    if adapter_format is not None:
+        from zerostart.state.saving.export_adapters import export_adapters
+
+        made = export_adapters(run, out, adapter_format, base, chosen)
+    elif base is not None:
+        raise typer.BadParameter("goes with --adapter-format", param_hint="--base")
+    else:
+        made = export(run, out, chosen, max_shard_size)
     files = f"{len(made.files)} {'file' if len(made.files) == 1 else 'files'}"
     typer.echo(f"{made.path}: {made.tensors} tensors, {decimal(made.bytes)} in {files}")
     if push_to_hub is not None:
         from zerostart.distributed.world import current_world
         from zerostart.state.saving.hub import push
 
-        typer.echo(f"pushed to {push(out, push_to_hub, str(Path(run).absolute()), {}, current_world())}")
+        root = str(Path(run).absolute())
+        typer.echo(f"pushed to {push(out, push_to_hub, root, {}, current_world(), private)}")

@@ -67,7 +67,7 @@ def _job(made: WorldPlan) -> str:
     from zerostart.engines import titled
 
     many = "1 rank" if made.world_size == 1 else f"{made.world_size:,} ranks"
-    return f"{titled(made.engine, made.zero_stage)}, {many}, {made.optimizer}"
+    return f"{titled(made.engine, made.zero_stage)} ({made.engine_reason}), {many}, {made.optimizer}"
 
 
 def _tables(

@@ -9,7 +9,9 @@ from zerostart.engines.loading import MasterReader, ShardMaker
 from zerostart.engines.names import plain_name
 from zerostart.engines.placements import DEVICE, HOST, RANKS_OF_A_MACHINE, STORAGE, Placements
 from zerostart.engines.registry import (
+    EngineChoice,
     check_choice,
+    choose_engine,
     default_engine,
     engine_families,
     engine_names,
@@ -37,6 +39,7 @@ __all__ = [
     "RANKS_OF_A_MACHINE",
     "STORAGE",
     "Engine",
+    "EngineChoice",
     "Gradient",
     "Master",
     "MasterReader",
@@ -51,6 +54,7 @@ __all__ = [
     "TrainingState",
     "check_choice",
     "check_own_memory",
+    "choose_engine",
     "contexts_aside",
     "default_engine",
     "engine_families",

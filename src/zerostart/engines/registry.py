@@ -8,7 +8,7 @@ import logging
 from collections.abc import Mapping
 from importlib.metadata import entry_points
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 from zerostart.engines.engine import Engine
 from zerostart.errors import ConfigError
@@ -72,16 +72,32 @@ def engine_families() -> list[type[Engine]]:
     return [family_of(name) for name in engine_names()]
 
 
-def default_engine() -> str:
-    """The name of the engine of a load that names none.
+class EngineChoice(NamedTuple):
+    """The ``name`` of an engine, and in a few words the ``reason`` why it is that one."""
 
-    The one that accelerate's launcher has set up, else the first of zerostart's own whose library is there.
-    Raises ConfigError where the launcher has set up another version of it.
+    name: str
+    reason: str
+
+
+def choose_engine(given: str | None = None) -> EngineChoice:
+    """The engine of a job: the one that was ``given``, else the one that fits what is there.
+
+    That is the one that accelerate's launcher has set up, else the first of zerostart's own whose library is
+    there. Raises ConfigError where the launcher has set up another version of it.
     """
+    if given is not None:
+        return EngineChoice(given, "as asked for")
     for name in engine_names():
         if _is_launched(name):
-            return name
-    return next(name for name in _OWN if find_spec(family_of(name).library) is not None)
+            return EngineChoice(name, "set up by the launcher")
+    there = [name for name in _OWN if find_spec(family_of(name).library) is not None]
+    alone = "the only engine installed" if len(there) == 1 else f"the first installed of {', '.join(there)}"
+    return EngineChoice(there[0], alone)
+
+
+def default_engine() -> str:
+    """The name of the engine of a job that names none; raises ConfigError as ``choose_engine`` does."""
+    return choose_engine().name
 
 
 def _is_launched(name: str) -> bool:

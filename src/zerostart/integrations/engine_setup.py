@@ -100,6 +100,8 @@ class EngineSetup:
     #: The one in which models compute their buffers; None for the call's own.
     building_dtype: torch.dtype | None = None
     sequences: SharedSequences = ALONE
+    #: Why it is this engine, in a few words.
+    reason: str = "set up by the script or its launcher"
 
     @classmethod
     def of(
@@ -114,7 +116,7 @@ class EngineSetup:
     def asked(cls, engine: str, stage: int, config: EngineConfig) -> EngineSetup:
         """An engine that the script itself is not set up for: with a dtype where ``config`` names one."""
         kind = check_choice(engine, stage).for_stage(stage, config, Mesh(1), None)
-        return cls(engine, stage, config, kind.parameter_dtype).at(stage)
+        return cls(engine, stage, config, kind.parameter_dtype, reason="as asked for").at(stage)
 
     def at(self, stage: int) -> EngineSetup:
         """The same at another stage."""

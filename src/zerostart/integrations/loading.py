@@ -117,6 +117,7 @@ class InterceptedLoad:
             source,
             model=model,
             engine=setup.engine,
+            engine_reason=setup.reason,
             zero_stage=setup.zero_stage,
             engine_config=setup.config,
             expert_parallel=settings.expert_parallel,

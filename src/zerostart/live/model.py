@@ -52,7 +52,7 @@ class LoadRecord:
 #: one ended.
 _SUMMED = ("read_bytes", "planned_bytes", "exchanged_bytes", "peak_host_bytes", "peak_device_bytes")
 #: What is the same of all loads, or not said of the whole.
-_SHARED = ("reading", "engine", "tier")
+_SHARED = ("reading", "engine", "engine_reason", "tier")
 #: Packages whose modules wrap models.
 _WRAPPERS = ("torch", "deepspeed", "accelerate", "peft")
 _records: weakref.WeakKeyDictionary[nn.Module, LoadRecord] = weakref.WeakKeyDictionary()

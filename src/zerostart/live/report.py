@@ -75,12 +75,15 @@ class Report:
     rank: int = 0
     world_size: int = 1
     engine: str = ""
+    #: Why it is this engine, in a few words.
+    engine_reason: str = ""
     #: Where parameters that are whole on every rank lie; None where none are.
     tier: Residence | None = None
 
     def __str__(self) -> str:
+        why = f" ({self.engine_reason})" if self.engine_reason else ""
         lines = [
-            f"Loaded on {self.engine}, rank {self.rank} of {self.world_size}, "
+            f"Loaded on {self.engine}{why}, rank {self.rank} of {self.world_size}, "
             f"in {self.phases['total']:.2f} s",
             "  phases: " + ", ".join(f"{k} {v:.2f} s" for k, v in self.phases.items() if k != "total"),
             f"  read {decimal(self.read_bytes)}"

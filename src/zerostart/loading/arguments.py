@@ -103,7 +103,7 @@ class LoadArguments(EnabledArguments):
             unsharded model from the same seed; or a module with values, which is sharded itself, rank 0's
             values where ranks differ.
         engine: ``"deepspeed"`` or ``"fsdp2"``; None for the one that ``accelerate launch`` has set up, else
-            DeepSpeed where it is installed, else FSDP2.
+            DeepSpeed where it is installed, else FSDP2; the report says which it is, and why.
         zero_stage: 3 shards parameters. At 1 and 2 on DeepSpeed, and at 0, they are whole on every rank:
             views into a flat buffer, which DeepSpeed's optimizer takes as its own, in the dtype to which
             DeepSpeed casts them; 0 on FSDP2 is for DistributedDataParallel. At 1 and 2 FSDP2 shards them at

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -26,6 +26,8 @@ class Request(LoadArguments):
     engine_config: Mapping[str, object] | None = None
     #: Whether a tensor of another shape in the checkpoint is initialised as if it were missing, or an error.
     reinitialise_mismatched: bool = False
+    #: Why it is this ``engine``, in a few words; "" where only its name is known.
+    engine_reason: str = ""
 
     @property
     def device(self) -> torch.device:
@@ -33,13 +35,18 @@ class Request(LoadArguments):
         mesh = self.engine_config.get("mesh") if isinstance(self.engine_config, Mapping) else None
         return torch.device("cpu") if getattr(mesh, "device_type", None) == "cpu" else default_device()
 
+    def with_engine(self) -> Request:
+        """The same with an engine that is named, and the reason for it. Raises ConfigError."""
+        name, reason = engines.choose_engine(self.engine)
+        return replace(self, engine=name, engine_reason=self.engine_reason or reason)
+
     def resolve(self, world_size: int, rank: int | None = None) -> Engine:
         """The engine of this load over ``world_size`` ranks, all arguments checked.
 
         ``rank``, where given, must be one of them. Raises ConfigError or EngineError for arguments that no
         load can serve.
         """
-        name = self.engine or engines.default_engine()
+        name, _ = engines.choose_engine(self.engine)
         family = engines.check_choice(name, self.zero_stage)
         self._check()
         if world_size < 1:

@@ -63,6 +63,7 @@ FSDP = {
     "fsdp_reshard_after_forward": True,
 }
 FSDP2 = {"name": "fsdp2"}
+ZERO = {"name": "deepspeed"}
 
 
 def fsdp(**more: Any) -> dict[str, Any]:
@@ -92,6 +93,19 @@ def test_the_files_of_config_agree(
         assert found.engine.name == engine
 
 
+def test_a_run_that_names_no_engine_has_the_launchers_or_one_that_is_there(
+    launched: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for section in ({}, {"engine": {"zero_stage": 3}}, {"engine": {"name": None}}):
+        assert launched(fsdp(), **section).engine.name == "fsdp2"
+        assert launched(zero(), **section).engine.name == "deepspeed"
+        found = launched({"distributed_type": "MULTI_GPU"}, **section).engine  # ranks, and no engine
+        assert (found.name, found.given) == ("deepspeed", None)
+    assert launched(zero(), engine=ZERO).engine.given == "deepspeed"
+    monkeypatch.setitem(sys.modules, "deepspeed", None)  # Python's own word for: it cannot be imported
+    assert launched({"distributed_type": "MULTI_GPU"}).engine.name == "fsdp2"
+
+
 def test_what_the_launcher_says_becomes_the_engines_configuration(launched: Any, tmp_path: Path) -> None:
     found = launched(fsdp(fsdp_transformer_layer_cls_to_wrap="Block,Other"), engine=FSDP2)
     assert found.engine.config == {"reshard_after_forward": True, "wrap": ["Block", "Other"]}
@@ -114,7 +128,12 @@ def test_what_the_launcher_says_becomes_the_engines_configuration(launched: Any,
 
 
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], type[Exception], str]] = [
-    (fsdp(), {}, EngineError, "ACCELERATE_USE_FSDP=true, but this run shards with DeepSpeed ZeRO-3"),
+    (
+        fsdp(),
+        {"engine": ZERO},
+        EngineError,
+        "ACCELERATE_USE_FSDP=true, but this run shards with DeepSpeed ZeRO-3",
+    ),
     (zero(), {"engine": FSDP2}, EngineError, "ACCELERATE_USE_DEEPSPEED=true, but .* FSDP2"),
     (fsdp(), {"engine": {**FSDP2, "zero_stage": 0}}, EngineError, "shards with DistributedDataParallel"),
     (

@@ -61,7 +61,8 @@ class FSDP2(FSDP2StateEngine, Engine):
         if (version := launched_fsdp_version()) != "2":
             raise ConfigError(
                 f"accelerate launch has set up FSDP version {version}, but zerostart shards with version "
-                "2; start it with --fsdp_version 2 (fsdp_version: 2), or name an engine: load(engine=...)"
+                "2; start it with --fsdp_version 2 (fsdp_version: 2), or name an engine: load(engine=...), "
+                "or engine.name in a configuration"
             )
         return True
 

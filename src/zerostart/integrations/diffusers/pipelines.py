@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerostart.checkpoint.formats.pipeline import PIPELINE_INDEX, Component, components
+from zerostart.checkpoint.formats.pipeline import Component, components
 from zerostart.checkpoint.source import resolve_source
 from zerostart.checkpoint.strict_json import read_json
+from zerostart.checkpoint.usual_names import PIPELINE_INDEX
 from zerostart.distributed.world import default_device, joined_world
 from zerostart.errors import CheckpointError, ConfigError
 from zerostart.integrations.diffusers.synced import explain_waiting
@@ -28,7 +29,7 @@ from zerostart.transfer.meter import allocated_bytes
 from zerostart.upstream.diffusers.pipelines import Pipeline, assembled, component_class, pipeline_class
 
 #: A model whole on every rank is the load of this engine at this stage.
-WHOLE = {"engine": "fsdp2", "zero_stage": 0}
+WHOLE = {"engine": "fsdp2", "zero_stage": 0, "engine_reason": "for a whole copy"}
 #: Names of the components of each pipeline that were placed to be dropped.
 _to_drop: weakref.WeakKeyDictionary[Any, tuple[str, ...]] = weakref.WeakKeyDictionary()
 
@@ -39,7 +40,7 @@ class PipelineRequest:
 
     source: Any
     placement: Mapping[str, object] | None = None
-    engine: str = "deepspeed"
+    engine: str | None = None
     zero_stage: int = 3
     device_memory_limit: int | None = None
     engine_config: Mapping[str, object] | None = None

@@ -92,7 +92,8 @@ class WorldPlan:
     are those that each of ``ranks`` gets from others, empty where all read their own. ``tier`` says where
     parameters that are whole on every rank would lie on machines like this one. ``rates`` are bytes a
     second of ``storage`` (to one machine), of ``copy`` (out of its page cache) and of one rank's
-    ``interconnect``, None for what does not limit. ``optimizer`` is the one whose states are counted.
+    ``interconnect``, None for what does not limit. ``optimizer`` is the one whose states are counted,
+    and ``engine_reason`` says in a few words why it is this engine.
     ``accelerator``: whether the device has memory of its own; else device memory is host memory.
     ``fits`` tells how the highest peaks compare with the memory there is; where they do not fit,
     ``alternatives`` are other settings, and ``advice`` says in words which is the first that does.
@@ -115,6 +116,7 @@ class WorldPlan:
     exchanged_bytes: tuple[int, ...] = ()
     tier: Residence | None = None
     zero_stage: int = 3
+    engine_reason: str = ""
     optimizer: str = ""
     accelerator: bool = False
     rates: Mapping[str, float | None] = field(default_factory=dict)

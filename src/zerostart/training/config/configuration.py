@@ -46,6 +46,13 @@ def _as_path(value: object) -> object:
     return {"path": value} if isinstance(value, str) else value
 
 
+def _default_engine() -> str:
+    """The engine of a configuration that names none; raises ConfigError."""
+    from zerostart.engines import default_engine
+
+    return default_engine()
+
+
 def _size(value: int | str) -> int:
     """Bytes in ``value``. Raises ValueError where it is no size."""
     try:
@@ -111,8 +118,11 @@ class EngineConfig(Section):
 
     path_keys: ClassVar[frozenset[str]] = frozenset({"config"})  # whose content is compared
 
-    name: str = "deepspeed"
-    """deepspeed, fsdp2, or what another package registers."""
+    name: str = Field(default_factory=_default_engine)
+    """deepspeed, fsdp2, or another package's; null: the launcher's, else deepspeed where it is installed.
+
+    Where neither a launcher has set up an engine nor DeepSpeed is installed, null is ``fsdp2``.
+    """
     zero_stage: int = LoadArguments.zero_stage
     """3: weights in shards; 1, 2: gradients and optimizer; 0: nothing.
 
@@ -129,6 +139,19 @@ class EngineConfig(Section):
     ``auto`` means just that; for FSDP2 ``reshard_after_forward``, ``replicate`` (the number of replicas) and
     ``wrap`` (names of the module classes to shard as units).
     """
+
+    @model_validator(mode="before")
+    @classmethod
+    def _named(cls, values: Any) -> Any:
+        """``name: null`` is no name: what is chosen then is the default."""
+        if isinstance(values, dict) and values.get("name", "") is None:
+            return {key: value for key, value in values.items() if key != "name"}
+        return values
+
+    @property
+    def given(self) -> str | None:
+        """The engine that the configuration names; None where it was chosen by what is there."""
+        return self.name if "name" in self.model_fields_set else None
 
     def chosen(self) -> Engine:
         """The engine at its stage, not configured yet; raises :class:`ConfigError` for an unknown one."""
@@ -233,6 +256,11 @@ class OutputConfig(Section):
     """Steps between exports, in exports; 0: at the end alone."""
     push_to_hub: str | None = None
     """A repository of the hub to upload the trained model to, with a card of the run; see hf auth login."""
+    hub_private: bool | None = None
+    """true: that repository is private; null: as the account's settings say.
+
+    One that is there and public is refused with ``true``, before the run.
+    """
 
     @field_validator("max_shard_size")
     @classmethod
@@ -253,10 +281,11 @@ class CheckpointConfig(Section):
     background: bool = False
     """true: write them while training continues, from copies in host memory."""
     skip_unwritable: bool = False
-    """true: say so where a checkpoint or an export cannot be written, and train on.
+    """true: say so where a checkpoint, an export or samples cannot be written, and train on.
 
-    A disk is full, or a directory has gone: the next one that is due is tried again. Older checkpoints stay.
-    What the run ends with, the trained model, is an error still.
+    A disk or a quota is full, or a directory has gone: the next one that is due is tried again. Older
+    checkpoints stay. Figures for trackers are left out, too. What the run ends with, the trained model, is an
+    error still.
     """
 
 
@@ -501,7 +530,7 @@ class TrainConfig(Section):
     task: SerializeAsAny[TaskConfig]
     train: TrainingConfig
     output: OutputConfig
-    engine: EngineConfig = EngineConfig()
+    engine: EngineConfig = Field(default_factory=EngineConfig)  # each time: its engine may be another
     checkpoint: CheckpointConfig = CheckpointConfig()
     resume: Annotated[ResumeConfig | None, BeforeValidator(_as_path)] = None
     """auto: from the newest checkpoint, if there is one; a path; null; or a section with accept."""
