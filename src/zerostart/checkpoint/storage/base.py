@@ -41,7 +41,7 @@ class Rows:
         return (self.count - 1) * self.stride + self.width
 
     def fetched(self, gap: int = FETCHED_GAP) -> int:
-        """Number of bytes that are fetched for the rows; gaps of up to ``gap`` bytes cost less than a request."""
+        """Bytes that are fetched for the rows; gaps of up to ``gap`` bytes cost less than a request."""
         return self.span if self.stride - self.width <= gap else self.count * self.width
 
     def extents(self, gap: int = FETCHED_GAP) -> Iterator[tuple[int, int]]:
