@@ -29,7 +29,7 @@ from zerostart.loading.arguments import (
 )
 from zerostart.loading.placement import Placement
 from zerostart.pipelines import drop_components, load_pipeline, synced
-from zerostart.state.verbs import diff, digest, load_state, save, save_state, verify
+from zerostart.state.verbs import diff, digest, load_state, refit, save, save_state, verify
 
 if TYPE_CHECKING:
     import torch
@@ -51,6 +51,7 @@ __all__ = [
     "digest",
     "diff",
     "verify",
+    "refit",
     "enable",
     "enabled",
     "disable",

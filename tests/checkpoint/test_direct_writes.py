@@ -142,7 +142,7 @@ def test_a_device_that_has_no_such_writes(
     assert sum(n for _, _, n in written) == layout.total_size + sum(len(f.header) for f in layout.files)
 
 
-@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO])
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
 def test_what_goes_wrong_past_the_cache_is_told(
     error: int, tmp_path: Path, written: Written, monkeypatch: pytest.MonkeyPatch
 ) -> None:

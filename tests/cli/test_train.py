@@ -59,7 +59,7 @@ def test_two_local_ranks_from_checkpoint_to_checkpoint(config, tmp_path):
     process = start("train", config, "--nproc", 2, "train.accumulation=2")
     out, err = process.communicate(timeout=200)
     assert process.returncode == 0, err
-    for text in ("initialised", "held-out loss after step 0", "step 2/2  loss", "model saved in"):
+    for text in ("initialised", "run.html", "held-out loss after step 0", "step 2/2  loss", "model saved in"):
         assert text in out, text
     entries = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     assert [entry["tokens"] for entry in entries if "tokens" in entry] == [2 * 2 * 16] * 2

@@ -10,7 +10,7 @@ from difflib import get_close_matches
 import torch
 
 from zerostart.errors import BuildError, CoverageError, printable
-from zerostart.geometry import Piece
+from zerostart.geometry import Box, Piece
 from zerostart.recipe.computed import Computed
 
 
@@ -40,6 +40,11 @@ class Recipe:
     converted: bool = False
 
     @property
+    def boxes(self) -> tuple[Box, ...]:
+        """What is filled, in disjoint boxes: all of the target, if ``Recipes.partial`` does not name it."""
+        return tuple(Box(piece.origin, piece.extent) for piece in self.pieces)
+
+    @property
     def computed(self) -> bool:
         """Whether any of it is calculated, and not only moved."""
         return any(isinstance(source, Computed) for piece in self.pieces for source in piece.source)
@@ -62,6 +67,8 @@ class Recipes:
     by_name: dict[str, Recipe]
     coverage: Coverage
     conversions: tuple[object, ...] = field(default=())
+    #: Of targets that are filled in part, how many elements are not: their recipes do not tile the shape.
+    partial: dict[str, int] = field(default_factory=dict)
 
     @property
     def converted(self) -> tuple[str, ...]:

@@ -11,8 +11,8 @@ from torch import nn
 from tests.diffusion.components import COMPONENTS
 from zerostart.distributed.world import current_world
 from zerostart.errors import CheckpointError, CheckpointNotFoundError, ConfigError
+from zerostart.state.saving.diffsynth_names import names_for
 from zerostart.training.adapt import ema
-from zerostart.training.adapt.diffsynth_names import names_for
 from zerostart.training.adapt.ema import Ema
 from zerostart.training.adapt.export import check_export
 from zerostart.training.adapt.lora import PRESETS, add_lora, highest_rank, lora_targets

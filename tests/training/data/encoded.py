@@ -115,8 +115,9 @@ def make(key: str, path: Path) -> Path:
     for part in made.components.values():
         if isinstance(part, torch.nn.Module):
             randomise(part)
-            if hasattr(part, "bn"):
-                part.bn.running_var.abs_()
+            for name, buffer in part.named_buffers():
+                if name.endswith(("running_var", "latents_std")):
+                    buffer.abs_()
     made.save_pretrained(path)
     return path
 
@@ -142,6 +143,12 @@ def wan_i2v() -> Any:
         image_encoder=CLIPVisionModel(CLIPVisionConfig(image_size=8, patch_size=4, **sizes)),
         transformer=tiny.component("wan_i2v", in_channels=12, out_channels=4, text_dim=16, image_dim=16),
     )
+
+
+def ltx2_i2v() -> Any:
+    import diffusers
+
+    return diffusers.LTX2ImageToVideoPipeline(**tiny.ltx2().components)
 
 
 def wan_vace() -> Any:
@@ -197,6 +204,7 @@ def flux2_klein() -> Any:
 
 MORE = {
     "wan_i2v": wan_i2v,
+    "ltx2_i2v": ltx2_i2v,
     "wan_vace": wan_vace,
     "flux_kontext": flux_kontext,
     "flux2_klein": flux2_klein,

@@ -200,8 +200,8 @@ def hunyuan_video(pipe: Any, prompt: str, row: Row, number: int) -> Mapping[str,
     }
 
 
-def ltx2(pipe: Any, prompt: str, row: Row, number: int) -> Mapping[str, torch.Tensor]:
-    call = {"height": 32, "width": 32, "num_frames": 9, "max_sequence_length": 24}
+def ltx2(pipe: Any, prompt: str, row: Row, number: int, **more: Any) -> Mapping[str, torch.Tensor]:
+    call = {"height": 32, "width": 32, "num_frames": 9, "max_sequence_length": 24, **more}
     _, given = fed(pipe, prompt=prompt, guidance_scale=1.0, audio_guidance_scale=1.0, **call)
     vae = pipe.vae
     sample = vae.encode(pipe.video_processor.preprocess_video(row["video"])).latent_dist.sample(drawn(number))
@@ -214,6 +214,23 @@ def ltx2(pipe: Any, prompt: str, row: Row, number: int) -> Mapping[str, torch.Te
     }
 
 
+def ltx2_i2v(pipe: Any, prompt: str, row: Row, number: int) -> Mapping[str, torch.Tensor]:
+    """With the frame as it is: the pipeline compresses it as a video's first, unless it is told otherwise."""
+    image = row.get("first_frame", row["video"][0])
+    _, given = fed(pipe, prompt=prompt, image=image, guidance_scale=1.0, image_crf=0, **LTX2_I2V)
+    frames, height, width = (given[name] for name in ("num_frames", "height", "width"))
+    shown = pipe._unpack_latents(given["hidden_states"], frames, height, width)[0]
+    made = ltx2(pipe, prompt, row, number, image=image, image_crf=0)
+    return {**made, "condition": shown[:, :1]}
+
+
+LTX2_I2V = {
+    "audio_guidance_scale": 1.0,
+    "height": 32,
+    "width": 32,
+    "num_frames": 9,
+    "max_sequence_length": 24,
+}
 OWN = {"reference_image": {"kind": "images", "size": "item"}}
 CASES = {
     "wan": Case({"video": "video"}, wan),
@@ -234,6 +251,8 @@ CASES = {
     "z_image": Case({"image": "image"}, z_image),
     "hunyuan_video": Case({"video": "video"}, hunyuan_video),
     "ltx2": Case({"video": "video"}, ltx2, size=(32, 32), frames=9),
+    "ltx2_i2v": Case({"video": "video"}, ltx2_i2v, size=(32, 32), frames=9),
+    "ltx2_i2v first": Case({"video": "video", "first_frame": "image"}, ltx2_i2v, size=(32, 32), frames=9),
 }
 
 

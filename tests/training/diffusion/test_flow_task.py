@@ -9,6 +9,7 @@ import torch
 
 from tests.diffusion.components import COMPONENTS
 from tests.integrations.pipelines import tiny_pipelines as tiny
+from tests.training.data.encoded import MORE, picture
 from tests.training.diffusion.flow_items import FAMILIES, build, configured, examples, noise, velocity
 from zerostart.errors import CheckpointError, ConfigError
 from zerostart.training import Task, register_task
@@ -42,16 +43,20 @@ def test_a_transformer_is_called_as_by_its_pipeline(name):
             torch.testing.assert_close(one, velocity(name, model, x, at, item), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(("name", "key"), [("hunyuan-video", "hunyuan_video"), ("ltx2", "ltx2")])
+@pytest.mark.parametrize(
+    ("name", "key"), [("hunyuan-video", "hunyuan_video"), ("ltx2", "ltx2"), ("ltx2", "ltx2_i2v")]
+)
 def test_a_transformer_gets_what_its_pipeline_feeds_it(name, key):
     """Of LTX-2 in the call in which the video does not look at the sound, whose noise differs here."""
     torch.manual_seed(7)
-    pipe, calls = tiny.FAMILIES[key](), []
+    pipe, calls = (tiny.FAMILIES | MORE)[key](), []
     pipe.set_progress_bar_config(disable=True)
     model, kind = pipe.transformer, KINDS[name](pipe.transformer.config)
     model.register_forward_hook(lambda _, __, given, made: calls.append((given, made[0])), with_kwargs=True)
     seed = torch.Generator().manual_seed(1)
-    pipe("a cat", num_inference_steps=2, generator=seed, output_type="latent", **tiny.CALLS[key])
+    started = {"image": picture(32, 32, 1), "image_crf": 0} if key == "ltx2_i2v" else {}
+    call = {**tiny.CALLS[key.removesuffix("_i2v")], **started}
+    pipe(prompt="a cat", num_inference_steps=2, generator=seed, output_type="latent", **call)
     fed = [call for call in calls if call[0].get("isolate_modalities", True)]
     for given, made in fed:
         item = {"prompt_embeds": given["encoder_hidden_states"][0], "latents": given["hidden_states"][0]}
@@ -60,11 +65,15 @@ def test_a_transformer_gets_what_its_pipeline_feeds_it(name, key):
             embeds = [item["prompt_embeds"], given["audio_encoder_hidden_states"][0]]
             item["prompt_embeds"] = torch.cat(embeds, dim=-1)
             sizes = [given[size] for size in ("num_frames", "height", "width")]
-            item["latents"] = pipe._unpack_latents(given["hidden_states"], *sizes)[0]
+            item["latents"] = pipe._unpack_latents(given["hidden_states"], *sizes)[0].clone()
+            if started:
+                # What stands in the place of the first frame is not what is put there.
+                item["condition"] = item["latents"][:, :1].clone()
+                item["latents"][:, :1] = 7.0
         else:
             item["pooled_prompt_embeds"] = given["pooled_projections"][0]
         with torch.no_grad():
-            times = given["timestep"] / 1000
+            times = given["sigma" if name == "ltx2" else "timestep"] / 1000
             found = kind.velocity(model, item["latents"][None], times, kind.conditions([item]), 6.0)
         ours, own = calls.pop()
         assert found.shape == item["latents"][None].shape

@@ -41,7 +41,7 @@ class AdapterFormat:
     #: Gives the names of tensors from those that PEFT has of them in the model that is adapted
     #: (``blocks.0.to_q.lora_A.weight``).
     renamed: Callable[[str], str] = _as_it_is
-    #: Whether what PEFT puts before these names stays.
+    #: Whether PEFT's own ``base_model.model.`` stays before these names.
     prefixed: bool = True
     #: Gives the metadata of the file from PEFT's configuration; None for none.
     metadata: Callable[[Any], dict[str, str] | None] = _nothing_said
@@ -56,6 +56,8 @@ class AdapterFormat:
 
 #: What PEFT's ``save_pretrained`` writes.
 PEFT_FORMAT = AdapterFormat()
+#: What names have before them in PEFT's files, and in a ``PeftModel``.
+PEFT_PREFIX = "base_model.model."
 
 
 @dataclass(frozen=True)
@@ -71,18 +73,24 @@ class Adapted:
 
     def save_config(self, adapter: str, directory: Path) -> None:
         """Write ``adapter_config.json`` as PEFT's ``save_pretrained`` does."""
-        config = copy.deepcopy(self.model.peft_config[adapter])
         base: object = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
-        if config.base_model_name_or_path is None:
-            config.base_model_name_or_path = base.__dict__.get("name_or_path") or None
-        config.inference_mode = True
-        mapping = None
-        if config.task_type is None:
-            mapping = {
-                "base_model_class": type(base).__name__.removeprefix("FSDP"),
-                "parent_library": type(base).__module__,
-            }
-        config.save_pretrained(directory, auto_mapping_dict=mapping)
+        name_or_path = base.__dict__.get("name_or_path") or None
+        save_adapter_config(self.model.peft_config[adapter], base, name_or_path, directory)
+
+
+def save_adapter_config(config: Any, base: object, name_or_path: str | None, directory: Path) -> None:
+    """Write PEFT's ``config`` of an adapter of the model ``base``, which lies at ``name_or_path``."""
+    config = copy.deepcopy(config)
+    if config.base_model_name_or_path is None:
+        config.base_model_name_or_path = name_or_path
+    config.inference_mode = True
+    mapping = None
+    if config.task_type is None:
+        mapping = {
+            "base_model_class": type(base).__name__.removeprefix("FSDP"),
+            "parent_library": type(base).__module__,
+        }
+    config.save_pretrained(directory, auto_mapping_dict=mapping)
 
 
 def adapted_model(model: nn.Module) -> Adapted | None:
@@ -95,7 +103,7 @@ def adapted_model(model: nn.Module) -> Adapted | None:
         # DeepSpeed's engine, and what torch.compile makes, have every attribute of what is inside.
         own = "peft_config" in vars(inner) or hasattr(type(inner), "peft_config")
         if own and inner.peft_config:
-            return Adapted(inner, "" if hasattr(inner, "get_base_model") else "base_model.model.")
+            return Adapted(inner, "" if hasattr(inner, "get_base_model") else PEFT_PREFIX)
         inner = wrapped(inner)
     return None
 
@@ -185,21 +193,44 @@ def _contents(
             twins[name] = torch.empty(layout.shape, dtype=shard.storage.dtype, device="meta")
             by_twin[id(twins[name])] = shard
     chosen = get_peft_model_state_dict(adapted.model, state_dict=twins, adapter_name=adapter)
-    contents = Contents()
-    # Only the second factor is multiplied, else the product would have the factor twice.
     config = adapted.model.peft_config[adapter]
-    told = written_as.folded or written_as.alphas
-    scaling = _scaling(config, adapter) if told else 1.0
-    times = scaling if written_as.folded else 1.0
+    held: dict[str, Shard] = {}
     for name, twin in chosen.items():
         shard = by_twin.get(id(twin))
         if shard is None:
-            kind = adapted.model.peft_config[adapter].peft_type
             raise ConfigError(
-                f"the adapter {adapter!r} ({kind}) computes {name} when it is saved, which no rank's "
-                "shard holds; use PEFT's save_pretrained on the gathered model"
+                f"the adapter {adapter!r} ({config.peft_type}) computes {name} when it is saved, which no "
+                "rank's shard holds; use PEFT's save_pretrained on the gathered model"
             )
-        stored = written_as.renamed(f"{adapted.prefix}{name}" if written_as.prefixed else name)
+        held[adapted.prefix + name] = shard
+    return adapter_contents(adapter, config, held, dtype, written_as, world)
+
+
+def adapter_contents(
+    adapter: str,
+    config: Any,
+    held: Mapping[str, Shard],
+    dtype: torch.dtype | None,
+    written_as: AdapterFormat,
+    world: World,
+) -> Contents:
+    """What the file of one adapter has, in the format ``written_as``.
+
+    ``held`` are its shards by their names in PEFT's file, ``config`` is PEFT's.
+    Raises ConfigError for scalings that the format cannot tell.
+    """
+    contents = Contents()
+    # Only the second factor is multiplied, else the product would have the factor twice.
+    told = written_as.folded or written_as.alphas
+    scaling = _scaling(config, adapter) if told else 1.0
+    times = scaling if written_as.folded else 1.0
+    for name, shard in held.items():
+        if told and not name.endswith((".lora_A.weight", ".lora_B.weight")):
+            raise ConfigError(
+                f"the adapter {adapter!r} has {name}, which is no factor of a LoRA, and this format has no "
+                "other entries; save it in PEFT's format"
+            )
+        stored = written_as.renamed(name if written_as.prefixed else name.removeprefix(PEFT_PREFIX))
         floating = dtype is not None and shard.storage.dtype.is_floating_point
         kept = dtype if floating and dtype is not None else shard.storage.dtype
         contents.entries.append((stored, spelling(kept), shard.layout.shape))
@@ -221,9 +252,11 @@ def _add_alpha(contents: Contents, name: str, alpha: float, world: World) -> Non
 
 def _scaling(config: Any, adapter: str) -> float:
     """What products of its factors are multiplied by; raises ConfigError if that is no one number."""
-    if config.use_rslora or config.use_dora or config.rank_pattern or config.alpha_pattern:
+    # What of these a kind has not is none of it: only LoRA has an alpha.
+    settings = ("use_rslora", "use_dora", "rank_pattern", "alpha_pattern")
+    if not hasattr(config, "lora_alpha") or any(getattr(config, key, None) for key in settings):
         raise ConfigError(
-            f"the adapter {adapter!r} (DoRA, or another scaling in each module) cannot be saved in "
+            f"the adapter {adapter!r} (no LoRA, DoRA, or another scaling in each module) cannot be saved in "
             "this format, which has no entry for that; save it in PEFT's format"
         )
     return float(config.lora_alpha) / float(config.r)

@@ -122,7 +122,7 @@ def _check_whole(catalog: Catalog) -> None:
         if marker.is_file() and read_json(marker, "training state", MAX_DOCUMENT_BYTES).get("left_out"):
             raise ConfigError(
                 f"{folder} holds only the trained tensors, not the whole model: export the output "
-                "directory of its run instead"
+                "directory of its run instead, or a LoRA with --adapter-format"
             )
 
 

@@ -5,12 +5,10 @@ Nothing is gathered: each rank writes its own bytes, whatever the format (``zero
 
 from __future__ import annotations
 
-import functools
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -19,12 +17,12 @@ from zerostart.engines import full_shape
 from zerostart.errors import ConfigError
 from zerostart.live.model import bare_model
 from zerostart.models import library_of
-from zerostart.state.saving.adapters import PEFT_FORMAT, AdapterFormat
+from zerostart.state.saving.adapter_formats import adapter_format, diffsynth_names, without
+from zerostart.state.saving.adapters import AdapterFormat
 from zerostart.state.saving.contents import TensorOverrides
+from zerostart.state.saving.diffsynth_names import PREFIX
 from zerostart.state.saving.save import SaveReport, SaveRequest, save_model
-from zerostart.training.adapt.diffsynth_names import PREFIX, names_for
 from zerostart.training.adapt.ema import Ema
-from zerostart.training.adapt.tool_names import comfyui_names, kohya_names
 from zerostart.training.loop.task import Task
 
 if TYPE_CHECKING:
@@ -34,13 +32,8 @@ if TYPE_CHECKING:
 EXPORTS = "exports"
 #: Where the average of the weights goes, beside the model or in the folder of a step.
 AVERAGE = "ema"
-#: Formats of a LoRA for other tools: what gives the names of factors there.
-TOOLS: Mapping[str, Callable[[nn.Module], Callable[[str], str]]] = {
-    "comfyui": comfyui_names,
-    "kohya": kohya_names,
-}
-#: Of diffusers' LoRA files: the name, what names begin with, and where PEFT's configuration is in the header.
-_LORA_WEIGHTS, _COMPONENT, _METADATA = "pytorch_lora_weights", "transformer.", "lora_adapter_metadata"
+#: The key of the format, as errors name it.
+_FORMAT = "output.format"
 
 
 def step_folder(directory: Path, step: int) -> Path:
@@ -85,72 +78,31 @@ def save_request(
         # Without merging only the factors are written; the model is the one that the run was started from.
         return replace(request, adapters_only=True, adapter_format=_adapter_format(model, config, step))
     if output.format == "diffsynth":
-        names = _diffsynth(model)
+        names = diffsynth_names(bare_model(model), _FORMAT)
         return replace(
             request,
             trainable_only=True,
-            renamed=_without(output.remove_prefix, lambda name: PREFIX + names(name)),
+            renamed=without(output.remove_prefix, lambda name: PREFIX + names(name)),
             stem=f"step-{step}",
             max_shard_size=2**62,  # one file, as there
         )
     if output.trainable_only:
         prefix = output.remove_prefix
         # None keeps the names of the model's own library.
-        renamed = _without(prefix, lambda name: name) if prefix else None
+        renamed = without(prefix, lambda name: name) if prefix else None
         return replace(request, trainable_only=True, renamed=renamed)
     return request
 
 
 def _adapter_format(model: nn.Module, config: TrainConfig, step: int) -> AdapterFormat:
     output, inner = config.output, bare_model(model)
-    kind, prefix = output.format or library_of(inner).adapter_format, output.remove_prefix
-    if kind == "peft":
-        return replace(PEFT_FORMAT, renamed=_without(prefix, lambda name: name))
-    if kind in TOOLS:
-        # These tools read the scale from an alpha beside each pair of factors, not from a configuration.
-        return AdapterFormat(_LORA_WEIGHTS, TOOLS[kind](inner), False, configured=False, alphas=True)
-    component = _without(prefix, lambda name: _COMPONENT + name)
-    if kind != "diffsynth":
-        described = functools.partial(_described, component)
-        return AdapterFormat(_LORA_WEIGHTS, component, False, described, configured=False)
-    names = names_for(inner)
-    renamed = component
-    # Of modules that are one there, its loader puts together what diffusers' names stand for.
-    if names is None or not names.fused:
-        of = _diffsynth(model)
-        renamed = _without(prefix, lambda name: PREFIX + _with_adapter(of(name)))
-    # DiffSynth reads no alpha: what scales the product is folded into the factors.
-    return AdapterFormat(f"step-{step}", renamed, False, configured=False, folded=True)
-
-
-def _with_adapter(name: str) -> str:
-    """DiffSynth's names have that of the adapter in them, as the parameters of PEFT's layers have."""
-    return name.replace(".lora_A.", ".lora_A.default.").replace(".lora_B.", ".lora_B.default.")
-
-
-def _diffsynth(model: nn.Module) -> Callable[[str], str]:
-    inner = bare_model(model)
-    names = names_for(inner)
-    if names is None or names.fused:
-        raise ConfigError(
-            f"output.format diffsynth: DiffSynth has no {type(inner).__name__} with the same "
-            "modules; leave output.format out to save in the format of the model's own library"
-        )
-    return names.of
-
-
-def _without(prefix: str, named: Callable[[str], str]) -> Callable[[str], str]:
-    return lambda name: named(name).removeprefix(prefix)
-
-
-def _described(named: Callable[[str], str], config: Any) -> dict[str, str]:
-    """PEFT's configuration as diffusers writes it into the header of a LoRA file."""
-    values = {
-        # Lists of modules are sets in PEFT, which JSON has not; sorted, so that equal runs give equal files.
-        named(key): sorted(value) if isinstance(value, set) else value
-        for key, value in config.to_dict().items()
-    }
-    return {"format": "pt", _METADATA: json.dumps(values, indent=2, sort_keys=True)}
+    return adapter_format(
+        output.format or library_of(inner).adapter_format,
+        inner,
+        key=_FORMAT,
+        stem=f"step-{step}",
+        prefix=output.remove_prefix,
+    )
 
 
 def export_model(

@@ -1,54 +1,18 @@
-"""LoRA files that training goes on from: PEFT's, diffusers', DiffSynth's, kohya's, a run's own checkpoints.
-
-They hold the two factors of each adapted module. How modules are called, and where what the product is
-multiplied by is written down, is each library's own.
-"""
+"""A LoRA that training goes on from: the values of another one's file, in the adapters of a run."""
 
 from __future__ import annotations
 
-import hashlib
-import logging
-import math
-import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
-from zerostart.checkpoint.formats.saved_state import open_saved_state
-from zerostart.checkpoint.paths import expanded
-from zerostart.checkpoint.strict_json import load_json, read_json
 from zerostart.distributed.world import World
-from zerostart.errors import CheckpointError, CheckpointNotFoundError, ConfigError
-from zerostart.state.resuming.training_state import MARKER, MODEL
-from zerostart.state.resuming.values import decoded
-from zerostart.training.adapt.diffsynth_names import PREFIX, names_for
+from zerostart.errors import CheckpointError, ConfigError
+from zerostart.state.saving.lora_files import Factors, read_lora
 from zerostart.training.adapt.lora import ADAPTER
 from zerostart.training.config.configuration import LoraConfig
-
-logger = logging.getLogger("zerostart")
-
-#: What PEFT and diffusers call their files in a directory; DiffSynth's are called by their step.
-_FILES = ("adapter_model.safetensors", "pytorch_lora_weights.safetensors")
-#: What names of modules begin with: in PEFT's files, diffusers' (two of them), DiffSynth's.
-_BEFORE = ("base_model.model.", "transformer.", "diffusion_model.", PREFIX)
-_FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<kind>A|B|down|up)(\.[^.]+)?\.weight")
-#: Where diffusers keeps the configuration of an adapter in the header of its file.
-_METADATA = "lora_adapter_metadata"
-#: What kohya's scripts put before the name of a module, whose dots are underscores there.
-_KOHYA = ("lora_unet_", "lora_transformer_")
-
-
-@dataclass(frozen=True)
-class _Factors:
-    """The factors [rank, inputs] and [outputs, rank] of one module, and what scales their product."""
-
-    a: torch.Tensor
-    b: torch.Tensor
-    scaling: float
 
 
 def start_from(model: nn.Module, adapted: Iterable[str], config: LoraConfig, world: World) -> None:
@@ -59,173 +23,25 @@ def start_from(model: nn.Module, adapted: Iterable[str], config: LoraConfig, wor
     """
     assert config.start_from is not None, "whoever calls this has looked"
     with world.phase("reading the LoRA file"):
-        path = expanded(config.start_from)
-        # A training checkpoint first: its folders hold safetensors files as well, which say no alpha.
-        if (state := _state_of(path)) is not None:
-            path = state
-            tensors, metadata = _read_state(state)
-        else:
-            path = _file_of(path)
-            tensors, metadata = _read(path)
-        checksum = _checksum(tensors, metadata)
+        file = read_lora(config.start_from, "lora.start_from ")
+        checksum = file.checksum()
     # A rank that has read another file hears of it here: the ranks compare what they are about to do.
     world.raise_together(None, f"starting from the LoRA file with the checksum {checksum}")
     with world.phase("starting from the LoRA file"):
-        factors = _by_module(_parsed(tensors, metadata, path), list(adapted), model, path)
+        factors, unexpected = file.factors(names := list(adapted), model)
+        missing = [name for name in names if name not in factors]
+        if missing or unexpected:
+            raise CheckpointError(
+                f"{file.named} does not fit lora.targets: it lacks {len(missing)} of their "
+                f"adapters, and has {len(unexpected)} others, such as {(missing or unexpected)[0]}; "
+                "set the targets that it was trained with"
+            )
         with torch.no_grad():
             for name, pair in factors.items():
-                _fill(model.get_submodule(name), name, pair, config, path)
+                _fill(model.get_submodule(name), name, pair, config, file.named)
 
 
-def _checksum(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, Any]) -> str:
-    digest = hashlib.blake2b(repr(metadata).encode(), digest_size=8)
-    for name in sorted(tensors):
-        tensor = tensors[name].contiguous()
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        # The bytes themselves: a sum would not tell tensors apart whose elements have changed places.
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
-
-
-def _state_of(path: Path) -> Path | None:
-    """The training checkpoint that ``path`` is, or lies in; None where it is no part of one."""
-    # The state itself, its folder of the model, or a file in that: what a user may have copied the path of.
-    return next((one for one in (path, path.parent, path.parent.parent) if (one / MARKER).is_file()), None)
-
-
-def _read_state(state: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """The adapters in a checkpoint of a run, and the alpha that its document says."""
-    document, (weights,) = open_saved_state(state, [MODEL])
-    extra = document.get("extra")
-    course = extra.get("course") if isinstance(extra, dict) else None
-    # The course is what a run has noted of its settings; `zerostart.save_state` in a script notes none.
-    alpha = decoded(course, {}).get("lora.alpha") if isinstance(course, dict) else None
-    if not isinstance(alpha, int | float):
-        raise ConfigError(
-            f"lora.start_from {state} is a training state without lora.alpha, so the scale of its "
-            "factors is unknown; save the adapter alone (zerostart.save with adapters_only), and "
-            "name that"
-        )
-    tensors: dict[str, torch.Tensor] = {}
-    for file in weights.files:  # the state's own, of all that may lie there
-        tensors |= _read(Path(file))[0]
-    return tensors, {"lora_alpha": alpha}
-
-
-def _file_of(path: Path) -> Path:
-    if path.is_file():
-        return path
-    named = [path / name for name in _FILES if (path / name).is_file()]
-    files = named or (sorted(path.glob("*.safetensors")) if path.is_dir() else [])
-    if len(files) != 1:
-        what = (
-            "has several safetensors files; name one"
-            if files
-            else "is neither a LoRA file nor a directory with one"
-        )
-        raise CheckpointNotFoundError(f"lora.start_from {path} {what}")
-    return files[0]
-
-
-def _read(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, object]]:
-    """The tensors of a file, and the configuration of the adapter that lies in it or beside it."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, "pt") as file:
-            # Read whole, on the host: factors are small, and every rank needs all of them until they are
-            # sharded.
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
-            written = (file.metadata() or {}).get(_METADATA)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"lora.start_from {path} cannot be read: {error}") from error
-    if written is not None:
-        settings = load_json(written.encode("utf-8", "surrogatepass"), str(path), _METADATA, any_number=True)
-        # diffusers puts the name of the component before each key.
-        return tensors, {key.rpartition(".")[2]: value for key, value in settings.items()}
-    beside = path.with_name("adapter_config.json")
-    return tensors, read_json(beside, "configuration of an adapter") if beside.is_file() else {}
-
-
-def _parsed(
-    tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, object], path: Path
-) -> dict[str, _Factors]:
-    """Factors by the names of modules in the file."""
-    # Each of these means that a product is more than `scale * B @ A` with one rank for all modules.
-    for key in ("rank_pattern", "alpha_pattern", "use_dora", "lora_bias", "modules_to_save"):
-        if metadata.get(key):
-            raise ConfigError(f"lora.start_from {path} has {key}, which is not available in a run")
-    factors: dict[str, dict[str, torch.Tensor]] = {"A": {}, "B": {}}
-    alphas: dict[str, float] = {}
-    for name, tensor in tensors.items():
-        if name.endswith(".alpha") and tensor.numel() == 1:
-            alphas[name.removesuffix(".alpha")] = float(tensor)
-            continue
-        match = _FACTOR.fullmatch(name)
-        if match is None or tensor.dim() < 2:
-            raise CheckpointError(f"lora.start_from {path} has {name}, which is not a factor of an adapter")
-        # kohya's `down` is A ([rank, inputs]) and `up` is B ([outputs, rank]).
-        factors["A" if match["kind"] in ("A", "down") else "B"][match["module"]] = tensor
-    if single := sorted(factors["A"].keys() ^ factors["B"].keys()):
-        raise CheckpointError(f"lora.start_from {path} has only one of the two factors of {single[0]}")
-    whole = metadata.get("lora_alpha")
-    if whole is None and not alphas and any(name.startswith(_BEFORE[0]) for name in factors["A"]):
-        logger.warning(
-            "lora.start_from %s has PEFT's names but no adapter_config.json beside it: its alpha "
-            "is assumed to equal its rank",
-            path,
-        )
-    return {
-        module: _Factors(a, factors["B"][module], _scaling(a.shape[0], alphas.get(module), metadata, path))
-        for module, a in factors["A"].items()
-    }
-
-
-def _scaling(rank: int, alpha: float | None, metadata: Mapping[str, object], path: Path) -> float:
-    """What scales the product of two factors: a module's own ``alpha`` counts before the whole adapter's."""
-    if alpha is not None:
-        return alpha / rank
-    whole = metadata.get("lora_alpha")
-    if whole is None:
-        return 1.0
-    if not isinstance(whole, int | float):
-        raise CheckpointError(f"lora.start_from {path}: lora_alpha is {whole!r}, not a number")
-    # Rank-stabilised LoRA divides by the square root.
-    return whole / (math.sqrt(rank) if metadata.get("use_rslora") else rank)
-
-
-def _by_module(
-    found: Mapping[str, _Factors], adapted: list[str], model: nn.Module, path: Path
-) -> dict[str, _Factors]:
-    """The same by the names of the model's modules. Raises CheckpointError unless there are just these."""
-    # What a module may be called in a file: by diffusers, by DiffSynth, and both as kohya writes names.
-    names = names_for(model)
-    known = {name: name for name in adapted}
-    if names is not None and not names.fused:
-        known |= {names.of(name): name for name in adapted}
-    # Last, over what is known by then: kohya writes the names of either with underscores.
-    known |= {before + name.replace(".", "_"): known[name] for name in [*known] for before in _KOHYA}
-    factors: dict[str, _Factors] = {}
-    unexpected = []
-    for in_file, pair in found.items():
-        # The name as it stands comes first: a model may have a module that is called `transformer`.
-        candidates = (in_file, *(in_file.removeprefix(one) for one in _BEFORE if in_file.startswith(one)))
-        name = next((known[candidate] for candidate in candidates if candidate in known), None)
-        if name is None:
-            unexpected.append(in_file)
-        else:
-            factors[name] = pair
-    missing = [name for name in adapted if name not in factors]
-    if missing or unexpected:
-        raise CheckpointError(
-            f"lora.start_from {path} does not fit lora.targets: it lacks {len(missing)} of their "
-            f"adapters, and has {len(unexpected)} others, such as {(missing or unexpected)[0]}; "
-            "set the targets that it was trained with"
-        )
-    return factors
-
-
-def _fill(layer: Any, name: str, found: _Factors, config: LoraConfig, path: Path) -> None:
+def _fill(layer: Any, name: str, found: Factors, config: LoraConfig, named: str) -> None:
     """Copy the factors into one adapter, scaled so that the product weighs what it weighed in the file."""
     if ADAPTER not in getattr(layer, "lora_A", {}):
         raise ConfigError(
@@ -235,7 +51,7 @@ def _fill(layer: Any, name: str, found: _Factors, config: LoraConfig, path: Path
     a, b = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
     if a.shape != found.a.shape or b.shape != found.b.shape:
         raise CheckpointError(
-            f"lora.start_from {path} has factors of the shapes {tuple(found.a.shape)} and "
+            f"{named} has factors of the shapes {tuple(found.a.shape)} and "
             f"{tuple(found.b.shape)} for {name}, and lora.rank {config.rank} gives {tuple(a.shape)} and "
             f"{tuple(b.shape)}; set lora.rank to {found.a.shape[0]}, or name another file"
         )

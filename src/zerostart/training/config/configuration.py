@@ -276,10 +276,11 @@ class CheckpointConfig(Section):
     background: bool = False
     """true: write them while training continues, from copies in host memory."""
     skip_unwritable: bool = False
-    """true: say so where a checkpoint or an export cannot be written, and train on.
+    """true: say so where a checkpoint, an export or samples cannot be written, and train on.
 
-    A disk is full, or a directory has gone: the next one that is due is tried again. Older checkpoints stay.
-    What the run ends with, the trained model, is an error still.
+    A disk or a quota is full, or a directory has gone: the next one that is due is tried again. Older
+    checkpoints stay. Figures for trackers are left out, too. What the run ends with, the trained model, is an
+    error still.
     """
 
 

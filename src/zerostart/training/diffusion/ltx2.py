@@ -1,4 +1,4 @@
-"""LTX-2: text to video. Its sound is not trained."""
+"""LTX-2: text to video, and a first frame to video. Its sound is not trained."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ class Ltx2Encoder(VideoEncoder):
 
     The embeddings are what the pipeline's connectors make of the text for the transformer: those for the
     video and those for the sound, side by side ([L, D + D']). What the text model gives is 49 layers wide.
+    A column ``first_frame`` adds ``condition`` [C, 1, H, W], its latents.
     """
+
+    takes: ClassVar[frozenset[str]] = frozenset({"video", "image", "first_frame"})
 
     @property
     def factors(self) -> tuple[int, int]:
@@ -32,9 +35,25 @@ class Ltx2Encoder(VideoEncoder):
         pipe = self.pipe
         return int(pipe.vae_temporal_compression_ratio), int(pipe.vae_spatial_compression_ratio)
 
+    def check(self, example: Example) -> None:
+        """Raise ConfigError for a first frame of another size than the video's, too."""
+        super().check(example)
+        frame = self.first_frame(example)
+        if frame is not None and frame.shape[-2:] != example.get("video", frame).shape[-2:]:
+            raise ConfigError(
+                "first_frame has another size than its video: set its size to `item` in media.columns"
+            )
+
+    def first_frame(self, example: Example) -> torch.Tensor | None:
+        """What a video starts from, uint8 [3, H, W]; None: from its text alone."""
+        return example.get("first_frame")
+
     def encode(self, example: Example, generator: torch.Generator) -> Encoded:
         rate = example.get(FRAME_RATE, _FRAME_RATE)
         found = super().encode(example, generator)
+        if (frame := self.first_frame(example)) is not None:
+            # The mode, and no draw, as the pipeline has it.
+            found["condition"] = self.normalised(self.condition_latents(self.clip(frame[:, None])))[0]
         # A tensor without axes, float64, so that 23.976 is the same number in the cache and in the batch.
         found["frame_rate"] = torch.tensor(rate, dtype=torch.float64, device="cpu")
         return found
@@ -56,6 +75,18 @@ class Ltx2Encoder(VideoEncoder):
             for known in (vae.latents_mean, vae.latents_std)
         )
         found: torch.Tensor = (latents - mean) * vae.config.scaling_factor / deviation
+        return found
+
+
+class Ltx2ImageEncoder(Ltx2Encoder):
+    """The same of videos that all start from a frame: from ``first_frame``, else from their own first."""
+
+    takes: ClassVar[frozenset[str]] = frozenset({"video", "first_frame"})
+    needs: ClassVar[tuple[str, ...]] = ("video",)
+
+    def first_frame(self, example: Example) -> torch.Tensor | None:
+        """The column, or the first of the video."""
+        found: torch.Tensor = example.get("first_frame", example["video"][:, 0])
         return found
 
 
@@ -86,14 +117,22 @@ class Ltx2(Family):
     other. The video is trained by itself, as in the maker's trainer for videos without sound: neither looks
     at the other, as in the pipeline's own call for its guidance by modality, and the stream of sound, which
     has to be called, gets one token.
+
+    ``condition`` are the latents of a first frame that is given: it stands in the place of the noisy one, at
+    time 0, and is no part of the loss.
     """
 
     name: ClassVar[str] = "ltx2"
     unit: ClassVar[float] = 1000.0
     classes: ClassVar[frozenset[str]] = frozenset({"LTX2VideoTransformer3DModel"})
-    encoders: ClassVar[Mapping[str, type[Encoder]]] = {"LTX2Pipeline": Ltx2Encoder}
+    encoders: ClassVar[Mapping[str, type[Encoder]]] = {
+        "LTX2Pipeline": Ltx2Encoder,
+        "LTX2ImageToVideoPipeline": Ltx2ImageEncoder,
+    }
     shift: ClassVar[float] = exp(2.05)
-    keys: ClassVar[frozenset[str]] = frozenset({"prompt_embeds", "prompt_attention_mask", "frame_rate"})
+    keys: ClassVar[frozenset[str]] = frozenset(
+        {"prompt_embeds", "prompt_attention_mask", "frame_rate", "condition"}
+    )
     required: ClassVar[frozenset[str]] = frozenset({"prompt_embeds", "prompt_attention_mask"})
     # By the names of diffusers' modules: the stream of sound and both attentions between the streams.
     untrained: ClassVar[tuple[str, ...]] = ("*audio*", "av_cross_attn_*", "*a2v*")
@@ -167,16 +206,24 @@ class Ltx2(Family):
         video, audio = conditions["prompt_embeds"].split(self._widths, dim=-1)
         mask, timestep = conditions["prompt_attention_mask"], t * self.unit
         frames, height, width = latents.shape[2:]
+        given, of_video = latents, timestep
+        if (condition := conditions.get("condition")) is not None:
+            given = torch.cat([condition, latents[:, :, condition.shape[2] :]], dim=2)
+            # One time a token, [batch, tokens]: those of the frame that is given have none.
+            noisy = torch.ones_like(latents[:, 0])
+            noisy[:, : condition.shape[2]] = 0
+            of_video = timestep[:, None] * noisy.flatten(1)
         # [batch, one token, channels]: rotary positions and attention of the sound need at least one token.
         silence = latents.new_zeros(len(latents), 1, self.config.get("audio_in_channels", 128))
         predicted: torch.Tensor = model(
             # Tokens in the order frames, rows, columns; with patches of one latent nothing else has to be
             # packed.
-            hidden_states=latents.flatten(2).transpose(1, 2),
+            hidden_states=given.flatten(2).transpose(1, 2),
             audio_hidden_states=silence,
             encoder_hidden_states=video,
             audio_encoder_hidden_states=audio,
-            timestep=timestep,
+            timestep=of_video,
+            audio_timestep=timestep,
             # For LTX-2.3, which modulates the embeddings of texts by it; the pipeline gives the same value
             # twice.
             sigma=timestep,
@@ -192,3 +239,8 @@ class Ltx2(Family):
             return_dict=False,
         )[0]
         return predicted.transpose(1, 2).reshape(latents.shape)
+
+    def trained(self, values: torch.Tensor, conditions: Conditions) -> torch.Tensor:
+        """All frames but the one that is given."""
+        condition = conditions.get("condition")
+        return values if condition is None else values[:, :, condition.shape[2] :]

@@ -53,8 +53,12 @@ class Failures:
         return sums
 
     def raise_together(self) -> None:
-        """Meet, and raise the first rank's failure on all if any has failed; collective."""
-        self._world.raise_together(self._first, "training")
+        """Meet, and raise the first rank's failure on all if any has failed; collective.
+
+        What is told here is told: a run that goes on without what failed does not hear of it again.
+        """
+        failure, self._first = self._first, None
+        self._world.raise_together(failure, "training")
 
 
 @contextmanager

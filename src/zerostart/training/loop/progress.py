@@ -140,7 +140,10 @@ class Display:
                 self._file.writelines(kept)
                 self._file.flush()
         if self._page is not None:
-            self._tell(self._page.begin(map(json.loads, kept)))
+            failed = self._page.begin(map(json.loads, kept))
+            self._tell(failed)
+            if failed is None:
+                self.say(f"to look at while it runs: {self._page.path}")
 
     def say(self, text: str) -> None:
         """Print ``text`` (above the live line, where there is one)."""

@@ -163,6 +163,11 @@ class RunPage:
         # All that writing pages has taken.
         self.seconds = 0.0
 
+    @property
+    def path(self) -> Path:
+        """Where the page is."""
+        return self._directory / PAGE
+
     def begin(self, lines: Iterable[Mapping[str, float | None]]) -> str | None:
         """Begin with what an earlier part of the run has written down; as ``write``."""
         self.course = Course(self._counted[0])

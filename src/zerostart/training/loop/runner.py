@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import math
 import signal
 import threading
@@ -20,7 +21,7 @@ from torch import nn
 import zerostart
 from zerostart.distributed.world import World, current_world
 from zerostart.engines import Mesh
-from zerostart.errors import DivergedError, PeerError
+from zerostart.errors import DivergedError, PeerError, WriteError
 from zerostart.live.model import record_of
 from zerostart.state.saving.hub import check_repository, push
 from zerostart.training.adapt.export import check_export, export_model, export_step
@@ -46,6 +47,8 @@ from zerostart.training.loop.run_page import About
 from zerostart.training.loop.session import Session, check_trackers, open_session
 from zerostart.training.loop.task import Batch
 from zerostart.training.samples.sampler import Sampler, open_sampler
+
+logger = logging.getLogger("zerostart")
 
 
 @dataclass(frozen=True)
@@ -268,6 +271,7 @@ class _Run:
         self._config = config.train
         self._task = session.task
         self._tracked = bool(config.tracking.trackers)
+        self._skips, self._told = config.checkpoint.skip_unwritable, False
         self._session = session
         self._held_out = held_out
         self._averaged = config.ema is not None and config.ema.evaluate
@@ -420,8 +424,20 @@ class _Run:
         self._display.step(metrics)
         if self._tracked:
             values = {name: getattr(metrics, name) for name in ("loss", "gradient_norm", "learning_rate")}
-            told = {name: value for name, value in values.items() if value is not None}
-            self._session.accelerator.log(told, step=metrics.step)
+            self._track({name: value for name, value in values.items() if value is not None}, metrics.step)
+
+    def _track(self, values: dict[str, float], step: int) -> None:
+        """Hand figures to the trackers. Raises what one fails with, unless the run goes on without."""
+        try:
+            self._session.accelerator.log(values, step=step)
+        except (WriteError, OSError) as error:
+            if not self._skips:
+                raise
+            if not self._told:
+                logger.warning(
+                    "the trackers miss the figures of step %s, and the run goes on: %s", step, error
+                )
+            self._told = True
 
     def _evaluate(self, step: int) -> None:
         if self._held_out is not None:
@@ -434,14 +450,15 @@ class _Run:
             with self._failures.deferred():
                 self._display.evaluation(step, loss)
                 if self._tracked:
-                    self._session.accelerator.log({"held_out_loss": loss}, step=step)
+                    self._track({"held_out_loss": loss}, step)
 
     def _draw(self, step: int) -> None:
         """The samples that are due after ``step`` steps; collective."""
         # That follows from the step alone: all ranks go in, or none.
         if self._sampler is not None and self._sampler.due(step):
-            folder = self._sampler.take(self._session, self._failures, step)
-            self._display.say(f"samples after step {step}: {folder}")
+            with self._checkpoints.skipped(f"a part of the samples after step {step}"):
+                folder = self._sampler.take(self._session, self._failures, step)
+                self._display.say(f"samples after step {step}: {folder}")
             self._display.start()
 
     def result(self, directory: Path) -> TrainResult:

@@ -99,7 +99,7 @@ class Sampler:
     def take(self, session: Session, failures: Failures, step: int) -> Path:
         """Draw with the model as it is, write down and log what it drew; gives the folder; collective.
 
-        Raises what a rank fails with, on all.
+        Raises what a rank fails with, on all; after a WriteError, the run may go on without these samples.
         """
         folder = self._folder / f"step-{step:08d}"
         with failures.deferred():
@@ -255,6 +255,8 @@ def write_drawn(path: Path, frames: torch.Tensor, fps: int) -> Path:
         else:
             _video(found, rows, fps)
     except _failures() as error:
+        with contextlib.suppress(OSError):  # a part of it is no sample, and takes the room of the next
+            found.unlink()
         raise WriteError(f"{found}: the sample cannot be written: {error}") from error
     return found
 

@@ -77,7 +77,7 @@ class Write:
             return
         # Runs of one length at one distance are reported together as long as both hold; the distance is
         # settled by the first two.
-        starts, lengths = (column.tolist() for column in self._runs())
+        starts, lengths = (column.tolist() for column in self.runs())
         begin, step = 0, 0
         for at in range(1, len(starts) + 1):
             if at < len(starts) and lengths[at] == lengths[begin]:
@@ -88,8 +88,8 @@ class Write:
             yield starts[begin], lengths[begin], step, at - begin
             begin, step = at, 0
 
-    def _runs(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Where the unbroken runs begin, and how long they are."""
+    def runs(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Where the unbroken runs begin, relative to ``first``, and how long they are, in elements."""
         found = [_runs(part) for part in self.parts]
         starts = np.concatenate([s for s, _ in found])
         order = np.argsort(starts)

@@ -120,6 +120,10 @@ def swap_file(init: Init, parameter: torch.Tensor, name: str, numel: int) -> tor
     return torch.from_file(str(path), shared=True, size=aligned, dtype=parameter.dtype)[:numel]
 
 
+#: What a disk answers that is full, and one on which this user's share is.
+FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
 def _reserve(path: Path, nbytes: int) -> None:
     # Reserved and not left sparse: a mapping that finds the device full ends the process with a signal.
     try:
@@ -129,7 +133,7 @@ def _reserve(path: Path, nbytes: int) -> None:
         finally:
             os.close(descriptor)
     except OSError as error:
-        remedy = "; free space, or set another nvme_path" if error.errno == errno.ENOSPC else ""
+        remedy = "; free space, or set another nvme_path" if error.errno in FULL else ""
         raise WriteError(
             f"the swap file {path} of {nbytes} bytes cannot be made: {error.strerror}{remedy}"
         ) from error

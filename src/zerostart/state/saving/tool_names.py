@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from torch import nn
 
 from zerostart.errors import ConfigError
-from zerostart.training.adapt.diffsynth_names import names_for
+from zerostart.state.saving.diffsynth_names import names_for
 
 #: What ComfyUI reads before a module's name, by diffusers' class.
 _COMFYUI: Mapping[str, str] = {
@@ -28,15 +28,18 @@ _KOHYA: Sequence[str] = ("WanTransformer3DModel", "QwenImageTransformer2DModel",
 _KOHYA_FACTORS = {"lora_A": "lora_down", "lora_B": "lora_up"}
 
 
-def comfyui_names(model: nn.Module) -> Callable[[str], str]:
-    """From PEFT's name of a factor to ComfyUI's. Raises ConfigError for a model whose names are not known."""
-    kind = _known(model, "comfyui", _COMFYUI)
+def comfyui_names(model: nn.Module, key: str) -> Callable[[str], str]:
+    """From PEFT's name of a factor to ComfyUI's. Raises ConfigError for a model whose names are not known.
+
+    ``key`` is what the error calls the argument that asks for the format.
+    """
+    kind = _known(model, f"{key} comfyui", _COMFYUI)
     return lambda name: _COMFYUI[kind] + _released(model, name)
 
 
-def kohya_names(model: nn.Module) -> Callable[[str], str]:
+def kohya_names(model: nn.Module, key: str) -> Callable[[str], str]:
     """From PEFT's name of a factor to that of kohya's scripts. Raises ConfigError as ``comfyui_names``."""
-    _known(model, "kohya", _KOHYA)
+    _known(model, f"{key} kohya", _KOHYA)
 
     def named(name: str) -> str:
         # `MODULE.lora_A.weight`: the factor is cut off before the dots become underscores, which it keeps.
@@ -47,12 +50,12 @@ def kohya_names(model: nn.Module) -> Callable[[str], str]:
     return named
 
 
-def _known(model: nn.Module, form: str, names: Mapping[str, str] | Sequence[str]) -> str:
+def _known(model: nn.Module, asked: str, names: Mapping[str, str] | Sequence[str]) -> str:
     """The class of ``model`` among ``names``; FSDP2 gives modules a class of their own."""
     found = next((kind.__name__ for kind in type(model).__mro__ if kind.__name__ in names), None)
     if found is None:
         raise ConfigError(
-            f"output.format {form}: the names of {type(model).__name__} there are not known; they are for "
+            f"{asked}: the names of {type(model).__name__} there are not known; they are for "
             f"{', '.join(names)}. Leave it out, for the model's own library"
         )
     return found
