@@ -13,10 +13,11 @@ from zerostart.state.refitting.targets import driver_of
 
 def begin(model: nn.Module, target: object, settings: RefitSettings) -> Refitter:
     """The refitter of ``model`` for ``target``; collective. Raises as ``zerostart.refit``."""
-    if target is None or isinstance(target, str):
-        return Refitter(model, target, settings)
+    # An address of an engine's server is a text, too.
     if (driver := driver_of(target)) is not None:
         return Refitter(model, driver, settings)
+    if target is None or isinstance(target, str):
+        return Refitter(model, target, settings)
     raise ConfigError(
         f"target is a {type(target).__name__}, which no engine is known by: pass an address for its "
         f"workers to "

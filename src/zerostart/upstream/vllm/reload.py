@@ -227,6 +227,6 @@ def finish_attention(model: nn.Module, dtype: torch.dtype) -> None:
     """Have attention layers make anew what they make of other layers' weights (latent attention does)."""
     from vllm.model_executor.layers.attention import is_deferred_attention_layer
 
-    for module in model.modules():
-        if is_deferred_attention_layer(module):
-            module.process_weights_after_loading(dtype)
+    modules: list[Any] = [*model.modules()]
+    for module in filter(is_deferred_attention_layer, modules):
+        module.process_weights_after_loading(dtype)
