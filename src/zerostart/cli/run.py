@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
+from zerostart.cli.once import show_warnings_once
 from zerostart.cli.options import takes, values_of
 from zerostart.errors import ConfigError
 from zerostart.loading.arguments import EnabledArguments, options
@@ -61,6 +62,7 @@ def command(
         raise typer.BadParameter(str(error)) from error
     _point_out(found)
     # Before the script is even read: what it imports is to find the libraries as they are taken over.
+    show_warnings_once()
     enable(EnabledArguments(**values_of(given), progress=progress, fp32_masters=fp32_masters))
     _watch()
     pending.append(found)

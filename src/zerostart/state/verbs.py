@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from zerostart.errors import ConfigError
 from zerostart.loading.arguments import check_arguments, checked_arguments, dtype_of
 
 if TYPE_CHECKING:
@@ -131,6 +132,7 @@ def save(
     adapter_format: str | None = None,
     memory_limit: int | None = None,
     push_to_hub: str | None = None,
+    hub_private: bool | None = None,
 ) -> SaveReport:
     """Save a sharded model as an ordinary checkpoint, each rank writing its own bytes; nothing is gathered.
 
@@ -160,6 +162,8 @@ def save(
         push_to_hub: the id of a repository of the hub, such as ``"me/my-model"``, to which rank 0 uploads
             what was saved, with a model card that says what it was trained from (unless ``path`` has a
             ``README.md``). Where that fails the model is saved all the same, and the error says so.
+        hub_private: True: that repository is private, and one that is there and public is refused; None: what
+            the account's settings say.
 
     Returns:
         What was written, and what has another name than in the checkpoint that it came from.
@@ -177,6 +181,8 @@ def save(
     with checked_arguments(save, locals()):
         from zerostart.state.saving.save import SaveRequest, save_model, written_as
 
+        if hub_private is not None and push_to_hub is None:
+            raise ConfigError("hub_private is of push_to_hub, which was not passed; name a repository there")
         request = SaveRequest(
             max_shard_size,
             dtype_of(dtype),
@@ -193,7 +199,8 @@ def save(
         from zerostart.state.saving.hub import push
 
         record = find_record(model)
-        push(path, push_to_hub, "" if record is None else record.catalog.root, {}, current_world())
+        root = "" if record is None else record.catalog.root
+        push(path, push_to_hub, root, {}, current_world(), hub_private)
     return report
 
 

@@ -12,9 +12,10 @@ import torch
 from torch import nn
 
 import zerostart
-from zerostart.checkpoint.formats.pipeline import PIPELINE_INDEX, components
+from zerostart.checkpoint.formats.pipeline import components
 from zerostart.checkpoint.source import resolve_source
 from zerostart.checkpoint.strict_json import read_json
+from zerostart.checkpoint.usual_names import PIPELINE_INDEX
 from zerostart.distributed.world import current_world
 from zerostart.errors import ConfigError
 from zerostart.training.config.configuration import SamplesConfig

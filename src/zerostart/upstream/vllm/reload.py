@@ -43,54 +43,50 @@ _EXPERTS = PatchPoint(
         ),
     ),
 )
-_RELOAD = (
-    Use(
-        library=VLLM,
-        owner="vllm.model_executor.model_loader.reload.layerwise",
-        names=("_layerwise_process", "_place_kernel_tensors", "get_layerwise_info"),
-        why="one layer is filled and packed at a time, without a weight loader",
-        shapes=(
-            Shape(
-                "vllm.model_executor.model_loader.reload.layerwise:_layerwise_process",
-                leads=("layer", "info"),
-                has=(
-                    "materialize_layer(layer, info)",
-                    "for name, args in info.loaded_weights: ...",
-                    "quant_method.process_weights_after_loading(layer)",
-                    "_copy_and_restore_kernel_tensors(layer, info)",
-                    "info.reset()",
-                ),
-            ),
-            Shape(
-                "vllm.model_executor.model_loader.reload.layerwise:initialize_layerwise_reload",
-                has=(
-                    "info.kernel_tensors = get_layer_params_buffers(layer)",
-                    "info.kernel_non_persistent_buffers = set(layer._non_persistent_buffers_set)",
-                    "restore_layer_on_meta(layer, info)",
-                ),
+_LAYERWISE = Use(
+    library=VLLM,
+    owner="vllm.model_executor.model_loader.reload.layerwise",
+    names=("_layerwise_process", "_place_kernel_tensors", "get_layerwise_info"),
+    why="one layer is filled and packed at a time, without a weight loader",
+    shapes=(
+        Shape(
+            "vllm.model_executor.model_loader.reload.layerwise:_layerwise_process",
+            leads=("layer", "info"),
+            has=(
+                "materialize_layer(layer, info)",
+                "for name, args in info.loaded_weights: ...",
+                "quant_method.process_weights_after_loading(layer)",
+                "_copy_and_restore_kernel_tensors(layer, info)",
+                "info.reset()",
             ),
         ),
-    ),
-    Use(
-        library=VLLM,
-        owner="vllm.model_executor.model_loader.reload.meta",
-        names=("materialize_layer", "restore_layer_on_meta"),
-        why="parameters as a load finds them, without memory and with it",
-        shapes=(
-            Shape(
-                "vllm.model_executor.model_loader.reload.meta:restore_layer_on_meta", leads=("layer", "info")
+        Shape(
+            "vllm.model_executor.model_loader.reload.layerwise:initialize_layerwise_reload",
+            has=(
+                "info.kernel_tensors = get_layer_params_buffers(layer)",
+                "info.kernel_non_persistent_buffers = set(layer._non_persistent_buffers_set)",
+                "restore_layer_on_meta(layer, info)",
             ),
-            Shape("vllm.model_executor.model_loader.reload.meta:materialize_layer", leads=("layer", "info")),
         ),
     ),
 )
-TOUCHED = (_EXPERTS, *_RELOAD)
+_META = Use(
+    library=VLLM,
+    owner="vllm.model_executor.model_loader.reload.meta",
+    names=("materialize_layer", "restore_layer_on_meta"),
+    why="parameters as a load finds them, without memory and with it",
+    shapes=(
+        Shape("vllm.model_executor.model_loader.reload.meta:restore_layer_on_meta", leads=("layer", "info")),
+        Shape("vllm.model_executor.model_loader.reload.meta:materialize_layer", leads=("layer", "info")),
+    ),
+)
+TOUCHED = (_EXPERTS, _LAYERWISE, _META)
 
 
 @functools.cache
 def require() -> None:
     """Raise UnsupportedVersionError unless vLLM's reload is as expected."""
-    demand(_RELOAD, "zerostart.refit cannot fill its parameters; vLLM's own weight transfer can")
+    demand((_LAYERWISE, _META), "zerostart.refit cannot fill its parameters; vLLM's own weight transfer can")
 
 
 class Layer:
