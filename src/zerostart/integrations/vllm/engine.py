@@ -1,7 +1,7 @@
 """The engine that vLLM's ``WeightTransferEngineFactory`` makes for ``{"backend": "zerostart"}``.
 
-vLLM imports this in its workers. Who calls which method when is said in
-``vllm/distributed/weight_transfer/base.py``. Layers are opened and packed while they are filled, so nothing
+vLLM imports this in its workers. Who calls which method when is said in its module
+``vllm.distributed.weight_transfer.base``. Layers are opened and packed while they are filled, so nothing
 is left to do at the start and at the end of an update.
 """
 
