@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from zerostart import errors
 from zerostart.activation import checkpoint_blocks, gradient_checkpoint
 from zerostart.errors import ZerostartError
+from zerostart.integrations import targets as _targets  # noqa: F401  # registers them
 from zerostart.loading.arguments import (
     EnabledArguments,
     ForecastArguments,
