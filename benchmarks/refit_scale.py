@@ -190,7 +190,9 @@ def owned(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, default=61)
-    parser.add_argument("--trainers", type=int, default=TRAINERS, help="how many of the ranks are planned")
+    parser.add_argument(
+        "--trainers", type=int, nargs=2, default=(TRAINERS, 64), help="ranks that are planned: FSDP2, ZeRO-3"
+    )
     parser.add_argument("--out", type=Path)
     chosen = parser.parse_args()
     begun = time.perf_counter()
@@ -216,8 +218,8 @@ def main() -> None:
         "rows": max(len(runs.rows) for runs in workers),
         "told_bytes": max(len(runs.to_bytes()) for runs in workers),
     }
-    for name, place in (("fsdp2", fsdp2), ("zero3", zero3)):
-        found[name] = messages(image, recipes, place, workers, chosen.trainers)
+    for (name, place), count in zip((("fsdp2", fsdp2), ("zero3", zero3)), chosen.trainers, strict=True):
+        found[name] = messages(image, recipes, place, workers, count)
         print(name, found[name], flush=True)
     if chosen.out is not None:
         chosen.out.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
