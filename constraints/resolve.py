@@ -14,7 +14,7 @@ from packaging.version import Version
 from zerostart.upstream.versions import TORCH
 
 HERE = Path(__file__).parent
-EXTRAS = "deepspeed,diffusers,media,peft"
+EXTRAS = "deepspeed,diffusers,media,peft,stores"
 #: Libraries of accelerators, which each torch pins itself, as far as its build needs them.
 PINNED = ("cuda-", "nvidia-", "triton")
 HEADER = """\

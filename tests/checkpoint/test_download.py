@@ -79,11 +79,15 @@ def endpoint() -> Iterator[str]:
 
 
 def inspect(source: str, cache: Path, endpoint: str, *more: str) -> subprocess.CompletedProcess[str]:
+    return run(["-m", "zerostart", "inspect", source, *more], cache, endpoint)
+
+
+def run(arguments: list[str], cache: Path, endpoint: str) -> subprocess.CompletedProcess[str]:
     own = {"HF_HOME": str(cache), "HF_ENDPOINT": endpoint, "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
     environment = {**os.environ, "HF_HUB_OFFLINE": "0", "TRANSFORMERS_OFFLINE": "0", **own}
     for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_TOKEN"):
         environment.pop(name, None)
-    command = [sys.executable, "-m", "zerostart", "inspect", source, *more]
+    command = [sys.executable, *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
 
 
@@ -102,6 +106,34 @@ def test_a_model_is_fetched_once(endpoint: str, tmp_path: Path) -> None:
     assert done.returncode == 1
     assert done.stderr.startswith("error: owner/other: ")
     assert "does not give this model" in done.stderr
+
+
+LOAD = """
+import sys, torch, zerostart
+model = zerostart.load(sys.argv[1], lambda: torch.nn.Linear(2, 4, bias=False), engine="fsdp2", progress=False)
+print(float(sum(t.sum() for _, t in zerostart.full_tensors(model))))
+"""
+
+
+def test_a_load_fetches_the_files_that_the_index_lists(
+    endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not the same weights in one file, nor those of other libraries; and a plan fetches nothing."""
+    shard = "model-00001-of-00001.safetensors"
+    more = {
+        shard: FILES["model.safetensors"],
+        "model.safetensors.index.json": json.dumps({"weight_map": {"weight": shard}}).encode(),
+        "consolidated.safetensors": b"for somebody else",
+    }
+    monkeypatch.delitem(FILES, "model.safetensors")
+    for name, content in more.items():
+        monkeypatch.setitem(FILES, name, content)
+    planned = run(["-m", "zerostart", "plan", "owner/model", "--world-size", "2"], tmp_path, endpoint)
+    assert (planned.returncode, Hub.asked) == (1, [])
+    done = run(["-c", LOAD, "owner/model"], tmp_path, endpoint)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "8.0"
+    assert set(Hub.asked) == {"config.json", "model.safetensors.index.json", shard}
 
 
 def test_without_a_network_one_sentence_says_so(tmp_path: Path) -> None:

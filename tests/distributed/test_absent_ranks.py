@@ -45,6 +45,31 @@ def load() -> nn.Module:
     return zerostart.load(weights, lambda: nn.Linear(8, 8), engine="fsdp2", progress=False)
 
 
+def long_work(seconds: float) -> str:
+    """Rank 0 works for longer than ranks wait for each other; then it fails."""
+    joined(2)
+
+    def work() -> str:
+        time.sleep(seconds)
+        return "done"
+
+    def fail() -> str:
+        time.sleep(1)
+        raise zerostart.errors.WriteError("refused")
+
+    world = current_world()
+    assert world.broadcast_slow(work, "working") == "done"
+    try:
+        world.broadcast_slow(fail, "failing")
+    except zerostart.ZerostartError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def test_ranks_wait_for_long_work_past_the_time_out() -> None:
+    assert run_ranks(long_work, 2, 5.0, process_group=False) == ["WriteError: rank 0: refused"] * 2
+
+
 def alone_in_a_load(backend: str) -> tuple[str, float, list[str]]:
     """Two of three ranks load; what they raise, when, and what they have said before."""
     said, begun = joined(3, backend), time.monotonic()

@@ -135,7 +135,8 @@ class Assembled:
 class Catalog:
     """All tensors of a checkpoint and the files that hold them."""
 
-    #: Directory in which the checkpoint's configuration is looked for; empty where there is none.
+    #: Directory in which the checkpoint's configuration is looked for; empty where there is none. Of a URL it
+    #: is one of this machine with copies of what lies there beside the weights.
     root: str
     #: Has the files, and gives their bytes.
     storage: Storage
@@ -156,6 +157,11 @@ class Catalog:
     def weights(self) -> Mapping[str, TensorEntry | Assembled]:
         """The tensors of the checkpoint by their names, however they are stored."""
         return self.tensors if self.assembled is None else self.assembled
+
+    @property
+    def place(self) -> str:
+        """The directory or the URL of one where the checkpoint lies, as a person knows it."""
+        return self.storage.folder or self.root
 
     @property
     def files(self) -> tuple[str, ...]:

@@ -1,6 +1,6 @@
 """From what a user names (file, directory, hub id) to the catalog of its tensors; whether files have changed.
 
-Hub ids are looked up in the local cache only; nothing is downloaded but by :func:`download`.
+Hub ids are looked up in the local cache; what is not there is fetched by :func:`download`, for a load.
 """
 
 from __future__ import annotations
@@ -10,16 +10,25 @@ import hashlib
 import os
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from pathlib import Path
 
 from zerostart.checkpoint.catalog import Catalog, TensorEntry
 from zerostart.checkpoint.formats.base import CONFIG_NAME, catalog_at
-from zerostart.checkpoint.formats.weights import SUFFIX, catalog_of, read_files, storage_catalog
+from zerostart.checkpoint.formats.weights import (
+    INDEX_SUFFIX,
+    SUFFIX,
+    catalog_of,
+    read_files,
+    shards_of,
+    storage_catalog,
+)
 from zerostart.checkpoint.paths import expanded, wait_for
-from zerostart.checkpoint.storage import storage_at
+from zerostart.checkpoint.storage import scheme_of, storage_at
 from zerostart.checkpoint.storage.files import FileState
 from zerostart.checkpoint.storage.local import LocalFiles
 from zerostart.checkpoint.strict_json import MAX_CONFIG_BYTES, JsonObject, read_json
+from zerostart.checkpoint.usual_names import PIPELINE_INDEX, SETTINGS, STANDARD_NAMES
 from zerostart.errors import CheckpointError, CheckpointNotFoundError, ReadError
 
 #: Samples of a file, and bytes of each.
@@ -42,8 +51,8 @@ def open_catalog(source: str | os.PathLike[str] | Files, classes: Collection[str
 
     ``source`` is a ``.safetensors`` file, a file of torch.save (``.bin``, ``.pt``, ``.pth``, ``.ckpt``), an
     index file of either kind, a directory with the names of transformers or diffusers or with one single
-    such file or index, a hub id, optionally ``id@revision``, that lies in the local cache, ``Files``, or a
-    URL of a registered storage, all of whose files are the checkpoint.
+    such file or index, the URL of any of these, a hub id, optionally ``id@revision``, that lies in the local
+    cache, ``Files``, or a URL of a registered storage, all of whose files are the checkpoint.
     Where a directory has both kinds, safetensors are taken. Tensors are in the order of files, then of
     offsets (in a torch file, of its state dict). A tensor in a listed shard belongs to the checkpoint even if
     the index does not list it, because transformers too loads all that the listed files hold.
@@ -72,6 +81,11 @@ def resolve_source(source: str | os.PathLike[str]) -> Path:
     Raises CheckpointNotFoundError, saying what was looked for.
     """
     name = os.fspath(source)
+    if scheme_of(name):
+        raise CheckpointNotFoundError(
+            f"{name}: a URL is taken where weights are read (load, plan, inspect, diff, verify), but this "
+            "needs files of this machine; copy the checkpoint to a local directory"
+        )
     path = expanded(name)
     # A save of this process may still be publishing the directory in the background.
     wait_for(path)
@@ -82,19 +96,51 @@ def resolve_source(source: str | os.PathLike[str]) -> Path:
     # After the path itself: a directory of that name comes before the cache.
     if isinstance(source, str) and _may_be_hub_id(name):
         return _cached_snapshot(name, path)
-    raise CheckpointNotFoundError(f"{path}: there is no such file or directory")
+    raise CheckpointNotFoundError(f"{path}: there is no such file or directory{_like(path)}")
 
 
-#: What a model's repository has beside weights, and the weights of each kind; of several kinds one is enough.
-_SETTINGS = ("*.json", "*.txt", "*.model", "*.jinja", "*.py", "*.tiktoken")
+def _like(path: Path) -> str:
+    """What lies there under nearly the same name, as a question."""
+    # From the first part that does not exist: a typing error may be in any.
+    while path.parent != path and not path.parent.is_dir():
+        path = path.parent
+    with contextlib.suppress(OSError):
+        close = get_close_matches(path.name, os.listdir(path.parent)[:5000], n=1, cutoff=0.75)  # noqa: PTH208
+        return f"; did you mean {path.parent / close[0]}?" if close else ""
+    return ""
+
+
+#: The weights of each kind in a model's repository; of several kinds one is enough.
 _WEIGHTS = (("*.safetensors",), ("*.bin", "*.pt", "*.pth", "*.ckpt"))
+
+
+def present(source: str | os.PathLike[str] | Files) -> str | os.PathLike[str] | Files:
+    """``source``, which is fetched if it is a hub id that is not in the local cache; see ``download``."""
+    if isinstance(source, str) and not scheme_of(source) and _may_be_hub_id(source):
+        from huggingface_hub import constants
+
+        # Offline, what is missing is told by who opens it.
+        if not constants.HF_HUB_OFFLINE:
+            download(source)
+    return source
+
+
+def fetch_as(root: str, files: Sequence[str]) -> None:
+    """Fetch the snapshot of the hub's cache that ``root`` is on another machine, unless it is here.
+
+    It is of the same revision, whatever has become of its name. Raises CheckpointNotFoundError.
+    """
+    path = Path(root)
+    if _is_snapshot(path) and not all(Path(file).exists() for file in files):
+        identifier = path.parent.parent.name.removeprefix("models--").replace("--", "/")
+        present(f"{identifier}@{path.name}")
 
 
 def download(source: str) -> Path:
     """Fetch a hub id, optionally ``id@revision``, into the local cache, unless it is there or is no hub id.
 
-    Weights of torch's formats are fetched only where there are no safetensors. Raises CheckpointNotFoundError
-    where the hub has no such model or gives it not to everybody, and where it cannot be reached.
+    Of the weights those alone that a load takes, all of one revision. Raises CheckpointNotFoundError where
+    the hub has no such model or gives it not to everybody, and where it cannot be reached.
     """
     with contextlib.suppress(CheckpointNotFoundError):
         found = resolve_source(source)
@@ -107,31 +153,50 @@ def download(source: str) -> Path:
 
     identifier, _, revision = source.partition("@")
     where = huggingface_hub.constants.ENDPOINT
+    missing = f"{source}: no file or directory of this name, not in the local hub cache"
     try:
-        for kinds in _WEIGHTS:
-            path = huggingface_hub.snapshot_download(
-                identifier, revision=revision or None, allow_patterns=[*_SETTINGS, *kinds]
-            )
-            if any(next(Path(path).rglob(kind), None) for kind in kinds):
-                break
-        return Path(path)
+        return _snapshot(identifier, revision)
     except LocalEntryNotFoundError as error:
         raise CheckpointNotFoundError(
-            f"{source}: not in the local hub cache ({huggingface_hub.constants.HF_HUB_CACHE}), and {where} "
+            f"{missing} ({huggingface_hub.constants.HF_HUB_CACHE}), and {where} "
             "cannot be reached from here; fetch it where there is a network (hf download "
             f"{identifier}), and copy the cache or name the directory"
         ) from error
     except GatedRepoError as error:
         raise CheckpointNotFoundError(
-            f"{source}: {where} gives it only to those who have accepted its licence; accept it on the "
+            f"{missing}, and {where} gives it only to those who have accepted its licence; accept it on the "
             "model's page, and log in with hf auth login"
         ) from error
     except HfHubHTTPError as error:
         told = str(error).strip().splitlines()
         raise CheckpointNotFoundError(
-            f"{source}: {where} does not give this model ({told[0] if told else type(error).__name__}); look "
-            "for a mistake in its name, or log in with hf auth login where it is private"
+            f"{missing}, and {where} does not give this model ({told[0] if told else type(error).__name__}); "
+            "look for a mistake in its name, or log in with hf auth login where it is private"
         ) from error
+
+
+def _snapshot(identifier: str, revision: str) -> Path:
+    """The directory of the cache with what a load needs of a model, fetched as far as it is not there."""
+    import huggingface_hub
+
+    def fetch(patterns: Sequence[str], commit: str) -> Path:
+        return Path(
+            huggingface_hub.snapshot_download(identifier, revision=commit or None, allow_patterns=[*patterns])
+        )
+
+    # What is beside the weights first, with the index that names them. From then on that commit: the name of
+    # a branch may mean another one by the next request.
+    path = fetch(SETTINGS, revision)
+    for name in () if (path / PIPELINE_INDEX).exists() else STANDARD_NAMES:
+        if (path / name).exists():  # an index
+            return fetch(shards_of(path / name), path.name)
+        if not name.endswith(INDEX_SUFFIX) and (fetch([name], path.name) / name).exists():
+            return path
+    for kinds in _WEIGHTS:
+        fetch(kinds, path.name)
+        if any(next(path.rglob(kind), None) for kind in kinds):
+            break
+    return path
 
 
 def _is_snapshot(path: Path) -> bool:
@@ -164,10 +229,14 @@ def read_config(root: str | os.PathLike[str]) -> JsonObject | None:
     return None if path is None else read_json(path, "configuration", MAX_CONFIG_BYTES, repeated=True)
 
 
+#: How names of files end; a repository of the hub may be named so, and is not.
+_FILES = (SUFFIX, ".bin", ".pt", ".pth", ".ckpt", ".json")
+
+
 def _may_be_hub_id(name: str) -> bool:
     identifier = name.partition("@")[0]
     parts = identifier.split("/")
-    return len(parts) <= 2 and all(parts) and not name.startswith((".", "~")) and not name.endswith(SUFFIX)
+    return len(parts) <= 2 and all(parts) and not name.startswith((".", "~")) and not name.endswith(_FILES)
 
 
 def _cached_snapshot(name: str, looked_for: Path) -> Path:
@@ -180,15 +249,17 @@ def _cached_snapshot(name: str, looked_for: Path) -> Path:
             huggingface_hub.snapshot_download(identifier, revision=revision or None, local_files_only=True)
         )
     except HFValidationError as error:
-        raise CheckpointNotFoundError(f"{looked_for}: there is no such file or directory") from error
+        raise CheckpointNotFoundError(
+            f"{looked_for}: there is no such file or directory{_like(looked_for)}"
+        ) from error
     except LocalEntryNotFoundError as error:
         # A snapshot can lack files that no load needs; which ones are needed, its index says.
         if (incomplete := getattr(error, "snapshot_path", None)) is not None:
             return Path(incomplete)
         wanted = identifier + (f" --revision {revision}" if revision else "")
         raise CheckpointNotFoundError(
-            f"{name}: no file or directory {looked_for}, and no such model in the local hub cache "
-            f"({huggingface_hub.constants.HF_HUB_CACHE}); fetch it first: hf download {wanted}, "
+            f"{name}: no file or directory {looked_for}{_like(looked_for)}, and no such model in the local "
+            f"hub cache ({huggingface_hub.constants.HF_HUB_CACHE}); fetch it first: hf download {wanted}, "
             "or with --download, which inspect, plan, load, train and cache take"
         ) from error
 

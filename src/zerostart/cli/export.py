@@ -43,12 +43,18 @@ def command(
         str | None,
         typer.Option(metavar="REPO", help="Upload OUT to the hub with a model card, as in me/my-model."),
     ] = None,
+    private: Annotated[
+        bool | None,
+        typer.Option("--private", help="With --push-to-hub: a private repository.", show_default=False),
+    ] = None,
     max_shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Most bytes of one file.")] = "5GB",
 ) -> None:
     """Write a training checkpoint as an ordinary model directory.
 
     One process does it, in bounded memory: RUN may be larger than the machine's.
     """
+    if private and push_to_hub is None:
+        raise typer.BadParameter("--private is of --push-to-hub, which was not given")
     import torch
     from rich.filesize import decimal
 
@@ -69,4 +75,5 @@ def command(
         from zerostart.distributed.world import current_world
         from zerostart.state.saving.hub import push
 
-        typer.echo(f"pushed to {push(out, push_to_hub, str(Path(run).absolute()), {}, current_world())}")
+        root = str(Path(run).absolute())
+        typer.echo(f"pushed to {push(out, push_to_hub, root, {}, current_world(), private)}")

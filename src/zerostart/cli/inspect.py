@@ -37,9 +37,11 @@ def inspect(
     """
     from zerostart.checkpoint.formats.pipeline import components
     from zerostart.checkpoint.source import open_catalog, read_config, resolve_source
+    from zerostart.checkpoint.storage import scheme_of
 
-    path = resolve_source(fetched(source, download))
-    found = components(path) if path.is_dir() else None
+    source = fetched(source, download)
+    path = None if scheme_of(source) else resolve_source(source)
+    found = components(path) if path is not None and path.is_dir() else None
     if found is not None:
         described = [_describe(component) for component in found]
         if as_json:
@@ -48,7 +50,7 @@ def inspect(
             _print_components(str(path), described)
         return
     catalog = open_catalog(source)
-    config = read_config(catalog.root) or {}
+    config = read_config(catalog.root) or {} if catalog.root else {}
     if as_json:
         print(dump_json(_document(catalog, config), indent=1))
     else:
@@ -79,8 +81,7 @@ def _by_dtype(catalog: Catalog) -> dict[str, dict[str, int]]:
 
 
 def _names(catalog: Catalog) -> list[str]:
-    root = Path(catalog.root)
-    return [str(Path(file).relative_to(root)) for file in catalog.files]
+    return [file.removeprefix(catalog.place).lstrip("/") for file in catalog.files]
 
 
 def _document(catalog: Catalog, config: dict[str, Any]) -> dict[str, Any]:
@@ -88,7 +89,7 @@ def _document(catalog: Catalog, config: dict[str, Any]) -> dict[str, Any]:
     entries = list(catalog.weights.values())
     largest = _largest(catalog, 1)
     return {
-        "root": catalog.root,
+        "root": catalog.place,
         "files": names,
         "file_bytes": list(catalog.sizes),
         "tensor_count": len(entries),
@@ -125,7 +126,7 @@ def _print_summary(catalog: Catalog, config: dict[str, object]) -> None:
     console = Console()
     facts = Table.grid(padding=(0, 2))
     rows = {
-        "checkpoint": catalog.root,
+        "checkpoint": catalog.place,
         "architecture": ", ".join(_architectures(config)) or "not stated",
         "files": f"{len(catalog.files):,}",
         "tensors": f"{len(catalog.weights):,}",
@@ -150,7 +151,7 @@ def _print_summary(catalog: Catalog, config: dict[str, object]) -> None:
 
 
 def readable(count: int) -> str:
-    """Bytes in decimal units, as the hub and ``--max-shard-size`` count them."""
+    """Format bytes in decimal units, as the hub and ``--max-shard-size`` count them."""
     from rich.filesize import decimal
 
     return decimal(count)
@@ -170,7 +171,7 @@ def _describe(component: Component) -> dict[str, object]:
     return {
         "name": component.name,
         "class": component.kind,
-        "root": catalog.root,
+        "root": catalog.place,
         "files": len(catalog.files),
         "tensor_count": len(catalog.weights),
         "parameters": sum(entry.numel for entry in catalog.weights.values()),

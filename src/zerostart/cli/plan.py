@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import gc
 import os
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -46,7 +47,8 @@ def command(
     fetched(source, download)
     # A process that plans and ends: nothing in it is worth collecting, not even on its way out.
     atexit.register(gc.freeze)
-    with uncollected():
+    # What other libraries print while they are asked is no part of what this command prints.
+    with uncollected(), contextlib.redirect_stdout(sys.stderr):
         made = zerostart.plan(source, world_size, rank=rank, **values_of(given))
     if html is not None:
         from zerostart.loading.forecast.page import page_of

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
+from zerostart.cli.once import show_warnings_once
 from zerostart.cli.options import takes, values_of
 from zerostart.errors import ConfigError
 from zerostart.loading.arguments import EnabledArguments, options
@@ -61,6 +62,7 @@ def command(
         raise typer.BadParameter(str(error)) from error
     _point_out(found)
     # Before the script is even read: what it imports is to find the libraries as they are taken over.
+    show_warnings_once()
     enable(EnabledArguments(**values_of(given), progress=progress, fp32_masters=fp32_masters))
     _watch()
     pending.append(found)
@@ -135,7 +137,7 @@ class Script:
             raise ConfigError(f"{self.name} has no __main__.py; name the script in it")
 
     def run(self) -> NoReturn:
-        """Run it, and end the process as ``python`` would."""
+        """Run the script, and end the process as ``python`` would."""
         # In place: whoever has imported the list sees the script's arguments.
         sys.argv[:] = [self.name, *self.arguments]
         held = None if self.module else self._held()

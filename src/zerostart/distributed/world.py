@@ -14,11 +14,12 @@ import contextlib
 import hashlib
 import os
 import pickle
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,6 +32,7 @@ from zerostart.distributed.failures import (
     report_of,
     restored,
 )
+from zerostart.distributed.last_messages import remember
 from zerostart.distributed.network import explained, network_view, tell_file_limit, unreachable
 from zerostart.distributed.roll_call import RollCall
 from zerostart.errors import ConfigError, PeerError
@@ -193,6 +195,37 @@ def _call(during: str) -> str:
     return f"'{during}' ({outer[0]})" if outer and outer[0] != during else f"'{during}'"
 
 
+#: Seconds between two meetings of ranks that wait for the long work of one.
+_BEAT = 1.0
+
+
+class _Work(Generic[T]):
+    """A call in a thread of its own, which keeps no process from ending."""
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._made: list[T] = []
+        self._failed: list[BaseException] = []
+        self._thread = threading.Thread(target=self._run, args=(make,), daemon=True)
+        self._thread.start()
+
+    def _run(self, make: Callable[[], T]) -> None:
+        try:
+            self._made.append(make())
+        except BaseException as error:
+            self._failed.append(error)
+
+    def ended_within(self, seconds: float) -> bool:
+        """Whether it has ended after so many seconds at most."""
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    def result(self) -> T:
+        """What it gave; raises what it failed with."""
+        if self._failed:
+            raise self._failed[0]
+        return self._made[0]
+
+
 @dataclass(frozen=True)
 class World:
     """Rank, size, and the group over which small messages go (None for a single process)."""
@@ -240,6 +273,22 @@ class World:
         signals.deliver()
         value: T = made  # type: ignore[assignment]  # every rank has it now
         return value
+
+    def broadcast_slow(self, make: Callable[[], T], during: str, source: int = 0) -> T:
+        """As ``broadcast_object``, for what may take longer than ranks wait for each other.
+
+        They meet every second meanwhile, so that no collective comes to its time-out; ``make`` runs in a
+        thread of its own, and meets nobody. Raises what ``all_gather_object`` raises.
+        """
+        if self.size == 1:
+            return self.broadcast_object(make, during, source)
+        with self.phase(during):
+            work, ended = _Work(make) if self.rank == source else None, False
+            while not ended:
+                told = int(work is not None and work.ended_within(_BEAT))
+                # The other ranks wait in here, for as long as the source does.
+                ended = bool(self.all_reduce_sum(torch.tensor([told], device="cpu"), during)[0])
+            return self.broadcast_object(make if work is None else work.result, during, source)
 
     def all_reduce_sum(self, values: torch.Tensor, during: str) -> torch.Tensor:
         """The sum over all ranks of a 1-D CPU tensor of integers, of one length on all, on every rank.
@@ -414,6 +463,7 @@ class World:
                 work.wait()
             else:
                 calls.finish(work, at, lambda who: str(self._lost_at(at, who)))
+            remember(arguments)
         except PeerError:
             raise
         except RuntimeError as error:

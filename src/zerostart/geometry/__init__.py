@@ -17,6 +17,7 @@ from zerostart.geometry.pieces import (
     whole,
 )
 from zerostart.geometry.regions import Region, block_regions, regions, split_loop, split_region
+from zerostart.geometry.strided import View, view_within, without
 
 __all__ = [
     "Box",
@@ -26,6 +27,7 @@ __all__ = [
     "Loop",
     "Piece",
     "Region",
+    "View",
     "block_regions",
     "broadcast",
     "concatenate",
@@ -47,5 +49,7 @@ __all__ = [
     "split_loop",
     "split_region",
     "stack",
+    "view_within",
     "whole",
+    "without",
 ]

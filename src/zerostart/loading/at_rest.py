@@ -15,7 +15,7 @@ from zerostart.geometry.layout import Layout, LocalBox, replicated
 from zerostart.recipe import Recipe
 from zerostart.recipe.computed import leaves_of
 from zerostart.transfer import Arena, Progress, Tuning, execute, page_locked
-from zerostart.transfer.planning import Destination, Plan, PlanOptions, join
+from zerostart.transfer.planning import Destination, Plan, join
 
 _PURPOSE = (
     "and layers of the model are read from it as they are needed; keep it as it is while the model is used, "
@@ -83,7 +83,7 @@ class InFiles(AtRest):
                 )
                 for name, layout, to in wanted
             ],
-            PlanOptions(self._tuning.chunk_size),
+            self._tuning.options(),
         )
 
     def _run(self, plan: Plan, storages: list[torch.Tensor]) -> None:

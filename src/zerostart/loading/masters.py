@@ -22,7 +22,7 @@ from zerostart.recipe import Computed, Recipe, torch_dtype
 from zerostart.recipe.computed import leaves_of
 from zerostart.transfer import Progress, Tuning
 from zerostart.transfer.collective import execute_together
-from zerostart.transfer.planning import Destination, PlanOptions, join
+from zerostart.transfer.planning import Destination, join
 
 _PURPOSE = (
     "and fp32 masters are to be read from it when the engine starts; keep it as it is until then, or load "
@@ -76,7 +76,7 @@ class Masters:
             catalog = self._checked()
             wanted = list(shares)
             destined = [self._destined(*item) for item in wanted]
-            plan = join(catalog, destined, PlanOptions(self._tuning.chunk_size))
+            plan = join(catalog, destined, self._tuning.options())
             # An error in planning is told here: the transfer below is collective, and a rank that has failed
             # would be waited for.
             world.raise_together(None, "finding what fp32 masters are read from")

@@ -23,7 +23,7 @@ from zerostart.loading.request import Request
 from zerostart.loading.window import Division, Unit, Window, divide
 from zerostart.models import Origins
 from zerostart.recipe import Recipe
-from zerostart.transfer.planning import PlanOptions, join
+from zerostart.transfer.planning import join
 from zerostart.upstream.torch.wrapper import make_wrapper
 
 #: Most bytes of staging while a layer is read, beside the window.
@@ -111,7 +111,7 @@ def _load_buffers(prepared: Prepared, device: torch.device, request: Request) ->
     prepared.aliases.join(list(prepared.recipes.by_name))
     prepared.aliases.follow(prepared.built.model)
     tuning = _tuning(prepared, device, request)
-    plan = join(prepared.catalog, destinations.wanted(), PlanOptions(tuning.chunk_size))
+    plan = join(prepared.catalog, destinations.wanted(), tuning.options())
     # Each rank reads all of them for itself: no strategy, and nobody to wait for.
     if plan.reads or plan.computations:
         destinations.read(plan, tuning, None, False, joined_world())

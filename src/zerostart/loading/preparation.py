@@ -53,15 +53,17 @@ def prepare(
     strict: bool,
     importing: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
     take_values: bool = False,
+    fetch: bool = False,
 ) -> Prepared:
     """The start of a load for ``engine``; collective over ``world``, which is one process in a plan.
 
     Libraries that the model needs are imported inside ``importing()``. A module with values, where there is
-    no source, is emptied if ``take_values``, and else an error. Raises CoverageError where ``strict`` and a
+    no source, is emptied if ``take_values``, and else an error. With
+    ``fetch`` a hub id may be downloaded. Raises CoverageError where ``strict`` and a
     name is missing or too much, and every error that can be told before weights are read.
     """
     with clock.phase("plan"):
-        catalog = source_or_none(request.source, world, request.model)
+        catalog = source_or_none(request.source, world, request.model, fetch)
     if catalog is None:
         return start(request, engine, world, clock, importing, take_values)
     with clock.phase("build"), world.phase("building the model"):
@@ -81,7 +83,12 @@ def prepare(
             recipes = replace(recipes, coverage=replace(recipes.coverage, mismatched={}))
         # Collective where a checkpoint has both ends of a tie: all ranks compare, each a share of the values.
         coverage = models.tie_names(built, recipes, equal_in(catalog, world))
-        coverage.check(described(request.source, catalog), type(built.model).__name__, strict)
+        coverage.check(
+            described(request.source, catalog),
+            type(built.model).__name__,
+            strict,
+            request.converter is not None,
+        )
         origins = models.resolve_origins(built, recipes, aliases)
     return Prepared(
         engine,

@@ -28,7 +28,7 @@ from zerostart.recipe import Recipe
 from zerostart.transfer import PeakMeter, Tuning
 from zerostart.transfer.buffers import release_locked
 from zerostart.transfer.collective import ReadDemand, TransferStats, agree_on_strategy
-from zerostart.transfer.planning import PlanOptions, join
+from zerostart.transfer.planning import join
 from zerostart.upstream.torch.stepped import watch_model
 
 
@@ -69,6 +69,8 @@ class _Load:
 
     #: Whether the values of a module that exists may be moved into its shards.
     takes_values = True
+    #: Whether a hub id that is not in the cache is fetched.
+    fetches = True
 
     def __init__(self, world: World, job: World) -> None:
         self.world = world
@@ -89,7 +91,14 @@ class _Load:
                     engine = self.resolve_engine(request)
                 # 1. Catalog, model on meta, recipes, origins: the same on every rank; no shard has memory.
                 prepared = prepare(
-                    request, engine, world, clock, request.strict, self.meter.paused, self.takes_values
+                    request,
+                    engine,
+                    world,
+                    clock,
+                    request.strict,
+                    self.meter.paused,
+                    self.takes_values,
+                    self.fetches,
                 )
                 # Up to the first read the caller's module can be had back; from then on its tensors are freed
                 # as they go.
@@ -185,7 +194,7 @@ class _Load:
         with clock.phase("plan"), world.phase("planning"):
             # 1. Own slices alone, by which a rank tells what it would read and how much.
             wanted = destinations.wanted()
-            plan = join(prepared.catalog, wanted, PlanOptions(tuning.chunk_size))
+            plan = join(prepared.catalog, wanted, tuning.options())
             own = ReadDemand.of(plan, tuning, request.exchange_of_reads(prepared.engine))
         with clock.phase("plan"):
             # 2. Collective, outside of a phase: it is itself what ranks meet in.
@@ -194,7 +203,7 @@ class _Load:
                 with world.phase("planning"):
                     # 3. Again, in chunks that fit the buffers of an exchange, which all ranks have in one
                     # size.
-                    plan = join(prepared.catalog, wanted, PlanOptions(strategy.chunk_size))
+                    plan = join(prepared.catalog, wanted, tuning.options(strategy.chunk_size))
         with clock.phase("read"), world.phase("reading"):
             shown = request.progress and world.rank == 0
             if prepared.values is None:
@@ -264,6 +273,7 @@ class _Rehearsal(_Load):
     """One process does what one rank of ``job`` does: it agrees with itself alone, and has no engine."""
 
     takes_values = False
+    fetches = False
 
     def resolve_engine(self, request: Request) -> Engine:
         """The engine whose layout is followed; it need not be installed. Raises ConfigError, too."""

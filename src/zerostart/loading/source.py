@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,18 @@ from torch import nn
 from zerostart import models
 from zerostart.checkpoint.catalog import Catalog
 from zerostart.checkpoint.memory import memory_catalog, signature
+from zerostart.checkpoint.settings import settings_here
 from zerostart.checkpoint.source import (
     Files,
+    fetch_as,
     open_catalog,
+    present,
     samples_of,
     seen_here,
     states_here,
     states_of,
 )
+from zerostart.checkpoint.storage.files import FileState
 from zerostart.distributed.machine import files_view
 from zerostart.distributed.world import World
 from zerostart.errors import ConfigError, ReadError
@@ -33,11 +38,12 @@ def open_source(source: object, world: World, model: object = None) -> Catalog:
     return catalog
 
 
-def source_or_none(source: Any, world: World, model: object = None) -> Catalog | None:
+def source_or_none(source: Any, world: World, model: object = None, fetch: bool = False) -> Catalog | None:
     """The catalog of ``source``, None where every rank passes None; collective.
 
     A path or hub id is the same on every rank, and rank 0 parses the headers for all; of a pipeline it is the
-    component of the class of ``model``; a catalog is one that all ranks have. A mapping of tensors is held by
+    component of the class of ``model``, and with ``fetch`` each machine fetches a hub id that is not in its
+    cache; a catalog is one that all ranks have. A mapping of tensors is held by
     every rank, or by some while the others pass None. Raises ConfigError on every rank otherwise, and
     ReadError where machines have copies of the files that differ.
     """
@@ -53,7 +59,8 @@ def source_or_none(source: Any, world: World, model: object = None) -> Catalog |
     holders = _holders(kinds)
     if not holders:
         catalog = world.broadcast_object(
-            lambda: open_catalog(source, _classes(model)), "reading the checkpoint's headers"
+            lambda: open_catalog(present(source) if fetch else source, _classes(model)),
+            "reading the checkpoint's headers",
         )
         return _as_seen_here(catalog, [view for _, view in told], world)
     # Now it is a mapping, on some ranks; a rank that passes None has no catalog until it gets the first
@@ -84,16 +91,37 @@ def _as_seen_here(catalog: Catalog, views: Sequence[str], world: World) -> Catal
     """
     # The first rank with the same view, so that every machine asks once.
     first = views.index(views[world.rank])
+    if catalog.storage.folder and catalog.root and len(set(views)) > 1:
+        return replace(catalog, root=_settings_here(catalog, first, world))
     known = states_of(catalog)
     if len(set(views)) == 1 or not known:
         return catalog
     # One rank of each machine asks the file system; an empty answer says that all is as rank 0 has seen it.
-    own = states_here(catalog) if world.rank == first else ()
+    own: tuple[FileState, ...] = ()
+    if world.rank == first:
+        fetch_as(catalog.root, catalog.files)
+        own = states_here(catalog)
     told = world.all_gather_object(own if own != known else (), "looking at the files")
     copied = {n for states in told for n, state in enumerate(states) if state != known[n]}
     if copied:
         _compare_copies(catalog, copied, world, asked=world.rank == first)
     return seen_here(catalog, told[first] or known, copied)
+
+
+def _settings_here(catalog: Catalog, first: int, world: World) -> str:
+    """The directory on this machine with what lies at a URL beside the weights; collective."""
+    doing = "fetching the files beside the weights"
+    own = ""
+    with world.phase(doing):
+        if world.rank == first:
+            own = settings_here(catalog.storage.directory())
+            # Called by what is in it.
+            if Path(own).name != Path(catalog.root).name:
+                raise ReadError(
+                    f"{catalog.place}: the files beside the weights were changed while the checkpoint was "
+                    "opened; load again when nobody writes to it"
+                )
+    return world.all_gather_object(own, doing)[first]
 
 
 def _compare_copies(catalog: Catalog, copied: set[int], world: World, asked: bool) -> None:

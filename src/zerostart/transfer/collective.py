@@ -61,6 +61,8 @@ class ReadDemand:
     machine: str
     #: The caller's argument; None leaves it to be chosen.
     exchange: bool | None
+    #: Whether a machine's page cache serves its ranks.
+    cached: bool = True
 
     @classmethod
     def of(cls, plan: Plan, tuning: Tuning, exchange: bool | None, machine: str | None = None) -> ReadDemand:
@@ -73,9 +75,10 @@ class ReadDemand:
                 got += read.nbytes
                 requests += 1
             else:
-                got += Rows(read.rows, read.nbytes // read.rows, read.stride).fetched
+                got += Rows(read.rows, read.nbytes // read.rows, read.stride).fetched(plan.storage.gap)
                 requests += pieces_within(read, chunk or read.nbytes)
-        return cls(nbytes, got, requests, chunk, tuning.rates, machine or machine_name(), exchange)
+        where = machine or machine_name()
+        return cls(nbytes, got, requests, chunk, tuning.rates, where, exchange, plan.storage.cached)
 
 
 def agree_on_strategy(own: ReadDemand, plan: Plan, world: World) -> ReadStrategy | None:
@@ -107,6 +110,7 @@ def chosen(wants: Sequence[ReadDemand], stored: int) -> ReadStrategy | None:
         machines=len({want.machine for want in wants}),
         chunk=chunk,
         fetched=got,
+        cached=wants[0].cached,
     )
     # No byte is wanted twice: to exchange would only add messages.
     if exchange is None and got <= traffic.differ:

@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 
 from rich.filesize import decimal
 
-from zerostart.checkpoint.storage import Reader, Storage
+from zerostart.checkpoint.storage import Reader, RequestCost, Storage
 from zerostart.checkpoint.storage.direct import BOUNCE_BYTES
 from zerostart.distributed.machine import available_memory, cores, cores_of_node, local_ranks
 from zerostart.transfer.buffers import rounds_up
-from zerostart.transfer.planning import Plan, Rates
+from zerostart.transfer.planning import Plan, PlanOptions, Rates
 
 MiB = 1 << 20
 #: A chunk has to hold at least one element of any type, and a useful number of them.
@@ -29,8 +29,15 @@ RING = 48 * MiB
 DISK_DEPTH, NETWORK_DEPTH = 16, 32
 #: Chunks that an exchange takes beside one thread's staging: two extents of two chunks, a message of two.
 EXCHANGE_CHUNKS = 6
+#: Requests to a store that a rank has in flight, at least and at most.
+LEAST_DEPTH, MOST_DEPTH = 4, 16
 #: Bytes a second that a network file system is taken to give to all its clients together.
 NETWORK_RATE = 10e9
+#: Most bytes of a rank's buffers for a store: what is in flight there is what hides its latency.
+STORE_RING = 128 * MiB
+#: What is read of a store beyond what is wanted: a share of each run, which is paid for in bytes; and runs so
+#: short that a request costs more than all of it.
+STORE_GAP_SHARE, STORE_GAP_FLOOR = 0.02, 64 << 10
 #: Least bytes that a machine's ranks read together for that to go round the page cache: less is better kept
 #: there for the next start.
 LEAST_DIRECT = 2 << 30
@@ -64,11 +71,22 @@ class Tuning:
     limit: int = RING
     #: How many ranks read on this machine.
     ranks: int = 1
+    #: Bytes that the storage's own reader takes for each thread.
+    buffer: int = 0
+    #: What a request to the storage takes; None where reads are no requests.
+    cost: RequestCost | None = None
 
     @property
     def ring_bytes(self) -> int:
         """Most host memory that reading takes beside the destinations, with own slices."""
-        return self.threads * (self.depth * self.chunk_size + BOUNCE_BYTES * self.direct)
+        return self.threads * (self.depth * self.chunk_size + self.buffer + BOUNCE_BYTES * self.direct)
+
+    def options(self, chunk_size: int | None = None) -> PlanOptions:
+        """How reads are cut and merged, in chunks of another size where ranks read for each other."""
+        chunk = self.chunk_size if chunk_size is None else chunk_size
+        if self.cost is None:
+            return PlanOptions(chunk)
+        return PlanOptions(chunk, STORE_GAP_SHARE, min(STORE_GAP_FLOOR, self.cost.gap))
 
     @property
     def exchange_chunk(self) -> int:
@@ -89,6 +107,10 @@ class Tuning:
         """What the storage is taken to give, for choosing between own slices and reading once."""
         if not self.cold:
             return Rates(link=math.inf)
+        if self.cost is not None:
+            # Each request's share of its time is latency.
+            stream = self.chunk_size / (self.cost.latency + self.chunk_size / self.cost.rate)
+            return Rates(shared=math.inf, link=stream * self.threads * self.ranks)
         return Rates(shared=NETWORK_RATE) if self.remote else Rates()
 
     def reader(self, plan: Plan) -> Reader:
@@ -134,6 +156,9 @@ def tune(
     else:
         # 2. Cold: the queue of the disk or the network file system is shared by the ranks of the machine.
         threads = max(4, min(8, (NETWORK_DEPTH if found.remote else DISK_DEPTH) // ranks))
+    if found.depth:
+        # 3. A store: as many requests as hide its latency, whatever the processors.
+        threads = max(LEAST_DEPTH, min(MOST_DEPTH, found.depth // ranks))
     tuning = Tuning(
         threads=threads,
         chunk_size=chunk_size or CHUNK,
@@ -144,6 +169,8 @@ def tune(
         resident=found.resident,
         remote=found.remote,
         ranks=ranks,
+        buffer=found.buffer,
+        cost=storage.cost,
     )
     tuning = _within(tuning, computes, memory_limit, chunk_size, ranks)
     if staged_on_device and rounds_up():  # so that nothing is added to a chunk
@@ -155,7 +182,8 @@ def _within(tuning: Tuning, computes: bool, limit: int | None, chunk_size: int |
     """The setting cut down until its buffers are within the limit."""
     # Without a limit an eighth of the free memory, shared by the machine's ranks, and never more than the
     # ring.
-    most = limit if limit is not None else min(RING, max(4 * MiB, available_memory() // 8 // ranks))
+    ring = RING if tuning.cost is None else STORE_RING
+    most = limit if limit is not None else min(ring, max(4 * MiB, available_memory() // 8 // ranks))
     threads, direct, chunk = tuning.threads, tuning.direct, tuning.chunk_size
     depth = tuning.depth if most >= (tuning.depth + computes) * MIN_CHUNK else 1
     chunks = depth + computes  # of each thread
@@ -163,7 +191,10 @@ def _within(tuning: Tuning, computes: bool, limit: int | None, chunk_size: int |
     # are given up first.
     if direct and most < threads * (BOUNCE_BYTES + chunks * MIN_CHUNK):
         direct = False
-    room = most - threads * BOUNCE_BYTES * direct
+    # A reader that has buffers of its own has them for each thread: half of the room at most is for them.
+    if tuning.buffer:
+        threads = max(1, min(threads, most // (2 * tuning.buffer)))
+    room = max(chunks * MIN_CHUNK, most - threads * (BOUNCE_BYTES * direct + tuning.buffer))
     if chunk_size is None:
         each = room // (threads * chunks)
         # Whole MiB where there are any; below one rather fewer threads.

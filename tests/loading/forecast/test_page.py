@@ -4,6 +4,8 @@ import base64
 import hashlib
 import json
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -117,6 +119,28 @@ def test_figures_are_those_of_the_json(checkpoints: TinyCheckpoints, tmp_path: P
     assert sum(int(many) for runs in cells for *_, many in runs) == np.count_nonzero(reads["bytes"])
     lengths = [f["nbytes"] for f in told["files"]]
     assert all(end <= length for end, length in zip(reads["end"], lengths * 4, strict=True))
+
+
+def test_json_is_all_that_the_command_prints(checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
+    """Also where it tries settings of which DeepSpeed warns, on the standard output; and what they change."""
+    page = tmp_path / "page.html"
+    words = [
+        checkpoints("qwen3_moe"),
+        "--world-size",
+        "8",
+        "--engine",
+        "deepspeed",
+        "--device-memory",
+        "100KB",
+    ]
+    command = [sys.executable, "-m", "zerostart", "plan", *map(str, words), "--json", "--html", str(page)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    told = json.loads(done.stdout)
+    alternatives = {one["change"]: one["fits"][0]["needed"] for one in told["alternatives"]}
+    assert "AutoTP" not in done.stderr, "of a setting that nobody has asked for"
+    needed = told["fits"][0]["needed"]
+    assert alternatives["expert_parallel=2"] < needed, "less is gathered"
+    assert "ranks that share experts or tensors hold as much as before" in page.read_text()
 
 
 def test_what_is_exchanged(checkpoints: TinyCheckpoints) -> None:

@@ -1,6 +1,9 @@
 """A saved model on its way to the hub: what huggingface_hub is to commit, and the card, as it reads it."""
 
+import glob
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +14,12 @@ from huggingface_hub import CommitOperationAdd, ModelCard
 
 import zerostart
 from tests.cli.running import running
+from tests.integrations.launching import tokenizer
+from tests.state.saving.hub_server import serving
 from tests.tiny import TinyCheckpoints
 from zerostart.distributed.world import World
 from zerostart.errors import WriteError
-from zerostart.state.saving.hub import push
+from zerostart.state.saving.hub import by_hand, push
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -99,6 +104,62 @@ def test_export_pushes_and_names_no_path_of_this_machine(
     assert str(tmp_path.parent) not in text
 
 
+def test_a_whole_run_pushes_what_it_has_saved(checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
+    """huggingface_hub's own client, over HTTP, on two ranks; the run's page and metrics stay here."""
+    text, out = tmp_path / "text.txt", tmp_path / "out"
+    text.write_text("w5 w6 w7 w8 w9 " * 100)
+    tokenizer(tmp_path / "tokenizer")
+    config = {
+        "model": {"source": str(checkpoints("qwen3"))},
+        "data": {"source": str(text), "tokenizer": str(tmp_path / "tokenizer"), "sequence_length": 16},
+        "task": {"name": "causal-lm"},
+        "engine": {"name": "fsdp2"},
+        "train": {"steps": 2, "batch_size": 2, "learning_rate": 1e-2},
+        "output": {"directory": str(out), "push_to_hub": "me/trained", "hub_private": True},
+    }
+    (tmp_path / "run.yaml").write_text(json.dumps(config))
+    command = [sys.executable, "-m", "zerostart", "train", "run.yaml", "--nproc", "2"]
+    with serving(slow=1.5) as hub:
+        told = hub.environment(tmp_path / "home")
+        done = subprocess.run(command, cwd=tmp_path, env=told, capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, done.stderr
+        assert f"pushed to {hub.endpoint}/me/trained" in done.stdout
+        pushed = hub.files["me/trained"]
+        assert pushed == {name: (out / name).read_bytes() for name in pushed}
+        left = {path.relative_to(out).as_posix() for path in out.rglob("*") if path.is_file()} - pushed.keys()
+        assert {"model.safetensors", "config.json", "README.md", "zerostart.json"} <= pushed.keys()
+        assert {"metrics.jsonl", "run.html"} <= left
+        assert not any(name.endswith((".safetensors", ".json")) for name in left), left
+        assert "| steps | 2 |" in pushed["README.md"].decode()
+        assert hub.private == {"me/trained": True}
+        # A mistake is told before anything is loaded, and nothing of that run is anywhere.
+        hub.private["me/trained"] = False
+        command += [f"output.directory={tmp_path / 'other'}"]
+        done = subprocess.run(command, cwd=tmp_path, env=told, capture_output=True, text=True, timeout=240)
+        assert done.returncode == 1
+        assert (
+            "output.push_to_hub: me/trained cannot be written to (me/trained is there and pub" in done.stderr
+        )
+        assert not list(tmp_path.glob("other/*"))
+
+
+def test_the_command_in_the_error_uploads_what_the_push_would(tmp_path: Path) -> None:
+    """The hub's own command, as a shell takes it."""
+    out = tmp_path / "out of a run"
+    out.mkdir()
+    names = ["config.json", *(f"model-{n:05d}-of-00003.safetensors" for n in (1, 2, 3)), "a [b].txt"]
+    for name in [*names, ".env", "run.html", "model-00001-of-00002.safetensors"]:
+        (out / name).write_text(name)
+    patterns = [glob.escape(name) for name in names]
+    line = by_hand(out, "me/mine", patterns, True)
+    assert line.count("--include") == 3
+    with serving() as hub:
+        told = hub.environment(tmp_path / "home")
+        subprocess.run(["sh", "-c", line], env=told, check=True, capture_output=True, timeout=120)
+        assert hub.files["me/mine"] == {name: name.encode() for name in names}
+        assert hub.private == {"me/mine": True}
+
+
 def test_what_the_hub_refuses_is_saved_all_the_same(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     model = zerostart.load(
         {"weight": torch.ones(2, 2)},
@@ -108,7 +169,7 @@ def test_what_the_hub_refuses_is_saved_all_the_same(monkeypatch: pytest.MonkeyPa
     )
     out = tmp_path / "out"
     with pytest.raises(
-        WriteError, match=r"out is saved, but not pushed to no/such/id: .*hf upload no/such/id"
+        WriteError, match=r"out is saved, but not pushed to no/such/id: .*hf upload no/such/id .* --include"
     ):
         zerostart.save(model, out, push_to_hub="no/such/id")  # which the client itself refuses
     zerostart.verify(out)

@@ -15,9 +15,9 @@ from pathlib import Path
 from zerostart.checkpoint.catalog import Catalog
 from zerostart.checkpoint.formats.base import CONFIG_NAME, Format, catalog_at
 from zerostart.checkpoint.strict_json import read_json
+from zerostart.checkpoint.usual_names import PIPELINE_INDEX
 from zerostart.errors import CheckpointError, printable
 
-PIPELINE_INDEX = "model_index.json"
 #: A component is an argument of the pipeline's constructor.
 NAME = re.compile(r"\w+")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
@@ -13,10 +13,20 @@ from zerostart.checkpoint.catalog import Catalog, TensorEntry
 from zerostart.checkpoint.formats.base import TRIES, Format
 from zerostart.checkpoint.formats.safetensors import read_header
 from zerostart.checkpoint.formats.torch_zip import NOTED_VERSIONS, read_torch_file
+from zerostart.checkpoint.settings import settings_here
 from zerostart.checkpoint.storage import Storage
 from zerostart.checkpoint.storage.files import FileState
 from zerostart.checkpoint.storage.local import LocalFiles
-from zerostart.checkpoint.strict_json import DAMAGED, OTHER_FORMATS, read_json, shown
+from zerostart.checkpoint.strict_json import (
+    DAMAGED,
+    MAX_JSON_BYTES,
+    OTHER_FORMATS,
+    JsonObject,
+    load_json,
+    read_json,
+    shown,
+)
+from zerostart.checkpoint.usual_names import STANDARD_NAMES
 from zerostart.errors import CheckpointError, CheckpointNotFoundError, ReadError
 
 SUFFIX = ".safetensors"
@@ -25,17 +35,6 @@ INDEX_SUFFIX = ".index.json"
 INDEX_NAME = re.compile(r"(?P<weights>.+\.(safetensors|bin))\.index(\.[\w-]+)?\.json")
 #: Suffixes of files that torch.save writes; an index is written for the first kind only.
 TORCH_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
-#: The names that transformers and diffusers look for, in their order: safetensors before torch files.
-STANDARD_NAMES = tuple(
-    f"{stem}{suffix}{index}"
-    for stem, suffix in (
-        ("model", SUFFIX),
-        ("diffusion_pytorch_model", SUFFIX),
-        ("pytorch_model", ".bin"),
-        ("diffusion_pytorch_model", ".bin"),
-    )
-    for index in ("", INDEX_SUFFIX)
-)
 #: What training leaves beside weights, by the names of transformers' Trainer and of accelerate.
 NO_WEIGHTS = (
     *("training_args.bin", "optimizer.pt", "scheduler.pt", "scaler.pt"),
@@ -84,14 +83,23 @@ def weights_in(directory: Path) -> Path:
     for name in STANDARD_NAMES:
         if (directory / name).exists():
             return directory / name
-    names = sorted(entry.name for entry in directory.iterdir() if entry.name not in NO_WEIGHTS)
+    return directory / weights_among([entry.name for entry in directory.iterdir()], str(directory))
+
+
+def weights_among(of_directory: Iterable[str], directory: str) -> str:
+    """The same of a directory with files of these names."""
+    every = set(of_directory)
+    for name in STANDARD_NAMES:
+        if name in every:
+            return name
+    names = sorted(every.difference(NO_WEIGHTS))
     indexes = {name: m["weights"] for name in names if (m := INDEX_NAME.fullmatch(name))}
     # Safetensors before torch's files; of each kind an index before single files.
     for suffix in (SUFFIX, TORCH_SUFFIXES):
         found = [name for name, weights in indexes.items() if weights.endswith(suffix)]
         found = found or [name for name in names if name.endswith(suffix)]
         if len(found) == 1:
-            return directory / found[0]
+            return found[0]
         if found:
             raise CheckpointError(
                 f"{directory}: holds several checkpoints "
@@ -112,7 +120,24 @@ def _other(name: str) -> str:
 
 
 def _open_index(index: Path) -> Catalog:
-    document = read_json(index, "index")
+    wanted = _listed(read_json(index, "index"), index)
+    names = sorted(set(wanted.values()))
+    for file in names:
+        if not (index.parent / file).exists():
+            raise CheckpointNotFoundError(
+                f"{index.parent / file}: this file of the checkpoint is missing, but {index.name} lists "
+                "it; download it again"
+            )
+    return catalog_of(index.parent, [index.parent / file for file in names], wanted, index)
+
+
+def shards_of(index: Path) -> list[str]:
+    """The files that an index lists, by their names in its directory. Raises CheckpointError."""
+    return sorted(set(_listed(read_json(index, "index"), index).values()))
+
+
+def _listed(document: JsonObject, index: Path | str) -> dict[str, str]:
+    """The file of each tensor by an index; the names lead to nowhere else than below it."""
     wanted = document.get("weight_map")
     if not isinstance(wanted, dict) or not wanted:
         raise CheckpointError(
@@ -124,17 +149,10 @@ def _open_index(index: Path) -> Catalog:
         if not isinstance(file, str) or file not in checked:
             _check_shard_name(index, name, file)
             checked.add(file)
-    names = sorted(set(wanted.values()))
-    for file in names:
-        if not (index.parent / file).exists():
-            raise CheckpointNotFoundError(
-                f"{index.parent / file}: this file of the checkpoint is missing, but {index.name} lists "
-                "it; download it again"
-            )
-    return catalog_of(index.parent, [index.parent / file for file in names], wanted, index)
+    return wanted
 
 
-def _check_shard_name(index: Path, name: str, file: object) -> None:
+def _check_shard_name(index: Path | str, name: str, file: object) -> None:
     """A shard has to lie below its index, by its name.
 
     By its name only: in the hub cache every shard is a link out of the directory, to a blob.
@@ -148,7 +166,7 @@ def _check_shard_name(index: Path, name: str, file: object) -> None:
             f"{index}: places tensor {shown(name)} in {shown(file)}, outside the checkpoint's "
             "directory; do not load this checkpoint"
         )
-    match = INDEX_NAME.fullmatch(index.name)
+    match = INDEX_NAME.fullmatch(PurePosixPath(index).name)
     suffix = PurePosixPath(match["weights"]).suffix if match else ""
     if not file.endswith(suffix):
         raise CheckpointError(
@@ -184,14 +202,37 @@ def catalog_of(
     paths = [str(file) for file in files]
     tensors, metadata, versions, states = _joined(paths)
     if wanted is not None and index is not None:
-        _check_index(index, wanted, files, tensors)
+        _check_index(index, wanted, [str(file.relative_to(index.parent)) for file in files], tensors)
     return Catalog(str(root), LocalFiles.known(paths, states), tensors, metadata, versions=versions)
 
 
 def storage_catalog(storage: Storage) -> Catalog:
-    """Parse the headers of all files of a storage that is reached by a URL."""
-    tensors, metadata, versions, _ = _joined(storage.files, storage)
-    return Catalog("", storage, tensors, metadata, versions=versions)
+    """Parse the headers of all files of a storage that is reached by a URL, or of the weights among them."""
+    if not storage.folder:
+        tensors, metadata, versions, _ = _joined(storage.files, storage)
+        return Catalog("", storage, tensors, metadata, versions=versions)
+    name = storage.asked or weights_among(storage.names(), storage.folder)
+    if suffix := _other(name):
+        raise CheckpointError(f"{storage.folder}/{name}: {OTHER_FORMATS[suffix]}")
+    wanted, index = None, f"{storage.folder}/{name}"
+    names = [name]
+    if INDEX_NAME.fullmatch(PurePosixPath(name).name):
+        wanted = _listed(_document(storage.named([name])), index)
+        names = sorted(set(wanted.values()))
+    weights = storage.named(names)
+    tensors, metadata, versions, _ = _joined(weights.files, weights)
+    if wanted is not None:
+        _check_index(index, wanted, names, tensors)
+    root = settings_here(storage)
+    return Catalog(root, weights.measured(), tensors, metadata, versions=versions)
+
+
+def _document(storage: Storage) -> JsonObject:
+    """The only file of a storage as a JSON object. Raises CheckpointError for a long one."""
+    with storage.opened(0) as (handle, size):
+        if size > MAX_JSON_BYTES:
+            raise CheckpointError(f"{storage.files[0]}: an index of {size} bytes is too long: {DAMAGED}")
+        return load_json(handle.read(size, 0), storage.files[0], "index", any_number=True)
 
 
 def _joined(
@@ -226,15 +267,19 @@ def read_files(
 
 
 def _check_index(
-    index: Path, wanted: dict[str, str], files: Sequence[Path], tensors: dict[str, TensorEntry]
+    index: Path | str, wanted: dict[str, str], files: Sequence[str], tensors: dict[str, TensorEntry]
 ) -> None:
-    number = {str(file.relative_to(index.parent)): position for position, file in enumerate(files)}
+    number = {str(PurePosixPath(file)): position for position, file in enumerate(files)}
     # Names in an index may be spelled otherwise (``./a.bin``); paths are compared in one spelling.
     spelled = {file: number[str(PurePosixPath(file))] for file in set(wanted.values())}
     for name, file in wanted.items():
         entry = tensors.get(name)
         if entry is None or entry.file != spelled[file]:
-            where = "no shard has it" if entry is None else f"{shown(files[entry.file].name)} has it"
+            where = (
+                "no shard has it"
+                if entry is None
+                else f"{shown(PurePosixPath(files[entry.file]).name)} has it"
+            )
             raise CheckpointError(
                 f"{index}: places tensor {shown(name)} in {shown(file)}, but {where}; files of different "
                 "checkpoints are mixed: download them again"

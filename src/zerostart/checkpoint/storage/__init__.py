@@ -1,6 +1,25 @@
-"""Where the bytes of a checkpoint lie, and how they are had: local files, memory, and what is registered."""
+"""Where the bytes of a checkpoint lie, and how they are had: files, memory, stores, and others."""
 
-from zerostart.checkpoint.storage.base import Reader, Residency, Rows, Storage, register_storage, storage_at
+from zerostart.checkpoint.storage.base import (
+    Reader,
+    RequestCost,
+    Residency,
+    Rows,
+    Storage,
+    register_storage,
+    scheme_of,
+    storage_at,
+)
 from zerostart.checkpoint.storage.local import LocalFiles
 
-__all__ = ["LocalFiles", "Reader", "Residency", "Rows", "Storage", "register_storage", "storage_at"]
+__all__ = [
+    "LocalFiles",
+    "Reader",
+    "RequestCost",
+    "Residency",
+    "Rows",
+    "Storage",
+    "register_storage",
+    "scheme_of",
+    "storage_at",
+]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
+import importlib.util
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -18,6 +20,8 @@ from zerostart.errors import ConfigError, ReadError
 #: A gap up to this many bytes is fetched from storage along with the rows, where a request costs more than
 #: the bytes (65 us a request against 2 GB/s on a virtual disk; see the cost model in the documentation).
 FETCHED_GAP = 128 << 10
+#: The same at most, of a store however far away it is.
+MOST_GAP = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,17 +37,16 @@ class Rows:
 
     @property
     def span(self) -> int:
-        """Bytes from the first to the last, both included."""
+        """Number of bytes from the first byte of the first row to the last byte of the last."""
         return (self.count - 1) * self.stride + self.width
 
-    @property
-    def fetched(self) -> int:
-        """Bytes that storage gives for the rows."""
-        return self.span if self.stride - self.width <= FETCHED_GAP else self.count * self.width
+    def fetched(self, gap: int = FETCHED_GAP) -> int:
+        """Bytes that are fetched for the rows; gaps of up to ``gap`` bytes cost less than a request."""
+        return self.span if self.stride - self.width <= gap else self.count * self.width
 
-    def extents(self) -> Iterator[tuple[int, int]]:
-        """``(start, bytes)`` of what is worth a request each."""
-        if self.stride - self.width <= FETCHED_GAP:
+    def extents(self, gap: int = FETCHED_GAP) -> Iterator[tuple[int, int]]:
+        """The ranges ``(start, bytes)`` that are fetched with one request each."""
+        if self.stride - self.width <= gap:
             yield 0, self.span
         else:
             for row in range(self.count):
@@ -51,7 +54,7 @@ class Rows:
 
 
 class Reader(ABC):
-    """What a plan's reads are made with. Several threads share one, and it is closed at the end."""
+    """Reads byte ranges of a storage for a load. Several threads share one; it is closed at the end."""
 
     def __enter__(self) -> Self:
         return self
@@ -84,20 +87,37 @@ class Reader(ABC):
         return  # not abstract: most have no use for it
 
     def note(self) -> str:
-        """How reading went, in a few words for a person."""
+        """Describe how reading went, in a few words for a person."""
         return ""
 
 
 class HeaderBytes(Protocol):
-    """One file, as the readers of formats want it."""
+    """One file of a storage, as the readers of headers want it."""
 
     def read(self, length: int, offset: int) -> bytes:
-        """``length`` bytes from ``offset`` on, fewer only at the end of the file; raises ReadError."""
+        """Read ``length`` bytes from ``offset`` on, fewer only at the end of the file; raises ReadError."""
         ...
 
 
 #: Opens the file of a name (and of a kind, in words) for its header: its bytes, and how many there are.
 Opener = Callable[[str, str], AbstractContextManager[tuple[HeaderBytes, int]]]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestCost:
+    """What a request to a store takes: seconds until its first byte, and bytes a second from then on.
+
+    ``measured``: of this store, when the checkpoint was opened; else they are what is usual for one.
+    """
+
+    latency: float
+    rate: float
+    measured: bool = False
+
+    @property
+    def gap(self) -> int:
+        """The bytes that come in the time of a further request: up to so many are rather read through."""
+        return max(FETCHED_GAP, min(MOST_GAP, int(self.latency * self.rate)))
 
 
 @dataclass(frozen=True)
@@ -112,6 +132,10 @@ class Residency:
     remote: bool = False
     #: Whether reads that go round the page cache may pay.
     direct: bool = False
+    #: Requests that a rank should have in flight; 0 leaves it to what suits a disk or a file system.
+    depth: int = 0
+    #: Bytes that a reader takes for each of its threads beside what it fills.
+    buffer: int = 0
 
 
 @dataclass(frozen=True)
@@ -124,11 +148,20 @@ class Storage(ABC):
     sizes: tuple[int, ...]
     #: What ``identity`` gave for each when it was opened; () where nobody has asked.
     identities: tuple[Hashable, ...] = field(default=(), compare=False, repr=False)
+    #: URL of the directory that the files lie in, where not all of them are the checkpoint: which are, the
+    #: rules for a local directory say, and ``named`` gives them.
+    folder: str = field(default="", kw_only=True)
+    #: The one of them that the source names; empty where it names the directory.
+    asked: str = field(default="", kw_only=True)
+    #: What a request takes; None where reads are no requests to a server.
+    cost: RequestCost | None = field(default=None, compare=False, repr=False, kw_only=True)
 
     #: Of URLs that lead to such a storage; for those that are registered.
     schemes: ClassVar[tuple[str, ...]] = ()
     #: Whether bytes that several ranks want may better be read by one of them and sent to the others.
     worth_exchanging: ClassVar[bool] = True
+    #: Whether what one rank of a machine has read comes from memory for the others (its page cache).
+    cached: ClassVar[bool] = True
 
     @classmethod
     def at(cls, source: str) -> Storage:
@@ -140,7 +173,7 @@ class Storage(ABC):
 
     @abstractmethod
     def reader(self, *, cold: bool = False, direct: bool = False) -> Reader:
-        """The reader of its bytes, on any rank that has them; a new one for each transfer.
+        """Make a reader of the bytes, on any rank that can read them; a new one for each load.
 
         ``cold`` and ``direct`` say how the transfer is to read, see ``Residency``. A storage for which they
         mean nothing leaves them alone.
@@ -148,13 +181,37 @@ class Storage(ABC):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are stored."""
+        """Total size of the files in bytes."""
         return sum(self.sizes)
 
     @property
     def name(self) -> str:
         """What to call it in messages, where the user gave no path or URL."""
         return self.files[0] if len(self.files) == 1 else f"{self.files[0]} and {len(self.files) - 1} more"
+
+    @property
+    def gap(self) -> int:
+        """A gap up to this many bytes is fetched along with the rows around it."""
+        return FETCHED_GAP if self.cost is None else self.cost.gap
+
+    def names(self) -> tuple[str, ...]:
+        """The names of the files in ``folder``."""
+        return tuple(file.removeprefix(f"{self.folder}/") for file in self.files)
+
+    def named(self, names: Sequence[str]) -> Storage:
+        """The files of these names in ``folder``, in this order, as they are now.
+
+        Raises CheckpointNotFoundError for one that is not there, ReadError if asking fails.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no directories")
+
+    def directory(self) -> Storage:
+        """All files of ``folder``, as they are now. Raises ReadError."""
+        raise NotImplementedError(f"{type(self).__name__} has no directories")
+
+    def measured(self) -> Storage:
+        """The same with ``cost``, as it is found to be by a few requests. Raises ReadError."""
+        return self
 
     def readers(self, world_size: int) -> Sequence[int]:
         """The ranks that can read by themselves; the first of them serves the others."""
@@ -172,7 +229,7 @@ class Storage(ABC):
         return self.sizes[file]
 
     def kept(self, used: Iterable[int] = ()) -> Storage:
-        """What to keep after the load in order to read the files ``used`` again.
+        """Return what has to be kept after the load to read the files ``used`` again.
 
         It keeps nothing alive and nothing open, and knows what those files are now.
         """
@@ -196,12 +253,12 @@ class Storage(ABC):
         return self
 
     def changed(self, before: Hashable, now: Hashable) -> str:
-        """In words, what became of a file whose identity was ``before``."""
+        """Say in words what happened to a file whose identity was ``before``."""
         return "was removed" if now is None else "was replaced or written to"
 
     @contextlib.contextmanager
     def opened(self, number: int) -> Iterator[tuple[HeaderBytes, int]]:
-        """File ``number`` for its header: its bytes, and how many there are."""
+        """Open file ``number`` to read its header: its bytes, and its size."""
         with self.reader() as reader:
             yield _Ranges(reader, number, self.sizes[number]), self.sizes[number]
 
@@ -219,6 +276,13 @@ class _Ranges:
         return bytes(buffer)
 
 
+#: Of zerostart's own: by scheme, where the class is. A storage that is registered goes before them.
+_OWN = dict.fromkeys(
+    ("s3", "s3a", "gs", "az", "azure", "adl", "abfs", "abfss", "http", "https"),
+    ("zerostart.checkpoint.storage.by_obstore", "ObstoreFiles"),
+)
+#: Whatever has no other and fsspec knows.
+_OTHERS = ("zerostart.checkpoint.storage.by_fsspec", "FsspecFiles")
 #: Entry points of other packages: a scheme, and the subclass of ``Storage``.
 GROUP = "zerostart.storages"
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*")
@@ -255,26 +319,43 @@ def register_storage(kind: type[Storage]) -> type[Storage]:
 def storage_at(source: object) -> Storage | None:
     """The storage that a URL leads to; None for no URL.
 
-    Raises ConfigError for an unknown scheme, and what ``Storage.at`` raises.
+    Raises ConfigError for an unknown scheme or one whose library is not installed, and what ``Storage.at``
+    raises.
     """
-    match = _URL.fullmatch(source) if isinstance(source, str) else None
-    if match is None:
+    scheme = scheme_of(source)
+    if not scheme or not isinstance(source, str):
         return None
-    scheme = match["scheme"].lower()
     if scheme in _registered:
         kind = _registered[scheme]
     elif scheme in _installed():
         # Imported only now: a package whose storage nobody uses costs nothing.
         kind = _installed()[scheme].load()
         _check_reached(kind)
+    elif scheme in _OWN or _fsspec_knows(scheme):
+        module, name = _OWN.get(scheme, _OTHERS)
+        kind = getattr(importlib.import_module(module), name)
     else:
-        known = sorted({*_registered, *_installed()})
+        known = sorted({*_registered, *_installed(), *_OWN})
         raise ConfigError(
             f"{source}: nothing reads {scheme}:// here; register a storage of that scheme "
-            "(zerostart.checkpoint.storage.register_storage)"
-            + (f", or use {', '.join(known)}" if known else ", or copy the checkpoint to a local directory")
+            "(zerostart.checkpoint.storage.register_storage), install the package with which fsspec does, or "
+            f"use {', '.join(known)}"
         )
-    return kind.at(match.string)
+    return kind.at(source)
+
+
+def scheme_of(source: object) -> str:
+    """The scheme of a URL in small letters; empty for what is none."""
+    match = _URL.fullmatch(source) if isinstance(source, str) else None
+    return "" if match is None else match["scheme"].lower()
+
+
+def _fsspec_knows(scheme: str) -> bool:
+    if importlib.util.find_spec("fsspec") is None:
+        return False
+    from fsspec.registry import known_implementations, registry
+
+    return scheme in known_implementations or scheme in registry
 
 
 def _package(module: str) -> str:

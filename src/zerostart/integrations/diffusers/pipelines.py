@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerostart.checkpoint.formats.pipeline import PIPELINE_INDEX, Component, components
+from zerostart.checkpoint.formats.pipeline import Component, components
 from zerostart.checkpoint.source import resolve_source
 from zerostart.checkpoint.strict_json import read_json
+from zerostart.checkpoint.usual_names import PIPELINE_INDEX
 from zerostart.distributed.world import default_device, joined_world
 from zerostart.errors import CheckpointError, ConfigError
 from zerostart.integrations.diffusers.synced import explain_waiting

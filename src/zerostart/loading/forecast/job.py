@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -97,9 +99,11 @@ def foresee(
     # Only then: each alternative is a forecast of its own.
     if not all(fit.fits for fit in fits):
         advised, alternatives = advice(model, engine, max(staged, default=0), optimizer, limits)
+    storage = subject.catalog.storage
+    stored = storage.nbytes if storage.cached else math.inf
     return replace(
         made,
-        ranks=timed(made.ranks, made.exchanged_bytes, made.world_size, subject.catalog.storage.nbytes, rates),
+        ranks=timed(made.ranks, made.exchanged_bytes, made.world_size, stored, rates),
         zero_stage=engine.zero_stage,
         tier=placed.residence,
         optimizer=optimizer.name,
@@ -230,12 +234,14 @@ def _attempted(
     """
     target = Target(limits.accelerator, changed.mesh.world_size)
     try:
-        changed.check()
-        changed.check_mesh()
-        parallelism = changed.parallelism(model)
-        placed = changed.placements(model, parallelism)
-        # Rank 0 stands for all.
-        shares = parameter_bytes_alone(model, placed, parallelism, [0])
+        # What an engine's library would say of a setting that nobody has asked for.
+        with _unlogged():
+            changed.check()
+            changed.check_mesh()
+            parallelism = changed.parallelism(model)
+            placed = changed.placements(model, parallelism)
+            # Rank 0 stands for all.
+            shares = parameter_bytes_alone(model, placed, parallelism, [0])
     # A change that no load can serve is no advice; it is listed without figures.
     except ZerostartError:
         return Alternative(" and ".join(words), ())
@@ -247,6 +253,17 @@ def _attempted(
         told = [*words, *([f"memory_limit={SMALL}"] if buffers < staged else [])]
         made.append(Alternative(" and ".join(told), fits))
     return next((other for other in made if other.fit), made[0])
+
+
+@contextmanager
+def _unlogged() -> Iterator[None]:
+    """Inside, no logger of this process says anything below an error."""
+    before = logging.root.manager.disable
+    logging.disable(max(before, logging.WARNING))
+    try:
+        yield
+    finally:
+        logging.disable(before)
 
 
 def _sizes(world_size: int) -> list[int]:

@@ -52,6 +52,12 @@ COMPONENTS = {
     "scratch": 10,
 }
 
+_SHARERS = (
+    "Where parameters are in shards, ranks that share experts or tensors hold as much as before: all ranks "
+    "divide every parameter in either case. They gather less of a module at a time, which lowers the first "
+    "step only while that module is the largest one, and by little beside buckets that are larger."
+)
+
 
 def page_of(made: WorldPlan, source: str) -> str:
     """The whole page of the plan of ``source``."""
@@ -106,6 +112,8 @@ def _alternatives(made: WorldPlan) -> Iterator[Markup]:
         rows.append((other.change, *(_share(fits.get(where)) for where in limits), "✓" if other.fit else "✗"))
     if rows:
         yield table("Each change with its own forecast", headings, rows, id="alternatives")
+    if any("_parallel=" in other.change for other in made.alternatives):
+        yield tag("p", _SHARERS, class_="note")
 
 
 def _share(fit: Fit | None) -> Markup:

@@ -27,7 +27,6 @@ from zerostart.transfer.planning import (
     Destination,
     ExchangeStep,
     Plan,
-    PlanOptions,
     Rates,
     ReadStrategy,
     Share,
@@ -91,7 +90,7 @@ def counts_of(
         origin = origins.parameters[name]
         if isinstance(origin, Recipe):
             shares.append(Share(origin, own.layouts, on_host or placed.homes[name] != DEVICE))
-    return count_reads(catalog, shares, ranks, PlanOptions(tuning.chunk_size), tuning.threads)
+    return count_reads(catalog, shares, ranks, tuning.options(), tuning.threads)
 
 
 @dataclass(frozen=True)
@@ -118,7 +117,8 @@ class Foreseen:
             made = replace(made, exchanged_bytes=(self.placed.gathered,) * len(made.ranks))
         if made.world_size == 1 or not self.catalog.storage.worth_exchanging or exchange is False:
             return made
-        if exchange is None and not (self.tuning.cold and made.world_size > RANKS_OF_A_MACHINE):
+        cached = self.catalog.storage.cached and made.world_size <= RANKS_OF_A_MACHINE
+        if exchange is None and (cached or not self.tuning.cold):
             return made  # one machine's page cache serves all its ranks
         # Planning every rank is what this saves: thousands of ranks would take minutes.
         if exchange is None and self._plainly_own(made):
@@ -204,7 +204,7 @@ class Foreseen:
                 )
         for recipe in self.origins.buffers.values():
             want(recipe, replicated(recipe.target.shape), self.on_host)
-        return join(self.catalog, wanted, PlanOptions(chunk_size))
+        return join(self.catalog, wanted, self.tuning.options(chunk_size))
 
 
 def _staging(memory: Mapping[str, Memory], more: int) -> dict[str, Memory]:
@@ -251,10 +251,12 @@ def timed(
     ranks: Sequence[RankForecast],
     received: Sequence[int],
     world_size: int,
-    stored: int,
+    stored: float,
     rates: Rates,
 ) -> tuple[RankForecast, ...]:
-    """``ranks`` with the seconds that each reads; ``stored``: bytes of the files."""
+    """``ranks`` with the seconds that each reads; ``stored``: bytes of the files, of which a
+    machine's page cache keeps each; infinite where there is none.
+    """
     local = min(world_size, RANKS_OF_A_MACHINE)
     # Of one machine: its page cache gives bytes that several of its ranks want only once from storage.
     wanted = sum(rank.read_bytes for rank in ranks) * local / max(1, len(ranks))

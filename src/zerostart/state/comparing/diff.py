@@ -29,7 +29,7 @@ from zerostart.checkpoint.formats.pipeline import components
 from zerostart.checkpoint.formats.saved_state import open_saved_state
 from zerostart.checkpoint.paths import expanded, wait_for
 from zerostart.checkpoint.source import open_catalog, resolve_source
-from zerostart.checkpoint.storage import Reader, storage_at
+from zerostart.checkpoint.storage import Reader, scheme_of
 from zerostart.checkpoint.strict_json import JsonObject
 from zerostart.checkpoint.write.shards import plan_shards
 from zerostart.distributed.machine import cores
@@ -396,7 +396,7 @@ def catalogs_at(source: str | os.PathLike[str], model_alone: bool) -> list[tuple
     A pipeline has one for each model, a training state one for each folder (``model_alone``: the model's).
     Raises what ``open_catalog`` does.
     """
-    if storage_at(source) is not None:
+    if scheme_of(source):
         return [("", open_catalog(source))]
     path = resolve_source(source)
     if path.is_dir() and is_state(path):

@@ -51,7 +51,7 @@ from zerostart.state.resuming.values import decoded, dtype_of
 from zerostart.state.saving.writing import agreed_place
 from zerostart.transfer import Progress, Tuning
 from zerostart.transfer.collective import execute_together
-from zerostart.transfer.planning import Destination, Plan, PlanOptions, join
+from zerostart.transfer.planning import Destination, Plan, join
 from zerostart.transfer.tuning import tune
 
 logger = logging.getLogger("zerostart")
@@ -319,7 +319,7 @@ def planned_reads(catalog: Catalog, wanted: Iterable[_Wanted]) -> tuple[Plan, li
         storages.append(storage)
         staged = staged or not direct
     tuning = tune(catalog.storage, staged)
-    return join(catalog, parts, PlanOptions(tuning.chunk_size)), storages, tuning
+    return join(catalog, parts, tuning.options()), storages, tuning
 
 
 def _masters(training: LiveTraining, saved: Saved) -> list[_Wanted]:

@@ -5,18 +5,19 @@ from __future__ import annotations
 import glob
 import os
 import re
-from collections.abc import Mapping
+import shlex
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zerostart.checkpoint.formats.pipeline import PIPELINE_INDEX
 from zerostart.checkpoint.manifest import HIDDEN, MARKER, documents
 from zerostart.checkpoint.strict_json import read_json
+from zerostart.checkpoint.usual_names import PIPELINE_INDEX
 from zerostart.distributed.world import World
 from zerostart.errors import ConfigError, WriteError
 
 if TYPE_CHECKING:
-    from huggingface_hub import ModelCard
+    from huggingface_hub import ModelCard, RepoUrl
 
 CARD = "README.md"
 #: How the hub's cache names the directory of a snapshot.
@@ -24,15 +25,21 @@ _SNAPSHOT = re.compile(r"models--(?P<id>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40}
 
 
 def push(
-    path: str | os.PathLike[str], repo_id: str, root: str, facts: Mapping[str, object], world: World
+    path: str | os.PathLike[str],
+    repo_id: str,
+    root: str,
+    facts: Mapping[str, object],
+    world: World,
+    private: bool | None = None,
 ) -> str:
     """Upload what was saved in ``path`` to ``repo_id`` of the hub, made if need be; gives its address.
 
     What else lies there stays here: it may be anybody's, and a secret.
 
     Collective: rank 0 does it. A card is written into ``path`` unless one is there: from what was trained
-    (``root``, the directory or the snapshot that it was loaded from), and ``facts`` by name. Raises
-    WriteError on every rank where the hub does not take it; the directory then stays as it is saved.
+    (``root``, the directory or the snapshot that it was loaded from), and ``facts`` by name. ``private`` is
+    as :func:`made_repository` has it. However long it takes, no collective of others comes to its time-out.
+    Raises WriteError on every rank where the hub does not take it; the directory then stays as it is saved.
     """
 
     def upload() -> str:
@@ -41,23 +48,48 @@ def push(
         card = Path(path) / CARD
         if not card.exists():
             model_card(Path(path), root, facts).save(card)
-        api = HfApi()
+        patterns = saved_files(Path(path))
         try:
-            made = api.create_repo(repo_id, exist_ok=True)
-            api.upload_folder(
+            made = made_repository(repo_id, private)
+            HfApi().upload_folder(
                 repo_id=made.repo_id,
                 folder_path=path,
-                allow_patterns=saved_files(Path(path)),
+                allow_patterns=patterns,
                 ignore_patterns=[f"{HIDDEN}/*", f"*/{HIDDEN}/*"],
             )
         except Exception as error:  # the hub's own, a network's, and mistakes in the name
             raise WriteError(
                 f"{os.fspath(path)} is saved, but not pushed to {repo_id}: {_reason(error)}; log in with "
-                f"hf auth login, and push it with hf upload {repo_id} {os.fspath(path)} (all that lies there)"
+                f"hf auth login, and push it with {by_hand(path, repo_id, patterns, private)}"
             ) from error
         return str(made)
 
-    return world.broadcast_object(upload, f"pushing to {repo_id}")
+    return world.broadcast_slow(upload, f"pushing to {repo_id}")
+
+
+def by_hand(path: str | os.PathLike[str], repo_id: str, patterns: Sequence[str], private: bool | None) -> str:
+    """The command that uploads what ``push`` does: the files of ``patterns``, and nothing beside them."""
+    # One pattern for all parts of a model, of which there may be hundreds.
+    told = dict.fromkeys(re.sub(r"-\d{5}(-of-\d{5})", r"-*\1", pattern) for pattern in patterns)
+    words = ["hf", "upload", repo_id, os.fspath(path), ".", *(["--private"] if private else [])]
+    return shlex.join([*words, *(word for pattern in told for word in ("--include", pattern))])
+
+
+def made_repository(repo_id: str, private: bool | None) -> RepoUrl:
+    """The repository ``repo_id`` of the hub, made unless it is there.
+
+    ``private``: a new one is that; None: what the account's settings say. Raises WriteError where one that is
+    to be private is there, and is public: then nothing may go there. Raises what the hub's client raises.
+    """
+    from huggingface_hub import HfApi
+
+    api = HfApi()
+    made = api.create_repo(repo_id, private=private, exist_ok=True)
+    if private and not api.repo_info(made.repo_id).private:
+        raise WriteError(
+            f"{made.repo_id} is there and public; make it private on the hub, or name another repository"
+        )
+    return made
 
 
 def saved_files(path: Path) -> list[str]:
@@ -74,15 +106,14 @@ def saved_files(path: Path) -> list[str]:
     return patterns
 
 
-def check_repository(repo_id: str) -> None:
+def check_repository(repo_id: str, private: bool | None = None) -> None:
     """Make the repository ``repo_id``, unless it is there: a mistake is told before a run and not after.
 
-    Raises ConfigError where the hub does not let this user write there.
+    ``private`` is as :func:`made_repository` has it. Raises ConfigError where the hub does not let this user
+    write there, or it is not as private as is asked for.
     """
-    from huggingface_hub import HfApi
-
     try:
-        HfApi().create_repo(repo_id, exist_ok=True)
+        made_repository(repo_id, private)
     except Exception as error:  # as above
         raise ConfigError(
             f"output.push_to_hub: {repo_id} cannot be written to ({_reason(error)}); log in with hf auth "

@@ -256,6 +256,11 @@ class OutputConfig(Section):
     """Steps between exports, in exports; 0: at the end alone."""
     push_to_hub: str | None = None
     """A repository of the hub to upload the trained model to, with a card of the run; see hf auth login."""
+    hub_private: bool | None = None
+    """true: that repository is private; null: as the account's settings say.
+
+    One that is there and public is refused with ``true``, before the run.
+    """
 
     @field_validator("max_shard_size")
     @classmethod

@@ -177,7 +177,9 @@ def _explain(problem: dict[str, Any], root: type[BaseModel], task: type[Section]
     message = str(problem["msg"]).removeprefix("Value error, ")
     if not key:
         return message
-    given = "" if isinstance(problem["input"], dict) else f", not {problem['input']!r}"  # a section is long
+    value = repr(problem["input"])
+    # A section is long, and some messages have the value already.
+    given = "" if isinstance(problem["input"], dict) or value in message else f", not {value}"
     return f"{key}: {message}{given}"
 
 
@@ -211,6 +213,8 @@ def check_trained(config: TrainConfig) -> None:
             f"engine.expert_parallel {config.engine.expert_parallel} is not available with lora, "
             "which has no adapters for experts that ranks share; leave one of them out"
         )
+    if output.hub_private is not None and output.push_to_hub is None:
+        raise ValueError("output.hub_private is of output.push_to_hub, which is not there; name a repository")
     if output.merge and lora is None:
         raise ValueError("output.merge merges a LoRA, but there is no section lora; leave it out")
     if output.merge and config.ema is not None:

@@ -19,9 +19,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerostart.checkpoint.formats.pipeline import NAME, PIPELINE_INDEX, components
+from zerostart.checkpoint.formats.pipeline import NAME, components
 from zerostart.checkpoint.source import resolve_source
 from zerostart.checkpoint.strict_json import read_json
+from zerostart.checkpoint.usual_names import PIPELINE_INDEX
 from zerostart.checkpoint.write.folders import write_whole
 from zerostart.distributed.world import World, default_device
 from zerostart.errors import CheckpointNotFoundError, ConfigError, ZerostartError

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zerostart.checkpoint.formats.pipeline import PIPELINE_INDEX, components
+from zerostart.checkpoint.formats.pipeline import components
 from zerostart.checkpoint.manifest import WEIGHTS
 from zerostart.checkpoint.source import open_catalog, read_config, resolve_source
 from zerostart.checkpoint.strict_json import read_json
+from zerostart.checkpoint.usual_names import PIPELINE_INDEX
 from zerostart.errors import CheckpointError, ConfigError
 from zerostart.models import described_by_tensors
 from zerostart.training.config.configuration import ModelConfig

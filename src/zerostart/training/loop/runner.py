@@ -91,7 +91,9 @@ def train(config: TrainConfig) -> TrainResult:
         config = with_launcher(config)
         check_optimizer(config.train, config.engine.chosen(), world)
         if config.output.push_to_hub is not None and world.rank == 0:
-            check_repository(config.output.push_to_hub)  # a mistake is told now, and not after the run
+            check_repository(
+                config.output.push_to_hub, config.output.hub_private
+            )  # a mistake is told now, and not after the run
     # Claimed before a checkpoint is looked for: until then another run may be writing or removing here.
     with claim_output(config, world) as directory:
         resumed = checkpoint_to_resume(config.resume, directory, world)
@@ -170,7 +172,8 @@ def _train(config: TrainConfig, directory: Path, resumed: Path | None, world: Wo
         if (repository := config.output.push_to_hub) is not None:
             facts = _card_facts(config, session, result, world)
             root = record_of(model).catalog.root
-            display.say(f"pushed to {push(directory, repository, root, facts, world)}")
+            pushed = push(directory, repository, root, facts, world, config.output.hub_private)
+            display.say(f"pushed to {pushed}")
     session.end()
     return result
 

@@ -7,7 +7,8 @@ them that differ, M machines, S the rate of storage shared by all machines, N th
 it (or of its disk), C the rate at which a machine copies out of its page cache, X a rank's interconnect and w
 the most that one rank wants:
 
-    own slice:  max(M V / S, V / N, W / (M C)),  V = min(U, F / M): a machine's page cache serves its ranks
+    own slice:  max(M V / S, V / N, W / (M C)),  V = min(U, F / M): a machine's page cache serves its ranks,
+                                                 but V = F / M where storage is a store without one
     read once:  max(U / S, U / (M N), 2 e / X, 2 e n / C) + one chunk's time,  e = w (1 - 1 / ranks)
 
 with n ranks on a machine, whose messages are copied in and out, and a rank sending and receiving in turns.
@@ -59,6 +60,8 @@ class Traffic:
     chunk: int = 0
     #: Bytes that storage gives if each rank reads what it wants; never fewer than ``wanted``.
     fetched: int = 0
+    #: Whether a machine's page cache serves its ranks; else V is F / M.
+    cached: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +88,7 @@ def choose(traffic: Traffic, rates: Rates, exchange: bool | None = None) -> Read
     """The cheaper way, or the one that is asked for: to ``exchange`` what is read, or not."""
     machines, ranks = max(1, traffic.machines), max(1, traffic.ranks)
     fetched = max(traffic.wanted, traffic.fetched)
-    of_machine = min(traffic.differ, fetched / machines)
+    of_machine = min(traffic.differ, fetched / machines) if traffic.cached else fetched / machines
     own = max(
         machines * of_machine / rates.shared,
         of_machine / rates.link,

@@ -1,0 +1,90 @@
+"""What lies at a URL beside the weights (configuration, tokenizer, code), in a directory of this machine.
+
+Libraries of models read such files by their paths. They are fetched anew each time, being small, and a
+directory is called by what is in it: so a configuration never comes from another version than its weights.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+import os
+import shutil
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from zerostart.checkpoint.storage import Storage
+from zerostart.checkpoint.usual_names import SETTINGS
+from zerostart.errors import CheckpointError, WriteError
+
+#: Of one file: the longest vocabularies have some 40 MB.
+MOST_BYTES = 256 << 20
+#: Indexes say where weights are, which are not here; documents of saves what else was saved.
+_ASIDE = ("*.index.json", "*.index.*.json", "zerostart.json", "state.json", "model_index.json")
+_THREADS = 8
+
+
+def settings_here(storage: Storage) -> str:
+    """The directory with the files beside the weights in ``storage.folder``; empty where there are none.
+
+    Raises ReadError, CheckpointError for one that is too long, WriteError where there is no room for them.
+    """
+    names = [name for name in storage.names() if _matches(name, SETTINGS) and not _matches(name, _ASIDE)]
+    return str(copied(storage, names)) if names else ""
+
+
+def copied(storage: Storage, names: list[str]) -> Path:
+    """A directory of this machine with the files of these ``names``, whole. Raises as ``settings_here``."""
+    files = storage.named(names)
+    with files.reader() as reader, ThreadPoolExecutor(_THREADS) as pool:
+
+        def content(file: int) -> bytes:
+            if files.sizes[file] > MOST_BYTES:
+                raise CheckpointError(
+                    f"{files.files[file]}: {files.sizes[file]} bytes are too many for a file beside weights"
+                )
+            buffer = bytearray(files.sizes[file])
+            if buffer:
+                reader.read(file, 0, [memoryview(buffer)])
+            return bytes(buffer)
+
+        contents = list(pool.map(content, range(len(names))))
+    digest = hashlib.blake2b(digest_size=16)
+    for name, data in zip(names, contents, strict=True):
+        digest.update(f"{len(name)} {len(data)} {name}".encode() + data)
+    place = _directory() / digest.hexdigest()
+    if not place.is_dir():
+        _write(place, dict(zip(names, contents, strict=True)))
+    return place
+
+
+def _matches(name: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _directory() -> Path:
+    """Where users' programs keep what can be had again."""
+    cache = os.environ.get("XDG_CACHE_HOME")
+    return (Path(cache) if cache else Path("~/.cache").expanduser()) / "zerostart" / "beside"
+
+
+def _write(place: Path, contents: dict[str, bytes]) -> None:
+    """Whole or not at all: other processes write and read the same."""
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        part = Path(tempfile.mkdtemp(dir=place.parent))
+        try:
+            for name, data in contents.items():
+                (part / name).parent.mkdir(parents=True, exist_ok=True)
+                (part / name).write_bytes(data)
+            part.rename(place)
+        except OSError:
+            shutil.rmtree(part, ignore_errors=True)
+            if not place.is_dir():  # else another process was first
+                raise
+    except OSError as error:
+        raise WriteError(
+            f"{place}: the files beside the weights cannot be kept here: {error.strerror or error}; set "
+            "XDG_CACHE_HOME to a directory with room"
+        ) from error

@@ -1,0 +1,122 @@
+"""Whatever else fsspec reads: a file system of its by the scheme, such as ``sftp``, ``hdfs`` or ``hf``."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from zerostart.checkpoint.storage.objects import (
+    Bucket,
+    ChangedError,
+    Found,
+    ObjectFiles,
+    PassingError,
+    RefusedError,
+)
+from zerostart.errors import ConfigError
+
+#: Bytes of one request: fsspec gives an answer whole.
+REQUEST = 4 << 20
+#: What file systems call what tells a file from another, and from itself once it is written to. A time of
+#: the last access does not.
+_TELLING = frozenset(
+    (
+        *("etag", "e_tag", "mtime", "modified", "last_modified", "lastmodified", "updated", "ino"),
+        *("generation", "version", "md5", "sha256", "blob_id"),
+    )
+)
+
+
+@dataclass(frozen=True)
+class FsspecFiles(ObjectFiles):
+    """See ``ObjectFiles``. ``root`` is the scheme alone, and keys are paths as the file system has them."""
+
+    buffer = 2 * REQUEST
+
+    @classmethod
+    def places(cls, source: str) -> tuple[str, str, str]:
+        """See ``ObjectFiles``. Raises ConfigError where the package of the file system is not installed."""
+        import fsspec
+
+        scheme = source.partition("://")[0]
+        try:
+            _, path = fsspec.core.url_to_fs(source)
+        except (ImportError, ValueError) as error:
+            raise ConfigError(f"{scheme}:// is read by fsspec, which says: {error}") from error
+        begin = source[: source.index("://") + 3]
+        key = path.rstrip("/")
+        # A local path begins with the slash that the URL has as well.
+        return (f"{begin}/", begin, key.lstrip("/")) if key.startswith("/") else (begin, begin, key)
+
+    def bucket(self) -> Bucket:
+        """See ``ObjectFiles``."""
+        return _Fsspec(self.base, "/" if self.root.endswith(":///") else "")
+
+
+class _Fsspec(Bucket):
+    """A file system; ``begin`` is what its paths begin with and keys do not."""
+
+    def __init__(self, base: str, begin: str) -> None:
+        import fsspec
+
+        self._system: Any = fsspec.filesystem(base.partition("://")[0], use_listings_cache=False)
+        self._begin = begin
+
+    def list(self, folder: str) -> list[str] | None:
+        """See ``Bucket``."""
+        try:
+            found = self._system.ls(self._begin + folder, detail=True, refresh=True)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        except NotImplementedError:
+            return None
+        except Exception as error:
+            raise _fault(error) from error
+        names = (str(one["name"]).removeprefix(self._begin) for one in found if one["type"] == "file")
+        return [name for name in names if name != folder]
+
+    def find(self, key: str) -> Found | None:
+        """See ``Bucket``. What a file system says of a file is what tells it from another."""
+        try:
+            told = self._system.info(self._begin + key)
+        except FileNotFoundError:
+            return None
+        except Exception as error:
+            raise _fault(error) from error
+        if told["type"] != "file":
+            return None
+        text = repr(sorted((name, str(value)) for name, value in told.items() if name.lower() in _TELLING))
+        return Found(int(told["size"]), hashlib.blake2b(text.encode(), digest_size=8).hexdigest())
+
+    def stream(self, key: str, begin: int, end: int, known: Found | None) -> Iterator[bytes]:
+        """See ``Bucket``. There are no conditions: it is looked at before and after."""
+        for at in range(begin, end, REQUEST):
+            self._check(key, known)
+            try:
+                piece: bytes = self._system.cat_file(self._begin + key, start=at, end=min(end, at + REQUEST))
+            except FileNotFoundError:
+                raise
+            except Exception as error:
+                raise _fault(error) from error
+            self._check(key, known)
+            yield piece
+
+    def _check(self, key: str, known: Found | None) -> None:
+        found = self.find(key)
+        if found is None:
+            raise FileNotFoundError(key)
+        if known is not None and found != known:
+            raise ChangedError(
+                f"it has {found.size} bytes now and had {known.size}"
+                if found.size != known.size
+                else "it was written to"
+            )
+
+
+def _fault(error: Exception) -> PassingError | RefusedError:
+    words = f"{type(error).__name__}: {error}"
+    if isinstance(error, (PermissionError, TypeError, ValueError, ImportError, NotImplementedError)):
+        return RefusedError(words)
+    return PassingError(words)

@@ -1,0 +1,252 @@
+"""Object stores and web servers by obstore (the object_store crate): S3, Google, Azure, HTTP, WebDAV."""
+
+from __future__ import annotations
+
+import configparser
+import functools
+import os
+import re
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote, urlsplit, urlunsplit
+
+from zerostart.checkpoint.storage.objects import (
+    PIECE,
+    Bucket,
+    ChangedError,
+    Found,
+    ObjectFiles,
+    PassingError,
+    RefusedError,
+)
+from zerostart.errors import ConfigError
+
+if TYPE_CHECKING:
+    from obstore import ObjectMeta
+    from obstore.store import ObjectStore
+
+#: Statuses that a later attempt may not meet, as all of 500 and above.
+_PASSING = (408, 409, 425, 429)
+_STATUS = re.compile(r"status code: (\d{3})")
+#: What the crate says where it has nothing to do with the server's state.
+_FINAL = ("NotPartial", "MissingRegion", "InvalidUrl", "UnknownUrlScheme", "builder error", "MissingBucket")
+#: An answer may take long, but not stand still.
+_CLIENT = {"timeout": "1h", "read_timeout": "60s", "connect_timeout": "10s"}
+_WEB = ("http", "https")
+_AWS = ("s3", "s3a")
+
+
+@dataclass(frozen=True)
+class ObstoreFiles(ObjectFiles):
+    """See ``ObjectFiles``."""
+
+    schemes = ("s3", "s3a", "gs", "az", "azure", "adl", "abfs", "abfss", "http", "https")
+
+    @classmethod
+    def places(cls, source: str) -> tuple[str, str, str]:
+        """See ``ObjectFiles``. A query is a signature, and stays with the base."""
+        url = urlsplit(source)
+        scheme, key = url.scheme.lower(), url.path.strip("/")
+        if not url.netloc:
+            raise ConfigError(f"{source}: names no bucket or server; write {scheme}://NAME/DIRECTORY")
+        if scheme not in _WEB:
+            # Not parsed further: what is after the bucket is a key, whatever signs it has.
+            begin, _, key = source.partition("://")[2].partition("/")
+            return f"{scheme}://{begin}/", f"{scheme}://{begin}", key.strip("/")
+        base = urlunsplit((scheme, url.netloc, "/", url.query, ""))
+        return f"{scheme}://{url.netloc.rpartition('@')[2]}/", base, unquote(key)
+
+    def bucket(self) -> Bucket:
+        """See ``ObjectFiles``."""
+        settings = tuple(
+            sorted(item for item in os.environ.items() if item[0].startswith(("AWS_", "GOOGLE_", "AZURE_")))
+        )
+        return _bucket(self.base, settings)
+
+
+@functools.lru_cache(maxsize=8)
+def _bucket(base: str, settings: tuple[tuple[str, str], ...]) -> Bucket:
+    # By the environment too: it has the credentials and the endpoint.
+    return _Obstore(base, dict(settings))
+
+
+class _Obstore(Bucket):
+    """A store; its connections are shared by all threads of the process."""
+
+    def __init__(self, base: str, settings: Mapping[str, str]) -> None:
+        scheme = base.partition(":")[0]
+        try:
+            import obstore
+        except ImportError as error:
+            raise ConfigError(
+                f"{scheme}:// is read by obstore, which is not installed: pip install 'zerostart[stores]'"
+            ) from error
+        self._obstore = obstore
+        self._lists = not urlsplit(base).query
+        # Attempts are counted and told by the reader: the crate makes one.
+        more: dict[str, Any] = {"client_options": dict(_CLIENT), "retry_config": {"max_retries": 0}}
+        if scheme in _AWS:
+            more |= _aws(settings)
+        if scheme == "http" or _in_the_clear(settings):
+            more["client_options"]["allow_http"] = True
+        try:
+            self._store: ObjectStore = obstore.store.from_url(base, **more)
+        except (obstore.exceptions.BaseError, ValueError) as error:
+            raise ConfigError(f"{scheme}://: the store cannot be reached: {_told(error)}") from error
+
+    def list(self, folder: str) -> list[str] | None:
+        """See ``Bucket``. A server that signs URLs one by one, or forbids lists, has none."""
+        if not self._lists:
+            return None
+        try:
+            listed = self._obstore.list_with_delimiter(self._store, f"{folder}/" if folder else None)
+        except FileNotFoundError:
+            return []
+        except Exception as error:
+            fault = self._fault(error)
+            if isinstance(fault, RefusedError):
+                return None
+            raise fault from error
+        return [one["path"] for one in listed["objects"]]
+
+    def find(self, key: str) -> Found | None:
+        """See ``Bucket``. Where a URL is signed for reading alone, by a byte of the object."""
+        try:
+            return _found(self._obstore.head(self._store, key))
+        except FileNotFoundError:
+            return None
+        except Exception as error:
+            fault = self._fault(error)
+            if isinstance(fault, PassingError):
+                raise fault from error
+            if self._lists:
+                raise fault from error
+        try:
+            return _found(self._obstore.get(self._store, key, options={"range": (0, 1)}).meta)
+        except FileNotFoundError:
+            return None
+        except Exception as error:
+            raise self._fault(error) from error
+
+    def stream(self, key: str, begin: int, end: int, known: Found | None) -> Iterator[bytes]:
+        """See ``Bucket``. The answer itself says what it is of: not every server knows conditions."""
+        options: dict[str, Any] = {"range": (begin, end)}
+        # A weak tag is equal to nothing, by the rules of such a condition.
+        tag = known.mark if known is not None else None
+        if isinstance(tag, str) and tag.startswith('"'):
+            options["if_match"] = tag
+        try:
+            answer = self._obstore.get(self._store, key, options=options)  # type: ignore[arg-type]
+            found = _found(answer.meta)
+            if known is not None and found != known:
+                raise ChangedError(
+                    f"it has {found.size} bytes now and had {known.size}"
+                    if found.size != known.size
+                    else f"its ETag is {found.mark} and was {known.mark}"
+                )
+            yield from answer.stream(min_chunk_size=PIECE)
+        except (FileNotFoundError, ChangedError, GeneratorExit):
+            raise
+        except self._obstore.exceptions.PreconditionError as error:
+            raise ChangedError(f"its ETag is not {tag} any more") from error
+        except Exception as error:
+            raise self._fault(error) from error
+
+    def _fault(self, error: Exception) -> PassingError | RefusedError:
+        """An error of the library as one that may pass, or not."""
+        kinds = self._obstore.exceptions
+        text = str(error)
+        status = int(match[1]) if (match := _STATUS.search(text)) else 0
+        if isinstance(error, (kinds.PermissionDeniedError, kinds.UnauthenticatedError)) or status in (
+            401,
+            403,
+        ):
+            return RefusedError(
+                f"{_told(error)}; give credentials that may read it, as the provider's own tools take them "
+                "(see docs/stores.md)"
+            )
+        if status == 416:
+            return RefusedError(f"the object is shorter than it was, or empty (416): {_told(error)}")
+        if isinstance(error, kinds.NotSupportedError) or "NotPartial" in text:
+            return RefusedError(
+                f"the server gives no ranges of files ({_told(error)}); copy the checkpoint to a local "
+                "directory"
+            )
+        refused = 400 <= status < 500 and status not in _PASSING
+        if refused or isinstance(error, (kinds.InvalidPathError, TypeError, ValueError)):
+            return RefusedError(_told(error))
+        if any(word in text for word in _FINAL):
+            return RefusedError(_told(error))
+        return PassingError(_told(error))
+
+
+def _found(meta: ObjectMeta) -> Found:
+    # Without a tag the time of the last change, in whole seconds as HTTP has it.
+    mark: Hashable = meta["e_tag"] or int(meta["last_modified"].timestamp())
+    if isinstance(mark, str) and not mark.endswith('"'):
+        mark = f'"{mark}"'
+    return Found(meta["size"], mark)
+
+
+def _told(error: Exception) -> str:
+    """What the library says, in one line, without the query of a URL, which may be a signature."""
+    text = str(error).partition("\n\nDebug source")[0]
+    return re.sub(r"(https?://[^\s?)]+)\?\S*", r"\1", " ".join(text.split()))[:400]
+
+
+def _in_the_clear(settings: Mapping[str, str]) -> bool:
+    """Whether the user has named an endpoint without TLS."""
+    return any("ENDPOINT" in name and value.startswith("http://") for name, value in settings.items())
+
+
+#: What says where credentials of AWS come from, other than a profile.
+_GIVEN = (
+    *("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_SKIP_SIGNATURE"),
+    *("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "AWS_CONTAINER_CREDENTIALS_FULL_URI"),
+)
+_KEYS = ("aws_access_key_id", "aws_secret_access_key", "aws_session_token")
+#: What of a profile only AWS's own library follows.
+_FOLLOWED = ("role_arn", "sso_session", "sso_start_url", "credential_process", "login_session")
+
+
+def _aws(settings: Mapping[str, str]) -> dict[str, Any]:
+    """Credentials, region and endpoint of the user's profile, which the crate does not read.
+
+    Raises ConfigError for a profile that is not there, or that only boto3 follows, where that is not
+    installed.
+    """
+    name = settings.get("AWS_PROFILE") or settings.get("AWS_DEFAULT_PROFILE") or "default"
+    asked = name != "default"
+    profile: dict[str, str] = {}
+    for variable, file, section in (
+        ("AWS_CONFIG_FILE", "config", f"profile {name}" if asked else name),
+        ("AWS_SHARED_CREDENTIALS_FILE", "credentials", name),
+    ):
+        parser = configparser.RawConfigParser()
+        parser.read(Path(settings.get(variable, f"~/.aws/{file}")).expanduser(), encoding="utf-8")
+        if parser.has_section(section):
+            profile |= dict(parser.items(section))
+    if asked and not profile:
+        raise ConfigError(f"AWS_PROFILE={name}: there is no such profile in ~/.aws/config or credentials")
+    more: dict[str, Any] = {}
+    if "region" in profile and not {"AWS_REGION", "AWS_DEFAULT_REGION"} & settings.keys():
+        more["region"] = profile["region"]
+    if "endpoint_url" in profile and not {"AWS_ENDPOINT_URL", "AWS_ENDPOINT"} & settings.keys():
+        more["endpoint"] = profile["endpoint_url"]
+        if profile["endpoint_url"].startswith("http://"):
+            more["client_options"] = {**_CLIENT, "allow_http": True}
+    if any(given in settings for given in _GIVEN):
+        return more
+    if any(key in profile for key in _FOLLOWED):
+        try:
+            from obstore.auth.boto3 import Boto3CredentialProvider
+        except ImportError as error:
+            raise ConfigError(
+                f"the AWS profile {name} gets its credentials by "
+                f"{next(key for key in _FOLLOWED if key in profile)}, which boto3 does: pip install boto3, "
+                "or give AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+            ) from error
+        return {**more, "credential_provider": Boto3CredentialProvider()}
+    return more | {key.removeprefix("aws_"): profile[key] for key in _KEYS if key in profile}

@@ -1,0 +1,321 @@
+"""Files of an object store or a web server, by requests for ranges of them.
+
+What a library of stores has to give is a ``Bucket``; a directory, ranges that are tried again, and what
+a request costs are here, the same for all of them.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Self, TypeVar
+
+from zerostart.checkpoint.storage.base import Reader, RequestCost, Residency, Rows, Storage
+from zerostart.checkpoint.usual_names import STANDARD_NAMES, USUAL_SETTINGS
+from zerostart.errors import CheckpointNotFoundError, ReadError
+
+#: Seconds before each further attempt: of a request for bytes, whose server may be away for half a minute,
+#: and of the first questions, where a wrong address should be told soon. At random up to half of it less,
+#: so that ranks which were refused together do not come back together.
+DELAYS = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 8.0, 8.0)
+DELAYS_OF_QUESTIONS = DELAYS[:4]
+#: Bytes that a reader has of an answer at a time, and those that it takes with what lies in its sockets.
+PIECE, BUFFER = 256 << 10, 1 << 20
+#: Requests that the ranks of a machine together have in flight.
+DEPTH = 64
+#: Questions that are asked at once.
+QUESTIONS = 16
+#: What a request takes where it is not worth measuring: seconds, and bytes a second of one stream.
+USUAL = RequestCost(latency=0.03, rate=100e6)
+#: Files that are shorter together are not worth it; bytes of the request that measures the rate.
+MEASURED, SAMPLE = 64 << 20, 4 << 20
+#: What names a file, and no directory.
+FILES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".json")
+
+T = TypeVar("T")
+
+
+class PassingError(Exception):
+    """A fault that a later attempt may not meet."""
+
+
+class RefusedError(Exception):
+    """A fault that will be there again."""
+
+
+class ChangedError(Exception):
+    """The object is not the one that was opened."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """An object that is there: its length, and what tells it from what it is replaced by."""
+
+    size: int
+    mark: Hashable
+
+
+class Bucket(ABC):
+    """What a library of stores gives of one of them. Keys have no slash at their ends.
+
+    Methods raise PassingError and RefusedError, both with words.
+    """
+
+    @abstractmethod
+    def list(self, folder: str) -> list[str] | None:
+        """Keys of the objects right below ``folder``; None where the store tells nobody."""
+
+    @abstractmethod
+    def find(self, key: str) -> Found | None:
+        """The object at ``key``, None if there is none."""
+
+    @abstractmethod
+    def stream(self, key: str, begin: int, end: int, known: Found | None) -> Iterator[bytes]:
+        """Bytes ``begin`` to ``end`` in pieces of about ``PIECE``; perhaps fewer than there are.
+
+        Raises ChangedError for another object than ``known``, FileNotFoundError where there is none.
+        """
+
+
+@dataclass(frozen=True)
+class ObjectFiles(Storage, ABC):
+    """``files`` are URLs; ``identities`` the marks that the objects had when they were opened."""
+
+    #: What is before the keys in the names of files.
+    root: str = field(default="", kw_only=True)
+    #: The URL by which the library reaches the store; it may have secrets, which ``root`` has not.
+    base: str = field(default="", repr=False, compare=False, kw_only=True)
+
+    cached = False
+    #: Bytes of a reader's thread beside what it fills.
+    buffer: ClassVar[int] = BUFFER
+
+    @classmethod
+    @abstractmethod
+    def places(cls, source: str) -> tuple[str, str, str]:
+        """``root``, ``base`` and the key that a URL means. Raises ConfigError for what is none."""
+
+    @abstractmethod
+    def bucket(self) -> Bucket:
+        """The store, as this process reaches it. Raises ConfigError."""
+
+    @classmethod
+    def at(cls, source: str) -> Storage:
+        """See ``Storage``: a file, with what lies beside it, or the files of a directory."""
+        root, base, key = cls.places(source)
+        here = cls((), (), root=root, base=base)
+        folder, _, name = key.rpartition("/")
+        if key.endswith(FILES) and (found := here._find(key)):
+            return here._below(folder, {key: found}, name)
+        below = here._below(key)
+        # A file may be called anything: it is asked for where there is no directory of the name.
+        if not below.files and not key.endswith(FILES) and key and (found := here._find(key)):
+            return here._below(folder, {key: found}, name)
+        if not below.files:
+            raise CheckpointNotFoundError(
+                f"{root}{key}: there is no such file, and no directory of that name with files of a "
+                "checkpoint; look for a mistake in the URL"
+            )
+        return below
+
+    def names(self) -> tuple[str, ...]:
+        """See ``Storage``."""
+        return tuple(file[len(self.folder) + 1 :] for file in self.files)
+
+    def named(self, names: Sequence[str]) -> Storage:
+        """See ``Storage``; each is asked for, so that a file's mark comes from where its bytes do."""
+        keys = [self._key(f"{self.folder}/{name}") for name in names]
+        found = self._found(keys)
+        for name, key in zip(names, keys, strict=True):
+            if key not in found:
+                raise CheckpointNotFoundError(
+                    f"{self.folder}/{name}: this file of the checkpoint is missing; upload it again"
+                )
+        return self._of({key: found[key] for key in keys})
+
+    def directory(self) -> Storage:
+        """See ``Storage``."""
+        return self._below(self._key(f"{self.folder}/").rstrip("/"))
+
+    def measured(self) -> Storage:
+        """See ``Storage``. A checkpoint that is soon read is read as is usual."""
+        if self.nbytes < MEASURED:
+            return replace(self, cost=USUAL)
+        file = max(range(len(self.files)), key=lambda number: self.sizes[number])
+        latency = min(self._seconds(file, 1) for _ in range(3))
+        seconds = self._seconds(file, SAMPLE)
+        rate = SAMPLE / max(seconds - latency, seconds / 8)
+        return replace(self, cost=RequestCost(float(f"{latency:.2g}"), float(f"{rate:.2g}"), measured=True))
+
+    def reader(self, *, cold: bool = False, direct: bool = False) -> Reader:
+        """A reader by ranges; there is no cache to know of."""
+        return ObjectReader(self)
+
+    def residency(self) -> Residency:
+        """Far away; how many requests suit it."""
+        return Residency(self.root.partition(":")[0], None, True, depth=DEPTH, buffer=self.buffer)
+
+    def identity(self, file: int) -> Hashable:
+        """The mark that the object has now."""
+        found = self._find(self._key(self.files[file]))
+        return None if found is None else found.mark
+
+    def kept(self, used: Iterable[int] = ()) -> Storage:
+        """See ``Storage``: the files ``used`` have to be those that were opened."""
+        wanted = set(used)
+        marks = tuple(mark if n in wanted else None for n, mark in enumerate(self.identities))
+        return replace(self, identities=marks)
+
+    def changed(self, before: Hashable, now: Hashable) -> str:
+        """In words, what became of an object."""
+        return "was removed" if now is None else f"was replaced: its ETag is {now} and was {before}"
+
+    def found(self, file: int) -> Found | None:
+        """What file number ``file`` has to be."""
+        mark = self.identities[file] if self.identities else None
+        return None if mark is None else Found(self.sizes[file], mark)
+
+    def _seconds(self, file: int, length: int) -> float:
+        begin = time.perf_counter()
+        with self.reader() as reader:
+            reader.read(file, 0, [memoryview(bytearray(min(length, self.sizes[file])))])
+        return time.perf_counter() - begin
+
+    def _key(self, file: str) -> str:
+        return file.removeprefix(self.root)
+
+    def _find(self, key: str) -> Found | None:
+        return self._asked(lambda: self.bucket().find(key), key)
+
+    def _asked(self, question: Callable[[], T], key: str) -> T:
+        return patiently(question, f"{self.root}{key}: the store does not answer", DELAYS_OF_QUESTIONS)
+
+    def _found(self, keys: Iterable[str]) -> dict[str, Found]:
+        """Those of ``keys`` that are there."""
+        wanted = list(dict.fromkeys(keys))
+        with ThreadPoolExecutor(max(1, min(QUESTIONS, len(wanted)))) as pool:
+            found = dict(zip(wanted, pool.map(self._find, wanted), strict=True))
+        return {key: one for key, one in found.items() if one is not None}
+
+    def _of(self, found: dict[str, Found]) -> Self:
+        return replace(
+            self,
+            files=tuple(f"{self.root}{key}" for key in found),
+            sizes=tuple(one.size for one in found.values()),
+            identities=tuple(one.mark for one in found.values()),
+        )
+
+    def _below(self, folder: str, known: dict[str, Found] | None = None, asked: str = "") -> Storage:
+        """The files of a directory that may be of use: listed, or those of the usual names."""
+        begin = f"{folder}/" if folder else ""
+        keys = self._asked(lambda: self.bucket().list(folder), folder)
+        if keys is None:
+            keys = [f"{begin}{name}" for name in (*STANDARD_NAMES, *USUAL_SETTINGS)]
+        known = known or {}
+        found = known | self._found(key for key in keys if key not in known)
+        return replace(self._of(found), folder=f"{self.root}{folder}".rstrip("/"), asked=asked)
+
+
+class ObjectReader(Reader):
+    """Ranges of objects, each tried again where it breaks off; safe to share between threads."""
+
+    def __init__(self, storage: ObjectFiles) -> None:
+        self._storage = storage
+        self._bucket = storage.bucket()
+        self._lock = threading.Lock()
+        self.retries = 0  #: attempts that met a passing fault of the store
+
+    def read(self, file: int, offset: int, buffers: Sequence[memoryview]) -> None:
+        """See ``Reader``."""
+        left = list(buffers)
+
+        def fill(_: int, piece: memoryview) -> None:
+            while piece and left:
+                count = min(len(piece), len(left[0]))
+                left[0][:count] = piece[:count]
+                left[0], piece = left[0][count:], piece[count:]
+                if not left[0]:
+                    left.pop(0)
+
+        self._fetch(file, offset, sum(map(len, buffers)), fill)
+
+    def gather(self, file: int, offset: int, rows: Rows, target: memoryview, step: int) -> None:
+        """See ``Reader``: one request for all, where what lies between them costs less than a request."""
+        if rows.stride - rows.width > self._storage.gap:
+            super().gather(file, offset, rows, target, step)
+            return
+
+        def scatter(at: int, piece: memoryview) -> None:
+            end = at + len(piece)
+            for row in range(at // rows.stride, min(rows.count, -(-end // rows.stride))):
+                begin = row * rows.stride
+                first, last = max(at, begin), min(end, begin + rows.width)
+                if first < last:
+                    place = row * step + first - begin
+                    target[place : place + last - first] = piece[first - at : last - at]
+
+        self._fetch(file, offset, rows.span, scatter)
+
+    def note(self) -> str:
+        """How many requests were tried again."""
+        return f"{self.retries} requests tried again" if self.retries else ""
+
+    def _fetch(self, file: int, offset: int, length: int, put: Callable[[int, memoryview], None]) -> None:
+        """Give ``put`` all bytes of a range in their order, each piece with its distance from the start."""
+        storage, name = self._storage, self._storage.files[file]
+        if offset + length > storage.sizes[file]:
+            raise ReadError(
+                f"{name} ended at byte {storage.sizes[file]}, where bytes {offset} to {offset + length} "
+                "were expected; was it replaced during the load?"
+            )
+        key, known = storage._key(name), storage.found(file)
+        done = 0
+
+        def attempt() -> None:
+            nonlocal done
+            if done == length:
+                return
+            for piece in self._bucket.stream(key, offset + done, offset + length, known):
+                put(done, memoryview(piece)[: length - done])
+                done = min(length, done + len(piece))
+            if done < length:
+                raise PassingError(f"the answer broke off {length - done} bytes before its end")
+
+        try:
+            patiently(attempt, f"reading {name} at offset {offset} failed", DELAYS, self._missed)
+        except FileNotFoundError as error:
+            raise CheckpointNotFoundError(f"{name} was removed after the checkpoint was opened") from error
+        except ChangedError as error:
+            raise ReadError(
+                f"{name} was changed since the checkpoint was opened ({error}); load again when no other "
+                "process writes to it"
+            ) from error
+
+    def _missed(self) -> None:
+        with self._lock:
+            self.retries += 1
+
+
+def patiently(
+    call: Callable[[], T], what: str, delays: Sequence[float], missed: Callable[[], None] = lambda: None
+) -> T:
+    """What ``call`` gives, tried again after each of ``delays`` while it meets a PassingError.
+
+    Raises ReadError that begins with ``what`` after the last of them, and for a RefusedError at once.
+    """
+    for number, delay in enumerate((*delays, None)):
+        try:
+            return call()
+        except RefusedError as error:
+            raise ReadError(f"{what}: {error}") from error
+        except PassingError as error:
+            if delay is None:
+                raise ReadError(f"{what}, {number + 1} times: {error}") from error
+        missed()
+        time.sleep(delay * random.uniform(0.5, 1))
+    raise AssertionError("the last attempt returns or raises")

@@ -1,0 +1,205 @@
+"""A URL of a directory is a source as a local directory is, and faults of a store are lived with or told."""
+
+import itertools
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import zerostart
+from tests.ranks import run_ranks
+from tests.stores import proxy, servers
+from zerostart.checkpoint.source import open_catalog
+from zerostart.errors import CheckpointError, CheckpointNotFoundError, ConfigError, ReadError
+from zerostart.testing.net import Net, save
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of transformers in several shards, with an index and a file of code."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("served") / "some model"
+    torch.manual_seed(5)
+    sizes = {"vocab_size": 200, "hidden_size": 64, "intermediate_size": 96, "num_key_value_heads": 2}
+    config = LlamaConfig(**sizes, num_hidden_layers=2, num_attention_heads=4)
+    LlamaForCausalLM(config).save_pretrained(folder, max_shard_size="60KB")
+    (folder / "tokenizer.json").write_text("{}")
+    assert len(list(folder.glob("*.safetensors"))) > 2
+    return folder
+
+
+@pytest.fixture(scope="module", params=["http", "webdav"])
+def url(model: Path, request: pytest.FixtureRequest) -> Iterator[str]:
+    """By names where the server has no lists, and by a list."""
+    with servers.rclone(model.parent, request.param) as address:
+        yield f"{address}/some%20model"
+
+
+def test_it_is_what_the_local_directory_is(url: str, model: Path) -> None:
+    catalog, local = open_catalog(url), open_catalog(model)
+    assert catalog.tensors == local.tensors
+    assert [Path(file).name for file in catalog.files] == [Path(file).name for file in local.files]
+    assert Path(catalog.root, "config.json").read_bytes() == (model / "config.json").read_bytes()
+    assert Path(catalog.root, "tokenizer.json").exists()
+    assert zerostart.diff(url, model).same
+    # One of its files, too, with the configuration beside it.
+    one = open_catalog(f"{url}/{Path(local.files[0]).name}")
+    assert len(one.files) == 1
+    assert Path(one.root, "config.json").exists()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_load_is_that_of_the_local_directory(url: str, model: Path, world_size: int) -> None:
+    expected = run_ranks(digests, 1, str(model))[0]
+    assert run_ranks(digests, world_size, url) == [expected] * world_size
+
+
+def digests(source: str) -> dict[str, str]:
+    model = zerostart.load(source, engine="fsdp2", progress=False)
+    report = zerostart.report(model)
+    assert report.read_bytes == report.planned_bytes
+    return zerostart.digest(model)
+
+
+def test_what_is_not_there_is_told(url: str) -> None:
+    with pytest.raises(CheckpointNotFoundError, match="no directory of that name"):
+        open_catalog(f"{url}/absent")
+    with pytest.raises(CheckpointNotFoundError, match="this needs files of this machine"):
+        zerostart.load_pipeline(url)
+
+
+def test_an_index_that_leads_out_of_its_directory_is_refused(tmp_path: Path) -> None:
+    save(tmp_path / "x.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../x.safetensors"}}')
+    with (
+        servers.rclone(tmp_path, "http") as address,
+        pytest.raises(CheckpointError, match="outside the checkpoint's directory"),
+    ):
+        open_catalog(f"{address}/model.safetensors.index.json")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[proxy.Proxy]:
+    save(tmp_path / "model.safetensors")
+    with (
+        servers.rclone(tmp_path, "webdav") as address,
+        proxy.before(proxy.Proxy(address)) as made,
+    ):
+        yield made
+
+
+def content(address: str, fault: proxy.Fault) -> bytes:
+    catalog = open_catalog(f"{address}/model.safetensors")
+    buffer = bytearray(catalog.sizes[0])
+    with catalog.storage.reader() as reader:
+        reader.read(0, 0, [memoryview(buffer)])
+        # A body that breaks off is gone on with by the library itself where the object has an ETag.
+        assert ("tried again" in reader.note()) == isinstance(fault, int)
+    return bytes(buffer)
+
+
+@pytest.mark.parametrize("fault", [429, 500, 503, "reset", "short"])
+def test_faults_that_pass_are_outlived(store: proxy.Proxy, tmp_path: Path, fault: proxy.Fault) -> None:
+    """Each range is refused, or breaks off, twice."""
+    ranges = itertools.count()
+    store.fault = lambda method, path, number: fault if method == "GET" and next(ranges) % 3 else None
+    assert content(store.address, fault) == (tmp_path / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [(416, "shorter than it was"), (403, "give credentials"), (400, "400")],
+)
+def test_faults_that_stay_are_told_at_once(store: proxy.Proxy, status: int, words: str) -> None:
+    catalog = open_catalog(f"{store.address}/model.safetensors")
+    before = len(store.asked)
+    store.fault = lambda method, path, number: status
+    told = rf"model\.safetensors at offset 7 failed: .*{words}"
+    with pytest.raises(ReadError, match=told), catalog.storage.reader() as reader:
+        reader.read(0, 7, [memoryview(bytearray(9))])
+    assert len(store.asked) == before + 1
+
+
+def test_a_change_in_the_middle_of_a_load_is_one_error_on_all_ranks(
+    store: proxy.Proxy, tmp_path: Path
+) -> None:
+    """The object is replaced, with one as long, after its header was read."""
+    data = tmp_path / "model.safetensors"
+    before = data.read_bytes()
+
+    def replace(method: str, path: str, number: int) -> None:
+        # The header takes two ranges; from the next one on it is another object.
+        if sum(asked == "GET" for asked, _ in store.asked) == 3:
+            new = tmp_path / "new"
+            new.write_bytes(before[:-1] + b"x")
+            os.utime(new, (1, 1))
+            new.replace(data)
+
+    store.fault = replace
+    told = run_ranks(failing, 2, f"{store.address}/model.safetensors")
+    assert told[0] == told[1]
+    assert "model.safetensors was changed since the checkpoint was opened" in told[0]
+
+
+def failing(source: str) -> str:
+    with pytest.raises(ReadError) as caught:
+        zerostart.load(source, model=Net, engine="fsdp2", progress=False)
+    return str(caught.value)
+
+
+def test_gaps_between_rows_are_read_through_where_they_are_cheap(store: proxy.Proxy, tmp_path: Path) -> None:
+    """One request for rows that lie near each other."""
+    from zerostart.checkpoint.storage import Rows
+
+    storage = open_catalog(f"{store.address}/model.safetensors").storage
+    before, choice = len(store.asked), random.Random(3)
+    whole, target = (tmp_path / "model.safetensors").read_bytes(), bytearray(70)
+    offset = choice.randrange(100)
+    with storage.reader() as reader:
+        reader.gather(0, offset, Rows(5, 6, 40), memoryview(target), 14)
+    assert len(store.asked) == before + 1
+    for row in range(5):
+        begin = offset + 40 * row
+        assert target[14 * row : 14 * row + 6] == whole[begin : begin + 6]
+
+
+def test_a_library_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    with pytest.raises(ConfigError, match=r"pip install 'zerostart\[stores\]'"):
+        open_catalog("gs://nobody-has-been-here/model")
+
+
+def test_a_profile_gives_keys_region_and_endpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the command line of the provider writes them; what only its own library follows is named."""
+    from zerostart.checkpoint.storage.by_obstore import _aws
+
+    (tmp_path / "config").write_text(
+        "[default]\nregion = eu-central-1\n[profile lab]\nregion = us-west-2\nendpoint_url = http://store:9000\n"
+        "[profile role]\nrole_arn = arn:aws:iam::1:role/reader\n"
+    )
+    (tmp_path / "credentials").write_text("[lab]\naws_access_key_id = one\naws_secret_access_key = two\n")
+    files: dict[str, Any] = {
+        "AWS_CONFIG_FILE": str(tmp_path / "config"),
+        "AWS_SHARED_CREDENTIALS_FILE": str(tmp_path / "credentials"),
+    }
+    assert _aws(files) == {"region": "eu-central-1"}
+    found = _aws({**files, "AWS_PROFILE": "lab"})
+    assert (found["access_key_id"], found["secret_access_key"]) == ("one", "two")
+    assert (found["region"], found["endpoint"]) == ("us-west-2", "http://store:9000")
+    # Keys of the environment go before a profile's.
+    given = {**files, "AWS_PROFILE": "lab", "AWS_ACCESS_KEY_ID": "three"}
+    assert "access_key_id" not in _aws(given)
+    with pytest.raises(ConfigError, match="no such profile"):
+        _aws({**files, "AWS_PROFILE": "absent"})

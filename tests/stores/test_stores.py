@@ -1,0 +1,67 @@
+"""Stores behind URLs pass what storages have to pass, by real servers of this machine."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.stores import servers
+from zerostart.testing import StorageConformance
+
+
+class TestWeb(StorageConformance):
+    """A web server without lists and without ETags."""
+
+    @contextmanager
+    def served(self, folder: Path) -> Iterator[servers.Named]:
+        with servers.rclone(folder, "http") as address:
+            yield lambda name: f"{address}/{name}"
+
+
+@pytest.mark.slow
+class TestWebDAV(StorageConformance):
+    @contextmanager
+    def served(self, folder: Path) -> Iterator[servers.Named]:
+        with servers.rclone(folder, "webdav") as address:
+            yield lambda name: f"{address}/{name}"
+
+
+class TestFsspec(StorageConformance):
+    @contextmanager
+    def served(self, folder: Path) -> Iterator[servers.Named]:
+        yield lambda name: f"file://{folder}/{name}"
+
+
+class S3(StorageConformance):
+    kind: str
+    endpoint: str
+
+    @pytest.fixture(scope="class", autouse=True)
+    @classmethod
+    def server(cls) -> Iterator[None]:
+        with servers.s3(cls.kind) as cls.endpoint:
+            yield
+
+    @contextmanager
+    def served(self, folder: Path) -> Iterator[servers.Named]:
+        with servers.environed(servers.environment(self.endpoint)):
+            self.follow(folder)
+            yield lambda name: f"s3://{servers.BUCKET}/some/model/{name}"
+
+    def follow(self, folder: Path) -> None:
+        servers.upload(folder, self.endpoint, "some/model")
+
+
+@pytest.mark.slow
+class TestSeaweed(S3):
+    kind = "weed"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not servers.has("moto_server"), reason="moto's server is not installed")
+class TestMoto(S3):
+    kind = "moto"
+
+
+del S3
