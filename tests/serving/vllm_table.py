@@ -272,8 +272,8 @@ def page(rows: Sequence[Row], version: str) -> str:
         "# Models of serving engines",
         "",
         f"What `make serving-models` found with vLLM {version}: its own `load_weights`, traced on the names",
-        "of the checkpoint that `zerostart.save` writes, against the same call on element numbers. *Equal* says",
-        "that each element of each parameter comes from the element that vLLM's own load takes it from.",
+        "of the checkpoint that `zerostart.save` writes, against the same call on element numbers. *Equal*",
+        "says that each element of each parameter comes from the element that vLLM's own load takes it from.",
         "",
         f"{len(good)} of {len(tried)} models that could be built are equal on one rank, {len(checked)} of",
         f"{sum(len(found) for found in tried.values())} places (with tensor and expert parallel ranks). "
