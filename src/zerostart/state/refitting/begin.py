@@ -25,10 +25,12 @@ def begin(model: nn.Module, target: object, settings: RefitSettings) -> Refitter
                     "the model, or None on ranks that hold nothing of it"
                 )
         return ModelRefitter(model, target, settings, world)
+    with world.phase("looking at the target"):
+        driver = driver_of(target)  # an address of an engine's server is a text, too
+    if driver is not None:
+        return Refitter(model, driver, settings)
     if target is None or isinstance(target, str):
         return Refitter(model, target, settings)
-    if (driver := driver_of(target)) is not None:
-        return Refitter(model, driver, settings)
     raise ConfigError(
         f"target is a {type(target).__name__}, which no engine is known by: pass an address for its workers "
         "to connect with by zerostart.serving.serve, register it with zerostart.serving.register_target, or "
