@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 
 import zerostart
+from tests.identity.test_edited_masters import Case, halves, kept, masters, step
+from tests.parity import checkpoint
 from tests.ranks import run_ranks
 from tests.tiny import TinyCheckpoints
 
@@ -86,3 +88,33 @@ def on_half(path: Path) -> None:
 
 def test_a_target_on_half_of_the_ranks(checkpoints: TinyCheckpoints) -> None:
     run_ranks(on_half, 4, checkpoints("qwen3_even", BF16), timeout=150)
+
+
+def trained_target(path: Path, stage: int) -> list[str]:
+    import deepspeed
+
+    config = Case(stage).config
+    model = zerostart.load(path, zero_stage=stage, engine_config=config, progress=False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    step(engine, 1)
+    was, low = masters(engine), halves(model)
+    source = zerostart.load(path, engine="fsdp2", dtype=BF16, progress=False)
+    with zerostart.refit(engine, source) as back:
+        back.push()
+    for tensor in local_tensors(source).values():
+        tensor.view(-1)[::7] += 0.5
+    with zerostart.refit(source, engine) as refitter:
+        refitter.push()
+    now = halves(model)
+    assert any(not torch.equal(now[name], low[name]) for name in now)
+    whole = {name: parameter.full_tensor() for name, parameter in source.named_parameters()}
+    wrong = [name for name in whole if name in now and not torch.equal(whole[name], now[name])]
+    return [*wrong, *kept(was, low, masters(engine), now)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
+def test_masters_follow_what_has_changed(stage: int, tmp_path: Path) -> None:
+    found = run_ranks(trained_target, 2, checkpoint("qwen3", tmp_path), stage, timeout=150)
+    assert found == [[], []]
