@@ -53,6 +53,9 @@ class Count:
     staged: bool
     scratch: int = 0
     files: Extents = field(default_factory=lambda: extents_of([]), compare=False)
+    #: Requests to the storage, and the bytes that they give, where rows of a read take one or several.
+    requests: int = 0
+    fetched: int = 0
 
 
 def extents_of(reads: Iterable[tuple[int, int, int, int]]) -> Extents:
@@ -129,6 +132,7 @@ class _Census:
     def __init__(self, catalog: Catalog, ranks: Sequence[int], options: PlanOptions) -> None:
         self._tensors = catalog.tensors
         self._options = options
+        self._gap = catalog.storage.gap
         self._number = {rank: number for number, rank in enumerate(ranks)}
         self._kinds: dict[Hashable, _Kind] = {}
         self._computed = [_Computed() for _ in ranks]
@@ -198,6 +202,8 @@ class _Census:
         total = np.concatenate([[0], np.cumsum(sizes)])[bounds]
         ends = np.maximum.reduceat(place + extent, starts) if len(starts) else starts
         files = self._extents(place[starts], ends, sizes)
+        asked, got = self._requests(nbytes[starts], rows[starts], extent[starts], sizes)
+        asked, got = (np.concatenate([[0], np.cumsum(of)])[bounds] for of in (asked, got))
         staged = np.bincount(place[direct == 0] // self._line, minlength=world) > 0
         return [
             Count(
@@ -207,16 +213,27 @@ class _Census:
                 # At worst the largest computations run at once, one on each thread.
                 sum(sorted(computed.memory, reverse=True)[:threads]),
                 extents,
+                requests + computed.reads,
+                fetched + computed.nbytes,
             )
-            for of_rank, number, through_buffer, computed, extents in zip(
+            for of_rank, number, through_buffer, computed, extents, requests, fetched in zip(
                 np.diff(total).tolist(),
                 np.diff(bounds).tolist(),
                 staged.tolist(),
                 self._computed,
                 files,
+                np.diff(asked).tolist(),
+                np.diff(got).tolist(),
                 strict=True,
             )
         ]
+
+    def _requests(self, nbytes: Numbers, rows: Numbers, extent: Numbers, sizes: Numbers) -> list[Numbers]:
+        """How many requests each read takes, and the bytes that they give; see ``Rows.extents``."""
+        width = nbytes // np.maximum(rows, 1)
+        stride = (extent - width) // np.maximum(rows - 1, 1)
+        apart = (rows > 1) & (stride - width > self._gap)
+        return [np.where(apart, rows, 1), np.where((rows > 1) & ~apart, extent, sizes)]
 
     def _extents(self, begin: Numbers, end: Numbers, nbytes: Numbers) -> list[Extents]:
         """What each rank reads of each file: of reads at these places, and of its computations."""
