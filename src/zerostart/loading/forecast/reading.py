@@ -12,7 +12,6 @@ import numpy as np
 from torch import nn
 
 from zerostart.checkpoint.catalog import Catalog
-from zerostart.checkpoint.storage import Rows
 from zerostart.engines.forecast import Array
 from zerostart.engines.placements import DEVICE, RANKS_OF_A_MACHINE, Placements
 from zerostart.errors import ConfigError
@@ -35,6 +34,7 @@ from zerostart.transfer.planning import (
     exchange_schedule,
     extents_of,
     join,
+    requests_of,
     spans_within,
     table_of,
 )
@@ -174,13 +174,11 @@ class Foreseen:
             staged = self.tuning.ring_bytes if own[number].staged else 0
             more = self.tuning.exchange_bytes(chunk) - staged
             storage = self.catalog.storage
-            rows = [Rows(r.rows, r.nbytes // r.rows, r.stride) for r in [*alone, *computed]]
-            asked = sum(len(list(one.extents(storage.gap))) for one in rows) + len(served[number])
-            got = sum(one.fetched(storage.gap) for one in rows) + schedule.served[number]
+            asked, got = requests_of([*alone, *computed], storage.gap)
             return replace(
                 rank,
-                get_requests=asked if storage.cost else 0,
-                get_bytes=got if storage.cost else 0,
+                get_requests=asked + len(served[number]) if storage.cost else 0,
+                get_bytes=got + schedule.served[number] if storage.cost else 0,
                 read_bytes=sum(r.nbytes for r in [*alone, *computed]) + schedule.served[number],
                 read_ops=len(places) + len(served[number]),
                 peak_host_bytes=rank.peak_host_bytes + more,

@@ -14,12 +14,13 @@ import numpy as np
 import numpy.typing as npt
 
 from zerostart.checkpoint.catalog import Catalog
+from zerostart.checkpoint.storage import Rows
 from zerostart.geometry import Copy
 from zerostart.geometry.layout import Layout
 from zerostart.recipe import Computed, Recipe
 from zerostart.transfer.planning.computing import computations
 from zerostart.transfer.planning.join import pull_back
-from zerostart.transfer.planning.plan import Computation, Destination
+from zerostart.transfer.planning.plan import Computation, Destination, Read
 from zerostart.transfer.planning.reads import Numbers, PlanOptions, read_starts_of_many, segments
 
 #: Rows ``file, begin, end, bytes, reads`` of one rank: the first byte that it reads of each file, one past
@@ -81,6 +82,12 @@ def _grouped(key: Numbers, begin: Numbers, end: Numbers, nbytes: Numbers) -> tup
     )
 
 
+def requests_of(reads: Iterable[Read], gap: int) -> tuple[int, int]:
+    """Requests that ``reads`` take where such a gap is read through, and the bytes that they give."""
+    rows = [Rows(read.rows, read.nbytes // read.rows, read.stride) for read in reads]
+    return sum(sum(1 for _ in one.extents(gap)) for one in rows), sum(one.fetched(gap) for one in rows)
+
+
 def count_reads(
     catalog: Catalog, shares: Iterable[Share], ranks: Sequence[int], options: PlanOptions, threads: int
 ) -> list[Count]:
@@ -114,11 +121,15 @@ class _Computed:
 
     nbytes: int = 0
     reads: int = 0
+    requests: int = 0
+    fetched: int = 0
     staged: bool = False
     memory: list[int] = field(default_factory=list)
     places: list[tuple[int, int, int, int]] = field(default_factory=list)
 
-    def add(self, computation: Computation) -> None:
+    def add(self, computation: Computation, gap: int) -> None:
+        asked, got = requests_of(computation.reads, gap)
+        self.requests, self.fetched = self.requests + asked, self.fetched + got
         self.nbytes += sum(read.nbytes for read in computation.reads)
         self.reads += len(computation.reads)
         self.staged |= any(not read.direct for read in computation.reads)
@@ -181,7 +192,7 @@ class _Census:
                     extent = (count - 1) * stride + nbytes // count
                     rows.append((*place, nbytes, part.direct, count, extent))
             for computation in computations(self._tensors, to_compute, 0, self._options):
-                self._computed[self._number[rank]].add(computation)
+                self._computed[self._number[rank]].add(computation, self._gap)
         return np.array(rows, np.int64).reshape(-1, 7).T
 
     def counts(self, threads: int) -> list[Count]:
@@ -213,8 +224,8 @@ class _Census:
                 # At worst the largest computations run at once, one on each thread.
                 sum(sorted(computed.memory, reverse=True)[:threads]),
                 extents,
-                requests + computed.reads,
-                fetched + computed.nbytes,
+                requests + computed.requests,
+                fetched + computed.fetched,
             )
             for of_rank, number, through_buffer, computed, extents, requests, fetched in zip(
                 np.diff(total).tolist(),
