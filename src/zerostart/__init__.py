@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from zerostart import errors
 from zerostart.activation import checkpoint_blocks, gradient_checkpoint
 from zerostart.errors import ZerostartError
+from zerostart.integrations import targets as _targets  # noqa: F401  # registers them
 from zerostart.loading.arguments import (
     EnabledArguments,
     ForecastArguments,
@@ -29,7 +30,7 @@ from zerostart.loading.arguments import (
 )
 from zerostart.loading.placement import Placement
 from zerostart.pipelines import drop_components, load_pipeline, synced
-from zerostart.state.verbs import diff, digest, load_state, save, save_state, verify
+from zerostart.state.verbs import diff, digest, load_state, refit, save, save_state, verify
 
 if TYPE_CHECKING:
     import torch
@@ -51,6 +52,7 @@ __all__ = [
     "digest",
     "diff",
     "verify",
+    "refit",
     "enable",
     "enabled",
     "disable",

@@ -13,7 +13,7 @@ import zerostart
 
 ROOT = Path(zerostart.__file__).parent
 #: The doors, the tree of errors, and ``python -m zerostart``: the only modules outside a room.
-DOORS = {"zerostart", "zerostart.activation", "zerostart.pipelines"}
+DOORS = {"zerostart", "zerostart.activation", "zerostart.pipelines", "zerostart.serving"}
 OUTSIDE = DOORS | {"zerostart.errors", "zerostart.__main__"}
 MOST_ROOMS, MOST_ARROWS = 15, 80
 

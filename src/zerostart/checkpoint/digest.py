@@ -96,21 +96,30 @@ class Digests:
 
         Raises CheckpointError if the elements added on all ranks are not as many as the entry has.
         """
+        found = {}
+        for name, (*lanes, elements) in self.sums(world).items():
+            dtype, shape = self._entries[name]
+            if elements != prod(shape):
+                raise CheckpointError(
+                    f"tensor {name}: {elements} elements were counted for its digest, but the tensor has "
+                    f"{prod(shape)}; this is a bug in zerostart"
+                )
+            found[name] = _final(dtype, shape, lanes)
+        return found
+
+    def sums(self, world: Ranks | None = None) -> dict[str, tuple[int, ...]]:
+        """The lanes of each entry over the elements that were added on all ranks, and how many these are.
+
+        Collective, one reduction; None: nobody else.
+        """
         # One row for each entry, in the order that all ranks have: sums and counts travel in one reduction.
         table = torch.tensor([self._row(name) for name in self._entries], dtype=torch.int64, device="cpu")
         total = table if world is None else world.all_reduce_sum(table.view(-1), "summing up digests")
         found = {}
-        for (name, (dtype, shape)), row in zip(
-            self._entries.items(), total.view(-1, 2 * LANES + 1).tolist(), strict=True
-        ):
-            if row[-1] != prod(shape):
-                raise CheckpointError(
-                    f"tensor {name}: {row[-1]} elements were counted for its digest, but the tensor has "
-                    f"{prod(shape)}; this is a bug in zerostart"
-                )
+        for name, row in zip(self._entries, total.view(-1, 2 * LANES + 1).tolist(), strict=True):
             # The halves were summed without overflow; put together again they wrap as the lanes do.
-            lanes = [(row[2 * lane] + (row[2 * lane + 1] << 32)) & ALL for lane in range(LANES)]
-            found[name] = _final(dtype, shape, lanes)
+            lanes = ((row[2 * lane] + (row[2 * lane + 1] << 32)) & ALL for lane in range(LANES))
+            found[name] = (*lanes, row[-1])
         return found
 
     def _bits(self, name: str) -> int:

@@ -145,7 +145,7 @@ def put_elements(storage: torch.Tensor, master: Master | None, new: torch.Tensor
     """
     held = storage[place : place + new.numel()]
     new = new.to(held.device)
-    differs = _differing(held, new)
+    differs = differing_bits(held, new)
     if not bool(differs.any()):
         return
     with torch.no_grad():
@@ -161,7 +161,7 @@ def put_elements(storage: torch.Tensor, master: Master | None, new: torch.Tensor
             high_bits.copy_(torch.where(chosen, given, high_bits))
 
 
-def _differing(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def differing_bits(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Of two contiguous 1-D tensors of one dtype, where their bits differ: signs of zero and NaNs count."""
     word = _WORDS.get(a.itemsize, torch.int64)
     return (a.view(word) != b.view(word)).view(a.numel(), -1).any(dim=1)

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
     from zerostart.checkpoint.verifying import Verified
     from zerostart.state.comparing.diff import Difference
+    from zerostart.state.refitting.refitter import Refitter
+    from zerostart.state.refitting.resharding import ModelRefitter
     from zerostart.state.resuming.background import Saving
     from zerostart.state.saving.save import SaveReport
 
@@ -283,3 +285,78 @@ def diff(a: Comparable, b: Comparable) -> Difference:
     from zerostart.state.comparing.diff import compare
 
     return compare(a, b)
+
+
+def refit(
+    model: nn.Module,
+    target: object = None,
+    *,
+    transport: str | None = None,
+    workers: int | None = None,
+    dtype: torch.dtype | str | None = None,
+    merge_adapters: bool = True,
+    deltas: bool = False,
+    full_every: int = 50,
+    secret: str | None = None,
+    timeout: float = 300.0,
+) -> Refitter | ModelRefitter:
+    """Begin to push the weights of ``model`` into the workers of an inference engine; collective.
+
+    ``push()`` of what is returned brings all workers to the weights as they are, ``close()`` ends it.
+    Nothing is gathered: which bytes go from which rank to which worker follows from how both hold the model.
+    See ``docs/refit.md``.
+
+    Args:
+        model: what ``load``, ``deepspeed.initialize`` or ``accelerator.prepare`` returned, or any model that
+            DeepSpeed's ZeRO or FSDP2 shards. Adapters of PEFT are merged on the way.
+        target: an address to listen at for workers (``unix:///path`` or ``tcp://HOST:PORT``), which connect
+            by ``zerostart.serving.serve``; None: a Unix socket of its own, see ``address`` of the result.
+            Or an engine whose workers can be told. Or another sharded model of the same architecture, in the
+            same ranks or in some of them (pass None on the others), of any engine, mesh and dtype.
+        transport: how bytes go to the workers; None: ``"shared_memory"``, for workers on this machine.
+        workers: how many the first push waits for; None: those of the engine, or one.
+        dtype: floating dtype of what is pushed; None keeps the parameters' own.
+        merge_adapters: has to be true where the model has adapters.
+        deltas: send only what has changed since the version before, where the transport can tell.
+        full_every: with ``deltas``, every so many pushes all is sent.
+        secret: what workers have to know; None: the environment variable ``ZEROSTART_REFIT_SECRET``. Needed
+            where other machines can connect.
+        timeout: seconds within which workers have to connect, and to answer.
+
+    Returns:
+        Refitter: ``push(wait=True)``, ``close()``, ``address`` and ``version``; a context manager.
+
+    Raises:
+        ZerostartError: the same type and text on every rank. ConfigError for arguments that do not fit.
+
+    Example:
+        >>> import threading, torch, zerostart
+        >>> from zerostart import serving
+        >>> weights = {"weight": torch.ones(2, 3), "bias": torch.zeros(2)}
+        >>> model = zerostart.load(weights, lambda: torch.nn.Linear(3, 2), engine="fsdp2", progress=False)
+        >>> engine = torch.nn.Linear(3, 2)  # in a process of its own, as a rule
+        >>> receiver = serving.Receiver(engine, lambda pairs: engine.load_state_dict(dict(pairs)))
+        >>> with zerostart.refit(model) as refitter:
+        ...     worker = threading.Thread(target=serving.serve, args=(receiver, refitter.address))
+        ...     worker.start()
+        ...     report = refitter.push()
+        >>> worker.join()
+        >>> report.version, engine.weight.tolist()
+        (1, [[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]])
+    """
+    with checked_arguments(refit, locals()):
+        from zerostart.state.refitting.begin import begin
+        from zerostart.state.refitting.refitter import RefitSettings
+
+        floating = dtype_of(dtype)
+    settings = RefitSettings(
+        transport=transport,
+        workers=workers,
+        dtype=floating,
+        merge_adapters=merge_adapters,
+        deltas=deltas,
+        full_every=full_every,
+        secret=secret,
+        timeout=timeout,
+    )
+    return begin(model, target, settings)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 import torch
 
 from zerostart.checkpoint.storage.direct import PAGE
-from zerostart.checkpoint.write.writer import CheckpointWriter
 from zerostart.recipe import one_thread
 from zerostart.transfer.buffers import page_locked, release_locked
 from zerostart.transfer.execute import Crew
@@ -23,6 +23,25 @@ SLACK = 2 * PAGE
 Noted = Callable[[str, int, int, torch.Tensor], None]
 #: Given the first element and elements of a storage from there on, gives what is written in their place.
 Change = Callable[[int, torch.Tensor], torch.Tensor]
+
+
+class Writer(Protocol):
+    """Where a plan's writes go: files (``CheckpointWriter``), or others' memory. Several threads share it."""
+
+    def lead(self, name: str, offset: int) -> int:
+        """Where in a page of memory byte ``offset`` of tensor ``name`` best lies."""
+        ...
+
+    def goes_round(self, nbytes: int) -> bool:
+        """Whether it wants a write of so many bytes in memory that lies as ``lead`` says."""
+        ...
+
+    def write_rows(self, name: str, data: memoryview, offset: int, length: int, step: int, rows: int) -> None:
+        """Take ``rows`` of ``length`` bytes, ``step`` bytes apart in ``data`` and in tensor ``name``.
+
+        The first goes to byte ``offset`` of it. ``data`` must not be kept.
+        """
+        ...
 
 
 @dataclass(frozen=True)
@@ -41,7 +60,7 @@ class Source:
 def write_out(
     plan: WritePlan,
     storages: Sequence[Source],
-    writer: CheckpointWriter | None,
+    writer: Writer | None,
     threads: int = 2,
     noted: Noted | None = None,
 ) -> int:
@@ -72,7 +91,7 @@ class _Writing:
         self,
         plan: WritePlan,
         storages: Sequence[Source],
-        writer: CheckpointWriter | None,
+        writer: Writer | None,
         noted: Noted | None,
         device: torch.device | None,
     ) -> None:

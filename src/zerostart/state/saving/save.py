@@ -178,23 +178,7 @@ def _model(
     """The model's weights and its settings."""
     world, inner, record = live.world, live.module, live.record
     with world.phase("looking at the model"):
-        tensors, tied = live.tensors()
-        # The order of what follows matters: masters stand for rounded parameters, then the caller's overrides
-        # for both, and only then adapters are merged, into the values that are to be saved.
-        if request.dtype == torch.float32:
-            tensors = overridden(tensors, _masters(model, world), world)
-        if request.overrides is not None:
-            tensors = overridden(tensors, request.overrides, world)
-        if request.merge_adapters:
-            tensors = merged(inner, tensors)
-        if request.trainable_only:
-            tensors = [item for item in tensors if item.trained]
-        if request.renamed is not None:
-            contents = renamed_contents(tensors, request.renamed, request.dtype)
-        else:
-            contents = contents_of(live, tensors, request.dtype)
-        # Names that the save leaves out, since another name has their tensor.
-        contents.tied = tied
+        contents, parameters = contents_to_save(model, live, request)
         stem = request.stem or _stem(inner, record)
     written = write_tensors(
         publication.directory,
@@ -203,7 +187,7 @@ def _model(
         world,
         stem=stem,
         max_shard_size=request.max_shard_size,
-        parameters=sum(prod(item.shard.layout.shape) for item in tensors if item.is_parameter),
+        parameters=parameters,
         memory_limit=request.memory_limit,
         before=contents.before,
     )
@@ -216,6 +200,31 @@ def _model(
                 request.beside(publication.directory)
             save_settings(inner, publication.directory, root, request.dtype)
     return written, contents
+
+
+def contents_to_save(model: nn.Module, live: LiveModel, request: SaveRequest) -> tuple[Contents, int]:
+    """What a save of the whole model has, and how many elements its parameters have; collective.
+
+    ``live`` is that of ``model``. Raises ConfigError for adapters that cannot be merged.
+    """
+    tensors, tied = live.tensors()
+    # The order of what follows matters: masters stand for rounded parameters, then the caller's overrides
+    # for both, and only then adapters are merged, into the values that are to be saved.
+    if request.dtype == torch.float32:
+        tensors = overridden(tensors, _masters(model, live.world), live.world)
+    if request.overrides is not None:
+        tensors = overridden(tensors, request.overrides, live.world)
+    if request.merge_adapters:
+        tensors = merged(live.module, tensors)
+    if request.trainable_only:
+        tensors = [item for item in tensors if item.trained]
+    if request.renamed is not None:
+        contents = renamed_contents(tensors, request.renamed, request.dtype)
+    else:
+        contents = contents_of(live, tensors, request.dtype)
+    # Names that the save leaves out, since another name has their tensor.
+    contents.tied = tied
+    return contents, sum(prod(item.shard.layout.shape) for item in tensors if item.is_parameter)
 
 
 def _adapters(

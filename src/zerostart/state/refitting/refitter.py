@@ -1,0 +1,547 @@
+"""Pushing the weights of a live model to the workers of an engine: what all trainer ranks do together."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+import torch
+from rich.filesize import decimal
+from torch import nn
+
+from zerostart.checkpoint.strict_json import JsonObject
+from zerostart.distributed.world import World, current_world, default_device
+from zerostart.errors import ConfigError, PeerError
+from zerostart.live.model import LiveModel
+from zerostart.state.refitting.channel import Address
+from zerostart.state.refitting.image import Image
+from zerostart.state.refitting.place import Place
+from zerostart.state.refitting.session import Session
+from zerostart.state.refitting.sums import SetSums, Sums
+from zerostart.state.refitting.targets import Driver
+from zerostart.state.refitting.transports.base import Transport, WorkerInfo, transport_kind
+from zerostart.state.saving.adapters import has_adapters
+from zerostart.state.saving.save import SaveRequest, contents_to_save
+from zerostart.state.saving.writing import planned
+from zerostart.transfer.meter import PeakMeter
+from zerostart.transfer.planning.runs import Runs
+from zerostart.transfer.planning.writes import WritePlan
+from zerostart.transfer.writing import Source, write_out
+
+MiB = 1 << 20
+#: Bytes of a write, and threads, of a push.
+CHUNK, THREADS = 8 * MiB, 2
+
+
+@dataclass(frozen=True)
+class RefitSettings:
+    """The arguments of ``zerostart.refit``, which documents them."""
+
+    transport: str | None = None
+    workers: int | None = None
+    dtype: torch.dtype | None = None
+    merge_adapters: bool = True
+    deltas: bool = False
+    full_every: int = 50
+    secret: str | None = None
+    timeout: float = 300.0
+
+    def check(self) -> None:
+        """Raise ConfigError for what no refit can serve."""
+        if self.dtype is not None and not self.dtype.is_floating_point:
+            raise ConfigError(f"dtype={self.dtype!r} must be a floating torch.dtype")
+        if self.workers is not None and self.workers < 1:
+            raise ConfigError(f"workers={self.workers} must be at least 1")
+        if self.full_every < 1:
+            raise ConfigError(f"full_every={self.full_every} must be at least 1")
+        if not self.timeout > 0:
+            raise ConfigError(f"timeout={self.timeout} must be a number of seconds above 0")
+
+
+@dataclass(frozen=True)
+class WorkerReport:
+    """What a worker has done in a push."""
+
+    name: str
+    version: int
+    #: Bytes of the image that it takes.
+    wanted_bytes: int
+    #: From the decision until it served the version.
+    seconds: float
+    #: Over the sums of all that it has read back, which are those of the trainer.
+    digest: str
+
+
+@dataclass(frozen=True)
+class PushReport:
+    """What a push has done; the same on every rank."""
+
+    version: int
+    transport: str
+    #: Seconds of the slowest rank, by phase: ``plan``, ``write``, ``agree``, ``fill``, ``total``.
+    phases: Mapping[str, float]
+    #: Bytes of the model as the engine's loader gets it.
+    owned_bytes: int
+    #: Bytes that all trainer ranks have put into the transport.
+    moved_bytes: int
+    #: Bytes that all workers take.
+    wanted_bytes: int
+    #: Whether all was sent, and not only what has changed.
+    full: bool
+    #: What a rank took at most beside what it had before, as in the report of a load; the largest of all
+    #: ranks. An image in shared memory is not anonymous, and is not in it.
+    peak_host_bytes: int
+    peak_device_bytes: int
+    workers: tuple[WorkerReport, ...]
+
+    def __str__(self) -> str:
+        total = max(self.phases["total"], 1e-9)
+        lines = [
+            f"version {self.version}: {decimal(self.owned_bytes)} by {self.transport} to {len(self.workers)} "
+            f"workers in {total:.2f} s ({decimal(int(self.owned_bytes / total))}/s); moved "
+            f"{decimal(self.moved_bytes)}, taken {decimal(self.wanted_bytes)}"
+        ]
+        phases = ", ".join(
+            f"{name} {seconds:.2f} s" for name, seconds in self.phases.items() if name != "total"
+        )
+        lines.append(f"  {phases}; peak {decimal(self.peak_host_bytes)} beside the shards")
+        lines += [
+            f"  {worker.name} serves version {worker.version}: {decimal(worker.wanted_bytes)}, digest "
+            f"{worker.digest}"
+            for worker in self.workers
+        ]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """The model's part of a push: what this rank writes where."""
+
+    image: Image
+    plan: WritePlan
+    storages: list[Source]
+
+
+@dataclass(frozen=True)
+class _Takers:
+    """The workers of a push, as all ranks know them."""
+
+    infos: list[WorkerInfo] = field(default_factory=list)
+    #: Each set of elements that any worker sums up, once.
+    sets: list[Runs] = field(default_factory=list)
+    #: By worker the numbers of its sets.
+    numbers: dict[str, list[int]] = field(default_factory=dict)
+
+
+class Pushing:
+    """A push whose bytes have left the model, and that workers may still be taking."""
+
+    def __init__(self, world: World, work: Callable[[], PushReport]) -> None:
+        self._world = world
+        self._work = work
+        self._made: PushReport | None = None
+        self._error: BaseException | None = None
+        self._settled = False
+        self._thread: threading.Thread | None = None
+        if world.rank == 0:
+            self._thread = threading.Thread(target=self._run, name="zerostart-refit-push", daemon=True)
+            self._thread.start()
+
+    def wait(self) -> PushReport:
+        """Return when all workers serve the version; collective. Raises what ``Refitter.push`` raises."""
+        if not self._settled:
+            self._settled = True
+            try:
+                self._made = self._world.broadcast_object(self._joined, "waiting for a push")
+            except BaseException as error:
+                self._error = error
+        if self._error is not None:
+            raise self._error
+        assert self._made is not None, "it has ended, and without an error"
+        return self._made
+
+    def done(self) -> bool:
+        """Whether ``wait`` would return at once; collective."""
+        thread = self._thread
+        return self._settled or self._world.broadcast_object(
+            lambda: thread is not None and not thread.is_alive(), "asking for a push"
+        )
+
+    def _run(self) -> None:
+        try:
+            self._made = self._work()
+        except BaseException as error:  # raised by wait(), on all ranks
+            self._error = error
+
+    def _joined(self) -> PushReport:
+        assert self._thread is not None, "rank 0 has it"
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        assert self._made is not None, "it has ended without an error"
+        return self._made
+
+
+class Refitter:
+    """Pushes versions of a model's weights to an engine's workers; every rank has one.
+
+    A context manager; leaving it is ``close``.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        target: str | Driver | None,
+        settings: RefitSettings,
+        world: World | None = None,
+    ) -> None:
+        """Collective. ``target`` is where to listen for workers, or what has workers that are to be told.
+
+        Raises as ``zerostart.refit``.
+        """
+        self.version = 0
+        self._model = model
+        self._settings = settings
+        self._world = world = world or current_world()
+        self._driver = None if isinstance(target, str) else target
+        self._place: Place | None = None
+        self._session: Session | None = None
+        self._transport: Transport | None = None
+        self._sums: SetSums | None = None
+        self._opened: Mapping[str, JsonObject] | None = None
+        self._takers = _Takers()
+        self._told: object = None
+        self._pushing: Pushing | None = None
+        self._image: Image | None = None
+        self._met = False
+        try:
+            with world.phase("beginning a refit"):
+                with world.phase("arguments"):
+                    settings.check()
+                    kind = transport_kind(settings.transport or "shared_memory")
+                self._image = self._prepared().image
+                made = world.broadcast_object(lambda: self._begin(target), "listening for workers")
+                self.address, folder = made
+                options = {"folder": folder, "deltas": settings.deltas, "secret": settings.secret}
+                self._transport = kind.outgoing(world, options)
+                if self._driver is not None:
+                    world.broadcast_object(self._join, "having the engine connect")
+        except BaseException:
+            self._release()
+            raise
+
+    def __enter__(self) -> Refitter:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def push(self, wait: bool = True) -> PushReport | Pushing:
+        """Bring all workers to the weights as they are now, as a version of its own; collective.
+
+        With ``wait=False`` it returns when the weights have left the model, which may be stepped then, and
+        gives a handle with ``wait()`` and ``done()``, both collective.
+
+        Raises, the same on every rank: PeerError, naming it, where a worker died, cannot take the version, or
+        does not answer; ConversionError where an engine's loader cannot be followed; VerifyError, naming
+        worker and tensors, where what a worker read back is not what was sent. Workers serve the version
+        before, or where the message says so the new one; the next push goes on with those that are there.
+        """
+        world, version = self._world, self.version + 1
+        if self._transport is None:
+            raise ConfigError("this refit is closed: call zerostart.refit again")
+        if self._pushing is not None:
+            pushing, self._pushing = self._pushing, None
+            pushing.wait()
+        phases: dict[str, float] = {}
+        begun = time.perf_counter()
+        self.version = version
+        with PeakMeter(default_device()) as meter:
+            try:
+                with world.phase("pushing weights"):
+                    with _timed(phases, "plan"):
+                        prepared = self._prepared()
+                        self._meet_workers(prepared.image)
+                        full = self._open(prepared, version)
+                    with _timed(phases, "write"), world.phase("writing the weights"):
+                        sums = self._write(prepared, version, full)
+            except BaseException as error:
+                self._abort(version, error)
+                raise
+        figures = world.all_gather_object(
+            (phases, self._transport.moved(), meter.host_bytes, meter.device_bytes or 0), "figures of a push"
+        )
+        report = PushReport(
+            version,
+            self._transport.name,
+            {key: max(each[0][key] for each in figures) for key in phases},
+            prepared.image.layout.total_size,
+            sum(each[1] for each in figures),
+            sum(info.wants.nbytes for info in self._takers.infos),
+            full,
+            max(each[2] for each in figures),
+            max(each[3] for each in figures),
+            (),
+        )
+        pushing = Pushing(world, lambda: self._complete(report, sums, begun))
+        if not wait:
+            self._pushing = pushing
+            return pushing
+        return pushing.wait()
+
+    def close(self) -> None:
+        """Tell the workers that no version comes any more, and release everything; collective.
+
+        A push that is under way is waited for; raises what that failed with.
+        """
+        pushing, self._pushing = self._pushing, None
+        try:
+            if pushing is not None:
+                pushing.wait()
+        finally:
+            self._release()
+
+    def _release(self) -> None:
+        if self._driver is not None and self._world.rank == 0:
+            self._driver.leave()
+        if self._session is not None:
+            self._session.close()
+        if self._transport is not None:
+            self._transport.close()
+        if self._place is not None:
+            self._place.close()
+        self._session = self._transport = self._place = None
+
+    # Rank 0.
+
+    def _begin(self, target: object) -> tuple[str, str]:
+        """Listen for workers; gives the address, and a folder of this job."""
+        assert self._image is not None, "looked at before"
+        self._place = Place()
+        text = target if isinstance(target, str) and target else f"unix://{self._place.path / 'workers'}"
+        decision = self._place.path / "decision.json"
+        settings = self._settings
+        self._session = Session(Address.of(text), settings.secret, self._image, settings.timeout, decision)
+        return str(self._session.address), str(self._place.path)
+
+    def _join(self) -> None:
+        driver, session = self._driver, self._session
+        assert driver is not None, "asked for by an engine alone"
+        assert session is not None, "rank 0 has it"
+        how = {"address": self.address, "secret": self._settings.secret, "timeout": self._settings.timeout}
+        with _beside(lambda: driver.join(how)) as check:
+            session.check = check
+            session.wait_for(driver.workers, self._settings.timeout)
+        session.check = _nothing
+
+    def _settle(self, image: Image) -> tuple[object, _Takers | None]:
+        """The workers of this push; the second is None where all ranks know them already."""
+        session = self._session
+        assert session is not None, "rank 0 has it"
+        session.check_refused()
+        if not self._met:
+            expected = self._settings.workers or (1 if self._driver is None else self._driver.workers)
+            session.wait_for(expected, self._settings.timeout)
+            self._met = True
+        gone = session.settle()
+        if gone:
+            raise PeerError(
+                f"{', '.join(gone)} died, or stopped answering, since the last push; nothing was pushed. "
+                f"The next "
+                "push goes on without, or with it where it has come back"
+            )
+        if not session.workers:
+            session.wait_for(1, self._settings.timeout)
+            session.settle()
+        session.renew(image)
+        infos = session.infos()
+        told = image.fingerprint, [(info.name, info.wants.to_bytes()) for info in infos]
+        fresh = any(worker.fresh for worker in session.workers.values())
+        if told == self._told and not fresh:
+            return None, None
+        self._told = told
+        sets: dict[bytes, tuple[int, Runs]] = {}
+        numbers: dict[str, list[int]] = {}
+        for worker in session.workers.values():
+            # Replicas want the same, which is summed up once.
+            each = [sets.setdefault(runs.to_bytes(), (len(sets), runs))[0] for runs in worker.sets]
+            numbers[worker.name] = each
+        return None, _Takers(infos, [runs for _, runs in sets.values()], numbers)
+
+    def _complete(
+        self, report: PushReport, sums: list[dict[str, tuple[int, ...]]], begun: float
+    ) -> PushReport:
+        """Have the workers serve what was written; on rank 0, perhaps in a thread of its own."""
+        session, version = self._session, report.version
+        assert session is not None, "rank 0 has it"
+        started = time.perf_counter()
+        try:
+            session.prepared(version)
+        except BaseException as error:
+            session.abort(version, str(error))
+            self._end_following()
+            raise
+        agreed = time.perf_counter()
+        numbers = self._takers.numbers
+        session.decide(version, {name: [sums[n] for n in each] for name, each in numbers.items()})
+        try:
+            session.served(version)
+        finally:
+            self._end_following()
+        ended = time.perf_counter()
+        phases = {**report.phases, "agree": agreed - started, "fill": ended - agreed, "total": ended - begun}
+        workers = tuple(
+            WorkerReport(
+                worker.name,
+                version,
+                worker.wants.nbytes,
+                worker.seconds,
+                _digest([sums[n] for n in numbers[worker.name]]),
+            )
+            for worker in session.workers.values()
+        )
+        return replace(report, phases=phases, workers=workers)
+
+    # Every rank.
+
+    def _prepared(self) -> _Prepared:
+        """The image, and what this rank writes of it, of the model as it is now; collective."""
+        world = self._world
+        with world.phase("looking at the model"):
+            live = LiveModel(self._model, world)
+            adapted = has_adapters(live.module)
+            if adapted and not self._settings.merge_adapters:
+                raise ConfigError(
+                    "merge_adapters=False: adapters are not sent by themselves; pass True, or save them with "
+                    "adapters_only=True and have the engine load that"
+                )
+            contents, _ = contents_to_save(
+                self._model, live, SaveRequest(dtype=self._settings.dtype, merge_adapters=adapted)
+            )
+            entries = tuple((name, dtype, tuple(shape)) for name, dtype, shape in contents.entries)
+            before = self._image
+            image = before if before is not None and before.entries == entries else Image.of(entries)
+            plan, storages = planned(image.layout, contents.outgoing, CHUNK)
+        return _Prepared(image, plan, storages)
+
+    def _meet_workers(self, image: Image) -> None:
+        _, takers = self._world.broadcast_object(lambda: self._settle(image), "looking for workers")
+        self._image = image
+        if takers is not None:
+            self._takers = takers
+            self._sums = None
+        if self._sums is None:
+            self._sums = SetSums(image, self._takers.sets)
+            self._opened = None
+
+    def _open(self, prepared: _Prepared, version: int) -> bool:
+        """Have the transport and the workers ready for the version; gives whether all is to be sent."""
+        transport, world = self._transport, self._world
+        assert transport is not None, "not closed"
+        if self._opened is None:
+            own = Runs.of_writes(prepared.plan, prepared.image.layout)
+            self._opened = transport.open(prepared.image, own, self._takers.infos)
+
+        def begin() -> bool:
+            session = self._session
+            assert session is not None, "rank 0 has it"
+            assert self._opened is not None, "opened above"
+            behind = any(w.version != version - 1 or w.fresh for w in session.workers.values())
+            full = behind or not self._settings.deltas or version % self._settings.full_every == 1
+            self._begin_following(version)
+            session.prepare(version, full, self._opened, transport.name)
+            return full
+
+        return world.broadcast_object(begin, "having the workers prepare")
+
+    def _write(self, prepared: _Prepared, version: int, full: bool) -> list[dict[str, tuple[int, ...]]]:
+        transport, sums = self._transport, self._sums
+        assert transport is not None, "not closed"
+        assert sums is not None, "opened before"
+        sums.begin()
+        writer = transport.writer(version, full)
+        write_out(prepared.plan, prepared.storages, writer, THREADS, sums.add_rows)
+        transport.finish()
+        return sums.summed(self._world)
+
+    def _abort(self, version: int, error: BaseException) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+        self._opened = None
+        if self._session is not None:
+            self._session.abort(version, str(error) or type(error).__name__)
+            self._end_following()
+
+    # The engine's own call, which has its workers follow.
+
+    _following: threading.Thread | None = None
+    _following_error: BaseException | None = None
+
+    def _begin_following(self, version: int) -> None:
+        driver, session = self._driver, self._session
+        if driver is None or session is None:
+            return
+        self._following_error = None
+
+        def follow() -> None:
+            try:
+                driver.follow(version)
+            except BaseException as error:  # looked at by whoever waits for the workers
+                self._following_error = error
+
+        def check() -> None:
+            if self._following_error is not None:
+                raise PeerError(f"the engine did not take version {version}: {self._following_error}")
+
+        session.check = check
+        self._following = threading.Thread(target=follow, name="zerostart-refit-engine", daemon=True)
+        self._following.start()
+
+    def _end_following(self) -> None:
+        following, self._following = self._following, None
+        if self._session is not None:
+            self._session.check = _nothing
+        if following is not None:
+            following.join(self._settings.timeout)
+
+
+def _nothing() -> None:
+    return
+
+
+@contextmanager
+def _beside(work: Callable[[], None]) -> Iterator[Callable[[], None]]:
+    """Run ``work`` in a thread beside the body, which is given a function that raises what it failed with."""
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            failed.append(error)
+
+    def check() -> None:
+        if failed:
+            raise PeerError(f"the engine's workers could not connect: {failed[0]}")
+
+    thread = threading.Thread(target=run, name="zerostart-refit-engine", daemon=True)
+    thread.start()
+    yield check
+    thread.join()
+    check()
+
+
+@contextmanager
+def _timed(phases: dict[str, float], name: str) -> Iterator[None]:
+    begun = time.perf_counter()
+    yield
+    phases[name] = time.perf_counter() - begun
+
+
+def _digest(sums: Sequence[Sums]) -> str:
+    text = repr([sorted((name, *row) for name, row in each.items()) for each in sums])
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

@@ -1,0 +1,376 @@
+"""The trainer's side of the connections with workers, on rank 0: who is there, wants what, is told what.
+told.
+
+Workers may come at any time, before the first push and after a death; what they take of the image is worked
+out meanwhile, in threads of their connections. All else happens within a push, in the thread that calls it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, Listener
+from pathlib import Path
+
+from zerostart.checkpoint.strict_json import JsonObject
+from zerostart.errors import (
+    CheckpointError,
+    ConfigError,
+    ConversionError,
+    PeerError,
+    VerifyError,
+    ZerostartError,
+)
+from zerostart.state.refitting.channel import HANDSHAKE, PROTOCOL, Address, Channel, Message, key_of
+from zerostart.state.refitting.image import Image
+from zerostart.state.refitting.sums import Sums
+from zerostart.state.refitting.transports.base import WorkerInfo
+from zerostart.transfer.planning.runs import Runs
+
+logger = logging.getLogger("zerostart")
+#: Connections whose owners have not said who they are, at a time.
+MOST_STRANGERS = 256
+
+
+@dataclass
+class Worker:
+    """A worker that is connected."""
+
+    name: str
+    host: str
+    pid: int
+    #: What its parameters have.
+    version: int | None
+    channel: Channel
+    wants: Runs
+    #: Of whose elements it sums up digests.
+    sets: tuple[Runs, ...]
+    #: Whether it has to be told how the transport is opened.
+    fresh: bool = True
+    fingerprint: str = ""
+    #: Seconds from the decision until it served the version.
+    seconds: float = 0.0
+
+
+@dataclass
+class Session:
+    """Listens for workers, and speaks with those that are there."""
+
+    address: Address
+    secret: str | None
+    image: Image
+    timeout: float
+    #: Where a decision is written down before anybody is told of it.
+    decision: Path
+    workers: dict[str, Worker] = field(default_factory=dict)
+    #: Called while a worker is waited for; what it raises ends the push.
+    check: Callable[[], None] = lambda: None
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError where nobody can listen there, or others could connect without a secret."""
+        self._key = key_of(self.secret, self.address)
+        self._changed = threading.Condition()
+        self._arrived: dict[str, Worker] = {}
+        self._refused: dict[str, str] = {}
+        self._strangers = 0
+        self._closing = threading.Event()
+        try:
+            if isinstance(self.address.place, str):
+                _remove_socket(self.address.place)
+            self._listener = Listener(self.address.place, self.address.family, backlog=128)
+        except OSError as error:
+            raise ConfigError(f"nobody can listen at {self.address}: {error.strerror or error}") from error
+        if isinstance(self.address.place, str):
+            Path(self.address.place).chmod(0o600)
+        # Port 0 is any that is free.
+        self.address = Address(self.address.family, self._listener.address)
+        threading.Thread(target=self._accept, name="zerostart-refit", daemon=True).start()
+
+    def close(self) -> None:
+        """Tell all workers that it is over; raises nothing."""
+        self._closing.set()
+        with contextlib.suppress(OSError):
+            self._listener.close()
+        with self._changed:
+            everybody = [*self.workers.values(), *self._arrived.values()]
+            self.workers, self._arrived = {}, {}
+        for worker in everybody:
+            with contextlib.suppress(PeerError):
+                worker.channel.send("close")
+            worker.channel.close()
+
+    # Who is there.
+
+    def wait_for(self, count: int, timeout: float) -> None:
+        """Return when ``count`` workers are there; raises PeerError after ``timeout`` seconds.
+
+        And ConversionError where one cannot take the image.
+        """
+        until = time.monotonic() + timeout
+        with self._changed:
+            while not self._changed.wait_for(
+                lambda: self._refused or len(self.workers.keys() | self._arrived.keys()) >= count,
+                until - time.monotonic(),
+            ):
+                there = sorted(self.workers.keys() | self._arrived.keys())
+                raise PeerError(
+                    f"{len(there)} of {count} workers have connected with {self.address} within "
+                    f"{timeout:.0f} s" + (f": {', '.join(there)}" if there else "")
+                )
+        self.check_refused()
+
+    def check_refused(self) -> None:
+        """Raise ConversionError where a worker cannot take the image."""
+        with self._changed:
+            refused, self._refused = self._refused, {}
+        if refused:
+            name, why = next(iter(refused.items()))
+            more = f" (and {len(refused) - 1} more workers)" if len(refused) > 1 else ""
+            raise ConversionError(f"worker {name} cannot take these weights{more}: {why}")
+
+    def settle(self) -> list[str]:
+        """Take in those who have come, and drop those who have gone; gives the names of the latter."""
+        with self._changed:
+            arrived, self._arrived = self._arrived, {}
+        for name, worker in arrived.items():
+            if (before := self.workers.pop(name, None)) is not None:
+                logger.warning(
+                    "worker %s has come back with %s: the next push brings it up to date",
+                    *(name, "no version" if worker.version is None else f"version {worker.version}"),
+                )
+                before.channel.close()
+            self.workers[name] = worker
+        gone = [name for name, worker in self.workers.items() if not self._is_there(worker)]
+        for name in gone:
+            self.drop(name)
+        return gone
+
+    @staticmethod
+    def _is_there(worker: Worker) -> bool:
+        """Whether its connection lives. What it has still said to an earlier push is forgotten."""
+        try:
+            while worker.channel.waiting():
+                worker.channel.receive("prepared", "failed", "serving")
+        except PeerError:
+            return False
+        return not worker.channel.closed
+
+    def drop(self, name: str) -> None:
+        """Go on without a worker."""
+        worker = self.workers.pop(name)
+        worker.channel.close()
+        logger.warning("worker %s is gone; pushes go on without it until it comes back", name)
+
+    def infos(self) -> list[WorkerInfo]:
+        """The workers as transports want them."""
+        return [
+            WorkerInfo(number, worker.name, worker.host, worker.wants)
+            for number, worker in enumerate(self.workers.values())
+        ]
+
+    def renew(self, image: Image) -> None:
+        """Have all workers plan for another image; raises ConversionError and PeerError."""
+        with self._changed:
+            self.image = image
+        for worker in self._outdated():
+            worker.channel.send("image", {}, image.to_bytes())
+        for worker in self._outdated():
+            worker.wants, worker.sets = self._wants(worker.name, worker.channel)
+            worker.fresh, worker.fingerprint = True, image.fingerprint
+        self.check_refused()
+
+    def _outdated(self) -> list[Worker]:
+        return [w for w in self.workers.values() if w.fingerprint != self.image.fingerprint]
+
+    # A push.
+
+    def prepare(self, version: int, full: bool, opened: Mapping[str, JsonObject], transport: str) -> None:
+        """Tell all workers to get ready."""
+        for worker in self.workers.values():
+            body: JsonObject = {"version": version, "full": full, "decision": str(self.decision)}
+            if worker.fresh:
+                body["open"] = {"transport": transport, "parameters": opened.get(worker.name, {})}
+            worker.channel.send("prepare", body)
+            worker.fresh = False
+
+    def prepared(self, version: int) -> None:
+        """Return when all workers have the bytes of ``version``; raises what one of them failed with."""
+        for worker in self.workers.values():
+            answer = self._answer(worker, version, "prepared", "failed")
+            if answer.kind == "failed":
+                worker.fresh = True
+                raise PeerError(
+                    f"worker {worker.name} cannot take version {version}: {answer.body.get('why')}"
+                )
+
+    def abort(self, version: int, why: str) -> None:
+        """Tell all workers that ``version`` does not come; raises nothing."""
+        for worker in [*self.workers.values()]:
+            try:
+                worker.channel.send("abort", {"version": version, "why": why[:4000]})
+            except PeerError:
+                self.drop(worker.name)
+            worker.fresh = True
+
+    def _answer(self, worker: Worker, version: int, *kinds: str) -> Message:
+        """What a worker says about ``version``; raises PeerError where it does not, and what ``check`` "
+        "raises."""
+        until = time.monotonic() + self.timeout
+        while True:
+            while not worker.channel.waiting(0.5) and time.monotonic() < until:
+                self.check()
+            answer = worker.channel.receive("prepared", "failed", "serving", timeout=0.0)
+            # It may have answered to a version that was given up since.
+            if answer.body.get("version") == version and answer.kind in kinds:
+                return answer
+
+    def decide(self, version: int, sums: Mapping[str, Sequence[Sums]]) -> None:
+        """Write down that ``version`` is to be served, then tell the workers."""
+        each = {name: list(found) for name, found in sums.items()}
+        part = self.decision.with_suffix(".part")
+        part.write_text(json.dumps({"version": version, "sums": each}))
+        part.chmod(0o600)
+        part.replace(self.decision)
+        for worker in [*self.workers.values()]:
+            # One that is lost now looks at what was written down.
+            with contextlib.suppress(PeerError):
+                worker.channel.send("commit", {"version": version, "sums": each[worker.name]})
+
+    def served(self, version: int) -> None:
+        """Return when all workers serve ``version``.
+
+        Raises PeerError, naming those that are lost, and VerifyError where what one read back differs.
+        """
+        begun = time.monotonic()
+        lost: list[str] = []
+        failed: list[str] = []
+        for worker in [*self.workers.values()]:
+            try:
+                answer = self._answer(worker, version, "serving", "failed")
+            except PeerError:
+                self.drop(worker.name)
+                lost.append(worker.name)
+                continue
+            worker.seconds = time.monotonic() - begun
+            if answer.kind == "failed":
+                worker.version, worker.fresh = None, True
+                failed.append(f"worker {worker.name}: {answer.body.get('why')}")
+            else:
+                worker.version = version
+        serving = [worker.name for worker in self.workers.values() if worker.version == version]
+        rest = f"version {version} is served by {', '.join(serving) or 'nobody'}"
+        if failed:
+            raise VerifyError(f"{'; '.join(failed)}. It serves no version now; {rest}; push again")
+        if lost:
+            raise PeerError(
+                f"{', '.join(lost)} died, or stopped answering, after version {version} was decided; {rest}. "
+                "The next push goes on without, or with it where it has come back"
+            )
+
+    # Arrivals, in threads of their own.
+
+    def _accept(self) -> None:
+        while not self._closing.is_set():
+            try:
+                connection = self._listener.accept()
+            except (OSError, EOFError):
+                if self._closing.is_set():
+                    return
+                time.sleep(0.05)
+                continue
+            if self._strangers >= MOST_STRANGERS:
+                connection.close()
+                continue
+            self._strangers += 1
+            threading.Thread(
+                target=self._welcome, args=(connection,), name="zerostart-refit-hello", daemon=True
+            ).start()
+
+    def _welcome(self, connection: Connection) -> None:
+        channel = Channel(connection, "somebody who has connected", self.timeout)
+        try:
+            channel.prove(self._key, asking=True)
+            self._greet(channel, channel.receive("hello", timeout=HANDSHAKE))
+        except ZerostartError as error:
+            channel.close()
+            logger.warning("a worker could not join: %s", error)
+        finally:
+            self._strangers -= 1
+
+    def _greet(self, channel: Channel, hello: Message) -> None:
+        body = hello.body
+        name, version = str(body.get("name"))[:200], body.get("version")
+        channel.who = f"worker {name}"
+        if body.get("protocol") != PROTOCOL:
+            why = f"it speaks protocol {body.get('protocol')}, and the trainer {PROTOCOL}"
+            why += ": install the same zerostart on both sides"
+            channel.send("refused", {"why": why})
+            raise ConfigError(f"worker {name}: {why}")
+        with self._changed:
+            image = self.image
+            before = self._arrived.get(name) or self.workers.get(name)
+        if before is not None and not before.channel.closed and not before.channel.waiting():
+            why = f"another worker is connected under the name {name}: give each a name of its own"
+            channel.send("refused", {"why": why})
+            raise ConfigError(why)
+        channel.send("image", {}, image.to_bytes())
+        try:
+            wants, sets = self._wants(name, channel)
+        except ConversionError:
+            with self._changed:
+                self._changed.notify_all()
+            raise
+        worker = Worker(
+            name,
+            str(body.get("host")),
+            int(body.get("pid", 0)),
+            version if isinstance(version, int) else None,
+            channel,
+            wants,
+            sets,
+            fingerprint=image.fingerprint,
+        )
+        with self._changed:
+            if self._closing.is_set():
+                channel.close()
+            self._arrived[name] = worker
+            self._changed.notify_all()
+
+    def _wants(self, name: str, channel: Channel) -> tuple[Runs, tuple[Runs, ...]]:
+        answer = channel.receive("wants", "refused")
+        if answer.kind == "refused":
+            with self._changed:
+                self._refused[name] = str(answer.body.get("why"))
+            raise ConversionError(f"{name}: {answer.body.get('why')}")
+        try:
+            if not answer.parts:
+                raise CheckpointError("no runs")
+            found = [Runs.from_bytes(part) for part in answer.parts]
+            if any(len(runs.rows) and runs.spans[-1, 1] > self.image.nbytes for runs in found):
+                raise CheckpointError("bytes behind the end of the image")
+        except CheckpointError as error:
+            channel.close()
+            raise PeerError(f"worker {name} wants what no image has: {error}") from error
+        return found[0], tuple(found[1:])
+
+
+def _remove_socket(path: str) -> None:
+    """Remove a socket that nobody listens at any more."""
+    place = Path(path)
+    if not place.exists():
+        return
+    if not place.is_socket():
+        raise ConfigError(f"{path} is there already, and is no socket; choose another address")
+    with socket.socket(socket.AF_UNIX) as trial:
+        try:
+            trial.connect(path)
+        except ConnectionRefusedError:
+            place.unlink()
+            return
+    raise ConfigError(f"somebody listens at unix://{path} already; choose another address")

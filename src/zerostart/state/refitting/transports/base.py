@@ -1,0 +1,147 @@
+"""What a transport is: the trainer's side, the workers' side, and the register of both by name.
+
+To push a version the session tells each worker to prepare; meanwhile every trainer rank writes its own
+elements of the image to ``Transport.writer`` and calls ``finish``; a worker's ``Incoming.prepare`` returns
+when the bytes that it wants can be read. Nothing has touched a parameter until then. Then the session
+decides, and workers fill their parameters from ``Incoming.reader``, and call ``done``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Protocol
+
+from zerostart.checkpoint.storage import Reader
+from zerostart.checkpoint.strict_json import JsonObject
+from zerostart.distributed.world import World
+from zerostart.errors import ConfigError
+from zerostart.state.refitting.image import Image
+from zerostart.transfer.planning.runs import Runs
+from zerostart.transfer.writing import Writer
+
+
+@dataclass(frozen=True)
+class WorkerInfo:
+    """A worker that takes part in the next pushes; the same on all trainer ranks."""
+
+    #: Its place among the workers, from 0 on.
+    number: int
+    name: str
+    #: What its machine calls itself.
+    host: str
+    #: What it reads of the image.
+    wants: Runs
+
+
+class Transport(Protocol):
+    """The side of one trainer rank. What is collective is called by all trainer ranks in one order."""
+
+    #: Under which it is registered.
+    name: str
+
+    def open(self, image: Image, own: Runs, workers: Sequence[WorkerInfo]) -> Mapping[str, JsonObject]:
+        """Make ready for pushes of ``image``, of which this rank writes ``own``; collective.
+
+        Called again whenever the image or the workers have changed. What it gives on rank 0 each worker is
+        told, by its name: the ``parameters`` of its ``Incoming``.
+        """
+        ...
+
+    def writer(self, version: int, full: bool) -> Writer:
+        """Where this rank's elements of the version go, by ``transfer.writing.write_out``.
+
+        ``full``: all of them are sent, whatever a transport of changes knows of the version before.
+        """
+        ...
+
+    def finish(self) -> None:
+        """Return when all that this rank has written has left it; every rank calls it inside a phase."""
+        ...
+
+    def abort(self) -> None:
+        """Give up the version that is under way, and raise nothing; workers must not wait for more of it."""
+        ...
+
+    def moved(self) -> int:
+        """Bytes that this rank has put into the transport for the last version."""
+        ...
+
+    def close(self) -> None:
+        """Remove and release everything; raises nothing."""
+        ...
+
+
+class Incoming(Protocol):
+    """The side of one worker."""
+
+    def prepare(self, version: int, full: bool, check: Callable[[], None]) -> None:
+        """Return when the version's bytes can be read, or will be able to once the session has decided.
+
+        While it waits it calls ``check`` every second at least, which raises where the push was given up or
+        the trainer is gone. Raises ReadError, PeerError.
+        """
+        ...
+
+    def reader(self) -> Reader:
+        """Reads the image's bytes, as file number 0; a new one for each pass. Only what the worker wants."""
+        ...
+
+    def changed(self) -> Runs | None:
+        """What differs from the version that this worker has; None: everything may."""
+        ...
+
+    def done(self) -> None:
+        """The version is in the parameters, or given up: its bytes are not needed any more."""
+        ...
+
+    def close(self) -> None:
+        """Release everything; raises nothing."""
+        ...
+
+
+class Kind(Protocol):
+    """A transport by its name: makes both sides."""
+
+    #: What it is asked for by.
+    name: str
+
+    def outgoing(self, world: World, options: Mapping[str, object]) -> Transport:
+        """The side of this trainer rank; raises ConfigError for options that it does not have."""
+        ...
+
+    def incoming(self, image: Image, wants: Runs, parameters: JsonObject) -> Incoming:
+        """The side of a worker, with what ``Transport.open`` had for it."""
+        ...
+
+
+#: Modules of this folder that register one each.
+BUILT_IN = ("shared_memory",)
+#: Named in messages, since people ask for them.
+NOT_BUILT = ("nixl", "mooncake")
+_kinds: dict[str, Kind] = {}
+
+
+def register_transport(kind: Kind) -> Kind:
+    """Register a transport in this process, trainer's or worker's, under ``kind.name``.
+
+    Raises ConfigError where another one has the name.
+    """
+    if _kinds.setdefault(kind.name, kind) is not kind:
+        raise ConfigError(f"a transport {kind.name!r} is already registered; choose another name")
+    return kind
+
+
+def transport_kind(name: str) -> Kind:
+    """The transport ``name``; raises ConfigError where none is registered."""
+    # Those that come with zerostart register themselves.
+    for module in BUILT_IN:
+        import_module(f"zerostart.state.refitting.transports.{module}")
+    if (kind := _kinds.get(name)) is not None:
+        return kind
+    raise ConfigError(
+        f"transport={name!r} is not one of {', '.join(sorted(_kinds))}"
+        + (", and is not built into zerostart" if name in NOT_BUILT else "")
+        + "; one of your own is registered with zerostart.serving.register_transport, on both sides"
+    )
