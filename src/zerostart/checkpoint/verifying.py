@@ -42,25 +42,18 @@ class Verified:
 
 def verify(path: str | os.PathLike[str]) -> Verified:
     """See ``zerostart.verify``, which raises what this raises."""
-<<<<<<< HEAD
     # The documents are read from ``place``; of a URL that is a copy of them, and the files are the store's.
     storage = storage_at(path)
     if storage is None:
         place = expanded(path)
         wait_for(place)
         if not place.is_dir():
+            if place.exists():
+                raise VerifyError(f"{place} is a file; name the directory that zerostart saved")
             raise VerifyError(f"{place}: there is no such directory")
     else:
         place = _documents_here(storage)
     shown_place = place if storage is None else storage.folder
-=======
-    place = expanded(path)
-    wait_for(place)
-    if not place.is_dir():
-        if place.exists():
-            raise VerifyError(f"{place} is a file; name the directory that zerostart saved")
-        raise VerifyError(f"{place}: there is no such directory")
->>>>>>> main
     found = documents(place)
     if not found:
         raise VerifyError(
