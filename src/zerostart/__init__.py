@@ -30,7 +30,7 @@ from zerostart.loading.arguments import (
 )
 from zerostart.loading.placement import Placement
 from zerostart.pipelines import drop_components, load_pipeline, synced
-from zerostart.state.verbs import diff, digest, load_state, refit, save, save_state, verify
+from zerostart.state.verbs import diff, digest, load_state, refit, save, save_state, verify, weight_source
 
 if TYPE_CHECKING:
     import torch
@@ -53,6 +53,7 @@ __all__ = [
     "diff",
     "verify",
     "refit",
+    "weight_source",
     "enable",
     "enabled",
     "disable",
@@ -265,7 +266,8 @@ def gathered(
 ) -> AbstractContextManager[torch.Tensor]:
     """Context manager that gives one whole parameter as a CPU tensor on every rank, experts included.
 
-    Collective, with the same arguments on every rank; ``name`` is a state-dict name of the unsharded model.
+    Collective, with the same arguments on every rank; ``name`` is a state-dict name of the unsharded model,
+    or a name that ``model`` itself shows, as PEFT's models have others.
     ``model`` may be inside wrappers (an engine, DDP, PEFT, ``torch.compile``). With ``modifier_rank`` the
     elements that that rank has changed go back to what every rank holds, and to DeepSpeed's fp32 masters
     where there are some; masters of all other elements keep their bits. Raises ConfigError at the end, on

@@ -93,19 +93,42 @@ def save_adapter_config(config: Any, base: object, name_or_path: str | None, dir
     config.save_pretrained(directory, auto_mapping_dict=mapping)
 
 
-def adapted_model(model: nn.Module) -> Adapted | None:
+def adapted_model(model: nn.Module, within: bool = False) -> Adapted | None:
     """The model that holds adapters' configurations, ``model`` or one that it wraps; None for none.
 
-    That is a ``PeftModel``, or a model of transformers or diffusers that adapters were added to.
+    That is a ``PeftModel``, or a model of transformers or diffusers that adapters were added to. ``within``:
+    it may also lie in a module of a script's own; raises ConfigError where several there have adapters.
     """
     inner: nn.Module | None = model
     while inner is not None:
-        # DeepSpeed's engine, and what torch.compile makes, have every attribute of what is inside.
-        own = "peft_config" in vars(inner) or hasattr(type(inner), "peft_config")
-        if own and inner.peft_config:
-            return Adapted(inner, "" if hasattr(inner, "get_base_model") else PEFT_PREFIX)
+        if _is_adapted(inner):
+            return _adapted(inner)
         inner = wrapped(inner)
-    return None
+    found = _outermost(model) if within else {}
+    if len(found) > 1:
+        raise ConfigError(
+            f"several models in this {type(model).__name__} have adapters ({', '.join(sorted(found))}): "
+            "save each of them by itself"
+        )
+    return next(map(_adapted, found.values()), None)
+
+
+def _is_adapted(model: nn.Module) -> bool:
+    # DeepSpeed's engine, and what torch.compile makes, have every attribute of what is inside.
+    own = "peft_config" in vars(model) or hasattr(type(model), "peft_config")
+    return own and bool(model.peft_config)
+
+
+def _adapted(model: nn.Module) -> Adapted:
+    return Adapted(model, "" if hasattr(model, "get_base_model") else PEFT_PREFIX)
+
+
+def _outermost(model: nn.Module, name: str = "") -> dict[str, nn.Module]:
+    """The models with adapters below ``model``, by name, without those that lie in one of them."""
+    if _is_adapted(model):
+        return {name: model}
+    below = (_outermost(part, f"{name}.{own}".lstrip(".")) for own, part in model.named_children())
+    return {found: part for parts in below for found, part in parts.items()}
 
 
 def has_adapters(model: nn.Module) -> bool:
