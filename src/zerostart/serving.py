@@ -5,6 +5,9 @@
 
 ``model`` is any module with a ``load_weights`` that takes names and tensors as a checkpoint has them.
 Importing this loads torch and no other library. See ``docs/refit.md``.
+
+vLLM finds its engine under the name ``zerostart`` (``weight_transfer_config={"backend": "zerostart"}``), or
+has ``VLLMWorkerExtension`` for its ``worker_extension_cls``.
 """
 
 from __future__ import annotations
@@ -12,6 +15,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from zerostart.integrations.vllm.driver import register as register_with_vllm
+    from zerostart.integrations.vllm.worker import WorkerExtension as VLLMWorkerExtension
     from zerostart.state.refitting.connection import Closed, Connection, serve
     from zerostart.state.refitting.receiver import EngineWeights, Receiver
     from zerostart.state.refitting.targets import Driver, register_target
@@ -23,20 +28,24 @@ __all__ = [
     "Driver",
     "EngineWeights",
     "Receiver",
+    "VLLMWorkerExtension",
     "register_target",
     "register_transport",
+    "register_with_vllm",
     "serve",
 ]
 
 _HOMES = {
-    "Closed": "connection",
-    "Connection": "connection",
-    "Driver": "targets",
-    "EngineWeights": "receiver",
-    "Receiver": "receiver",
-    "register_target": "targets",
-    "register_transport": "transports.base",
-    "serve": "connection",
+    "Closed": "state.refitting.connection",
+    "Connection": "state.refitting.connection",
+    "Driver": "state.refitting.targets",
+    "EngineWeights": "state.refitting.receiver",
+    "Receiver": "state.refitting.receiver",
+    "VLLMWorkerExtension": "integrations.vllm.worker:WorkerExtension",
+    "register_target": "state.refitting.targets",
+    "register_transport": "state.refitting.transports.base",
+    "register_with_vllm": "integrations.vllm.driver:register",
+    "serve": "state.refitting.connection",
 }
 
 
@@ -45,7 +54,8 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(f"zerostart.state.refitting.{_HOMES[name]}"), name)
+    module, _, there = _HOMES[name].partition(":")
+    return getattr(import_module(f"zerostart.{module}"), there or name)
 
 
 def __dir__() -> list[str]:

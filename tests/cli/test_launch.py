@@ -250,3 +250,18 @@ def test_no_rank_outlives_a_killed_launcher(worker, tmp_path, monkeypatch):
     os.utime(left, (1e9, 1e9))
     with _scratch():
         assert not left.exists()
+
+
+def test_a_temporary_folder_without_room_is_named(tmp_path, monkeypatch):
+    """Linux has a device that is always full; and a user a variable that says where temporary folders are."""
+    (tmp_path / "rank0.json.tmp").symlink_to("/dev/full")
+    told = {**os.environ, "ZEROSTART_STATUS_FILE": str(tmp_path / "rank0.json"), "RANK": "0"}
+    program = "from zerostart.cli.launch import worker_main; worker_main(lambda _: {'steps': 3})"
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=told, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 1
+    assert "rank0.json.tmp: No space left on device. Free room there, or name another" in done.stderr
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "not" / "there"))
+    with pytest.raises(ConfigError, match=r"no temporary folder can be made: .*TMPDIR"):
+        run_local_ranks("never.started", [], 1)

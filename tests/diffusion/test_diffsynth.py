@@ -73,9 +73,21 @@ def loaded(key: str, setting: str, folder: str) -> tuple[Any, nn.Module]:
     family = FAMILIES[key]
     path = str(Path(folder) / ("release.pth" if family.pth else "release.safetensors"))
     arguments = (family.model(), path, dict(family.config), family.dtype, "cpu", family.convert())
-    alone = loader.load_model(*arguments)
+    alone = aligned(loader.load_model(*arguments))
     with zerostart.enabled(progress=False, **SETTINGS[setting]):
         return alone, loader.load_model(*arguments, use_disk_map=True)
+
+
+def aligned(model: nn.Module) -> nn.Module:
+    """``model`` with its weights in memory of their own, as every engine has them.
+
+    DiffSynth leaves them in the mapped file, at any byte: a product there differs in the last bit from one of
+    the same weights elsewhere, on some processors.
+    """
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.data = parameter.data.clone()
+    return model
 
 
 def checked(key: str, setting: str, folder: str) -> list[str]:

@@ -135,3 +135,38 @@ def test_a_converter_that_asks_numpy_is_refused() -> None:
 
     with pytest.raises(zerostart.ZerostartError, match="values of weights"):
         zerostart.load(Small().state_dict(), Small, engine="fsdp2", converter=through_numpy, progress=False)
+
+
+def test_what_a_converter_did_wrong_is_told(tmp_path: Path) -> None:
+    class Small(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = torch.nn.Linear(4, 4)
+
+    path = tmp_path / "model.safetensors"
+    save_file({"attention.wq.weight": torch.ones(4, 4), "attention.wq.bias": torch.ones(4)}, path)
+
+    def forgot(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {"body.weight": state["attention.wq.weight"]}
+
+    def mistyped(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {"body.weight": state["attention.wqq.weight"]}
+
+    def load(**options: Any) -> None:
+        zerostart.load(path, engine="fsdp2", progress=False, **options)
+
+    with pytest.raises(zerostart.errors.CoverageError, match=r"as the converter gives it(.|\n)*body\.bias"):
+        load(model=Small, converter=forgot)
+    line = mistyped.__code__.co_firstlineno + 1
+    told = rf"line {line} of .*test_converters\.py: KeyError: .*; the checkpoint has 'attention\.wq\.weight'"
+    with pytest.raises(zerostart.errors.ConversionError, match=told):
+        load(model=Small, converter=mistyped)
+    with pytest.raises(zerostart.errors.ConfigError, match=r"model='Small' is a str; pass a class"):
+        load(model="Small")
+    path = tmp_path / "modle.safetensors"
+    absent = zerostart.errors.CheckpointNotFoundError
+    with pytest.raises(absent, match=r"did you mean .*/model\.safetensors\?"):
+        load(model=Small)
+    path = tmp_path / "model.pt"  # the name of a file, and not of a repository
+    with pytest.raises(absent, match=r"there is no such file or directory"):
+        load(model=Small)

@@ -187,7 +187,15 @@ def changed_since() -> None:
             assert torch.equal(tensor, source["conv.weight"])
             if rank == 1:
                 tensor.copy_(weight)
+        # By the name that the wrapper shows, of the weight and of what it has added.
+        factor = "conv.lora_A.default.weight"
+        with zerostart.gathered(wrapped, "base_model.model.conv.base_layer.weight") as tensor:
+            assert torch.equal(tensor, weight)
+        with zerostart.gathered(wrapped, f"base_model.model.{factor}", modifier_rank=0) as tensor:
+            if rank == 0:
+                tensor.fill_(3.0)
         after = dict(zerostart.full_tensors(wrapped, rank=None))
+        assert torch.equal(after[factor], torch.full_like(after[factor], 3.0))
         assert torch.equal(after["conv.weight"], weight)
         assert torch.equal(model.conv.base_layer.weight, weight)
         assert set(source) <= set(after)

@@ -1,6 +1,9 @@
 """What ``from_pretrained`` gives while zerostart is enabled is what it gives without, in shards."""
 
+import contextlib
+import io
 import json
+import os
 import shutil
 import threading
 import time
@@ -238,6 +241,13 @@ def idle(path: Path) -> None:
         model = AutoModelForCausalLM.from_pretrained(path)
         with pytest.raises(zerostart.ZerostartError, match="was not loaded by zerostart"):
             zerostart.report(model)
+    told = io.StringIO()
+    os.environ["WORLD_SIZE"] = "2"  # under a launcher a person hears of it, once
+    with zerostart.enabled(), contextlib.redirect_stderr(told):
+        for _ in range(2):
+            AutoModelForCausalLM.from_pretrained(path)
+    os.environ["WORLD_SIZE"] = "1"
+    assert told.getvalue().count("was loaded whole by every rank") == 1
     no_engine = pytest.raises(zerostart.ZerostartError, match=r"expert_parallel=2.* no engine is set up")
     with zerostart.enabled(expert_parallel=2), no_engine:
         AutoModelForCausalLM.from_pretrained(path)

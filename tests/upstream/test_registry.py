@@ -19,7 +19,7 @@ from zerostart.upstream import shapes
 from zerostart.upstream.deepspeed.zero3.partitions import import_deepspeed
 from zerostart.upstream.registry import Lasts, PatchPoint, Touched, Use, demand, misfit, touched
 from zerostart.upstream.shapes import Shape
-from zerostart.upstream.versions import DIFFSYNTH, LIBRARIES, TORCH, Library
+from zerostart.upstream.versions import DIFFSYNTH, LIBRARIES, TORCH, VLLM, Library
 
 ROOM = Path(upstream.__file__).parent
 FILES = sorted(ROOM.rglob("*.py"))
@@ -29,14 +29,14 @@ POINTS = [
     for number, point in enumerate(points)
 ]
 ROOT = Path(__file__).parents[2]
-#: Not in the extra ``dev``; where it is, tests/diffusion looks at it.
-OPTIONAL = (DIFFSYNTH,)
+#: Not in the extra ``dev``; where they are, tests/diffusion and tests/serving look at them.
+OPTIONAL = (DIFFSYNTH, VLLM)
 
 
 @pytest.mark.parametrize("point", POINTS)
 def test_the_installed_library_is_as_declared(point: Touched) -> None:
     if point.library in OPTIONAL:
-        pytest.skip("see tests/diffusion")
+        pytest.skip("see tests/diffusion and tests/serving")
     import_deepspeed()
     assert point.misfit() == ""
     assert point.why
@@ -75,7 +75,9 @@ def test_every_file_that_imports_another_library_below_its_surface_declares_it()
                 else []
             )
         }
-        assert not imported & {"deepspeed", "transformers", "accelerate", "diffusers", "diffsynth"}, file.name
+        assert not imported & {"deepspeed", "transformers", "accelerate", "diffusers", "diffsynth", "vllm"}, (
+            file.name
+        )
 
 
 def test_no_class_of_torch_is_changed() -> None:

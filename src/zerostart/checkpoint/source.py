@@ -10,6 +10,7 @@ import hashlib
 import os
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from pathlib import Path
 
 from zerostart.checkpoint.catalog import Catalog, TensorEntry
@@ -95,7 +96,18 @@ def resolve_source(source: str | os.PathLike[str]) -> Path:
     # After the path itself: a directory of that name comes before the cache.
     if isinstance(source, str) and _may_be_hub_id(name):
         return _cached_snapshot(name, path)
-    raise CheckpointNotFoundError(f"{path}: there is no such file or directory")
+    raise CheckpointNotFoundError(f"{path}: there is no such file or directory{_like(path)}")
+
+
+def _like(path: Path) -> str:
+    """What lies there under nearly the same name, as a question."""
+    # From the first part that does not exist: a typing error may be in any.
+    while path.parent != path and not path.parent.is_dir():
+        path = path.parent
+    with contextlib.suppress(OSError):
+        close = get_close_matches(path.name, os.listdir(path.parent)[:5000], n=1, cutoff=0.75)  # noqa: PTH208
+        return f"; did you mean {path.parent / close[0]}?" if close else ""
+    return ""
 
 
 #: The weights of each kind in a model's repository; of several kinds one is enough.
@@ -217,10 +229,14 @@ def read_config(root: str | os.PathLike[str]) -> JsonObject | None:
     return None if path is None else read_json(path, "configuration", MAX_CONFIG_BYTES, repeated=True)
 
 
+#: How names of files end; a repository of the hub may be named so, and is not.
+_FILES = (SUFFIX, ".bin", ".pt", ".pth", ".ckpt", ".json")
+
+
 def _may_be_hub_id(name: str) -> bool:
     identifier = name.partition("@")[0]
     parts = identifier.split("/")
-    return len(parts) <= 2 and all(parts) and not name.startswith((".", "~")) and not name.endswith(SUFFIX)
+    return len(parts) <= 2 and all(parts) and not name.startswith((".", "~")) and not name.endswith(_FILES)
 
 
 def _cached_snapshot(name: str, looked_for: Path) -> Path:
@@ -233,15 +249,17 @@ def _cached_snapshot(name: str, looked_for: Path) -> Path:
             huggingface_hub.snapshot_download(identifier, revision=revision or None, local_files_only=True)
         )
     except HFValidationError as error:
-        raise CheckpointNotFoundError(f"{looked_for}: there is no such file or directory") from error
+        raise CheckpointNotFoundError(
+            f"{looked_for}: there is no such file or directory{_like(looked_for)}"
+        ) from error
     except LocalEntryNotFoundError as error:
         # A snapshot can lack files that no load needs; which ones are needed, its index says.
         if (incomplete := getattr(error, "snapshot_path", None)) is not None:
             return Path(incomplete)
         wanted = identifier + (f" --revision {revision}" if revision else "")
         raise CheckpointNotFoundError(
-            f"{name}: no file or directory {looked_for}, and no such model in the local hub cache "
-            f"({huggingface_hub.constants.HF_HUB_CACHE}); fetch it first: hf download {wanted}, "
+            f"{name}: no file or directory {looked_for}{_like(looked_for)}, and no such model in the local "
+            f"hub cache ({huggingface_hub.constants.HF_HUB_CACHE}); fetch it first: hf download {wanted}, "
             "or with --download, which inspect, plan, load, train and cache take"
         ) from error
 

@@ -43,6 +43,8 @@ def verify(path: str | os.PathLike[str]) -> Verified:
     place = expanded(path)
     wait_for(place)
     if not place.is_dir():
+        if place.exists():
+            raise VerifyError(f"{place} is a file; name the directory that zerostart saved")
         raise VerifyError(f"{place}: there is no such directory")
     found = documents(place)
     if not found:

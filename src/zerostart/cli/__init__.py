@@ -52,7 +52,7 @@ _INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
 
 def application() -> typer.Typer:
-    """The command line with all its commands; builds it, and imports none of what they run."""
+    """Build the command line with all its commands; imports none of what they run."""
     app = typer.Typer(
         name="zerostart",
         help="Pretrained checkpoints straight into sharded, ready-to-train models.",

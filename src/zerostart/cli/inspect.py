@@ -151,7 +151,7 @@ def _print_summary(catalog: Catalog, config: dict[str, object]) -> None:
 
 
 def readable(count: int) -> str:
-    """Bytes in decimal units, as the hub and ``--max-shard-size`` count them."""
+    """Format bytes in decimal units, as the hub and ``--max-shard-size`` count them."""
     from rich.filesize import decimal
 
     return decimal(count)

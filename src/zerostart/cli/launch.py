@@ -128,6 +128,8 @@ def run_local_ranks(
 #: left.
 _SCRATCH, _DRAWN, _LEFT_SECONDS = "zerostart-ranks.", "[a-z0-9_]{8}", 60.0
 
+_OTHER_TEMPORARY = "Free room there, or name another directory in the variable TMPDIR"
+
 
 @contextmanager
 def _scratch() -> Iterator[Path]:
@@ -136,8 +138,13 @@ def _scratch() -> Iterator[Path]:
     Its lock ends with this process, however it ends.
     """
     prefix = f"{_SCRATCH}{_boot()}."
-    _remove_left(Path(tempfile.gettempdir()), prefix)
-    with tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as folder:
+    with contextlib.suppress(OSError):  # there is none: said below
+        _remove_left(Path(tempfile.gettempdir()), prefix)
+    try:
+        made = tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True)
+    except OSError as error:
+        raise ConfigError(f"no temporary folder can be made: {error}. {_OTHER_TEMPORARY}") from error
+    with made as folder:
         handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             with contextlib.suppress(OSError):  # NFS locks no directory: nobody removes it there either
@@ -416,9 +423,19 @@ def _report(status: dict[str, object]) -> None:
         print(status.get("traceback", ""), file=sys.stderr, end="")
         return
     temporary = Path(f"{target}.tmp")
-    temporary.write_text(dump_json(status))
-    # Renamed when it is whole: the launcher reads it as soon as it is there.
-    temporary.replace(target)
+    try:
+        temporary.write_text(dump_json(status))
+        # Renamed when it is whole: the launcher reads it as soon as it is there.
+        temporary.replace(target)
+    except OSError as error:
+        # What it was about to tell comes first: it may be all that anybody learns of it.
+        print(status.get("traceback", ""), file=sys.stderr, end="")
+        rank = os.environ.get("RANK", "0")
+        print(
+            f"error: rank {rank} cannot write {temporary}: {error.strerror}. {_OTHER_TEMPORARY}",
+            file=sys.stderr,
+        )
+        _leave(1)
 
 
 def _die_with_launcher() -> None:

@@ -53,7 +53,7 @@ Download = Annotated[bool, typer.Option("--download", help="Fetch a hub id that 
 
 
 def fetched(source: str, download: bool) -> str:
-    """``source``, which is there now if it was to be downloaded; raises CheckpointNotFoundError."""
+    """Download ``source`` if that was asked for, and return it; raises CheckpointNotFoundError."""
     if download:
         from zerostart.checkpoint.source import download as fetch
 
@@ -62,7 +62,7 @@ def fetched(source: str, download: bool) -> str:
 
 
 def takes(*kinds: type) -> Callable[[Command], Command]:
-    """Put the options of the arguments in ``kinds`` in the place of a command's ``**given``.
+    """Decorator: give a command the options of the arguments in ``kinds`` in place of its ``**given``.
 
     They come before the command's own options that may be left out.
     """
@@ -108,7 +108,7 @@ def _parameter(name: str, default: Any, words: str) -> inspect.Parameter:
 
 
 def values_of(given: Mapping[str, Any]) -> dict[str, Any]:
-    """What was typed, as plain JSON data: sizes in bytes, configurations read; a dtype keeps its name.
+    """Convert typed options to JSON data: sizes to bytes, configuration files to their content.
 
     Raises ConfigError for a dtype or a configuration that is none, and a usage error for a size.
     """

@@ -137,7 +137,7 @@ class Script:
             raise ConfigError(f"{self.name} has no __main__.py; name the script in it")
 
     def run(self) -> NoReturn:
-        """Run it, and end the process as ``python`` would."""
+        """Run the script, and end the process as ``python`` would."""
         # In place: whoever has imported the list sees the script's arguments.
         sys.argv[:] = [self.name, *self.arguments]
         held = None if self.module else self._held()

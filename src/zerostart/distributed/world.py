@@ -32,6 +32,7 @@ from zerostart.distributed.failures import (
     report_of,
     restored,
 )
+from zerostart.distributed.last_messages import remember
 from zerostart.distributed.network import explained, network_view, tell_file_limit, unreachable
 from zerostart.distributed.roll_call import RollCall
 from zerostart.errors import ConfigError, PeerError
@@ -462,6 +463,7 @@ class World:
                 work.wait()
             else:
                 calls.finish(work, at, lambda who: str(self._lost_at(at, who)))
+            remember(arguments)
         except PeerError:
             raise
         except RuntimeError as error:

@@ -72,7 +72,7 @@ __all__ = [
 
 
 def contexts_aside() -> contextlib.AbstractContextManager[None]:
-    """Suspend what an engine's own context does to the models that are built inside it.
+    """Context manager in which an open context of an engine, such as ``zero.Init``, leaves models alone.
 
     Raises UnsupportedVersionError for a DeepSpeed whose ``zero.Init`` cannot be suspended, where one is
     open.

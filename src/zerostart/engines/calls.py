@@ -27,7 +27,7 @@ def has_containers(values: Any) -> bool:
 
 
 class OutsideInferenceMode:
-    """Outside ``torch.inference_mode()``, without gradients, until ``close``.
+    """Leaves ``torch.inference_mode()``, without gradients, until ``close`` is called.
 
     Inputs from inside it may not be changed in place out here: modules get copies, and what they do to these
     is done to the inputs in the end.
@@ -41,14 +41,14 @@ class OutsideInferenceMode:
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def ordinary(self, value: object) -> object:
-        """``value``, or a copy of it if it is an inference tensor."""
+        """Return ``value``, or a copy of it if it is an inference tensor."""
         if not isinstance(value, torch.Tensor) or not value.is_inference():
             return value
         self._copies.append((value, value.clone()))
         return self._copies[-1][1]
 
     def close(self) -> None:
-        """Enter it again."""
+        """Enter ``torch.inference_mode()`` again."""
         self._left.close()
         for value, copy in self._copies:
             # Version 0: nobody has written to the copy, and the input needs no copy back.
@@ -84,7 +84,7 @@ def rebuilt(given: object, handed: object) -> Iterator[Rebuilt]:
 
 
 def write_back(pairs: list[Rebuilt]) -> None:
-    """Do to the callers' containers what has been done to the copies; what was theirs stays theirs."""
+    """Write what changed in copies of containers back to the caller's own containers."""
     for given, handed, before in pairs:
         if isinstance(given, dict):
             # By identity, not equality: tensors have no truth value, and their order counts.

@@ -29,9 +29,9 @@ class Engine(LoadingEngine, TrainingEngine, StateEngine, ForecastEngine):
     def for_stage(
         cls, zero_stage: int, config: EngineConfig | None, mesh: Mesh, exchange: bool | None
     ) -> Engine:
-        """The engine of this family for a stage; one class may serve several names' stages differently."""
+        """Make the engine of this family for a ZeRO stage; a subclass may choose a class by the stage."""
         return cls(zero_stage, config, mesh, exchange)
 
     def relaxations(self, accelerator: bool) -> Iterator[tuple[list[str], Engine]]:
-        """Other settings for as many ranks, each on top of those before: what differs, and the engine."""
+        """Yield settings that take less memory, each on top of the last: what changes, and the engine."""
         return iter(())

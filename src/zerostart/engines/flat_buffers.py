@@ -55,7 +55,7 @@ class Family:
 
 @dataclass(frozen=True)
 class Buffer:
-    """A flat buffer to be."""
+    """A flat buffer that is still to be allocated."""
 
     family: Family
     dtype: torch.dtype
@@ -66,7 +66,7 @@ class Buffer:
 
     @property
     def capacity(self) -> int:
-        """Elements of the buffer, with room for the padding of other groupings."""
+        """Number of elements of the buffer, padding included."""
         # An optimizer may group the parameters otherwise: each may then begin at a multiple, each group end
         # at one.
         step, partitions = ALIGNMENT // self.dtype.itemsize, self.family.rules.partitions
@@ -75,7 +75,7 @@ class Buffer:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the buffer."""
+        """Size of the buffer in bytes."""
         return self.capacity * self.dtype.itemsize
 
     @property
@@ -198,7 +198,7 @@ def placed_whole(
 
 
 class FlatBufferShards:
-    """Makes the buffers, and the parameters in them.
+    """Allocates flat buffers, and makes the parameters that lie in them.
 
     ``waits`` says whether the parameters may lie in host memory until the engine starts.
     """

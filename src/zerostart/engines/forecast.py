@@ -23,14 +23,14 @@ FP32 = 4
 
 
 def pinned_by_torch(nbytes: Array | int) -> Array:
-    """What torch's allocator takes of the host for page-locked buffers of so many bytes, one on each rank."""
+    """Bytes of host memory that torch's allocator takes for a page-locked buffer on each rank."""
     found: Array = np.vectorize(rounded_up, otypes=[np.int64])(np.asarray(nbytes))
     return found
 
 
 @dataclass(frozen=True)
 class OptimizerCost:
-    """Copies of the trained elements that an optimizer takes."""
+    """Memory of an optimizer, counted in copies of the trained elements."""
 
     name: str
     #: Copies that stay.
@@ -47,7 +47,7 @@ class OptimizerCost:
 
 @dataclass(frozen=True)
 class Gathers:
-    """Sizes of what is gathered on a rank while a model runs, in bytes of the dtype that it is held in.
+    """Bytes that are gathered on a rank while a model runs, in the dtype in which weights are held.
 
     An expert counts with what one rank has of it before it is sharded.
     """
@@ -66,7 +66,7 @@ class Gathers:
 
 @dataclass(frozen=True)
 class ParameterBytes:
-    """Shares of ``ranks``, one number for each of them."""
+    """Bytes of parameters on each of ``ranks``, by kind."""
 
     ranks: tuple[int, ...]
     #: Elements that the optimizer updates.
@@ -95,7 +95,7 @@ class ParameterBytes:
 
 @dataclass(frozen=True)
 class Target:
-    """What the ranks run on."""
+    """The hardware that the ranks run on."""
 
     #: Without one the device is the host, memory counts once it is written to, and gloo takes a copy of what
     #: a collective reduces or gathers.

@@ -34,7 +34,7 @@ class MasterReader(Protocol):
 
 
 class ShardMaker(Protocol):
-    """Makes the empty shards of one model on one rank, which the engine will accept as its own.
+    """Makes one rank's empty shards of a model, in the form that the engine trains.
 
     ``device`` is where the model's buffers go, and what is read arrives.
     """
@@ -53,13 +53,13 @@ class ShardMaker(Protocol):
         ...
 
     def finish(self, model: nn.Module) -> int:
-        """Hand over after all storages are filled; returns the bytes that this rank got from others."""
+        """Complete the load after all shards are filled; returns the bytes that other ranks sent."""
         ...
 
 
 @dataclass(frozen=True)
 class LoadingEngine(EngineBase):
-    """The part of an engine that a load asks, in this order: settings, the model on meta, then the rank.
+    """The methods of an engine that a load calls, in this order: settings, meta model, ranks.
 
     Nothing here needs a process group, but ``shard_maker`` and what is asked of a live model.
     """
@@ -68,7 +68,7 @@ class LoadingEngine(EngineBase):
 
     @property
     def common_config(self) -> Mapping[str, object]:
-        """What of the configuration must be the same on every rank."""
+        """The part of the configuration that must be the same on every rank."""
         return dict(self.config or {})
 
     def check(self) -> None:  # nothing to refuse, unless an engine says so
@@ -135,7 +135,7 @@ class LoadingEngine(EngineBase):
 
     @abc.abstractmethod
     def placements(self, model: nn.Module, parallelism: Parallelism) -> Placements:
-        """What every rank will hold of the parameters, and where it keeps it.
+        """The shards that every rank will hold, and the memory in which it keeps them.
 
         Raises ConfigError or EngineError for what ``maker`` would refuse of the model.
         """
@@ -146,7 +146,7 @@ class LoadingEngine(EngineBase):
     def shard_maker(
         self, world: World, dtype: torch.dtype | None, parallelism: Parallelism, placements: Placements
     ) -> ShardMaker:
-        """What makes this rank's shards of a model that is held in ``dtype``; collective."""
+        """Return the maker of this rank's shards of a model that is held in ``dtype``; collective."""
 
     def rehearsal_maker(self, world: World, parallelism: Parallelism, placements: Placements) -> ShardMaker:
         """What makes the shards of ``world.rank`` in a process that is alone, without the engine."""

@@ -9,7 +9,7 @@ _WRAPPED = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "base_layer"})
 
 
 def plain_name(name: str) -> str:
-    """``name`` without what wrappers have put into it."""
+    """Return ``name`` without the parts that wrappers of the model have added."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPED)
 
 

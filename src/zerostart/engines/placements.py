@@ -25,7 +25,7 @@ Parameters = Mapping[str, nn.Parameter]
 
 @dataclass(frozen=True)
 class Placements:
-    """The shards of a model to be."""
+    """The layout and memory of each shard of a model that is still to be made."""
 
     #: What a rank holds of a parameter, by name.
     layout: Callable[[str, int], Layout]
@@ -83,7 +83,7 @@ class PlacedShards:
         self._rank = rank
 
     def agree_on_residence(self, model: nn.Module, names: Sequence[str]) -> Residence | None:
-        """Nothing is whole."""
+        """Return None: no parameter is whole on every rank."""
         return None
 
     def shard(self, model: nn.Module, names: Sequence[str]) -> list[Shard]:
@@ -103,5 +103,5 @@ class PlacedShards:
         ]
 
     def finish(self, model: nn.Module) -> int:
-        """Nothing is left to do."""
+        """Return 0: no bytes came from other ranks."""
         return 0

@@ -23,7 +23,7 @@ IN_PLACE, HOST, NOWHERE = "in place", "host", "does not fit"
 
 @dataclass(frozen=True)
 class MemoryFit:
-    """What a rank sees: its machine, its device, and bytes free on both."""
+    """The machine and the device of a rank, and the free bytes of both."""
 
     machine: str
     device: str
@@ -36,7 +36,7 @@ class MemoryFit:
 
     @classmethod
     def here(cls, device: torch.device) -> MemoryFit:
-        """What this process sees of ``device``."""
+        """Measure the free memory of this machine and of ``device``."""
         free, host = free_bytes(device), free_bytes(torch.device("cpu"))
         return cls(machine_name(), str(device), free, device_bytes(device), host)
 

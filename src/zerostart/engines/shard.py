@@ -16,7 +16,7 @@ from zerostart.geometry.layout import Layout, LocalBox, replicated
 
 @dataclass(frozen=True)
 class Shard:
-    """A rank's share of the parameter ``name``."""
+    """The part of the parameter ``name`` that one rank holds."""
 
     name: str
     layout: Layout

@@ -34,20 +34,20 @@ Gradient = tuple[Member, torch.Tensor]
 
 @runtime_checkable
 class Stateful(Protocol):
-    """A schedule, or a gradient scaler."""
+    """An object with a state to save, such as a learning rate schedule or a gradient scaler."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Its state."""
+        """Return the state."""
         ...
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> object:
-        """Take over the state of another one."""
+        """Set the state to a saved one."""
         ...
 
 
 @dataclass(frozen=True)
 class StateEngine(EngineBase):
-    """The part of an engine that saving, resuming and comparing ask of a live model.
+    """The methods of an engine that saving, resuming and comparing call on a loaded model.
 
     All but ``shards_of`` is asked of every engine that is installed, of models of whatever origin: what is
     not this kind of engine's is answered by the defaults.

@@ -62,6 +62,8 @@ class Notice:
 
 
 _listeners: list[Callable[[Notice], None]] = []
+#: The first model that every rank loaded whole, once it was told.
+_told_of_whole: list[Notice] = []
 
 
 def listen(listener: Callable[[Notice], None]) -> Callable[[], None]:
@@ -71,15 +73,31 @@ def listen(listener: Callable[[Notice], None]) -> Callable[[], None]:
 
 
 def _notify(notice: Notice) -> None:
-    """Tell everybody who listens; where nobody does, a person hears of what was taken over."""
+    """Tell everybody who listens; where nobody does, a person hears of it."""
     for listener in list(_listeners):
         listener(notice)
-    if not _listeners and notice.how is not None and _stack and _stack[-1].progress and is_first_rank():
+    if not _listeners and _stack and _stack[-1].progress and is_first_rank():
+        how = notice.how
+        if how is None:
+            # One process alone has nothing to shard, and a script is told once.
+            if not _several() or _told_of_whole:
+                return
+            _told_of_whole.append(notice)
+            how = (
+                "was loaded whole by every rank, as without zerostart: no sharding was set up. Launch the "
+                "script with a DeepSpeed ZeRO or FSDP2 configuration, make TrainingArguments or the "
+                "Accelerator before the model, or name zerostart.enable(engine=...)"
+            )
         # As a progress bar is shown, and not by the logger, whose notes of this kind nobody sees.
         # A stream that is closed or gone ends no script, and on one rank alone least of all.
         with contextlib.suppress(OSError, ValueError):
             if sys.stderr is not None:  # or it would go to stdout
-                print(f"zerostart: {notice.model} {notice.how}", file=sys.stderr, flush=True)
+                print(f"zerostart: {notice.model} {how}", file=sys.stderr, flush=True)
+
+
+def _several() -> bool:
+    """Whether a launcher has started more than one rank."""
+    return int(os.environ.get("WORLD_SIZE", "1") or 1) > 1
 
 
 def enable(settings: EnabledArguments) -> None:
@@ -228,7 +246,7 @@ def _left(model: nn.Module) -> None:
     """Note a model that transformers loaded by itself while ranks were there to share it."""
     _notify(Notice(type(model).__name__, None))
     # One process alone shards nothing, so that preparing the model later is no mistake.
-    if int(os.environ.get("WORLD_SIZE", "1") or 1) > 1:
+    if _several():
         note_whole(model)
         _accelerate.hold(model)
 

@@ -14,7 +14,7 @@ from zerostart.errors import printable
 
 
 class Clock:
-    """Seconds by phase; a phase may be entered several times."""
+    """Measures seconds by phase; a phase may be entered several times."""
 
     def __init__(self) -> None:
         self._start = time.perf_counter()
@@ -30,13 +30,13 @@ class Clock:
             self.seconds[name] += time.perf_counter() - begin
 
     def stop(self) -> dict[str, float]:
-        """The phases, with the total since the start."""
+        """Return the seconds of each phase, with the ``total`` since the start."""
         return {**self.seconds, "total": time.perf_counter() - self._start}
 
 
 @dataclass(frozen=True)
 class Report:
-    """What one rank's load did.
+    """What the load did on one rank: seconds, bytes, peak memory, and names of tensors by kind.
 
     Names are state-dict names of the unsharded model. Peaks are bytes above the level before the load, the
     final shards included.

@@ -1,4 +1,4 @@
-"""Where a component of a pipeline lives, and in which precision."""
+"""Placements of a pipeline's components: where each lies in memory, and in which precision."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Placement:
-    """One component's placement; ``"offload"`` for short is ``Placement("offload")``.
+    """Where one component of a pipeline lies; ``"offload"`` is short for ``Placement("offload")``.
 
     Attributes:
         kind: ``shard``, ``replicate``, ``offload`` or ``drop``.
@@ -40,11 +40,11 @@ class Placement:
 
     @property
     def brought_in(self) -> bool:
-        """Whether parameters are made for each use out of what is at rest."""
+        """Whether each use of the component brings its parameters in from where they are stored meanwhile."""
         return self.kind == "offload" or self.storage_dtype is not None
 
     def check(self, component: str) -> None:
-        """Raise ConfigError, naming the ``component``, for what contradicts itself."""
+        """Raise ConfigError, which names the ``component``, for settings that contradict one another."""
         here = f"placement[{component!r}]"
         if self.kind not in KINDS:
             known = "; ".join(f"{kind!r} ({words})" for kind, words in KINDS.items())
@@ -71,7 +71,7 @@ class Placement:
 
     @classmethod
     def of(cls, given: object, component: str) -> Placement:
-        """What is given for a component, checked. Raises ConfigError."""
+        """Make a placement of what the user gave for a component. Raises ConfigError."""
         made = (
             given if isinstance(given, Placement) else cls(given if isinstance(given, str) else repr(given))
         )

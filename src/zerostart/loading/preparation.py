@@ -83,7 +83,12 @@ def prepare(
             recipes = replace(recipes, coverage=replace(recipes.coverage, mismatched={}))
         # Collective where a checkpoint has both ends of a tie: all ranks compare, each a share of the values.
         coverage = models.tie_names(built, recipes, equal_in(catalog, world))
-        coverage.check(described(request.source, catalog), type(built.model).__name__, strict)
+        coverage.check(
+            described(request.source, catalog),
+            type(built.model).__name__,
+            strict,
+            request.converter is not None,
+        )
         origins = models.resolve_origins(built, recipes, aliases)
     return Prepared(
         engine,

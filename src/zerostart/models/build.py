@@ -89,6 +89,11 @@ def _library(stored: Stored) -> ModelLibrary:
 
 def _called(make: type[nn.Module] | Callable[[], nn.Module], stored: Stored) -> Built:
     """A class, or a callable that builds the model."""
+    if not callable(make):
+        raise ConfigError(
+            f"model={make!r} is a {type(make).__name__}; pass a class, a callable that builds the model, or "
+            "a module whose parameters are on the meta device"
+        )
     name, log = getattr(make, "__name__", repr(make)), OperatorLog()
     loader: Any = make
     with without_weights(torch.get_default_dtype()), log, explained(name):

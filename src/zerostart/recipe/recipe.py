@@ -113,11 +113,15 @@ class Coverage:
         extra, kept_unexpected = _partition(self.unexpected, unexpected)
         return Coverage(kept_missing, kept_unexpected, self.mismatched, (*self.ignored, *lost, *extra))
 
-    def check(self, source: str, model: str, strict: bool) -> None:
-        """Raise CoverageError if anything is left open that ``strict`` forbids; a mismatch always raises."""
+    def check(self, source: str, model: str, strict: bool, converted: bool = False) -> None:
+        """Raise CoverageError if anything is left open that ``strict`` forbids; a mismatch always raises.
+
+        ``converted``: the names and shapes of the checkpoint are those that a converter of the caller's gave.
+        """
         if not self.mismatched and not (strict and (self.missing or self.unexpected)):
             return
-        lines = [f"{source} does not match {model}:"]
+        after = ", as the converter gives it," if converted else ""
+        lines = [f"{source}{after} does not match {model}:"]
         shapes = [
             f"{name} is {list(have)} in the checkpoint and {list(want)} in the model"
             for name, (have, want) in self.mismatched.items()
@@ -128,7 +132,7 @@ class Coverage:
                 "missing", [self._with_nearest(name) for name in self.missing[:SHOWN]], self.missing
             )
             lines += _listed("unexpected", self.unexpected[:SHOWN], self.unexpected)
-        lines.append(self._remedy())
+        lines.append(self._remedy(converted))
         raise CoverageError("\n".join(lines), self.missing, self.unexpected, self.mismatched)
 
     def _with_nearest(self, name: str) -> str:
@@ -136,7 +140,18 @@ class Coverage:
         close = get_close_matches(name, self.unexpected[:5000], n=1, cutoff=0.75)
         return f"{name} (the checkpoint has {close[0]})" if close else name
 
-    def _remedy(self) -> str:
+    def _remedy(self, converted: bool) -> str:
+        if converted:
+            return (
+                "What the converter returns has to have the model's names and shapes"
+                + (
+                    ""
+                    if self.mismatched
+                    else ", or pass strict=False to initialise what is missing and to ignore "
+                    "what is unexpected"
+                )
+                + "."
+            )
         if self.mismatched:
             return (
                 "Shapes must agree: check that the model's configuration is the one of this checkpoint, "

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import re
+import traceback
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -54,7 +56,26 @@ def run_converter(
     except ConversionError:
         raise
     except Exception as error:
-        raise ConversionError(f"the converter {name} failed: {type(error).__name__}: {error}") from error
+        raise ConversionError(
+            f"the converter {name} failed{_line_of(error)}: {type(error).__name__}: {error}"
+            f"{_nearest(error, given)}"
+        ) from error
+
+
+def _line_of(error: Exception) -> str:
+    """The last line of the converter's own that ran."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [at for at, frame in enumerate(frames) if frame.filename == __file__]
+    called = frames[ours[-1] + 1 :] if ours else []
+    return f" in line {called[0].lineno} of {called[0].filename}" if called else ""
+
+
+def _nearest(error: Exception, given: Mapping[str, object]) -> str:
+    """The name in the checkpoint that a missing key may have meant."""
+    if not isinstance(error, KeyError) or not error.args or not isinstance(error.args[0], str):
+        return ""
+    close = get_close_matches(error.args[0], list(given)[:5000], n=1, cutoff=0.6)
+    return f"; the checkpoint has {close[0]!r}" if close else ""
 
 
 def _state_dict(name: str, made: object) -> dict[str, SymbolicTensor]:

@@ -35,7 +35,7 @@ def gathered(model: nn.Module, name: str, modifier_rank: int | None) -> Iterator
     with world.phase(change):
         # Before anything is looked up: this leaves no gathered copy in the place of a parameter.
         live = LiveModel(model, world)
-        parameter = live.module.get_parameter(_current_name(live.module, name))
+        parameter = _parameter(live.module, model, name)
         shard = live.sharded.get(id(parameter))
         if modifier_rank is not None:
             for engine in engine_families():
@@ -72,12 +72,19 @@ def gathered(model: nn.Module, name: str, modifier_rank: int | None) -> Iterator
                 _write_back(layout, storage, master, whole, world, modifier_rank)
 
 
-def _current_name(model: nn.Module, name: str) -> str:
-    """The name that the parameter ``name`` of the unsharded model has now, where wrappers have renamed it."""
-    names = [given for given, _ in model.named_parameters(remove_duplicate=False)]
-    found = name if name in names else next((given for given in names if plain_name(given) == name), None)
+def _parameter(model: nn.Module, outer: nn.Module, name: str) -> nn.Parameter:
+    """The parameter ``name`` of the unsharded ``model``, or of ``outer``, which is wrapped around it.
+
+    Wrappers may have renamed it: PEFT's adapters put layers around others, and their models names before all.
+    """
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    found = parameters.get(name)
     if found is None:
-        close = get_close_matches(name, names, n=1)
+        found = next((one for given, one in parameters.items() if plain_name(given) == name), None)
+    if found is None and outer is not model:
+        found = dict(outer.named_parameters(remove_duplicate=False)).get(name)
+    if found is None:
+        close = get_close_matches(name, parameters, n=1)
         hint = f"; did you mean {close[0]}?" if close else ""
         raise ConfigError(f"{type(model).__name__} has no parameter {name}{hint}")
     return found
@@ -145,7 +152,7 @@ def put_elements(storage: torch.Tensor, master: Master | None, new: torch.Tensor
     """
     held = storage[place : place + new.numel()]
     new = new.to(held.device)
-    differs = _differing(held, new)
+    differs = differing_bits(held, new)
     if not bool(differs.any()):
         return
     with torch.no_grad():
@@ -161,7 +168,7 @@ def put_elements(storage: torch.Tensor, master: Master | None, new: torch.Tensor
             high_bits.copy_(torch.where(chosen, given, high_bits))
 
 
-def _differing(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def differing_bits(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Of two contiguous 1-D tensors of one dtype, where their bits differ: signs of zero and NaNs count."""
     word = _WORDS.get(a.itemsize, torch.int64)
     return (a.view(word) != b.view(word)).view(a.numel(), -1).any(dim=1)

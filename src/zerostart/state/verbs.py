@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from zerostart.checkpoint.verifying import Verified
     from zerostart.state.comparing.diff import Difference
     from zerostart.state.refitting.refitter import Refitter
+    from zerostart.state.refitting.resharding import ModelRefitter
     from zerostart.state.resuming.background import Saving
     from zerostart.state.saving.save import SaveReport
 
@@ -298,7 +299,7 @@ def refit(
     full_every: int = 50,
     secret: str | None = None,
     timeout: float = 300.0,
-) -> Refitter:
+) -> Refitter | ModelRefitter:
     """Begin to push the weights of ``model`` into the workers of an inference engine; collective.
 
     ``push()`` of what is returned brings all workers to the weights as they are, ``close()`` ends it.
@@ -309,9 +310,9 @@ def refit(
         model: what ``load``, ``deepspeed.initialize`` or ``accelerator.prepare`` returned, or any model that
             DeepSpeed's ZeRO or FSDP2 shards. Adapters of PEFT are merged on the way.
         target: an address to listen at for workers (``unix:///path`` or ``tcp://HOST:PORT``), which connect
-        by
-            ``zerostart.serving.serve``; None: a Unix socket of its own, see ``address`` of what is returned.
-            Or an engine whose workers can be told.
+            by ``zerostart.serving.serve``; None: a Unix socket of its own, see ``address`` of the result.
+            Or an engine whose workers can be told. Or another sharded model of the same architecture, in the
+            same ranks or in some of them (pass None on the others), of any engine, mesh and dtype.
         transport: how bytes go to the workers; None: ``"shared_memory"``, for workers on this machine.
         workers: how many the first push waits for; None: those of the engine, or one.
         dtype: floating dtype of what is pushed; None keeps the parameters' own.

@@ -1,4 +1,4 @@
-"""What an engine, a storage, a format or a model library of somebody else's has to pass: suites for pytest.
+"""Suites for pytest that an engine, storage, format or model library of your own has to pass.
 
 An outsider subclasses one of them in a test module of their own, and says there what is to be tested. Needs
 pytest, and nothing else that zerostart does not need itself.

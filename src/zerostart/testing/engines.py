@@ -1,4 +1,4 @@
-"""What every engine has to pass.
+"""The suite of tests that every engine has to pass.
 
 class TestMine(EngineConformance):
     engine = "mine"
@@ -27,7 +27,7 @@ Training = tuple[nn.Module, torch.optim.Optimizer | None, Callable[[], object]]
 
 
 def trained_by_torch(model: nn.Module, stage: int) -> Training:
-    """A model whose own parameters a torch optimizer steps, by gradients that do not change."""
+    """Return ``model``, an AdamW optimizer, and a function that takes a step with constant gradients."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
 
     def step() -> None:
@@ -40,7 +40,7 @@ def trained_by_torch(model: nn.Module, stage: int) -> Training:
 
 
 class EngineConformance:
-    """Subclass it, and set ``engine``, the name.
+    """Tests of an engine: subclass it in a test module, and set ``engine`` to the engine's name.
 
     ``stages``, ``config`` and ``training`` are set where the defaults do not do: an engine that makes its
     optimizer itself has a module-level function like ``trained_by_torch``, as a ``staticmethod``.
@@ -63,7 +63,7 @@ class EngineConformance:
         return engines.resolve_engine(self.engine, stage, self.config, Mesh(world_size))
 
     def test_its_name_and_stages_are_known(self) -> None:
-        """It is found by its name, and refuses a stage that it does not have."""
+        """Find the engine by its name; expect an error for a stage that it does not have."""
         assert self.engine in engines.engine_names()
         for stage in self.stages:
             assert self._resolved(stage, 2).name == self.engine
@@ -72,7 +72,7 @@ class EngineConformance:
 
     @pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8])
     def test_placements_hold_every_element(self, world_size: int) -> None:
-        """Every element is on some rank; twins hold the same; what is alike lies alike."""
+        """Expect every element on some rank, the same shards on ranks that are copies of one another."""
         for stage in self.stages:
             engine = self._resolved(stage, world_size)
             with torch.device("meta"):
@@ -94,7 +94,7 @@ class EngineConformance:
                 assert placed.homes[name] in (engines.DEVICE, engines.HOST, engines.STORAGE)
 
     def test_loads_hold_what_the_file_holds(self, tmp_path: Path) -> None:
-        """On real ranks: parameters, ties and buffers as unsharded, and bytes as planned."""
+        """Load on real ranks; expect the tensors and ties of an unsharded load, and the planned bytes."""
         path = tmp_path / "model.safetensors"
         save(path)
         for stage in self.stages:
@@ -111,7 +111,7 @@ class EngineConformance:
                     assert read == plan.ranks[rank].read_bytes
 
     def test_saves_what_it_loaded(self, tmp_path: Path) -> None:
-        """Every rank writes what it holds, replicas once: the files have the tensors that were loaded."""
+        """Save on real ranks, copies of a shard once; expect the tensors that were loaded in the files."""
         path = tmp_path / "model.safetensors"
         save(path)
         for stage in self.stages:
@@ -124,7 +124,7 @@ class EngineConformance:
                 assert found.same, f"{world_size} ranks at stage {stage}: {found}"
 
     def test_resumes_where_it_was_saved(self, tmp_path: Path) -> None:
-        """Weights, optimizer and ``extra`` go on from a saved state; the weights on other ranks, too."""
+        """Save a training state and load it; expect the same weights, optimizer states and ``extra``."""
         path = tmp_path / "model.safetensors"
         save(path)
         for stage in self.stages:
@@ -145,7 +145,7 @@ class EngineConformance:
                             assert stepped == after, f"{where}: other weights after the next step"
 
     def test_an_error_is_the_same_on_every_rank(self, tmp_path: Path) -> None:
-        """What is missing in the checkpoint is told by name, everywhere."""
+        """Load a checkpoint that lacks a tensor; expect one error on all ranks, which names the tensor."""
         path = tmp_path / "model.safetensors"
         save(path, without="norm.bias")
         told = on_ranks(_refused, 2, self.imports, path, self.engine, self.stages[0], dict(self.config or {}))

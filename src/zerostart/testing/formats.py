@@ -1,4 +1,4 @@
-"""What every format of checkpoints has to pass.
+"""The suite of tests that every checkpoint format has to pass.
 
 class TestMine(FormatConformance):
     format = "mine"
@@ -30,7 +30,7 @@ from zerostart.testing.ranks import on_ranks
 
 
 class FormatConformance(ABC):
-    """Subclass it in a test module, set ``format``, and write ``write``."""
+    """Tests of a format: subclass it in a test module, set ``format``, and implement ``write``."""
 
     #: The name of the format, which is registered once the test module has been imported.
     format: ClassVar[str]
@@ -50,14 +50,14 @@ class FormatConformance(ABC):
 
     @pytest.fixture
     def path(self, tmp_path: Path) -> Path:
-        """Where the checkpoint is written."""
+        """Path of the checkpoint that ``write`` has written."""
         path = tmp_path / "checkpoint"
         if not self.single_file:
             path.mkdir()
         return path
 
     def test_it_recognises_its_own_and_nothing_else(self, path: Path, tmp_path: Path) -> None:
-        """An empty directory, a directory and a file of safetensors go to others."""
+        """Expect the format to recognise its own files, and no empty directory and no safetensors."""
         assert self.format in [format_.name for format_ in formats()]
         self.write({"weight": torch.ones(3)}, path)
         assert format_of(path).name == self.format
@@ -68,7 +68,7 @@ class FormatConformance(ABC):
             assert format_of(tmp_path / other).name != self.format, other
 
     def test_tensors_are_where_the_catalog_says(self, path: Path) -> None:
-        """Every dtype and several shapes, by name, dtype, shape and bytes."""
+        """Expect name, dtype, shape and bytes of tensors of every dtype where the catalog says."""
         tensors = {}
         for number, dtype in enumerate(self.dtypes):
             for shape in ((), (1,), (5,), (3, 4), (2, 3, 5)):
@@ -86,13 +86,13 @@ class FormatConformance(ABC):
         assert not difference.differing
 
     def test_the_catalog_travels(self, path: Path) -> None:
-        """Rank 0 reads the headers, and sends the catalog to the others as plain data."""
+        """Pickle the catalog, as rank 0 does that sends it to the others; expect an equal one."""
         self.write({"weight": torch.ones(3)}, path)
         catalog = open_catalog(path)
         assert pickle.loads(pickle.dumps(catalog)) == catalog
 
     def test_a_file_that_is_cut_off_is_refused(self, path: Path) -> None:
-        """By an error of zerostart's that names the checkpoint, and before anything is read."""
+        """Cut the file off; expect an error that names the checkpoint before any weight is read."""
         self.write({"weight": torch.arange(4096.0)}, path)
         catalog = open_catalog(path)
         for file in map(Path, catalog.files):
@@ -107,7 +107,7 @@ class FormatConformance(ABC):
         assert open_catalog(path).weights == catalog.weights
 
     def test_loads_hold_what_was_written(self, path: Path) -> None:
-        """On real ranks: every tensor bit for bit, and bytes as planned."""
+        """Load on real ranks; expect every tensor bit for bit, and the planned bytes."""
         # Without the tied name, which a load ties again by itself.
         self.write({n: t for n, t in reference().state_dict().items() if n != "head.weight"}, path)
         for world_size in self.worlds:

@@ -1,4 +1,4 @@
-"""What every library of models has to pass.
+"""The suite of tests that every model library has to pass.
 
 class TestMine(ModelLibraryConformance):
     library = "mine"
@@ -32,7 +32,7 @@ _SEED = 11
 
 
 class ModelLibraryConformance(ABC):
-    """Subclass it in a test module, set ``library``, ``kind`` and ``missing``, and write ``write``."""
+    """Tests of a library: subclass it, set ``library``, ``kind``, ``missing``, and implement ``write``."""
 
     #: The name of the library, which is registered once the test module has been imported.
     library: ClassVar[str]
@@ -52,7 +52,7 @@ class ModelLibraryConformance(ABC):
     @pytest.fixture(scope="class")
     @classmethod
     def root(cls, tmp_path_factory: pytest.TempPathFactory) -> Path:
-        """The checkpoint."""
+        """Path of the checkpoint that ``write`` has written."""
         root = tmp_path_factory.mktemp("whole")
         cls().write(root)
         return root
@@ -60,17 +60,17 @@ class ModelLibraryConformance(ABC):
     @pytest.fixture(scope="class")
     @classmethod
     def partial(cls, root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-        """The checkpoint without one tensor."""
+        """Path of a copy of the checkpoint that lacks one tensor."""
         return _without(root, tmp_path_factory.mktemp("partial"), cls.missing)
 
     @pytest.fixture(scope="class")
     @classmethod
     def found(cls, root: Path, partial: Path) -> list[dict[str, Any]]:
-        """What two ranks have loaded."""
+        """The results of loading the checkpoint on two ranks."""
         return on_ranks(_loaded, 2, cls, root, partial)
 
     def test_it_handles_its_models_and_no_others(self, root: Path, tmp_path: Path) -> None:
-        """By the class, and by the configuration."""
+        """Expect the library to know its models by class and by configuration, and no others."""
         assert self.library in models.model_library_names()
         assert models.library_of(self.kind).name == self.library
         assert models.library_in(str(root)).name == self.library
@@ -81,14 +81,14 @@ class ModelLibraryConformance(ABC):
 
     @pytest.mark.parametrize("named", [True, False], ids=["the class", "what the configuration names"])
     def test_a_model_is_built_without_memory(self, root: Path, named: bool) -> None:
-        """Its parameters are on meta, and it is of the class that the configuration names."""
+        """Build the model; expect its parameters on the meta device and the configured class."""
         built = _built(root, self.kind if named else None)
         assert type(built.model) is self.kind
         assert built.library is models.library_of(self.kind)
         assert {p.device.type for p in built.model.parameters()} == {"meta"}
 
     def test_expectations_are_the_unsharded_state_dict(self, root: Path) -> None:
-        """Names, shapes, and the dtypes in which they are loaded."""
+        """Expect the names, shapes and dtypes of the unsharded state dict."""
         built, recipes = _recipes(root, self.kind)
         targets = built.library.expectations(built)
         wanted = _reference(self.kind, root).state_dict()
@@ -100,7 +100,7 @@ class ModelLibraryConformance(ABC):
             assert recipe.target.dtype == wanted[name].dtype, name
 
     def test_the_converter_gives_what_it_gives_eagerly(self, root: Path) -> None:
-        """Names and values of the model, and back again."""
+        """Convert the stored tensors and convert them back; expect the values of an eager conversion."""
         built, _ = _recipes(root, self.kind)
         library, stored = built.library, _stored(root)
         wanted = _reference(self.kind, root).state_dict()
@@ -118,21 +118,21 @@ class ModelLibraryConformance(ABC):
         assert [name for name in stored if not _same(back[name].to(stored[name].dtype), stored[name])] == []
 
     def test_loads_hold_what_its_own_loading_holds(self, root: Path, found: list[dict[str, Any]]) -> None:
-        """On two ranks: every tensor, bit for bit, non-persistent buffers included."""
+        """Load on two ranks; expect every tensor and buffer of the library's own load, bit for bit."""
         reference = _reference(self.kind, root)
         for rank, loaded in enumerate(found):
             _check_equal(loaded["tensors"], reference.state_dict(), rank)
             _check_equal(loaded["buffers"], dict(reference.named_buffers()), rank)
 
     def test_ties_are_kept(self, root: Path, found: list[dict[str, object]]) -> None:
-        """What is one parameter unsharded is one parameter on each rank, and nothing else is."""
+        """Expect the tied parameters of the unsharded model to be tied on each rank, and no others."""
         wanted = _tied(_reference(self.kind, root))
         assert [loaded["tied"] for loaded in found] == [wanted, wanted]
 
     def test_what_is_missing_is_told_and_initialised(
         self, partial: Path, found: list[dict[str, Any]]
     ) -> None:
-        """Strictly an error on every rank; else as the library's own loading initialises it from one seed."""
+        """Load without one tensor; expect an error if strict, else the library's own initialisation."""
         built, _ = _recipes(partial, self.kind)
         torch.manual_seed(_SEED)
         reference = _reference(self.kind, partial).state_dict()
@@ -147,7 +147,7 @@ class ModelLibraryConformance(ABC):
             assert all(_same(tensors[name], found[0]["made"][name]) for name in tensors)
 
     def test_it_leaves_what_its_own_loading_leaves(self, root: Path, found: list[dict[str, object]]) -> None:
-        """In evaluation mode, and with what ``left`` looks at."""
+        """Load; expect evaluation mode, and what ``left`` returns after the library's own load."""
         wanted = self.left(_reference(self.kind, root))
         for loaded in found:
             assert not loaded["training"]

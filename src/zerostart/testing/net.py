@@ -11,7 +11,7 @@ import zerostart
 
 
 class Net(nn.Module):
-    """Parameters of several sizes (none divides by all worlds), a tie, and buffers of both kinds."""
+    """A model with parameters of sizes that do not divide evenly, tied weights, and buffers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Net(nn.Module):
 
 
 def reference() -> Net:
-    """The model with values that are the same wherever it is called."""
+    """Build ``Net`` with fixed values, the same in every process."""
     model = Net()
     # Its own generator: the values are the same whatever has been drawn before.
     generator = torch.Generator().manual_seed(7)
@@ -47,7 +47,7 @@ def reference() -> Net:
 
 
 def save(path: Path, without: str = "") -> None:
-    """Write the reference as a safetensors file, without the tensor that is named."""
+    """Write the weights of ``reference`` to a safetensors file, without the tensor that is named."""
     from safetensors.torch import save_file
 
     state = {name: t for name, t in reference().state_dict().items() if name not in ("head.weight", without)}
@@ -55,7 +55,7 @@ def save(path: Path, without: str = "") -> None:
 
 
 def imported(modules: tuple[str, ...]) -> None:
-    """Import what registers itself."""
+    """Import the modules that register an engine, storage, format or library."""
     import importlib
 
     for name in modules:
@@ -63,7 +63,7 @@ def imported(modules: tuple[str, ...]) -> None:
 
 
 def loaded_from(modules: tuple[str, ...], source: str, engine: str) -> tuple[list[str], int]:
-    """What differs from the unsharded model on this rank, and the bytes that it has read; collective."""
+    """Load, and compare this rank with the unsharded model; return what differs and the bytes read."""
     imported(modules)
     model = zerostart.load(source, model=Net, engine=engine, progress=False)
     wanted = reference().state_dict()

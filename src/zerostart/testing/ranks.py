@@ -1,4 +1,4 @@
-"""A function on several real ranks of this machine, over gloo."""
+"""Run a function on several real ranks of this machine, over gloo."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import torch.multiprocessing as mp
 def on_ranks(
     function: Callable[..., object], world_size: int, *arguments: object, timeout: float = 120.0
 ) -> list[Any]:
-    """Call the module-level ``function(*arguments)`` on every rank; its values, in the order of the ranks.
+    """Call the module-level ``function(*arguments)`` on every rank; return the results by rank.
 
     What is passed and returned has to be picklable. The ranks have this process's environment of now. Raises
     AssertionError, with the stacks of the ranks, where one raises or dies, or where not all have returned

@@ -1,4 +1,4 @@
-"""What every storage has to pass.
+"""The suite of tests that every storage has to pass.
 
 class TestMine(StorageConformance):
     imports = ("my_package.my_storage",)
@@ -34,7 +34,7 @@ NAME = "model.safetensors"
 
 
 class StorageConformance(ABC):
-    """Subclass it, and say in ``served`` how a folder's files are reached by a URL."""
+    """Tests of a storage: subclass it, and implement ``served``, which serves a folder by a URL."""
 
     #: What the ranks import first, so that the storage is registered there.
     imports: ClassVar[tuple[str, ...]] = ()
@@ -44,7 +44,7 @@ class StorageConformance(ABC):
 
     @abstractmethod
     def served(self, folder: Path) -> AbstractContextManager[Callable[[str], str]]:
-        """While it is open, the files of ``folder``, as they are at each moment, are in the storage.
+        """Context manager in which the storage serves the files of ``folder`` as they are at each moment.
 
         Gives a function from a file's name to its URL, or its path. Ranks of this machine have to reach it.
         """
@@ -64,7 +64,7 @@ class StorageConformance(ABC):
         return open_catalog(source).storage
 
     def test_sizes_and_names(self, source: str, tmp_path: Path) -> None:
-        """The file is as long as it is, and its name leads a person to it; nothing is said of others."""
+        """Expect one file, of the right size, whose name contains that of the local file."""
         storage = self._storage(source)
         assert storage.sizes == ((tmp_path / NAME).stat().st_size,)
         assert NAME in storage.files[0]
@@ -73,11 +73,11 @@ class StorageConformance(ABC):
         assert list(storage.readers(3)) == [0, 1, 2]
 
     def test_headers_say_the_same_as_those_of_the_file(self, source: str, tmp_path: Path) -> None:
-        """Tensors lie where they lie in the file."""
+        """Expect the tensors' places in the storage to be those in the local file."""
         assert open_catalog(source).tensors == open_catalog(tmp_path / NAME).tensors
 
     def test_it_travels(self, source: str, tmp_path: Path) -> None:
-        """It goes to another process as plain data, and reads there."""
+        """Pickle the storage for another process; expect that it reads there."""
         storage: Storage = pickle.loads(pickle.dumps(self._storage(source)))
         assert storage == self._storage(source)
         with storage.reader() as reader:
@@ -85,7 +85,7 @@ class StorageConformance(ABC):
 
     @pytest.mark.parametrize("cold", [False, True])
     def test_ranges(self, source: str, tmp_path: Path, cold: bool) -> None:
-        """Any range, into several buffers at once, to the very end."""
+        """Read ranges into several buffers, up to the end of the file; expect the file's bytes."""
         content = (tmp_path / NAME).read_bytes()
         with self._storage(source).reader(cold=cold, direct=cold) as reader:
             for offset, length in ((0, len(content)), (0, 1), (7, 100), (len(content) - 5, 5)):
@@ -95,7 +95,7 @@ class StorageConformance(ABC):
             assert b"".join(parts) == content[11:75]
 
     def test_rows(self, source: str, tmp_path: Path) -> None:
-        """Runs at equal distances, placed at other distances, announced or not."""
+        """Gather runs of bytes at equal distances, with and without ``announce``; expect the file's bytes."""
         content = (tmp_path / NAME).read_bytes()
         target = bytearray(b"-" * 50)
         with self._storage(source).reader() as reader:
@@ -108,7 +108,7 @@ class StorageConformance(ABC):
             assert target[row * 10 + 4 : row * 10 + 10] == b"-" * 6
 
     def test_threads_share_a_reader(self, source: str, tmp_path: Path) -> None:
-        """Many ranges at once, by one reader."""
+        """Read many ranges from several threads with one reader; expect the file's bytes."""
         content, choice = (tmp_path / NAME).read_bytes(), random.Random(5)
         spans = [(choice.randrange(len(content) - 300), choice.randrange(1, 300)) for _ in range(200)]
         with self._storage(source).reader() as reader, ThreadPoolExecutor(8) as pool:
@@ -116,7 +116,7 @@ class StorageConformance(ABC):
         assert found == [content[offset : offset + length] for offset, length in spans]
 
     def test_the_end_is_told(self, source: str, tmp_path: Path) -> None:
-        """Bytes that are not there are an error that names the file."""
+        """Read past the end; expect an error that names the file."""
         size = (tmp_path / NAME).stat().st_size
         with self._storage(source).reader() as reader:
             for offset in (size - 3, size + 10):
@@ -124,7 +124,7 @@ class StorageConformance(ABC):
                     _range(reader, offset, 8)
 
     def test_what_is_not_there_is_told(self, source: str) -> None:
-        """A name that leads nowhere."""
+        """Open a URL that leads nowhere; expect an error that names it."""
         with pytest.raises(CheckpointNotFoundError, match="absent"):
             open_catalog(source.replace(NAME, "absent.safetensors"))
 
@@ -132,7 +132,7 @@ class StorageConformance(ABC):
     def test_a_file_that_changes_after_it_was_opened_is_told(
         self, source: str, tmp_path: Path, how: str
     ) -> None:
-        """Between the header and the reading, and between a load and a later reading."""
+        """Change a file after its header was read, and after a load; expect an error."""
         storage = self._storage(source)
         # What a load leaves behind, for fp32 masters and offloaded layers: no file is open, and it knows what
         # it was.
@@ -148,7 +148,7 @@ class StorageConformance(ABC):
             _range(reader, 0, 16)
 
     def test_loads_hold_what_the_file_holds(self, source: str) -> None:
-        """On real ranks: the weights of the file, and bytes as planned."""
+        """Load on real ranks; expect the weights of the file, and the planned bytes."""
         for world_size in self.worlds:
             plan = zerostart.plan(source, world_size, self.engine, model=Net)
             found = on_ranks(loaded_from, world_size, self.imports, source, self.engine)

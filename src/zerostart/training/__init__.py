@@ -1,4 +1,4 @@
-"""The runner: from a configuration to a trained model in a directory; tasks, data and export.
+"""What ``zerostart train`` runs: tasks, data, loop and export.
 
 For tasks of one's own: the class ``Task``, and ``register_task``, by which a configuration knows it.
 """

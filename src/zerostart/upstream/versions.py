@@ -85,5 +85,6 @@ DEEPSPEED = Library("deepspeed", (0, 19, 8), (0, 20), extra="deepspeed")
 DIFFUSERS = Library("diffusers", (0, 42), (0, 43), extra="diffusers")
 DIFFSYNTH = Library("diffsynth", (2, 1, 12), (2, 2), extra="diffsynth")
 PEFT = Library("peft", (0, 19), (0, 22), extra="peft")
+VLLM = Library("vllm", (0, 32), (0, 33), extra="vllm")
 
-LIBRARIES = (TORCH, TRANSFORMERS, ACCELERATE, DEEPSPEED, DIFFUSERS, DIFFSYNTH, PEFT)
+LIBRARIES = (TORCH, TRANSFORMERS, ACCELERATE, DEEPSPEED, DIFFUSERS, DIFFSYNTH, PEFT, VLLM)

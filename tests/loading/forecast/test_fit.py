@@ -60,6 +60,14 @@ def test_a_machine_is_no_measure_of_a_job_that_it_cannot_run(checkpoints: TinyCh
     assert made.fit is None
 
 
+def test_a_printed_plan_is_a_summary(checkpoints: TinyCheckpoints) -> None:
+    made = zerostart.plan(checkpoints("qwen3_moe"), world_size=2)
+    text = str(made)
+    assert text.startswith(f"Plan for {made.engine} on 2 ranks: {made.parameters:,} parameters")
+    assert "it fits" in text
+    assert len(text.splitlines()) < 10
+
+
 @pytest.mark.parametrize("of", [0.999, 0.8, 0.6, 0.4, 0.1])
 def test_advice_fits(checkpoints: TinyCheckpoints, of: float) -> None:
     """What is advised, done by hand, fits: a higher stage, offloading, more ranks."""

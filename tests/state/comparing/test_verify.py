@@ -158,6 +158,7 @@ def test_without_a_marker(checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
         (checkpoints("qwen3"), r"no zerostart\.json"),
         (tmp_path, r"no zerostart\.json"),
         (tmp_path / "nowhere", "no such directory"),
+        (checkpoints("qwen3") / "config.json", "is a file; name the directory"),
     ):
         with pytest.raises(zerostart.errors.VerifyError, match=message):
             zerostart.verify(path)

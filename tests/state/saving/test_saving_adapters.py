@@ -23,6 +23,9 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
+VALUE = LoraConfig(r=1, target_modules=["0"])
+
+
 def _adapted(model: torch.nn.Module, kind: str) -> Any:
     """``model`` with an adapter whose weights all differ from zero, the same wherever it is made."""
     torch.manual_seed(7)
@@ -57,6 +60,15 @@ def _save_adapted(path: Path, out: Path, options: Options, kinds: list[str]) -> 
                 zerostart.save(adapted, out / "neither")
             zerostart.save(adapted, out / kind / "adapter", adapters_only=True)
             zerostart.save(adapted, out / kind / "merged", merge_adapters=True)
+            if kind == "plain":
+                # In a module of a script's own, beside another model: PEFT's names are of the model within.
+                own = torch.nn.ModuleDict({"policy": adapted, "value": torch.nn.Linear(2, 2)})
+                zerostart.save(own, out / kind / "own", adapters_only=True)
+                two = torch.nn.ModuleList([adapted, get_peft_model(torch.nn.Sequential(own["value"]), VALUE)])
+                with pytest.raises(
+                    zerostart.errors.ConfigError, match=r"several models .* \(0, 1\): save each"
+                ):
+                    zerostart.save(two, out / "neither", adapters_only=True)
         if options == DEEPSPEED3:  # whose engine has every attribute of what is inside
             model = zerostart.load(path, dtype=torch.float32, progress=False, **options)
             zerostart.save(_engine(_adapted(model, "plain")), out / "plain" / "engine", adapters_only=True)
@@ -79,6 +91,7 @@ def test_adapters(options: Options, checkpoints: TinyCheckpoints, tmp_path: Path
         if kind == "plain":
             # By the libraries' own calls too, though nothing was enabled.
             assert_same_tensors(got / "by PEFT", tmp_path / "reference")
+            assert_same_tensors(got / "own", tmp_path / "reference")
             assert_same_tensors(got / "by its library", path)
         if (got / "engine").exists():
             assert_same_tensors(got / "engine", tmp_path / "reference")

@@ -80,7 +80,7 @@ def test_patterns() -> None:
     one = lora_targets(model, LoraConfig(targets=["blocks.*.attn1.to_q"]))
     assert one == ("blocks.0.attn1.to_q", "blocks.1.attn1.to_q")
     assert lora_targets(model, LoraConfig(targets=["to_q"], exclude=["blocks.1.*", "attn2.to_q"])) == one[:1]
-    with pytest.raises(ConfigError, match=r"lora\.targets has 'to_qq', but the name of no layer"):
+    with pytest.raises(ConfigError, match=r"'to_qq', but the name of no layer .*did you mean to_q\?"):
         lora_targets(model, LoraConfig(targets=["to_q", "to_qq"]))
     with pytest.raises(ConfigError, match=r"lora\.exclude has 'nobody'"):
         lora_targets(model, LoraConfig(targets=["to_q"], exclude=["nobody"]))

@@ -125,8 +125,16 @@ def doubled(depth: int, kind: str) -> str:
         (f"a: {'9' * 5000}", "a number of 5000 digits in line 1"),
         ("a: b\n" * 100_000, "500000 characters, but at most"),
         ("[" * 2000, "not valid YAML"),
+        (
+            "train:\n  steps: 1\n   batch_size: 2\n",
+            r"run\.yaml, line 3, column 14: not valid YAML: mapping values are not allowed here",
+        ),
+        (
+            "train:\n   steps: 1\n  seed: 2\n",
+            r"run\.yaml, line 3, column 3: .*indented alike\?",
+        ),
     ],
-    ids=["merges", "aliases", "itself", "number", "long", "deep"],
+    ids=["merges", "aliases", "itself", "number", "long", "deep", "deeper line", "outer line"],
 )
 def test_a_document_of_few_bytes_takes_no_time(text: str, message: str) -> None:
     begun = time.process_time()

@@ -476,7 +476,7 @@ def test_a_text_that_is_too_long_is_named_with_its_row(
     table = Path(media["source"])
     table.write_text(table.read_text().replace("a cat sees the sea", "cat " * 50))
     given = configured(pipeline, media, tmp_path, max_sequence_length=40)
-    with pytest.raises(ConfigError, match=r"1 rows cannot be encoded: .*metadata\.csv, line 2: its text has"):
+    with pytest.raises(ConfigError, match=r"1 row cannot be encoded: .*metadata\.csv, line 2: its text has"):
         cached(given | {"cache": {**given["cache"], "long_prompts": "refuse"}})
     caplog.clear()
     shutil.rmtree(tmp_path / "cache")

@@ -68,6 +68,7 @@ def refused(engine, **train):
     [
         ({"optimizer": "adamv"}, "train.optimizer 'adamv' is unknown: it is one of "),
         ({"optimizer": "lion_32bit"}, "lion_32bit: the Trainer cannot make it here: .*bitsandbytes"),
+        ({"optimizer": "stable_adamw"}, "stable_adamw: the Trainer cannot make it here: .*torch.optimi"),
         ({"optimizer": "lbfgs"}, "lbfgs cannot step .*closure"),
         ({"optimizer": "muon"}, "muon cannot step .*2D parameters"),
         (

@@ -37,15 +37,15 @@ class Rows:
 
     @property
     def span(self) -> int:
-        """Bytes from the first to the last, both included."""
+        """Number of bytes from the first byte of the first row to the last byte of the last."""
         return (self.count - 1) * self.stride + self.width
 
     def fetched(self, gap: int = FETCHED_GAP) -> int:
-        """Bytes that storage gives for the rows; gaps of up to ``gap`` bytes cost less than a request."""
+        """Bytes that are fetched for the rows; gaps of up to ``gap`` bytes cost less than a request."""
         return self.span if self.stride - self.width <= gap else self.count * self.width
 
     def extents(self, gap: int = FETCHED_GAP) -> Iterator[tuple[int, int]]:
-        """``(start, bytes)`` of what is worth a request each."""
+        """The ranges ``(start, bytes)`` that are fetched with one request each."""
         if self.stride - self.width <= gap:
             yield 0, self.span
         else:
@@ -54,7 +54,7 @@ class Rows:
 
 
 class Reader(ABC):
-    """What a plan's reads are made with. Several threads share one, and it is closed at the end."""
+    """Reads byte ranges of a storage for a load. Several threads share one; it is closed at the end."""
 
     def __enter__(self) -> Self:
         return self
@@ -87,15 +87,15 @@ class Reader(ABC):
         return  # not abstract: most have no use for it
 
     def note(self) -> str:
-        """How reading went, in a few words for a person."""
+        """Describe how reading went, in a few words for a person."""
         return ""
 
 
 class HeaderBytes(Protocol):
-    """One file, as the readers of formats want it."""
+    """One file of a storage, as the readers of headers want it."""
 
     def read(self, length: int, offset: int) -> bytes:
-        """``length`` bytes from ``offset`` on, fewer only at the end of the file; raises ReadError."""
+        """Read ``length`` bytes from ``offset`` on, fewer only at the end of the file; raises ReadError."""
         ...
 
 
@@ -173,7 +173,7 @@ class Storage(ABC):
 
     @abstractmethod
     def reader(self, *, cold: bool = False, direct: bool = False) -> Reader:
-        """The reader of its bytes, on any rank that has them; a new one for each transfer.
+        """Make a reader of the bytes, on any rank that can read them; a new one for each load.
 
         ``cold`` and ``direct`` say how the transfer is to read, see ``Residency``. A storage for which they
         mean nothing leaves them alone.
@@ -181,7 +181,7 @@ class Storage(ABC):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are stored."""
+        """Total size of the files in bytes."""
         return sum(self.sizes)
 
     @property
@@ -229,7 +229,7 @@ class Storage(ABC):
         return self.sizes[file]
 
     def kept(self, used: Iterable[int] = ()) -> Storage:
-        """What to keep after the load in order to read the files ``used`` again.
+        """Return what has to be kept after the load to read the files ``used`` again.
 
         It keeps nothing alive and nothing open, and knows what those files are now.
         """
@@ -253,12 +253,12 @@ class Storage(ABC):
         return self
 
     def changed(self, before: Hashable, now: Hashable) -> str:
-        """In words, what became of a file whose identity was ``before``."""
+        """Say in words what happened to a file whose identity was ``before``."""
         return "was removed" if now is None else "was replaced or written to"
 
     @contextlib.contextmanager
     def opened(self, number: int) -> Iterator[tuple[HeaderBytes, int]]:
-        """File ``number`` for its header: its bytes, and how many there are."""
+        """Open file ``number`` to read its header: its bytes, and its size."""
         with self.reader() as reader:
             yield _Ranges(reader, number, self.sizes[number]), self.sizes[number]
 

@@ -17,7 +17,13 @@ from zerostart.engines.deepspeed import memory
 from zerostart.engines.deepspeed.experts import cutter
 from zerostart.engines.deepspeed.settings import DeepSpeedSettings
 from zerostart.engines.deepspeed.state import DeepSpeedStateEngine
-from zerostart.engines.deepspeed.training import HOST_BACKEND, KEPT, accelerate_setup, training_config
+from zerostart.engines.deepspeed.training import (
+    HOST_BACKEND,
+    KEPT,
+    accelerate_setup,
+    training_config,
+    warn_of_renaming_once,
+)
 from zerostart.engines.engine import Engine
 from zerostart.engines.flat_buffers import FlatBufferShards, placed_whole
 from zerostart.engines.forecast import MemoryPeak, OptimizerCost, ParameterBytes, Target, replicated_peaks
@@ -241,6 +247,7 @@ class ZeroThree(DeepSpeed):
         from zerostart.upstream.deepspeed.zero3.optimizer import require_stage3
 
         require_stage3()
+        warn_of_renaming_once()
 
     @property
     def adopted_dtype(self) -> torch.dtype | None:
@@ -370,6 +377,7 @@ class FlatBuffers(DeepSpeed):
 
         if is_known():
             check_sections(self.config)
+        warn_of_renaming_once()
 
     @property
     def cast_dtype(self) -> torch.dtype | None:

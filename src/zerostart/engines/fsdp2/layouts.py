@@ -18,7 +18,7 @@ from zerostart.geometry.layout import Layout, Parallelism, Section, dimension_sh
 
 @dataclass(frozen=True)
 class MeshShares:
-    """What the ranks of several copies of a model hold."""
+    """The shares that ranks hold where a mesh has several copies of a model."""
 
     #: Number of the copies.
     replicas: int
@@ -54,7 +54,7 @@ class MeshShares:
 
     @property
     def ranks(self) -> int:
-        """Ranks of one replica."""
+        """Number of ranks of one replica."""
         return self.parallelism.mesh.world_size
 
     def section(self, name: str, shape: Sequence[int], rank: int) -> tuple[Section, int]:
@@ -77,7 +77,7 @@ class MeshShares:
         )
 
     def chunk(self, name: str, shape: Sequence[int], rank: int) -> tuple[int, ...]:
-        """The shape of a full chunk of it."""
+        """The shape of a full chunk of the parameter."""
         section, owners = self.section(name, shape, rank)
         if not section.shape:
             return ()

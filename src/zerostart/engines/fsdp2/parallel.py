@@ -60,7 +60,7 @@ class FSDP2ParallelShards:
         return whole["shard"] if replicas == 1 else whole["replicate", "shard"], whole[axis]
 
     def agree_on_residence(self, model: nn.Module, names: Sequence[str]) -> Residence | None:
-        """Nothing is whole."""
+        """Return None: no parameter is whole on every rank."""
         return None
 
     def shard(self, model: nn.Module, names: Sequence[str]) -> list[Shard]:

@@ -165,7 +165,7 @@ class FSDP2Shards:
         self.device = torch.device("cpu") if mesh.device_type == "cpu" else device
 
     def agree_on_residence(self, model: nn.Module, names: Sequence[str]) -> Residence | None:
-        """Nothing is whole."""
+        """Return None: no parameter is whole on every rank."""
         return None
 
     def shard(self, model: nn.Module, names: Sequence[str]) -> list[Shard]:

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import numpy as np
+from rich.filesize import decimal
 
 from zerostart.checkpoint.catalog import Catalog
 from zerostart.distributed.machine import available_memory
@@ -175,7 +176,7 @@ class WorldPlan:
 
     @property
     def classes(self) -> list[tuple[RankForecast, tuple[RankForecast, ...]]]:
-        """Ranks that hold the same, as the one of them that reads most, and all of them."""
+        """Groups of ranks that hold equally much: of each the rank that reads most, and all its ranks."""
         found: dict[Any, list[RankForecast]] = {}
         for rank in self.ranks:
             # By what they hold, and not by what they read, of which each rank has a little more or less.
@@ -184,8 +185,31 @@ class WorldPlan:
             found.setdefault(held, []).append(rank)
         return [(max(alike, key=lambda r: r.read_bytes), tuple(alike)) for alike in found.values()]
 
+    def __str__(self) -> str:
+        """A summary of some lines; ``zerostart plan`` shows all of it."""
+        read = [rank.read_bytes for rank in self.ranks]
+        lines = [
+            f"Plan for {self.engine} on {self.world_size} ranks: {self.parameters:,} parameters, "
+            f"{decimal(self.checkpoint_bytes)} of weights",
+            f"  a rank reads {decimal(min(read, default=0))} to {decimal(max(read, default=0))}",
+        ]
+        for phase in PHASES:
+            peaks = [rank.memory[phase] for rank in self.ranks if phase in rank.memory]
+            if peaks:
+                host = max(peak.host_bytes for peak in peaks)
+                device = max(peak.device_bytes for peak in peaks)
+                on_device = f", {decimal(device)} on the device" if device else ""
+                lines.append(f"  most memory of a rank in {phase}: {decimal(host)} on the host{on_device}")
+        for kind in ("missing", "unexpected", "computed_whole"):
+            if names := getattr(self, kind):
+                more = ", ..." if len(names) > 3 else ""
+                lines.append(f"  {kind.replace('_', ' ')}: {', '.join(names[:3])}{more}")
+        if self.fit is not None:
+            lines.append("  it fits" if self.fit else "  it does not fit")
+        return "\n".join([*lines, *(f"  {line}" for line in self.advice)])
+
     def as_dict(self) -> dict[str, object]:
-        """The contract's JSON form; ``memory`` has the components of each class of ranks that hold alike."""
+        """The form of ``zerostart plan --json``; ``memory`` has the parts for each group of ranks."""
         aside = ("ranks", "sharing", "fits", "tier", "alternatives", "stored", "messages")
         plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in aside}
         return {
@@ -259,7 +283,7 @@ class Fit:
 
     @property
     def fits(self) -> bool:
-        """Whether the need is within the limit."""
+        """Whether the bytes that are needed are within the limit."""
         return self.needed <= self.limit
 
     def as_dict(self) -> dict[str, Any]:

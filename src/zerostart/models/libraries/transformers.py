@@ -309,7 +309,8 @@ def _read_config(root: str | None) -> JsonObject:
     path = Path(root) / "config.json" if root else None
     if path is None or not path.is_file():
         raise BuildError(
-            f"{root} has no config.json; pass model= with the class or a callable that builds it"
+            f"{root} has no config.json, which names the model's class; from Python, pass model= with the "
+            "class or a callable that builds it"
         )
     try:
         return read_config(path.parent) or {}

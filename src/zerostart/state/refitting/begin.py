@@ -4,21 +4,35 @@ from __future__ import annotations
 
 from torch import nn
 
+from zerostart.distributed.world import current_world
 from zerostart.errors import ConfigError
-
-# Registers itself.
 from zerostart.state.refitting.refitter import RefitSettings, Refitter
+from zerostart.state.refitting.resharding import ModelRefitter
 from zerostart.state.refitting.targets import driver_of
 
 
-def begin(model: nn.Module, target: object, settings: RefitSettings) -> Refitter:
+def begin(model: nn.Module, target: object, settings: RefitSettings) -> Refitter | ModelRefitter:
     """The refitter of ``model`` for ``target``; collective. Raises as ``zerostart.refit``."""
+    world = current_world()
+    # An engine's module may be a module, too; a model to train has no loader of its own.
+    is_model = isinstance(target, nn.Module) and not hasattr(target, "load_weights")
+    # A model may be on some of the ranks alone, and then the others pass None.
+    if any(world.all_gather_object(is_model, "beginning a refit")):
+        with world.phase("beginning a refit"):
+            if not (target is None or isinstance(target, nn.Module)):
+                raise ConfigError(
+                    f"target is a {type(target).__name__} on rank {world.rank} and a model on others: pass "
+                    "the model, or None on ranks that hold nothing of it"
+                )
+        return ModelRefitter(model, target, settings, world)
+    with world.phase("looking at the target"):
+        driver = driver_of(target)  # an address of an engine's server is a text, too
+    if driver is not None:
+        return Refitter(model, driver, settings)
     if target is None or isinstance(target, str):
         return Refitter(model, target, settings)
-    if (driver := driver_of(target)) is not None:
-        return Refitter(model, driver, settings)
     raise ConfigError(
-        f"target is a {type(target).__name__}, which no engine is known by: pass an address for its "
-        f"workers to "
-        "connect with by zerostart.serving.serve, or register it with zerostart.serving.register_target"
+        f"target is a {type(target).__name__}, which no engine is known by: pass an address for its workers "
+        "to connect with by zerostart.serving.serve, register it with zerostart.serving.register_target, or "
+        "pass another sharded model"
     )

@@ -96,16 +96,39 @@ def save_adapter_config(config: Any, base: object, name_or_path: str | None, dir
 def adapted_model(model: nn.Module) -> Adapted | None:
     """The model that holds adapters' configurations, ``model`` or one that it wraps; None for none.
 
-    That is a ``PeftModel``, or a model of transformers or diffusers that adapters were added to.
+    That is a ``PeftModel``, or a model of transformers or diffusers that adapters were added to; also within
+    a module of a script's own. Raises ConfigError where several models in ``model`` have adapters.
     """
     inner: nn.Module | None = model
     while inner is not None:
-        # DeepSpeed's engine, and what torch.compile makes, have every attribute of what is inside.
-        own = "peft_config" in vars(inner) or hasattr(type(inner), "peft_config")
-        if own and inner.peft_config:
-            return Adapted(inner, "" if hasattr(inner, "get_base_model") else PEFT_PREFIX)
+        if _is_adapted(inner):
+            return _adapted(inner)
         inner = wrapped(inner)
-    return None
+    within = _outermost(model)
+    if len(within) > 1:
+        raise ConfigError(
+            f"several models in this {type(model).__name__} have adapters ({', '.join(sorted(within))}): "
+            "save each of them by itself"
+        )
+    return next(map(_adapted, within.values()), None)
+
+
+def _is_adapted(model: nn.Module) -> bool:
+    # DeepSpeed's engine, and what torch.compile makes, have every attribute of what is inside.
+    own = "peft_config" in vars(model) or hasattr(type(model), "peft_config")
+    return own and bool(model.peft_config)
+
+
+def _adapted(model: nn.Module) -> Adapted:
+    return Adapted(model, "" if hasattr(model, "get_base_model") else PEFT_PREFIX)
+
+
+def _outermost(model: nn.Module, name: str = "") -> dict[str, nn.Module]:
+    """The models with adapters below ``model``, by name, without those that lie in one of them."""
+    if _is_adapted(model):
+        return {name: model}
+    below = (_outermost(part, f"{name}.{own}".lstrip(".")) for own, part in model.named_children())
+    return {found: part for parts in below for found, part in parts.items()}
 
 
 def has_adapters(model: nn.Module) -> bool:

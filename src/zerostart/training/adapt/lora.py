@@ -8,6 +8,7 @@ same on every rank, and what one process draws.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from math import prod
 from typing import Any
@@ -148,9 +149,14 @@ def _all_matching(shown: Mapping[str, str], entries: Iterable[str], strict: bool
     for entry in entries:
         found = {name for name, other in shown.items() if _is(other, entry)}
         if not found and strict:
+            # Layers in repeated blocks first: these are the ones that are adapted.
+            ends = sorted({other.rpartition(".")[2] for other in shown.values()})
+            blocks = sorted(shown.values(), key=lambda other: not any(map(str.isdigit, other.split("."))))
+            close = get_close_matches(entry.rpartition(".")[2], ends, n=1, cutoff=0.6)
             raise ConfigError(
-                f"lora.targets has {entry!r}, but the name of no layer of the model is or ends with "
-                f"it; its layers are, for example, {', '.join(list(shown.values())[:4])}"
+                f"lora.targets has {entry!r}, but the name of no layer of the model is or ends with it; "
+                + (f"did you mean {close[0]}? Its" if close else "its")
+                + f" layers are, for example, {', '.join(blocks[:4])}"
             )
         chosen |= found
     return chosen

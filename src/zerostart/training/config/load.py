@@ -177,7 +177,9 @@ def _explain(problem: dict[str, Any], root: type[BaseModel], task: type[Section]
     message = str(problem["msg"]).removeprefix("Value error, ")
     if not key:
         return message
-    given = "" if isinstance(problem["input"], dict) else f", not {problem['input']!r}"  # a section is long
+    value = repr(problem["input"])
+    # A section is long, and some messages have the value already.
+    given = "" if isinstance(problem["input"], dict) or value in message else f", not {value}"
     return f"{key}: {message}{given}"
 
 

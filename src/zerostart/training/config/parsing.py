@@ -27,6 +27,11 @@ def parsed_yaml(text: str, where: str) -> Any:
         raise ConfigError(
             f"{where}, line {line}: {key} is given twice, first in line {first}; leave one of them out"
         ) from None
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        hint = "; are this line and those before it indented alike?" if "block" in str(error) else ""
+        raise ConfigError(f"{where}{line}: not valid YAML: {error.problem or error}{hint}") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # 2026-02-30 is taken for a date
         raise ConfigError(f"{where} is not valid YAML: {' '.join(str(error).split())}") from None
 

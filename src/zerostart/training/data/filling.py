@@ -90,8 +90,8 @@ def fill(
     if failed:
         others = f"The other {count} are in {place}, and stay" if count else "Nothing was encoded"
         raise ConfigError(
-            f"{len(failed)} rows cannot be encoded: {_listed(list(failed.values()))}. {others}: "
-            "correct these rows or remove them, and start again"
+            f"{len(failed)} row{'s' * (len(failed) > 1)} cannot be encoded: "
+            f"{_listed(list(failed.values()))}. {others}: correct these rows or remove them, and start again"
         )
     if world.rank == 0:
         say(Console(), f"the cache is complete: {place}")
@@ -302,7 +302,8 @@ class _Progress:
         self._ranks = world.size
         self._done = 0
         self._begun = self._last = time.monotonic()
-        self.say(f"encoding {self._count} of {draft.count} items into {draft.files} files")
+        files_told = "1 file" if draft.files == 1 else f"{draft.files} files"
+        self.say(f"encoding {self._count} of {draft.count} items into {files_told}")
 
     def say(self, text: str) -> None:
         """Print a line."""

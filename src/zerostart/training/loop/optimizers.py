@@ -152,6 +152,8 @@ def _trainers(train: TrainingConfig, torchs: Mapping[str, Any]) -> tuple[type[Op
         adam_beta1=beta1,
         adam_beta2=beta2,
         adam_epsilon=1e-8,
+        weight_decay=train.weight_decay,
+        warmup_steps=train.warmup_steps,
         optim_args=None,
         optim_target_modules=None,
     )

@@ -1,4 +1,4 @@
-"""What a task is (all that the runner does not know of what is learnt), and tasks by name."""
+"""Tasks, by name: data, model, loss and output of a training, without its loop."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Items(Protocol):
         """Example ``index``: tensors on the CPU."""
 
     def digest(self) -> str:
-        """A digest of all of them: equal for equal data, wherever they lie."""
+        """A digest of all examples: equal for equal data, wherever their files lie."""
 
     def shapes(self) -> Sequence[Hashable]:
         """A key for each example; those with the same key can be in one batch."""
@@ -45,7 +45,7 @@ class Items(Protocol):
 
 @dataclass(frozen=True)
 class Span:
-    """The examples ``start`` to ``end`` of others; of those from each of ``rounds``, of ``each`` examples."""
+    """The examples ``start`` to ``end`` of a data set, of each of its ``rounds`` of ``each`` examples."""
 
     start: int
     end: int
@@ -85,19 +85,19 @@ class Part:
         return self._items[version * len(self._items) + self._among_all(place)]
 
     def in_epoch(self, place: int, epoch: int) -> int:
-        """The number by which example ``place`` is had in ``epoch``: as many lengths further as among all."""
+        """The number that gets example ``place`` in ``epoch``, where each epoch has versions of its own."""
         version = in_epoch(self._items, self._among_all(place), epoch) // len(self._items)
         return place + version * len(self)
 
     def digest(self) -> str:
-        """That of all, and which part of them this is."""
+        """A digest of the whole data set and of which part this is."""
         told = (
             f":{span.start}:{span.end}{f':{span.rounds}' if span.rounds > 1 else ''}" for span in self._spans
         )
         return f"{self._items.digest()}{''.join(told)}"
 
     def shapes(self) -> Sequence[Hashable]:
-        """As those of all."""
+        """The keys of this part's examples, see ``Items.shapes``."""
         every = self._items.shapes()
         return [every[self._among_all(place)] for place in range(len(self))]
 
@@ -114,7 +114,7 @@ def in_epoch(items: Items, place: int, epoch: int) -> int:
 def split_off(
     items: Items, fraction: float, repeats: int = 1, shares: Sequence[tuple[int, int]] = ()
 ) -> tuple[Items, Items | None]:
-    """``(training, held out)``: the last ``fraction`` of the examples, None where the fraction is 0.
+    """Split into ``(training, held out)``: the last ``fraction`` is held out; None if the fraction is 0.
 
     Where they come ``repeats`` times, one after the other, none that is held out is in any of these; of
     ``shares``, each so many examples and repeats, the last part of each is held out. At least one is held
@@ -158,7 +158,7 @@ class TaskData(ABC):
 
     @abstractmethod
     def items(self, world: World) -> Items:
-        """All the data; collective. Raises ZerostartError."""
+        """Read and return all the data; collective. Raises ZerostartError."""
 
     def split(self, items: Items) -> tuple[Items, Items | None]:
         """Split ``items`` into what is trained on and what is held out, if anything. Raises ConfigError."""
@@ -177,7 +177,7 @@ class TaskData(ABC):
         return {}
 
     def embedded(self, text: str) -> Mapping[str, torch.Tensor]:
-        """What the encoders have made of ``text`` alone, by the keys of examples; after ``items``.
+        """The embeddings of ``text`` alone, under the keys of examples; called after ``items``.
 
         Raises ConfigError for a text of which they have made nothing.
         """
@@ -244,7 +244,7 @@ class TaskBatches(ABC):
         """
 
     def drawn(self, batch: Batch, epoch: int) -> Batch:
-        """``batch``, on the device, with what is drawn for each of its examples in ``epoch`` (-1: held out).
+        """Add to ``batch`` (on the device) the random draws of its examples in ``epoch`` (-1: held out).
 
         It is to depend on the seed of the run, the epoch and the example alone, and so be the same however
         many ranks there are.
@@ -252,7 +252,7 @@ class TaskBatches(ABC):
         return batch
 
     def weighed(self, batch: Batch) -> tuple[Batch, int]:
-        """``batch`` in a form whose mean loss is a number, and what that weighs among all of a step.
+        """Prepare ``batch`` so that its mean loss is a number; return it, and its weight within the step.
 
         A step's loss is the mean of the batches' losses by their weights; 0 for one that counts for nothing.
         """
@@ -260,10 +260,10 @@ class TaskBatches(ABC):
 
 
 class TaskOutput:
-    """What a task leaves beside the weights. It must give nothing; every rank names the same paths."""
+    """The files that a task writes beside the weights; all methods have defaults."""
 
     def saved_in(self, directory: Path) -> Path:
-        """Where in the output directory the model goes."""
+        """Path of the model within the output directory."""
         return directory
 
     def beside(self, folder: Path) -> None:
@@ -320,7 +320,7 @@ def register_task(name: str, task: type[Task]) -> None:
 
 
 def known_tasks() -> tuple[str, ...]:
-    """The names that are registered."""
+    """Names of all registered tasks."""
     return tuple(_TASKS)
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -146,8 +145,7 @@ class Drawing:
             for name, value in self._index.items()
             if isinstance(value, list) and name != "scheduler"
         }
-        with _quiet():
-            pipe = assembled(self._kind, self._root, {**left_out, **loaded})
+        pipe = assembled(self._kind, self._root, {**left_out, **loaded})
         pipe.set_progress_bar_config(disable=True)
         # After the pipeline is put together: diffusers' loading would look at the class of what it is handed.
         pipe.register_modules(**{self._component: model}, **self._stand_ins)
@@ -227,17 +225,3 @@ def _frozen(component: Any, zero_stage: int, dtype: torch.dtype) -> nn.Module:
         path, model=kind, engine="fsdp2", zero_stage=zero_stage, dtype=dtype, progress=False
     )
     return model.eval().requires_grad_(False)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without the bars that diffusers shows for what it loads."""
-    from diffusers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -106,7 +107,8 @@ def assembled(
     Raises BuildError for what diffusers cannot make of them.
     """
     try:
-        with unasked():
+        # Without its bar: the models, which are what takes time, are loaded already.
+        with unasked(), _quiet():
             return kind.from_pretrained(str(root), local_files_only=True, **models)
     except Exception as error:  # of many types, for a tokenizer or a scheduler that is not there or damaged
         told = " ".join(str(error).split())
@@ -114,3 +116,17 @@ def assembled(
             f"{root}: diffusers cannot make a {kind.__name__} of the files beside its models "
             f"({told}); restore its tokenizers, schedulers and processors"
         ) from error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the bars that diffusers shows for what it loads."""
+    from diffusers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()

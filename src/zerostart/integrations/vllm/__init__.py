@@ -1,0 +1,1 @@
+"""vLLM's workers and engines as places to which weights are pushed."""

@@ -1,0 +1,193 @@
+"""On the trainer's rank 0: having vLLM's workers connect, and telling them of each push.
+
+A target is vLLM's ``LLM``, the address of its server (``http://...``), or any object with the four calls of
+vLLM's ``VLLMWeightSyncClient``, such as its clients for HTTP and Ray.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from zerostart.checkpoint.strict_json import JsonMapping
+from zerostart.errors import ConfigError, PeerError
+from zerostart.integrations.vllm import worker as workers_side
+
+logger = logging.getLogger("zerostart")
+
+#: Under which ``register`` has the engine.
+BACKEND = "zerostart"
+_CALLS = ("init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update")
+
+
+def register() -> None:
+    """Register the engine with vLLM, in a process that has it; vLLM calls this in each of its own.
+
+    Nothing of it is imported before vLLM asks for the engine.
+    """
+    from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+
+    # vLLM runs plugins more than once in a process.
+    with suppress(ValueError):
+        WeightTransferEngineFactory.register_engine(
+            BACKEND, "zerostart.integrations.vllm.engine", "WeightTransfer"
+        )
+
+
+def driver_of(target: object) -> ServerDriver | ClientDriver | EngineDriver | None:
+    """The driver of a vLLM engine; None for any other target."""
+    if isinstance(target, str) and target.startswith(("http://", "https://")):
+        return ServerDriver(target)
+    if not all(callable(getattr(target, name, None)) for name in _CALLS):
+        return None
+    if callable(getattr(target, "collective_rpc", None)) and hasattr(target, "llm_engine"):
+        return EngineDriver(target)
+    return ClientDriver(target)
+
+
+class ClientDriver:
+    """Anything with the four calls of ``VLLMWeightSyncClient``.
+
+    Its attribute ``workers`` says how many there are; one where it has none.
+    """
+
+    def __init__(self, client: Any) -> None:
+        if inspect.iscoroutinefunction(client.update_weights):
+            raise ConfigError(
+                f"the calls of this {type(client).__name__} are coroutines: give zerostart.refit the address "
+                "of its server, or an object whose four calls return when they are done"
+            )
+        self._client = client
+        self.workers = int(getattr(client, "workers", 1))
+
+    def join(self, how: JsonMapping) -> None:
+        """Have the workers connect."""
+        self._client.init_weight_transfer_engine(dict(how))
+
+    def follow(self, version: int) -> None:
+        """Have the workers take part in a push."""
+        self._client.start_weight_update()
+        self._client.update_weights({"version": version})
+        self._client.finish_weight_update(str(version))
+
+    def leave(self) -> None:
+        """Have the workers close their connections."""
+        with suppress(Exception):
+            self._client.shutdown_weight_transfer_engine()
+
+
+class ServerDriver(ClientDriver):
+    """vLLM's server, started with ``VLLM_SERVER_DEV_MODE=1`` and ``--weight-transfer-config``."""
+
+    def __init__(self, address: str) -> None:
+        super().__init__(_Server(address.rstrip("/")))
+
+    def follow(self, version: int) -> None:
+        """Have the workers take part in a push; what the server has cached of prompts is dropped."""
+        super().follow(version)
+        self._client.post("reset_prefix_cache")
+
+
+class _Server:
+    """The routes of vLLM's server; raises PeerError for what it answers otherwise."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self.workers = int(self._answer("get_world_size", None)["world_size"])
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self.post("init_weight_transfer_engine", {"init_info": init_info})
+
+    def start_weight_update(self) -> None:
+        self.post("start_weight_update")
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self.post("update_weights", {"update_info": update_info})
+
+    def finish_weight_update(self, weight_version: str) -> None:
+        self.post("finish_weight_update", {"weight_version": weight_version})
+
+    def shutdown_weight_transfer_engine(self) -> None:
+        self.post("shutdown_weight_transfer_engine")
+
+    def post(self, route: str, body: JsonMapping | None = None) -> None:
+        """Call a route that changes something."""
+        self._answer(route, json.dumps(body or {}).encode())
+
+    def _answer(self, route: str, data: bytes | None) -> dict[str, Any]:
+        request = urllib.request.Request(
+            f"{self._address}/{route}", data, {"Content-Type": "application/json"}
+        )
+        try:
+            # No time-out: the push itself has one, which ends what the route waits for.
+            with urllib.request.urlopen(request) as answer:
+                text = answer.read()
+        except urllib.error.HTTPError as error:
+            remedy = (
+                ": start it with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config "
+                f'\'{{"backend": "{BACKEND}"}}\''
+                if error.code == 404
+                else f": {error.read(2000).decode(errors='replace')}"
+            )
+            raise PeerError(f"{self._address}/{route} answers {error.code}{remedy}") from error
+        except OSError as error:
+            raise PeerError(f"{self._address}/{route} does not answer: {error}") from error
+        return json.loads(text) if text.startswith(b"{") else {}
+
+
+class EngineDriver:
+    """vLLM's ``LLM`` in this process, with its workers here or in processes of their own."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        config = engine.llm_engine.vllm_config
+        self.workers = int(config.parallel_config.world_size_across_dp)
+        transfer = config.weight_transfer_config
+        self._configured = transfer is not None and transfer.backend == BACKEND
+        extension = str(config.parallel_config.worker_extension_cls or "")
+        self._extended = extension.startswith("zerostart.")
+
+    def join(self, how: JsonMapping) -> None:
+        """Have the workers connect."""
+        if self._configured:
+            self._engine.init_weight_transfer_engine({"init_info": dict(how)})
+        else:
+            self._call(workers_side.join, dict(how))
+
+    def follow(self, version: int) -> None:
+        """Have the workers take part in a push; what the engine has cached of prompts is dropped."""
+        if self._configured:
+            self._engine.start_weight_update()
+            self._engine.update_weights({"update_info": {"version": version}})
+            self._engine.finish_weight_update(str(version))
+        else:
+            self._call(workers_side.follow, {"version": version})
+        self._engine.reset_prefix_cache()
+
+    def leave(self) -> None:
+        """Have the workers close their connections."""
+        with suppress(Exception):
+            if self._configured:
+                self._engine.shutdown_weight_transfer_engine()
+            else:
+                self._call(workers_side.leave, {})
+
+    def _call(self, function: Callable[..., object], arguments: JsonMapping) -> None:
+        if self._extended:
+            self._engine.collective_rpc(f"zerostart_{function.__name__}", kwargs=arguments)
+            return
+        try:
+            self._engine.collective_rpc(function, kwargs=arguments)
+        except TypeError as error:
+            # vLLM sends no functions to other processes, unless it is told to trust what it gets.
+            raise ConfigError(
+                "the workers of this LLM are other processes, which have not been told of zerostart: make it "
+                f'with weight_transfer_config={{"backend": "{BACKEND}"}}, or '
+                'worker_extension_cls="zerostart.serving.VLLMWorkerExtension"'
+            ) from error

@@ -1,0 +1,187 @@
+"""A real vLLM takes pushed weights: bit for bit as its own load of what ``save`` writes, and in its tokens.
+
+``make serving`` runs this, in an environment that has vLLM's build for CPUs beside zerostart's own.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import zerostart
+from tests.ranks import run_ranks
+from tests.serving.families import FAMILIES, made
+from tests.serving.trainers import push_changed
+
+pytest.importorskip("vllm")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+FSDP2: dict[str, Any] = {"engine": "fsdp2"}
+ZERO2: dict[str, Any] = {"engine": "deepspeed", "zero_stage": 2}
+ZERO3: dict[str, Any] = {"engine": "deepspeed", "zero_stage": 3}
+#: Workers, whether they share experts, and by family the trainer's ranks and options.
+SERVED = {
+    "one worker": (
+        1,
+        False,
+        [
+            ("qwen3", 2, ZERO3),
+            ("llama", 2, ZERO2),
+            ("gemma3_text", 1, FSDP2),
+            ("qwen3_moe", 2, {**FSDP2, "expert_parallel": 2}),
+            ("gpt_oss", 2, FSDP2),
+            ("deepseek_v3", 2, ZERO3),
+        ],
+    ),
+    "tensor parallel": (
+        2,
+        False,
+        [
+            ("qwen3", 2, {**FSDP2, "tensor_parallel": 2}),
+            ("gemma3_text", 2, FSDP2),
+            ("gpt_oss", 2, ZERO3),
+            ("qwen3_moe", 4, FSDP2),
+        ],
+    ),
+    "expert parallel": (
+        2,
+        True,
+        [("qwen3_moe", 2, {**ZERO3, "expert_parallel": 2}), ("deepseek_v3", 1, FSDP2)],
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_parameters_are_those_of_the_engines_own_load(name: str, tmp_path: Path) -> None:
+    workers, shared, cases = SERVED[name]
+    jobs = [
+        {
+            "checkpoint": str(made(family, tmp_path, "bfloat16")),
+            "saved": str(tmp_path / f"saved-{place}"),
+            "address": f"unix://{tmp_path}/{place}",
+            "rendezvous": str(tmp_path / f"rendezvous-{place}-{os.getpid()}"),
+            "expert_parallel": shared,
+        }
+        for place, (family, _, _) in enumerate(cases)
+    ]
+    (tmp_path / "jobs.json").write_text(json.dumps(jobs))
+    command = [sys.executable, "-m", "tests.serving.engine"]
+    started = [
+        subprocess.Popen([*command, str(rank), str(workers), str(tmp_path), str(tmp_path / "jobs.json")])
+        for rank in range(workers)
+    ]
+    try:
+        for job, (_, ranks, options) in zip(jobs, cases, strict=True):
+            run_ranks(
+                push_changed,
+                ranks,
+                Path(job["checkpoint"]),
+                Path(job["saved"]),
+                job["address"],
+                workers,
+                options,
+                timeout=180,
+            )
+        assert [worker.wait(120) for worker in started] == [0] * workers
+    finally:
+        for worker in started:
+            worker.kill()
+    for place, (family, _, _) in enumerate(cases):
+        for rank in range(workers):
+            found = json.loads((tmp_path / f"{place}-{rank}.json").read_text())
+            assert found["version"] == 2, family
+            assert found["differing"] == [], family
+            assert found["moved"] == [], family
+            # A head that is tied is filled with the embedding.
+            assert set(found["left"]) <= {"lm_head.weight"}, family
+            assert found["compared"] > 10, family
+
+
+def _greedy(path: Path, prompt: list[int], count: int) -> list[int]:
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    given = torch.tensor([prompt])
+    made = model.generate(
+        given,
+        attention_mask=torch.ones_like(given),
+        max_new_tokens=count,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    return [int(token) for token in made[0, len(prompt) :]]
+
+
+@pytest.fixture
+def engines() -> Iterator[Any]:
+    """Makes an ``LLM``; it is shut down afterwards."""
+    from vllm import LLM
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    started = []
+
+    def make(path: Path, **options: Any) -> Any:
+        engine = LLM(
+            model=str(path),
+            dtype="float32",
+            enforce_eager=True,
+            max_model_len=64,
+            skip_tokenizer_init=True,
+            max_num_seqs=2,
+            **options,
+        )
+        started.append(engine)
+        return engine
+
+    yield make
+    for engine in started:
+        engine.llm_engine.engine_core.shutdown()
+    cleanup_dist_env_and_memory()
+
+
+PROMPT = [5, 9, 33, 71, 2, 8]
+
+
+def _tokens(engine: Any) -> list[int]:
+    from vllm import SamplingParams
+
+    how = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False)
+    (answer,) = engine.generate([{"prompt_token_ids": PROMPT}], how, use_tqdm=False)
+    return list(answer.outputs[0].token_ids)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_engine_continues_as_transformers_with_the_weights_that_were_pushed(
+    family: str, engines: Any, tmp_path: Path
+) -> None:
+    from zerostart.serving import register_with_vllm
+
+    register_with_vllm()
+    before, after = made(family, tmp_path), made(family, tmp_path, seed=7)
+    # As vLLM's own weight transfer does it, and by its LLM alone.
+    named = list(FAMILIES).index(family) % 2 == 0
+    engine = engines(before, **({"weight_transfer_config": {"backend": "zerostart"}} if named else {}))
+    at_first = _tokens(engine)
+    model = zerostart.load(after, engine="fsdp2", progress=False)
+    with zerostart.refit(model, engine) as refitter:
+        assert refitter.push().workers[0].version == 1
+        assert _tokens(engine) == _greedy(after, PROMPT, 12) != at_first
+        assert refitter.push().version == 2
+    assert _tokens(engine) == _greedy(after, PROMPT, 12)

@@ -1,0 +1,88 @@
+"""A model brought to another one's weights in memory: as if it had been loaded from what ``save`` writes."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import zerostart
+from tests.ranks import run_ranks
+from tests.tiny import TinyCheckpoints
+
+BF16 = torch.bfloat16
+FSDP2 = {"engine": "fsdp2"}
+
+
+def local_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """What this rank holds of each parameter, and buffers."""
+    found = {}
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        held = getattr(tensor, "ds_tensor", None)
+        found[name] = held.data if held is not None else getattr(tensor.data, "_local_tensor", tensor.data)
+    return found
+
+
+def differing(model: torch.nn.Module, other: torch.nn.Module) -> list[str]:
+    found, expected = local_tensors(model), local_tensors(other)
+    assert found.keys() == expected.keys()
+    return [name for name in found if not torch.equal(found[name], expected[name])]
+
+
+def reshard(path: Path, out: Path, source: dict[str, Any], target: dict[str, Any]) -> None:
+    model = zerostart.load(path, progress=False, **source)
+    student = zerostart.load(path, progress=False, **target)
+    with zerostart.refit(model, student) as refitter:
+        for version in (1, 2):
+            torch.manual_seed(version)
+            for tensor in local_tensors(model).values():
+                tensor.mul_(-1.375)
+            zerostart.save(model, out / str(version))
+            report = refitter.push()
+            assert report.version == version
+            expected = zerostart.load(out / str(version), progress=False, **target)
+            assert differing(student, expected) == []
+
+
+CASES: dict[str, tuple[str, torch.dtype, int, dict[str, Any], dict[str, Any]]] = {
+    "zero3 to fsdp2": ("qwen3", BF16, 2, {"zero_stage": 3}, FSDP2),
+    "fsdp2 in fp32 to zero2 in bf16": ("qwen3", torch.float32, 2, FSDP2, {"zero_stage": 2, "dtype": BF16}),
+    "fsdp2 in bf16 to zero3 in fp32": ("flint", BF16, 2, FSDP2, {"zero_stage": 3, "dtype": torch.float32}),
+    "experts to tensors": (
+        "qwen3_moe_heads", BF16, 4, {**FSDP2, "expert_parallel": 2}, {**FSDP2, "tensor_parallel": 2},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_target_is_as_loaded_from_a_save(case: str, checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
+    kind, dtype, ranks, source, target = CASES[case]
+    run_ranks(reshard, ranks, checkpoints(kind, dtype), tmp_path, source, target, timeout=150)
+
+
+def on_half(path: Path) -> None:
+    from torch.distributed.fsdp import fully_shard
+    from transformers import AutoModelForCausalLM
+
+    model = zerostart.load(path, progress=False, engine="fsdp2")
+    for tensor in local_tensors(model).values():
+        tensor.mul_(-1.375)
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("part", "shard"))
+    half = None
+    if dist.get_rank() < 2:
+        half = AutoModelForCausalLM.from_pretrained(path, dtype=BF16)
+        half = fully_shard(half, mesh=mesh["shard"])
+    with zerostart.refit(model, half) as refitter:
+        report = refitter.push()
+    wholes = {}
+    for name, parameter in model.named_parameters():
+        wholes[name] = parameter.full_tensor()
+    if half is not None:
+        assert report.moved_bytes < report.wanted_bytes
+        for name, parameter in half.named_parameters():
+            assert torch.equal(parameter.full_tensor(), wholes[name]), name
+
+
+def test_a_target_on_half_of_the_ranks(checkpoints: TinyCheckpoints) -> None:
+    run_ranks(on_half, 4, checkpoints("qwen3_even", BF16), timeout=150)
