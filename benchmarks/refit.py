@@ -261,7 +261,7 @@ def worker(
             while store.add("raw", 0) < count:
                 time.sleep(0.002)
             with (folder / "raw").open("r+b") as file:
-                memory = raw or mapped(file)
+                memory = mapped(file) if raw is None else raw
             at = 0
             for tensor in held:
                 size = min(tensor.numel(), memory.numel() - at)

@@ -40,7 +40,7 @@ def _worker(address: str, name: str, out: Path, die: str) -> None:
         try:
             return follow(self, timeout)
         finally:
-            held = {"version": receiver.version, "weight": float(engine.weight[0, 0])}
+            held = {"version": receiver.version, "weight": engine.weight[0, 0].item()}
             (out / f".{name}").write_text(json.dumps(held))
             (out / f".{name}").rename(out / f"{name}.json")
 
