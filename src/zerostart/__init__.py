@@ -30,7 +30,7 @@ from zerostart.loading.arguments import (
 )
 from zerostart.loading.placement import Placement
 from zerostart.pipelines import drop_components, load_pipeline, synced
-from zerostart.state.verbs import diff, digest, load_state, refit, save, save_state, verify
+from zerostart.state.verbs import diff, digest, load_state, refit, save, save_state, verify, weight_source
 
 if TYPE_CHECKING:
     import torch
@@ -53,6 +53,7 @@ __all__ = [
     "diff",
     "verify",
     "refit",
+    "weight_source",
     "enable",
     "enabled",
     "disable",

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from zerostart.state.comparing.diff import Difference
     from zerostart.state.refitting.refitter import Refitter
     from zerostart.state.refitting.resharding import ModelRefitter
+    from zerostart.state.refitting.source import WeightSource
     from zerostart.state.resuming.background import Saving
     from zerostart.state.saving.save import SaveReport
 
@@ -311,7 +312,8 @@ def refit(
             DeepSpeed's ZeRO or FSDP2 shards. Adapters of PEFT are merged on the way.
         target: an address to listen at for workers (``unix:///path`` or ``tcp://HOST:PORT``), which connect
             by ``zerostart.serving.serve``; None: a Unix socket of its own, see ``address`` of the result.
-            Or an engine whose workers can be told. Or another sharded model of the same architecture, in the
+            Or vLLM's ``LLM``, its server's ``http://...``, or another engine that is told.
+            Or another sharded model of the same architecture, in the
             same ranks or in some of them (pass None on the others), of any engine, mesh and dtype.
         transport: how bytes go to the workers; None: ``"shared_memory"``, for workers on this machine.
         workers: how many the first push waits for; None: those of the engine, or one.
@@ -360,3 +362,47 @@ def refit(
         timeout=timeout,
     )
     return begin(model, target, settings)
+
+
+def weight_source(
+    model: nn.Module,
+    rank: int | None = 0,
+    *,
+    dtype: torch.dtype | str | None = None,
+    merge_adapters: bool = True,
+) -> WeightSource:
+    """The checkpoint of ``model`` as a stream of whole tensors, for engines that take weights so.
+
+    It has what vLLM's trainer side asks of a ``WeightSource``: ``metadata()`` (name, dtype, whole shape, in
+    the order of the iteration), ``held_names()``, and iteration, each time a fresh pass over ``(name,
+    tensor)``, collective, which every rank has to run to its end. Names and tensors are those that ``save``
+    writes, and not the model's: experts one by one, adapters merged. Beside the tensor that is yielded a rank
+    takes 32 MiB for messages and 8 MiB for a write. Where an engine can be told, ``refit`` moves less.
+
+    Args:
+        model: as for ``save``.
+        rank: who gets the tensors, in host memory; the others get tensors on the meta device. None: all.
+        dtype: floating dtype of the tensors; None keeps the parameters' own.
+        merge_adapters: has to be true where the model has adapters.
+
+    Returns:
+        WeightSource: the stream. The model may be trained between two passes.
+
+    Raises:
+        ZerostartError: the same type and text on every rank. ConfigError for arguments that do not fit.
+
+    Example:
+        >>> import torch, zerostart
+        >>> weights = {"weight": torch.eye(2), "bias": torch.zeros(2)}
+        >>> model = zerostart.load(weights, lambda: torch.nn.Linear(2, 2), engine="fsdp2", progress=False)
+        >>> source = zerostart.weight_source(model)
+        >>> [meta.name for meta in source.metadata()]
+        ['weight', 'bias']
+        >>> {name: tensor.tolist() for name, tensor in source}
+        {'weight': [[1.0, 0.0], [0.0, 1.0]], 'bias': [0.0, 0.0]}
+    """
+    with checked_arguments(weight_source, locals()):
+        from zerostart.state.refitting.source import WeightSource
+
+        floating = dtype_of(dtype)
+    return WeightSource(model, rank, floating, merge_adapters)

@@ -24,7 +24,7 @@ from zerostart.state.refitting.place import Place
 from zerostart.state.refitting.session import Session
 from zerostart.state.refitting.sums import SetSums, Sums
 from zerostart.state.refitting.targets import Driver
-from zerostart.state.refitting.transports.base import Transport, WorkerInfo, transport_kind
+from zerostart.state.refitting.transports.base import Transport, WorkerInfo, WorkerLost, transport_kind
 from zerostart.state.saving.adapters import has_adapters
 from zerostart.state.saving.save import SaveRequest, contents_to_save
 from zerostart.state.saving.writing import planned
@@ -278,6 +278,8 @@ class Refitter:
                         sums = self._write(prepared, version, full)
             except BaseException as error:
                 self._abort(version, error)
+                if isinstance(error, WorkerLost):  # on all ranks, which are there
+                    raise PeerError(f"{error}; workers serve the version before") from error
                 raise
         figures = world.all_gather_object(
             (phases, self._transport.moved(), meter.host_bytes, meter.device_bytes or 0), "figures of a push"

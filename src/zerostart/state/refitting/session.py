@@ -53,6 +53,8 @@ class Worker:
     sets: tuple[Runs, ...]
     #: Whether it has to be told how the transport is opened.
     fresh: bool = True
+    #: How it was told so.
+    opened: JsonObject | None = None
     fingerprint: str = ""
     #: Seconds from the decision until it served the version.
     seconds: float = 0.0
@@ -198,8 +200,11 @@ class Session:
         """Tell all workers to get ready."""
         for worker in self.workers.values():
             body: JsonObject = {"version": version, "full": full, "decision": str(self.decision)}
-            if worker.fresh:
-                body["open"] = {"transport": transport, "parameters": opened.get(worker.name, {})}
+            # Opened anew, perhaps, since another worker came or went.
+            parameters = opened.get(worker.name, {})
+            if worker.fresh or worker.opened != parameters:
+                body["open"] = {"transport": transport, "parameters": parameters}
+                worker.opened = parameters
             worker.channel.send("prepare", body)
             worker.fresh = False
 

@@ -16,10 +16,18 @@ from typing import Protocol
 from zerostart.checkpoint.storage import Reader
 from zerostart.checkpoint.strict_json import JsonObject
 from zerostart.distributed.world import World
-from zerostart.errors import ConfigError
+from zerostart.errors import ConfigError, WriteError
 from zerostart.state.refitting.image import Image
 from zerostart.transfer.planning.runs import Runs
 from zerostart.transfer.writing import Writer
+
+
+class WorkerLost(WriteError):
+    """A worker cannot be sent to any more.
+
+    What a transport raises in a phase of the ranks, which are all there, and of which one has noticed it; all
+    ranks raise it then, and ``push`` a PeerError for it.
+    """
 
 
 @dataclass(frozen=True)
@@ -117,7 +125,7 @@ class Kind(Protocol):
 
 
 #: Modules of this folder that register one each.
-BUILT_IN = ("shared_memory",)
+BUILT_IN = ("shared_memory", "group")
 #: Named in messages, since people ask for them.
 NOT_BUILT = ("nixl", "mooncake")
 _kinds: dict[str, Kind] = {}
