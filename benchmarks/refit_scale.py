@@ -191,7 +191,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, default=61)
     parser.add_argument(
-        "--trainers", type=int, nargs=2, default=(TRAINERS, 64), help="ranks that are planned: FSDP2, ZeRO-3"
+        "--trainers",
+        type=int,
+        nargs=2,
+        default=(TRAINERS, 64),
+        help="ranks that are planned: FSDP2, ZeRO-3; 0: none",
     )
     parser.add_argument("--out", type=Path)
     chosen = parser.parse_args()
@@ -219,8 +223,9 @@ def main() -> None:
         "told_bytes": max(len(runs.to_bytes()) for runs in workers),
     }
     for (name, place), count in zip((("fsdp2", fsdp2), ("zero3", zero3)), chosen.trainers, strict=True):
-        found[name] = messages(image, recipes, place, workers, count)
-        print(name, found[name], flush=True)
+        if count:
+            found[name] = messages(image, recipes, place, workers, count)
+            print(name, found[name], flush=True)
     if chosen.out is not None:
         chosen.out.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
         chosen.out.with_suffix(".md").write_text(page(found))
@@ -280,7 +285,9 @@ def page(found: Mapping[str, Any]) -> str:
         "|---|---|---|---|---|---|---|---|",
     ]
     for name in ("fsdp2", "zero3"):
-        row = found[name]
+        row = found.get(name)
+        if row is None:
+            continue
         ratio = "-" if row["sent_to_wanted"] is None else f"{row['sent_to_wanted']:.6f}"
         cells = [
             *(name, row["ranks_planned"], f"{row['seconds_plan']:.2f} s", f"{row['seconds_meet']:.2f} s"),

@@ -17,6 +17,8 @@ CHANGED: Mapping[str, str] = {
         "zerostart config causal-lm OUT.yaml --zero-stage 2 --lora --accelerate --deepspeed"
     ),
     "CONFIG.yaml [KEY=VALUE ...] [--nproc N]": "CONFIG.yaml --nproc 1",
+    # Files of this machine in the place of a bucket's.
+    "s3://bucket/": "file://$PWD/",
     # As many ranks as a small machine bears.
     "--nproc-per-node 8": "--nproc-per-node 2",
     "--nproc 8": "--nproc 2",
@@ -134,6 +136,7 @@ SESSIONS = (
     ),
     Session("docs/examples.md", files={"nodes.py": NODES}),
     Session("docs/forecast.md", MIXTURE),
+    Session("docs/stores.md", {"Qwen3-0.6B": "qwen3"}),
     Session("docs/training.md", CHECKPOINT, {"CONFIG.yaml": TRAIN}),
     Session("docs/verify.md", CHECKPOINT, {}, SAVED),
     Session(

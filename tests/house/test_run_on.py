@@ -6,7 +6,7 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[2]
 #: Pages made from declarations and lists of others, which promise nothing of a device.
-GENERATED = {"docs/upstream.md", "docs/conformance.md"}
+GENERATED = {"docs/upstream.md", "docs/conformance.md", "docs/serving-models.md"}
 DEVICES = re.compile(
     r"\b(CUDA|NCCL|HCCL|XCCL|GPUs?|NPUs?|XPUs?|MPS|PCIe|page-locked|pinned|accelerators?"
     r"|device memory|streams?)\b"

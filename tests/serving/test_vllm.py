@@ -3,11 +3,16 @@
 ``make serving`` runs this, in an environment that has vLLM's build for CPUs beside zerostart's own.
 """
 
+import contextlib
 import json
 import os
+import socket
 import subprocess
 import sys
+import time
+import urllib.request
 from collections.abc import Iterator
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -185,3 +190,44 @@ def test_the_engine_continues_as_transformers_with_the_weights_that_were_pushed(
         assert _tokens(engine) == _greedy(after, PROMPT, 12) != at_first
         assert refitter.push().version == 2
     assert _tokens(engine) == _greedy(after, PROMPT, 12)
+
+
+def _asked(address: str, route: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(f"{address}/{route}", data, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        text = answer.read()
+    return json.loads(text) if text else {}
+
+
+def test_a_server_takes_weights_and_says_which_version_it_serves(tmp_path: Path) -> None:
+    if not entry_points(group="vllm.general_plugins", name="zerostart"):
+        pytest.skip("zerostart was installed before vLLM could find it: install it again")
+    before, after = made("qwen3", tmp_path), made("qwen3", tmp_path, seed=7)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    address = f"http://127.0.0.1:{port}"
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(before)]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager"]
+    command += ["--max-model-len", "64", "--max-num-seqs", "2", "--skip-tokenizer-init"]
+    command += ["--weight-transfer-config", json.dumps({"backend": "zerostart"})]
+    asked = {"model": str(before), "prompt": PROMPT, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+    asked |= {"detokenize": False, "return_token_ids": True}
+    server = subprocess.Popen(command, env={**os.environ, "VLLM_SERVER_DEV_MODE": "1"})
+    try:
+        while server.poll() is None:
+            with contextlib.suppress(OSError):
+                _asked(address, "health")
+                break
+            time.sleep(0.5)
+        model = zerostart.load(after, engine="fsdp2", progress=False)
+        with zerostart.refit(model, address) as refitter:
+            refitter.push()
+            refitter.push()
+            (answer,) = _asked(address, "v1/completions", asked)["choices"]
+        assert answer["token_ids"] == _greedy(after, PROMPT, 12)
+        assert _asked(address, "weight_info") == {"weight_version": "2"}
+    finally:
+        server.terminate()
+        server.wait(60)

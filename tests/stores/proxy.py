@@ -22,7 +22,7 @@ class Proxy:
     fault: Callable[[str, str, int], Fault] = lambda method, path, number: None
     address: str = ""
     asked: list[tuple[str, str]] = field(default_factory=list)  #: method and path of each request
-    sent: int = 0  #: bytes of bodies of ranges
+    sent_of: dict[str, int] = field(default_factory=dict)  #: bytes of bodies of ranges, by path
     _free: float = 0.0
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -73,7 +73,7 @@ class Proxy:
             if not piece:
                 return False
             left -= len(piece)
-            self.sent += len(piece) if ranged else 0
+            self.sent_of[path] = self.sent_of.get(path, 0) + (len(piece) if ranged else 0)
             await self._pace(len(piece))
             writer.write(piece)
             await writer.drain()

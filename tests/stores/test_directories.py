@@ -3,6 +3,8 @@
 import itertools
 import os
 import random
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ import zerostart
 from tests.ranks import run_ranks
 from tests.stores import proxy, servers
 from zerostart.checkpoint.source import open_catalog
-from zerostart.errors import CheckpointError, CheckpointNotFoundError, ConfigError, ReadError
+from zerostart.errors import CheckpointError, CheckpointNotFoundError, ConfigError, ReadError, VerifyError
 from zerostart.testing.net import Net, save
 
 
@@ -69,6 +71,54 @@ def digests(source: str) -> dict[str, str]:
     report = zerostart.report(model)
     assert report.read_bytes == report.planned_bytes
     return zerostart.digest(model)
+
+
+def test_a_plan_counts_the_requests_of_a_load(model: Path) -> None:
+    """Those that a proxy sees between the opening and the end, by all ranks, and their bytes."""
+    with (
+        servers.rclone(model.parent, "webdav") as address,
+        proxy.before(proxy.Proxy(address)) as line,
+    ):
+        source = f"{line.address}/some%20model"
+        plan = zerostart.plan(source, 2, "fsdp2")
+        opened, bodies = ranges_of(line)
+        run_ranks(digests, 2, source)
+        requests, nbytes = ranges_of(line)
+    assert plan.store is not None
+    assert not plan.store.measured
+    # A load opens the checkpoint as the plan did.
+    assert sum(rank.get_requests for rank in plan.ranks) == requests - 2 * opened
+    assert sum(rank.get_bytes for rank in plan.ranks) == nbytes - 2 * bodies
+    assert zerostart.plan(model, 2, "fsdp2").store is None
+
+
+def ranges_of(line: proxy.Proxy) -> tuple[int, int]:
+    return sum(method == "GET" for method, _ in line.asked), sum(line.sent_of.values())
+
+
+def test_a_saved_directory_is_verified_where_it_lies(model: Path, tmp_path: Path) -> None:
+    saved = tmp_path / "saved"
+    run_ranks(resave, 1, str(model), str(saved))
+    with servers.rclone(tmp_path, "http") as address:
+        assert zerostart.verify(f"{address}/saved") == zerostart.verify(saved)
+        file = next(saved.glob("*.safetensors"))
+        file.write_bytes(file.read_bytes()[:-1] + b"x")
+        with pytest.raises(VerifyError, match=r"tensor .* has other contents"):
+            zerostart.verify(f"{address}/saved")
+
+
+def resave(source: str, out: str) -> None:
+    zerostart.save(zerostart.load(source, engine="fsdp2", progress=False), out)
+
+
+def test_a_rehearsal_is_compared_with_a_whole_copy(url: str, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "zerostart", "load", url, "--nproc", "1", "--verify", "--engine", "fsdp2"],
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert "every element equals" in done.stdout, done.stderr
 
 
 def test_what_is_not_there_is_told(url: str) -> None:
@@ -174,8 +224,6 @@ def test_gaps_between_rows_are_read_through_where_they_are_cheap(store: proxy.Pr
 
 
 def test_a_library_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-
     monkeypatch.setitem(sys.modules, "obstore", None)
     with pytest.raises(ConfigError, match=r"pip install 'zerostart\[stores\]'"):
         open_catalog("gs://nobody-has-been-here/model")

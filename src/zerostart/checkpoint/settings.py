@@ -6,14 +6,18 @@ directory is called by what is in it: so a configuration never comes from anothe
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import hashlib
+import json
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from zerostart.checkpoint.catalog import Catalog
 from zerostart.checkpoint.storage import Storage
 from zerostart.checkpoint.usual_names import SETTINGS
 from zerostart.errors import CheckpointError, WriteError
@@ -23,6 +27,8 @@ MOST_BYTES = 256 << 20
 #: Indexes say where weights are, which are not here; documents of saves what else was saved.
 _ASIDE = ("*.index.json", "*.index.*.json", "zerostart.json", "state.json", "model_index.json")
 _THREADS = 8
+#: Bytes at a time of a file that is copied whole.
+_STEP = 8 << 20
 
 
 def settings_here(storage: Storage) -> str:
@@ -57,6 +63,40 @@ def copied(storage: Storage, names: list[str]) -> Path:
     if not place.is_dir():
         _write(place, dict(zip(names, contents, strict=True)))
     return place
+
+
+@contextlib.contextmanager
+def whole_copy(catalog: Catalog) -> Iterator[str]:
+    """The directory of a checkpoint; of one at a URL a whole copy, which goes at the end of the block.
+
+    Raises ReadError, and OSError where there is no room for it.
+    """
+    storage = catalog.storage
+    if not storage.folder:
+        yield catalog.root
+        return
+    with tempfile.TemporaryDirectory(prefix="zerostart-copy-") as folder:
+        if catalog.root:
+            shutil.copytree(catalog.root, folder, dirs_exist_ok=True)
+        with storage.reader() as reader:
+            for number, name in enumerate(storage.names()):
+                place = Path(folder, name)
+                place.parent.mkdir(parents=True, exist_ok=True)
+                with place.open("wb") as file:
+                    for at in range(0, storage.sizes[number], _STEP):
+                        buffer = bytearray(min(_STEP, storage.sizes[number] - at))
+                        reader.read(number, at, [memoryview(buffer)])
+                        file.write(buffer)
+        if len(storage.files) > 1:
+            files = storage.names()
+            places = {name: files[entry.file] for name, entry in catalog.tensors.items()}
+            index = {
+                "metadata": {"total_size": catalog.nbytes},
+                "weight_map": places,
+            }
+            stem = Path(files[0]).stem.partition("-")[0]
+            Path(folder, f"{stem}{Path(files[0]).suffix}.index.json").write_text(json.dumps(index))
+        yield folder
 
 
 def _matches(name: str, patterns: tuple[str, ...]) -> bool:

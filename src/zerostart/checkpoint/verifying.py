@@ -9,7 +9,7 @@ import stat
 import threading
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path, PurePosixPath
 
@@ -17,10 +17,12 @@ import torch
 
 from zerostart.checkpoint.catalog import DTYPE_BITS, Catalog, TensorEntry, contiguous_strides
 from zerostart.checkpoint.digest import Digests
+from zerostart.checkpoint.formats.weights import storage_catalog
 from zerostart.checkpoint.manifest import MARKERS, STATE_MARKER, check_seal, documents, lies_at
 from zerostart.checkpoint.paths import expanded, wait_for
+from zerostart.checkpoint.settings import copied
 from zerostart.checkpoint.source import Files, open_catalog
-from zerostart.checkpoint.storage import Reader
+from zerostart.checkpoint.storage import Reader, Storage, storage_at
 from zerostart.checkpoint.strict_json import JsonObject, shown
 from zerostart.distributed.machine import cores
 from zerostart.errors import CheckpointError, CheckpointNotFoundError, ReadError, VerifyError
@@ -40,16 +42,22 @@ class Verified:
 
 def verify(path: str | os.PathLike[str]) -> Verified:
     """See ``zerostart.verify``, which raises what this raises."""
-    place = expanded(path)
-    wait_for(place)
-    if not place.is_dir():
-        if place.exists():
-            raise VerifyError(f"{place} is a file; name the directory that zerostart saved")
-        raise VerifyError(f"{place}: there is no such directory")
+    # The documents are read from ``place``; of a URL that is a copy of them, and the files are the store's.
+    storage = storage_at(path)
+    if storage is None:
+        place = expanded(path)
+        wait_for(place)
+        if not place.is_dir():
+            if place.exists():
+                raise VerifyError(f"{place} is a file; name the directory that zerostart saved")
+            raise VerifyError(f"{place}: there is no such directory")
+    else:
+        place = _documents_here(storage)
+    shown_place = place if storage is None else storage.folder
     found = documents(place)
     if not found:
         raise VerifyError(
-            f"{place}: has no {' and no '.join(MARKERS)}, so nothing records what was saved: "
+            f"{shown_place}: has no {' and no '.join(MARKERS)}, so nothing records what was saved: "
             "zerostart did not save it, or the save was not complete; zerostart.diff compares it "
             "with another checkpoint"
         )
@@ -59,15 +67,18 @@ def verify(path: str | os.PathLike[str]) -> Verified:
     except CheckpointError as error:
         raise VerifyError(str(error)) from error
     # Files first, by their sizes: tensors of files that are not whole would only say the same once more.
-    faults = [fault for document in found for fault in _faults_of_files(place, document)]
+    if storage is None:
+        faults = [fault for document in found for fault in _faults_of_files(place, document)]
+    else:
+        faults = [fault for document in found for fault in _faults_of_objects(storage, document)]
     tensors = 0
     for document in found if not faults else ():
         for folder, digests in document.get("digests", {}).items():
-            faults += _faults_of_tensors(_catalog(place, folder, document), digests)
+            faults += _faults_of_tensors(_catalog(place, folder, document, storage), digests)
             tensors += len(digests)
     if faults:
         more = f"; and {len(faults) - _LISTED} more" if len(faults) > _LISTED else ""
-        raise VerifyError(f"{place} is not what was saved: {'; '.join(faults[:_LISTED])}{more}")
+        raise VerifyError(f"{shown_place} is not what was saved: {'; '.join(faults[:_LISTED])}{more}")
     files = {name: one["bytes"] for document in found for name, one in document["files"].items()}
     return Verified(len(files), tensors, sum(files.values()))
 
@@ -89,16 +100,55 @@ def _faults_of_files(place: Path, document: JsonObject) -> Iterator[str]:
             yield f"{file} cannot be read: {error.strerror}"
 
 
+def _documents_here(storage: Storage) -> Path:
+    """A directory of this machine with the documents that lie at a URL. Raises VerifyError."""
+    if not storage.folder or storage.asked:
+        raise VerifyError(f"{storage.name}: only a directory that zerostart has saved can be verified")
+    try:
+        return copied(storage, [name for name in storage.names() if name in MARKERS])
+    except CheckpointNotFoundError as error:
+        raise VerifyError(str(error)) from error
+
+
+def _faults_of_objects(storage: Storage, document: JsonObject) -> Iterator[str]:
+    """The same of files at a URL."""
+    for name, described in document["files"].items():
+        try:
+            file = storage.named([name])
+            if file.sizes[0] != described["bytes"]:
+                yield f"{file.files[0]} has {file.sizes[0]} bytes and had {described['bytes']}"
+            elif "sha256" in described and _hash_of_object(file) != described["sha256"]:
+                yield f"{file.files[0]} has other contents"
+        except CheckpointNotFoundError:
+            yield f"{storage.folder}/{name} is missing"
+        except ReadError as error:
+            raise VerifyError(str(error)) from error
+
+
+def _hash_of_object(file: Storage) -> str:
+    digest, buffer = hashlib.sha256(), bytearray(CHUNK)
+    with file.reader() as reader:
+        for at in range(0, file.sizes[0], CHUNK):
+            part = memoryview(buffer)[: min(CHUNK, file.sizes[0] - at)]
+            reader.read(0, at, [part])
+            digest.update(part)
+    return digest.hexdigest()
+
+
 def _hash(file: Path) -> str:
     with file.open("rb") as handle:
         return hashlib.file_digest(handle, "sha256").hexdigest()
 
 
-def _catalog(place: Path, folder: str, document: JsonObject) -> Catalog:
-    """The tensors of all safetensors files of one folder that the document lists."""
+def _catalog(place: Path, folder: str, document: JsonObject, storage: Storage | None) -> Catalog:
+    """The tensors of all safetensors files of one folder that the document lists, here or in ``storage``."""
     names = [name for name in document["files"] if PurePosixPath(name).parent == PurePosixPath(folder)]
     weights = [str(place / name) for name in sorted(names) if name.endswith(".safetensors")]
     try:
+        if storage is not None:
+            shards = [name for name in sorted(names) if name.endswith(".safetensors")]
+            # No directory any more: all of these files are what is opened.
+            return storage_catalog(replace(storage.named(shards), folder=""))
         return open_catalog(Files(tuple(weights), str(place / folder)))
     except (CheckpointError, CheckpointNotFoundError, ReadError) as error:
         raise VerifyError(f"{place} is not what was saved: {error}") from error
@@ -148,7 +198,9 @@ def file_digests(catalog: Catalog, names: Collection[str] | None = None) -> dict
             reader.read(entry.file, entry.offset + start, [data])
             digests.add(entry.name, start * 8 // DTYPE_BITS[entry.dtype], data)
 
-        with ThreadPoolExecutor(max(1, min(THREADS, int(cores())))) as pool:
+        # A store is waited for, whatever the processors.
+        threads = THREADS if not catalog.storage.cached else max(1, min(THREADS, int(cores())))
+        with ThreadPoolExecutor(threads) as pool:
             # In batches, so that an error ends it soon, and no list of all reads is made.
             jobs = (job for entry in entries if not _is_strided(entry) for job in _reads(entry))
             while batch := list(itertools.islice(jobs, 64)):

@@ -183,11 +183,13 @@ def _differences(model: nn.Module, source: str, dtype: torch.dtype | None) -> li
     import torch.distributed as dist
 
     import zerostart
+    from zerostart.checkpoint.settings import whole_copy
     from zerostart.checkpoint.source import open_catalog
     from zerostart.models import library_of
 
     loading = library_of(model).own_loading(type(model))
-    root = open_catalog(source).root
+    catalog = open_catalog(source)
+    root = catalog.root
     if loading is None or root is None:
         raise ConfigError(
             f"--verify compares with what the model's library loads, but {type(model).__name__} "
@@ -197,7 +199,8 @@ def _differences(model: nn.Module, source: str, dtype: torch.dtype | None) -> li
     buffers: dict[str, torch.Tensor] = {}
     # One whole copy to compare with, on one rank: all ranks on this machine would need as many.
     if dist.get_rank() == 0:
-        plain = loading(root, dtype)
+        with whole_copy(catalog) as folder:
+            plain = loading(folder, dtype)
         reference, buffers = plain.state_dict(), dict(plain.named_buffers())
     wrong = []
     seen = set()

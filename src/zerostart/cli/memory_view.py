@@ -55,6 +55,16 @@ def show_plan(made: WorldPlan, source: str, console: Console | None = None) -> N
     classes = sorted(made.classes, key=lambda pair: -_highest(pair[0]))
     for table in _tables(made, classes[:SHOWN]):
         console.print(table)
+    if made.store is not None:
+        of_all, how = made.world_size / max(1, len(made.ranks)), made.store
+        requests = round(of_all * sum(rank.get_requests for rank in made.ranks))
+        nbytes = round(of_all * sum(rank.get_bytes for rank in made.ranks))
+        known = "measured" if how.measured else "assumed"
+        say(
+            console,
+            f"from the store: {requests:,} requests (GET) for {decimal(nbytes)} by all ranks; {known}: "
+            f"{1000 * how.latency:.3g} ms to the first byte, {decimal(round(how.rate))}/s on a connection",
+        )
     if len(classes) > SHOWN:
         say(console, f"... and {len(classes) - SHOWN} more kinds of ranks, each of which holds less")
     if classes:

@@ -312,7 +312,8 @@ def refit(
             DeepSpeed's ZeRO or FSDP2 shards. Adapters of PEFT are merged on the way.
         target: an address to listen at for workers (``unix:///path`` or ``tcp://HOST:PORT``), which connect
             by ``zerostart.serving.serve``; None: a Unix socket of its own, see ``address`` of the result.
-            Or an engine whose workers can be told. Or another sharded model of the same architecture, in the
+            Or vLLM's ``LLM``, its server's ``http://...``, or another engine that is told.
+            Or another sharded model of the same architecture, in the
             same ranks or in some of them (pass None on the others), of any engine, mesh and dtype.
         transport: how bytes go to the workers; None: ``"shared_memory"``, for workers on this machine.
         workers: how many the first push waits for; None: those of the engine, or one.

@@ -223,8 +223,11 @@ def storage_catalog(storage: Storage) -> Catalog:
     tensors, metadata, versions, _ = _joined(weights.files, weights)
     if wanted is not None:
         _check_index(index, wanted, names, tensors)
-    root = settings_here(storage)
-    return Catalog(root, weights.measured(), tensors, metadata, versions=versions)
+    # Both wait for answers most of their time.
+    with ThreadPoolExecutor(1) as pool:
+        root = pool.submit(settings_here, storage)
+        weights = weights.measured()
+    return Catalog(root.result(), weights, tensors, metadata, versions=versions)
 
 
 def _document(storage: Storage) -> JsonObject:

@@ -64,18 +64,18 @@ class _Fsspec(Bucket):
         self._system: Any = fsspec.filesystem(base.partition("://")[0], use_listings_cache=False)
         self._begin = begin
 
-    def list(self, folder: str) -> list[str] | None:
+    def list(self, folder: str) -> dict[str, int] | None:
         """See ``Bucket``."""
         try:
             found = self._system.ls(self._begin + folder, detail=True, refresh=True)
         except (FileNotFoundError, NotADirectoryError):
-            return []
+            return {}
         except NotImplementedError:
             return None
         except Exception as error:
             raise _fault(error) from error
-        names = (str(one["name"]).removeprefix(self._begin) for one in found if one["type"] == "file")
-        return [name for name in names if name != folder]
+        files = {str(one["name"]).removeprefix(self._begin): one for one in found if one["type"] == "file"}
+        return {name: int(one["size"]) for name, one in files.items() if name != folder}
 
     def find(self, key: str) -> Found | None:
         """See ``Bucket``. What a file system says of a file is what tells it from another."""

@@ -96,20 +96,20 @@ class _Obstore(Bucket):
         except (obstore.exceptions.BaseError, ValueError) as error:
             raise ConfigError(f"{scheme}://: the store cannot be reached: {_told(error)}") from error
 
-    def list(self, folder: str) -> list[str] | None:
+    def list(self, folder: str) -> dict[str, int] | None:
         """See ``Bucket``. A server that signs URLs one by one, or forbids lists, has none."""
         if not self._lists:
             return None
         try:
             listed = self._obstore.list_with_delimiter(self._store, f"{folder}/" if folder else None)
         except FileNotFoundError:
-            return []
+            return {}
         except Exception as error:
             fault = self._fault(error)
             if isinstance(fault, RefusedError):
                 return None
             raise fault from error
-        return [one["path"] for one in listed["objects"]]
+        return {one["path"]: one["size"] for one in listed["objects"]}
 
     def find(self, key: str) -> Found | None:
         """See ``Bucket``. Where a URL is signed for reading alone, by a byte of the object."""

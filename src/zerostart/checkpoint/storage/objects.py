@@ -67,8 +67,8 @@ class Bucket(ABC):
     """
 
     @abstractmethod
-    def list(self, folder: str) -> list[str] | None:
-        """Keys of the objects right below ``folder``; None where the store tells nobody."""
+    def list(self, folder: str) -> dict[str, int] | None:
+        """Keys and lengths of the objects right below ``folder``; None where the store tells nobody."""
 
     @abstractmethod
     def find(self, key: str) -> Found | None:
@@ -147,7 +147,7 @@ class ObjectFiles(Storage, ABC):
         if self.nbytes < MEASURED:
             return replace(self, cost=USUAL)
         file = max(range(len(self.files)), key=lambda number: self.sizes[number])
-        latency = min(self._seconds(file, 1) for _ in range(3))
+        latency = min(self._seconds(file, 1) for _ in range(2))
         seconds = self._seconds(file, SAMPLE)
         rate = SAMPLE / max(seconds - latency, seconds / 8)
         return replace(self, cost=RequestCost(float(f"{latency:.2g}"), float(f"{rate:.2g}"), measured=True))
@@ -213,11 +213,14 @@ class ObjectFiles(Storage, ABC):
     def _below(self, folder: str, known: dict[str, Found] | None = None, asked: str = "") -> Storage:
         """The files of a directory that may be of use: listed, or those of the usual names."""
         begin = f"{folder}/" if folder else ""
-        keys = self._asked(lambda: self.bucket().list(folder), folder)
-        if keys is None:
-            keys = [f"{begin}{name}" for name in (*STANDARD_NAMES, *USUAL_SETTINGS)]
-        known = known or {}
-        found = known | self._found(key for key in keys if key not in known)
+        listed = self._asked(lambda: self.bucket().list(folder), folder)
+        found = known or {}
+        if listed is not None:
+            # Without marks: those that are read are asked for by ``named``.
+            found = found | {key: Found(size, None) for key, size in listed.items() if key not in found}
+        else:
+            names = (f"{begin}{name}" for name in (*STANDARD_NAMES, *USUAL_SETTINGS))
+            found = found | self._found(key for key in names if key not in found)
         return replace(self._of(found), folder=f"{self.root}{folder}".rstrip("/"), asked=asked)
 
 

@@ -81,13 +81,14 @@ def foresee(
     resident = (shares.device if placed.held is None else placed.held) + shares.buffers + 0 * shares.trained
     on_device = dict(zip(shown, resident.tolist(), strict=True))
     read = dict(zip(shown, counts, strict=True))
+    store = subject.catalog.storage.cost is not None
     made = WorldPlan.of(
         subject.catalog,
         subject.recipes,
         subject.coverage,
         engine.name,
         engine.mesh.world_size,
-        [_of_rank(rank, read[twin], on_device[twin], memory[twin]) for rank, twin in twins.items()],
+        [_of_rank(rank, read[twin], on_device[twin], memory[twin], store) for rank, twin in twins.items()],
         0.0,
     )
     # Own slices first; whether bytes are read once instead changes reads and staging of what is made so far.
@@ -115,11 +116,15 @@ def foresee(
     )
 
 
-def _of_rank(rank: int, read: Count, device_bytes: int, memory: Mapping[str, Memory]) -> RankForecast:
+def _of_rank(
+    rank: int, read: Count, device_bytes: int, memory: Mapping[str, Memory], store: bool
+) -> RankForecast:
     return RankForecast(
         rank=rank,
         read_bytes=read.nbytes,
         read_ops=read.reads,
+        get_requests=read.requests if store else 0,
+        get_bytes=read.fetched if store else 0,
         device_bytes=device_bytes,
         peak_host_bytes=memory["load"].host_bytes,
         peak_device_bytes=memory["load"].device_bytes,

@@ -34,6 +34,7 @@ from zerostart.transfer.planning import (
     exchange_schedule,
     extents_of,
     join,
+    requests_of,
     spans_within,
     table_of,
 )
@@ -172,8 +173,12 @@ class Foreseen:
             # The staging of own slices goes, that of the exchange comes.
             staged = self.tuning.ring_bytes if own[number].staged else 0
             more = self.tuning.exchange_bytes(chunk) - staged
+            storage = self.catalog.storage
+            asked, got = requests_of([*alone, *computed], storage.gap)
             return replace(
                 rank,
+                get_requests=asked + len(served[number]) if storage.cost else 0,
+                get_bytes=got + schedule.served[number] if storage.cost else 0,
                 read_bytes=sum(r.nbytes for r in [*alone, *computed]) + schedule.served[number],
                 read_ops=len(places) + len(served[number]),
                 peak_host_bytes=rank.peak_host_bytes + more,

@@ -10,6 +10,7 @@ import numpy as np
 from rich.filesize import decimal
 
 from zerostart.checkpoint.catalog import Catalog
+from zerostart.checkpoint.storage import RequestCost
 from zerostart.distributed.machine import available_memory
 from zerostart.distributed.world import default_device
 from zerostart.engines.placements import RANKS_OF_A_MACHINE
@@ -50,7 +51,9 @@ class RankForecast:
     """One rank: bytes and number of its reads, bytes of its shards on the device, and peaks of the load.
 
     Where the device is the CPU the shards are part of the host peak, and the device peak is 0.
-    ``read_seconds`` is how long it reads and exchanges at the rates of the plan; ``memory`` has each of
+    ``read_seconds`` is how long it reads and exchanges at the rates of the plan; ``get_requests`` and
+    ``get_bytes`` are the requests for ranges of a store and the bytes that they give (0 where the checkpoint
+    lies in no store), the few of rank 0 for headers aside; ``memory`` has each of
     ``PHASES``, without the activations of the step, and is empty if no memory was asked for. ``extents`` are
     rows ``file, begin, end, bytes, reads``: what is read of each file, by its number.
     """
@@ -62,6 +65,8 @@ class RankForecast:
     peak_host_bytes: int
     peak_device_bytes: int = 0
     read_seconds: float = 0.0
+    get_requests: int = 0
+    get_bytes: int = 0
     memory: Mapping[str, Memory] = field(default_factory=dict)
     extents: Extents = field(default_factory=lambda: extents_of([]), compare=False, repr=False)
 
@@ -97,8 +102,10 @@ class WorldPlan:
     ``accelerator``: whether the device has memory of its own; else device memory is host memory.
     ``fits`` tells how the highest peaks compare with the memory there is; where they do not fit,
     ``alternatives`` are other settings, and ``advice`` says in words which is the first that does.
-    ``stored`` are names and lengths of the files, and ``messages`` the bytes (from rank, to rank, bytes) that
-    ranks send each other where bytes are read once.
+    ``store`` is what a request takes where the checkpoint lies in a store: seconds of latency, and bytes a
+    second of one connection, which were measured or are assumed. ``stored`` are names and lengths of the
+    files, and ``messages`` the bytes (from rank, to rank, bytes) that ranks send each other where bytes are
+    read once.
     """
 
     engine: str
@@ -125,6 +132,7 @@ class WorldPlan:
     alternatives: tuple[Alternative, ...] = ()
     stored: tuple[tuple[str, int], ...] = field(default=(), repr=False)
     messages: tuple[tuple[int, int, int], ...] = field(default=(), repr=False)
+    store: RequestCost | None = None
 
     @classmethod
     def of(
@@ -151,6 +159,7 @@ class WorldPlan:
             computed=recipes.computed,
             computed_whole=recipes.computed_whole,
             stored=tuple(zip(catalog.files, catalog.sizes, strict=True)),
+            store=catalog.storage.cost,
         )
 
     @property
@@ -210,13 +219,14 @@ class WorldPlan:
 
     def as_dict(self) -> dict[str, object]:
         """The form of ``zerostart plan --json``; ``memory`` has the parts for each group of ranks."""
-        aside = ("ranks", "sharing", "fits", "tier", "alternatives", "stored", "messages")
+        aside = ("ranks", "sharing", "fits", "tier", "alternatives", "stored", "messages", "store")
         plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in aside}
         return {
             **plain,
             "ranks": [rank.as_dict() for rank in self.ranks],
             "sharing": None if self.sharing is None else asdict(self.sharing),
             "tier": None if self.tier is None else asdict(self.tier),
+            "store": None if self.store is None else asdict(self.store),
             "read_seconds": self.read_seconds,
             "memory": [
                 {"ranks": [r.rank for r in alike], **{p: asdict(m) for p, m in shown.memory.items()}}

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from zerostart.checkpoint.strict_json import JsonObject, load_json
-from zerostart.errors import CheckpointError, ConfigError, PeerError, ZerostartError
+from zerostart.errors import CheckpointError, ConfigError, PeerError
 from zerostart.state.refitting.channel import PROTOCOL, Address, Message, connect, key_of
 from zerostart.state.refitting.image import Image
 from zerostart.state.refitting.receiver import Receiver, Wants
@@ -219,16 +219,16 @@ def serve(
     ``patience`` seconds. A push that fails is logged, and the next one followed. Raises what ``Connection``
     raises, but for what a later push may mend.
     """
-    waited = timeout
+    waited, first = timeout, True
     while stop is None or not stop.is_set():
         try:
             connection = Connection(receiver, address, secret=secret, timeout=waited)
         except PeerError as error:
-            if waited == timeout:
+            if first:
                 raise
             logger.warning("no trainer is back: %s", error)
             break
-        waited = patience
+        waited, first = patience, False
         with connection:
             lost = False
             while not lost and not (stop is not None and stop.is_set()):
@@ -238,7 +238,7 @@ def serve(
                     connection.follow(timeout)
                 except Closed:
                     return receiver.version
-                except ZerostartError as error:
-                    logger.warning("%s", error)
+                except Exception as error:  # of the engine: whatever it raises, the next push may go well
+                    logger.warning("%s: %s", type(error).__name__, error)
                     lost = connection.is_lost
     return receiver.version

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from types import TracebackType
 
 import torch
 from rich.filesize import decimal
@@ -189,7 +190,8 @@ class Pushing:
 class Refitter:
     """Pushes versions of a model's weights to an engine's workers; every rank has one.
 
-    A context manager; leaving it is ``close``.
+    A context manager; leaving it is ``close``, but where an error leaves it workers go on waiting for another
+    trainer at the same address.
     """
 
     def __init__(
@@ -237,8 +239,13 @@ class Refitter:
     def __enter__(self) -> Refitter:
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self.close()
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self._release(over=False)
 
     def push(self, wait: bool = True) -> PushReport | Pushing:
         """Bring all workers to the weights as they are now, as a version of its own; collective.
@@ -307,11 +314,11 @@ class Refitter:
         finally:
             self._release()
 
-    def _release(self) -> None:
+    def _release(self, over: bool = True) -> None:
         if self._driver is not None and self._world.rank == 0:
             self._driver.leave()
         if self._session is not None:
-            self._session.close()
+            self._session.close(over)
         if self._transport is not None:
             self._transport.close()
         if self._place is not None:

@@ -94,8 +94,11 @@ class Session:
         self.address = Address(self.address.family, self._listener.address)
         threading.Thread(target=self._accept, name="zerostart-refit", daemon=True).start()
 
-    def close(self) -> None:
-        """Tell all workers that it is over; raises nothing."""
+    def close(self, over: bool = True) -> None:
+        """End all connections; raises nothing.
+
+        Workers are told that it is ``over``; otherwise they wait for another trainer.
+        """
         self._closing.set()
         with contextlib.suppress(OSError):
             self._listener.close()
@@ -104,7 +107,8 @@ class Session:
             self.workers, self._arrived = {}, {}
         for worker in everybody:
             with contextlib.suppress(PeerError):
-                worker.channel.send("close")
+                if over:
+                    worker.channel.send("close")
             worker.channel.close()
 
     # Who is there.

@@ -93,24 +93,24 @@ def save_adapter_config(config: Any, base: object, name_or_path: str | None, dir
     config.save_pretrained(directory, auto_mapping_dict=mapping)
 
 
-def adapted_model(model: nn.Module) -> Adapted | None:
+def adapted_model(model: nn.Module, within: bool = False) -> Adapted | None:
     """The model that holds adapters' configurations, ``model`` or one that it wraps; None for none.
 
-    That is a ``PeftModel``, or a model of transformers or diffusers that adapters were added to; also within
-    a module of a script's own. Raises ConfigError where several models in ``model`` have adapters.
+    That is a ``PeftModel``, or a model of transformers or diffusers that adapters were added to. ``within``:
+    it may also lie in a module of a script's own; raises ConfigError where several there have adapters.
     """
     inner: nn.Module | None = model
     while inner is not None:
         if _is_adapted(inner):
             return _adapted(inner)
         inner = wrapped(inner)
-    within = _outermost(model)
-    if len(within) > 1:
+    found = _outermost(model) if within else {}
+    if len(found) > 1:
         raise ConfigError(
-            f"several models in this {type(model).__name__} have adapters ({', '.join(sorted(within))}): "
+            f"several models in this {type(model).__name__} have adapters ({', '.join(sorted(found))}): "
             "save each of them by itself"
         )
-    return next(map(_adapted, within.values()), None)
+    return next(map(_adapted, found.values()), None)
 
 
 def _is_adapted(model: nn.Module) -> bool:

@@ -122,7 +122,7 @@ def save_model(model: nn.Module, path: str | os.PathLike[str], request: SaveRequ
         with world.phase("arguments"):
             request.check()
             live = LiveModel(model, world)
-            adapted = adapted_model(model)
+            adapted = adapted_model(model, within=request.adapters_only)
             _check_adapters(live.module, adapted, request)
         with publishing(path, world) as publication:
             if request.adapters_only:

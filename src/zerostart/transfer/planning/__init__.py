@@ -1,6 +1,6 @@
 """The plan: catalog x recipe x layout, as the reads that one rank makes and where their bytes go."""
 
-from zerostart.transfer.planning.census import Count, Extents, Share, count_reads, extents_of
+from zerostart.transfer.planning.census import Count, Extents, Share, count_reads, extents_of, requests_of
 from zerostart.transfer.planning.cost import MARGIN, Rates, ReadStrategy, Traffic, choose
 from zerostart.transfer.planning.exchange import (
     Agreement,
@@ -43,6 +43,7 @@ __all__ = [
     "count_reads",
     "join",
     "pieces_within",
+    "requests_of",
     "exchange_schedule",
     "extents_of",
     "spans_within",

@@ -14,12 +14,13 @@ import numpy as np
 import numpy.typing as npt
 
 from zerostart.checkpoint.catalog import Catalog
+from zerostart.checkpoint.storage import Rows
 from zerostart.geometry import Copy
 from zerostart.geometry.layout import Layout
 from zerostart.recipe import Computed, Recipe
 from zerostart.transfer.planning.computing import computations
 from zerostart.transfer.planning.join import pull_back
-from zerostart.transfer.planning.plan import Computation, Destination
+from zerostart.transfer.planning.plan import Computation, Destination, Read
 from zerostart.transfer.planning.reads import Numbers, PlanOptions, read_starts_of_many, segments
 
 #: Rows ``file, begin, end, bytes, reads`` of one rank: the first byte that it reads of each file, one past
@@ -53,6 +54,9 @@ class Count:
     staged: bool
     scratch: int = 0
     files: Extents = field(default_factory=lambda: extents_of([]), compare=False)
+    #: Requests to the storage, and the bytes that they give, where rows of a read take one or several.
+    requests: int = 0
+    fetched: int = 0
 
 
 def extents_of(reads: Iterable[tuple[int, int, int, int]]) -> Extents:
@@ -76,6 +80,12 @@ def _grouped(key: Numbers, begin: Numbers, end: Numbers, nbytes: Numbers) -> tup
         np.add.reduceat(nbytes, first),
         np.diff(first, append=len(key)),
     )
+
+
+def requests_of(reads: Iterable[Read], gap: int) -> tuple[int, int]:
+    """Requests that ``reads`` take where such a gap is read through, and the bytes that they give."""
+    rows = [Rows(read.rows, read.nbytes // read.rows, read.stride) for read in reads]
+    return sum(sum(1 for _ in one.extents(gap)) for one in rows), sum(one.fetched(gap) for one in rows)
 
 
 def count_reads(
@@ -111,11 +121,15 @@ class _Computed:
 
     nbytes: int = 0
     reads: int = 0
+    requests: int = 0
+    fetched: int = 0
     staged: bool = False
     memory: list[int] = field(default_factory=list)
     places: list[tuple[int, int, int, int]] = field(default_factory=list)
 
-    def add(self, computation: Computation) -> None:
+    def add(self, computation: Computation, gap: int) -> None:
+        asked, got = requests_of(computation.reads, gap)
+        self.requests, self.fetched = self.requests + asked, self.fetched + got
         self.nbytes += sum(read.nbytes for read in computation.reads)
         self.reads += len(computation.reads)
         self.staged |= any(not read.direct for read in computation.reads)
@@ -129,6 +143,7 @@ class _Census:
     def __init__(self, catalog: Catalog, ranks: Sequence[int], options: PlanOptions) -> None:
         self._tensors = catalog.tensors
         self._options = options
+        self._gap = catalog.storage.gap
         self._number = {rank: number for number, rank in enumerate(ranks)}
         self._kinds: dict[Hashable, _Kind] = {}
         self._computed = [_Computed() for _ in ranks]
@@ -177,7 +192,7 @@ class _Census:
                     extent = (count - 1) * stride + nbytes // count
                     rows.append((*place, nbytes, part.direct, count, extent))
             for computation in computations(self._tensors, to_compute, 0, self._options):
-                self._computed[self._number[rank]].add(computation)
+                self._computed[self._number[rank]].add(computation, self._gap)
         return np.array(rows, np.int64).reshape(-1, 7).T
 
     def counts(self, threads: int) -> list[Count]:
@@ -198,6 +213,8 @@ class _Census:
         total = np.concatenate([[0], np.cumsum(sizes)])[bounds]
         ends = np.maximum.reduceat(place + extent, starts) if len(starts) else starts
         files = self._extents(place[starts], ends, sizes)
+        asked, got = self._requests(nbytes[starts], rows[starts], extent[starts], sizes)
+        asked, got = (np.concatenate([[0], np.cumsum(of)])[bounds] for of in (asked, got))
         staged = np.bincount(place[direct == 0] // self._line, minlength=world) > 0
         return [
             Count(
@@ -207,16 +224,27 @@ class _Census:
                 # At worst the largest computations run at once, one on each thread.
                 sum(sorted(computed.memory, reverse=True)[:threads]),
                 extents,
+                requests + computed.requests,
+                fetched + computed.fetched,
             )
-            for of_rank, number, through_buffer, computed, extents in zip(
+            for of_rank, number, through_buffer, computed, extents, requests, fetched in zip(
                 np.diff(total).tolist(),
                 np.diff(bounds).tolist(),
                 staged.tolist(),
                 self._computed,
                 files,
+                np.diff(asked).tolist(),
+                np.diff(got).tolist(),
                 strict=True,
             )
         ]
+
+    def _requests(self, nbytes: Numbers, rows: Numbers, extent: Numbers, sizes: Numbers) -> list[Numbers]:
+        """How many requests each read takes, and the bytes that they give; see ``Rows.extents``."""
+        width = nbytes // np.maximum(rows, 1)
+        stride = (extent - width) // np.maximum(rows - 1, 1)
+        apart = (rows > 1) & (stride - width > self._gap)
+        return [np.where(apart, rows, 1), np.where((rows > 1) & ~apart, extent, sizes)]
 
     def _extents(self, begin: Numbers, end: Numbers, nbytes: Numbers) -> list[Extents]:
         """What each rank reads of each file: of reads at these places, and of its computations."""

@@ -1,0 +1,167 @@
+"""A load from a store behind a slow line beside a plain download of as many bytes, in the same run.
+
+    python -m benchmarks.stores --work /tmp/stores --out benchmarks/results/stores
+
+A WebDAV server (rclone) has the files; a proxy before it adds latency, shares a rate among all connections,
+and refuses every twentieth range. The plain download is by obstore's ``get_range``, 16 at a time on each
+rank, 8 MiB each, into bytes that are dropped. Both go through the same proxy, in the same processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import zerostart
+from tests.stores import proxy, servers
+from zerostart.testing.ranks import on_ranks
+
+MiB = 1 << 20
+#: Latency in seconds, bytes a second, share of ranges that are refused, and ranks.
+CELLS = [(latency, 100e6, 0.0, ranks) for latency in (0.005, 0.05, 0.2) for ranks in (1, 2, 4)] + [
+    (0.05, 100e6, 0.05, 2),
+    (0.05, 0.0, 0.0, 2),
+]
+
+
+def checkpoint(folder: Path, layers: int) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=1024, intermediate_size=4096, num_hidden_layers=layers, num_attention_heads=16
+    )
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config).to(torch.bfloat16)
+    model.to_empty(device="cpu")
+    for parameter in model.parameters():
+        parameter.data.uniform_(-0.1, 0.1)
+    model.save_pretrained(folder / "model", max_shard_size="300MB")
+    (folder / "raw").mkdir()
+    for file in (folder / "model").glob("*.safetensors"):
+        os.link(file, folder / "raw" / file.name)  # so that the proxy can tell the two
+
+
+def download(url: str, files: list[tuple[str, int]], rank: int, ranks: int) -> int:
+    """This rank's part of all ranges."""
+    import obstore
+    from obstore.store import from_url
+
+    store = from_url(url, client_options={"allow_http": True})
+    ranges = [(name, at, min(8 * MiB, size - at)) for name, size in files for at in range(0, size, 8 * MiB)]
+
+    def one(job: tuple[str, int, int]) -> int:
+        name, start, length = job
+        return len(obstore.get_range(store, f"raw/{name}", start=start, length=length))
+
+    with ThreadPoolExecutor(16) as pool:
+        return sum(pool.map(one, ranges[rank::ranks]))
+
+
+def arms(url: str, local: str, files: list[tuple[str, int]]) -> dict[str, Any]:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    # Imports and the first use of the engine are no part of either.
+    expected = zerostart.digest(zerostart.load(local, engine="fsdp2", progress=False))
+    found: dict[str, Any] = {"raw": []}
+    for arm in ("raw", "load", "raw"):
+        dist.barrier()
+        begin = time.perf_counter()
+        if arm == "raw":
+            download(url, files, rank, ranks)
+            dist.barrier()
+            found["raw"].append(time.perf_counter() - begin)
+            continue
+        model = zerostart.load(f"{url}/model", engine="fsdp2", progress=False)
+        dist.barrier()
+        found["load"] = time.perf_counter() - begin
+        report = zerostart.report(model)
+        found |= {"phases": report.phases, "read_bytes": report.read_bytes, "reading": report.reading}
+        found["same"] = zerostart.digest(model) == expected
+    return found
+
+
+def cell(
+    latency: float, rate: float, refused: float, ranks: int, address: str, folder: Path
+) -> dict[str, Any]:
+    local = folder / "model"
+    files = [(file.name, file.stat().st_size) for file in sorted(local.glob("*.safetensors"))]
+    every = round(1 / refused) if refused else 0
+
+    def fault(method: str, path: str, number: int) -> proxy.Fault:
+        return 503 if every and method == "GET" and number % every == 7 else None
+
+    line = proxy.Proxy(address, latency, rate, fault)
+    with proxy.before(line):
+        found = on_ranks(arms, ranks, line.address, str(local), files, timeout=280)
+    own = sum(one["read_bytes"] for one in found)
+    gets = [path for method, path in line.asked if method == "GET" and path.startswith("/model/")]
+    sent = sum(count for path, count in line.sent_of.items() if path.startswith("/model/"))
+    load, raw = max(one["load"] for one in found), min(found[0]["raw"])
+    return {
+        "latency_ms": latency * 1000,
+        "rate_MBps": rate / 1e6,
+        "refused": refused,
+        "ranks": ranks,
+        "bytes": sum(size for _, size in files),
+        "own_bytes": own,
+        "get_bytes": sent,
+        "gets": len(gets),
+        "bytes_ratio": round(sent / own, 4),
+        "load_s": round(load, 2),
+        "raw_s": round(raw, 2),
+        "ratio": round(load / raw, 3),
+        "plan_s": round(found[0]["phases"]["plan"], 2),
+        "read_s": round(max(one["phases"]["read"] for one in found), 2),
+        "same_bits": all(one["same"] for one in found),
+        "reading": found[0]["reading"],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--layers", type=int, default=28)
+    parser.add_argument("--cells", type=int, nargs="*", default=range(len(CELLS)))
+    asked = parser.parse_args()
+    folder = asked.work / f"served-{asked.layers}"
+    if not folder.exists():
+        checkpoint(folder, asked.layers)
+    os.environ["XDG_CACHE_HOME"] = str(asked.work / "cache")
+    path = asked.out.with_suffix(".json")
+    rows = json.loads(path.read_text()) if path.exists() else []
+    with servers.rclone(folder, "webdav") as address:
+        for number in asked.cells:
+            row = {"cell": number, **cell(*CELLS[number], address, folder)}
+            rows = sorted([r for r in rows if r["cell"] != number] + [row], key=lambda r: r["cell"])
+            print(row, flush=True)
+            path.write_text(json.dumps(rows, indent=1) + "\n")
+    lines = [
+        "| latency | rate | refused | ranks | load | plain download | ratio | bytes of GETs / own | GETs "
+        "| same bits |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for r in rows:
+        rate = f"{r['rate_MBps']:.0f} MB/s" if r["rate_MBps"] else "none"
+        lines.append(
+            f"| {r['latency_ms']:.0f} ms | {rate} | {r['refused']:.0%} | {r['ranks']} | {r['load_s']} s "
+            f"| {r['raw_s']} s | {r['ratio']} | {r['bytes_ratio']} | {r['gets']} | {r['same_bits']} |"
+        )
+    text = (
+        f"# A load from a store\n\n{rows[0]['bytes'] / 1e9:.2f} GB in bf16, FSDP2, the CPU, 2 cores that "
+        "other programs shared; `python -m benchmarks.stores`. The rate is of all ranks together; the load "
+        "is all of `zerostart.load`, opening and building included, the plain download the faster of one "
+        "before and one after it.\n\n" + "\n".join(lines) + "\n"
+    )
+    asked.out.with_suffix(".md").write_text(text)
+
+
+if __name__ == "__main__":
+    main()
