@@ -100,7 +100,7 @@ class ZerostartError(Exception):
 
     @property
     def help_url(self) -> str:
-        """URL of the section of the documentation on this error: on its situation, else on its class."""
+        """Where the documentation has a section on this error: on its situation, else on its class."""
         kind = next(kind.__name__ for kind in type(self).__mro__ if kind.__module__ == __name__)
         text = " ".join(map(str, self.args))  # of a class of others str() may need what it is still to get
         heading = next((words for words in SITUATIONS.get(kind, ()) if words in text), kind)

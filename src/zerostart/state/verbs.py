@@ -296,8 +296,6 @@ def refit(
     workers: int | None = None,
     dtype: torch.dtype | str | None = None,
     merge_adapters: bool = True,
-    deltas: bool = False,
-    full_every: int = 50,
     secret: str | None = None,
     timeout: float = 300.0,
 ) -> Refitter | ModelRefitter:
@@ -319,8 +317,6 @@ def refit(
         workers: how many the first push waits for; None: those of the engine, or one.
         dtype: floating dtype of what is pushed; None keeps the parameters' own.
         merge_adapters: has to be true where the model has adapters.
-        deltas: send only what has changed since the version before, where the transport can tell.
-        full_every: with ``deltas``, every so many pushes all is sent.
         secret: what workers have to know; None: the environment variable ``ZEROSTART_REFIT_SECRET``. Needed
             where other machines can connect.
         timeout: seconds within which workers have to connect, and to answer.
@@ -356,8 +352,6 @@ def refit(
         workers=workers,
         dtype=floating,
         merge_adapters=merge_adapters,
-        deltas=deltas,
-        full_every=full_every,
         secret=secret,
         timeout=timeout,
     )

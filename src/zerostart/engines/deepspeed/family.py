@@ -22,7 +22,6 @@ from zerostart.engines.deepspeed.training import (
     KEPT,
     accelerate_setup,
     training_config,
-    warn_of_renaming_once,
 )
 from zerostart.engines.engine import Engine
 from zerostart.engines.flat_buffers import FlatBufferShards, placed_whole
@@ -247,7 +246,6 @@ class ZeroThree(DeepSpeed):
         from zerostart.upstream.deepspeed.zero3.optimizer import require_stage3
 
         require_stage3()
-        warn_of_renaming_once()
 
     @property
     def adopted_dtype(self) -> torch.dtype | None:
@@ -377,7 +375,6 @@ class FlatBuffers(DeepSpeed):
 
         if is_known():
             check_sections(self.config)
-        warn_of_renaming_once()
 
     @property
     def cast_dtype(self) -> torch.dtype | None:

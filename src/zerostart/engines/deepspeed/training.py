@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import json
-import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,20 +24,10 @@ if TYPE_CHECKING:
 
 #: The dtype in which DeepSpeed keeps the model, by the precision that is mixed with fp32 masters.
 KEPT = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-#: Hosts without an accelerator: told ``cpu=True``, accelerate forgets DeepSpeed; told a backend it does not.
-HOST_BACKEND = "gloo"
 #: DeepSpeed calls collectives by names that torch is about to rename; nobody here can change that.
 _RENAMED = (r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
-
-
-def warn_of_renaming_once() -> None:
-    """Have a script told once that DeepSpeed uses old names of torch's, and not at each of its steps.
-
-    What changes the filters of warnings, as every step does, has Python forget what it has shown already,
-    but for the action ``once``. Filters that are there go first.
-    """
-    message, category = _RENAMED
-    warnings.filterwarnings("once", message, category, append=True)
+#: Hosts without an accelerator: told ``cpu=True``, accelerate forgets DeepSpeed; told a backend it does not.
+HOST_BACKEND = "gloo"
 
 
 def training_config(stage: int, job: TrainingJob, given: DeepSpeedConfig) -> dict[str, object]:

@@ -46,8 +46,6 @@ class RefitSettings:
     workers: int | None = None
     dtype: torch.dtype | None = None
     merge_adapters: bool = True
-    deltas: bool = False
-    full_every: int = 50
     secret: str | None = None
     timeout: float = 300.0
 
@@ -57,8 +55,6 @@ class RefitSettings:
             raise ConfigError(f"dtype={self.dtype!r} must be a floating torch.dtype")
         if self.workers is not None and self.workers < 1:
             raise ConfigError(f"workers={self.workers} must be at least 1")
-        if self.full_every < 1:
-            raise ConfigError(f"full_every={self.full_every} must be at least 1")
         if not self.timeout > 0:
             raise ConfigError(f"timeout={self.timeout} must be a number of seconds above 0")
 
@@ -228,7 +224,7 @@ class Refitter:
                 self._image = self._prepared().image
                 made = world.broadcast_object(lambda: self._begin(target), "listening for workers")
                 self.address, folder = made
-                options = {"folder": folder, "deltas": settings.deltas, "secret": settings.secret}
+                options = {"folder": folder, "secret": settings.secret}
                 self._transport = kind.outgoing(world, options)
                 if self._driver is not None:
                     world.broadcast_object(self._join, "having the engine connect")
@@ -459,8 +455,7 @@ class Refitter:
             session = self._session
             assert session is not None, "rank 0 has it"
             assert self._opened is not None, "opened above"
-            behind = any(w.version != version - 1 or w.fresh for w in session.workers.values())
-            full = behind or not self._settings.deltas or version % self._settings.full_every == 1
+            full = True  # no transport here knows what has changed since the version before
             self._begin_following(version)
             session.prepare(version, full, self._opened, transport.name)
             return full

@@ -139,9 +139,9 @@ class ModelRefitter:
         self._there = world if all(has) else World(sum(has[: world.rank]), sum(has), None)
         with world.phase("beginning a refit"):
             settings.check()
-            if settings.transport not in (None, "local") or settings.workers is not None or settings.deltas:
+            if settings.transport not in (None, "local") or settings.workers is not None:
                 raise ConfigError(
-                    "transport=, workers= and deltas= are for workers; a model is brought to the weights of "
+                    "transport= and workers= are for workers; a model is brought to the weights of "
                     "another one by the ranks themselves: leave them out"
                 )
             if target is model:

@@ -23,7 +23,6 @@ TOOLS: Mapping[str, Callable[[nn.Module, str], Callable[[str], str]]] = {
     "comfyui": comfyui_names,
     "kohya": kohya_names,
 }
-ADAPTER_FORMATS = ("peft", "diffusers", "diffsynth", *TOOLS)
 #: Of diffusers' LoRA files: the name, what names begin with, and where PEFT's configuration is in the header.
 _LORA_WEIGHTS, _COMPONENT, _METADATA = "pytorch_lora_weights", "transformer.", "lora_adapter_metadata"
 
@@ -39,23 +38,40 @@ def adapter_format(
     """
     if kind not in ADAPTER_FORMATS:
         raise ConfigError(f"{key} {kind!r} is unknown: it is one of {', '.join(ADAPTER_FORMATS)}")
-    if kind == "peft":
-        return replace(PEFT_FORMAT, renamed=without(prefix, lambda name: name))
     if kind in TOOLS:
         # These tools read the scale from an alpha beside each pair of factors, not from a configuration.
         return AdapterFormat(_LORA_WEIGHTS, TOOLS[kind](model, key), False, configured=False, alphas=True)
+    return _OF_LIBRARIES[kind](model, key, stem, prefix)
+
+
+def _of_peft(model: nn.Module, key: str, stem: str, prefix: str) -> AdapterFormat:
+    return replace(PEFT_FORMAT, renamed=without(prefix, lambda name: name))
+
+
+def _of_diffusers(model: nn.Module, key: str, stem: str, prefix: str) -> AdapterFormat:
     component = without(prefix, lambda name: _COMPONENT + name)
-    if kind == "diffusers":
-        described = functools.partial(_described, component)
-        return AdapterFormat(_LORA_WEIGHTS, component, False, described, configured=False)
+    described = functools.partial(_described, component)
+    return AdapterFormat(_LORA_WEIGHTS, component, False, described, configured=False)
+
+
+def _of_diffsynth(model: nn.Module, key: str, stem: str, prefix: str) -> AdapterFormat:
     names = names_for(model)
-    renamed = component
+    renamed = without(prefix, lambda name: _COMPONENT + name)
     # Of modules that are one there, its loader puts together what diffusers' names stand for.
     if names is None or not names.fused:
         of = diffsynth_names(model, key)
         renamed = without(prefix, lambda name: PREFIX + _with_adapter(of(name)))
     # DiffSynth reads no alpha: what scales the product is folded into the factors.
     return AdapterFormat(stem, renamed, False, configured=False, folded=True)
+
+
+#: Formats of the libraries that open trained adapters again; arguments as ``adapter_format`` has them.
+_OF_LIBRARIES: Mapping[str, Callable[[nn.Module, str, str, str], AdapterFormat]] = {
+    "peft": _of_peft,
+    "diffusers": _of_diffusers,
+    "diffsynth": _of_diffsynth,
+}
+ADAPTER_FORMATS = (*_OF_LIBRARIES, *TOOLS)
 
 
 def diffsynth_names(model: nn.Module, key: str) -> Callable[[str], str]:

@@ -388,8 +388,6 @@ class _Kind:
 
     def outgoing(self, world: World, options: Mapping[str, object]) -> Transport:
         """Raises ConfigError where torch has no gloo."""
-        if options.get("deltas"):
-            raise ConfigError("deltas=True: transport='group' sends whole versions alone; leave it out")
         if not dist.is_gloo_available():
             raise ConfigError("transport='group' needs a torch with gloo; use transport='shared_memory'")
         return Group(world)
