@@ -145,7 +145,7 @@ def load(
 def plan(
     source: Source,
     world_size: int = 8,
-    engine: str | None = None,
+    engine: str | None = "deepspeed",
     zero_stage: int = 3,
     expert_parallel: int = 1,
     tensor_parallel: int = 1,

@@ -28,7 +28,7 @@ __all__ = ["Placement", "drop", "drop_components", "load", "load_pipeline", "syn
 def load_pipeline(
     source: str | os.PathLike[str],
     placement: Mapping[str, str | Placement] | None = None,
-    engine: str | None = None,
+    engine: str | None = "deepspeed",
     zero_stage: int = 3,
     device_memory_limit: int | None = None,
     engine_config: EngineConfig | None = None,

@@ -114,14 +114,16 @@ def _like(path: Path) -> str:
 _WEIGHTS = (("*.safetensors",), ("*.bin", "*.pt", "*.pth", "*.ckpt"))
 
 
-def present(source: str | os.PathLike[str] | Files) -> str | os.PathLike[str] | Files:
+def present(
+    source: str | os.PathLike[str] | Files, classes: Collection[str] = ()
+) -> str | os.PathLike[str] | Files:
     """``source``, which is fetched if it is a hub id that is not in the local cache; see ``download``."""
     if isinstance(source, str) and not scheme_of(source) and _may_be_hub_id(source):
         from huggingface_hub import constants
 
         # Offline, what is missing is told by who opens it.
         if not constants.HF_HUB_OFFLINE:
-            download(source)
+            download(source, classes)
     return source
 
 
@@ -136,7 +138,7 @@ def fetch_as(root: str, files: Sequence[str]) -> None:
         present(f"{identifier}@{path.name}")
 
 
-def download(source: str) -> Path:
+def download(source: str, classes: Collection[str] = ()) -> Path:
     """Fetch a hub id, optionally ``id@revision``, into the local cache, unless it is there or is no hub id.
 
     Of the weights those alone that a load takes, all of one revision. Raises CheckpointNotFoundError where
@@ -144,7 +146,7 @@ def download(source: str) -> Path:
     """
     with contextlib.suppress(CheckpointNotFoundError):
         found = resolve_source(source)
-        if not _is_snapshot(found) or _is_whole(found):
+        if not _is_snapshot(found) or _is_whole(found, classes):
             return found
     if not _may_be_hub_id(source):
         return resolve_source(source)  # which says what is missing
@@ -188,9 +190,10 @@ def _snapshot(identifier: str, revision: str) -> Path:
     # a branch may mean another one by the next request.
     path = fetch(SETTINGS, revision)
     for name in () if (path / PIPELINE_INDEX).exists() else STANDARD_NAMES:
-        if (path / name).exists():  # an index
-            return fetch(shards_of(path / name), path.name)
-        if not name.endswith(INDEX_SUFFIX) and (fetch([name], path.name) / name).exists():
+        if name.endswith(INDEX_SUFFIX):
+            if (path / name).exists():
+                return fetch(shards_of(path / name), path.name)
+        elif (fetch([name], path.name) / name).exists():
             return path
     for kinds in _WEIGHTS:
         fetch(kinds, path.name)
@@ -204,10 +207,10 @@ def _is_snapshot(path: Path) -> bool:
     return path.parent.name == "snapshots" and path.parent.parent.name.startswith("models--")
 
 
-def _is_whole(path: Path) -> bool:
+def _is_whole(path: Path, classes: Collection[str] = ()) -> bool:
     """Whether a snapshot has weights that can be opened, none of which is still to be fetched."""
     try:
-        catalog_at(path)
+        catalog_at(path, classes)
     except CheckpointError:
         return False
     return True

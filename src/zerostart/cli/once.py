@@ -27,6 +27,8 @@ _PATIENCE = 3.0
 #: By the text of a warning the socket whose name says that it has been shown. The kernel frees the name with
 #: the process, however that ends, and nothing is left on a disk.
 _claims: dict[str, socket.socket] = {}
+#: More different warnings than these are shown by each rank: a claim takes an open file.
+MOST_CLAIMS = 64
 _known: set[str] = set()
 _waiting: list[tuple[str, Callable[[], None]]] = []
 
@@ -80,7 +82,12 @@ def _claim(text: str) -> bool:
     """Whether no other rank of this machine has shown that."""
     # Ranks of one launch on one machine have one parent. The name is an abstract one: it lies in no folder.
     digest = hashlib.blake2b(text.encode(errors="replace"), digest_size=12).hexdigest()
-    claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    if len(_claims) >= MOST_CLAIMS:
+        return True
+    try:
+        claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    except OSError:  # no files are left
+        return True
     try:
         claim.bind(f"\0zerostart-warned-{os.getppid()}-{digest}")
     except OSError:

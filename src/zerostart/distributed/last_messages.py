@@ -35,6 +35,6 @@ def await_threads() -> None:
     """Wait until no thread of gloo's holds a message any more, or for ``LONGEST``."""
     until = time.monotonic() + LONGEST
     # Python's own references have gone with their frames: a tensor that lives is held by a thread.
-    while any(one() is not None for one in _last) and time.monotonic() < until:
+    while any(one() is not None for one in tuple(_last)) and time.monotonic() < until:
         time.sleep(0.001)  # which leaves the interpreter's lock to that thread
     _last.clear()

@@ -58,8 +58,10 @@ def source_or_none(source: Any, world: World, model: object = None, fetch: bool 
         return None
     holders = _holders(kinds)
     if not holders:
-        catalog = world.broadcast_object(
-            lambda: open_catalog(present(source) if fetch else source, _classes(model)),
+        # A download takes as long as it takes, and the other ranks wait for it.
+        tell = world.broadcast_slow if fetch and _is_brief(source) else world.broadcast_object
+        catalog = tell(
+            lambda: open_catalog(present(source, _classes(model)) if fetch else source, _classes(model)),
             "reading the checkpoint's headers",
         )
         return _as_seen_here(catalog, [view for _, view in told], world)
@@ -154,7 +156,16 @@ def described(source: object, catalog: Catalog) -> str:
     """What to call the source in messages; the same on every rank."""
     if not isinstance(source, (str, os.PathLike, Files)):
         return catalog.storage.name
+    storage = catalog.storage
+    if storage.folder and any(mark in str(source) for mark in "?@"):  # a signature, a password
+        return f"{storage.folder}/{storage.asked}".rstrip("/")
     return str(Path(str(source)) / catalog.component) if catalog.component else str(source)
+
+
+def _is_brief(source: object) -> bool:
+    """Whether a source is written as a hub id is, whatever there is on this machine."""
+    text = str(source)
+    return text.count("/") <= 1 and not text.startswith((".", "/", "~")) and "://" not in text
 
 
 def _classes(model: object) -> tuple[str, ...]:

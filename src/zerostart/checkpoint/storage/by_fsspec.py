@@ -24,7 +24,8 @@ REQUEST = 4 << 20
 _TELLING = frozenset(
     (
         *("etag", "e_tag", "mtime", "modified", "last_modified", "lastmodified", "updated", "ino"),
-        *("generation", "version", "md5", "sha256", "blob_id"),
+        *("generation", "version", "md5", "sha", "sha256", "blob_id"),
+        *("modify", "modificationtime", "last_write_time"),
     )
 )
 
@@ -48,7 +49,8 @@ class FsspecFiles(ObjectFiles):
         begin = source[: source.index("://") + 3]
         key = path.rstrip("/")
         # A local path begins with the slash that the URL has as well.
-        return (f"{begin}/", begin, key.lstrip("/")) if key.startswith("/") else (begin, begin, key)
+        # The base is the whole URL: it says the server and the user, which paths do not.
+        return (f"{begin}/", source, key.lstrip("/")) if key.startswith("/") else (begin, source, key)
 
     def bucket(self) -> Bucket:
         """See ``ObjectFiles``."""
@@ -61,7 +63,10 @@ class _Fsspec(Bucket):
     def __init__(self, base: str, begin: str) -> None:
         import fsspec
 
-        self._system: Any = fsspec.filesystem(base.partition("://")[0], use_listings_cache=False)
+        try:
+            self._system: Any = fsspec.core.url_to_fs(base, use_listings_cache=False)[0]
+        except TypeError:  # handed on to a library that does not know it
+            self._system = fsspec.core.url_to_fs(base)[0]
         self._begin = begin
 
     def list(self, folder: str) -> dict[str, int] | None:
@@ -80,7 +85,10 @@ class _Fsspec(Bucket):
     def find(self, key: str) -> Found | None:
         """See ``Bucket``. What a file system says of a file is what tells it from another."""
         try:
-            told = self._system.info(self._begin + key)
+            try:
+                told = self._system.info(self._begin + key, refresh=True)  # not from a list that it keeps
+            except TypeError:  # of those that keep none
+                told = self._system.info(self._begin + key)
         except FileNotFoundError:
             return None
         except Exception as error:

@@ -94,7 +94,7 @@ class _Obstore(Bucket):
         try:
             self._store: ObjectStore = obstore.store.from_url(base, **more)
         except (obstore.exceptions.BaseError, ValueError) as error:
-            raise ConfigError(f"{scheme}://: the store cannot be reached: {_told(error)}") from error
+            raise ConfigError(f"{scheme}://: the store cannot be reached: {_told(error)}") from None
 
     def list(self, folder: str) -> dict[str, int] | None:
         """See ``Bucket``. A server that signs URLs one by one, or forbids lists, has none."""
@@ -108,7 +108,7 @@ class _Obstore(Bucket):
             fault = self._fault(error)
             if isinstance(fault, RefusedError):
                 return None
-            raise fault from error
+            raise fault from None
         return {one["path"]: one["size"] for one in listed["objects"]}
 
     def find(self, key: str) -> Found | None:
@@ -120,15 +120,15 @@ class _Obstore(Bucket):
         except Exception as error:
             fault = self._fault(error)
             if isinstance(fault, PassingError):
-                raise fault from error
+                raise fault from None
             if self._lists:
-                raise fault from error
+                raise fault from None
         try:
             return _found(self._obstore.get(self._store, key, options={"range": (0, 1)}).meta)
         except FileNotFoundError:
             return None
         except Exception as error:
-            raise self._fault(error) from error
+            raise self._fault(error) from None
 
     def stream(self, key: str, begin: int, end: int, known: Found | None) -> Iterator[bytes]:
         """See ``Bucket``. The answer itself says what it is of: not every server knows conditions."""
@@ -149,10 +149,10 @@ class _Obstore(Bucket):
             yield from answer.stream(min_chunk_size=PIECE)
         except (FileNotFoundError, ChangedError, GeneratorExit):
             raise
-        except self._obstore.exceptions.PreconditionError as error:
-            raise ChangedError(f"its ETag is not {tag} any more") from error
+        except self._obstore.exceptions.PreconditionError:
+            raise ChangedError(f"its ETag is not {tag} any more") from None
         except Exception as error:
-            raise self._fault(error) from error
+            raise self._fault(error) from None
 
     def _fault(self, error: Exception) -> PassingError | RefusedError:
         """An error of the library as one that may pass, or not."""
@@ -174,7 +174,7 @@ class _Obstore(Bucket):
                 f"the server gives no ranges of files ({_told(error)}); copy the checkpoint to a local "
                 "directory"
             )
-        refused = 400 <= status < 500 and status not in _PASSING
+        refused = status == 501 or (400 <= status < 500 and status not in _PASSING)
         if refused or isinstance(error, (kinds.InvalidPathError, TypeError, ValueError)):
             return RefusedError(_told(error))
         if any(word in text for word in _FINAL):

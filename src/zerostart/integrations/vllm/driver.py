@@ -73,7 +73,12 @@ class ClientDriver:
     def follow(self, version: int) -> None:
         """Have the workers take part in a push."""
         self._client.start_weight_update()
-        self._client.update_weights({"version": version})
+        try:
+            self._client.update_weights({"version": version})
+        except BaseException:
+            with suppress(Exception):  # workers that took it are still within the update
+                self._client.finish_weight_update("")
+            raise
         self._client.finish_weight_update(str(version))
 
     def leave(self) -> None:
@@ -144,6 +149,9 @@ class _Server:
 class EngineDriver:
     """vLLM's ``LLM`` in this process, with its workers here or in processes of their own."""
 
+    #: It lives in the rank that was given it.
+    in_process = True
+
     def __init__(self, engine: Any) -> None:
         self._engine = engine
         config = engine.llm_engine.vllm_config
@@ -164,7 +172,12 @@ class EngineDriver:
         """Have the workers take part in a push; what the engine has cached of prompts is dropped."""
         if self._configured:
             self._engine.start_weight_update()
-            self._engine.update_weights({"update_info": {"version": version}})
+            try:
+                self._engine.update_weights({"update_info": {"version": version}})
+            except BaseException:
+                with suppress(Exception):  # workers that took it are still within the update
+                    self._engine.finish_weight_update("")
+                raise
             self._engine.finish_weight_update(str(version))
         else:
             self._call(workers_side.follow, {"version": version})

@@ -41,7 +41,7 @@ class Participant:
         """Take part in the push of ``version``; raises what it failed with."""
         if self._connection is None:
             raise ConfigError(f"version {version} cannot be taken: this worker has not joined a trainer")
-        return self._connection.follow()
+        return self._connection.follow(version=version)
 
     def leave(self) -> None:
         """Close the connection; raises nothing."""

@@ -27,6 +27,19 @@ def begin(model: nn.Module, target: object, settings: RefitSettings) -> Refitter
         return ModelRefitter(model, target, settings, world)
     with world.phase("looking at the target"):
         driver = driver_of(target)  # an address of an engine's server is a text, too
+    drivers = world.all_gather_object(
+        (driver is not None, bool(getattr(driver, "in_process", False))), "looking at the target"
+    )
+    if len({given for given, _ in drivers}) > 1:
+        raise ConfigError(
+            "target is an engine on some ranks and none on others: pass the address of its server on all of "
+            "them"
+        )
+    if world.size > 1 and all(inside for _, inside in drivers):
+        raise ConfigError(
+            "target is an engine within each rank, of which one alone would get the weights: pass the "
+            "address of a server on all ranks, or have the workers connect by zerostart.serving"
+        )
     if driver is not None:
         return Refitter(model, driver, settings)
     if target is None or isinstance(target, str):

@@ -78,12 +78,15 @@ class Connection:
         """Whether the trainer is gone: another connection has to be made."""
         return self._channel.closed
 
-    def follow(self, timeout: float | None = None) -> int:
+    def follow(self, timeout: float | None = None, version: int | None = None) -> int:
         """Take part in the next push, which begins within ``timeout`` seconds; gives the version then served.
 
-        None: those of the constructor. Raises what the push failed with: the tensors are then as before, and
-        ``receiver.version`` says which version that is, or None where they were torn. Raises PeerError where
-        the trainer is gone; a version on which it had decided is then served all the same, and no error.
+        None: those of the constructor. ``version``, where an engine is told of it, is the one that is to
+        come: what was said of earlier ones, which were given up, is passed over.
+
+        Raises what the push failed with: the tensors are then as before, and ``receiver.version`` says which
+        version that is, or None where they were torn. Raises PeerError where the trainer is gone; a version
+        on which it had decided is then served all the same, and no error.
         """
         until = time.monotonic() + (self._timeout if timeout is None else timeout)
         while True:
@@ -93,7 +96,11 @@ class Connection:
             if message.kind == "image":
                 self._take_image(message)
             elif message.kind == "prepare":
+                if version is not None and int(message.body["version"]) < version:
+                    continue
                 return self._push(message.body)
+            elif message.kind == "abort" and version is not None and message.body.get("version") == version:
+                raise PeerError(self._given_up(version, str(message.body.get("why"))))
             elif message.kind == "close":
                 raise Closed("the trainer has closed the refit; no further version comes")
 

@@ -161,6 +161,11 @@ class Pushing:
         assert self._made is not None, "it has ended, and without an error"
         return self._made
 
+    @property
+    def settled(self) -> bool:
+        """Whether ``wait`` has been called, and all ranks know the result."""
+        return self._settled
+
     def done(self) -> bool:
         """Whether ``wait`` would return at once; collective."""
         thread = self._thread
@@ -259,7 +264,9 @@ class Refitter:
             raise ConfigError("this refit is closed: call zerostart.refit again")
         if self._pushing is not None:
             pushing, self._pushing = self._pushing, None
-            pushing.wait()
+            # What it failed with has been told where somebody has waited for it.
+            if not pushing.settled:
+                pushing.wait()
         phases: dict[str, float] = {}
         begun = time.perf_counter()
         self.version = version
@@ -277,9 +284,14 @@ class Refitter:
                 if isinstance(error, WorkerLost):  # on all ranks, which are there
                     raise PeerError(f"{error}; workers serve the version before") from error
                 raise
-        figures = world.all_gather_object(
-            (phases, self._transport.moved(), meter.host_bytes, meter.device_bytes or 0), "figures of a push"
-        )
+        try:
+            figures = world.all_gather_object(
+                (phases, self._transport.moved(), meter.host_bytes, meter.device_bytes or 0),
+                "figures of a push",
+            )
+        except BaseException as error:
+            self._abort(version, error)  # the workers wait for a decision
+            raise
         report = PushReport(
             version,
             self._transport.name,
@@ -305,7 +317,7 @@ class Refitter:
         """
         pushing, self._pushing = self._pushing, None
         try:
-            if pushing is not None:
+            if pushing is not None and not pushing.settled:
                 pushing.wait()
         finally:
             self._release()
@@ -348,8 +360,8 @@ class Refitter:
         session = self._session
         assert session is not None, "rank 0 has it"
         session.check_refused()
+        expected = self._settings.workers or (1 if self._driver is None else self._driver.workers)
         if not self._met:
-            expected = self._settings.workers or (1 if self._driver is None else self._driver.workers)
             session.wait_for(expected, self._settings.timeout)
             self._met = True
         gone = session.settle()
@@ -362,6 +374,15 @@ class Refitter:
         if not session.workers:
             session.wait_for(1, self._settings.timeout)
             session.settle()
+            if not session.workers:
+                raise PeerError("the workers that had connected are gone; nothing was pushed: push again")
+        there, needed = len(session.workers), 0 if self._driver is None else expected
+        if there < needed:
+            # Versions of one engine would differ: those that are there would have the new one alone.
+            raise PeerError(
+                f"{there} of the engine's {needed} workers are connected; nothing was pushed: call "
+                "zerostart.refit again, which has the engine connect"
+            )
         session.renew(image)
         infos = session.infos()
         told = image.fingerprint, [(info.name, info.wants.to_bytes()) for info in infos]
@@ -386,17 +407,26 @@ class Refitter:
         started = time.perf_counter()
         try:
             session.prepared(version)
+            agreed = time.perf_counter()
+            numbers = self._takers.numbers
+            # What fails in it fails before the decision has its name.
+            session.decide(version, {name: [sums[n] for n in each] for name, each in numbers.items()})
         except BaseException as error:
             session.abort(version, str(error))
             self._end_following()
             raise
-        agreed = time.perf_counter()
-        numbers = self._takers.numbers
-        session.decide(version, {name: [sums[n] for n in each] for name, each in numbers.items()})
         try:
+            # From here on each worker answers for itself: that the engine's call has failed for one says
+            # nothing of the others.
+            session.check = _nothing
             session.served(version)
         finally:
             self._end_following()
+        if self._following_error is not None:
+            raise PeerError(
+                f"all workers have version {version}, but the engine's own call failed: "
+                f"{self._following_error}"
+            )
         ended = time.perf_counter()
         phases = {**report.phases, "agree": agreed - started, "fill": ended - agreed, "total": ended - begun}
         workers = tuple(
@@ -511,6 +541,8 @@ class Refitter:
             self._session.check = _nothing
         if following is not None:
             following.join(self._settings.timeout)
+            if following.is_alive():
+                self._following_error = TimeoutError(f"it has not ended in {self._settings.timeout:.0f} s")
 
 
 def _nothing() -> None:

@@ -122,8 +122,11 @@ class Session:
         with self._changed:
             while not self._changed.wait_for(
                 lambda: self._refused or len(self.workers.keys() | self._arrived.keys()) >= count,
-                until - time.monotonic(),
+                min(0.5, max(0.0, until - time.monotonic())),
             ):
+                self.check()  # the engine may have refused to have its workers connect
+                if time.monotonic() < until:
+                    continue
                 there = sorted(self.workers.keys() | self._arrived.keys())
                 raise PeerError(
                     f"{len(there)} of {count} workers have connected with {self.address} within "
@@ -234,6 +237,9 @@ class Session:
         while True:
             while not worker.channel.waiting(0.5) and time.monotonic() < until:
                 self.check()
+            if not worker.channel.waiting():
+                worker.channel.close()  # so that the next push goes on without it
+                raise PeerError(f"worker {worker.name} has not answered within {self.timeout:.0f} s")
             answer = worker.channel.receive("prepared", "failed", "serving", timeout=0.0)
             # It may have answered to a version that was given up since.
             if answer.body.get("version") == version and answer.kind in kinds:
@@ -361,7 +367,7 @@ class Session:
             if not answer.parts:
                 raise CheckpointError("no runs")
             found = [Runs.from_bytes(part) for part in answer.parts]
-            if any(len(runs.rows) and runs.spans[-1, 1] > self.image.nbytes for runs in found):
+            if any(runs.end > self.image.nbytes for runs in found):
                 raise CheckpointError("bytes behind the end of the image")
         except CheckpointError as error:
             channel.close()

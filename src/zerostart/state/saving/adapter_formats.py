@@ -9,7 +9,7 @@ import functools
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -41,7 +41,7 @@ def adapter_format(
     if kind in TOOLS:
         # These tools read the scale from an alpha beside each pair of factors, not from a configuration.
         return AdapterFormat(_LORA_WEIGHTS, TOOLS[kind](model, key), False, configured=False, alphas=True)
-    return _OF_LIBRARIES[kind](model, key, stem, prefix)
+    return _OF_LIBRARIES[kind].made(model, key, stem, prefix)
 
 
 def _of_peft(model: nn.Module, key: str, stem: str, prefix: str) -> AdapterFormat:
@@ -65,11 +65,20 @@ def _of_diffsynth(model: nn.Module, key: str, stem: str, prefix: str) -> Adapter
     return AdapterFormat(stem, renamed, False, configured=False, folded=True)
 
 
-#: Formats of the libraries that open trained adapters again; arguments as ``adapter_format`` has them.
-_OF_LIBRARIES: Mapping[str, Callable[[nn.Module, str, str, str], AdapterFormat]] = {
-    "peft": _of_peft,
-    "diffusers": _of_diffusers,
-    "diffsynth": _of_diffsynth,
+class _Format(NamedTuple):
+    """A format that a library opens again; ``made`` takes what follows ``kind`` in ``adapter_format``."""
+
+    name: str
+    made: Callable[[nn.Module, str, str, str], AdapterFormat]
+
+
+_OF_LIBRARIES = {
+    one.name: one
+    for one in (
+        _Format("peft", _of_peft),
+        _Format("diffusers", _of_diffusers),
+        _Format("diffsynth", _of_diffsynth),
+    )
 }
 ADAPTER_FORMATS = (*_OF_LIBRARIES, *TOOLS)
 

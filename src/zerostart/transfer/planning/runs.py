@@ -92,6 +92,11 @@ class Runs:
         """Rows ``first byte, one past the last`` of the single runs, ascending; those that touch are one."""
         return _joined(_expanded(self.rows))
 
+    @property
+    def end(self) -> int:
+        """One past the last byte of all; 0 where there is none."""
+        return int(_ends(self.rows).max(initial=0))
+
     def union(self, *others: Runs) -> Runs:
         """The bytes of any of them."""
         return Runs.of(np.concatenate([self.rows, *(other.rows for other in others)]))

@@ -79,7 +79,7 @@ class SharedMemory:
                     raise ConfigError(
                         f"{self._path} cannot be opened on rank {self._world.rank}: "
                         f"{error.strerror or error}; "
-                        "transport='shared_memory' is for one machine: use 'group' or 'files' across machines"
+                        "transport='shared_memory' is for one machine: use 'group' across machines"
                     ) from error
             self._image = image
         return {worker.name: {"path": str(self._path)} for worker in workers}
@@ -126,7 +126,7 @@ class SharedMemory:
             free = os.statvfs(self._path.parent)
             room = free.f_bavail * free.f_frsize
             remedy = (
-                "enlarge it, or use transport='files'"
+                "enlarge it, or use transport='group'"
                 if error.errno == errno.ENOSPC
                 else "see its permissions"
             )
@@ -176,7 +176,7 @@ class FromSharedMemory:
                 f"transport='shared_memory' is "
                 "for workers of the same user on the trainer's machine, which see its /dev/shm: else use "
                 "'group' "
-                "or 'files'"
+                "or 'group'"
             ) from error
 
     def prepare(self, version: int, full: bool, check: Callable[[], None]) -> None:
