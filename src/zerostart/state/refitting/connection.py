@@ -226,16 +226,19 @@ def serve(
     ``patience`` seconds. A push that fails is logged, and the next one followed. Raises what ``Connection``
     raises, but for what a later push may mend.
     """
-    waited, first = timeout, True
+    until: float | None = None  # of the wait for another trainer; None: for the first one
     while stop is None or not stop.is_set():
+        left = timeout if until is None else max(0.0, until - time.monotonic())
         try:
-            connection = Connection(receiver, address, secret=secret, timeout=waited)
+            connection = Connection(receiver, address, secret=secret, timeout=left)
         except PeerError as error:
-            if first:
+            if until is None:
                 raise
+            if time.monotonic() < until:
+                time.sleep(0.1)  # a trainer that was about to die may still have answered
+                continue
             logger.warning("no trainer is back: %s", error)
             break
-        waited, first = patience, False
         with connection:
             lost = False
             while not lost and not (stop is not None and stop.is_set()):
@@ -248,4 +251,5 @@ def serve(
                 except Exception as error:  # of the engine: whatever it raises, the next push may go well
                     logger.warning("%s: %s", type(error).__name__, error)
                     lost = connection.is_lost
+        until = time.monotonic() + patience
     return receiver.version
