@@ -1,6 +1,6 @@
 """A load from a store behind a slow line beside a plain download of as many bytes, in the same run.
 
-    python -m benchmarks.stores --work /tmp/stores --out benchmarks/results/stores
+    python -m benchmarks.stores --work FOLDER --out benchmarks/results/stores
 
 A WebDAV server (rclone) has the files; a proxy before it adds latency, shares a rate among all connections,
 and refuses every twentieth range. The plain download is by obstore's ``get_range``, 16 at a time on each
