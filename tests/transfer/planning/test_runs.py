@@ -41,6 +41,7 @@ def content(runs: Runs) -> set[int]:
     assert all(
         width > 0 and (stride > width if count > 1 else stride == 0) for _, width, stride, count in table
     )
+    assert runs.end == max(found, default=-1) + 1
     spans = runs.spans.tolist()
     assert all(a[1] < b[0] for a, b in itertools.pairwise(spans))
     assert {byte for low, high in spans for byte in range(low, high)} == found

@@ -1,0 +1,59 @@
+"""An engine that is told when its workers are to connect and to follow, and that fails by itself."""
+
+import threading
+from collections.abc import Mapping
+
+import pytest
+import torch
+from torch import nn
+
+import zerostart
+from zerostart import serving
+from zerostart.errors import PeerError
+
+
+class Engine:
+    """A ``serving.Driver`` of one worker in this process; ``failing`` is where its own call fails next."""
+
+    workers = 1
+
+    def __init__(self) -> None:
+        self.module = nn.Linear(3, 2)
+        self.failing = ""
+        self._connection: serving.Connection | None = None
+
+    def join(self, how: Mapping[str, object]) -> None:
+        receiver = serving.Receiver(self.module, lambda pairs: self.module.load_state_dict(dict(pairs)))
+        self._connection = serving.Connection(receiver, str(how["address"]), timeout=20)
+
+    def follow(self, version: int) -> None:
+        assert self._connection is not None
+        failing, self.failing = self.failing, ""
+        if failing == "before":
+            raise RuntimeError("the engine is asleep")
+        self._connection.follow(version=version)
+        if failing == "after":
+            raise RuntimeError("the cache is in use")
+
+    def leave(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+
+
+def test_what_an_engine_fails_with_is_told_and_the_next_push_succeeds() -> None:
+    weights = {"weight": torch.ones(2, 3), "bias": torch.zeros(2)}
+    model = zerostart.load(weights, lambda: nn.Linear(3, 2), engine="fsdp2", progress=False)
+    engine = Engine()
+    with zerostart.refit(model, engine, timeout=20) as refitter:
+        engine.failing = (
+            "before"  # its worker is told of the push, and that it is given up, and looks at neither
+        )
+        with pytest.raises(PeerError, match="the engine is asleep"):
+            refitter.push()
+        refitter.push()
+        assert engine.module.weight.tolist() == torch.ones(2, 3).tolist()
+        engine.failing = "after"
+        with pytest.raises(PeerError, match=r"all workers have version 3, but .* the cache is in use"):
+            refitter.push()
+        assert refitter.push().workers[0].version == 4
+    assert not [t for t in threading.enumerate() if t.name == "zerostart-refit-engine"]
