@@ -45,7 +45,7 @@ def test_enabled_takes_what_is_described(verb: Callable[..., object]) -> None:
 
 
 def test_a_plan_takes_what_is_described() -> None:
-    own = {"world_size": (8, "int"), "rank": (None, "int | None")}
+    own = {"world_size": (8, "int"), "engine": ("deepspeed", "str | None"), "rank": (None, "int | None")}
     wanted = {name: d[:2] for name, d in described(LoadArguments, ForecastArguments).items() if d[2]}
     assert signature(zerostart.plan) == wanted | own
 
