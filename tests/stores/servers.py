@@ -5,6 +5,7 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 import urllib.error
@@ -52,7 +53,16 @@ def running(command: list[str], ready: str, folder: str) -> Iterator[None]:
 def rclone(folder: Path, kind: str) -> Iterator[str]:
     """The address of an rclone that serves ``folder`` by http or webdav, as it is at each moment."""
     address = f"127.0.0.1:{free_port()}"
-    command = ["rclone", "serve", kind, "--addr", address, "--dir-cache-time", "0s", str(folder)]
+    command = [
+        located("rclone") or "rclone",
+        "serve",
+        kind,
+        "--addr",
+        address,
+        "--dir-cache-time",
+        "0s",
+        str(folder),
+    ]
     with tempfile.TemporaryDirectory() as own, running(command, f"http://{address}/", own):
         yield f"http://{address}"
 
@@ -74,7 +84,15 @@ def _started(kind: str, stack: contextlib.ExitStack, attempts: int = 3) -> str:
         # The ports of its gRPC servers too, which else are these and 10 000 more.
         ports = [f"-{name}.port={free_port()}" for name in names]
         ports += [f"-{name}.port.grpc={free_port()}" for name in (*names, "s3")]
-        command = ["weed", "server", f"-dir={own}", "-ip=127.0.0.1", "-s3", f"-s3.port={port}", *ports]
+        command = [
+            located("weed") or "weed",
+            "server",
+            f"-dir={own}",
+            "-ip=127.0.0.1",
+            "-s3",
+            f"-s3.port={port}",
+            *ports,
+        ]
         command += ["-volume.max=8", "-master.volumeSizeLimitMB=1024"]
     else:
         command = ["moto_server", "-H", "127.0.0.1", "-p", str(port)]
@@ -141,7 +159,12 @@ def upload(folder: Path, endpoint: str, prefix: str) -> None:
 
 
 def has(command: str) -> bool:
-    return shutil.which(command) is not None
+    return located(command) is not None
+
+
+def located(command: str) -> str | None:
+    """The path of a command, looked for in this environment first, which need not be activated."""
+    return shutil.which(command, path=str(Path(sys.executable).parent)) or shutil.which(command)
 
 
 Named = Callable[[str], str]

@@ -2,6 +2,7 @@
 
 import glob
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -155,6 +156,10 @@ def test_the_command_in_the_error_uploads_what_the_push_would(tmp_path: Path) ->
     assert line.count("--include") == 3
     with serving() as hub:
         told = hub.environment(tmp_path / "home")
+        # The commands of this environment, which need not be a shell's own.
+        told["PATH"] = os.pathsep.join(
+            [str(Path(sys.executable).parent), *os.environ["PATH"].split(os.pathsep)]
+        )
         subprocess.run(["sh", "-c", line], env=told, check=True, capture_output=True, timeout=120)
         assert hub.files["me/mine"] == {name: name.encode() for name in names}
         assert hub.private == {"me/mine": True}
