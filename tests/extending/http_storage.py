@@ -63,7 +63,7 @@ class HttpReader(Reader):
 class HttpFile(Storage):
     """What tells a file from another is the server's ETag."""
 
-    schemes = ("http",)
+    schemes = ("web",)  #: not http: zerostart has a storage for that itself
 
     @classmethod
     def at(cls, source: str) -> "HttpFile":

@@ -22,7 +22,7 @@ def package(tmp_path: Path) -> Path:
     info = tmp_path / "site" / "copies-1.0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: copies\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[zerostart.engines]\ncopies = extending.copies:Copies\n")
+    (info / "entry_points.txt").write_text("[zerostart.engines]\ncopies = tests.extending.copies:Copies\n")
     return info.parent
 
 

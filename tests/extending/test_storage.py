@@ -81,7 +81,7 @@ def server(folder: Path, **how: Any) -> Iterator[Callable[[str], str]]:
         thread = threading.Thread(target=made.serve_forever, args=(0.05,), daemon=True)
         thread.start()
         try:
-            yield lambda name: f"http://127.0.0.1:{made.server_port}/{name}"
+            yield lambda name: f"web://127.0.0.1:{made.server_port}/{name}"
         finally:
             made.shutdown()
             thread.join()
@@ -136,7 +136,7 @@ def test_a_torch_file_is_read_from_any_storage(tmp_path: Path) -> None:
 
 def test_without_a_model_there_is_nothing_to_build(tmp_path: Path) -> None:
     save(tmp_path / "model.safetensors")
-    with server(tmp_path) as url, pytest.raises(errors.ConfigError, match=r"http://.*no config\.json"):
+    with server(tmp_path) as url, pytest.raises(errors.ConfigError, match=r"web://.*no config\.json"):
         zerostart.plan(url("model.safetensors"))
 
 
@@ -145,9 +145,9 @@ def test_schemes_that_nobody_has_registered() -> None:
         open_catalog("s9://bucket/x")
 
     class Other(Storage):
-        schemes = ("http",)
+        schemes = ("web",)
 
-    with pytest.raises(errors.ConfigError, match="http:// is already registered"):
+    with pytest.raises(errors.ConfigError, match="web:// is already registered"):
         register_storage(Other)
     assert register_storage(HttpFile) is HttpFile
 
