@@ -19,7 +19,7 @@ from pathlib import Path
 
 from zerostart.checkpoint.catalog import Catalog
 from zerostart.checkpoint.storage import Storage
-from zerostart.checkpoint.usual_names import SETTINGS
+from zerostart.checkpoint.usual_names import SETTINGS, USUAL_SETTINGS
 from zerostart.errors import CheckpointError, WriteError
 
 #: Of one file: the longest vocabularies have some 40 MB.
@@ -36,7 +36,10 @@ def settings_here(storage: Storage) -> str:
 
     Raises ReadError, CheckpointError for one that is too long, WriteError where there is no room for them.
     """
-    names = [name for name in storage.names() if _matches(name, SETTINGS) and not _matches(name, _ASIDE)]
+    sizes = dict(zip(storage.names(), storage.sizes, strict=True))
+    names = [name for name in sizes if _matches(name, SETTINGS) and not _matches(name, _ASIDE)]
+    # A long one that no library looks for is data of somebody's.
+    names = [name for name in names if sizes[name] <= MOST_BYTES or name in USUAL_SETTINGS]
     return str(copied(storage, names)) if names else ""
 
 
@@ -60,9 +63,21 @@ def copied(storage: Storage, names: list[str]) -> Path:
     for name, data in zip(names, contents, strict=True):
         digest.update(f"{len(name)} {len(data)} {name}".encode() + data)
     place = _directory() / digest.hexdigest()
-    if not place.is_dir():
-        _write(place, dict(zip(names, contents, strict=True)))
+    wanted = dict(zip(names, contents, strict=True))
+    # By its contents: a cache is cleared by age, file by file, and others may be able to write to it.
+    if not _holds(place, wanted):
+        _write(place, wanted)
     return place
+
+
+def _holds(place: Path, contents: dict[str, bytes]) -> bool:
+    """Whether these are the files of ``place``, and no others."""
+    try:
+        there = {file.relative_to(place).as_posix() for file in place.rglob("*") if file.is_file()}
+        own = {name for name in there if "__pycache__" not in name}
+        return own == contents.keys() and all((place / n).read_bytes() == d for n, d in contents.items())
+    except OSError:
+        return False
 
 
 @contextlib.contextmanager
@@ -105,8 +120,14 @@ def _matches(name: str, patterns: tuple[str, ...]) -> bool:
 
 def _directory() -> Path:
     """Where users' programs keep what can be had again."""
-    cache = os.environ.get("XDG_CACHE_HOME")
-    return (Path(cache) if cache else Path("~/.cache").expanduser()) / "zerostart" / "beside"
+    if cache := os.environ.get("XDG_CACHE_HOME"):
+        return Path(cache) / "zerostart" / "beside"
+    try:
+        return Path("~/.cache").expanduser() / "zerostart" / "beside"
+    except RuntimeError as error:  # a user without a home, as in a container
+        raise WriteError(
+            f"{error}: set XDG_CACHE_HOME to a directory for the files beside weights"
+        ) from error
 
 
 def _write(place: Path, contents: dict[str, bytes]) -> None:
@@ -118,10 +139,13 @@ def _write(place: Path, contents: dict[str, bytes]) -> None:
             for name, data in contents.items():
                 (part / name).parent.mkdir(parents=True, exist_ok=True)
                 (part / name).write_bytes(data)
+            if place.exists():  # with other contents: see ``copied``
+                place.rename(part / ".before")
+                shutil.rmtree(part / ".before", ignore_errors=True)
             part.rename(place)
-        except OSError:
+        except BaseException as error:
             shutil.rmtree(part, ignore_errors=True)
-            if not place.is_dir():  # else another process was first
+            if not (isinstance(error, OSError) and _holds(place, contents)):  # else another process was first
                 raise
     except OSError as error:
         raise WriteError(

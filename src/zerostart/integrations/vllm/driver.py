@@ -51,6 +51,15 @@ def driver_of(target: object) -> ServerDriver | ClientDriver | EngineDriver | No
     return ClientDriver(target)
 
 
+def _check_emptied(answer: object) -> None:
+    """Raise PeerError where vLLM has kept its prefix cache, which it does while requests run."""
+    if answer is False:
+        raise PeerError(
+            "vLLM has not emptied its prefix cache, whose keys and values are of the version before, since "
+            "requests are running: wait for them, or pause generation, before a push; then push again"
+        )
+
+
 class ClientDriver:
     """Anything with the four calls of ``VLLMWeightSyncClient``.
 
@@ -96,7 +105,7 @@ class ServerDriver(ClientDriver):
     def follow(self, version: int) -> None:
         """Have the workers take part in a push; what the server has cached of prompts is dropped."""
         super().follow(version)
-        self._client.post("reset_prefix_cache")
+        _check_emptied(self._client.post("reset_prefix_cache").get("success"))
 
 
 class _Server:
@@ -121,9 +130,9 @@ class _Server:
     def shutdown_weight_transfer_engine(self) -> None:
         self.post("shutdown_weight_transfer_engine")
 
-    def post(self, route: str, body: JsonMapping | None = None) -> None:
+    def post(self, route: str, body: JsonMapping | None = None) -> dict[str, Any]:
         """Call a route that changes something."""
-        self._answer(route, json.dumps(body or {}).encode())
+        return self._answer(route, json.dumps(body or {}).encode())
 
     def _answer(self, route: str, data: bytes | None) -> dict[str, Any]:
         request = urllib.request.Request(
@@ -181,7 +190,7 @@ class EngineDriver:
             self._engine.finish_weight_update(str(version))
         else:
             self._call(workers_side.follow, {"version": version})
-        self._engine.reset_prefix_cache()
+        _check_emptied(self._engine.reset_prefix_cache())
 
     def leave(self) -> None:
         """Have the workers close their connections."""

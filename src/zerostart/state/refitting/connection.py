@@ -137,7 +137,7 @@ class Connection:
                 self._open(opened)
             if self._incoming is None:
                 raise ConfigError("a push began before its transport was opened; this is a bug in zerostart")
-            self._incoming.prepare(version, bool(body.get("full", True)), self._check)
+            self._incoming.prepare(version, self._check)
         except _GivenUp as error:
             raise PeerError(self._given_up(version, str(error))) from None
         except Exception as error:

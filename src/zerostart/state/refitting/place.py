@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import fcntl
 import os
@@ -43,9 +44,15 @@ class Place:
         except OSError as error:
             shutil.rmtree(made, ignore_errors=True)
             raise WriteError(f"{made}: a folder for a refit cannot be made: {error.strerror}") from error
+        self._owner = os.getpid()
+        # A script that ends without ``close`` leaves no image in memory.
+        atexit.register(self.close)
 
     def close(self) -> None:
         """Remove the folder and what is in it; raises nothing."""
+        atexit.unregister(self.close)
+        if os.getpid() != self._owner:
+            return  # forked from the owner, which goes on
         shutil.rmtree(self.path, ignore_errors=True)
         with contextlib.suppress(OSError):
             os.close(self._lock)

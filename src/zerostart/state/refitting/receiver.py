@@ -196,10 +196,6 @@ class Receiver:
         entries = {name: (name, dtype, shape) for name, dtype, shape in self._image.entries}
         digests = [Digests(entries[name] for name in each) for each in sums]
         left = set(self._filled)
-        if self._read.nbytes:
-            with incoming.reader() as reader:
-                _sum_read(self._image, self._read, reader, digests[len(self._sets)])
-        self._compare(sums, digests, done=False)
         stages = self._engine.stages({name: filled.whole for name, filled in self._filled.items()})
         with contextlib.closing(_generator(stages)) as following:
             for stage in following:
@@ -212,6 +208,10 @@ class Receiver:
             raise VerifyError(
                 f"{self._engine.name} gave no room for {', '.join(sorted(left)[:8])}, which its load fills"
             )
+        if self._read.nbytes:
+            # What cannot be read back. After the fill: bytes that are the version's now were so then.
+            with incoming.reader() as reader:
+                _sum_read(self._image, self._read, reader, digests[len(self._sets)])
         self._compare(sums, digests, done=True)
         self.version = version
 

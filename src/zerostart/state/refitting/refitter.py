@@ -87,8 +87,6 @@ class PushReport:
     moved_bytes: int
     #: Bytes that all workers take.
     wanted_bytes: int
-    #: Whether all was sent, and not only what has changed.
-    full: bool
     #: What a rank took at most beside what it had before, as in the report of a load; the largest of all
     #: ranks. An image in shared memory is not anonymous, and is not in it.
     peak_host_bytes: int
@@ -229,7 +227,7 @@ class Refitter:
                 self._image = self._prepared().image
                 made = world.broadcast_object(lambda: self._begin(target), "listening for workers")
                 self.address, folder = made
-                options = {"folder": folder, "secret": settings.secret}
+                options = {"folder": folder, "timeout": settings.timeout}
                 self._transport = kind.outgoing(world, options)
                 if self._driver is not None:
                     world.broadcast_object(self._join, "having the engine connect")
@@ -276,9 +274,9 @@ class Refitter:
                     with _timed(phases, "plan"):
                         prepared = self._prepared()
                         self._meet_workers(prepared.image)
-                        full = self._open(prepared, version)
+                        self._open(prepared, version)
                     with _timed(phases, "write"), world.phase("writing the weights"):
-                        sums = self._write(prepared, version, full)
+                        sums = self._write(prepared, version)
             except BaseException as error:
                 self._abort(version, error)
                 if isinstance(error, WorkerLost):  # on all ranks, which are there
@@ -299,7 +297,6 @@ class Refitter:
             prepared.image.layout.total_size,
             sum(each[1] for each in figures),
             sum(info.wants.nbytes for info in self._takers.infos),
-            full,
             max(each[2] for each in figures),
             max(each[3] for each in figures),
             (),
@@ -473,31 +470,29 @@ class Refitter:
             self._sums = SetSums(image, self._takers.sets)
             self._opened = None
 
-    def _open(self, prepared: _Prepared, version: int) -> bool:
-        """Have the transport and the workers ready for the version; gives whether all is to be sent."""
+    def _open(self, prepared: _Prepared, version: int) -> None:
+        """Have the transport and the workers ready for the version."""
         transport, world = self._transport, self._world
         assert transport is not None, "not closed"
         if self._opened is None:
             own = Runs.of_writes(prepared.plan, prepared.image.layout)
             self._opened = transport.open(prepared.image, own, self._takers.infos)
 
-        def begin() -> bool:
+        def begin() -> None:
             session = self._session
             assert session is not None, "rank 0 has it"
             assert self._opened is not None, "opened above"
-            full = True  # no transport here knows what has changed since the version before
             self._begin_following(version)
-            session.prepare(version, full, self._opened, transport.name)
-            return full
+            session.prepare(version, self._opened, transport.name)
 
-        return world.broadcast_object(begin, "having the workers prepare")
+        world.broadcast_object(begin, "having the workers prepare")
 
-    def _write(self, prepared: _Prepared, version: int, full: bool) -> list[dict[str, tuple[int, ...]]]:
+    def _write(self, prepared: _Prepared, version: int) -> list[dict[str, tuple[int, ...]]]:
         transport, sums = self._transport, self._sums
         assert transport is not None, "not closed"
         assert sums is not None, "opened before"
         sums.begin()
-        writer = transport.writer(version, full)
+        writer = transport.writer(version)
         write_out(prepared.plan, prepared.storages, writer, THREADS, sums.add_rows)
         transport.finish()
         return sums.summed(self._world)

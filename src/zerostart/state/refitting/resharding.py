@@ -37,6 +37,7 @@ from zerostart.state.refitting.refitter import (
     RefitSettings,
 )
 from zerostart.state.refitting.sums import SetSums, differing
+from zerostart.state.refitting.transports.base import ImageWriter
 from zerostart.state.resuming.background import settle_last
 from zerostart.state.saving.adapters import has_adapters
 from zerostart.state.saving.contents import contents_of
@@ -193,7 +194,6 @@ class ModelRefitter:
             way.image.layout.total_size,
             way.moved,
             way.wanted,
-            True,
             max(each[1] for each in figures),
             max(each[2] for each in figures),
             (),
@@ -311,29 +311,19 @@ def _windows(entry: TensorEntry, chunk: int) -> list[int]:
     return [entry.offset, *range(entry.offset + size - lead, entry.offset + entry.nbytes, size)]
 
 
-class _Band:
+class _Band(ImageWriter):
     """A part of the image in memory; also what a plan of writes writes to."""
 
     def __init__(self, layout: SaveLayout, low: int, high: int) -> None:
+        super().__init__(layout)
         self.low, self.high = low, high
-        self._tensors = layout.tensors
         # Elements lie as in the file, and there at multiples of their size.
         self._base = low - low % 64
         self._data = torch.empty(high - self._base, dtype=torch.uint8, device="cpu")
 
-    def lead(self, name: str, offset: int) -> int:
-        """Anywhere."""
-        return 0
-
-    def goes_round(self, nbytes: int) -> bool:
-        """There is nothing to go round."""
-        return False
-
-    def write_rows(self, name: str, data: memoryview, offset: int, length: int, step: int, rows: int) -> None:
+    def put(self, place: int, data: torch.Tensor, length: int, step: int, rows: int) -> None:
         """Copy to where it lies in the image."""
-        place = self._tensors[name].offset + offset
-        source = torch.frombuffer(data, dtype=torch.uint8)
-        self._rows(place, length, step, rows).copy_(source.as_strided((rows, length), (step, 1)))
+        self._rows(place, length, step, rows).copy_(data.as_strided((rows, length), (step, 1)))
 
     def pack(self, runs: Runs, out: torch.Tensor) -> None:
         """The bytes of ``runs``, one after the other."""

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, Listener
+from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 
 from zerostart.checkpoint.strict_json import JsonObject
@@ -92,7 +92,8 @@ class Session:
             Path(self.address.place).chmod(0o600)
         # Port 0 is any that is free.
         self.address = Address(self.address.family, self._listener.address)
-        threading.Thread(target=self._accept, name="zerostart-refit", daemon=True).start()
+        self._accepting = threading.Thread(target=self._accept, name="zerostart-refit", daemon=True)
+        self._accepting.start()
 
     def close(self, over: bool = True) -> None:
         """End all connections; raises nothing.
@@ -100,6 +101,10 @@ class Session:
         Workers are told that it is ``over``; otherwise they wait for another trainer.
         """
         self._closing.set()
+        with contextlib.suppress(OSError):
+            # To close it wakes nobody who waits at it, and it keeps its port until then.
+            Client(self.address.place, self.address.family).close()
+        self._accepting.join(1)
         with contextlib.suppress(OSError):
             self._listener.close()
         with self._changed:
@@ -199,10 +204,10 @@ class Session:
 
     # A push.
 
-    def prepare(self, version: int, full: bool, opened: Mapping[str, JsonObject], transport: str) -> None:
+    def prepare(self, version: int, opened: Mapping[str, JsonObject], transport: str) -> None:
         """Tell all workers to get ready."""
         for worker in self.workers.values():
-            body: JsonObject = {"version": version, "full": full, "decision": str(self.decision)}
+            body: JsonObject = {"version": version, "decision": str(self.decision)}
             # Opened anew, perhaps, since another worker came or went.
             parameters = opened.get(worker.name, {})
             if worker.fresh or worker.opened != parameters:
@@ -299,6 +304,9 @@ class Session:
                     return
                 time.sleep(0.05)
                 continue
+            if self._closing.is_set():
+                connection.close()
+                return
             if self._strangers >= MOST_STRANGERS:
                 connection.close()
                 continue

@@ -8,13 +8,17 @@ decides, and workers fill their parameters from ``Incoming.reader``, and call ``
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Protocol
 
+import torch
+
 from zerostart.checkpoint.storage import Reader
 from zerostart.checkpoint.strict_json import JsonObject
+from zerostart.checkpoint.write.shards import SaveLayout
 from zerostart.distributed.world import World
 from zerostart.errors import ConfigError, WriteError
 from zerostart.state.refitting.image import Image
@@ -43,6 +47,33 @@ class WorkerInfo:
     wants: Runs
 
 
+class ImageWriter(ABC):
+    """A ``Writer`` whose rows go to places of the image, and to no file."""
+
+    def __init__(self, layout: SaveLayout) -> None:
+        self._tensors = layout.tensors
+
+    def lead(self, name: str, offset: int) -> int:
+        """Where in a page it begins means nothing here."""
+        return 0
+
+    def goes_round(self, nbytes: int) -> bool:
+        """There is no page cache to go round."""
+        return False
+
+    def write_rows(self, name: str, data: memoryview, offset: int, length: int, step: int, rows: int) -> None:
+        """See ``Writer``."""
+        place = self._tensors[name].offset + offset
+        self.put(place, torch.frombuffer(data, dtype=torch.uint8), length, step if rows > 1 else length, rows)
+
+    @abstractmethod
+    def put(self, place: int, data: torch.Tensor, length: int, step: int, rows: int) -> None:
+        """Take ``rows`` of ``length`` bytes, ``step`` bytes apart in ``data`` and in the image.
+
+        The first begins at byte ``place`` of the image. Called from several threads.
+        """
+
+
 class Transport(Protocol):
     """The side of one trainer rank. What is collective is called by all trainer ranks in one order."""
 
@@ -57,11 +88,8 @@ class Transport(Protocol):
         """
         ...
 
-    def writer(self, version: int, full: bool) -> Writer:
-        """Where this rank's elements of the version go, by ``transfer.writing.write_out``.
-
-        ``full``: all of them are sent, whatever a transport of changes knows of the version before.
-        """
+    def writer(self, version: int) -> Writer:
+        """Where this rank's elements of the version go, by ``transfer.writing.write_out``."""
         ...
 
     def finish(self) -> None:
@@ -84,7 +112,7 @@ class Transport(Protocol):
 class Incoming(Protocol):
     """The side of one worker."""
 
-    def prepare(self, version: int, full: bool, check: Callable[[], None]) -> None:
+    def prepare(self, version: int, check: Callable[[], None]) -> None:
         """Return when the version's bytes can be read, or will be able to once the session has decided.
 
         While it waits it calls ``check`` every second at least, which raises where the push was given up or
@@ -94,10 +122,6 @@ class Incoming(Protocol):
 
     def reader(self) -> Reader:
         """Reads the image's bytes, as file number 0; a new one for each pass. Only what the worker wants."""
-        ...
-
-    def changed(self) -> Runs | None:
-        """What differs from the version that this worker has; None: everything may."""
         ...
 
     def done(self) -> None:
@@ -116,7 +140,10 @@ class Kind(Protocol):
     name: str
 
     def outgoing(self, world: World, options: Mapping[str, object]) -> Transport:
-        """The side of this trainer rank; raises ConfigError for options that it does not have."""
+        """The side of this trainer rank; raises ConfigError where it cannot be.
+
+        ``options``: ``folder``, of this job on rank 0's machine, and ``timeout`` in seconds.
+        """
         ...
 
     def incoming(self, image: Image, wants: Runs, parameters: JsonObject) -> Incoming:

@@ -30,6 +30,7 @@ from zerostart.distributed.world import World
 from zerostart.errors import CheckpointError, ConfigError, PeerError, ReadError, WriteError
 from zerostart.state.refitting.image import Image
 from zerostart.state.refitting.transports.base import (
+    ImageWriter,
     Incoming,
     Transport,
     WorkerInfo,
@@ -42,7 +43,7 @@ from zerostart.transfer.writing import Writer
 MiB = 1 << 20
 #: Most bytes of a message, and of all messages that a side holds at a time.
 MESSAGE, TOGETHER = 32 * MiB, 192 * MiB
-#: How long a peer may be silent before it counts as gone; one that dies is noticed at once.
+#: How long the group waits for all to join. One that dies later is noticed at once.
 PATIENCE = timedelta(seconds=30)
 #: Numbers of a message's header: the version, its rows, and its bytes. No rows: it was the last one.
 HEADER = 3
@@ -59,10 +60,10 @@ class Group:
 
     name = "group"
 
-    def __init__(self, world: World, host: str | None = None) -> None:
-        """``host`` is the name under which workers reach rank 0; None: what that calls itself."""
+    def __init__(self, world: World, timeout: float) -> None:
+        """``timeout`` is for how many seconds a worker may take nothing before it counts as gone."""
         self._world = world
-        self._host = host
+        self._timeout = timeout
         self._store: Any = None
         self._group: Any = None
         self._place: tuple[str, int, str] | None = None
@@ -93,11 +94,12 @@ class Group:
                 "size": size,
                 "sources": [rank for rank, each in enumerate(sends) if each[number]],
                 "limit": self._limit,
+                "timeout": self._timeout,
             }
             for number, worker in enumerate(workers)
         }
 
-    def writer(self, version: int, full: bool) -> Writer:
+    def writer(self, version: int) -> Writer:
         """Sends what each worker wants of what is written."""
         assert self._image is not None, "opened before"
         assert self._place is not None, "opened before"
@@ -114,9 +116,11 @@ class Group:
                     f"no group of {size} could be made within {PATIENCE.seconds} s: one of the workers "
                     f"({names}) has died, or cannot reach {host}:{port} ({_short(error)})"
                 ) from error
+        first = self._world.size
+        peers = [_Peer(self._group, first + n, self._timeout) for n in range(len(self._workers))]
         self._parcels = [
-            _Parcel(self._group, worker, self._world.size + number, version, self._limit, self._count)
-            for number, worker in enumerate(self._workers)
+            _Parcel(peer, worker, version, self._limit, self._count)
+            for peer, worker in zip(peers, self._workers, strict=True)
         ]
         return _Sender(self._image, self._parcels)
 
@@ -142,7 +146,7 @@ class Group:
         self._place = self._image = None
 
     def _listen(self) -> tuple[str, int, str]:
-        host = self._host or socket.gethostname()
+        host = socket.gethostname()
         self._store = _store(host, 0, True)
         return host, int(self._store.port), f"zerostart-{uuid.uuid4().hex}"
 
@@ -171,20 +175,35 @@ def _short(error: BaseException) -> str:
     return str(error).splitlines()[0][:200]
 
 
+class _Peer:
+    """Another process of the group, by its rank there."""
+
+    def __init__(self, group: Any, rank: int, timeout: float) -> None:
+        self._group, self._rank = group, rank
+        self._patience = timedelta(seconds=timeout)
+
+    def send(self, tensor: torch.Tensor) -> None:
+        """Return when it has it; raises RuntimeError."""
+        self._group.send([tensor], self._rank, 0).wait(self._patience)
+
+    def receive(self, tensor: torch.Tensor) -> None:
+        """Fill ``tensor``; raises RuntimeError."""
+        self._group.recv([tensor], self._rank, 0).wait(self._patience)
+
+
 class _Parcel:
     """What goes to one worker next; several threads put something in."""
 
     def __init__(
         self,
-        group: Any,
+        peer: _Peer,
         worker: WorkerInfo,
-        rank: int,
         version: int,
         limit: int,
         count: Callable[[int], None],
     ) -> None:
         self.worker = worker
-        self._group, self._rank, self._version, self._limit, self._count = group, rank, version, limit, count
+        self._peer, self._version, self._limit, self._count = peer, version, limit, count
         self._lock = threading.Lock()
         self._room: torch.Tensor | None = None
         self._rows: list[Any] = []
@@ -229,7 +248,7 @@ class _Parcel:
 
     def _transmit(self, tensor: torch.Tensor) -> None:
         try:
-            self._group.send([tensor], self._rank, 0).wait()
+            self._peer.send(tensor)
         except RuntimeError as error:
             raise WorkerLost(
                 f"worker {self.worker.name} ({self.worker.host}) died, or the network between, while version "
@@ -237,56 +256,58 @@ class _Parcel:
             ) from error
 
 
-class _Sender:
+class _Sender(ImageWriter):
     """What is written, to the workers that want it."""
 
     def __init__(self, image: Image, parcels: Sequence[_Parcel]) -> None:
-        self._tensors, self._parcels = image.layout.tensors, parcels
+        super().__init__(image.layout)
+        self._parcels = parcels
 
-    def lead(self, name: str, offset: int) -> int:
-        """Anywhere."""
-        return 0
-
-    def goes_round(self, nbytes: int) -> bool:
-        """There is nothing to go round."""
-        return False
-
-    def write_rows(self, name: str, data: memoryview, offset: int, length: int, step: int, rows: int) -> None:
+    def put(self, place: int, data: torch.Tensor, length: int, step: int, rows: int) -> None:
         """Put it into the parcels; full ones are sent meanwhile."""
-        place = self._tensors[name].offset + offset
-        source = torch.frombuffer(data, dtype=torch.uint8)
-        written = Runs.of([(place, length, step if rows > 1 else 0, rows)])
+        written = Runs.of([(place, length, step, rows)])
         for parcel in self._parcels:
             met = written.intersect(parcel.worker.wants)
             if met.nbytes:
-                parcel.put(met, source, place)
+                parcel.put(met, data, place)
+
+
+def _pages(wants: Runs, nbytes: int) -> list[tuple[int, int]]:
+    """Begin and end of the pages with any of the bytes, in a file of ``nbytes``; those that touch are one."""
+    low = wants.spans[:, 0] // mmap.PAGESIZE * mmap.PAGESIZE
+    high = -(-wants.spans[:, 1] // mmap.PAGESIZE) * mmap.PAGESIZE
+    rows = np.stack([low, high - low, np.zeros_like(low), np.ones_like(low)], 1)
+    return [(begin, min(end, nbytes)) for begin, end in Runs.of(rows).spans.tolist()]
 
 
 class FromGroup:
     """The side of a worker."""
 
-    def __init__(self, image: Image, parameters: JsonObject, spool: str | None = None) -> None:
-        """Raises WriteError where there is no room for the image in ``spool``; None: /dev/shm."""
+    def __init__(self, image: Image, wants: Runs, parameters: JsonObject) -> None:
+        """Raises WriteError where there is no room for what it ``wants``."""
         self._at = str(parameters["host"]), int(parameters["port"]), str(parameters["name"])
         self._rank, self._size = int(parameters["rank"]), int(parameters["size"])
         self._sources = [int(rank) for rank in parameters["sources"]]
         self._limit = min(MESSAGE, int(parameters["limit"]))
+        self._timeout = float(parameters["timeout"])
         self._group: Any = None
-        folder = spool or os.environ.get("ZEROSTART_REFIT_SPOOL") or "/dev/shm"
+        folder = os.environ.get("ZEROSTART_REFIT_SPOOL") or "/dev/shm"
         try:
             # Without a name: it goes with this process, however that ends.
             with tempfile.TemporaryFile(dir=folder) as file:
-                # At once: a page that is missing later would end the process.
-                os.posix_fallocate(file.fileno(), 0, image.nbytes)
+                os.ftruncate(file.fileno(), image.nbytes)
+                # Its own pages alone, and at once: one that is missing later would end the process.
+                for begin, end in _pages(wants, image.nbytes):
+                    os.posix_fallocate(file.fileno(), begin, end - begin)
                 self._memory = mmap.mmap(file.fileno(), image.nbytes)
         except OSError as error:
             raise WriteError(
-                f"{folder}: {image.nbytes} bytes for what the trainer sends cannot be had there "
+                f"{folder}: {wants.nbytes} bytes for what the trainer sends cannot be had there "
                 f"({error.strerror}); name another directory in ZEROSTART_REFIT_SPOOL"
             ) from error
         self._data = torch.frombuffer(self._memory, dtype=torch.uint8)
 
-    def prepare(self, version: int, full: bool, check: Callable[[], None]) -> None:
+    def prepare(self, version: int, check: Callable[[], None]) -> None:
         """Take all messages of the version."""
         errors: list[BaseException] = []
         begun = threading.Thread(target=self._receive, args=(version, errors), daemon=True)
@@ -306,10 +327,6 @@ class FromGroup:
     def reader(self) -> Reader:
         """Of what has come."""
         return MemoryReader([self._data])
-
-    def changed(self) -> Runs | None:
-        """Not known."""
-        return None
 
     def done(self) -> None:
         """The next version comes to the same place."""
@@ -334,7 +351,11 @@ class FromGroup:
             errors.append(PeerError(f"the trainer's group at {self._at[0]}:{self._at[1]}: {_short(error)}"))
             return
         threads = [
-            threading.Thread(target=self._take, args=(self._group, source, version, errors), daemon=True)
+            threading.Thread(
+                target=self._take,
+                args=(_Peer(self._group, source, self._timeout), source, version, errors),
+                daemon=True,
+            )
             for source in self._sources
         ]
         for thread in threads:
@@ -344,13 +365,13 @@ class FromGroup:
             while thread.is_alive() and not errors:
                 thread.join(0.1)
 
-    def _take(self, group: Any, source: int, version: int, errors: list[BaseException]) -> None:
+    def _take(self, peer: _Peer, source: int, version: int, errors: list[BaseException]) -> None:
         """All messages of one rank."""
         try:
             header = torch.empty(HEADER, dtype=torch.int64, device="cpu")
             room = torch.empty(0, dtype=torch.uint8, device="cpu")
             while not errors:
-                group.recv([header], source, 0).wait()
+                peer.receive(header)
                 number, rows, nbytes = header.tolist()
                 size = nbytes - rows * 32
                 if number != version or not 0 <= rows <= 1 << 24 or not 0 <= size <= self._limit:
@@ -358,10 +379,10 @@ class FromGroup:
                 if not rows:
                     return
                 table = torch.empty(rows * 32, dtype=torch.uint8, device="cpu")
-                group.recv([table], source, 0).wait()
+                peer.receive(table)
                 if room.numel() < size:
                     room = torch.empty(size, dtype=torch.uint8, device="cpu")
-                group.recv([room[:size]], source, 0).wait()
+                peer.receive(room[:size])
                 self._put(table, room[:size])
         except (RuntimeError, CheckpointError) as error:
             errors.append(
@@ -390,11 +411,11 @@ class _Kind:
         """Raises ConfigError where torch has no gloo."""
         if not dist.is_gloo_available():
             raise ConfigError("transport='group' needs a torch with gloo; use transport='shared_memory'")
-        return Group(world)
+        return Group(world, float(str(options["timeout"])))
 
     def incoming(self, image: Image, wants: Runs, parameters: JsonObject) -> Incoming:
         """Of the group that the trainer names."""
-        return FromGroup(image, parameters)
+        return FromGroup(image, wants, parameters)
 
 
 register_transport(_Kind())

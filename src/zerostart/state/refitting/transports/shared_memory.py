@@ -23,7 +23,13 @@ from zerostart.checkpoint.strict_json import JsonObject
 from zerostart.distributed.world import World
 from zerostart.errors import ConfigError, ReadError, WriteError
 from zerostart.state.refitting.image import Image
-from zerostart.state.refitting.transports.base import Incoming, Transport, WorkerInfo, register_transport
+from zerostart.state.refitting.transports.base import (
+    ImageWriter,
+    Incoming,
+    Transport,
+    WorkerInfo,
+    register_transport,
+)
 from zerostart.transfer.planning.runs import Runs
 from zerostart.transfer.writing import Writer
 
@@ -84,7 +90,7 @@ class SharedMemory:
             self._image = image
         return {worker.name: {"path": str(self._path)} for worker in workers}
 
-    def writer(self, version: int, full: bool) -> Writer:
+    def writer(self, version: int) -> Writer:
         """Copies into the mapping."""
         assert self._mapped is not None, "opened before"
         assert self._image is not None, "opened before"
@@ -136,30 +142,21 @@ class SharedMemory:
             ) from error
 
 
-class _MappedWriter:
+class _MappedWriter(ImageWriter):
     """Rows into a mapping."""
 
     def __init__(self, memory: torch.Tensor, image: Image, count: Callable[[int], None]) -> None:
-        self._memory, self._tensors, self._count = memory, image.layout.tensors, count
+        super().__init__(image.layout)
+        self._memory, self._count = memory, count
 
-    def lead(self, name: str, offset: int) -> int:
-        """Anywhere."""
-        return 0
-
-    def goes_round(self, nbytes: int) -> bool:
-        """There is nothing to go round."""
-        return False
-
-    def write_rows(self, name: str, data: memoryview, offset: int, length: int, step: int, rows: int) -> None:
+    def put(self, place: int, data: torch.Tensor, length: int, step: int, rows: int) -> None:
         """Copy; torch lets other threads run meanwhile."""
-        place = self._tensors[name].offset + offset
-        source = torch.frombuffer(data, dtype=torch.uint8)
-        if rows == 1 or step == length:
+        if step == length:
             nbytes = rows * length
-            self._memory[place : place + nbytes].copy_(source[:nbytes])
+            self._memory[place : place + nbytes].copy_(data[:nbytes])
         else:
             shape, strides = (rows, length), (step, 1)
-            self._memory.as_strided(shape, strides, place).copy_(source.as_strided(shape, strides))
+            self._memory.as_strided(shape, strides, place).copy_(data.as_strided(shape, strides))
         self._count(rows * length)
 
 
@@ -173,22 +170,16 @@ class FromSharedMemory:
         except OSError as error:
             raise ConfigError(
                 f"{path} cannot be opened by this worker: {error.strerror or error}; "
-                f"transport='shared_memory' is "
-                "for workers of the same user on the trainer's machine, which see its /dev/shm: else use "
-                "'group' "
-                "or 'group'"
+                "transport='shared_memory' is for workers of the same user on the trainer's machine, which "
+                "see its /dev/shm: else use 'group'"
             ) from error
 
-    def prepare(self, version: int, full: bool, check: Callable[[], None]) -> None:
+    def prepare(self, version: int, check: Callable[[], None]) -> None:
         """The bytes are there when the session has decided."""
 
     def reader(self) -> Reader:
         """Of the mapping."""
         return MemoryReader([self._mapped.data])
-
-    def changed(self) -> Runs | None:
-        """Not known."""
-        return None
 
     def done(self) -> None:
         """The mapping stays for the next version."""
