@@ -180,6 +180,16 @@ def test_faults_that_stay_are_told_at_once(store: proxy.Proxy, status: int, word
     assert len(store.asked) == before + 1
 
 
+def test_a_url_for_one_file_alone_is_enough(store: proxy.Proxy) -> None:
+    """As a signed one is: what may lie beside the file is refused."""
+    store.fault = lambda method, path, number: None if path.endswith("/model.safetensors") else 403
+    catalog = open_catalog(f"{store.address}/model.safetensors")
+    assert len(catalog.files) == 1
+    assert catalog.tensors
+    with pytest.raises(ReadError, match=r"403|credentials"):
+        open_catalog(f"{store.address}/nothing")
+
+
 def test_a_change_in_the_middle_of_a_load_is_one_error_on_all_ranks(
     store: proxy.Proxy, tmp_path: Path
 ) -> None:

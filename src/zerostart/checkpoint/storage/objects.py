@@ -195,11 +195,21 @@ class ObjectFiles(Storage, ABC):
     def _asked(self, question: Callable[[], T], key: str) -> T:
         return patiently(question, f"{self.root}{key}: the store does not answer", DELAYS_OF_QUESTIONS)
 
-    def _found(self, keys: Iterable[str]) -> dict[str, Found]:
-        """Those of ``keys`` that are there."""
+    def _found(self, keys: Iterable[str], refused: list[ReadError] | None = None) -> dict[str, Found]:
+        """Those of ``keys`` that are there. One that is refused is not, if the list takes the refusal."""
+
+        def find(key: str) -> Found | None:
+            try:
+                return self._find(key)
+            except ReadError as error:
+                if refused is None or not isinstance(error.__cause__, RefusedError):
+                    raise
+                refused.append(error)
+                return None
+
         wanted = list(dict.fromkeys(keys))
         with ThreadPoolExecutor(max(1, min(QUESTIONS, len(wanted)))) as pool:
-            found = dict(zip(wanted, pool.map(self._find, wanted), strict=True))
+            found = dict(zip(wanted, pool.map(find, wanted), strict=True))
         return {key: one for key, one in found.items() if one is not None}
 
     def _of(self, found: dict[str, Found]) -> Self:
@@ -211,16 +221,29 @@ class ObjectFiles(Storage, ABC):
         )
 
     def _below(self, folder: str, known: dict[str, Found] | None = None, asked: str = "") -> Storage:
-        """The files of a directory that may be of use: listed, or those of the usual names."""
+        """The files of a directory that may be of use: listed, or those of the usual names.
+
+        Who may read some objects need not be allowed to list them, nor to ask for others: with a signed URL,
+        or a policy for reading alone.
+        """
         begin = f"{folder}/" if folder else ""
-        listed = self._asked(lambda: self.bucket().list(folder), folder)
+        refused: list[ReadError] = []
+        try:
+            listed = self._asked(lambda: self.bucket().list(folder), folder)
+        except ReadError as error:
+            if not isinstance(error.__cause__, RefusedError):
+                raise
+            refused.append(error)
+            listed = None
         found = known or {}
         if listed is not None:
             # Without marks: those that are read are asked for by ``named``.
             found = found | {key: Found(size, None) for key, size in listed.items() if key not in found}
         else:
             names = (f"{begin}{name}" for name in (*STANDARD_NAMES, *USUAL_SETTINGS))
-            found = found | self._found(key for key in names if key not in found)
+            found = found | self._found((key for key in names if key not in found), refused)
+            if refused and not found:
+                raise refused[0]
         return replace(self._of(found), folder=f"{self.root}{folder}".rstrip("/"), asked=asked)
 
 
