@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import enum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-
-class _Dtype(enum.StrEnum):
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
+from zerostart.cli.convert import Dtype
 
 
 def command(
@@ -26,7 +21,7 @@ def command(
     ],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to write to.")],
     dtype: Annotated[
-        _Dtype | None, typer.Option(help="Floating type of the weights; without it each stays as it is.")
+        Dtype | None, typer.Option(help="Floating type of the weights; without it each stays as it is.")
     ] = None,
     adapter_format: Annotated[
         str | None,
