@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -21,6 +21,7 @@ from zerostart.checkpoint.strict_json import JsonObject
 from zerostart.checkpoint.write.shards import SaveLayout
 from zerostart.distributed.world import World
 from zerostart.errors import ConfigError, WriteError
+from zerostart.state.refitting.changes import Changed
 from zerostart.state.refitting.image import Image
 from zerostart.transfer.planning.runs import Runs
 from zerostart.transfer.writing import Writer
@@ -45,6 +46,17 @@ class WorkerInfo:
     host: str
     #: What it reads of the image.
     wants: Runs
+
+
+class Carried(NamedTuple):
+    """What a trainer rank has done for the last version, in bytes."""
+
+    #: Put into the transport.
+    moved: int
+    #: That differ from those of the version before; all, where this was not looked at.
+    changed: int
+    #: Kept to find out, beside the shards.
+    kept: int = 0
 
 
 class ImageWriter(ABC):
@@ -88,8 +100,11 @@ class Transport(Protocol):
         """
         ...
 
-    def writer(self, version: int) -> Writer:
-        """Where this rank's elements of the version go, by ``transfer.writing.write_out``."""
+    def writer(self, version: int, base: int | None) -> Writer:
+        """Where this rank's elements of the version go, by ``transfer.writing.write_out``.
+
+        All workers have version ``base`` whole, so that what has changed since is enough; None: send all.
+        """
         ...
 
     def finish(self) -> None:
@@ -100,8 +115,8 @@ class Transport(Protocol):
         """Give up the version that is under way, and raise nothing; workers must not wait for more of it."""
         ...
 
-    def moved(self) -> int:
-        """Bytes that this rank has put into the transport for the last version."""
+    def carried(self) -> Carried:
+        """What this rank has put into the transport for the last version."""
         ...
 
     def close(self) -> None:
@@ -124,6 +139,10 @@ class Incoming(Protocol):
         """Reads the image's bytes, as file number 0; a new one for each pass. Only what the worker wants."""
         ...
 
+    def changed(self, since: int) -> Changed | None:
+        """What may differ from version ``since``, which it has given, too; None: it has not been looked at."""
+        ...
+
     def done(self) -> None:
         """The version is in the parameters, or given up: its bytes are not needed any more."""
         ...
@@ -142,7 +161,8 @@ class Kind(Protocol):
     def outgoing(self, world: World, options: Mapping[str, object]) -> Transport:
         """The side of this trainer rank; raises ConfigError where it cannot be.
 
-        ``options``: ``folder``, of this job on rank 0's machine, and ``timeout`` in seconds.
+        ``options``: ``folder``, of this job on rank 0's machine, ``timeout`` in seconds, and ``deltas``:
+        whether ``base`` of ``Transport.writer`` will ever be a version.
         """
         ...
 
