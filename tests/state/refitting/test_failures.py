@@ -16,8 +16,8 @@ from torch import nn
 
 import zerostart
 from tests.ranks import _context, rank_outcomes, run_ranks
+from zerostart.checkpoint.channel import Channel
 from zerostart.errors import PeerError
-from zerostart.state.refitting.channel import Channel
 from zerostart.state.refitting.connection import Connection, serve
 from zerostart.state.refitting.receiver import Receiver
 

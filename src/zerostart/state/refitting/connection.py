@@ -10,9 +10,9 @@ import threading
 import time
 from pathlib import Path
 
+from zerostart.checkpoint.channel import PROTOCOL, Address, Message, connect, key_of
 from zerostart.checkpoint.strict_json import JsonObject, load_json
 from zerostart.errors import CheckpointError, ConfigError, PeerError
-from zerostart.state.refitting.channel import PROTOCOL, Address, Message, connect, key_of
 from zerostart.state.refitting.image import Image
 from zerostart.state.refitting.receiver import Receiver, Wants
 from zerostart.state.refitting.sums import Sums

@@ -14,11 +14,11 @@ import torch
 from rich.filesize import decimal
 from torch import nn
 
+from zerostart.checkpoint.channel import Address
 from zerostart.checkpoint.strict_json import JsonObject
 from zerostart.distributed.world import World, current_world, default_device
 from zerostart.errors import ConfigError, PeerError
 from zerostart.live.model import LiveModel
-from zerostart.state.refitting.channel import Address
 from zerostart.state.refitting.image import Image
 from zerostart.state.refitting.place import Place
 from zerostart.state.refitting.session import Session
