@@ -13,7 +13,6 @@ from torch import nn
 import zerostart
 from zerostart import serving
 from zerostart.state.refitting.changes import BLOCK, Blocks, pack, places_in, unit_of, unpack
-from zerostart.transfer.planning.runs import Runs
 
 #: Elements of fp32: a few blocks.
 WIDE = (256, 1024)

@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.metadata import entry_points
 from typing import NamedTuple, Protocol
 
 import torch
@@ -140,7 +141,7 @@ class Incoming(Protocol):
         ...
 
     def changed(self, since: int) -> Changed | None:
-        """What may differ from version ``since``, which it has given, too; None: it has not been looked at."""
+        """What may differ from version ``since``, which it has given, too; None: nobody has looked."""
         ...
 
     def done(self) -> None:
@@ -173,8 +174,10 @@ class Kind(Protocol):
 
 #: Modules of this folder that register one each.
 BUILT_IN = ("shared_memory", "group")
-#: Named in messages, since people ask for them.
-NOT_BUILT = ("nixl", "mooncake")
+#: By name of a transport that people ask for, and that is not built: the package that one would need.
+NOT_BUILT = {"nixl": "nixl", "mooncake": "mooncake-transfer-engine"}
+#: Entry points of installed packages: under a transport's name the object to register.
+GROUP = "zerostart.transports"
 _kinds: dict[str, Kind] = {}
 
 
@@ -189,14 +192,18 @@ def register_transport(kind: Kind) -> Kind:
 
 
 def transport_kind(name: str) -> Kind:
-    """The transport ``name``; raises ConfigError where none is registered."""
+    """The transport ``name``; raises ConfigError where none is registered or installed."""
     # Those that come with zerostart register themselves.
     for module in BUILT_IN:
         import_module(f"zerostart.state.refitting.transports.{module}")
+    if name not in _kinds:
+        for point in entry_points(group=GROUP, name=name):
+            register_transport(point.load())
     if (kind := _kinds.get(name)) is not None:
         return kind
+    needs = NOT_BUILT.get(name)
     raise ConfigError(
-        f"transport={name!r} is not one of {', '.join(sorted(_kinds))}"
-        + (", and is not built into zerostart" if name in NOT_BUILT else "")
-        + "; one of your own is registered with zerostart.serving.register_transport, on both sides"
+        f"transport={name!r} is not one of {', '.join(sorted(_kinds))}; one of your own is registered with "
+        f"zerostart.serving.register_transport, on both sides, or is an entry point of {GROUP}"
+        + (f", and for this one would be built on the package {needs}" if needs else "")
     )

@@ -25,12 +25,12 @@ from zerostart.checkpoint.memory import MemoryReader
 from zerostart.checkpoint.storage import Reader
 from zerostart.checkpoint.strict_json import JsonObject
 from zerostart.distributed.world import World
-from zerostart.errors import CheckpointError, ConfigError, PeerError, ReadError
-from zerostart.state.refitting.changes import Blocks, Changed, Packed, pack, places_in, unit_of, unpack
+from zerostart.errors import ConfigError, PeerError, ReadError
+from zerostart.state.refitting.changes import Blocks, Changed
 from zerostart.state.refitting.image import Image
+from zerostart.state.refitting.messages import MESSAGE, Message, Packer, Sender, take
 from zerostart.state.refitting.transports.base import (
     Carried,
-    ImageWriter,
     Incoming,
     Transport,
     WorkerInfo,
@@ -42,12 +42,10 @@ from zerostart.transfer.planning.runs import Runs
 from zerostart.transfer.writing import Writer
 
 MiB = 1 << 20
-#: Most bytes of a message, and of all messages that a side holds at a time.
-MESSAGE, TOGETHER = 32 * MiB, 192 * MiB
+#: Most bytes of all messages that a side holds at a time.
+TOGETHER = 192 * MiB
 #: How long the group waits for all to join. One that dies later is noticed at once.
 PATIENCE = timedelta(seconds=30)
-#: Of messages of differences, to pack which takes memory beside them.
-DIFFERENCES = 8 * MiB
 #: Numbers of a message's header: the version, the one that its bytes are the differences from (0: it has the
 #: bytes themselves), its rows, the bytes of these, how many of them are gaps (0: they are not packed), and
 #: the bytes that follow the rows. No rows: it was the last one.
@@ -133,13 +131,15 @@ class Group:
                 ) from error
         first = self._world.size
         peers = [_Peer(self._group, first + n, self._timeout) for n in range(len(self._workers))]
-        limit = self._limit if base is None else min(self._limit, DIFFERENCES)
         self._parcels = [
-            _Parcel(peer, worker, (version, base or 0), limit, self._count)
+            _Parcel(peer, worker, (version, base or 0), self._limit, self._count)
             for peer, worker, sends in zip(peers, self._workers, self._sends, strict=True)
             if sends
         ]
-        return _Sender(self._image, self._parcels, self._kept, base is not None, self._count)
+        packers = [(parcel.worker.wants, parcel.packer) for parcel in self._parcels]
+        return Sender(
+            self._image, packers, self._kept, base is not None, lambda nbytes: self._count(changed=nbytes)
+        )
 
     def finish(self) -> None:
         """Send what is left, and that it is all."""
@@ -222,7 +222,7 @@ class _Peer:
 
 
 class _Parcel:
-    """What goes to one worker next; several threads put something in."""
+    """What goes to one worker."""
 
     def __init__(
         self,
@@ -234,51 +234,22 @@ class _Parcel:
     ) -> None:
         """``version``, and the one that what is put in are the differences from, or 0."""
         self.worker = worker
-        self._peer, self._limit, self._count = peer, limit, count
+        self._peer, self._count = peer, count
         self._version, self._base = version
-        self._lock = threading.Lock()
-        self._room: torch.Tensor | None = None
-        self._rows: list[Any] = []
-        self._filled = 0
-
-    def put(self, met: Runs, source: torch.Tensor, place: int) -> None:
-        """Those bytes of ``met``, where ``source`` begins at byte ``place`` of the image."""
-        with self._lock:
-            for part in met.batches(self._limit):
-                if self._filled + part.nbytes > self._limit:
-                    self._send()
-                if self._room is None:
-                    self._room = torch.empty(self._limit, dtype=torch.uint8, device="cpu")
-                for start, width, stride, count in part.rows.tolist():
-                    nbytes = width * count
-                    self._room[self._filled : self._filled + nbytes].view(count, width).copy_(
-                        source.as_strided((count, width), (stride or width, 1), start - place)
-                    )
-                    self._filled += nbytes
-                self._rows.append(part.rows)
+        self.packer = Packer(limit, self._base > 0, self._send)
 
     def end(self) -> None:
         """Send what is left, and that no more comes."""
-        with self._lock:
-            if self._filled:
-                self._send()
-            self._transmit(self._header(0, 0, 0, 0))
-            self._room = None
+        self.packer.end()
+        self._transmit(self._header(0, 0, 0, 0))
 
-    def _send(self) -> None:
-        assert self._room is not None, "something was put in"
-        rows = np.concatenate(self._rows).astype("<i8")
-        content, gaps = self._room[: self._filled], 0
-        if self._base and (packed := pack(content.numpy(), unit_of(rows))) is not None:
-            gaps = len(packed.gaps)
-            content = torch.from_numpy(np.concatenate(packed))
-        if gaps or content.numel():  # of differences there may be none
-            table = torch.from_numpy(rows.reshape(-1).copy()).view(torch.uint8)
-            self._transmit(self._header(len(rows), self._filled, gaps, content.numel()))
-            self._transmit(table)
-            self._transmit(content)
-            self._count(content.numel())
-        self._filled, self._rows = 0, []
+    def _send(self, message: Message) -> None:
+        table = torch.from_numpy(message.rows.astype("<i8").reshape(-1)).view(torch.uint8)
+        size = message.content.numel()
+        self._transmit(self._header(len(message.rows), message.nbytes, message.gaps, size))
+        self._transmit(table)
+        self._transmit(message.content)
+        self._count(size)
 
     def _header(self, rows: int, nbytes: int, gaps: int, follow: int) -> torch.Tensor:
         numbers = [self._version, self._base, rows, nbytes, gaps, follow]
@@ -292,42 +263,6 @@ class _Parcel:
                 f"worker {self.worker.name} ({self.worker.host}) died, or the network between, while version "
                 f"{self._version} was sent to it ({_short(error)})"
             ) from error
-
-
-class _Sender(ImageWriter):
-    """What is written, or what of it has changed, to the workers that want it."""
-
-    def __init__(
-        self,
-        image: Image,
-        parcels: Sequence[_Parcel],
-        kept: Spool | None,
-        differences: bool,
-        count: Callable[[int, int], None],
-    ) -> None:
-        super().__init__(image.layout)
-        self._parcels, self._kept, self._count = parcels, kept, count
-        self._differences = differences
-
-    def put(self, place: int, data: torch.Tensor, length: int, step: int, rows: int) -> None:
-        """Put it into the parcels; full ones are sent meanwhile."""
-        if self._kept is not None:
-            now = data.as_strided((rows, length), (step, 1))
-            before = self._kept.data.as_strided((rows, length), (step, 1), place)
-            if self._differences:
-                data = torch.empty(data.shape, dtype=torch.uint8, device="cpu")
-                different = data.as_strided((rows, length), (step, 1))
-                torch.bitwise_xor(now, before, out=different)
-                changed = int(different.count_nonzero())
-                if not changed:
-                    return
-                self._count(0, changed)
-            before.copy_(now)
-        written = Runs.of([(place, length, step, rows)])
-        for parcel in self._parcels:
-            met = written.intersect(parcel.worker.wants)
-            if met.nbytes:
-                parcel.put(met, data, place)
 
 
 class FromGroup:
@@ -438,8 +373,8 @@ class FromGroup:
                 if room.numel() < size:
                     room = torch.empty(size, dtype=torch.uint8, device="cpu")
                 peer.receive(room[:size])
-                self._put(table, room[:size], version, bool(since), gaps)
-        except (RuntimeError, ValueError, CheckpointError) as error:
+                self._put(table, room[:size], version, since, nbytes, gaps)
+        except (RuntimeError, ValueError, IndexError) as error:
             errors.append(
                 PeerError(f"rank {source} of the trainer died, or the network between: {_short(error)}")
             )
@@ -447,31 +382,12 @@ class FromGroup:
             errors.append(error)
 
     def _put(
-        self, table: torch.Tensor, content: torch.Tensor, version: int, differs: bool, gaps: int
+        self, table: torch.Tensor, content: torch.Tensor, version: int, base: int, nbytes: int, gaps: int
     ) -> None:
-        rows, spool = table.view(torch.int64).view(-1, 4).numpy(), self._spool.data
-        if gaps:
-            unit = unit_of(rows)
-            packed = Packed(content[:gaps].numpy(), content[gaps:].numpy())
-            with self._putting:  # it takes memory beside what is unpacked
-                places, differences = unpack(packed, unit)
-                places = places_in(rows, places * unit)
-                self._blocks.note_places(places, version)
-                # Units lie at even places, or are bytes.
-                spool[: spool.numel() // unit * unit].numpy().view(f"u{unit}")[places // unit] ^= differences
-            return
-        done = 0
-        # Row by row in the order in which they were packed; a place beyond the image is refused by torch.
-        for start, width, stride, count in rows.tolist():
-            nbytes = width * count
-            there = spool.as_strided((count, width), (stride or width, 1), start)
-            given = content[done : done + nbytes].view(count, width)
-            if differs:
-                torch.bitwise_xor(there, given, out=there)
-            else:
-                there.copy_(given)
-            self._blocks.note(start, start + (count - 1) * stride + width, version)
-            done += nbytes
+        message = Message(table.view(torch.int64).view(-1, 4).numpy(), nbytes, gaps, content)
+        # To unpack takes memory beside the message: one at a time.
+        with self._putting if gaps else contextlib.nullcontext():
+            take(message, self._spool, self._blocks, version, base > 0)
 
 
 class _Kind:

@@ -2,8 +2,8 @@
 
 Trainer ranks write their elements to their places in it, workers read theirs out of it; each byte is copied
 twice, and nothing is sent. The file has its full size from the beginning, so that no write finds memory
-missing, and nobody but its owner's user can open it. For deltas trainer ranks compare what they write with what
-is there, and note in a second file in which version a block has last changed.
+missing, and nobody but its owner's user can open it. For deltas trainer ranks compare what they write with
+what is there, and note in a second file in which version a block has last changed.
 """
 
 from __future__ import annotations
