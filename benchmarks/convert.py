@@ -2,9 +2,10 @@
 
     python benchmarks/convert.py OUT.json --folder DIR
 
-The large checkpoint is sparse (``zerostart synth --sparse``), and so is what becomes of it. The small one is
-random; each conversion of it alternates with ``cp`` of the same files, and both end with ``fsync`` of what was
-written. The peak is that of anonymous memory (``RssAnon``), above what the process has after its imports.
+The large checkpoint is sparse (``zerostart synth --sparse``), and so is what becomes of it. The small one
+is random; each conversion of it alternates with ``cp`` of the same files, and both end with ``fsync`` of
+what was written. The peak is that of anonymous memory (``RssAnon``), above what the process has after its
+imports.
 """
 
 import argparse
@@ -66,7 +67,8 @@ def synth(folder: Path, layers: int, hidden: int, *more: str) -> Path:
     config = {
         "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_size": hidden,
         "intermediate_size": 4 * hidden, "num_hidden_layers": layers, "num_attention_heads": hidden // 128,
-        "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "dtype": "bfloat16", "tie_word_embeddings": False,
+        "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "dtype": "bfloat16",
+        "tie_word_embeddings": False,
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))
     out = folder / "model"

@@ -23,7 +23,7 @@ from zerostart.upstream.torch.archives import empty_tensors, save_without_data
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """``count`` elements of tensor number ``tensor`` from ``first`` on, at element ``at`` of where they go."""
+    """``count`` elements of tensor number ``tensor`` from ``first`` on; they go to element ``at``."""
 
     tensor: int
     first: int
@@ -141,9 +141,7 @@ def _image(name: str, path: Path, rooms: Sequence[Room | torch.Tensor]) -> Image
             literals.append((end, handle.read(begin - end, end)))
             end = begin + nbytes
         literals.append((end, handle.read(size - end, end)))
-        crcs = _crc_places(
-            literals[-1][0], literals[-1][1], {begin: nbytes for begin, nbytes in places}, handle
-        )
+        crcs = _crc_places(literals[-1][0], literals[-1][1], dict(places), handle)
     for room, (begin, nbytes) in zip(rooms, places, strict=True):
         if isinstance(room, torch.Tensor):
             data = room.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
@@ -171,7 +169,7 @@ def _crc_places(begin: int, tail: bytes, storages: dict[int, int], handle: Any) 
     found: dict[int, tuple[int, ...]] = {}
     at = tail.find(b"PK\1\2")
     while at >= 0 and tail[at : at + 4] == b"PK\1\2":
-        _, _, packed, _, name, extra, comment, header = _ENTRY.unpack_from(tail, at)
+        _, _, _, _, name, extra, comment, header = _ENTRY.unpack_from(tail, at)
         wide = tail[at + 46 + name : at + 46 + name + extra]
         if header == 0xFFFFFFFF:
             # Of 64 bits: those of sizes and of the place that have no room in the entry, in this order.

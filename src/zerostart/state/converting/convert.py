@@ -45,8 +45,8 @@ _OF_THE_RUN = (
 class Converted:
     """What was written: the directory, its files of tensors, tensors, and bytes of tensors.
 
-    ``left_out`` names what the source has and the format does not hold. ``kept_bytes`` were there of a conversion
-    that was killed.
+    ``left_out`` names what the source has and the format does not hold. ``kept_bytes`` were there of a
+    conversion that was killed.
     """
 
     path: Path
@@ -70,21 +70,21 @@ def convert(
 ) -> Converted:
     """Write the checkpoint at ``source`` as the format ``to`` into the directory ``out``; collective.
 
-    ``source`` is whatever ``zerostart.load`` takes that lies in files or behind a URL, or a run's directory,
-    whose newest checkpoint counts where no model lies in it. ``to`` is one of "hf", "dcp", "zero", "universal"
-    and "original". Masters, states and numbers of an optimizer, and settings of its groups, go along where both
-    formats have them; ``strict`` makes an error of what is left out. ``dtype`` is for floating weights that are
-    not quantised, None leaves each as it is stored; masters are fp32. ``max_shard_size`` is for "hf" and
-    "original", ``world_size`` and ``zero_stage`` for "zero" and "universal". Configuration, tokenizer and code
-    beside the weights come along.
+    ``source`` is whatever ``zerostart.load`` takes that lies in files or behind a URL, or a run's
+    directory, whose newest checkpoint counts where no model lies in it. ``to`` is one of "hf", "dcp",
+    "zero", "universal" and "original". Masters, states and numbers of an optimizer, and settings of its
+    groups, go along where both formats have them; ``strict`` makes an error of what is left out. ``dtype``
+    is for floating weights that are not quantised, None leaves each as it is stored; masters are fp32.
+    ``max_shard_size`` is for "hf" and "original", ``world_size`` and ``zero_stage`` for "zero" and
+    "universal". Configuration, tokenizer and code beside the weights come along.
 
-    Each rank of the job, or one process alone, does a share of the work, with two units of 64 MiB in memory.
-    ``out`` appears whole or not at all; a conversion that was killed goes on where it stopped when it is called
-    again with the same arguments, after what it had written has been read and compared with its journal. Raises
-    what opening a source raises; ConfigError for options that do not fit, for what ``strict`` refuses, for a
-    name in ``out`` that is taken, and for a training state without its frozen weights; what building the model
-    raises where the configuration has to say what is trained ("zero", "universal") or how a release lays it
-    out ("original"); ReadError and WriteError.
+    Each rank of the job, or one process alone, does a share of the work, with two units of 64 MiB in
+    memory. ``out`` appears whole or not at all; a conversion that was killed goes on where it stopped when
+    it is called again with the same arguments, after what it had written has been read and compared with
+    its journal. Raises what opening a source raises; ConfigError for options that do not fit, for what
+    ``strict`` refuses, for a name in ``out`` that is taken, and for a training state without its frozen
+    weights; what building the model raises where the configuration has to say what is trained ("zero",
+    "universal") or how a release lays it out ("original"); ReadError and WriteError.
     """
     check_dtype(dtype)
     format_ = target_format(to)
@@ -175,7 +175,7 @@ _GOES_ON = "what was written stays: convert again, with the same arguments, to g
 
 
 def _digest(contents: Contents, target: Target) -> str:
-    """What tells one conversion from another: the files that are read, as they are, and those that are written."""
+    """What tells one conversion from another: the files that are read, and what is written."""
     found = hashlib.blake2b(digest_size=16)
     for catalog in contents.catalogs:
         storage = catalog.storage

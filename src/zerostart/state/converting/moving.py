@@ -93,7 +93,8 @@ class Mover:
     ) -> dict[int, list[list[int]]]:
         """Do units, by their numbers; gives the sums of their parts. Raises ReadError and OSError.
 
-        What is zero stays a hole of its file, but for units that are ``damaged``, whose files have other bytes.
+        What is zero stays a hole of its file, but for units that are ``damaged``, whose files have other
+        bytes.
         """
         made: dict[int, list[list[int]]] = {}
         journal = Journal(self._work.place)

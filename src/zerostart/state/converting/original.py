@@ -31,8 +31,8 @@ class Original(TargetFormat):
         built, recipes = built_model(contents)
         if type(built.library).revert is ModelLibrary.revert:
             raise ConfigError(
-                f"{type(built.model).__name__} is of {built.library.name}, which has no way back to the layout "
-                "of a release: convert to hf, which keeps the names that the source has"
+                f"{type(built.model).__name__} is of {built.library.name}, which has no way back to the "
+                "layout of a release: convert to hf, which keeps the names that the source has"
             )
         with one_thread():
             symbols = {

@@ -73,8 +73,8 @@ class TargetFormat(ABC):
     def target(self, contents: Contents, options: Options, scratch: Path) -> Target:
         """The files that ``contents`` become.
 
-        The last of them is the one by which readers find the others. ``scratch`` is a directory for files that
-        are removed again. Raises ConfigError for what cannot be written so, and OSError.
+        The last of them is the one by which readers find the others. ``scratch`` is a directory for files
+        that are removed again. Raises ConfigError for what cannot be written so, and OSError.
         """
 
 
@@ -105,8 +105,7 @@ def optimizer_left_out(contents: Contents) -> list[str]:
 
 def others_left_out(contents: Contents) -> list[str]:
     """What no format has but the one that it lies in."""
-    found = [_OTHERS.get(kind, kind) for kind in contents.others]
-    return found
+    return [_OTHERS.get(kind, kind) for kind in contents.others]
 
 
 _OTHERS = {

@@ -38,7 +38,7 @@ class Universal(TargetFormat):
         for rank in range(options.world_size) if options.zero_stage == 3 else [0]:
             prefix = f"zero_pp_rank_{rank}_" if options.zero_stage == 3 else ""
             add(f"{prefix}mp_rank_00_model_states.pt", weights(rank))
-        for name, stored in form.trained.items():
+        for name in form.trained:
             own = form.contents
             kept = {MASTERS: own.best(name)}
             kept |= {key: own.states[key][name] for key in keys if name in own.states[key]}
@@ -53,7 +53,7 @@ class Universal(TargetFormat):
 
 
 def _optimizer(form: ModelForm) -> dict[str, Any]:
-    """What all parameters share: the settings of groups, and the step, for the loaders of stages 1, 2 and 3."""
+    """What all parameters share: the settings of groups, and the step, for the loaders of all stages."""
     groups: list[dict[str, Any]] = [
         {**group.settings, "params": [number]} for number, group in enumerate(form.groups)
     ]

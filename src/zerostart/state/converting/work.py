@@ -1,9 +1,9 @@
 """What a conversion has written so far: files in a place of their own, and a journal of what is in them.
 
 Everything lies in ``.zerostart/converting`` of the directory that is made. ``plan`` there has the digest of
-source, target and files; a journal has, a line each, the units of work that are done with the sums of what was
-written. So a conversion that was killed goes on: what its journals say is done is read again, and counts where
-the sums are the same.
+source, target and files; a journal has, a line each, the units of work that are done with the sums of what
+was written. So a conversion that was killed goes on: what its journals say is done is read again, and
+counts where the sums are the same.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from zerostart.errors import ReadError, WriteError
 #: The place of a conversion, in the directory that it makes; nothing else there has this name.
 PLACE = f"{HIDDEN}/converting"
 _PLAN, _FILES, _LOCK = "plan", "files", "lock"
+#: What the plan is called once all files have their names: what is left here is to be removed.
+_ENDED = "ended"
 
 
 class Work:
@@ -41,6 +43,8 @@ class Work:
     def led(cls, root: Path) -> Work:
         """The place, made and locked. Raises OSError, and WriteError where another process converts there."""
         work = cls(root)
+        if (work.place / _ENDED).exists():
+            work.remove()
         work._make()
         return work
 
@@ -108,7 +112,10 @@ class Work:
         self._lock = -1
 
     def remove(self) -> None:
-        """Remove the place with all that is in it. Raises OSError."""
+        """Remove the place with all that is in it; after a kill the next conversion does. Raises OSError."""
+        with contextlib.suppress(FileNotFoundError):
+            (self.place / _PLAN).rename(self.place / _ENDED)
+        shutil.rmtree(self.files, ignore_errors=True)
         shutil.rmtree(self.place, ignore_errors=True)
         self.close()
         with contextlib.suppress(OSError):
