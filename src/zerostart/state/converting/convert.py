@@ -197,7 +197,7 @@ def _check_free(root: Path, images: list[Image]) -> None:
 
 
 def _beside(contents: Contents, dtype: torch.dtype | None) -> Iterator[tuple[str, Path | bytes]]:
-    """Configuration, tokenizer and code, by name; in the configuration the dtype that the weights have now."""
+    """Configuration, tokenizer and code, by name; in the configuration the dtype of the weights now."""
     root = Path(contents.root) if contents.root else None
     config = read_config(contents.root) if contents.root else None
     if root is None or config is None:
