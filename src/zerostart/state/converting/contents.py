@@ -174,6 +174,9 @@ def _add_state(contents: Contents, place: Path) -> None:
     contents.counters = {key: value for key, value in engine.items() if type(value) is int}
     kinds = sorted({name.partition("/")[0] for name in state.weights} - {_MASTER, _OPTIMIZER})
     kept = [key for key in ("extra", "modules", "around") if document.get(key)]
+    # The schedule and the like, which are in the words of whoever has made them.
+    kept += [key for key, value in engine.items() if isinstance(value, dict)]
+    kept += ["own"] if described.get("own") else []
     contents.others = tuple(dict.fromkeys((*kinds, *kept)))
 
 

@@ -116,7 +116,8 @@ def convert(
                         )
                     if not format_.indexed:
                         _check_free(root, target.images)
-                    check_space(root, image_bytes(target.images), "what is converted")
+                        left = image_bytes(target.images) - work.allocated()
+                    check_space(root, left, "what is converted")
                     done = work.begin(_digest(contents, target), target.images)
                 except BaseException:
                     work.discard_empty()

@@ -112,6 +112,8 @@ _OTHERS = {
     "gradient": "gradients of a window of accumulation",
     "random": "random states of the ranks",
     "extra": "extra",
+    "schedule": "state of the schedule of learning rates",
+    "own": "what the optimizer keeps beside states of parameters",
     "modules": "what modules keep beside tensors",
     "around": "buffers of what is around the model",
 }

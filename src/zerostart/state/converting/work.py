@@ -92,6 +92,10 @@ class Work:
         write_whole(known, plan.encode(), self.place / f"{_PLAN}.part")
         return done
 
+    def allocated(self) -> int:
+        """Bytes of the disk that the files take already."""
+        return sum(path.lstat().st_blocks * 512 for path in self.files.rglob("*") if path.is_file())
+
     def _journals(self) -> list[Path]:
         return sorted(self.place.glob("journal-*"))
 
