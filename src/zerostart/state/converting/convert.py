@@ -116,7 +116,7 @@ def convert(
                         )
                     if not format_.indexed:
                         _check_free(root, target.images)
-                        left = image_bytes(target.images) - work.allocated()
+                    left = image_bytes(target.images) - work.allocated()
                     check_space(root, left, "what is converted")
                     done = work.begin(_digest(contents, target), target.images)
                 except BaseException:
