@@ -65,7 +65,8 @@ def server(checkpoint: Path) -> Iterator[str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(checkpoint)]
+    # What `vllm serve` runs; vLLM's build for CPUs has no such command.
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(checkpoint)]
     command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager"]
     command += ["--max-model-len", "64", "--max-num-seqs", "4", "--max-logprobs", "-1"]
     command += ["--logprobs-mode", "processed_logprobs"]
@@ -73,7 +74,8 @@ def server(checkpoint: Path) -> Iterator[str]:
     started = subprocess.Popen(command, env={**os.environ, **ENVIRONMENT, "VLLM_SERVER_DEV_MODE": "1"})
     address = f"http://127.0.0.1:{port}"
     try:
-        while started.poll() is None:
+        while True:
+            assert started.poll() is None, "the server has not started"
             with contextlib.suppress(OSError):
                 asked(address, "health")
                 break

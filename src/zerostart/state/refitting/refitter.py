@@ -391,8 +391,8 @@ class Refitter:
             session.wait_for(workers, self._settings.timeout)
         session.check = _nothing
 
-    def _settle(self, image: Image) -> tuple[object, _Takers | None]:
-        """The workers of this push; the second is None where all ranks know them already."""
+    def _settle(self, image: Image, back: int) -> tuple[object, _Takers | None]:
+        """The workers of this push, ``back`` of them anew; the second is None where all ranks know them."""
         session = self._session
         assert session is not None, "rank 0 has it"
         session.check_refused()
@@ -401,6 +401,7 @@ class Refitter:
         if not self._met:
             session.wait_for(expected, self._settings.timeout)
             self._met = True
+        session.wait_for(back, self._settings.timeout, since_settled=True)
         gone = session.settle()
         if gone:
             raise PeerError(
@@ -512,7 +513,7 @@ class Refitter:
 
         if engines.one_each:
             # Rank 0 takes in those of all ranks meanwhile, in threads of its own.
-            with world.phase("having the engine within each rank connect"):
+            with self._own_engines("having the engine within each rank connect"):
                 join()
         else:
             world.broadcast_object(
@@ -525,10 +526,8 @@ class Refitter:
         return {"address": self.address, "secret": self._settings.secret, "timeout": self._settings.timeout}
 
     def _meet_workers(self, image: Image) -> None:
-        if self._engines is not None and self._engines.one_each:
-            with self._world.phase("having the engine within each rank connect"):
-                self._come_back()
-        _, takers = self._world.broadcast_object(lambda: self._settle(image), "looking for workers")
+        back = self._come_back() if self._engines is not None and self._engines.one_each else 0
+        _, takers = self._world.broadcast_object(lambda: self._settle(image, back), "looking for workers")
         self._image = image
         if takers is not None:
             self._takers = takers
@@ -622,19 +621,34 @@ class Refitter:
             return
         self._end_following()
         if not failed:
-            with self._world.phase("ending the engines' own calls"):
+            with self._own_engines("ending the engines' own calls"):
                 if self._following_error is not None:
                     raise PeerError(
                         f"all workers have version {self.version}, but the call of the engine within rank "
                         f"{self._world.rank} failed: {self._following_error}"
                     )
 
-    def _come_back(self) -> None:
-        """Have the engine within this rank connect anew where it has left."""
-        driver, left = self._driver, self._left
-        if driver is not None and left:
-            driver.join(self._how)
-            self._left = False
+    @contextmanager
+    def _own_engines(self, during: str) -> Iterator[None]:
+        """A phase in which an engine within a rank may be lost: a PeerError on all ranks, which are there."""
+        try:
+            with self._world.phase(during):
+                try:
+                    yield
+                except PeerError as error:
+                    raise WorkerLost(str(error)) from error
+        except WorkerLost as error:
+            raise PeerError(str(error)) from error
+
+    def _come_back(self) -> int:
+        """Have engines within ranks connect anew where they have left; collective. How many workers come."""
+        driver, back = self._driver, 0
+        during = "having the engine within each rank connect"
+        with self._own_engines(during):
+            if driver is not None and self._left:
+                driver.join(self._how)
+                self._left, back = False, driver.workers
+        return sum(self._world.all_gather_object(back, during))
 
 
 def _nothing() -> None:
