@@ -20,6 +20,7 @@ import pytest
 from tests.integrations.launching import CONFIGS, launch, tokenizer
 from tests.serving.families import made
 from tests.serving.test_vllm import PROMPT, _greedy
+from zerostart.upstream.trl.syncing import TOUCHED
 
 pytest.importorskip("vllm")
 pytest.importorskip("trl")
@@ -42,6 +43,10 @@ def ran(checkpoint: Path, folder: Path, engine: str, *ours: str, **options: Any)
     arguments = [str(checkpoint), str(folder), json.dumps(options), *ours]
     launch(SCRIPT.read_text(), folder, CONFIGS[engine], arguments, environment=ENVIRONMENT, timeout=420)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+def test_trl_is_as_declared() -> None:
+    assert [point.misfit() for point in TOUCHED] == ["", ""]
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
