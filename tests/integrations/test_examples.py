@@ -108,7 +108,5 @@ def test_with_and_without_the_line(script: str, config: str, folder: Path) -> No
 def test_a_driver_calls_trainers_and_a_rollout_engine(folder: Path) -> None:
     command = [sys.executable, str(EXAMPLES.parent / "rollout.py"), "model", "2"]
     output = finished(command, folder, {**os.environ, "OMP_NUM_THREADS": "1"}, seconds=200, name="rollout.py")
-    assert re.findall(r"^step (\d) .* serves version (\d)$", output, flags=re.MULTILINE) == [
-        ("1", "1"),
-        ("2", "2"),
-    ]
+    served = re.findall(r"^step (\d) .* serves version (\d)$", output, flags=re.MULTILINE)
+    assert served == [("1", "1"), ("2", "2")]

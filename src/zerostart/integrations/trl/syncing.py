@@ -14,11 +14,13 @@ from contextlib import suppress
 
 from zerostart.distributed.machine import machine_name
 from zerostart.distributed.world import World, current_world
+from zerostart.errors import UnsupportedVersionError
 from zerostart.integrations.saving import in_shards
 from zerostart.integrations.vllm.driver import BACKEND
 from zerostart.state.refitting.begin import begin
 from zerostart.state.refitting.refitter import RefitSettings, Refitter
 from zerostart.upstream.trl.syncing import Client, Generation, WeightSyncs, backend_of, wake
+from zerostart.upstream.vllm import reload
 
 Original = Callable[[], None]
 #: What serves a ``VLLMGeneration``; None where TRL does by itself.
@@ -31,8 +33,6 @@ def sync_weights(original: Original, generation: Generation) -> None:
     Raises what ``zerostart.refit`` and ``push`` raise.
     """
     if generation not in _refitters:
-        # A sleeping engine has no memory that its loader could be asked about.
-        wake(generation)
         _refitters[generation] = _begun(generation, current_world())
     refitter = _refitters[generation]
     if refitter is None:
@@ -57,6 +57,11 @@ def _begun(generation: Generation, world: World) -> Refitter | None:
         if len(set(world.all_gather_object(machine_name(), "beginning a refit"))) > 1:
             _tell(world, "its engines are within ranks of several machines; use TRL's server mode there")
             return None
+        try:
+            reload.require()
+        except UnsupportedVersionError as error:
+            _tell(world, str(error))
+            return None
         target = generation.llm
     else:
         backend = world.broadcast_object(
@@ -68,6 +73,7 @@ def _begun(generation: Generation, world: World) -> Refitter | None:
                 _tell(world, f"its server takes weights by {backend!r}; {remedy}")
             return None
         target = generation.vllm_client.base_url if world.rank == 0 else None
+    wake(generation)  # a sleeping engine has no memory that its loader could be asked about
     refitter = begin(generation.model, target, RefitSettings())
     assert isinstance(refitter, Refitter), "an engine is no model to train"
     weakref.finalize(generation, refitter.close).atexit = False

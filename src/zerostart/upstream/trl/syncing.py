@@ -32,7 +32,7 @@ _SYNC = PatchPoint(
     library=TRL,
     owner="trl.generation.vllm_generation:VLLMGeneration",
     names=("sync_weights",),
-    attributes=("model", "mode", "llm", "vllm_client", "enable_sleep_mode", "_llm_weights_sleeping"),
+    attributes=("model", "mode", "llm", "vllm_client", "_llm_weights_sleeping"),
     writes=("_llm_weights_sleeping",),
     why="the weights of a sharded model go to vLLM without a gather",
     lasts=Lasts.BLOCK,
@@ -98,7 +98,6 @@ class Generation(Protocol):
     mode: str
     llm: Any
     vllm_client: Client
-    enable_sleep_mode: bool
     _llm_weights_sleeping: bool
 
 
@@ -110,7 +109,7 @@ def backend_of(client: Client) -> str | None:
 
 def wake(generation: Generation) -> None:
     """Have an engine that sleeps between generations make room for its weights, as TRL does before a sync."""
-    if generation.mode == "colocate" and generation.enable_sleep_mode:
+    if generation.mode == "colocate" and generation._llm_weights_sleeping:
         if torch.accelerator.is_available():
             torch.accelerator.empty_cache()
         generation.llm.wake_up(tags=["weights"])
