@@ -16,6 +16,9 @@ import torch
 import zerostart
 from tests.ranks import run_ranks
 from tests.stores import proxy, servers
+from tests.training.loop.test_resumed_runs import going_on, interrupted
+from tests.training.loop.test_run import losses, run
+from tests.training.loop.test_run import values as values
 from zerostart.checkpoint.source import open_catalog
 from zerostart.checkpoint.storage import uploads_at
 from zerostart.checkpoint.verifying import file_digests
@@ -364,3 +367,28 @@ def test_killed_at_every_request_in_turn(kind: str, endpoint: str, models: list[
         process.stdin.close()
     assert seen == {True, False}
     assert at > 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_run_saves_to_a_url_and_goes_on_from_there(
+    ranks: int, checkpoints: Any, values: Any, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """On another machine, which has nothing of the run: its losses are those of a run that never stopped."""
+    path, options = checkpoints("qwen3"), {"steps": 6}
+    straight = run_ranks(run, ranks, values(path, "fsdp2", "straight", **options), timeout=200)[0]
+    given = going_on(values(path, "fsdp2", **options), background=True)
+    given["output"] = {"directory": PLACE}
+    run_ranks(interrupted, ranks, given, 4, timeout=200)
+    with servers.environed({"XDG_CACHE_HOME": str(tmp_path_factory.mktemp("elsewhere"))}):
+        resumed = run_ranks(run, ranks, given, timeout=200)[0]
+    assert resumed.directory == PLACE
+    told = (uploads_at(PLACE).read("metrics.jsonl") or (b"", ""))[0]  # type: ignore[union-attr]
+    found = [json.loads(line) for line in told.decode().splitlines()]
+    assert [entry["loss"] for entry in found if "loss" in entry] == losses(straight)
+    assert files_digests(PLACE) == files_digests(straight.directory)
+    assert "checkpoints/step-00000006/state.json" in names()
+    with pytest.raises(ConfigError, match="is not empty"):
+        run({**given, "resume": None})
+    with pytest.raises(ConfigError, match=r"output.overwrite is for a directory of a file system"):
+        run({**given, "output": {"directory": PLACE, "overwrite": True}})

@@ -19,6 +19,7 @@ import functools
 import hashlib
 import json
 import os
+import re
 import socket
 import tempfile
 import threading
@@ -53,6 +54,8 @@ from zerostart.errors import WriteError, ZerostartError
 LEASE, RENEWED = 120.0, 30.0
 #: Most directories beside a place that are looked at for what killed saves have left.
 _NEIGHBOURS = 100
+#: What a note is called.
+_NOTE = re.compile(rf"{re.escape(HIDDEN)}/[0-9a-f]{{12}}\.json")
 #: Requests at once.
 _TOGETHER = 16
 #: Seconds by which a store's clock may tell two of its own moments in the wrong order.
@@ -75,9 +78,11 @@ class _Group:
 class _Plan:
     """What is done when a content is published: see ``switching.Plan``, whose words these are."""
 
-    #: The object that is made by the switch, the digest of its bytes ("" for weights), and the tag before.
+    #: The object that is made by the switch, the digest of its bytes (of weights their number), and the tag
+    #: before.
     switch: str
     sha256: str = ""
+    size: int = 0
     before: str | None = None
     #: The single file that has to be gone for the switch.
     over: str = ""
@@ -85,6 +90,8 @@ class _Plan:
     made: dict[str, str] = field(default_factory=dict)
     #: Delivered after it, from below the token: names, and the tags of what they replace.
     deliver: dict[str, str | None] = field(default_factory=dict)
+    #: Weights that are uploaded, which are this content's.
+    weights: list[str] = field(default_factory=list)
     #: What goes in the end, with its tag.
     drop: dict[str, str] = field(default_factory=dict)
     #: The document, where that is not the switch.
@@ -111,7 +118,7 @@ class ObjectStaging:
         self._uploaded: set[str] = set()
         self._kept = tempfile.TemporaryDirectory(prefix="zerostart-save-")
         self.directory = Path(self._kept.name)
-        self._note = _Note(uploads, self._token)
+        self._note = _Notice(uploads, self._token)
         self._open = True
         try:
             if marker and (found := uploads.read(marker)) is not None and _document(found[0]) is None:
@@ -119,10 +126,10 @@ class ObjectStaging:
                     f"{uploads.url}/{marker} was not written by zerostart, and this save would replace it: "
                     "rename it, or save to another directory"
                 )
-            clear_killed(uploads)
             self._note.begin()
+            now = self._note.since()
+            clear_killed(uploads, self._token, now)
             self._there = uploads.listed()
-            self._note.since(self._there)
         except BaseException:
             self.discard()
             raise
@@ -143,7 +150,8 @@ class ObjectStaging:
         tagged = not alone and bool(taken if self._by_document else taken & set(names))
         called = {name: self._tagged(name, group) if tagged else name for name in names}
         sizes = {called[name]: file.size for name, file in zip(names, layout.files, strict=True)}
-        self._note.files |= sizes
+        # One that is completed by the switch is not there before: what lies under its name is the old one.
+        self._note.files |= dict.fromkeys(sizes, 0) if alone else sizes
         self._uploaded |= sizes.keys()
         self._note.write()
         shared = self.uploads.shared
@@ -219,15 +227,19 @@ class ObjectStaging:
                     {name: data for name, data in beside.items() if name in of},
                 )
             state = "a part of it was saved: save again"
-        self._close()
+        self.discard()  # of what is left; where that fails, the next save does it
         return {name: to for name, to in weights.items() if name != to}
 
     def _publish(
         self, key: str, document: JsonObject, weights: Mapping[str, str], beside: Mapping[str, bytes]
     ) -> None:
         there = self.uploads.listed()
-        sizes = self._note.files
         files = document["files"]
+        sizes = {
+            group.called[name]: file.size
+            for group in self._groups.values()
+            for name, file in zip(group.called, group.layout.files, strict=True)
+        }
         for name, to in weights.items():
             files[to] = {"bytes": sizes[to], **({"name": name} if name != to else {})}
         documents = _documents(self.uploads, there)
@@ -323,6 +335,8 @@ class ObjectStaging:
                     del files[name]
                 else:
                     later[name], plan.deliver[name] = data, there[name].tag
+        plan.weights = list(weights.values())
+        plan.size = files[plan.switch]["bytes"] if plan.switch in plan.weights else 0
         plan.before = there[plan.switch].tag if plan.switch in there else None
         return plan, now, later
 
@@ -349,7 +363,7 @@ class ObjectStaging:
         settle(self.uploads, self._token, content)
 
 
-class _Note:
+class _Notice:
     """What a save leaves in the store for as long as it lasts."""
 
     def __init__(self, uploads: Uploads, token: str) -> None:
@@ -367,9 +381,11 @@ class _Note:
         self.write()
         self._thread.start()
 
-    def since(self, there: Mapping[str, Stored]) -> None:
-        """Take the moment of its first writing from the store's own clock."""
+    def since(self) -> float:
+        """The moment of its first writing, by the store's own clock."""
+        there = self._uploads.listed(HIDDEN)
         self._since = there[self._name].changed if self._name in there else time.time()
+        return self._since
 
     def write(self) -> None:
         """Make it what it is now. Raises WriteError."""
@@ -424,30 +440,27 @@ def settle(uploads: Uploads, token: str, note: JsonObject) -> None:
     since = note["since"] - _GRAIN
     plan = _Plan(**note["plan"]) if note["plan"] else None
     there = uploads.listed()
-    switched = plan is not None and _is_switched(uploads, plan, files, since, there)
+    switched = plan is not None and _is_switched(uploads, plan, since, there)
     _abort(uploads, files, since)
     if switched and plan is not None:
         finish(uploads, token, plan)
-    else:
-        named = {name for one in _documents(uploads, there).values() for name in _named(one)}
-        switch = plan.switch if plan is not None else ""
-        mine = [
-            name
-            for name, size in files.items()
-            # Something else may have been put there since; and what counts already is another's.
-            if name in there
-            and name != switch
-            and name not in named
-            and there[name].size == size
-            and there[name].changed >= since
-        ]
-        for name, digest in plan.made.items() if plan is not None else ():
-            if name in there and name not in named and there[name].changed >= since:
-                found = uploads.read(name)
-                if found is not None and hashlib.sha256(found[0]).hexdigest() == digest:
-                    mine.append(name)
-        uploads.remove(mine)
-        uploads.remove(list(uploads.listed(f"{HIDDEN}/{token}")))
+        files = {name: size for name, size in files.items() if name not in plan.weights}
+        plan = None
+    # What is not this save's any more, or was never its own alone, stays.
+    there = uploads.listed()
+    named = {name for one in _documents(uploads, there).values() for name in _named(one)}
+    named |= {plan.switch} if plan is not None else set()
+    own = {
+        name: stored
+        for name, stored in there.items()
+        if name not in named and stored.changed >= since  # something else may have been put there before
+    }
+    mine = [name for name, size in files.items() if name in own and own[name].size == size]
+    for name, digest in plan.made.items() if plan is not None else ():
+        found = uploads.read(name) if name in own else None
+        if found is not None and hashlib.sha256(found[0]).hexdigest() == digest:
+            mine.append(name)
+    uploads.remove([*mine, *uploads.listed(f"{HIDDEN}/{token}")])
     uploads.remove([f"{HIDDEN}/{token}.json"])
 
 
@@ -458,9 +471,7 @@ def _abort(uploads: Uploads, names: Iterable[str], since: float) -> None:
         _all([functools.partial(uploads.abort, one.name, one.upload) for one in begun])
 
 
-def _is_switched(
-    uploads: Uploads, plan: _Plan, files: Mapping[str, int], since: float, there: Mapping[str, Stored]
-) -> bool:
+def _is_switched(uploads: Uploads, plan: _Plan, since: float, there: Mapping[str, Stored]) -> bool:
     if not plan.switch:  # a removal: its first step is that of the document
         return plan.document not in there
     now = there.get(plan.switch)
@@ -469,11 +480,15 @@ def _is_switched(
     if plan.sha256:
         found = uploads.read(plan.switch)
         return found is not None and hashlib.sha256(found[0]).hexdigest() == plan.sha256
-    return now.size == files.get(plan.switch) and now.changed >= since
+    return now.size == plan.size and now.changed >= since
 
 
-def clear_killed(uploads: Uploads) -> None:
-    """Settle what killed saves have left in a directory and in those beside it. Raises WriteError."""
+def clear_killed(uploads: Uploads, token: str, now: float) -> None:
+    """Settle what killed saves have left in a directory and in those beside it, as far as that can be.
+
+    ``token`` is that of the save that does it, and ``now`` the store's time. Raises WriteError where the
+    store does not answer.
+    """
     above, _, name = uploads.url.rpartition("/")
     places = [uploads]
     # Beside too: a run saves to step-1, step-2, ..., and may never come back to the one that was cut. Not
@@ -481,41 +496,21 @@ def clear_killed(uploads: Uploads) -> None:
     if above.count("/") > 2:
         beside = uploads.at(above).folders()[-_NEIGHBOURS:]
         places += [uploads.at(f"{above}/{other}") for other in beside if other not in (name, HIDDEN)]
-    _all([functools.partial(_clear_one, place) for place in places])
+    _all([functools.partial(_clear_one, place, token, now) for place in places])
 
 
-def _clear_one(uploads: Uploads) -> None:
-    notes = {
-        name: stored
-        for name, stored in uploads.listed(HIDDEN).items()
-        if name.count("/") == 1 and name.endswith(".json")
-    }
-    if not notes:
-        return
-    now: float | None = None
-    for name, stored in notes.items():
-        if (found := uploads.read(name)) is None:
-            continue
-        note = _well_formed(found[0])
+def _clear_one(uploads: Uploads, token: str, now: float) -> None:
+    for name, stored in uploads.listed(HIDDEN).items():
+        path = PurePosixPath(name)
+        found = uploads.read(name) if _NOTE.fullmatch(path.as_posix()) and path.stem != token else None
+        note = None if found is None else _well_formed(found[0])
         if note is None:
             continue
         here = _is_here(note["by"])
-        if here is None:
-            now = _clock(uploads) if now is None else now
-            here = now - stored.changed < LEASE
-        if not here:
-            with contextlib.suppress(TakenError, GoneError):
-                settle(uploads, PurePosixPath(name).stem, note)
-
-
-def _clock(uploads: Uploads) -> float:
-    """The time by the store's own clock, which is that of its objects."""
-    name = f"{HIDDEN}/{uuid.uuid4().hex[:12]}.clock"
-    uploads.put(name, b"")
-    try:
-        return uploads.listed(HIDDEN)[name].changed
-    finally:
-        uploads.remove([name])
+        if not (now - stored.changed < LEASE if here is None else here):
+            # What cannot be done now, the next save tries again.
+            with contextlib.suppress(WriteError, TakenError, GoneError):
+                settle(uploads, path.stem, note)
 
 
 def _well_formed(data: bytes) -> JsonObject | None:
@@ -525,7 +520,13 @@ def _well_formed(data: bytes) -> JsonObject | None:
         plan = _Plan(**note["plan"]) if note["plan"] else None
         names = [*note["files"]]
         if plan is not None:
-            names += [*plan.made, *plan.deliver, *plan.drop, *filter(None, (plan.switch, plan.over))]
+            names += [
+                *plan.made,
+                *plan.weights,
+                *plan.deliver,
+                *plan.drop,
+                *filter(None, (plan.switch, plan.over)),
+            ]
             if plan.document not in ("", *MARKERS):
                 return None
         sizes = all(type(size) is int for size in note["files"].values())
@@ -592,7 +593,7 @@ def remove(uploads: Uploads, marker: str) -> None:
         return
     there = uploads.listed()
     token = uuid.uuid4().hex[:12]
-    note = _Note(uploads, token)
+    note = _Notice(uploads, token)
     plan = note.plan = _Plan("", document=marker)
     plan.drop = {name: there[name].tag for name in sorted(_named(document)) if name in there}
     note.write()

@@ -115,7 +115,8 @@ def _save_settings(content: Content, folder: Path) -> None:
 def _write(place: Path | str, content: Content, saved: Path | None, world: World) -> None:
     with publishing(place, world, marker=MARKER) as publication:
         folder = publication.directory / MODEL
-        known = linked(saved, folder, *content.model, world)
+        # Links are of files in one file system.
+        known = linked(saved if isinstance(place, Path) else None, folder, *content.model, world)
         if known is None:
             known = write_tensors(publication, *content.model, world, folder=MODEL).digests
         if world.rank == 0:
