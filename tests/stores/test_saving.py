@@ -63,6 +63,31 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [str(folder / "1"), str(folder / "2")]
 
 
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Two models of some 2 MB, for saves by the dozen."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("small")
+    sizes = {"vocab_size": 500, "hidden_size": 128, "intermediate_size": 256, "num_key_value_heads": 2}
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        config = LlamaConfig(**sizes, num_hidden_layers=2, num_attention_heads=4)
+        LlamaForCausalLM(config).save_pretrained(folder / str(seed))
+    return [str(folder / "1"), str(folder / "2")]
+
+
+def on(function: Callable[..., Any], ranks: int, *arguments: Any) -> list[Any]:
+    """Call ``function`` on ranks, with the surroundings of this moment: they are of a server's that began."""
+    own = {name: value for name, value in os.environ.items() if name.startswith(("AWS_", "XDG_"))}
+    return run_ranks(surrounded, ranks, own, function, *arguments, timeout=280)
+
+
+def surrounded(own: dict[str, str], function: Callable[..., Any], *arguments: Any) -> Any:
+    os.environ.update(own)
+    return function(*arguments)
+
+
 def names(place: str = PLACE) -> dict[str, int]:
     uploads = uploads_at(place)
     assert uploads is not None
@@ -114,10 +139,10 @@ def again(first: str, second: str, place: str, local: str) -> None:
 
 
 def test_a_save_over_another_is_what_a_local_one_is(models: list[str], tmp_path: Path) -> None:
-    run_ranks(again, 2, *models, PLACE, str(tmp_path), timeout=240)
+    on(again, 2, *models, PLACE, str(tmp_path))
     # And it loads, with its configuration and tokenizer, on another number of ranks.
-    found = run_ranks(loaded, 1, PLACE)[0]
-    assert found == run_ranks(loaded, 1, f"{tmp_path}/4")[0]
+    found = on(loaded, 1, PLACE)[0]
+    assert found == on(loaded, 1, f"{tmp_path}/4")[0]
     assert {"config.json", "tokenizer.json", "model.safetensors"} <= names().keys()
     with pytest.raises(ConfigError, match="nothing saves to https://"):
         uploads_at("https://example.org/model")
@@ -164,7 +189,7 @@ def trained(source: str, place: str, wait: bool) -> list[Any]:
 
 
 def test_training_states(models: list[str], tmp_path: Path) -> None:
-    found = run_ranks(trained, 2, models[0], f"{PLACE}/states", False, timeout=240)[0]
+    found = on(trained, 2, models[0], f"{PLACE}/states", False)[0]
     # The model of a state is a directory by itself, and the state is a source of it as well.
     assert (
         files_digests(f"{PLACE}/states/step-3/model") == found[0] == files_digests(f"{PLACE}/states/step-3")
@@ -205,7 +230,7 @@ def test_faults_are_lived_with(endpoint: str, models: list[str]) -> None:
         return None
 
     with disturbed(endpoint, fault) as line:
-        run_ranks(sharded, 2, models[0], PLACE, timeout=240)
+        on(sharded, 2, models[0], PLACE)
         assert len(line.asked) > 30
     assert files_digests(PLACE) == files_digests(models[0])
     assert zerostart.verify(PLACE).tensors == len(files_digests(models[0]))
@@ -227,7 +252,7 @@ def refused(source: str, place: str) -> list[str]:
 
 
 def test_one_error_on_all_ranks_and_nothing_left(models: list[str]) -> None:
-    found = run_ranks(refused, 2, models[0], PLACE, timeout=240)
+    found = on(refused, 2, models[0], PLACE)
     assert found[0] == found[1]
     assert "uploading part" in found[0][0]
     assert files_digests(PLACE) == files_digests(models[0])
@@ -261,7 +286,7 @@ def test_a_store_without_parts_for_several_processes(
     models: list[str], endpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By obstore, as for gs:// and az://: each object is streamed by one rank, in bounded memory."""
-    found = run_ranks(streamed, 2, *models, PLACE, timeout=240)
+    found = on(streamed, 2, *models, PLACE)
     assert found == [files_digests(models[0])] * 2
     assert left_over() == []
 
@@ -293,7 +318,7 @@ from zerostart.state.saving.export import export
 import botocore.session, transformers
 kind, first, second, place = sys.argv[1:5]
 model, other = (zerostart.load(one, engine="fsdp2", progress=False) for one in (first, second))
-shard = "20MB" if kind == "shards" else "5GB"
+shard = "1MB" if kind == "shards" else "5GB"
 for line in sys.stdin:
     endpoint, which = line.split()
     child = os.fork()
@@ -317,12 +342,12 @@ for line in sys.stdin:
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("kind", ["shards", "single", "state"])
-def test_killed_at_every_request_in_turn(kind: str, endpoint: str, models: list[str]) -> None:
+def test_killed_at_every_request_in_turn(kind: str, endpoint: str, small: list[str]) -> None:
     """The old checkpoint is whole, or the new one, and the next save leaves nothing of the killed one."""
     place = f"{PLACE}/{kind}"
-    old, new = (files_digests(model) for model in models)
+    old, new = (files_digests(model) for model in small)
     with subprocess.Popen(
-        [sys.executable, "-c", KILLED, kind, *models, place],
+        [sys.executable, "-c", KILLED, kind, *small, place],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -376,12 +401,12 @@ def test_a_run_saves_to_a_url_and_goes_on_from_there(
 ) -> None:
     """On another machine, which has nothing of the run: its losses are those of a run that never stopped."""
     path, options = checkpoints("qwen3"), {"steps": 6}
-    straight = run_ranks(run, ranks, values(path, "fsdp2", "straight", **options), timeout=200)[0]
+    straight = on(run, ranks, values(path, "fsdp2", "straight", **options))[0]
     given = going_on(values(path, "fsdp2", **options), background=True)
     given["output"] = {"directory": PLACE}
-    run_ranks(interrupted, ranks, given, 4, timeout=200)
+    on(interrupted, ranks, given, 4)
     with servers.environed({"XDG_CACHE_HOME": str(tmp_path_factory.mktemp("elsewhere"))}):
-        resumed = run_ranks(run, ranks, given, timeout=200)[0]
+        resumed = on(run, ranks, given)[0]
     assert resumed.directory == PLACE
     told = (uploads_at(PLACE).read("metrics.jsonl") or (b"", ""))[0]  # type: ignore[union-attr]
     found = [json.loads(line) for line in told.decode().splitlines()]

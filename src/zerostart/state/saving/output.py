@@ -34,8 +34,9 @@ MiB = 1 << 20
 CHUNK = 8 * MiB
 #: Most threads that write on one rank.
 THREADS = 4
-#: Parts that a rank uploads at once, and those that it takes beside: what it sends, twice, and what it gets.
-DEPTH, BESIDE = 4, 3
+#: Parts that a rank uploads at once, and those that it takes beside: what it sends, while it is packed and
+#: joined, what it gets, and a last part that is shorter.
+DEPTH, BESIDE = 4, 4
 #: A staging buffer's bytes where parts are put together: several threads fill one part.
 PART_CHUNK = 2 * MiB  # so that parts are multiples of it
 
