@@ -16,6 +16,7 @@ import torch
 import zerostart
 from tests.ranks import run_ranks
 from tests.stores import proxy, servers
+from tests.training.conftest import tokenizer_path as tokenizer_path
 from tests.training.loop.test_resumed_runs import going_on, interrupted
 from tests.training.loop.test_run import losses, run
 from tests.training.loop.test_run import values as values
