@@ -84,8 +84,9 @@ def upload_together(
     """Upload what ``storages`` hold of the files of ``plan``, and give this rank's receipts; collective.
 
     No write of the plan crosses a multiple of ``part`` bytes of its file. Beside the storages and a staging
-    buffer for each thread this takes ``depth`` parts, and for what is sent and received four more. Raises WriteError, and
-    CheckpointError where an element is on no rank, or on two; inside a phase, as a rank may fail by itself.
+    buffer for each thread this takes ``depth`` parts, and for what is sent and received four more. Raises
+    WriteError, and CheckpointError where an element is on no rank, or on two; inside a phase, as a rank may
+    fail by itself.
     """
     parts = Parts.of(plan.layout, part)
     mine = _Schedule.of(plan, parts, uploads.shared, world)
