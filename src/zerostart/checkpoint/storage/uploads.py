@@ -1,7 +1,7 @@
 """What a store takes: whole objects, and large ones in parts that several processes upload.
 
-A save makes new objects beside old ones, and goes over to them by one of these requests; ``write/objects.py``
-says in which order.
+A save makes new objects beside old ones, and goes over to them by one of these requests. In which order,
+``checkpoint/write/objects.py`` says.
 """
 
 from __future__ import annotations
