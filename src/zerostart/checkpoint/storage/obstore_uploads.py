@@ -106,16 +106,19 @@ class ObstoreUploads(Uploads):
         )
 
     def copy(self, name: str, to: str, before: Before = ANYTHING) -> None:
-        """See ``Uploads``. What is replaced is looked at right before, as no store has a condition for it."""
-        if before is not None:
+        """See ``Uploads``. Where there is no condition for it, what is replaced is looked at right before."""
+        copy = functools.partial(self._obstore.copy, self.reach(), self._key(name), self._key(to))
+        if before is None:
+            try:
+                self._asked(functools.partial(copy, overwrite=False), to, "copying to")
+            except NotImplementedError:
+                if self.read(to) is not None:
+                    raise TakenError(f"{self.url}/{to}: was made meanwhile") from None
+            else:
+                return
+        elif isinstance(before, str):
             self._condition(to, before)
-        self._asked(
-            lambda: self._obstore.copy(
-                self.reach(), self._key(name), self._key(to), overwrite=before is not None
-            ),
-            to,
-            "copying to",
-        )
+        self._asked(copy, to, "copying to")
 
     @property
     def _obstore(self) -> Any:
@@ -141,7 +144,7 @@ class ObstoreUploads(Uploads):
         found = self._asked(lambda: self._obstore.head(self.reach(), self._key(name)), name, "looking at")
         if found["e_tag"] != before:
             raise TakenError(f"{self.url}/{name}: was replaced meanwhile")
-        return {"e_tag": found["e_tag"], "version": found["version"]}
+        return {name: found[name] for name in ("e_tag", "version") if found[name] is not None}
 
     def _asked(self, ask: Callable[[], T], name: str, doing: str) -> T:
         kinds = self._obstore.exceptions
@@ -150,6 +153,8 @@ class ObstoreUploads(Uploads):
             return ask()
         except (kinds.AlreadyExistsError, kinds.PreconditionError) as error:
             raise TakenError(f"{where}: {told(error)}") from error
+        except kinds.NotSupportedError as error:
+            raise NotImplementedError(told(error)) from error
         except FileNotFoundError as error:
             if doing == "removing":
                 raise
