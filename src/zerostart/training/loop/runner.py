@@ -99,6 +99,9 @@ def train(config: TrainConfig) -> TrainResult:
     # Claimed before a checkpoint is looked for: until then another run may be writing or removing here.
     with claim_output(config, world) as place:
         resumed = checkpoint_to_resume(config.resume, place, world)
+        with world.phase("making the directory of the run"):
+            # Of a run that saves to a URL each machine has its own.
+            place.directory.mkdir(parents=True, exist_ok=True)
         # What others find by the configuration are files of this machine.
         output = config.output.model_copy(update={"directory": str(place.directory)})
         with set_aside(place, resumed, world):
