@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import enum
 import json
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -35,7 +34,10 @@ def command(
     source: Annotated[
         str, typer.Argument(metavar="A", help="A checkpoint of any format that can be loaded, also a URL.")
     ],
-    out: Annotated[Path, typer.Argument(metavar="B", help="Directory to write to.")],
+    out: Annotated[
+        str,
+        typer.Argument(metavar="B", help="Directory to write to; for hf and original also a URL of a store."),
+    ],
     to: Annotated[_Format, typer.Option("--to", help="Format of B.")],
     dtype: Annotated[
         Dtype | None, typer.Option(help="Floating type of the weights; without it each stays as it is.")
@@ -63,7 +65,7 @@ def command(
 
     options = {
         "source": source,
-        "out": str(out),
+        "out": out,
         "to": to.value,
         "dtype": None if dtype is None else dtype.value,
         "max_shard_size": max_shard_size,

@@ -90,12 +90,16 @@ def test_torch_opens_a_distributed_checkpoint(tmp_path: Path, checkpoints: TinyC
     assert same(found, expected)
 
     # With an optimizer: what two ranks of FSDP2 have saved, through a universal checkpoint.
-    run_ranks(write_dcp, 2, str(tmp_path / "saved"), True)
+    run_ranks(write_dcp, 2, str(tmp_path / "odd"), True)
+    with pytest.raises(ConfigError, match="steps_seen, which is not trained"):
+        convert(tmp_path / "odd", tmp_path / "universal", "universal")
+    run_ranks(write_dcp, 2, str(tmp_path / "saved"), True, False)
     convert(tmp_path / "saved", tmp_path / "universal", "universal")
     convert(tmp_path / "universal", tmp_path / "dcp", "dcp")
     whole = []
     for place in ("saved", "dcp"):
         model = build()
+        del model.steps_seen
         optimizer = torch.optim.AdamW(model.parameters(), lr=5.0)
         states, moments = get_state_dict(model, optimizer)
         dcp.load({"model": states, "optim": moments}, checkpoint_id=tmp_path / place, no_dist=True)

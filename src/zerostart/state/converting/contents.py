@@ -14,12 +14,12 @@ import torch
 
 from zerostart.checkpoint.catalog import Catalog, TensorEntry
 from zerostart.checkpoint.formats.assembling import ParameterGroup
-from zerostart.checkpoint.formats.saved_state import open_saved_state
+from zerostart.checkpoint.formats.saved_state import is_state_alone, open_saved_state
 from zerostart.checkpoint.formats.training import training_states
 from zerostart.checkpoint.manifest import STATE_MARKER
-from zerostart.checkpoint.paths import expanded
+from zerostart.checkpoint.paths import inside, located
 from zerostart.checkpoint.source import open_catalog
-from zerostart.checkpoint.storage import scheme_of
+from zerostart.checkpoint.storage import storage_at
 from zerostart.errors import CheckpointNotFoundError, ConfigError
 from zerostart.geometry import Piece
 from zerostart.state.resuming.document import read_document
@@ -103,24 +103,28 @@ def opened(source: str | os.PathLike[str]) -> Contents:
     }
     contents = Contents((catalog,), weights)
     root = Path(catalog.root or ".")
-    if catalog.assembled is not None and place is not None:
+    if isinstance(place, str):
+        storage = storage_at(place)
+        if storage is not None and is_state_alone(storage):
+            _add_state(contents, place)
+    elif catalog.assembled is not None:
         _add_foreign(contents, place)
     elif root.name == MODEL and (root.parent / STATE_MARKER).is_file():
         _add_state(contents, root.parent)
     return contents
 
 
-def _located(source: str | os.PathLike[str]) -> tuple[Path | None, Catalog]:
+def _located(source: str | os.PathLike[str]) -> tuple[Path | str, Catalog]:
     """The place and the catalog of ``source``, or of the newest complete checkpoint of the run that it is."""
-    if scheme_of(os.fspath(source)):
-        return None, open_catalog(source)
-    path = expanded(source)
+    place = located(source)
     try:
-        return path, open_catalog(source)
+        return place, open_catalog(source)
     except CheckpointNotFoundError:
-        folders = [folder for folder in (path, path / "checkpoints") if folder.is_dir()]
+        folders = [place, inside(place, "checkpoints")]
         states = [state for folder in folders for state in complete(folder)]
-        steps = {int(m[1]): entry for entry in path.glob("*") if (m := _STEP.fullmatch(entry.name))}
+        steps = {}
+        if isinstance(place, Path):
+            steps = {int(m[1]): entry for entry in place.glob("*") if (m := _STEP.fullmatch(entry.name))}
         if not states and not steps:
             raise
         newest = states[-1] if states else steps[max(steps)]
@@ -147,7 +151,7 @@ def _add_foreign(contents: Contents, place: Path) -> None:
     contents.schedule = None if found.schedule is None else _plain(found.schedule)
 
 
-def _add_state(contents: Contents, place: Path) -> None:
+def _add_state(contents: Contents, place: Path | str) -> None:
     """Add what a training state of ours has."""
     document, (_, state) = open_saved_state(place, (MODEL, STATE), read_document)
     if document.get("left_out"):

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,18 +14,18 @@ from pathlib import Path
 import torch
 
 from zerostart.checkpoint.digest import Digests
+from zerostart.checkpoint.paths import located, shown_url
 from zerostart.checkpoint.source import read_config
-from zerostart.checkpoint.storage import scheme_of
 from zerostart.checkpoint.strict_json import JsonObject
 from zerostart.checkpoint.write.images import Image
 from zerostart.checkpoint.write.space import check_space
 from zerostart.checkpoint.write.staging import write_errors
-from zerostart.distributed.world import current_world
+from zerostart.distributed.world import World, current_world
 from zerostart.errors import ConfigError
 from zerostart.state.converting.contents import Contents, opened
 from zerostart.state.converting.formats import target_format
-from zerostart.state.converting.moving import Mover, image_bytes, units_of, write_checksums
-from zerostart.state.converting.targets import Options, Target, check_dtype
+from zerostart.state.converting.moving import Mover, give, image_bytes, units_of, write_checksums
+from zerostart.state.converting.targets import Options, Target, TargetFormat, check_dtype
 from zerostart.state.converting.work import PLACE, Work
 from zerostart.state.saving.writing import agreed_place, publishing
 
@@ -43,13 +44,13 @@ _OF_THE_RUN = (
 
 @dataclass(frozen=True)
 class Converted:
-    """What was written: the directory, its files of tensors, tensors, and bytes of tensors.
+    """What was written: the directory or URL, its files of tensors, tensors, and bytes of tensors.
 
     ``left_out`` names what the source has and the format does not hold. ``kept_bytes`` were there of a
     conversion that was killed.
     """
 
-    path: Path
+    path: Path | str
     files: tuple[str, ...]
     tensors: int
     bytes: int
@@ -68,7 +69,7 @@ def convert(
     zero_stage: int = 3,
     strict: bool = False,
 ) -> Converted:
-    """Write the checkpoint at ``source`` as the format ``to`` into the directory ``out``; collective.
+    """Write the checkpoint at ``source`` as the format ``to`` to ``out``; collective.
 
     ``source`` is whatever ``zerostart.load`` takes that lies in files or behind a URL, or a run's
     directory, whose newest checkpoint counts where no model lies in it. ``to`` is one of "hf", "dcp",
@@ -76,28 +77,27 @@ def convert(
     groups, go along where both formats have them; ``strict`` makes an error of what is left out. ``dtype``
     is for floating weights that are not quantised, None leaves each as it is stored; masters are fp32.
     ``max_shard_size`` is for "hf" and "original", ``world_size`` and ``zero_stage`` for "zero" and
-    "universal". Configuration, tokenizer and code beside the weights come along.
+    "universal". Configuration, tokenizer and code beside the weights come along. ``out`` is a directory, or
+    for "hf" and "original" also a URL of a store, to which one process uploads.
 
     Each rank of the job, or one process alone, does a share of the work, with two units of 64 MiB in
-    memory. ``out`` appears whole or not at all; a conversion that was killed goes on where it stopped when
-    it is called again with the same arguments, after what it had written has been read and compared with
-    its journal. Raises what opening a source raises; ConfigError for options that do not fit, for what
-    ``strict`` refuses, for a name in ``out`` that is taken, and for a training state without its frozen
-    weights; what building the model raises where the configuration has to say what is trained ("zero",
-    "universal") or how a release lays it out ("original"); ReadError and WriteError.
+    memory. ``out`` appears whole or not at all; a conversion to a directory that was killed goes on where
+    it stopped when it is called again with the same arguments, after what it had written has been read and
+    compared with its journal. Raises what opening a source raises; ConfigError for options that do not fit,
+    for what ``strict`` refuses, for a name in ``out`` that is taken, and for a training state without its
+    frozen weights; what building the model raises where the configuration has to say what is trained
+    ("zero", "universal") or how a release lays it out ("original"); ReadError and WriteError.
     """
     check_dtype(dtype)
     format_ = target_format(to)
     options = Options(dtype, max_shard_size, world_size, zero_stage)
     world = current_world()
-    if isinstance(out, str) and scheme_of(out):
-        raise ConfigError(
-            f"{out}: a conversion is written to a directory of this machine; copy it from there"
-        )
     work: Work | None = None
     done: dict[int, list[list[int]]] = {}
     with world.phase("converting"):
         place = agreed_place(out, world, "converting to")
+        if isinstance(place, str):
+            return _uploaded(source, place, format_, options, strict, world)
         root = Path(os.path.realpath(place))
 
         def begin() -> tuple[Contents, Target]:
@@ -109,11 +109,7 @@ def convert(
                 work = Work.led(root)
                 try:
                     target = format_.target(contents, options, work.place)
-                    if strict and target.left_out:
-                        raise ConfigError(
-                            f"{os.fspath(source)} has what {format_.name} does not hold: "
-                            f"{', '.join(target.left_out)}; convert without strict to leave it out"
-                        )
+                    _check_strict(source, format_, target, strict)
                     if not format_.indexed:
                         _check_free(root, target.images)
                     left = image_bytes(target.images) - work.allocated()
@@ -169,7 +165,48 @@ def convert(
             for part in units[n]
         )
     files = tuple(names[image.name] for image in target.images if image.rows)
-    return Converted(Path(out), files, target.tensors, target.nbytes, tuple(target.left_out), kept_bytes)
+    return Converted(located(out), files, target.tensors, target.nbytes, tuple(target.left_out), kept_bytes)
+
+
+def _uploaded(
+    source: str | os.PathLike[str],
+    url: str,
+    format_: TargetFormat,
+    options: Options,
+    strict: bool,
+    world: World,
+) -> Converted:
+    """Convert to a store: as its bytes are read they are uploaded, from the first file to the last."""
+    if not format_.indexed:
+        raise ConfigError(
+            f"{shown_url(url)}: {format_.name} is written to a directory of this machine; convert to one, "
+            "and copy it from there (hf and original take URLs)"
+        )
+    if world.size > 1:
+        raise ConfigError(f"{shown_url(url)}: one process converts to a URL; leave out the others (--nproc)")
+    contents = opened(source)
+    with tempfile.TemporaryDirectory(prefix="zerostart-") as scratch:
+        target = format_.target(contents, options, Path(scratch))
+    _check_strict(source, format_, target, strict)
+    assert target.layout is not None, "formats with an index have one"
+    digests = Digests(target.entries)
+    with publishing(url, world) as publication:
+        _copy_beside(contents, publication.directory, options.dtype)
+        with publication.place.alone(target.layout) as writer:
+            give(target, contents.catalogs, writer, digests)
+        publication.add_digests(digests.summed(world))
+    files = tuple(publication.names.get(file.name, file.name) for file in target.layout.files)
+    return Converted(url, files, target.tensors, target.nbytes, tuple(target.left_out))
+
+
+def _check_strict(
+    source: str | os.PathLike[str], format_: TargetFormat, target: Target, strict: bool
+) -> None:
+    if strict and target.left_out:
+        raise ConfigError(
+            f"{shown_url(os.fspath(source))} has what {format_.name} does not hold: "
+            f"{', '.join(target.left_out)}; convert without strict to leave it out"
+        )
 
 
 _GOES_ON = "what was written stays: convert again, with the same arguments, to go on from there"

@@ -53,5 +53,6 @@ def safetensors_files(contents: Contents, weights: Mapping[str, Stored], options
     if layout.index is not None:
         text = (json.dumps(layout.index, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
         target.images.append(Image(layout.index_name, len(text), ((0, text),)))
+    target.layout = layout
     target.tensors, target.nbytes = len(target.entries), layout.total_size
     return target

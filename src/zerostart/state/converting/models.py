@@ -42,18 +42,24 @@ def built_model(contents: Contents) -> tuple[Built, Recipes]:
     Raises BuildError without a class that the configuration names, and CoverageError where its tensors and
     those of the checkpoint are not the same.
     """
+    built, stored = _built(contents)
+    catalog = contents.catalogs[0]
+    models.set_dtypes(built, stored)
+    recipes = built.recipes(catalog, built.library.expectations(built))
+    coverage = models.tie_names(built, recipes, equal_in(catalog, World(0, 1, None)))
+    coverage.check(catalog.place, type(built.model).__name__, True)
+    return built, recipes
+
+
+def _built(contents: Contents) -> tuple[Built, dict[str, torch.dtype]]:
+    """The model of the configuration, and the dtypes of the weights."""
     catalog = contents.catalogs[0]
     shapes = {name: stored.shape for name, stored in contents.weights.items()}
     stored = {name: torch_dtype(tensor.dtype, name) for name, tensor in contents.weights.items()}
     first = next((d for d in stored.values() if d.is_floating_point and d.itemsize > 1), None)
     main = main_dtype(catalog.weights.values())
     models.require(None, catalog.root, shapes)
-    built = models.build(None, catalog.root, None, first, main, False, shapes)
-    models.set_dtypes(built, stored)
-    recipes = built.recipes(catalog, built.library.expectations(built))
-    coverage = models.tie_names(built, recipes, equal_in(catalog, World(0, 1, None)))
-    coverage.check(catalog.place, type(built.model).__name__, True)
-    return built, recipes
+    return models.build(None, catalog.root, None, first, main, False, shapes), stored
 
 
 def as_model(contents: Contents) -> ModelForm:
@@ -66,17 +72,40 @@ def as_model(contents: Contents) -> ModelForm:
         buffers = contents.buffers
         own = contents
     elif contents.groups:
-        trained = {name for group in contents.groups for name in group.parameters}
-        if trained | contents.ties.keys() >= contents.weights.keys():
-            buffers = frozenset[str]()
-        else:
-            model = built_model(contents)[0].model
-            buffers = frozenset(name for name, _ in model.named_buffers())
-        own = contents
+        own, buffers = _with_kinds(contents)
     else:
         built, recipes = built_model(contents)
         own, buffers = _under_own_names(contents, built.model, recipes)
     return _form(own, buffers)
+
+
+def _with_kinds(contents: Contents) -> tuple[Contents, frozenset[str]]:
+    """The same with ties and buffers, where the optimizer says what is trained and nothing says the rest."""
+    trained = {name for group in contents.groups for name in group.parameters}
+    if trained | contents.ties.keys() >= contents.weights.keys():
+        return contents, frozenset()
+    model = _built(contents)[0].model
+    ties = dict(contents.ties)
+    for names in _tied(model):
+        first = next((name for name in names if name in trained), names[0])
+        ties |= {name: first for name in names if name != first and name in contents.weights}
+    buffers = frozenset(name for name, _ in model.named_buffers())
+    known = trained | ties.keys() | buffers | {name for name, _ in model.named_parameters()}
+    if unknown := next((name for name in contents.weights if name not in known), None):
+        raise ConfigError(
+            f"{contents.catalogs[0].place} has {unknown}, which is not trained, and which "
+            f"{type(model).__name__}, the model of its configuration, has neither as a parameter nor as a "
+            "buffer: put the config.json of the model that was trained beside it, or convert to hf or dcp"
+        )
+    return replace(contents, ties=ties), buffers
+
+
+def _tied(model: nn.Module) -> list[list[str]]:
+    """The names of each parameter, of one that has several in the order of the model."""
+    found: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        found.setdefault(id(parameter), []).append(name)
+    return list(found.values())
 
 
 def _form(contents: Contents, buffers: frozenset[str]) -> ModelForm:
@@ -110,14 +139,11 @@ def _under_own_names(
     }
     weights: dict[str, Stored] = {}
     ties: dict[str, str] = {}
-    first: dict[int, str] = {}
     names = []
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if (other := first.setdefault(id(parameter), name)) != name:
-            ties[name] = other
-    for name in first.values():
+    for tied in _tied(model):
+        name = tied[0]
+        ties |= dict.fromkeys(tied[1:], name)
         # Of a tied pair the checkpoint may have either name.
-        tied = (name, *(other for other, one in ties.items() if one == name))
         stored = next((found[one] for one in tied if one in found), None)
         if stored is None:
             raise ConfigError(

@@ -19,6 +19,7 @@ from zerostart.recipe import Recipe
 from zerostart.recipe import Target as Filled
 from zerostart.state.converting.targets import Target
 from zerostart.state.converting.work import Journal, Work, opened, read_back, write_at, written
+from zerostart.state.saving.output import WritesTensors
 from zerostart.transfer import Progress, execute
 from zerostart.transfer.planning import Destination, join
 
@@ -63,18 +64,57 @@ def units_of(target: Target) -> list[list[Part]]:
     return [*units, unit] if unit else units
 
 
+class _Reader:
+    """Reads units, into one of two buffers at a time."""
+
+    def __init__(self, target: Target, catalogs: Sequence[Catalog]) -> None:
+        self._target, self._catalogs = target, catalogs
+        self._rooms = [torch.empty(0, dtype=torch.uint8)] * 2
+
+    def places(self, unit: Sequence[Part], number: int) -> list[torch.Tensor]:
+        """Room for the bytes of each part, in one of two buffers."""
+        starts, end = [], 0
+        for part in unit:
+            starts.append(end)
+            end += -(-part.nbytes // _ALIGNED) * _ALIGNED
+        if self._rooms[number].numel() < end:
+            self._rooms[number] = torch.empty(end, dtype=torch.uint8, device="cpu")
+        room = self._rooms[number]
+        return [room[at : at + part.nbytes] for at, part in zip(starts, unit, strict=True)]
+
+    def read(self, unit: Sequence[Part], places: Sequence[torch.Tensor]) -> None:
+        """Fill the places with the elements of the parts. Raises ReadError."""
+        # The machinery of a load with a single rank: conversions of dtype and shares of a training state come
+        # with it.
+        for number, catalog in enumerate(self._catalogs):
+            wanted, storages = [], []
+            for part, place in zip(unit, places, strict=True):
+                stored, row = self._target.sources[part.row.tensor], part.row
+                if stored.catalog != number:
+                    continue
+                recipe = Recipe(Filled(stored.name, stored.shape, row.dtype), stored.pieces)
+                layout = flat_run(stored.shape, row.first, row.first + row.count)
+                wanted.append(
+                    (recipe, layout, Destination(stored.name, row.count, row.count, row.dtype, True))
+                )
+                storages.append(place.view(row.dtype))
+            if wanted:
+                plan = join(catalog, wanted)
+                execute(plan, storages, Progress(plan.read_bytes, shown=False))
+
+
 class Mover:
     """Does units of work of a conversion, and adds what it wrote to ``digests``."""
 
     def __init__(self, target: Target, catalogs: Sequence[Catalog], work: Work, digests: Digests) -> None:
-        self._target, self._catalogs, self._work, self._digests = target, catalogs, work, digests
-        self._rooms = [torch.empty(0, dtype=torch.uint8)] * 2
+        self._target, self._work, self._digests = target, work, digests
+        self._reader = _Reader(target, catalogs)
 
     def check(self, unit: Sequence[Part], sums: Sequence[Sequence[int]]) -> bool:
         """Whether a unit that a journal says is done is in the files as it was written. Raises OSError."""
         if len(sums) != len(unit):
             return False
-        places = self._places(unit, 0)
+        places = self._reader.places(unit, 0)
         for part, place in zip(unit, places, strict=True):
             image = self._target.images[part.image]
             path = self._work.files / image.name
@@ -102,8 +142,8 @@ class Mover:
             with ThreadPoolExecutor(1, "zerostart-converting") as writer:
                 before: Future[list[list[int]]] | None = None
                 for turn, (number, unit) in enumerate(units):
-                    places = self._places(unit, turn % 2)
-                    self._read(unit, places)
+                    places = self._reader.places(unit, turn % 2)
+                    self._reader.read(unit, places)
                     if before is not None:
                         made[units[turn - 1][0]] = before.result()
                     before = writer.submit(self._write, journal, number, unit, places, number in damaged)
@@ -112,36 +152,6 @@ class Mover:
         finally:
             journal.close()
         return made
-
-    def _places(self, unit: Sequence[Part], number: int) -> list[torch.Tensor]:
-        """Room for the bytes of each part, in one of two buffers."""
-        starts, end = [], 0
-        for part in unit:
-            starts.append(end)
-            end += -(-part.nbytes // _ALIGNED) * _ALIGNED
-        if self._rooms[number].numel() < end:
-            self._rooms[number] = torch.empty(end, dtype=torch.uint8, device="cpu")
-        room = self._rooms[number]
-        return [room[at : at + part.nbytes] for at, part in zip(starts, unit, strict=True)]
-
-    def _read(self, unit: Sequence[Part], places: Sequence[torch.Tensor]) -> None:
-        # The machinery of a load with a single rank: conversions of dtype and shares of a training state come
-        # with it.
-        for number, catalog in enumerate(self._catalogs):
-            wanted, storages = [], []
-            for part, place in zip(unit, places, strict=True):
-                stored, row = self._target.sources[part.row.tensor], part.row
-                if stored.catalog != number:
-                    continue
-                recipe = Recipe(Filled(stored.name, stored.shape, row.dtype), stored.pieces)
-                layout = flat_run(stored.shape, row.first, row.first + row.count)
-                wanted.append(
-                    (recipe, layout, Destination(stored.name, row.count, row.count, row.dtype, True))
-                )
-                storages.append(place.view(row.dtype))
-            if wanted:
-                plan = join(catalog, wanted)
-                execute(plan, storages, Progress(plan.read_bytes, shown=False))
 
     def _write(
         self,
@@ -173,6 +183,21 @@ class Mover:
         for part, of in zip(unit, sums, strict=True):
             if name := self._target.names[part.row.tensor]:
                 self._digests.add_lanes(name, part.row.count, of)
+
+
+def give(target: Target, catalogs: Sequence[Catalog], writer: WritesTensors, digests: Digests) -> None:
+    """Give ``writer`` all elements of safetensors files, in their order, and add them to ``digests``.
+
+    Raises ReadError and WriteError.
+    """
+    reader = _Reader(target, catalogs)
+    for unit in units_of(target):
+        places = reader.places(unit, 0)
+        reader.read(unit, places)
+        for part, place in zip(unit, places, strict=True):
+            name, row = target.names[part.row.tensor], part.row
+            digests.add_lanes(name, row.count, digests.lanes(name, row.first, place))
+            writer.write(name, place.numpy().data, row.first * row.dtype.itemsize)
 
 
 def write_checksums(

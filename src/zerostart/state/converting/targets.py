@@ -11,6 +11,7 @@ from typing import ClassVar
 import torch
 
 from zerostart.checkpoint.write.images import Image, Room, Run
+from zerostart.checkpoint.write.shards import SaveLayout
 from zerostart.errors import ConfigError
 from zerostart.recipe.dtypes import spelling, torch_dtype
 from zerostart.state.converting.contents import Contents, Stored
@@ -41,6 +42,8 @@ class Target:
     names: list[str] = field(default_factory=list)
     #: Name, dtype in safetensors' spelling, and shape of the tensors that have digests.
     entries: list[tuple[str, str, Sequence[int]]] = field(default_factory=list)
+    #: The same as safetensors files, where the format is of these.
+    layout: SaveLayout | None = None
     #: Parts of the source that the format does not hold, in words.
     left_out: list[str] = field(default_factory=list)
     #: Tensors that are written, and the bytes of their elements.
