@@ -17,7 +17,7 @@ from zerostart.checkpoint.formats.assembling import ParameterGroup
 from zerostart.checkpoint.formats.saved_state import is_state_alone, open_saved_state
 from zerostart.checkpoint.formats.training import training_states
 from zerostart.checkpoint.manifest import STATE_MARKER
-from zerostart.checkpoint.paths import inside, located
+from zerostart.checkpoint.paths import inside, located, shown_url
 from zerostart.checkpoint.source import open_catalog
 from zerostart.checkpoint.storage import storage_at
 from zerostart.errors import CheckpointNotFoundError, ConfigError
@@ -90,11 +90,12 @@ class Contents:
         return self.masters.get(name) or self.weights[name]
 
 
-def opened(source: str | os.PathLike[str]) -> Contents:
+def opened(source: str | os.PathLike[str], weights_alone: bool = False) -> Contents:
     """What lies at ``source``: anything that ``open_catalog`` takes, or the directory of a run.
 
-    Of a run's directory the newest complete checkpoint is meant where no model lies in it. Raises what
-    opening a source raises, and ConfigError for a training state without the weights that were frozen.
+    Of a run's directory the newest complete checkpoint is meant where no model lies in it. With
+    ``weights_alone`` nothing of an optimizer is opened. Raises what opening a source raises, and ConfigError
+    for a training state without the weights that were frozen.
     """
     place, catalog = _located(source)
     weights = {
@@ -102,16 +103,27 @@ def opened(source: str | os.PathLike[str]) -> Contents:
         for name, tensor in catalog.weights.items()
     }
     contents = Contents((catalog,), weights)
-    root = Path(catalog.root or ".")
+    state = _state_of(place, catalog)
+    if state is not None:
+        if open_saved_state(state, ())[0].get("left_out"):
+            raise ConfigError(
+                f"{shown_url(str(state))} holds only the trained tensors, not the whole model: export the "
+                "output directory of its run instead, or a LoRA with --adapter-format"
+            )
+        if not weights_alone:
+            _add_state(contents, state)
+    elif catalog.assembled is not None and isinstance(place, Path) and not weights_alone:
+        _add_foreign(contents, place)
+    return contents
+
+
+def _state_of(place: Path | str, catalog: Catalog) -> Path | str | None:
+    """The training state of ours whose model ``catalog`` is; None for another one."""
     if isinstance(place, str):
         storage = storage_at(place)
-        if storage is not None and is_state_alone(storage):
-            _add_state(contents, place)
-    elif catalog.assembled is not None:
-        _add_foreign(contents, place)
-    elif root.name == MODEL and (root.parent / STATE_MARKER).is_file():
-        _add_state(contents, root.parent)
-    return contents
+        return place if storage is not None and is_state_alone(storage) else None
+    root = Path(catalog.root or ".")
+    return root.parent if root.name == MODEL and (root.parent / STATE_MARKER).is_file() else None
 
 
 def _located(source: str | os.PathLike[str]) -> tuple[Path | str, Catalog]:
@@ -154,11 +166,6 @@ def _add_foreign(contents: Contents, place: Path) -> None:
 def _add_state(contents: Contents, place: Path | str) -> None:
     """Add what a training state of ours has."""
     document, (_, state) = open_saved_state(place, (MODEL, STATE), read_document)
-    if document.get("left_out"):
-        raise ConfigError(
-            f"{place} holds only the trained tensors, not the whole model: export the output "
-            "directory of its run instead, or a LoRA with --adapter-format"
-        )
     contents.catalogs = (contents.catalogs[0], state)
     _add_states(contents, state, 1)
     described: Mapping[str, Any] = document["optimizer"]

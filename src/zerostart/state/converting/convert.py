@@ -68,13 +68,15 @@ def convert(
     world_size: int = 1,
     zero_stage: int = 3,
     strict: bool = False,
+    weights_alone: bool = False,
 ) -> Converted:
     """Write the checkpoint at ``source`` as the format ``to`` to ``out``; collective.
 
     ``source`` is whatever ``zerostart.load`` takes that lies in files or behind a URL, or a run's
     directory, whose newest checkpoint counts where no model lies in it. ``to`` is one of "hf", "dcp",
     "zero", "universal" and "original". Masters, states and numbers of an optimizer, and settings of its
-    groups, go along where both formats have them; ``strict`` makes an error of what is left out. ``dtype``
+    groups, go along where both formats have them; ``strict`` makes an error of what is left out, and
+    ``weights_alone`` leaves out all but weights, unread and untold. ``dtype``
     is for floating weights that are not quantised, None leaves each as it is stored; masters are fp32.
     ``max_shard_size`` is for "hf" and "original", ``world_size`` and ``zero_stage`` for "zero" and
     "universal". Configuration, tokenizer and code beside the weights come along. ``out`` is a directory, or
@@ -97,12 +99,12 @@ def convert(
     with world.phase("converting"):
         place = agreed_place(out, world, "converting to")
         if isinstance(place, str):
-            return _uploaded(source, place, format_, options, strict, world)
+            return _uploaded(source, place, format_, options, strict, weights_alone, world)
         root = Path(os.path.realpath(place))
 
         def begin() -> tuple[Contents, Target]:
             nonlocal work, done
-            contents = opened(source)
+            contents = opened(source, weights_alone)
             with write_errors(root, "nothing was converted"):
                 if root.exists() and not root.is_dir():
                     raise ConfigError(f"{root} is a file; name a directory")
@@ -174,6 +176,7 @@ def _uploaded(
     format_: TargetFormat,
     options: Options,
     strict: bool,
+    weights_alone: bool,
     world: World,
 ) -> Converted:
     """Convert to a store: as its bytes are read they are uploaded, from the first file to the last."""
@@ -184,7 +187,7 @@ def _uploaded(
         )
     if world.size > 1:
         raise ConfigError(f"{shown_url(url)}: one process converts to a URL; leave out the others (--nproc)")
-    contents = opened(source)
+    contents = opened(source, weights_alone)
     with tempfile.TemporaryDirectory(prefix="zerostart-") as scratch:
         target = format_.target(contents, options, Path(scratch))
     _check_strict(source, format_, target, strict)

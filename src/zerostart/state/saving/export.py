@@ -15,8 +15,8 @@ def export(
     dtype: torch.dtype | None = None,
     max_shard_size: int | str = "5GB",
 ) -> Converted:
-    """Write the model that lies at ``source`` as an ordinary directory ``out``.
+    """Write the model that lies at ``source`` as an ordinary directory, or below a URL, ``out``.
 
-    It is a conversion to "hf": raises what ``convert`` raises.
+    It is a conversion to "hf" of weights alone: raises what ``convert`` raises.
     """
-    return convert(source, out, "hf", dtype=dtype, max_shard_size=max_shard_size)
+    return convert(source, out, "hf", dtype=dtype, max_shard_size=max_shard_size, weights_alone=True)
