@@ -7,10 +7,14 @@ from zerostart.transfer.planning.exchange import (
     Delivery,
     Exchange,
     ExchangeStep,
+    Machines,
     Table,
     batches,
     exchange_schedule,
+    given_away,
+    is_slow,
     pieces_within,
+    reassigned,
     spans_within,
     table_of,
 )
@@ -20,6 +24,7 @@ from zerostart.transfer.planning.reads import PlanOptions
 
 __all__ = [
     "MARGIN",
+    "Machines",
     "Agreement",
     "Computation",
     "Count",
@@ -46,6 +51,9 @@ __all__ = [
     "requests_of",
     "exchange_schedule",
     "extents_of",
+    "given_away",
+    "is_slow",
+    "reassigned",
     "spans_within",
     "table_of",
 ]
