@@ -296,11 +296,11 @@ class World:
         heard: Callable[[list[list[int]]], None] = lambda rows: None,
         advanced: Callable[[], int] | None = None,
     ) -> list[list[int]]:
-        """Run ``work`` on every rank in a thread of its own; until all have ended the ranks meet now and then.
+        """Run ``work`` on every rank beside meetings of all, twice a second, until it has ended on all.
 
-        That is twice a second. So no collective comes to its time-out, however long the slowest takes, and a failure is known to all
+        So no collective comes to its time-out, however long the slowest takes, and a failure is known to all
         within a second. At each meeting a rank tells whether it has ended and the numbers ``told`` (as many
-        on all ranks); ``heard`` gets the rows of all ranks, and the last of them are returned. What ``heard``
+        on all ranks); ``heard`` gets these of all ranks, and the last of them are returned. What ``heard``
         raises it has to raise on every rank.
 
         Raises what ``work`` raises on any rank, and PeerError where ``advanced``, a number that grows while a

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -36,8 +37,8 @@ MOST_REQUESTS = 1 << 18
 BETWEEN, LEAST_BETWEEN = 1 << 30, 32 << 20
 #: Agreements of an exchange that is shorter: one that has become slow is waited for between two of them.
 AGREEMENTS = 24
-#: A rank that would read on for longer than this share of the time so far, and so many seconds, after half of
-#: the ranks have ended, gives away what it has not begun.
+#: A rank that would read on for longer than this share of the time of the one in the middle, and so many
+#: seconds, when that one has ended, gives away what it has not begun.
 BEHIND, BEHIND_SECONDS = 0.2, 1.0
 
 
@@ -219,7 +220,6 @@ def _own(
     queue, begun = ReadQueue(plan), time.perf_counter()
     device = next((storage.device for storage in storages if storage.device.type != "cpu"), None)
     ended: list[float] = []
-    away = False
 
     def work() -> None:
         if device is not None and device.index is not None:
@@ -230,13 +230,13 @@ def _own(
 
     def told() -> tuple[int, ...]:
         seconds = ended[0] if ended else time.perf_counter() - begun
-        return len(ended), int(gives), int(1000 * seconds), progress.done - before, plan.read_bytes
+        # Whether it has ended, whether it may give bytes away, milliseconds, bytes it has and wants, and those
+        # that it has not begun.
+        left = plan.read_bytes - queue.given_bytes
+        return len(ended), int(gives), int(1000 * seconds), progress.done - before, plan.read_bytes, left
 
     def heard(rows: list[list[int]]) -> None:
-        nonlocal away
-        # The same answer on all ranks, since all have the same rows.
-        if not away and _is_behind(rows):
-            away = True
+        if _is_behind(rows, world.rank, queue.given_bytes - (progress.done - before)):
             queue.close()
 
     try:
@@ -250,7 +250,8 @@ def _own(
         seconds=ended[0],
         skew=Skew.of([row[2] for row in rows]),
     )
-    if not away:
+    # The same answer on all ranks, since all have the same rows.
+    if not any(row[5] for row in rows):
         return moved
     # What was not begun another rank reads, but for reads that would give it more bytes than are wanted.
     left, computations = queue.left()
@@ -273,20 +274,20 @@ def _own(
     return replace(moved, read=read, planned=planned, received=got, given=got)
 
 
-def _is_behind(rows: Sequence[Sequence[int]]) -> bool:
-    """Whether half of the ranks have ended, and one of the others would still read for long.
+def _is_behind(rows: Sequence[Sequence[int]], rank: int, begun: int) -> bool:
+    """Whether ``rank`` has as much under way as it can read until the others end, and much more to begin.
 
-    Rows are ended, whether the rank gives bytes away, milliseconds, bytes that it has and that it wants.
+    ``begun`` are bytes that it has asked for and not got; rows are as ``_own`` tells them.
     """
-    over = [row for row in rows if row[0]]
-    if 2 * len(over) < len(rows) or not all(row[1] for row in rows):
+    if not all(row[1] for row in rows) or rows[rank][0]:
         return False
-    for _, _, milliseconds, done, wanted in (row for row in rows if not row[0]):
-        seconds = milliseconds / 1000
-        left = (wanted - done) * seconds / max(done, 1)
-        if left > max(BEHIND * seconds, BEHIND_SECONDS):
-            return True
-    return False
+    # By when each rank will have read its own, at its rate so far; in milliseconds.
+    ends = [row[2] if row[0] else row[2] * row[4] / max(1, row[3]) for row in rows]
+    middle = statistics.median_low(ends)
+    _, _, now, done, _, left = rows[rank]
+    if not left or ends[rank] - middle < max(BEHIND * middle, 1000 * BEHIND_SECONDS):
+        return False
+    return now + begun * now / max(1, done) >= middle
 
 
 def _in_one_run(read: Read, gap: int) -> bool:

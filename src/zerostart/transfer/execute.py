@@ -57,6 +57,7 @@ class ReadQueue:
         self._plan = plan
         self._next = 0
         self._closed = False
+        self.given_bytes = 0  #: of all reads that have been given
 
     def __iter__(self) -> ReadQueue:
         return self
@@ -67,7 +68,12 @@ class ReadQueue:
         if self._closed or number == len(reads) + len(computations):
             raise StopIteration
         self._next += 1
-        return number, reads[number] if number < len(reads) else computations[number - len(reads)]
+        if number < len(reads):
+            self.given_bytes += reads[number].nbytes
+            return number, reads[number]
+        computation = computations[number - len(reads)]
+        self.given_bytes += sum(read.nbytes for read in computation.reads)
+        return number, computation
 
     def close(self) -> None:
         """Give nothing more; what has been given is still done."""
