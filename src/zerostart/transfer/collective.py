@@ -230,7 +230,7 @@ def _own(
 
     def told() -> tuple[int, ...]:
         seconds = ended[0] if ended else time.perf_counter() - begun
-        # Whether it has ended, whether it may give bytes away, milliseconds, bytes it has and wants, and those
+        # Whether it has ended, and may give bytes away; milliseconds; bytes that it has, and wants, and those
         # that it has not begun.
         left = plan.read_bytes - queue.given_bytes
         return len(ended), int(gives), int(1000 * seconds), progress.done - before, plan.read_bytes, left
