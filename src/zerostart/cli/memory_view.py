@@ -195,7 +195,11 @@ def _lines(made: WorldPlan) -> Iterable[str]:
     if made.sharing is not None:
         yield f"Reading: {made.sharing}"
     if made.exchanged_bytes:
-        yield f"All ranks together get {decimal(sum(made.exchanged_bytes))} from others"
+        between, within = made.between_machines_bytes, made.within_machines_bytes
+        ways = (
+            f": {decimal(between)} between machines, {decimal(within)} within them" if made.messages else ""
+        )
+        yield f"All ranks together get {decimal(sum(made.exchanged_bytes))} from others{ways}"
     if made.tier is not None:
         yield f"Whole parameters on every rank, {made.tier}"
     for kind, names in (

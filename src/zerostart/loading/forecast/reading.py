@@ -26,6 +26,7 @@ from zerostart.transfer.planning import (
     Count,
     Destination,
     ExchangeStep,
+    Machines,
     Plan,
     Rates,
     ReadStrategy,
@@ -153,17 +154,16 @@ class Foreseen:
         chunk = strategy.chunk_size
         plans = [spans_within(self._plan(rank, chunk), chunk) for rank in range(made.world_size)]
         # The very schedule that the ranks of a load would make, from the same tables.
-        schedule = exchange_schedule([table_of(plan.reads) for plan in plans], chunk)
+        machines = Machines.of([rank // RANKS_OF_A_MACHINE for rank in range(made.world_size)])
+        schedule = exchange_schedule([table_of(plan.reads) for plan in plans], chunk, machines=machines)
         served: list[list[tuple[int, int, int, int]]] = [[] for _ in plans]
         messages: Counter[tuple[int, int]] = Counter()
         for step in schedule.steps:
             if isinstance(step, ExchangeStep):
                 file, begin, end = step.extent
                 served[step.server].append((file, begin, end, end - begin))
-                for delivery in step.deliveries:
-                    # What the server wants itself stays where it has been read.
-                    if delivery.to != step.server:
-                        messages[step.server, delivery.to] += delivery.nbytes
+                for sender, to, nbytes in step.messages():
+                    messages[sender, to] += nbytes
 
         def becomes(rank: RankForecast) -> RankForecast:
             number, plan = rank.rank, plans[rank.rank]

@@ -173,6 +173,25 @@ class WorldPlan:
         return max((rank.read_seconds for rank in self.ranks), default=0.0)
 
     @property
+    def storage_bytes(self) -> int:
+        """Bytes that storage gives to all of ``ranks`` together: of a store, to their requests."""
+        return sum(rank.get_bytes or rank.read_bytes for rank in self.ranks)
+
+    @property
+    def between_machines_bytes(self) -> int:
+        """Bytes of ``messages`` between ranks of different machines, of ``RANKS_OF_A_MACHINE`` each."""
+        return sum(
+            nbytes
+            for sender, to, nbytes in self.messages
+            if sender // RANKS_OF_A_MACHINE != to // RANKS_OF_A_MACHINE
+        )
+
+    @property
+    def within_machines_bytes(self) -> int:
+        """Bytes of ``messages`` between ranks of one machine."""
+        return sum(nbytes for _, _, nbytes in self.messages) - self.between_machines_bytes
+
+    @property
     def files(self) -> tuple[FileForecast, ...]:
         """What ``ranks`` read of each file."""
         # Columns: bytes, reads, ranks. A rank has at most one row of extents for a file.
@@ -228,6 +247,9 @@ class WorldPlan:
             "tier": None if self.tier is None else asdict(self.tier),
             "store": None if self.store is None else asdict(self.store),
             "read_seconds": self.read_seconds,
+            "storage_bytes": self.storage_bytes,
+            "between_machines_bytes": self.between_machines_bytes,
+            "within_machines_bytes": self.within_machines_bytes,
             "memory": [
                 {"ranks": [r.rank for r in alike], **{p: asdict(m) for p, m in shown.memory.items()}}
                 for shown, alike in self.classes
