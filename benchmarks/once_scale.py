@@ -146,7 +146,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     return (
         f"# A load by {NODES * RANKS_OF_A_NODE} ranks on {NODES} nodes, planned\n\n"
         "`python -m benchmarks.once_scale`: plans of all ranks, no byte of a weight is moved. A request "
-        f"takes {1000 * rows[0]['store'][0]:.0f} ms, and then {rows[0]['store'][1] / 1e6:.0f} MB/s, as measured "
+        f"takes {1000 * rows[0]['store'][0]:.0f} ms, then {rows[0]['store'][1] / 1e6:.0f} MB/s, as measured "
         "through a proxy on a machine of two cores that other programs shared; an interconnect of 1 GB/s a "
         "rank is assumed.\n\n" + "\n".join(lines) + "\n"
     )

@@ -1,6 +1,7 @@
 """One rank of a job on several nodes, which are network namespaces (``nodes.py``); prints its end.
 
-python node_rank.py ENGINE SETTINGS, as JSON: ``url``, options of the load, and ``seconds``, the time-out.
+python node_rank.py ENGINE SETTINGS, as JSON: ``url``, options of the load, ``seconds``, the time-out, and
+``ready``, a folder in which it makes a file when it begins.
 """
 
 import dataclasses
@@ -9,6 +10,7 @@ import os
 import sys
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -27,12 +29,14 @@ def network() -> nn.Module:
 
 
 def main(engine: str, settings: dict[str, object]) -> None:
-    seconds, url = settings.pop("seconds"), settings.pop("url")
+    seconds, url, ready = settings.pop("seconds"), settings.pop("url"), settings.pop("ready", None)
     roll_call.SILENCE = 3.0
     # As often as in a load of many gigabytes.
     collective.LEAST_BETWEEN = 1 << 20
     dist.init_process_group("gloo", timeout=timedelta(seconds=float(str(seconds))))
     dist.barrier()
+    if ready is not None:
+        Path(str(ready), f"ready{dist.get_rank()}").touch()
     begun = time.monotonic()
     told: dict[str, object]
     try:

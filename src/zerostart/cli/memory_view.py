@@ -63,7 +63,8 @@ def show_plan(made: WorldPlan, source: str, console: Console | None = None) -> N
         say(
             console,
             f"from the store: {requests:,} requests (GET) for {decimal(nbytes)} by all ranks; {known}: "
-            f"{1000 * how.latency:.3g} ms to the first byte, {decimal(round(how.rate))}/s on a connection",
+            f"{1000 * how.latency:.3g} ms to the first byte, {decimal(round(how.rate))}/s on a connection"
+            + ("" if made.cost is None else f"; at the given prices {of_all * made.cost:,.2f}"),
         )
     if len(classes) > SHOWN:
         say(console, f"... and {len(classes) - SHOWN} more kinds of ranks, each of which holds less")
