@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import statistics
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -40,6 +42,9 @@ AGREEMENTS = 24
 #: A rank that would read on for longer than this share of the time of the one in the middle, and so many
 #: seconds, when that one has ended, gives away what it has not begun.
 BEHIND, BEHIND_SECONDS = 0.2, 1.0
+
+#: How long reads that are under way are waited for where a load fails.
+ENDING_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,20 +225,24 @@ def _own(
     queue, begun = ReadQueue(plan), time.perf_counter()
     device = next((storage.device for storage in storages if storage.device.type != "cpu"), None)
     ended: list[float] = []
+    over = threading.Event()
 
     def work() -> None:
-        if device is not None and device.index is not None:
-            torch.accelerator.set_device_index(device.index)  # each thread has one of its own
-        with torch.no_grad():
-            execute(plan, storages, progress, tuning.threads, reader, tuning.depth, queue)
-        ended.append(time.perf_counter() - begun)
+        try:
+            if device is not None and device.index is not None:
+                torch.accelerator.set_device_index(device.index)  # each thread has one of its own
+            with torch.no_grad():
+                execute(plan, storages, progress, tuning.threads, reader, tuning.depth, queue)
+            ended.append(time.perf_counter() - begun)
+        finally:
+            over.set()
 
     def told() -> tuple[int, ...]:
         seconds = ended[0] if ended else time.perf_counter() - begun
-        # Whether it has ended, and may give bytes away; milliseconds; bytes that it has, and wants, and those
-        # that it has not begun.
-        left = plan.read_bytes - queue.given_bytes
-        return len(ended), int(gives), int(1000 * seconds), progress.done - before, plan.read_bytes, left
+        # Whether it has ended, and may give bytes away; milliseconds; bytes that it has, and wants; and how
+        # much it has not begun, computations without a byte too.
+        moved = progress.done - before
+        return len(ended), int(gives), int(1000 * seconds), moved, plan.read_bytes, len(queue)
 
     def heard(rows: list[list[int]]) -> None:
         if _is_behind(rows, world.rank, queue.given_bytes - (progress.done - before)):
@@ -243,6 +252,8 @@ def _own(
         rows = world.while_working(work, "reading", told, heard, lambda: progress.done)
     except BaseException:
         queue.close()
+        # What is under way ends by itself, unless the storage does not answer.
+        over.wait(ENDING_SECONDS)
         raise
     moved = TransferStats(
         progress.done - before,
@@ -255,8 +266,9 @@ def _own(
         return moved
     # What was not begun another rank reads, but for reads that would give it more bytes than are wanted.
     left, computations = queue.left()
-    moving = tuple(read for read in left if _in_one_run(read, plan.storage.gap))
-    staying = tuple(read for read in left if not _in_one_run(read, plan.storage.gap))
+    cut = spans_within(replace(plan, reads=left), plan.chunk_size).reads
+    moving = tuple(read for read in cut if _in_one_run(read, plan))
+    staying = tuple(read for read in cut if not _in_one_run(read, plan))
     tables, machines = _tables(moving, world)
     speeds = [1000 * row[3] / max(1, row[2]) for row in rows]
     steps = given_away(tables, speeds, machines, LEAST_BETWEEN)
@@ -282,19 +294,20 @@ def _is_behind(rows: Sequence[Sequence[int]], rank: int, begun: int) -> bool:
     if not all(row[1] for row in rows) or rows[rank][0]:
         return False
     # By when each rank will have read its own, at its rate so far; in milliseconds.
-    ends = [row[2] if row[0] else row[2] * row[4] / max(1, row[3]) for row in rows]
+    ends = [row[2] if row[0] else row[2] * row[4] / row[3] if row[3] else math.inf for row in rows]
     middle = statistics.median_low(ends)
     _, _, now, done, _, left = rows[rank]
-    if not left or ends[rank] - middle < max(BEHIND * middle, 1000 * BEHIND_SECONDS):
+    # Before half of that time a rate says little: connections are being made.
+    if not left or now < middle / 2 or ends[rank] - middle < max(BEHIND * middle, 1000 * BEHIND_SECONDS):
         return False
-    return now + begun * now / max(1, done) >= middle
+    return now >= middle or (done > 0 and now + begun * now / done >= middle)
 
 
-def _in_one_run(read: Read, gap: int) -> bool:
-    """Whether a rank that reads it for another gets no more bytes than the other would have asked for."""
-    return read.rows == 1 or Rows(read.rows, read.nbytes // read.rows, read.stride).fetched(gap) == (
-        read.end - read.offset
-    )
+def _in_one_run(read: Read, plan: Plan) -> bool:
+    """Whether a rank that reads it for another gets no more bytes than the other would, nor than a chunk."""
+    span = read.end - read.offset
+    rows = Rows(read.rows, read.nbytes // read.rows, read.stride)
+    return span <= plan.chunk_size and (read.rows == 1 or rows.fetched(plan.storage.gap) == span)
 
 
 def _tables(reads: Sequence[Read], world: World) -> tuple[list[Table], Machines]:

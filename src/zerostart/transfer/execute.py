@@ -79,6 +79,10 @@ class ReadQueue:
         """Give nothing more; what has been given is still done."""
         self._closed = True
 
+    def __len__(self) -> int:
+        """How many have not been given."""
+        return len(self._plan.reads) + len(self._plan.computations) - self._next
+
     def left(self) -> tuple[Sequence[Read], Sequence[Computation]]:
         """What has not been given."""
         reads = len(self._plan.reads)

@@ -30,7 +30,16 @@ from zerostart.checkpoint.storage import Reader, Rows
 from zerostart.distributed.failures import DeferredSignals
 from zerostart.distributed.world import World
 from zerostart.errors import PeerError
-from zerostart.transfer.planning import Agreement, ExchangeStep, Machines, Table, batches, is_slow, reassigned
+from zerostart.transfer.planning import (
+    Agreement,
+    ExchangeStep,
+    Machines,
+    Table,
+    batches,
+    is_slow,
+    part_of,
+    reassigned,
+)
 from zerostart.transfer.staging import bytes_view
 
 #: Seconds of reading between two agreements from which on it is told how fast a rank is: less says little.
@@ -252,8 +261,7 @@ class ExchangeReader(Reader):
         room = self._rooms[0][: end - begin]
         # What was read into the other room has been sent: its step came before this one.
         self._rooms.reverse()
-        # Rounded up, so that there are at most as many parts as threads.
-        part = -(-(end - begin) // self._threads)
+        part = part_of(end - begin, self._threads)
 
         def read(at: int) -> float:
             self._reader.read(file, begin + at, [bytes_view(room)[at : at + part]])

@@ -35,6 +35,7 @@ from zerostart.transfer.planning import (
     exchange_schedule,
     extents_of,
     join,
+    part_of,
     requests_of,
     spans_within,
     table_of,
@@ -175,9 +176,11 @@ class Foreseen:
             more = self.tuning.exchange_bytes(chunk) - staged
             storage = self.catalog.storage
             asked, got = requests_of([*alone, *computed], storage.gap)
+            # Each thread asks for its part of an extent.
+            asked += sum(-(-n // part_of(n, self.tuning.threads)) for *_, n in served[number])
             return replace(
                 rank,
-                get_requests=asked + len(served[number]) if storage.cost else 0,
+                get_requests=asked if storage.cost else 0,
                 get_bytes=got + schedule.served[number] if storage.cost else 0,
                 read_bytes=sum(r.nbytes for r in [*alone, *computed]) + schedule.served[number],
                 read_ops=len(places) + len(served[number]),

@@ -95,6 +95,15 @@ class ExchangeStep:
                 yield delivery.sender, delivery.to, delivery.nbytes
 
 
+#: Least bytes that a thread reads of an extent.
+LEAST_PART = 1 << 20
+
+
+def part_of(nbytes: int, threads: int) -> int:
+    """Bytes that each of ``threads`` reads of an extent of ``nbytes``, but for the last: one request each."""
+    return max(LEAST_PART, -(-nbytes // threads))
+
+
 class Agreement:
     """Where all ranks tell each other whether they have met an error, so that none goes on for long."""
 
