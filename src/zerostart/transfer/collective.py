@@ -37,8 +37,6 @@ from zerostart.transfer.planning import (
 MOST_REQUESTS = 1 << 18
 #: Bytes that a rank reads for others between two agreements, at most (a second or so) and at least.
 BETWEEN, LEAST_BETWEEN = 1 << 30, 32 << 20
-#: Agreements of an exchange that is shorter: one that has become slow is waited for between two of them.
-AGREEMENTS = 24
 #: A rank that would read on for longer than this share of the time of the one in the middle, and so many
 #: seconds, when that one has ended, gives away what it has not begun.
 BEHIND, BEHIND_SECONDS = 0.2, 1.0
@@ -329,9 +327,7 @@ def _once(
     plan = spans_within(plan, plan.chunk_size)
     tables, machines = _tables(plan.reads, world)
     # 2. Every rank works out the same steps from all tables, so that no message needs an announcement.
-    share = sum(int(table[:, 2].sum()) for table in tables) // (AGREEMENTS * world.size)
-    between = min(BETWEEN, max(LEAST_BETWEEN, share))
-    schedule = exchange_schedule(tables, plan.chunk_size, between, machines)
+    schedule = exchange_schedule(tables, plan.chunk_size, BETWEEN, machines, LEAST_BETWEEN)
     alone = frozenset(schedule.alone[world.rank])
     # Computations make their reads in no order that ranks could agree on.
     own = replace(plan, reads=tuple(r for n, r in enumerate(plan.reads) if n in alone))

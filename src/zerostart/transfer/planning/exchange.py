@@ -143,17 +143,23 @@ class Exchange:
     received: tuple[int, ...]
 
 
+#: How often ranks agree in an exchange: one that has become slow is waited for between two times.
+AGREEMENTS = 24
+
+
 def exchange_schedule(
     tables: Sequence[Table],
     limit: int,
     between: int = 1 << 62,
     machines: Machines | None = None,
+    least: int | None = None,
 ) -> Exchange:
     """Steps for the requests of several ranks that overlap, who are all on one of ``machines`` by default.
 
     They make a region of at most twice ``limit`` bytes, which is read by the rank with the least to read
     among those that want it. The tables are sorted by file and offset, and no request spans more than
-    ``limit``. The ranks agree that all is well each time that one of them has read ``between`` bytes.
+    ``limit``. The ranks agree that all is well each time that one of them has read ``between`` bytes; with
+    ``least`` after fewer, but for so many at least, such that they do so ``AGREEMENTS`` times.
 
     A chain of overlapping requests that no region takes (it is longer, or one rank wants more of it, the same
     bytes twice perhaps) is cut between two requests. Where these overlap, both regions read the bytes, less
@@ -173,6 +179,9 @@ def exchange_schedule(
         alone[rank] += range(first, stop)
         load[rank] += nbytes
     steps: list[ExchangeStep | Agreement] = []
+    if least is not None:
+        share = sum(region.end - region.begin for region in regions) // (AGREEMENTS * len(tables))
+        between = min(between, max(least, share))
     agreed = 0
     # In the order of the files, by every rank alike: ties of `min` go to the lowest rank.
     for region in regions:
