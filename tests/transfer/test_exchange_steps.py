@@ -27,9 +27,9 @@ from zerostart.transfer.planning import (
     choose,
     exchange_schedule,
     given_away,
-    is_slow,
     pieces_within,
     reassigned,
+    slow_ranks,
     spans_within,
     table_of,
 )
@@ -222,8 +222,8 @@ def test_a_slow_server_gives_extents_away() -> None:
     machines = Machines.of("abcd")
     made = exchange_schedule([table] * 4, LIMIT, machines=machines)
     speeds = [10.0, 10.0, 1.0, 0.0]  # of the last nothing is known
-    assert is_slow(speeds)
-    assert not is_slow([10.0, 9.0, 8.0, 0.0])
+    assert slow_ranks(speeds) == {2}
+    assert slow_ranks([10.0, 9.0, 8.0, 0.0]) == set()
     served: Counter[int] = Counter()
     for step in reassigned(made.steps, speeds, machines):
         assert isinstance(step, ExchangeStep)

@@ -36,9 +36,9 @@ from zerostart.transfer.planning import (
     Machines,
     Table,
     batches,
-    is_slow,
     part_of,
     reassigned,
+    slow_ranks,
 )
 from zerostart.transfer.staging import bytes_view
 
@@ -205,15 +205,14 @@ class ExchangeReader(Reader):
             raise
         speeds = [speed for speed, _ in told]
         # Where nobody has read for long a rank's speed is a matter of chance.
-        if (
-            self._machines is not None
-            and max(seconds for _, seconds in told) >= TELLING_SECONDS
-            and is_slow(speeds)
-        ):
+        slow = slow_ranks(speeds) if max(seconds for _, seconds in told) >= TELLING_SECONDS else set()
+        if slow and self._machines is not None:
             left = self._all[self._at :]
             changed = reassigned(left, speeds, self._machines)
             mine, now = (_served(steps, self._world.rank) for steps in (left, changed))
-            self.given_bytes += sum(mine[extent] for extent in mine.keys() - now.keys())
+            # Others too have extents in exchange for some of theirs, which is nothing to tell.
+            if self._world.rank in slow:
+                self.given_bytes += sum(mine[extent] for extent in mine.keys() - now.keys())
             self.planned_bytes += sum(now.values()) - sum(mine.values())
             self._begin(changed)
             if self._ahead is None:

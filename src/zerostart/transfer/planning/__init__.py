@@ -12,10 +12,10 @@ from zerostart.transfer.planning.exchange import (
     batches,
     exchange_schedule,
     given_away,
-    is_slow,
     part_of,
     pieces_within,
     reassigned,
+    slow_ranks,
     spans_within,
     table_of,
 )
@@ -53,9 +53,9 @@ __all__ = [
     "exchange_schedule",
     "extents_of",
     "given_away",
-    "is_slow",
     "part_of",
     "reassigned",
+    "slow_ranks",
     "spans_within",
     "table_of",
 ]

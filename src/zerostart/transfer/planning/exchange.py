@@ -265,10 +265,11 @@ def reassigned(
     return made
 
 
-def is_slow(speeds: Sequence[float]) -> bool:
-    """Whether one of the ranks reads much slower than the one in the middle; 0 tells nothing of a rank."""
+def slow_ranks(speeds: Sequence[float]) -> set[int]:
+    """The ranks that read much slower than the one in the middle; 0 tells nothing of a rank."""
     known = [speed for speed in speeds if speed > 0]
-    return bool(known) and min(known) * SLOW < statistics.median(known)
+    middle = statistics.median(known) if known else 0.0
+    return {rank for rank, speed in enumerate(speeds) if 0 < speed * SLOW < middle}
 
 
 def given_away(
