@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 
 from rich.filesize import decimal
 
+from zerostart.distributed.skew import Skew
 from zerostart.engines.residence import Residence
 from zerostart.errors import printable
-from zerostart.transfer.collective import Skew
 
 
 class Clock:

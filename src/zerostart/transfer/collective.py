@@ -13,6 +13,7 @@ import torch
 from rich.filesize import decimal
 
 from zerostart.distributed.machine import machine_name
+from zerostart.distributed.skew import Skew
 from zerostart.distributed.world import World
 from zerostart.errors import ConfigError, ReadError
 from zerostart.transfer import MIN_CHUNK, Progress, Reader, ReadQueue, Rows, Tuning, execute
@@ -43,29 +44,6 @@ BEHIND, BEHIND_SECONDS = 0.2, 1.0
 
 #: How long reads that are under way are waited for where a load fails.
 ENDING_SECONDS = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class Skew:
-    """The ranks that had read for the shortest and for the longest time, and the seconds of each."""
-
-    fastest: int
-    fastest_seconds: float
-    slowest: int
-    slowest_seconds: float
-
-    @classmethod
-    def of(cls, milliseconds: Sequence[int]) -> Skew:
-        """That of ranks that had read for so long; of equal ones the lowest rank."""
-        order = sorted((of_rank, rank) for rank, of_rank in enumerate(milliseconds))
-        (first, fastest), last = order[0], order[-1][0]
-        return cls(fastest, first / 1000, milliseconds.index(last), last / 1000)
-
-    def __str__(self) -> str:
-        return (
-            f"ranks read for {self.fastest_seconds:.2f} s (rank {self.fastest}) to "
-            f"{self.slowest_seconds:.2f} s (rank {self.slowest}, the last)"
-        )
 
 
 @dataclass(frozen=True)
