@@ -6,12 +6,16 @@ from torch import nn
 
 from zerostart.distributed.world import current_world
 from zerostart.errors import ConfigError
+from zerostart.state.refitting.directory import directory_of
+from zerostart.state.refitting.publisher import NAME, DirectoryRefitter
 from zerostart.state.refitting.refitter import RefitSettings, Refitter
 from zerostart.state.refitting.resharding import ModelRefitter
 from zerostart.state.refitting.targets import driver_of
 
 
-def begin(model: nn.Module, target: object, settings: RefitSettings) -> Refitter | ModelRefitter:
+def begin(
+    model: nn.Module, target: object, settings: RefitSettings
+) -> Refitter | ModelRefitter | DirectoryRefitter:
     """The refitter of ``model`` for ``target``; collective. Raises as ``zerostart.refit``."""
     world = current_world()
     # An engine's module may be a module, too; a model to train has no loader of its own.
@@ -25,6 +29,14 @@ def begin(model: nn.Module, target: object, settings: RefitSettings) -> Refitter
                     "the model, or None on ranks that hold nothing of it"
                 )
         return ModelRefitter(model, target, settings, world)
+    directory = directory_of(target)
+    if directory is not None and settings.transport in (None, NAME):
+        return DirectoryRefitter(model, directory, settings, world)
+    if directory is not None or settings.transport == NAME:
+        raise ConfigError(
+            f"transport={settings.transport!r} does not go with target={target!r}: versions travel by files "
+            "where the target is file:///directory, and nowhere else"
+        )
     with world.phase("looking at the target"):
         driver = driver_of(target)  # an address of an engine's server is a text, too
     drivers = world.all_gather_object(

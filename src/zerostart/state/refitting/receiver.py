@@ -236,7 +236,7 @@ class Receiver:
         if self._read.nbytes:
             # What cannot be read back. After the fill: bytes that are the version's now were so then.
             with incoming.reader() as reader:
-                _sum_read(self._image, self._read, reader, digests[len(self._sets)])
+                sum_read(self._image, self._read, reader, digests[len(self._sets)])
         self._compare(sums, digests, done=True)
 
     def _divided(
@@ -419,7 +419,7 @@ def _storage(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((1 + sum((size - 1) * stride for size, stride in steps),), (1,))
 
 
-def _sum_read(image: Image, runs: Runs, reader: Reader, digests: Digests) -> None:
+def sum_read(image: Image, runs: Runs, reader: Reader, digests: Digests) -> None:
     """Add to ``digests`` what ``reader`` has of ``runs``, a bounded part of it at a time."""
     tensors = Tensors(image)
     for part in runs.batches(CHUNK):
