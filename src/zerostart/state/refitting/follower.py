@@ -76,9 +76,11 @@ class Follower:
         """Whether there is a version to follow, or the end of all, within so many seconds."""
         until = time.monotonic() + seconds
         while True:
-            document = Document.read(self._path)
-            if document is not None and (document.over or document.chains[-1][-1] != self._seen):
-                return True
+            # A file system that others share may be away for a moment.
+            with contextlib.suppress(ReadError, OSError):
+                document = Document.read(self._path)
+                if document is not None and (document.over or document.chains[-1][-1] != self._seen):
+                    return True
             left = until - time.monotonic()
             if left <= 0:
                 return False

@@ -117,7 +117,14 @@ class DirectoryRefitter:
         self.version, self._whole, self._deltas = number, True, self._deltas + 1 if delta else 0
         phases["total"] = time.perf_counter() - begun
         figures = world.all_gather_object(
-            (phases, written.changed, meter.host_bytes, meter.device_bytes or 0), "figures of a push"
+            (
+                phases,
+                written.changed,
+                meter.host_bytes,
+                meter.device_bytes or 0,
+                0 if self._kept is None else self._kept.runs.nbytes,
+            ),
+            "figures of a push",
         )
         said = world.broadcast_object(lambda: followers(self._path), "looking who follows")
         owned = ready.image.layout.total_size
@@ -130,7 +137,7 @@ class DirectoryRefitter:
             sum(each[1] for each in figures) if delta else owned,
             sum(part.nbytes for part in version.parts),
             sum(int(each.get("wanted_bytes", 0)) for each in said),
-            0 if self._kept is None else self._kept.runs.nbytes,
+            max(each[4] for each in figures),
             max(each[2] for each in figures),
             max(each[3] for each in figures),
             tuple(

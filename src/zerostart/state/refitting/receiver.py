@@ -337,8 +337,15 @@ class Receiver:
             each = [storages[name] for name in stage.names]
             fill = stage.plan
             if changed is not None:
-                # What is computed is not read back: it is computed again.
-                reads = tuple(read for read in fill.reads if changed.between(read.offset, read.end))
+                # What is not read back is filled, and computed, again: nobody would notice what has become
+                # of it.
+                seen = {n for n, name in enumerate(stage.names) if not self._filled[name].rest.pieces}
+                reads = tuple(
+                    read
+                    for read in fill.reads
+                    if changed.between(read.offset, read.end)
+                    or not seen.issuperset(part.target for part in read.parts)
+                )
                 fill = replace(fill, reads=reads)
             execute(fill, each, Progress(0, False), THREADS, incoming.reader())
             for number, (plan, names) in stage.back.items():
