@@ -313,6 +313,8 @@ def refit(
         target: an address to listen at for workers (``unix:///path`` or ``tcp://HOST:PORT``), which connect
             by ``zerostart.serving.serve``; None: a Unix socket of its own, see ``address`` of the result.
             ``file:///directory``, into which versions are written for workers that follow at their own pace.
+            Or a module with ``load_weights`` in this very rank, or a ``zerostart.serving.Receiver`` of one;
+            every rank passes its own.
             Or vLLM's ``LLM``, its server's ``http://...``, or another engine that is told.
             Or another sharded model of the same architecture, in the
             same ranks or in some of them (pass None on the others), of any engine, mesh and dtype.

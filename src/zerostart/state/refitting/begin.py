@@ -10,7 +10,8 @@ from zerostart.state.refitting.directory import directory_of
 from zerostart.state.refitting.publisher import NAME, DirectoryRefitter
 from zerostart.state.refitting.refitter import RefitSettings, Refitter
 from zerostart.state.refitting.resharding import ModelRefitter
-from zerostart.state.refitting.targets import driver_of
+from zerostart.state.refitting.targets import Engines, driver_of
+from zerostart.state.refitting.within import Within
 
 
 def begin(
@@ -38,26 +39,14 @@ def begin(
             "where the target is file:///directory, and nowhere else"
         )
     with world.phase("looking at the target"):
-        driver = driver_of(target)  # an address of an engine's server is a text, too
-    drivers = world.all_gather_object(
-        (driver is not None, bool(getattr(driver, "in_process", False))), "looking at the target"
-    )
-    if len({given for given, _ in drivers}) > 1:
-        raise ConfigError(
-            "target is an engine on some ranks and none on others: pass the address of its server on all of "
-            "them"
-        )
-    if world.size > 1 and all(inside for _, inside in drivers):
-        raise ConfigError(
-            "target is an engine within each rank, of which one alone would get the weights: pass the "
-            "address of a server on all ranks, or have the workers connect by zerostart.serving"
-        )
-    if driver is not None:
-        return Refitter(model, driver, settings)
+        driver = driver_of(target) or Within.of(target)  # an address of an engine's server is a text
+        engines = Engines.of(target, driver, world)
+    if engines is not None:
+        return Refitter(model, engines, settings)
     if target is None or isinstance(target, str):
         return Refitter(model, target, settings)
     raise ConfigError(
         f"target is a {type(target).__name__}, which no engine is known by: pass an address for its workers "
         "to connect with by zerostart.serving.serve, register it with zerostart.serving.register_target, or "
-        "pass another sharded model"
+        "pass a module with load_weights, a zerostart.serving.Receiver of it, or another sharded model"
     )
