@@ -81,12 +81,16 @@ generation: Any = trainer.vllm_generation
 synchronise = generation.sync_weights
 
 
+def shards() -> list[torch.Tensor]:
+    data: list[Any] = [parameter.detach() for parameter in trainer.model.parameters()]
+    return [getattr(tensor, "_local_tensor", tensor) for tensor in data]
+
+
 def followed() -> None:
-    shards = [parameter.detach().to_local() for parameter in trainer.model.parameters()] if restored else []
-    kept = [shard.clone() for shard in shards]
+    kept = [shard.clone() for shard in shards()] if restored else []
     synchronise()
-    for parameter, before in zip(trainer.model.parameters(), kept, strict=False):
-        parameter.detach().to_local().copy_(before)
+    for shard, before in zip(shards(), kept, strict=False):
+        shard.copy_(before)
     if generation.mode == "colocate":
         worker = generation.llm.llm_engine.model_executor.driver_worker
         digest = hashlib.blake2b()

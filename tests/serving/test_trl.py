@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tests.integrations.launching import CONFIGS, launch, tokenizer
+from tests.integrations.launching import CONFIGS, REHEARSAL, added, launch, tokenizer
 from tests.serving.families import made
 from tests.serving.test_vllm import PROMPT, _greedy
 from zerostart.upstream.trl.syncing import TOUCHED
@@ -41,7 +41,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def ran(checkpoint: Path, folder: Path, engine: str, *ours: str, **options: Any) -> list[dict[str, Any]]:
     """What both ranks have seen in a run."""
     arguments = [str(checkpoint), str(folder), json.dumps(options), *ours]
-    launch(SCRIPT.read_text(), folder, CONFIGS[engine], arguments, environment=ENVIRONMENT, timeout=420)
+    # Without it accelerate leaves models whole where there is no accelerator; zerostart sees to it itself.
+    script = SCRIPT.read_text() if ours or engine != "fsdp2" else added(SCRIPT.read_text(), REHEARSAL)
+    launch(script, folder, CONFIGS[engine], arguments, environment=ENVIRONMENT, timeout=420)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 
