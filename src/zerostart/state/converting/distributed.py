@@ -63,7 +63,7 @@ class Distributed(TargetFormat):
                 add(("optim", "state", name, key), target.room(stored, dtype), dtype, stored.shape)
         for key, numbers in contents.numbers.items():
             for name, number in numbers.items():
-                value = torch.tensor(number, dtype=torch.float32)
+                value = torch.tensor(number, dtype=torch.float32, device="cpu")
                 add(("optim", "state", name, key), value, torch.float32)
         for number, group in enumerate(contents.groups):
             for key, setting in {**group.settings, "params": list(group.parameters)}.items():

@@ -69,7 +69,7 @@ class _Reader:
 
     def __init__(self, target: Target, catalogs: Sequence[Catalog]) -> None:
         self._target, self._catalogs = target, catalogs
-        self._rooms = [torch.empty(0, dtype=torch.uint8)] * 2
+        self._rooms = [torch.empty(0, dtype=torch.uint8, device="cpu")] * 2
 
     def places(self, unit: Sequence[Part], number: int) -> list[torch.Tensor]:
         """Room for the bytes of each part, in one of two buffers."""

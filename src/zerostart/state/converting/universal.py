@@ -1,6 +1,6 @@
 """DeepSpeed's universal checkpoints: a folder for each parameter, a file for each of its states.
 
-Source: ``checkpoint/ds_to_universal.py`` and ``checkpoint/universal_checkpoint.py`` (DeepSpeed 0.19.8).
+Source: ``ds_to_universal.py`` and ``universal_checkpoint.py`` in ``deepspeed.checkpoint`` (0.19.8).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from zerostart.checkpoint.write.images import Image, archived
 from zerostart.state.converting.contents import Contents
 from zerostart.state.converting.models import ModelForm, as_model, numbers_of, state_keys
 from zerostart.state.converting.targets import Options, Target, TargetFormat, others_left_out
-from zerostart.state.converting.zero import KEPT, check, model_states, tag_of
+from zerostart.state.converting.zero import KEPT, check, model_states, partitioning, tag_of
 from zerostart.upstream.deepspeed import checkpoints as deepspeed
 
 
@@ -34,9 +34,10 @@ class Universal(TargetFormat):
         def add(name: str, value: object) -> None:
             target.images.append(archived(f"{tag}/{name}", value, scratch))
 
+        parted = partitioning(options).weights
         weights = model_states(form, options, target)
-        for rank in range(options.world_size) if options.zero_stage == 3 else [0]:
-            prefix = f"zero_pp_rank_{rank}_" if options.zero_stage == 3 else ""
+        for rank in range(options.world_size) if parted else [0]:
+            prefix = f"zero_pp_rank_{rank}_" if parted else ""
             add(f"{prefix}mp_rank_00_model_states.pt", weights(rank))
         for name in form.trained:
             own = form.contents

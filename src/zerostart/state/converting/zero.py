@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -52,10 +53,30 @@ class Zero(TargetFormat):
         return made.target()
 
 
+@dataclass(frozen=True, slots=True)
+class Partitioning:
+    """What a stage means for files: of stage 1 those of stage 2, but for what is frozen."""
+
+    #: Whether weights lie in parts on the ranks.
+    weights: bool
+    #: Whether frozen parameters are listed.
+    frozen: bool
+
+
+_BY_STAGE = {1: Partitioning(False, False), 2: Partitioning(False, True), 3: Partitioning(True, True)}
+
+
+def partitioning(options: Options) -> Partitioning:
+    """That of the stage. Raises ConfigError for one that is none."""
+    found = _BY_STAGE.get(options.zero_stage)
+    if found is None:
+        raise ConfigError(f"zero_stage={options.zero_stage} is not 1, 2 or 3")
+    return found
+
+
 def check(options: Options) -> None:
     """Raise ConfigError for a stage or a number of ranks that is none."""
-    if options.zero_stage not in (1, 2, 3):
-        raise ConfigError(f"zero_stage={options.zero_stage} is not 1, 2 or 3")
+    partitioning(options)
     if options.world_size < 1:
         raise ConfigError(f"world_size={options.world_size} is not a number of ranks")
 
@@ -68,7 +89,7 @@ def tag_of(contents: Contents) -> str:
 class _Checkpoint:
     def __init__(self, form: ModelForm, options: Options, scratch: Path, target: Target) -> None:
         self._form, self._options, self._scratch, self._target = form, options, scratch, target
-        self._world, self._stage = options.world_size, options.zero_stage
+        self._world, self._parted = options.world_size, partitioning(options).weights
         self._keys, left = state_keys(form)
         self._target.left_out += left
         self._numbers: dict[tuple[str, Key], int] = {}
@@ -76,13 +97,13 @@ class _Checkpoint:
     def target(self) -> Target:
         tag, target = tag_of(self._form.contents), self._target
         weights = model_states(self._form, self._options, target)
-        ranks = range(self._world) if self._stage == 3 else [0]
+        ranks = range(self._world) if self._parted else [0]
         for rank in ranks:
-            prefix = f"zero_pp_rank_{rank}_" if self._stage == 3 else ""
+            prefix = f"zero_pp_rank_{rank}_" if self._parted else ""
             self._add(f"{tag}/{prefix}mp_rank_00_model_states.pt", weights(rank))
         # DeepSpeed looks for this name, and for no other, where its engine computes in bf16.
         kind = "bf16_" if stepped_dtype(self._form, self._options) == torch.bfloat16 else ""
-        states = self._partitioned if self._stage == 3 else self._flat
+        states = self._partitioned if self._parted else self._flat
         for rank in range(self._world):
             value = {"optimizer_state_dict": states(rank), "ds_config": {}, "ds_version": deepspeed.version()}
             self._add(f"{tag}/{kind}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt", value)
@@ -132,7 +153,7 @@ class _Checkpoint:
         return {
             "base_optimizer_state": {"state": state, "param_groups": groups if state else []},
             "single_partition_of_fp32_groups": buffers,
-            "zero_stage": deepspeed.stage_of(self._stage),
+            "zero_stage": deepspeed.stage_of(self._options.zero_stage),
             "group_paddings": paddings,
             "param_alignment_paddings": [[0] * len(group.parameters) for group in self._form.groups],
             "partition_count": [self._world] * len(self._form.groups),
@@ -213,7 +234,7 @@ def stepped_dtype(form: ModelForm, options: Options) -> torch.dtype:
 
 def model_states(form: ModelForm, options: Options, target: Target) -> Callable[[int], dict[str, Any]]:
     """What the file of model states of a rank holds; of stages 1 and 2 there is one, with all weights."""
-    contents, world, partitioned = form.contents, options.world_size, options.zero_stage == 3
+    contents, world, partitioned = form.contents, options.world_size, partitioning(options).weights
     weights = contents.weights
     sources = {name: target.source(weights[name]) for name in (*form.frozen, *form.buffers)}
     whole = {} if partitioned else {name: target.source(stored) for name, stored in form.trained.items()}
@@ -239,7 +260,7 @@ def model_states(form: ModelForm, options: Options, target: Target) -> Callable[
         )
         for name, stored in {**form.trained, **form.frozen}.items():
             if partitioned:
-                module[name] = torch.empty(0, dtype=dtype_of(stored))
+                module[name] = torch.empty(0, dtype=dtype_of(stored), device="cpu")
             else:
                 module[name] = room(name, whole.get(name, sources.get(name, -1)), dtype_of(stored))
         for name, other in form.ties.items():
@@ -254,7 +275,7 @@ def model_states(form: ModelForm, options: Options, target: Target) -> Callable[
             (name, fragment(name, rank, dtype_of(stored)) if partitioned else module[name])
             for name, stored in form.frozen.items()
         )
-        saved = options.zero_stage > 1
+        saved = partitioning(options).frozen
         return {
             "module": module,
             "buffer_names": list(form.buffers),
@@ -280,7 +301,7 @@ def model_states(form: ModelForm, options: Options, target: Target) -> Callable[
 
 def shape_groups(form: ModelForm, options: Options) -> list[Any]:
     """The parameters of each buffer, as groups: of stage 3 the sub-groups."""
-    if options.zero_stage != 3:
+    if not partitioning(options).weights:
         return list(form.groups)
     from zerostart.checkpoint.formats.assembling import ParameterGroup
 
