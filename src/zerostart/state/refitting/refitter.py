@@ -424,6 +424,8 @@ class Refitter:
                 f"all workers have version {version}, but the engine's own call failed: "
                 f"{self._following_error}"
             )
+        if (served := getattr(self._driver, "served", None)) is not None:
+            served(version)
         ended = time.perf_counter()
         phases = {**report.phases, "agree": agreed - started, "fill": ended - agreed, "total": ended - begun}
         workers = tuple(
