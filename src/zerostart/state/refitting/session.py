@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 
+from zerostart.checkpoint.channel import HANDSHAKE, PROTOCOL, Address, Channel, Message, key_of
 from zerostart.checkpoint.strict_json import JsonObject
 from zerostart.errors import (
     CheckpointError,
@@ -27,7 +28,6 @@ from zerostart.errors import (
     VerifyError,
     ZerostartError,
 )
-from zerostart.state.refitting.channel import HANDSHAKE, PROTOCOL, Address, Channel, Message, key_of
 from zerostart.state.refitting.image import Image
 from zerostart.state.refitting.sums import Sums
 from zerostart.state.refitting.transports.base import WorkerInfo

@@ -1,4 +1,4 @@
-"""Messages between a worker and rank 0 of the trainer: JSON and bytes, of bounded length, never a pickle.
+"""Messages between processes of several jobs: JSON and bytes, of bounded length, never a pickle.
 
 Over the connections of the standard library, TCP or a Unix socket; either side proves that it knows the
 job's secret before the other reads a message. Every wait has a time-out.
@@ -17,7 +17,7 @@ import struct
 import time
 from collections.abc import Callable
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, answer_challenge, deliver_challenge
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from typing import NamedTuple
 
 from zerostart.checkpoint.strict_json import JsonObject, load_json
@@ -29,8 +29,29 @@ PROTOCOL = 1
 MAX_BYTES, MAX_PARTS = 256 << 20, 4096
 #: Seconds within which somebody who has connected must have proved that it knows the secret.
 HANDSHAKE = 20.0
-#: Where the secret is taken from if it is not given.
-SECRET_VARIABLE = "ZEROSTART_REFIT_SECRET"
+
+
+class Purpose(NamedTuple):
+    """What connections are for."""
+
+    #: In words.
+    name: str
+    #: Of the environment, where the secret is taken from if it is not given.
+    variable: str
+    #: Whose address it is, and who has to know the secret, in words.
+    listener: str
+    everybody: str
+
+
+REFIT = Purpose("refit", "ZEROSTART_REFIT_SECRET", "a trainer", "the trainer and all workers")
+PEERS = Purpose("kept model", "ZEROSTART_PEER_SECRET", "a peer", "who keeps the model and all who read it")
+
+
+class Key(NamedTuple):
+    """What both sides have to know, and what for."""
+
+    data: bytes
+    purpose: Purpose
 
 
 class Message(NamedTuple):
@@ -42,21 +63,21 @@ class Message(NamedTuple):
 
 
 class Address(NamedTuple):
-    """Where rank 0 of the trainer listens."""
+    """Where somebody listens."""
 
     #: As the standard library calls it.
     family: str
     place: str | tuple[str, int]
 
     @classmethod
-    def of(cls, text: str) -> Address:
+    def of(cls, text: str, purpose: Purpose = REFIT) -> Address:
         """``unix:///path``, or ``HOST:PORT`` with or without ``tcp://`` before it; raises ConfigError."""
         if match := re.fullmatch(r"unix:(?://)?(/.+)", text):
             return cls("AF_UNIX", match[1])
         if (match := re.fullmatch(r"(?:tcp://)?([^:/\[\]]+):(\d{1,5})/?", text)) and int(match[2]) < 1 << 16:
             return cls("AF_INET", (match[1], int(match[2])))
         raise ConfigError(
-            f"{text!r} is no address of a trainer: give unix:///path/of/a/socket or tcp://HOST:PORT"
+            f"{text!r} is no address of {purpose.listener}: give unix:///path/of/a/socket or tcp://HOST:PORT"
         )
 
     def __str__(self) -> str:
@@ -74,20 +95,20 @@ class Address(NamedTuple):
         return False
 
 
-def key_of(secret: str | None, address: Address) -> bytes:
+def key_of(secret: str | None, address: Address, purpose: Purpose = REFIT) -> Key:
     """What both sides have to know; ``secret`` is None for that of the environment.
 
     Raises ConfigError where others could connect and there is none.
     """
-    given = os.environ.get(SECRET_VARIABLE, "") if secret is None else secret
+    given = os.environ.get(purpose.variable, "") if secret is None else secret
     if not given and not address.is_local:
         raise ConfigError(
-            f"{address} can be reached from other machines: pass secret=..., or set {SECRET_VARIABLE}, to "
-            f"the "
-            "same value for the trainer and all workers"
+            f"{address} can be reached from other machines: pass secret=..., or set {purpose.variable}, to "
+            f"the same value for {purpose.everybody}"
         )
     # Hashed, so that an empty one is a key, too, which the library wants.
-    return hashlib.sha256(b"zerostart refit " + given.encode()).digest()
+    data = hashlib.sha256(f"zerostart {purpose.name} ".encode() + given.encode()).digest()
+    return Key(data, purpose)
 
 
 class Channel:
@@ -100,18 +121,17 @@ class Channel:
         self._timeout = timeout
         self._set_patience(timeout)
 
-    def prove(self, key: bytes, asking: bool) -> None:
+    def prove(self, key: Key, asking: bool) -> None:
         """Both sides prove that they know ``key``; one of them is ``asking`` first."""
         self._set_patience(HANDSHAKE)
         try:
             for ask in (asking, not asking):
-                (deliver_challenge if ask else answer_challenge)(self._connection, key)
+                (deliver_challenge if ask else answer_challenge)(self._connection, key.data)
         except (AuthenticationError, EOFError, OSError, ValueError, AssertionError) as error:
             self.close()
             raise PeerError(
-                f"{self.who} does not know the secret of this refit, or is no zerostart: give both sides "
-                f"the same "
-                f"secret, or the same {SECRET_VARIABLE}"
+                f"{self.who} does not know the secret of this {key.purpose.name}, or is no zerostart: give "
+                f"both sides the same secret, or the same {key.purpose.variable}"
             ) from error
         self._set_patience(self._timeout)
 
@@ -184,17 +204,37 @@ class Channel:
             raw.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
 
-def connect(address: Address, key: bytes, timeout: float) -> Channel:
-    """A channel with the trainer that listens at ``address``, or will within ``timeout`` seconds."""
+def connect(address: Address, key: Key, timeout: float, wait: bool = True) -> Channel:
+    """A channel with who listens at ``address``, or with ``wait`` will within ``timeout`` seconds.
+
+    Raises PeerError.
+    """
+    listener = key.purpose.listener
     until = time.monotonic() + timeout
     while True:
         try:
-            connection = Client(address.place, address.family)
+            connection = _connected(address, max(0.1, until - time.monotonic()))
             break
         except OSError as error:
-            if time.monotonic() > until:
-                raise PeerError(f"no trainer listens at {address}: {error.strerror}") from error
+            if not wait or time.monotonic() > until:
+                who = "no" + listener[listener.index(" ") :]
+                raise PeerError(f"{who} listens at {address}: {error.strerror or error}") from error
             time.sleep(0.1)
-    channel = Channel(connection, f"the trainer at {address}", timeout)
+    channel = Channel(connection, f"the{listener[listener.index(' ') :]} at {address}", timeout)
     channel.prove(key, asking=False)
     return channel
+
+
+def _connected(address: Address, timeout: float) -> Connection:
+    """The library's own has no time-out, and a host that is gone answers nothing for minutes."""
+    if isinstance(address.place, str):
+        raw = socket.socket(socket.AF_UNIX)
+    else:
+        raw = socket.socket(socket.AF_INET)
+    try:
+        raw.settimeout(timeout)
+        raw.connect(address.place)
+        raw.settimeout(None)
+        return Connection(raw.detach())
+    finally:
+        raw.close()
