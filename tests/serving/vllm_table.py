@@ -53,7 +53,6 @@ ALSO: Mapping[str, Mapping[str, object]] = {
     "BloomForCausalLM": {"tie_word_embeddings": True},
     "Gemma2ForCausalLM": {"tie_word_embeddings": True},
     "Gemma3nForCausalLM": {"tie_word_embeddings": True},
-    "Lfm2ForCausalLM": {"block_dim": 128, "block_ff_dim": 256},
     "LongcatFlashForCausalLM": {"mla_scale_q_lora": True, "mla_scale_kv_lora": True},
     "DeepseekV3ForCausalLM": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
     "FalconForCausalLM": {"ffn_hidden_size": 256},

@@ -68,18 +68,18 @@ class SGLangDriver:
         self.workers = self._tensor_parallel * int(info.get("pp_size") or 1)
         if LOADER not in (info.get("custom_weight_loader") or ()):
             raise ConfigError(
-                f"this SGLang does not know zerostart's loader: make it with custom_weight_loader=[{LOADER!r}], "
-                f"or start its server with --custom-weight-loader {LOADER}"
+                "this SGLang does not know zerostart's loader: make it with "
+                f"custom_weight_loader=[{LOADER!r}], or start its server with --custom-weight-loader {LOADER}"
             )
         if int(info.get("dp_size") or 1) > 1:
             raise ConfigError(
-                "SGLang updates no weights from tensors with dp_size above 1: start one server for each replica, "
-                "and pass an address of your own to zerostart.refit for their workers"
+                "SGLang updates no weights from tensors with dp_size above 1: start one server for each "
+                "replica, and call zerostart.refit for each"
             )
         if info.get("speculative_algorithm"):
             raise ConfigError(
-                "this SGLang has a draft model for speculative decoding, which would keep its weights: start it "
-                "without one"
+                "this SGLang has a draft model for speculative decoding, which would keep its weights: start "
+                "it without one"
             )
         if info.get("quantization"):
             raise ConfigError(
@@ -163,10 +163,9 @@ class _Engine:
         updating.tell_version(self._engine, version)
 
 
-def _check(answer: object) -> None:
-    """Raise PeerError where SGLang answers that a call has failed."""
-    success, message = (
-        (answer.get("success"), answer.get("message")) if isinstance(answer, dict) else tuple(answer)[:2]  # type: ignore[call-overload]
-    )
-    if success is False:
-        raise PeerError(f"SGLang answers: {message}")
+def _check(answer: Any) -> None:
+    """Raise PeerError where SGLang answers that a call has failed: a mapping by HTTP, else a pair."""
+    if isinstance(answer, Mapping):
+        answer = answer.get("success"), answer.get("message")
+    if answer[0] is False:
+        raise PeerError(f"SGLang answers: {answer[1]}")
