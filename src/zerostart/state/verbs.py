@@ -299,6 +299,7 @@ def refit(
     secret: str | None = None,
     timeout: float = 300.0,
     full_every: int = 1,
+    strict: bool = True,
 ) -> Refitter | ModelRefitter:
     """Begin to push the weights of ``model`` into the workers of an inference engine; collective.
 
@@ -311,7 +312,8 @@ def refit(
             DeepSpeed's ZeRO or FSDP2 shards. Adapters of PEFT are merged on the way.
         target: an address to listen at for workers (``unix:///path`` or ``tcp://HOST:PORT``), which connect
             by ``zerostart.serving.serve``; None: a Unix socket of its own, see ``address`` of the result.
-            Or vLLM's ``LLM``, its server's ``http://...``, or another engine that is told.
+            Or vLLM's ``LLM``, SGLang's ``Engine``, the ``http://...`` of a server of either, or another
+            engine that is told.
             Or another sharded model of the same architecture, in the
             same ranks or in some of them (pass None on the others), of any engine, mesh and dtype.
         transport: how bytes go to the workers; None: ``"shared_memory"``, for workers on this machine.
@@ -323,6 +325,8 @@ def refit(
         timeout: seconds within which workers have to connect, and to answer.
         full_every: every so many pushes all bytes are sent; those between send what has changed alone, for
             which a rank keeps a copy of what it sent (``docs/refit.md`` says where). One: every push.
+        strict: refuse an engine with parameters that no tensor of the model fills, which would go on as they
+            are. False: it is pushed to all the same.
 
     Returns:
         Refitter: ``push(wait=True)``, ``close()``, ``address`` and ``version``; a context manager.
@@ -358,6 +362,7 @@ def refit(
         secret=secret,
         timeout=timeout,
         full_every=full_every,
+        strict=strict,
     )
     return begin(model, target, settings)
 

@@ -33,6 +33,9 @@ class SGLangWeights(ModuleWeights):
     packed at the end, by SGLang.
     """
 
+    # What was packed is unpacked by SGLang's begin where it can be, and is not always what it was.
+    keeps_values = False
+
     def __init__(self, model: nn.Module) -> None:
         updating.require()
         load: Any = model

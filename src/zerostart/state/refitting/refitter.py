@@ -22,7 +22,7 @@ from zerostart.live.model import LiveModel
 from zerostart.state.refitting.image import Image
 from zerostart.state.refitting.place import Place
 from zerostart.state.refitting.session import Session
-from zerostart.state.refitting.sums import SetSums, Sums
+from zerostart.state.refitting.sums import SetSums, Sums, Tensors
 from zerostart.state.refitting.targets import Driver
 from zerostart.state.refitting.transports.base import Transport, WorkerInfo, WorkerLost, transport_kind
 from zerostart.state.saving.adapters import has_adapters
@@ -49,6 +49,7 @@ class RefitSettings:
     secret: str | None = None
     timeout: float = 300.0
     full_every: int = 1
+    strict: bool = True
 
     def check(self) -> None:
         """Raise ConfigError for what no refit can serve."""
@@ -102,6 +103,8 @@ class PushReport:
     peak_host_bytes: int
     peak_device_bytes: int
     workers: tuple[WorkerReport, ...]
+    #: Tensors of the model of which no worker takes anything.
+    untaken: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         total = max(self.phases["total"], 1e-9)
@@ -121,6 +124,9 @@ class PushReport:
             f"{worker.digest}"
             for worker in self.workers
         ]
+        if self.untaken:
+            more = f" and {len(self.untaken) - 4} more" if len(self.untaken) > 4 else ""
+            lines.append(f"  taken by nobody: {', '.join(self.untaken[:4])}{more}")
         return "\n".join(lines)
 
 
@@ -142,6 +148,8 @@ class _Takers:
     sets: list[Runs] = field(default_factory=list)
     #: By worker the numbers of its sets.
     numbers: dict[str, list[int]] = field(default_factory=dict)
+    #: Tensors that none of them takes anything of.
+    untaken: tuple[str, ...] = ()
 
 
 class Pushing:
@@ -325,6 +333,7 @@ class Refitter:
             max(each[2] for each in figures),
             max(each[3] for each in figures),
             (),
+            self._takers.untaken,
         )
         pushing = Pushing(world, lambda: self._complete(report, sums, begun))
         if not wait:
@@ -364,7 +373,9 @@ class Refitter:
         text = target if isinstance(target, str) and target else f"unix://{self._place.path / 'workers'}"
         decision = self._place.path / "decision.json"
         settings = self._settings
-        self._session = Session(Address.of(text), settings.secret, self._image, settings.timeout, decision)
+        self._session = Session(
+            Address.of(text), settings.secret, self._image, settings.timeout, decision, settings.strict
+        )
         return str(self._session.address), str(self._place.path)
 
     def _join(self) -> None:
@@ -418,7 +429,7 @@ class Refitter:
             # Replicas want the same, which is summed up once.
             each = [sets.setdefault(runs.to_bytes(), (len(sets), runs))[0] for runs in worker.sets]
             numbers[worker.name] = each
-        return None, _Takers(infos, [runs for _, runs in sets.values()], numbers)
+        return None, _Takers(infos, [runs for _, runs in sets.values()], numbers, _untaken(image, infos))
 
     def _complete(
         self, report: PushReport, sums: list[dict[str, tuple[int, ...]]], begun: float
@@ -573,6 +584,15 @@ class Refitter:
 
 def _nothing() -> None:
     return
+
+
+def _untaken(image: Image, infos: Sequence[WorkerInfo]) -> tuple[str, ...]:
+    tensors = Tensors(image)
+    wants = {info.wants.to_bytes(): info.wants for info in infos}  # replicas want the same
+    taken = {name for runs in wants.values() for name in tensors.names(runs)}
+    return tuple(
+        name for name, _, _ in image.entries if name not in taken and image.layout.tensors[name].numel
+    )
 
 
 @contextmanager
