@@ -92,7 +92,7 @@ def test_parameters_are_those_of_the_engines_own_load(name: str, tmp_path: Path)
             "checkpoint": str(made(family, tmp_path, "bfloat16")),
             "saved": str(tmp_path / f"saved-{place}"),
             "address": f"unix://{tmp_path}/{place}",
-            "rendezvous": str(tmp_path / f"rendezvous-{place}-{os.getpid()}"),
+            "rendezvous": str(tmp_path / f"rendezvous-{name[:3]}-{place}-{os.getpid()}"),
             "expert_parallel": shared,
         }
         for place, (family, _, _) in enumerate(cases)
