@@ -37,7 +37,7 @@ class Wire:
         #: Set when it has.
         self.was_cut = threading.Event()
         self._listener = socket.create_server(("127.0.0.1", 0))
-        self.address = "tcp://127.0.0.1:%d" % self._listener.getsockname()[1]
+        self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
         self._stopped: list[socket.socket] = []
         threading.Thread(target=self._accept, daemon=True).start()
 

@@ -263,8 +263,8 @@ class Receiver:
         if left:
             more = f" (and {len(left) - 8} more)" if len(left) > 8 else ""
             raise ConversionError(
-                f"{self._engine.name} fills {', '.join(left[:8])}{more} with nothing of the trained model, and "
-                "would go on with what is there: push a model that has it, or pass strict=False to "
+                f"{self._engine.name} fills {', '.join(left[:8])}{more} with nothing of the trained model, "
+                "and would go on with what is there: push a model that has it, or pass strict=False to "
                 "zerostart.refit if that is as it should be"
             )
 

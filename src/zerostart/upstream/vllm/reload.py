@@ -84,8 +84,8 @@ _LATENT = Use(
     library=VLLM,
     owner="vllm.model_executor.layers.attention.mla_attention:MLAAttention",
     names=("process_weights_after_loading",),
-    why="on some CPUs latent attention packs a projection's weight itself, and drops it: it is left as it was "
-    "filled until then",
+    why="on some CPUs latent attention packs a projection's weight itself, and drops it: until then it is "
+    "left as it was filled",
     shapes=(
         Shape(
             "vllm.model_executor.layers.attention.mla_attention:MLAAttention.process_weights_after_loading",
