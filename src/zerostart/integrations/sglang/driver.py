@@ -30,7 +30,7 @@ def driver_of(target: object) -> SGLangDriver | None:
     """The driver of an SGLang engine; None for any other target."""
     if isinstance(target, str) and target.startswith(("http://", "https://")):
         server = Server(target)
-        with suppress(PeerError):
+        with suppress(PeerError, ValueError):
             info = server.get("server_info", LOOK)
             if "tp_size" in info and "custom_weight_loader" in info:
                 return SGLangDriver(_Server(server), info)
