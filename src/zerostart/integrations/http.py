@@ -19,10 +19,14 @@ class Server:
         self.address = address.rstrip("/")
         self._missing = missing
 
-    def post(self, route: str, body: JsonMapping | None = None) -> dict[str, Any]:
-        """Call a route that changes something."""
-        # No time-out: the push itself has one, which ends what the route waits for.
-        return self._answer(route, json.dumps(body or {}).encode(), None)
+    def post(
+        self, route: str, body: JsonMapping | None = None, timeout: float | None = None
+    ) -> dict[str, Any]:
+        """Call a route that changes something.
+
+        No time-out within a push: that has one itself, which ends what the route waits for.
+        """
+        return self._answer(route, json.dumps(body or {}).encode(), timeout)
 
     def get(self, route: str, timeout: float | None = None) -> dict[str, Any]:
         """Ask for something, within ``timeout`` seconds."""

@@ -21,6 +21,8 @@ logger = logging.getLogger("zerostart")
 
 #: Under which ``register`` has the engine.
 BACKEND = "zerostart"
+#: Seconds for what a server answers at once.
+PATIENCE = 60.0
 _CALLS = ("init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update")
 
 
@@ -115,7 +117,7 @@ class _Server(Server):
             "start it with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config "
             f'\'{{"backend": "{BACKEND}"}}\'',
         )
-        self.workers = int(self.get("get_world_size")["world_size"])
+        self.workers = int(self.get("get_world_size", PATIENCE)["world_size"])
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         self.post("init_weight_transfer_engine", {"init_info": init_info})
@@ -130,7 +132,7 @@ class _Server(Server):
         self.post("finish_weight_update", {"weight_version": weight_version})
 
     def shutdown_weight_transfer_engine(self) -> None:
-        self.post("shutdown_weight_transfer_engine")
+        self.post("shutdown_weight_transfer_engine", timeout=PATIENCE)
 
 
 class EngineDriver:
@@ -142,10 +144,13 @@ class EngineDriver:
     def __init__(self, engine: Any) -> None:
         self._engine = engine
         config = engine.llm_engine.vllm_config
-        self.workers = int(config.parallel_config.world_size_across_dp)
+        parallel = config.parallel_config
+        # Of an engine that several processes make up, each by an LLM of its own, one worker is here.
+        apart = parallel.distributed_executor_backend == "external_launcher"
+        self.workers = 1 if apart else int(parallel.world_size_across_dp)
         transfer = config.weight_transfer_config
         self._configured = transfer is not None and transfer.backend == BACKEND
-        extension = str(config.parallel_config.worker_extension_cls or "")
+        extension = str(parallel.worker_extension_cls or "")
         self._extended = extension.startswith("zerostart.")
 
     def join(self, how: JsonMapping) -> None:
