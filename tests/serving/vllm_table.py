@@ -53,6 +53,13 @@ ALSO: Mapping[str, Mapping[str, object]] = {
     "BloomForCausalLM": {"tie_word_embeddings": True},
     "Gemma2ForCausalLM": {"tie_word_embeddings": True},
     "Gemma3nForCausalLM": {"tie_word_embeddings": True},
+    "Lfm2ForCausalLM": {
+        "hidden_size": 128,
+        "block_dim": 128,
+        "intermediate_size": 384,
+        "block_ff_dim": 384,
+        "block_auto_adjust_ff_dim": True,
+    },
     "LongcatFlashForCausalLM": {"mla_scale_q_lora": True, "mla_scale_kv_lora": True},
     "DeepseekV3ForCausalLM": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
     "FalconForCausalLM": {"ffn_hidden_size": 256},

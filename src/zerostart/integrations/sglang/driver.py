@@ -118,7 +118,7 @@ class SGLangDriver:
 
 
 def _payload(text: str) -> list[tuple[str, torch.Tensor]]:
-    return [(text, torch.zeros(0))]
+    return [(text, torch.zeros(0, device="cpu"))]
 
 
 class _Server:

@@ -16,7 +16,8 @@ class Driver(Protocol):
     """An engine whose workers have to be told when to connect, and when a push begins.
 
     Rank 0 of the trainer tells it. With an attribute ``in_process`` that is true, it lives in the rank that
-    it was given to; where every rank was given one, each rank tells its own.
+    it was given to; where every rank was given one, each rank tells its own. One with a method
+    ``served(version)`` is told when all workers have a version.
     """
 
     #: How many workers connect.
