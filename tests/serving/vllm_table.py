@@ -53,6 +53,7 @@ ALSO: Mapping[str, Mapping[str, object]] = {
     "BloomForCausalLM": {"tie_word_embeddings": True},
     "Gemma2ForCausalLM": {"tie_word_embeddings": True},
     "Gemma3nForCausalLM": {"tie_word_embeddings": True},
+    # Transformers and vLLM have names of their own for a size; where they differ, vLLM asserts in its load.
     "Lfm2ForCausalLM": {
         "hidden_size": 128,
         "block_dim": 128,
