@@ -69,7 +69,7 @@ def open_catalog(source: str | os.PathLike[str] | Files, classes: Collection[str
     """
     # A registered storage first: its URLs would be paths that do not exist.
     if (storage := storage_at(source)) is not None:
-        return storage_catalog(storage)
+        return open_catalog(storage.instead, classes) if storage.instead else storage_catalog(storage)
     if isinstance(source, Files):
         return replace(catalog_of(Path(), [Path(path) for path in source.paths]), root="")
     return catalog_at(resolve_source(source), classes)
