@@ -25,6 +25,7 @@ from zerostart.checkpoint.kept import folder as kept
 from zerostart.checkpoint.kept.keeper import MOST_BYTES, PROTOCOL, start
 from zerostart.checkpoint.kept.spans import Spans, first_gap
 from zerostart.checkpoint.source import open_catalog
+from zerostart.checkpoint.storage import by_peers
 from zerostart.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -230,6 +231,7 @@ def test_a_peer_that_dies_at_any_message_is_replaced_or_named(
     _, second, _ = made(tmp_path, names[1], "tcp://127.0.0.1:0")
     same = tmp_path / "weights.safetensors"
     save_file({**WEIGHTS, "b": -WEIGHTS["b"]}, tmp_path / "other.safetensors")
+    monkeypatch.setattr(by_peers, "DELAYS", (0.0,))
     cuts = 0
     while True:
         ways = [Cut(first, cuts) for _ in range(4)]

@@ -167,6 +167,8 @@ def claim(folder: Path) -> None:
     until = time.monotonic() + _MOMENT
     while True:
         try:
+            if is_own(folder) and is_over(folder):
+                remove(folder)
             folder.mkdir(mode=0o700, exist_ok=True)
             if not is_own(folder):
                 raise WriteError(

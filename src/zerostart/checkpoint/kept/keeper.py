@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -24,6 +25,7 @@ import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import ClassVar
 
 from zerostart.checkpoint.channel import HANDSHAKE, PEERS, Address, Channel, Key, Message, key_of
 from zerostart.checkpoint.kept.folder import (
@@ -51,7 +53,7 @@ PROTOCOL = 1
 MOST_BYTES, MOST_RANGES = 8 << 20, 4096
 #: Most connections at a time, and seconds for which one may say nothing (a load plans for minutes) or take
 #: nothing of an answer.
-MOST_READERS, IDLE, PATIENCE = 1024, 3600.0, 60.0
+MOST_READERS, IDLE, PATIENCE = 4096, 3600.0, 60.0
 #: Seconds between two looks at the folder, and for which a guard may take to begin.
 _TICK, _BEGINNING = 0.5, 60.0
 
@@ -118,6 +120,9 @@ def main(arguments: Sequence[str]) -> int:
     for kind in (signal.SIGINT, signal.SIGHUP):
         signal.signal(kind, signal.SIG_IGN)
     os.chdir("/")
+    with contextlib.suppress(OSError, ValueError):
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     try:
         guard = _Guard(folder, address)
     except (ZerostartError, OSError) as error:
@@ -222,14 +227,55 @@ class _Guard:
             self._readers -= 1
 
 
+class _Opened:
+    """A version that is read: its files, open once for all who read it."""
+
+    _all: ClassVar[dict[str, _Opened]] = {}
+    _lock = threading.Lock()
+
+    def __init__(self, version: Version) -> None:
+        self.version = version
+        self.files: dict[str, int] = {}
+        self._readers = 0
+        self._lease = Lease(version.path)
+        try:
+            for name in version.document["files"]:
+                flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+                self.files[name] = os.open(version.path / name, flags)
+        except BaseException:
+            self._close()
+            raise
+
+    @classmethod
+    def of(cls, version: Version) -> _Opened:
+        """For a further reader. Raises OSError where it is gone."""
+        with cls._lock:
+            found = cls._all.get(str(version.path))
+            if found is None:
+                found = cls._all[str(version.path)] = cls(version)
+            found._readers += 1
+            return found
+
+    def leave(self) -> None:
+        """One reader less."""
+        with self._lock:
+            self._readers -= 1
+            if not self._readers:
+                del self._all[str(self.version.path)]
+                self._close()
+
+    def _close(self) -> None:
+        for handle in self.files.values():
+            os.close(handle)
+        self._lease.close()
+
+
 class _Reading:
     """One who reads."""
 
     def __init__(self, folder: Path, channel: Channel) -> None:
         self._folder, self._channel = folder, channel
-        self._version: Version | None = None
-        self._lease: Lease | None = None
-        self._files: dict[str, int] = {}
+        self._opened: _Opened | None = None
 
     def run(self, key: Key) -> None:
         """Answer until the connection ends; raises what ends it."""
@@ -246,10 +292,8 @@ class _Reading:
                 message = channel.receive("versions", "open", "read", timeout=IDLE)
                 getattr(self, f"_{message.kind}")(message)
         finally:
-            for handle in self._files.values():
-                os.close(handle)
-            if self._lease is not None:
-                self._lease.close()
+            if self._opened is not None:
+                self._opened.leave()
 
     def _versions(self, _: Message) -> None:
         found = versions(self._folder)
@@ -258,25 +302,22 @@ class _Reading:
 
     def _open(self, message: Message) -> None:
         asked = message.body.get("path")
-        if self._version is not None:
+        if self._opened is not None:
             raise PeerError("a version is open already")
         for version in versions(self._folder):
             if str(version.path) == asked:
                 with contextlib.suppress(OSError):
-                    self._lease = Lease(version.path)
-                    for name in version.document["files"]:
-                        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
-                        self._files[name] = os.open(version.path / name, flags)
-                    self._version = version
+                    self._opened = _Opened.of(version)
                     self._channel.send("opened")
                     return
         self._channel.send("gone")
 
     def _read(self, message: Message) -> None:
         name, ranges = message.body.get("file"), message.body.get("ranges")
-        version = self._version
-        if version is None or not isinstance(name, str) or name not in self._files:
+        opened = self._opened
+        if opened is None or not isinstance(name, str) or name not in opened.files:
             raise PeerError("no such file is open")
+        version = opened.version
         if not isinstance(ranges, list) or not 0 < len(ranges) <= MOST_RANGES:
             raise PeerError("no ranges, or too many")
         size, total = int(version.document["files"][name]), 0
@@ -290,7 +331,7 @@ class _Reading:
             )
             if not inside or total > MOST_BYTES:
                 raise PeerError("bytes that are not here, or too many")
-        handle = self._files[name]
+        handle = opened.files[name]
         self._channel.send("bytes", {}, b"".join(os.pread(handle, length, first) for first, length in ranges))
 
 

@@ -14,9 +14,11 @@ import os
 import random
 import re
 import threading
+import time
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Hashable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from urllib.parse import parse_qs, unquote
@@ -52,8 +54,10 @@ from zerostart.errors import (
 logger = logging.getLogger("zerostart")
 #: Seconds within which a peer has to take a connection, and to go on with an answer.
 REACHED, ANSWERED = 10.0, 60.0
-#: Connections that one rank may have with peers at a time, and requests in flight of a machine's ranks.
-DEPTH = 16
+#: Seconds before a connection that was lost is tried again.
+DELAYS = (0.2, 1.0)
+#: Requests that the ranks of a machine together have in flight, and machines that are asked at a time.
+DEPTH, QUESTIONS = 16, 32
 _URL = re.compile(r"peer://(?P<hosts>[^/?]*)/(?P<name>[^/?]+)(?:\?(?P<query>.*))?", re.IGNORECASE | re.DOTALL)
 
 #: A range of a file's bytes, and where they go.
@@ -71,6 +75,8 @@ class Holder:
     #: Where its guard listens; empty if at none.
     address: str
     spans: bytes = field(repr=False)
+    #: Whether what lies beside its weights is what the version has: machines may have other libraries.
+    beside: bool = True
 
     @property
     def name(self) -> str:
@@ -86,8 +92,12 @@ class Holder:
 class Leases:
     """What keeps a version from being removed; stays in the process that has it, and ends with it."""
 
-    def __init__(self, held: Iterable[Lease | Channel] = ()) -> None:
-        self._held = [*held]
+    def __init__(self) -> None:
+        self._held: list[Lease | Channel] = []
+
+    def add(self, one: Lease | Channel) -> None:
+        """Hold it, too."""
+        self._held.append(one)
 
     def __reduce__(self) -> tuple[type[Leases], tuple[()]]:
         return Leases, ()
@@ -145,7 +155,7 @@ class PeerFiles(Storage):
             asked.add_own(own)
         asked.ask(addresses)
         where = ",".join(map(str, addresses)).replace("tcp://", "")
-        holders, document = asked.newest(f"peer://{where}/{name}")
+        holders, document, leases = asked.newest(f"peer://{where}/{name}")
         files = dict(document["files"])
         made = cls(
             tuple(f"peer://{where}/{name}/{file}" for file in files),
@@ -157,7 +167,7 @@ class PeerFiles(Storage):
             content=document["content"],
             secret=asked.secret,
             fallback=fallback,
-            leases=_leases(holders, asked.secret),
+            leases=leases,
         )
         if fallback:
             weights = made.named([WEIGHTS])
@@ -201,8 +211,7 @@ class PeerFiles(Storage):
         there = []
         for holder in self.holders:
             with contextlib.suppress(ZerostartError, OSError):
-                for one in _leased((holder,), self.secret):
-                    one.close()
+                _leased(holder, self.secret).close()
                 there.append(Spans.from_bytes(holder.spans))
         return self.content if there and first_gap(there, self._weights) is None else None
 
@@ -238,36 +247,45 @@ class _Asked:
         """Those that listen there, and those whose addresses the versions have."""
         known: set[Address] = set()
         waiting = [*addresses, *self._others()]
-        while waiting:
-            address = waiting.pop(0)
-            if address in known:
-                continue
-            known.add(address)
-            try:
-                self._ask(address)
-            except (ZerostartError, OSError) as error:
-                self._silent[str(address)] = str(error)
-            waiting += self._others()
+        with ThreadPoolExecutor(QUESTIONS) as pool:
+            while waiting := [address for address in dict.fromkeys(waiting) if address not in known]:
+                known.update(waiting)
+                for address, answer in zip(waiting, pool.map(self._answer, waiting), strict=True):
+                    if isinstance(answer, str):
+                        self._silent[str(address)] = answer
+                        continue
+                    for holder, document in answer:
+                        self._add(holder, document)
+                waiting = self._others()
 
-    def _ask(self, address: Address) -> None:
-        with contextlib.closing(_greeted(address, self.secret)) as channel:
-            channel.send("versions")
-            answer = channel.receive("versions")
-        documents = answer.body.get("documents")
-        if not isinstance(documents, list) or len(documents) != len(answer.parts):
-            raise CheckpointError(f"{address}: no documents with spans")
-        for document, spans in zip(documents, answer.parts, strict=True):
-            if isinstance(document, dict):
-                Spans.from_bytes(spans)
-                path, memory = str(document.get("path")), str(document.get("memory"))
-                self._add(Holder(path, memory, str(address), spans), checked(document))
+    def _answer(self, address: Address) -> list[tuple[Holder, JsonObject]] | str:
+        """What listens there has; in words, why nothing is known of it."""
+        try:
+            with contextlib.closing(_greeted(address, self.secret)) as channel:
+                channel.send("versions")
+                answer = channel.receive("versions")
+            documents = answer.body.get("documents")
+            if not isinstance(documents, list) or len(documents) != len(answer.parts):
+                raise CheckpointError(f"{address}: no documents with spans")
+            found = []
+            for document, spans in zip(documents, answer.parts, strict=True):
+                if isinstance(document, dict):
+                    Spans.from_bytes(spans)
+                    path, memory = str(document.get("path")), str(document.get("memory"))
+                    found.append((Holder(path, memory, str(address), spans), checked(document)))
+            return found
+        except (ZerostartError, OSError) as error:
+            return str(error)
 
     def _add(self, holder: Holder, document: JsonObject) -> None:
-        holders, _ = self._found.setdefault(document["content"], ([], document))
+        holders, first = self._found.setdefault(document["content"], ([], document))
+        if first["files"] != document["files"]:
+            holder = replace(holder, beside=False)
         for number, other in enumerate(holders):
-            if (other.path, other.memory) == (holder.path, holder.memory):
+            same = (other.path, other.memory) == (holder.path, holder.memory)
+            if same and other.address in ("", holder.address):
                 # In this memory, and also served from it: who cannot look into it asks.
-                holders[number] = replace(other, address=other.address or holder.address)
+                holders[number] = replace(other, address=holder.address)
                 return
         holders.append(holder)
 
@@ -275,33 +293,34 @@ class _Asked:
         nodes = (node for _, document in self._found.values() for node in document["nodes"])
         return [Address.of(node, PEERS) for node in nodes if node]
 
-    def newest(self, what: str) -> tuple[tuple[Holder, ...], JsonObject]:
-        """The newest version that is whole. Raises CheckpointNotFoundError, and says what is missing."""
+    def newest(self, what: str) -> tuple[tuple[Holder, ...], JsonObject, Leases]:
+        """The newest version that is whole, and what keeps it so.
+
+        Raises CheckpointNotFoundError, and says what is missing.
+        """
         missing = ""
         for holders, document in sorted(self._found.values(), key=lambda each: -int(each[1]["number"])):
-            spans = [Spans.from_bytes(holder.spans) for holder in holders]
+            there, leases = [], Leases()
+            for holder in holders:
+                try:
+                    leases.add(_leased(holder, self.secret))
+                    there.append(holder)
+                except (ZerostartError, OSError) as error:  # since it has answered
+                    self._silent[holder.name] = str(error)
+            spans = [Spans.from_bytes(holder.spans) for holder in there]
             if (gap := first_gap(spans, document["files"][WEIGHTS])) is None:
-                return tuple(holders), document
+                return tuple(there), document, leases
             missing = missing or f" (of version {document['number']} byte {gap} is missing)"
         silent = "".join(f"; {why}" for why in self._silent.values())
         raise CheckpointNotFoundError(f"{what}: no whole version of a kept model is there{missing}{silent}")
 
 
-def _leased(holders: Iterable[Holder], secret: str) -> Iterator[Lease | Channel]:
-    for holder in holders:
-        if holder.is_here:
-            with contextlib.suppress(FileNotFoundError):
-                yield Lease(Path(holder.path))
-                continue
-        yield _opened(holder, secret)
-
-
-def _leases(holders: Iterable[Holder], secret: str) -> Leases:
-    """Of all of them. Raises ReadError."""
-    try:
-        return Leases(_leased(holders, secret))
-    except PeerError as error:
-        raise ReadError(f"a machine with a part of the kept model is gone: {error}") from error
+def _leased(holder: Holder, secret: str) -> Lease | Channel:
+    """What keeps a holder's version from being removed. Raises ReadError, PeerError, OSError."""
+    if holder.is_here:
+        with contextlib.suppress(FileNotFoundError):
+            return Lease(Path(holder.path))
+    return _opened(holder, secret)
 
 
 def _greeted(address: Address, secret: str) -> Channel:
@@ -346,7 +365,7 @@ class PeerReader(Reader):
         for holder in storage.holders:
             if holder.is_here:
                 with contextlib.suppress(OSError):
-                    self._sources.append(_Here(holder))
+                    self._sources.append(_Here(holder, self._names))
                     continue
             others.append(_There(holder, storage.secret))
         # So that not all ranks ask the same one of several that have the same.
@@ -385,6 +404,8 @@ class PeerReader(Reader):
             if not wanted or source.holder.name in self._lost:
                 continue
             has, rest = source.divided(name, wanted)
+            if not has:
+                continue
             try:
                 source.fill(name, has)
                 wanted = rest
@@ -415,7 +436,7 @@ class _Source(ABC):
     def divided(self, name: str, wanted: Iterable[Wanted]) -> tuple[list[Wanted], list[Wanted]]:
         """What this machine has of ``wanted``, and the rest."""
         if name != WEIGHTS:
-            return [*wanted], []
+            return ([*wanted], []) if self.holder.beside else ([], [*wanted])
         has: list[Wanted] = []
         rest: list[Wanted] = []
         for first, view in wanted:
@@ -435,14 +456,21 @@ class _Source(ABC):
 class _Here(_Source):
     """In this machine's memory."""
 
-    def __init__(self, holder: Holder) -> None:
+    def __init__(self, holder: Holder, names: Iterable[str]) -> None:
+        """Opens the files: they are read to the end even if the kept model is dropped. Raises OSError."""
         super().__init__(holder)
         self._lease = Lease(Path(holder.path))
         self._files: dict[str, int] = {}
-        self._lock = threading.Lock()
+        try:
+            for name in names if holder.beside else (WEIGHTS,):
+                flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+                self._files[name] = os.open(Path(holder.path, name), flags)
+        except BaseException:
+            self.close()
+            raise
 
     def fill(self, name: str, wanted: Sequence[Wanted]) -> None:
-        handle = self._handle(name)
+        handle = self._files[name]
         for first, view in wanted:
             done = 0
             while done < len(view):
@@ -450,13 +478,6 @@ class _Here(_Source):
                 if not count:
                     raise ReadError(f"{self.holder.path}/{name} ended at byte {first + done}")
                 done += count
-
-    def _handle(self, name: str) -> int:
-        with self._lock:
-            if name not in self._files:
-                flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
-                self._files[name] = os.open(Path(self.holder.path, name), flags)
-            return self._files[name]
 
     def close(self) -> None:
         for handle in self._files.values():
@@ -487,12 +508,16 @@ class _There(_Source):
                 return
             except PeerError:
                 channel.close()  # a connection may break where the machine lives: once more by another one
-        channel = _opened(self.holder, self._secret)
-        try:
-            self._read(channel, name, batch)
-        except BaseException:
-            channel.close()
-            raise
+        # A guard that has too many readers ends connections; one that is dead is told within two seconds.
+        for delay in (*DELAYS, None):
+            try:
+                with _closed_on_error(_opened(self.holder, self._secret)) as channel:
+                    self._read(channel, name, batch)
+                return
+            except PeerError:
+                if delay is None:
+                    raise
+                time.sleep(delay)
 
     def _read(self, channel: Channel, name: str, batch: Sequence[Wanted]) -> None:
         channel.send("read", {"file": name, "ranges": [[first, len(view)] for first, view in batch]})
@@ -510,6 +535,15 @@ class _There(_Source):
     def close(self) -> None:
         for channel in self._idle:
             channel.close()
+
+
+@contextlib.contextmanager
+def _closed_on_error(channel: Channel) -> Iterator[Channel]:
+    try:
+        yield channel
+    except BaseException:
+        channel.close()
+        raise
 
 
 def _batches(wanted: Iterable[Wanted]) -> Iterator[list[Wanted]]:
