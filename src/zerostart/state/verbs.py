@@ -299,6 +299,7 @@ def refit(
     merge_adapters: bool = True,
     secret: str | None = None,
     timeout: float = 300.0,
+    full_every: int = 1,
 ) -> Refitter | ModelRefitter:
     """Begin to push the weights of ``model`` into the workers of an inference engine; collective.
 
@@ -321,6 +322,8 @@ def refit(
         secret: what workers have to know; None: the environment variable ``ZEROSTART_REFIT_SECRET``. Needed
             where other machines can connect.
         timeout: seconds within which workers have to connect, and to answer.
+        full_every: every so many pushes all bytes are sent; those between send what has changed alone, for
+            which a rank keeps a copy of what it sent (``docs/refit.md`` says where). One: every push.
 
     Returns:
         Refitter: ``push(wait=True)``, ``close()``, ``address`` and ``version``; a context manager.
@@ -355,6 +358,7 @@ def refit(
         merge_adapters=merge_adapters,
         secret=secret,
         timeout=timeout,
+        full_every=full_every,
     )
     return begin(model, target, settings)
 

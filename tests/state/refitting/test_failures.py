@@ -24,8 +24,9 @@ from zerostart.state.refitting.receiver import Receiver
 SIZE = (6, 4)
 
 
-def _worker(address: str, name: str, out: Path, die: str) -> None:
-    """Serve, noting what is served after each push; ``die`` is where to be killed, if anywhere."""
+def _worker(address: str, name: str, out: Path, die: str, push: int = 1) -> None:
+    """Serve, noting what is served after each push; ``die`` is where to be killed in a push, if anywhere."""
+    followed = 0
     engine = nn.Linear(SIZE[1], SIZE[0])
 
     def load(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -36,27 +37,33 @@ def _worker(address: str, name: str, out: Path, die: str) -> None:
     follow, send = Connection.follow, Channel.send
 
     def noted(self: Connection, timeout: float | None = None) -> int:
+        nonlocal followed
         try:
             return follow(self, timeout)
         finally:
+            followed += 1
             held = {"version": receiver.version, "weight": engine.weight[0, 0].item()}
             (out / f".{name}").write_text(json.dumps(held))
             (out / f".{name}").rename(out / f"{name}.json")
 
     def dying(self: Channel, kind: str, body: Any = None, *parts: bytes) -> None:
-        if die == f"before {kind}":
+        if die == f"before {kind}" and followed == push - 1:
             os.kill(os.getpid(), signal.SIGKILL)
         send(self, kind, body, *parts)
-        if die == f"after {kind}":
+        if die == f"after {kind}" and followed == push - 1:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def torn(*arguments: object, **options: object) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
+    compare = receiver._compare
+
+    def torn(*arguments: Any, **options: Any) -> None:
+        if followed == push - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        compare(*arguments, **options)
 
     Connection.follow = noted  # type: ignore[method-assign]
     Channel.send = dying  # type: ignore[method-assign]
     if die == "in the fill":
-        receiver._compare = torn  # type: ignore[assignment, method-assign]
+        receiver._compare = torn  # type: ignore[method-assign]
     serve(receiver, address, timeout=40, patience=40)
 
 
@@ -78,10 +85,15 @@ def _set(model: nn.Module, value: float) -> None:
             parameter.fill_(value)
 
 
-def _lose_workers(address: str, points: list[str], folder: Path) -> list[tuple[str, int]]:
-    """On one rank: before each push a worker joins that is killed in it; what the push says, and the next."""
+def _lose_workers(
+    address: str, points: list[str], folder: Path, options: dict[str, Any]
+) -> list[tuple[str, int]]:
+    """On one rank: before each push a worker joins that is killed in it; what the push says, and the next.
+
+    With deltas the push before brings it to a version, and it is killed while it gets what has changed.
+    """
     model, found = _model(), []
-    with zerostart.refit(model, address, timeout=30) as refitter:
+    with zerostart.refit(model, address, timeout=30, **options) as refitter:
         refitter.push()
         for number, point in enumerate(points):
             if torch.distributed.get_rank() == 0:
@@ -92,6 +104,9 @@ def _lose_workers(address: str, points: list[str], folder: Path) -> list[tuple[s
                     assert refitter._session is not None
                     refitter._session.wait_for(2, 30)
             torch.distributed.barrier()
+            if "full_every" in options:
+                assert len(refitter.push().workers) == 2  # type: ignore[union-attr]
+                assert refitter._base is not None
             _set(model, 10.0 * (number + 1))
             said = ""
             try:
@@ -112,8 +127,19 @@ def _await(path: Path) -> None:
         time.sleep(0.02)
 
 
-def test_a_worker_killed_at_each_message(tmp_path: Path) -> None:
-    points = ["before wants", "before prepared", "after prepared", "in the fill", "before serving"]
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"full_every": 9},
+        pytest.param({"full_every": 9, "transport": "group"}, marks=pytest.mark.slow),
+    ],
+    ids=["full", "deltas", "deltas-by-group"],
+)
+def test_a_worker_killed_at_each_message(tmp_path: Path, options: dict[str, Any]) -> None:
+    points = ["before prepared", "after prepared", "in the fill", "before serving"]
+    if not options:
+        points.insert(0, "before wants")
     address = f"unix://{tmp_path}/workers"
     healthy = _start(address, "healthy", tmp_path, "")
     import threading
@@ -121,14 +147,14 @@ def test_a_worker_killed_at_each_message(tmp_path: Path) -> None:
     def doomed() -> None:
         for number, point in enumerate(points):
             _await(tmp_path / f"start-{number}")
-            process = _start(address, "doomed", tmp_path, point)
+            process = _start(address, "doomed", tmp_path, point, 2 if options else 1)
             process.join(60)
             (tmp_path / f"died-{number}").touch()
 
     thread = threading.Thread(target=doomed, daemon=True)
     thread.start()
     try:
-        ranks = run_ranks(_lose_workers, 2, address, points, tmp_path, timeout=150)
+        ranks = run_ranks(_lose_workers, 2, address, points, tmp_path, options, timeout=150)
         thread.join(30)
         healthy.join(30)
     finally:
@@ -139,16 +165,17 @@ def test_a_worker_killed_at_each_message(tmp_path: Path) -> None:
         assert ("doomed" in said) == (point != "before wants"), (point, said)
         decided = point in ("in the fill", "before serving", "after prepared")
         assert not said or decided == ("is served by healthy" in said), (point, said)
-    assert json.loads((tmp_path / "healthy.json").read_text()) == {"version": 11, "weight": 51.0}
+    last = {"version": 13, "weight": 41.0} if options else {"version": 11, "weight": 51.0}
+    assert json.loads((tmp_path / "healthy.json").read_text()) == last
 
 
-def _die(address: str, point: str, rank: int) -> None:
+def _die(address: str, point: str, rank: int, options: dict[str, Any]) -> None:
     """On one rank: two pushes, in the second of which ``rank`` is killed."""
     from zerostart.state.refitting import refitter as module
     from zerostart.state.refitting.session import Session
 
     model = _model()
-    with zerostart.refit(model, address, workers=2, timeout=30) as refitter:
+    with zerostart.refit(model, address, workers=2, timeout=30, **options) as refitter:
         refitter.push()
         if refitter._place is not None:  # rank 0
             Path(address.removeprefix("unix://")).with_name("place").write_text(str(refitter._place.path))
@@ -184,14 +211,24 @@ def _push_again(address: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        pytest.param({"full_every": 9, "transport": "group"}, marks=pytest.mark.slow),
+    ],
+    ids=["full", "deltas-by-group"],
+)
+@pytest.mark.parametrize(
     ("point", "rank", "new"),
     [("writing", 1, False), ("written", 0, False), ("decided", 0, True), ("told", 0, True)],
 )
-def test_a_trainer_killed_at_each_message(tmp_path: Path, point: str, rank: int, new: bool) -> None:
+def test_a_trainer_killed_at_each_message(
+    tmp_path: Path, point: str, rank: int, new: bool, options: dict[str, Any]
+) -> None:
     address = f"unix://{tmp_path}/workers"
     workers = [_start(address, name, tmp_path, "") for name in ("a", "b")]
     try:
-        outcomes = rank_outcomes(_die, 2, address, point, rank, timeout=90, grace=60)
+        outcomes = rank_outcomes(_die, 2, address, point, rank, options, timeout=90, grace=60)
         assert outcomes[rank].exit_code == -signal.SIGKILL, outcomes[rank].describe()
         assert outcomes[1 - rank].error.endswith("PeerError"), outcomes[1 - rank].describe()
         held = {"version": 2, "weight": 2.0} if new else {"version": 1, "weight": 1.0}

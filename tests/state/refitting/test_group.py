@@ -19,11 +19,14 @@ from zerostart.state.refitting.transports import group
 BF16 = torch.bfloat16
 
 
-def _push_while_one_dies(path: Path, out: Path, address: str, victim: int, message: int) -> str:
+def _push_while_one_dies(
+    path: Path, out: Path, address: str, victim: int, message: int, full_every: int
+) -> str:
     """On one rank: a push, one in which a worker is killed before a message, and another one."""
     model = zerostart.load(path, progress=False, engine="fsdp2")
     rank = torch.distributed.get_rank()
-    with zerostart.refit(model, address, workers=2, timeout=30, transport="group") as refitter:
+    options = {"timeout": 30, "transport": "group", "full_every": full_every}
+    with zerostart.refit(model, address, workers=2, **options) as refitter:
         refitter.push()
         _change(model, -0.5)
         transmit, sent = group._Parcel._transmit, 0
@@ -44,19 +47,21 @@ def _push_while_one_dies(path: Path, out: Path, address: str, victim: int, messa
         zerostart.save(model, out / "saved")
         report = refitter.push()
         assert [worker.name for worker in report.workers] == ["tp0"]
+        assert report.base is None
         return str(raised.value)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("full_every", [1, 9], ids=["full", "delta"])
 @pytest.mark.parametrize("message", [1, 3, 4], ids=["first", "middle", "last"])
 def test_a_worker_that_dies_leaves_the_others_on_a_whole_version(
-    message: int, checkpoints: TinyCheckpoints, tmp_path: Path
+    message: int, full_every: int, checkpoints: TinyCheckpoints, tmp_path: Path
 ) -> None:
     config = dict(TINY["qwen3_even"][1])
     (tmp_path / "config.json").write_text(json.dumps(config))
     address = f"unix://{tmp_path}/workers"
     started = [workers.start(tmp_path / "config.json", rank, 2, address, tmp_path) for rank in range(2)]
-    arguments = (checkpoints("qwen3_even", BF16), tmp_path, address, started[1].pid, message)
+    arguments = (checkpoints("qwen3_even", BF16), tmp_path, address, started[1].pid, message, full_every)
     try:
         said = run_ranks(_push_while_one_dies, 2, *arguments, timeout=150)
         printed = started[0].communicate(timeout=60)[0]

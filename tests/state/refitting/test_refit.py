@@ -145,3 +145,10 @@ def test_a_worker_loads_no_other_library() -> None:
     )
     script += "assert not found, found"
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_a_transport_that_is_not_built_is_told_how_it_would_be() -> None:
+    with pytest.raises(zerostart.errors.ConfigError, match=r"register_transport.*the package nixl"):
+        zerostart.refit(nn.Linear(2, 2), transport="nixl")
+    with pytest.raises(zerostart.errors.ConfigError, match="full_every=0"):
+        zerostart.refit(nn.Linear(2, 2), full_every=0)

@@ -44,6 +44,8 @@ class Connection:
         self.name = receiver.name or f"{socket.gethostname()}-{os.getpid()}"
         self._timeout = timeout
         self._incoming: Incoming | None = None
+        #: The version of it that the engine was filled with whole.
+        self._since: int | None = None
         #: By fingerprint of the last image.
         self._known: tuple[str, Wants] | None = None
         self._channel = connect(where, key_of(secret, where), timeout)
@@ -162,20 +164,23 @@ class Connection:
         if self._incoming is not None:
             self._incoming.close()
             self._incoming = None
+        self._since = None
         assert self._known is not None, "the image comes first"
         kind = transport_kind(str(opened.get("transport")))
         self._incoming = kind.incoming(self._image, self._known[1].runs, dict(opened.get("parameters", {})))
 
     def _fill(self, version: int, sums: list[Sums]) -> int:
         assert self._incoming is not None, "prepared before"
+        since, self._since = self._since, None
         try:
-            self.receiver.fill(self._incoming, version, sums)
+            self.receiver.fill(self._incoming, version, sums, since)
         except Exception as error:
             with contextlib.suppress(PeerError):
                 self._channel.send("failed", {"version": version, "why": f"{type(error).__name__}: {error}"})
             raise
         finally:
             self._incoming.done()
+        self._since = version
         # Served whether or not the trainer is still there to be told.
         with contextlib.suppress(PeerError):
             self._channel.send("serving", {"version": version})

@@ -8,9 +8,10 @@ the same plan run backwards reads them back for their digests.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, TypeAlias, runtime_checkable
 
 import torch
@@ -23,6 +24,7 @@ from zerostart.geometry import Box
 from zerostart.geometry.layout import Layout, LocalBox
 from zerostart.recipe import Computed, Recipe, symbols_of
 from zerostart.recipe.loaders import trace_loader
+from zerostart.state.refitting.changes import Changed
 from zerostart.state.refitting.image import Image
 from zerostart.state.refitting.sums import Sums, Tensors, differing
 from zerostart.state.refitting.transports.base import Incoming
@@ -32,6 +34,7 @@ from zerostart.transfer.planning.runs import Runs
 from zerostart.transfer.planning.writes import Origin, WritePlan, plan_writes
 from zerostart.transfer.writing import Source, write_out
 
+logger = logging.getLogger("zerostart")
 MiB = 1 << 20
 #: Bytes of one read, and threads, of a fill.
 CHUNK, THREADS = 8 * MiB, 2
@@ -43,7 +46,11 @@ Load: TypeAlias = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
 
 @runtime_checkable
 class EngineWeights(Protocol):
-    """The parameters of an engine that are not simply those of a module: packed, renewed, layer by layer."""
+    """The parameters of an engine that are not simply those of a module: packed, renewed, layer by layer.
+
+    One whose tensors of a stage have the values that they were left with may say so by ``keeps_values =
+    True``: then what has not changed is not filled in again.
+    """
 
     #: What messages call the engine.
     name: str
@@ -68,6 +75,8 @@ class EngineWeights(Protocol):
 
 class ModuleWeights:
     """A plain module: its parameters and buffers, all at once."""
+
+    keeps_values = True
 
     def __init__(self, model: nn.Module, load: Load, name: str) -> None:
         self._model, self._load = model, load
@@ -185,14 +194,30 @@ class Receiver:
         read = (self._read,) if self._read.nbytes else ()
         return Wants(Runs.of_reads(whole.plan), (*self._sets, *read))
 
-    def fill(self, incoming: Incoming, version: int, sums: Sequence[Sums]) -> None:
+    def fill(self, incoming: Incoming, version: int, sums: Sequence[Sums], since: int | None = None) -> None:
         """Bring the tensors to ``version`` out of ``incoming``, and read them back.
 
-        ``sums`` are the trainer's of each set of ``plan``. Raises VerifyError, naming the tensors, where
-        those of what was read back differ, and what the engine and reading raise; ``version`` is then None.
+        ``sums`` are the trainer's of each set of ``plan``. ``since`` is the version of the same incoming
+        that the tensors have whole: where that is known, what has not changed is not filled in again; all is
+        read back. Raises VerifyError, naming the tensors, where those of what was read back differ, and what
+        the engine and reading raise; ``version`` is then None.
         """
-        assert self._image is not None, "planned before"
         self.version = None
+        changed = None
+        if since is not None and getattr(self._engine, "keeps_values", False):
+            changed = incoming.changed(since)
+        try:
+            self._fill(incoming, sums, changed)
+        except VerifyError as error:
+            if changed is None:
+                raise
+            # Somebody has changed what should have been as it was left.
+            logger.warning("%s: all of it is filled in again", error)
+            self._fill(incoming, sums, None)
+        self.version = version
+
+    def _fill(self, incoming: Incoming, sums: Sequence[Sums], changed: Changed | None) -> None:
+        assert self._image is not None, "planned before"
         entries = {name: (name, dtype, shape) for name, dtype, shape in self._image.entries}
         digests = [Digests(entries[name] for name in each) for each in sums]
         left = set(self._filled)
@@ -202,7 +227,7 @@ class Receiver:
                 with stage as given:
                     mine = {name: given[name] for name in given if name in self._filled}
                     left -= mine.keys()
-                    self._fill_stage(mine, incoming, digests)
+                    self._fill_stage(mine, incoming, digests, changed)
                     self._compare(sums, digests, done=False)
         if left:
             raise VerifyError(
@@ -213,7 +238,6 @@ class Receiver:
             with incoming.reader() as reader:
                 _sum_read(self._image, self._read, reader, digests[len(self._sets)])
         self._compare(sums, digests, done=True)
-        self.version = version
 
     def _divided(
         self,
@@ -290,7 +314,11 @@ class Receiver:
         return _StagePlan(names, join(catalog, wanted, EXACT), plans)
 
     def _fill_stage(
-        self, tensors: Mapping[str, torch.Tensor], incoming: Incoming, digests: Sequence[Digests]
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        incoming: Incoming,
+        digests: Sequence[Digests],
+        changed: Changed | None,
     ) -> None:
         if not tensors:
             return
@@ -307,7 +335,12 @@ class Receiver:
         storages = {name: _storage(tensor) for name, tensor in tensors.items()}
         with torch.no_grad():
             each = [storages[name] for name in stage.names]
-            execute(stage.plan, each, Progress(0, False), THREADS, incoming.reader())
+            fill = stage.plan
+            if changed is not None:
+                # What is computed is not read back: it is computed again.
+                reads = tuple(read for read in fill.reads if changed.between(read.offset, read.end))
+                fill = replace(fill, reads=reads)
+            execute(fill, each, Progress(0, False), THREADS, incoming.reader())
             for number, (plan, names) in stage.back.items():
                 sources = [Source(storages[name]) for name in names]
                 write_out(plan, sources, None, THREADS, digests[number].add_rows)

@@ -48,6 +48,7 @@ class RefitSettings:
     merge_adapters: bool = True
     secret: str | None = None
     timeout: float = 300.0
+    full_every: int = 1
 
     def check(self) -> None:
         """Raise ConfigError for what no refit can serve."""
@@ -55,6 +56,8 @@ class RefitSettings:
             raise ConfigError(f"dtype={self.dtype!r} must be a floating torch.dtype")
         if self.workers is not None and self.workers < 1:
             raise ConfigError(f"workers={self.workers} must be at least 1")
+        if self.full_every < 1:
+            raise ConfigError(f"full_every={self.full_every} must be at least 1: every push sends all then")
         if not self.timeout > 0:
             raise ConfigError(f"timeout={self.timeout} must be a number of seconds above 0")
 
@@ -78,15 +81,22 @@ class PushReport:
     """What a push has done; the same on every rank."""
 
     version: int
+    #: The version that all workers had, so that what has changed since was enough; None: all was sent.
+    base: int | None
     transport: str
     #: Seconds of the slowest rank, by phase: ``plan``, ``write``, ``agree``, ``fill``, ``total``.
     phases: Mapping[str, float]
     #: Bytes of the model as the engine's loader gets it.
     owned_bytes: int
+    #: Of these, the bytes that differ from ``base``; all of them where there is none.
+    changed_bytes: int
     #: Bytes that all trainer ranks have put into the transport.
     moved_bytes: int
     #: Bytes that all workers take.
     wanted_bytes: int
+    #: Bytes that a rank keeps of what it has sent, to find out what changes; the most of all ranks. They are
+    #: in a file without a name, and not in the peaks.
+    kept_bytes: int
     #: What a rank took at most beside what it had before, as in the report of a load; the largest of all
     #: ranks. An image in shared memory is not anonymous, and is not in it.
     peak_host_bytes: int
@@ -100,6 +110,8 @@ class PushReport:
             f"workers in {total:.2f} s ({decimal(int(self.owned_bytes / total))}/s); moved "
             f"{decimal(self.moved_bytes)}, taken {decimal(self.wanted_bytes)}"
         ]
+        if self.base is not None:
+            lines[0] += f"; {decimal(self.changed_bytes)} have changed since version {self.base}"
         phases = ", ".join(
             f"{name} {seconds:.2f} s" for name, seconds in self.phases.items() if name != "total"
         )
@@ -219,6 +231,9 @@ class Refitter:
         self._pushing: Pushing | None = None
         self._image: Image | None = None
         self._met = False
+        #: The version that the transport has brought to all workers, and how many pushes ago all was sent.
+        self._base: int | None = None
+        self._deltas = 0
         try:
             with world.phase("beginning a refit"):
                 with world.phase("arguments"):
@@ -227,7 +242,11 @@ class Refitter:
                 self._image = self._prepared().image
                 made = world.broadcast_object(lambda: self._begin(target), "listening for workers")
                 self.address, folder = made
-                options = {"folder": folder, "timeout": settings.timeout}
+                options = {
+                    "folder": folder,
+                    "timeout": settings.timeout,
+                    "deltas": settings.full_every > 1,
+                }
                 self._transport = kind.outgoing(world, options)
                 if self._driver is not None:
                     world.broadcast_object(self._join, "having the engine connect")
@@ -268,15 +287,16 @@ class Refitter:
         phases: dict[str, float] = {}
         begun = time.perf_counter()
         self.version = version
+        base: int | None = None
         with PeakMeter(default_device()) as meter:
             try:
                 with world.phase("pushing weights"):
                     with _timed(phases, "plan"):
                         prepared = self._prepared()
                         self._meet_workers(prepared.image)
-                        self._open(prepared, version)
+                        base = self._open(prepared, version)
                     with _timed(phases, "write"), world.phase("writing the weights"):
-                        sums = self._write(prepared, version)
+                        sums = self._write(prepared, version, base)
             except BaseException as error:
                 self._abort(version, error)
                 if isinstance(error, WorkerLost):  # on all ranks, which are there
@@ -284,19 +304,24 @@ class Refitter:
                 raise
         try:
             figures = world.all_gather_object(
-                (phases, self._transport.moved(), meter.host_bytes, meter.device_bytes or 0),
+                (phases, self._transport.carried(), meter.host_bytes, meter.device_bytes or 0),
                 "figures of a push",
             )
         except BaseException as error:
             self._abort(version, error)  # the workers wait for a decision
             raise
+        self._base, self._deltas = version, 0 if base is None else self._deltas + 1
+        owned, carried = prepared.image.layout.total_size, [each[1] for each in figures]
         report = PushReport(
             version,
+            base,
             self._transport.name,
             {key: max(each[0][key] for each in figures) for key in phases},
-            prepared.image.layout.total_size,
-            sum(each[1] for each in figures),
+            owned,
+            owned if base is None else sum(each.changed for each in carried),
+            sum(each.moved for each in carried),
             sum(info.wants.nbytes for info in self._takers.infos),
+            max(each.kept for each in carried),
             max(each[2] for each in figures),
             max(each[3] for each in figures),
             (),
@@ -470,10 +495,13 @@ class Refitter:
             self._sums = SetSums(image, self._takers.sets)
             self._opened = None
 
-    def _open(self, prepared: _Prepared, version: int) -> None:
-        """Have the transport and the workers ready for the version."""
+    def _open(self, prepared: _Prepared, version: int) -> int | None:
+        """Have the transport and the workers ready for ``version``; gives the one that they have whole."""
         transport, world = self._transport, self._world
         assert transport is not None, "not closed"
+        base, self._base = self._base, None
+        if self._opened is None or self._deltas + 1 >= self._settings.full_every:
+            base = None
         if self._opened is None:
             own = Runs.of_writes(prepared.plan, prepared.image.layout)
             self._opened = transport.open(prepared.image, own, self._takers.infos)
@@ -486,13 +514,14 @@ class Refitter:
             session.prepare(version, self._opened, transport.name)
 
         world.broadcast_object(begin, "having the workers prepare")
+        return base
 
-    def _write(self, prepared: _Prepared, version: int) -> list[dict[str, tuple[int, ...]]]:
+    def _write(self, prepared: _Prepared, version: int, base: int | None) -> list[dict[str, tuple[int, ...]]]:
         transport, sums = self._transport, self._sums
         assert transport is not None, "not closed"
         assert sums is not None, "opened before"
         sums.begin()
-        writer = transport.writer(version)
+        writer = transport.writer(version, base)
         write_out(prepared.plan, prepared.storages, writer, THREADS, sums.add_rows)
         transport.finish()
         return sums.summed(self._world)

@@ -189,11 +189,14 @@ class ModelRefitter:
         )
         report = PushReport(
             self.version,
+            None,
             "local",
             {key: max(each[0][key] for each in figures) for key in phases},
             way.image.layout.total_size,
+            way.image.layout.total_size,
             way.moved,
             way.wanted,
+            0,
             max(each[1] for each in figures),
             max(each[2] for each in figures),
             (),

@@ -12,7 +12,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Protocol
+from importlib.metadata import entry_points
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -21,6 +22,7 @@ from zerostart.checkpoint.strict_json import JsonObject
 from zerostart.checkpoint.write.shards import SaveLayout
 from zerostart.distributed.world import World
 from zerostart.errors import ConfigError, WriteError
+from zerostart.state.refitting.changes import Changed
 from zerostart.state.refitting.image import Image
 from zerostart.transfer.planning.runs import Runs
 from zerostart.transfer.writing import Writer
@@ -45,6 +47,17 @@ class WorkerInfo:
     host: str
     #: What it reads of the image.
     wants: Runs
+
+
+class Carried(NamedTuple):
+    """What a trainer rank has done for the last version, in bytes."""
+
+    #: Put into the transport.
+    moved: int
+    #: That differ from those of the version before; all, where this was not looked at.
+    changed: int
+    #: Kept to find out, beside the shards.
+    kept: int = 0
 
 
 class ImageWriter(ABC):
@@ -88,8 +101,11 @@ class Transport(Protocol):
         """
         ...
 
-    def writer(self, version: int) -> Writer:
-        """Where this rank's elements of the version go, by ``transfer.writing.write_out``."""
+    def writer(self, version: int, base: int | None) -> Writer:
+        """Where this rank's elements of the version go, by ``transfer.writing.write_out``.
+
+        All workers have version ``base`` whole, so that what has changed since is enough; None: send all.
+        """
         ...
 
     def finish(self) -> None:
@@ -100,8 +116,8 @@ class Transport(Protocol):
         """Give up the version that is under way, and raise nothing; workers must not wait for more of it."""
         ...
 
-    def moved(self) -> int:
-        """Bytes that this rank has put into the transport for the last version."""
+    def carried(self) -> Carried:
+        """What this rank has put into the transport for the last version."""
         ...
 
     def close(self) -> None:
@@ -124,6 +140,10 @@ class Incoming(Protocol):
         """Reads the image's bytes, as file number 0; a new one for each pass. Only what the worker wants."""
         ...
 
+    def changed(self, since: int) -> Changed | None:
+        """What may differ from version ``since``, which it has given, too; None: nobody has looked."""
+        ...
+
     def done(self) -> None:
         """The version is in the parameters, or given up: its bytes are not needed any more."""
         ...
@@ -142,7 +162,8 @@ class Kind(Protocol):
     def outgoing(self, world: World, options: Mapping[str, object]) -> Transport:
         """The side of this trainer rank; raises ConfigError where it cannot be.
 
-        ``options``: ``folder``, of this job on rank 0's machine, and ``timeout`` in seconds.
+        ``options``: ``folder``, of this job on rank 0's machine, ``timeout`` in seconds, and ``deltas``:
+        whether ``base`` of ``Transport.writer`` will ever be a version.
         """
         ...
 
@@ -153,8 +174,10 @@ class Kind(Protocol):
 
 #: Modules of this folder that register one each.
 BUILT_IN = ("shared_memory", "group")
-#: Named in messages, since people ask for them.
-NOT_BUILT = ("nixl", "mooncake")
+#: By name of a transport that people ask for, and that is not built: the package that one would need.
+NOT_BUILT = {"nixl": "nixl", "mooncake": "mooncake-transfer-engine"}
+#: Entry points of installed packages: under a transport's name the object to register.
+GROUP = "zerostart.transports"
 _kinds: dict[str, Kind] = {}
 
 
@@ -169,14 +192,18 @@ def register_transport(kind: Kind) -> Kind:
 
 
 def transport_kind(name: str) -> Kind:
-    """The transport ``name``; raises ConfigError where none is registered."""
+    """The transport ``name``; raises ConfigError where none is registered or installed."""
     # Those that come with zerostart register themselves.
     for module in BUILT_IN:
         import_module(f"zerostart.state.refitting.transports.{module}")
+    if name not in _kinds:
+        for point in entry_points(group=GROUP, name=name):
+            register_transport(point.load())
     if (kind := _kinds.get(name)) is not None:
         return kind
+    needs = NOT_BUILT.get(name)
     raise ConfigError(
-        f"transport={name!r} is not one of {', '.join(sorted(_kinds))}"
-        + (", and is not built into zerostart" if name in NOT_BUILT else "")
-        + "; one of your own is registered with zerostart.serving.register_transport, on both sides"
+        f"transport={name!r} is not one of {', '.join(sorted(_kinds))}; one of your own is registered with "
+        f"zerostart.serving.register_transport, on both sides, or is an entry point of {GROUP}"
+        + (f", and for this one would be built on the package {needs}" if needs else "")
     )

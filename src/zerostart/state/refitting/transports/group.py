@@ -3,16 +3,14 @@
 It is gloo's, over a store of its own, so that the default group of neither side is touched. Messages say
 themselves where their bytes belong; they are of bounded size, and so is what a rank holds of them. A worker
 puts them into a file in memory that has no name, where they lie until the trainer has decided: a transfer
-that is torn never reaches a parameter.
+that is torn never reaches a parameter. They stay there, so that a later version may come as what has changed
+since; a trainer rank that is to find that out keeps what it sent in such a file, too.
 """
 
 from __future__ import annotations
 
 import contextlib
-import mmap
-import os
 import socket
-import tempfile
 import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -27,26 +25,31 @@ from zerostart.checkpoint.memory import MemoryReader
 from zerostart.checkpoint.storage import Reader
 from zerostart.checkpoint.strict_json import JsonObject
 from zerostart.distributed.world import World
-from zerostart.errors import CheckpointError, ConfigError, PeerError, ReadError, WriteError
+from zerostart.errors import ConfigError, PeerError, ReadError
+from zerostart.state.refitting.changes import Blocks, Changed
 from zerostart.state.refitting.image import Image
+from zerostart.state.refitting.messages import MESSAGE, Message, Packer, Sender, take
 from zerostart.state.refitting.transports.base import (
-    ImageWriter,
+    Carried,
     Incoming,
     Transport,
     WorkerInfo,
     WorkerLost,
     register_transport,
 )
+from zerostart.state.refitting.transports.spool import Spool
 from zerostart.transfer.planning.runs import Runs
 from zerostart.transfer.writing import Writer
 
 MiB = 1 << 20
-#: Most bytes of a message, and of all messages that a side holds at a time.
-MESSAGE, TOGETHER = 32 * MiB, 192 * MiB
+#: Most bytes of all messages that a side holds at a time.
+TOGETHER = 192 * MiB
 #: How long the group waits for all to join. One that dies later is noticed at once.
 PATIENCE = timedelta(seconds=30)
-#: Numbers of a message's header: the version, its rows, and its bytes. No rows: it was the last one.
-HEADER = 3
+#: Numbers of a message's header: the version, the one that its bytes are the differences from (0: it has the
+#: bytes themselves), its rows, the bytes of these, how many of them are gaps (0: they are not packed), and
+#: the bytes that follow the rows. No rows: it was the last one.
+HEADER = 6
 
 
 def _join(store: Any, name: str, rank: int, size: int) -> Any:
@@ -60,10 +63,16 @@ class Group:
 
     name = "group"
 
-    def __init__(self, world: World, timeout: float) -> None:
-        """``timeout`` is for how many seconds a worker may take nothing before it counts as gone."""
+    def __init__(self, world: World, timeout: float, deltas: bool) -> None:
+        """``timeout`` is for how many seconds a worker may take nothing before it counts as gone.
+
+        For ``deltas`` this rank keeps what it has sent.
+        """
         self._world = world
         self._timeout = timeout
+        self._deltas = deltas
+        self._kept: Spool | None = None
+        self._sends: list[bool] = []
         self._store: Any = None
         self._group: Any = None
         self._place: tuple[str, int, str] | None = None
@@ -71,7 +80,7 @@ class Group:
         self._image: Image | None = None
         self._parcels: list[_Parcel] = []
         self._lock = threading.Lock()
-        self._moved = 0
+        self._moved = self._changed = 0
 
     def open(self, image: Image, own: Runs, workers: Sequence[WorkerInfo]) -> Mapping[str, JsonObject]:
         """Listen for the workers on rank 0; collective. The group is made when the first version goes."""
@@ -82,6 +91,10 @@ class Group:
         sends = self._world.all_gather_object(
             [own.intersect(worker.wants).nbytes > 0 for worker in workers], "planning the messages"
         )
+        self._sends = sends[self._world.rank]
+        if self._deltas:
+            with self._world.phase("keeping what is sent"):
+                self._keep(image, own)
         size = self._world.size + len(workers)
         most = max([1, len(workers), *(sum(each) for each in zip(*sends, strict=True))])
         self._limit = min(MESSAGE, TOGETHER // most)
@@ -99,11 +112,11 @@ class Group:
             for number, worker in enumerate(workers)
         }
 
-    def writer(self, version: int) -> Writer:
+    def writer(self, version: int, base: int | None) -> Writer:
         """Sends what each worker wants of what is written."""
         assert self._image is not None, "opened before"
         assert self._place is not None, "opened before"
-        self._moved = 0
+        self._moved = self._changed = 0
         if self._group is None:
             host, port, name = self._place
             rank, size = self._world.rank, self._world.size + len(self._workers)
@@ -119,10 +132,14 @@ class Group:
         first = self._world.size
         peers = [_Peer(self._group, first + n, self._timeout) for n in range(len(self._workers))]
         self._parcels = [
-            _Parcel(peer, worker, version, self._limit, self._count)
-            for peer, worker in zip(peers, self._workers, strict=True)
+            _Parcel(peer, worker, (version, base or 0), self._limit, self._count)
+            for peer, worker, sends in zip(peers, self._workers, self._sends, strict=True)
+            if sends
         ]
-        return _Sender(self._image, self._parcels)
+        packers = [(parcel.worker.wants, parcel.packer) for parcel in self._parcels]
+        return Sender(
+            self._image, packers, self._kept, base is not None, lambda nbytes: self._count(changed=nbytes)
+        )
 
     def finish(self) -> None:
         """Send what is left, and that it is all."""
@@ -136,23 +153,36 @@ class Group:
         _leave(self._group)
         self._group = self._store = None
 
-    def moved(self) -> int:
-        """Bytes that were sent."""
-        return self._moved
+    def carried(self) -> Carried:
+        """What was sent."""
+        kept = 0 if self._kept is None else self._kept.runs.nbytes
+        return Carried(self._moved, self._changed, kept)
 
     def close(self) -> None:
         """Leave the group."""
         self.abort()
         self._place = self._image = None
+        if self._kept is not None:
+            self._kept.close()
+        self._kept = None
+
+    def _keep(self, image: Image, own: Runs) -> None:
+        if self._kept is not None:
+            if self._kept.data.numel() == image.nbytes and np.array_equal(self._kept.runs.rows, own.rows):
+                return
+            self._kept.close()
+            self._kept = None
+        self._kept = Spool(image.nbytes, own, "what a push has sent, which deltas are found by,")
 
     def _listen(self) -> tuple[str, int, str]:
         host = socket.gethostname()
         self._store = _store(host, 0, True)
         return host, int(self._store.port), f"zerostart-{uuid.uuid4().hex}"
 
-    def _count(self, nbytes: int) -> None:
+    def _count(self, moved: int = 0, changed: int = 0) -> None:
         with self._lock:
-            self._moved += nbytes
+            self._moved += moved
+            self._changed += changed
 
 
 def _store(host: str, port: int, master: bool) -> Any:
@@ -192,59 +222,38 @@ class _Peer:
 
 
 class _Parcel:
-    """What goes to one worker next; several threads put something in."""
+    """What goes to one worker."""
 
     def __init__(
         self,
         peer: _Peer,
         worker: WorkerInfo,
-        version: int,
+        version: tuple[int, int],
         limit: int,
         count: Callable[[int], None],
     ) -> None:
+        """``version``, and the one that what is put in are the differences from, or 0."""
         self.worker = worker
-        self._peer, self._version, self._limit, self._count = peer, version, limit, count
-        self._lock = threading.Lock()
-        self._room: torch.Tensor | None = None
-        self._rows: list[Any] = []
-        self._filled = 0
-        self._sent = False
-
-    def put(self, met: Runs, source: torch.Tensor, place: int) -> None:
-        """Those bytes of ``met``, where ``source`` begins at byte ``place`` of the image."""
-        with self._lock:
-            for part in met.batches(self._limit):
-                if self._filled + part.nbytes > self._limit:
-                    self._send()
-                if self._room is None:
-                    self._room = torch.empty(self._limit, dtype=torch.uint8, device="cpu")
-                for start, width, stride, count in part.rows.tolist():
-                    nbytes = width * count
-                    self._room[self._filled : self._filled + nbytes].view(count, width).copy_(
-                        source.as_strided((count, width), (stride or width, 1), start - place)
-                    )
-                    self._filled += nbytes
-                self._rows.append(part.rows)
+        self._peer, self._count = peer, count
+        self._version, self._base = version
+        self.packer = Packer(limit, self._base > 0, self._send)
 
     def end(self) -> None:
         """Send what is left, and that no more comes."""
-        with self._lock:
-            if self._filled:
-                self._send()
-            if self._sent:
-                self._transmit(torch.tensor([self._version, 0, 0], dtype=torch.int64, device="cpu"))
-            self._room = None
+        self.packer.end()
+        self._transmit(self._header(0, 0, 0, 0))
 
-    def _send(self) -> None:
-        assert self._room is not None, "something was put in"
-        rows = np.concatenate(self._rows).astype("<i8")
-        table = torch.from_numpy(rows.reshape(-1).copy()).view(torch.uint8)
-        header = [self._version, len(rows), self._filled + table.numel()]
-        self._transmit(torch.tensor(header, dtype=torch.int64, device="cpu"))
+    def _send(self, message: Message) -> None:
+        table = torch.from_numpy(message.rows.astype("<i8").reshape(-1)).view(torch.uint8)
+        size = message.content.numel()
+        self._transmit(self._header(len(message.rows), message.nbytes, message.gaps, size))
         self._transmit(table)
-        self._transmit(self._room[: self._filled])
-        self._count(self._filled)
-        self._sent, self._filled, self._rows = True, 0, []
+        self._transmit(message.content)
+        self._count(size)
+
+    def _header(self, rows: int, nbytes: int, gaps: int, follow: int) -> torch.Tensor:
+        numbers = [self._version, self._base, rows, nbytes, gaps, follow]
+        return torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
     def _transmit(self, tensor: torch.Tensor) -> None:
         try:
@@ -254,30 +263,6 @@ class _Parcel:
                 f"worker {self.worker.name} ({self.worker.host}) died, or the network between, while version "
                 f"{self._version} was sent to it ({_short(error)})"
             ) from error
-
-
-class _Sender(ImageWriter):
-    """What is written, to the workers that want it."""
-
-    def __init__(self, image: Image, parcels: Sequence[_Parcel]) -> None:
-        super().__init__(image.layout)
-        self._parcels = parcels
-
-    def put(self, place: int, data: torch.Tensor, length: int, step: int, rows: int) -> None:
-        """Put it into the parcels; full ones are sent meanwhile."""
-        written = Runs.of([(place, length, step, rows)])
-        for parcel in self._parcels:
-            met = written.intersect(parcel.worker.wants)
-            if met.nbytes:
-                parcel.put(met, data, place)
-
-
-def _pages(wants: Runs, nbytes: int) -> list[tuple[int, int]]:
-    """Begin and end of the pages with any of the bytes, in a file of ``nbytes``; those that touch are one."""
-    low = wants.spans[:, 0] // mmap.PAGESIZE * mmap.PAGESIZE
-    high = -(-wants.spans[:, 1] // mmap.PAGESIZE) * mmap.PAGESIZE
-    rows = np.stack([low, high - low, np.zeros_like(low), np.ones_like(low)], 1)
-    return [(begin, min(end, nbytes)) for begin, end in Runs.of(rows).spans.tolist()]
 
 
 class FromGroup:
@@ -291,26 +276,17 @@ class FromGroup:
         self._limit = min(MESSAGE, int(parameters["limit"]))
         self._timeout = float(parameters["timeout"])
         self._group: Any = None
-        folder = os.environ.get("ZEROSTART_REFIT_SPOOL") or "/dev/shm"
-        try:
-            # Without a name: it goes with this process, however that ends.
-            with tempfile.TemporaryFile(dir=folder) as file:
-                os.ftruncate(file.fileno(), image.nbytes)
-                # Its own pages alone, and at once: one that is missing later would end the process.
-                for begin, end in _pages(wants, image.nbytes):
-                    os.posix_fallocate(file.fileno(), begin, end - begin)
-                self._memory = mmap.mmap(file.fileno(), image.nbytes)
-        except OSError as error:
-            raise WriteError(
-                f"{folder}: {wants.nbytes} bytes for what the trainer sends cannot be had there "
-                f"({error.strerror}); name another directory in ZEROSTART_REFIT_SPOOL"
-            ) from error
-        self._data = torch.frombuffer(self._memory, dtype=torch.uint8)
+        self._spool = Spool(image.nbytes, wants, "what the trainer sends")
+        #: The version that is in it whole.
+        self._whole: int | None = None
+        self._blocks = Blocks(image.nbytes)
+        self._putting = threading.Lock()
 
     def prepare(self, version: int, check: Callable[[], None]) -> None:
         """Take all messages of the version."""
         errors: list[BaseException] = []
-        begun = threading.Thread(target=self._receive, args=(version, errors), daemon=True)
+        base, self._whole = self._whole, None
+        begun = threading.Thread(target=self._receive, args=(version, base, errors), daemon=True)
         begun.start()
         try:
             while begun.is_alive():
@@ -323,10 +299,15 @@ class FromGroup:
         if errors:
             self._drop()
             raise errors[0]
+        self._whole = version
 
     def reader(self) -> Reader:
         """Of what has come."""
-        return MemoryReader([self._data])
+        return MemoryReader([self._spool.data])
+
+    def changed(self, since: int) -> Changed:
+        """By the messages that have come."""
+        return self._blocks.since(since)
 
     def done(self) -> None:
         """The next version comes to the same place."""
@@ -334,15 +315,13 @@ class FromGroup:
     def close(self) -> None:
         """Leave the group, and give the memory back."""
         self._drop()
-        self._data = torch.empty(0, dtype=torch.uint8, device="cpu")
-        with contextlib.suppress(BufferError):  # somebody still reads: it goes with the last reference
-            self._memory.close()
+        self._spool.close()
 
     def _drop(self) -> None:
         _leave(self._group)
         self._group = None
 
-    def _receive(self, version: int, errors: list[BaseException]) -> None:
+    def _receive(self, version: int, base: int | None, errors: list[BaseException]) -> None:
         try:
             if self._group is None:
                 host, port, name = self._at
@@ -353,7 +332,7 @@ class FromGroup:
         threads = [
             threading.Thread(
                 target=self._take,
-                args=(_Peer(self._group, source, self._timeout), source, version, errors),
+                args=(_Peer(self._group, source, self._timeout), source, version, base, errors),
                 daemon=True,
             )
             for source in self._sources
@@ -365,41 +344,50 @@ class FromGroup:
             while thread.is_alive() and not errors:
                 thread.join(0.1)
 
-    def _take(self, peer: _Peer, source: int, version: int, errors: list[BaseException]) -> None:
+    def _take(
+        self, peer: _Peer, source: int, version: int, base: int | None, errors: list[BaseException]
+    ) -> None:
         """All messages of one rank."""
         try:
             header = torch.empty(HEADER, dtype=torch.int64, device="cpu")
             room = torch.empty(0, dtype=torch.uint8, device="cpu")
             while not errors:
                 peer.receive(header)
-                number, rows, nbytes = header.tolist()
-                size = nbytes - rows * 32
-                if number != version or not 0 <= rows <= 1 << 24 or not 0 <= size <= self._limit:
+                number, since, rows, nbytes, gaps, size = header.tolist()
+                if (
+                    number != version
+                    or not 0 <= rows <= 1 << 24
+                    or not 0 <= gaps <= size <= nbytes <= self._limit
+                    or (size < nbytes and not gaps)
+                ):
                     raise ReadError(f"rank {source} sent what is no part of version {version}")
                 if not rows:
                     return
+                if since and since != base:
+                    raise ReadError(
+                        f"rank {source} sent what has changed since version {since}, and this worker has "
+                        f"{'none' if base is None else f'version {base}'}"
+                    )
                 table = torch.empty(rows * 32, dtype=torch.uint8, device="cpu")
                 peer.receive(table)
                 if room.numel() < size:
                     room = torch.empty(size, dtype=torch.uint8, device="cpu")
                 peer.receive(room[:size])
-                self._put(table, room[:size])
-        except (RuntimeError, CheckpointError) as error:
+                self._put(table, room[:size], version, since, nbytes, gaps)
+        except (RuntimeError, ValueError, IndexError) as error:
             errors.append(
                 PeerError(f"rank {source} of the trainer died, or the network between: {_short(error)}")
             )
         except BaseException as error:
             errors.append(error)
 
-    def _put(self, table: torch.Tensor, packed: torch.Tensor) -> None:
-        done = 0
-        # Row by row in the order in which they were packed; a place beyond the image is refused by torch.
-        for start, width, stride, count in table.view(torch.int64).view(-1, 4).tolist():
-            nbytes = width * count
-            self._data.as_strided((count, width), (stride or width, 1), start).copy_(
-                packed[done : done + nbytes].view(count, width)
-            )
-            done += nbytes
+    def _put(
+        self, table: torch.Tensor, content: torch.Tensor, version: int, base: int, nbytes: int, gaps: int
+    ) -> None:
+        message = Message(table.view(torch.int64).view(-1, 4).numpy(), nbytes, gaps, content)
+        # To unpack takes memory beside the message: one at a time.
+        with self._putting if gaps else contextlib.nullcontext():
+            take(message, self._spool, self._blocks, version, base > 0)
 
 
 class _Kind:
@@ -411,7 +399,7 @@ class _Kind:
         """Raises ConfigError where torch has no gloo."""
         if not dist.is_gloo_available():
             raise ConfigError("transport='group' needs a torch with gloo; use transport='shared_memory'")
-        return Group(world, float(str(options["timeout"])))
+        return Group(world, float(str(options["timeout"])), bool(options["deltas"]))
 
     def incoming(self, image: Image, wants: Runs, parameters: JsonObject) -> Incoming:
         """Of the group that the trainer names."""

@@ -2,7 +2,8 @@
 
 Trainer ranks write their elements to their places in it, workers read theirs out of it; each byte is copied
 twice, and nothing is sent. The file has its full size from the beginning, so that no write finds memory
-missing, and nobody but its owner's user can open it.
+missing, and nobody but its owner's user can open it. For deltas trainer ranks compare what they write with
+what is there, and note in a second file in which version a block has last changed.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ import mmap
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from zerostart.checkpoint.memory import MemoryReader
@@ -22,8 +25,10 @@ from zerostart.checkpoint.storage import Reader
 from zerostart.checkpoint.strict_json import JsonObject
 from zerostart.distributed.world import World
 from zerostart.errors import ConfigError, ReadError, WriteError
+from zerostart.state.refitting.changes import BLOCK, Blocks, Changed
 from zerostart.state.refitting.image import Image
 from zerostart.state.refitting.transports.base import (
+    Carried,
     ImageWriter,
     Incoming,
     Transport,
@@ -52,6 +57,10 @@ class _Mapped:
             os.close(handle)
         self.data = torch.frombuffer(self._memory, dtype=torch.uint8)
 
+    def blocks(self, nbytes: int) -> Blocks:
+        """As those of an image of ``nbytes``."""
+        return Blocks(nbytes, self._memory)
+
     def close(self) -> None:
         """Give the mapping up."""
         self.data = torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -64,13 +73,15 @@ class SharedMemory:
 
     name = "shared_memory"
 
-    def __init__(self, world: World, folder: Path) -> None:
+    def __init__(self, world: World, folder: Path, deltas: bool) -> None:
         """``folder`` is rank 0's, which every rank has to see."""
         self._world = world
         self._path = folder / "image"
+        self._deltas = deltas
         self._mapped: _Mapped | None = None
+        self._noted: _Mapped | None = None
         self._image: Image | None = None
-        self._moved = 0
+        self._moved = self._changed = 0
         self._lock = threading.Lock()
 
     def open(self, image: Image, own: Runs, workers: Sequence[WorkerInfo]) -> Mapping[str, JsonObject]:
@@ -81,6 +92,8 @@ class SharedMemory:
             with self._world.phase("mapping the image"):
                 try:
                     self._mapped = _Mapped(self._path, image.nbytes, True)
+                    if self._deltas:
+                        self._noted = _Mapped(_noted(self._path), Blocks.room(image.nbytes), True)
                 except OSError as error:
                     raise ConfigError(
                         f"{self._path} cannot be opened on rank {self._world.rank}: "
@@ -88,14 +101,15 @@ class SharedMemory:
                         "transport='shared_memory' is for one machine: use 'group' across machines"
                     ) from error
             self._image = image
-        return {worker.name: {"path": str(self._path)} for worker in workers}
+        return {worker.name: {"path": str(self._path), "noted": self._deltas} for worker in workers}
 
-    def writer(self, version: int) -> Writer:
+    def writer(self, version: int, base: int | None) -> Writer:
         """Copies into the mapping."""
         assert self._mapped is not None, "opened before"
         assert self._image is not None, "opened before"
-        self._moved = 0
-        return _MappedWriter(self._mapped.data, self._image, self._count)
+        self._moved = self._changed = 0
+        blocks = None if self._noted is None else self._noted.blocks(self._image.nbytes)
+        return _MappedWriter(self._mapped.data, self._image, self._count, blocks, version, base is not None)
 
     def finish(self) -> None:
         """What is written is there at once."""
@@ -103,31 +117,37 @@ class SharedMemory:
     def abort(self) -> None:
         """Nobody reads a version that was not decided."""
 
-    def moved(self) -> int:
-        """Bytes that were written."""
-        return self._moved
+    def carried(self) -> Carried:
+        """What was written."""
+        return Carried(self._moved, self._changed)
 
     def close(self) -> None:
         """Unmap the file; it is removed with its folder."""
         if self._mapped is not None:
             self._mapped.close()
-        self._mapped = self._image = None
+        if self._noted is not None:
+            self._noted.close()
+        self._mapped = self._noted = self._image = None
 
-    def _count(self, nbytes: int) -> None:
+    def _count(self, moved: int, changed: int) -> None:
         with self._lock:
-            self._moved += nbytes
+            self._moved += moved
+            self._changed += changed
 
     def _make(self, image: Image) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            self._path.unlink()
+        files = {self._path: (image.nbytes, image.header)}
+        if self._deltas:
+            files[_noted(self._path)] = (Blocks.room(image.nbytes), b"")
         try:
-            handle = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            try:
-                # All of it at once: a page that is missing later would end the process that writes to it.
-                os.posix_fallocate(handle, 0, image.nbytes)
-                os.pwrite(handle, image.header, 0)
-            finally:
-                os.close(handle)
+            for path, (nbytes, begin) in files.items():
+                path.unlink(missing_ok=True)
+                handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+                try:
+                    # All of it at once: a page that is missing later would end the process that writes to it.
+                    os.posix_fallocate(handle, 0, nbytes)
+                    os.pwrite(handle, begin, 0)
+                finally:
+                    os.close(handle)
         except OSError as error:
             free = os.statvfs(self._path.parent)
             room = free.f_bavail * free.f_frsize
@@ -142,31 +162,67 @@ class SharedMemory:
             ) from error
 
 
+def _noted(path: Path) -> Path:
+    """The file of the blocks of an image."""
+    return path.with_name(f"{path.name}-blocks")
+
+
 class _MappedWriter(ImageWriter):
     """Rows into a mapping."""
 
-    def __init__(self, memory: torch.Tensor, image: Image, count: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        memory: torch.Tensor,
+        image: Image,
+        count: Callable[[int, int], None],
+        blocks: Blocks | None,
+        version: int,
+        compared: bool,
+    ) -> None:
         super().__init__(image.layout)
-        self._memory, self._count = memory, count
+        self._memory, self._count, self._blocks = memory, count, blocks
+        self._version, self._compared = version, compared
 
     def put(self, place: int, data: torch.Tensor, length: int, step: int, rows: int) -> None:
         """Copy; torch lets other threads run meanwhile."""
         if step == length:
-            nbytes = rows * length
-            self._memory[place : place + nbytes].copy_(data[:nbytes])
-        else:
-            shape, strides = (rows, length), (step, 1)
-            self._memory.as_strided(shape, strides, place).copy_(data.as_strided(shape, strides))
-        self._count(rows * length)
+            length, rows = rows * length, 1
+        if rows == 1:
+            # Pieces that end with a block, so that one that is as it was is told by itself.
+            edges = range((place // BLOCK + 1) * BLOCK, place + length, BLOCK) if self._compared else ()
+            for low, high in pairwise([place, *edges, place + length]):
+                self._copy(self._memory[low:high], data[low - place : high - place], low, high)
+            return
+        shape, strides = (rows, length), (step, 1)
+        high = place + (rows - 1) * step + length
+        self._copy(
+            self._memory.as_strided(shape, strides, place), data.as_strided(shape, strides), place, high
+        )
+
+    def _copy(self, there: torch.Tensor, now: torch.Tensor, low: int, high: int) -> None:
+        """Into bytes from ``low`` up to ``high``, or a part of them."""
+        changed = now.numel()
+        if self._compared:
+            changed = int(np.count_nonzero(there.numpy() != now.numpy()))
+            if not changed:
+                return
+        there.copy_(now)
+        if self._blocks is not None:
+            self._blocks.note(low, high, self._version)
+        self._count(now.numel(), changed)
 
 
 class FromSharedMemory:
     """The side of a worker."""
 
-    def __init__(self, image: Image, path: Path) -> None:
-        """Raises ConfigError where the file cannot be seen."""
+    def __init__(self, image: Image, path: Path, noted: bool) -> None:
+        """``noted``: blocks that change are noted. Raises ConfigError where the file cannot be seen."""
+        self._nbytes = image.nbytes
+        self._noted: _Mapped | None = None
         try:
             self._mapped = _Mapped(path, image.nbytes, False)
+            if noted:
+                self._noted = _Mapped(_noted(path), Blocks.room(image.nbytes), False)
         except OSError as error:
             raise ConfigError(
                 f"{path} cannot be opened by this worker: {error.strerror or error}; "
@@ -181,12 +237,18 @@ class FromSharedMemory:
         """Of the mapping."""
         return MemoryReader([self._mapped.data])
 
+    def changed(self, since: int) -> Changed | None:
+        """As the trainer has noted it."""
+        return None if self._noted is None else self._noted.blocks(self._nbytes).since(since)
+
     def done(self) -> None:
         """The mapping stays for the next version."""
 
     def close(self) -> None:
         """Unmap the file."""
         self._mapped.close()
+        if self._noted is not None:
+            self._noted.close()
 
 
 class _Kind:
@@ -196,11 +258,11 @@ class _Kind:
 
     def outgoing(self, world: World, options: Mapping[str, object]) -> Transport:
         """In the folder of the refitter."""
-        return SharedMemory(world, Path(str(options["folder"])))
+        return SharedMemory(world, Path(str(options["folder"])), bool(options["deltas"]))
 
     def incoming(self, image: Image, wants: Runs, parameters: JsonObject) -> Incoming:
         """Of the file that the trainer names."""
-        return FromSharedMemory(image, Path(str(parameters.get("path"))))
+        return FromSharedMemory(image, Path(str(parameters.get("path"))), bool(parameters.get("noted")))
 
 
 register_transport(_Kind())
