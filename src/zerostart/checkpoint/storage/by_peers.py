@@ -157,7 +157,8 @@ class PeerFiles(Storage):
         where = ",".join(map(str, addresses)).replace("tcp://", "")
         holders, document, leases = asked.newest(f"peer://{where}/{name}")
         files = dict(document["files"])
-        made = cls(
+        kind = cls if all(holder.is_here for holder in holders) else FarPeerFiles
+        made = kind(
             tuple(f"peer://{where}/{name}/{file}" for file in files),
             tuple(files.values()),
             tuple(document["content"] for _ in files),
@@ -225,6 +226,12 @@ class PeerFiles(Storage):
         wanted = set(used)
         marks = tuple(self.content if number in wanted else None for number in range(len(self.files)))
         return replace(self, identities=marks, leases=Leases())
+
+
+class FarPeerFiles(PeerFiles):
+    """Of which other machines have a part: what one rank was sent is nowhere for the others."""
+
+    cached = False
 
 
 class _Asked:
