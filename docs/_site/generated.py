@@ -169,12 +169,22 @@ def _charts(*names: str) -> Callable[[], Iterator[str]]:
 
 def _in_short() -> Iterator[str]:
     """The table of ``benchmarks/README.md``, whose names lead to the tables of this page."""
-    text = (REPOSITORY / "benchmarks" / "README.md").read_text(encoding="utf-8")
-    table = text.partition("## What is in results\n")[2].strip().partition("\n\n")[0]
-    for row in table.splitlines():
+    for row in _listed():
         names, bar, rest = row[1:].partition("|")
         yield "|" + re.sub(r"`(\w+)`", _to_results, names) + bar + rest
     yield ""
+
+
+def _listed() -> list[str]:
+    """The rows of that table, its head among them."""
+    text = (REPOSITORY / "benchmarks" / "README.md").read_text(encoding="utf-8")
+    return text.partition("## What is in results\n")[2].strip().partition("\n\n")[0].splitlines()
+
+
+def _subjects() -> dict[str, str]:
+    """What each file of results is about, by that table."""
+    cells = [row.split("|")[1:3] for row in _listed()]
+    return {name: told.strip() for names, told in cells for name in re.findall(r"`(\w+)`", names)}
 
 
 def _to_results(found: re.Match[str]) -> str:
@@ -186,13 +196,15 @@ def _results(busy: bool) -> Callable[[], Iterator[str]]:
     """Every table of results, of a quiet machine or of one that was busy, as the table says."""
 
     def lines() -> Iterator[str]:
+        subjects = _subjects()
         for file in sorted(RESULTS.glob("*.md")):
             text = file.read_text(encoding="utf-8").strip()
             if bool(_BUSY.search(text)) != busy:
                 continue
             title = re.match(r"# (.+)\n", text)
             text = text.removeprefix(title[0]) if title else text
-            heading = f"{title[1]} ({file.stem})" if title else file.stem
+            told = title[1] if title else subjects.get(file.stem, "")
+            heading = f"{told[:1].upper()}{told[1:]} ({file.stem})" if told else file.stem
             yield from (f"({anchor(file.stem)})=", f"### {heading}", "")
             yield from (re.sub(r"^##+ ", "#### ", text.strip(), flags=re.MULTILINE), "")
 

@@ -20,6 +20,7 @@ def zerostart(*arguments: object) -> str:
         [ZEROSTART, *map(str, arguments)], capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "it/s" not in done.stderr, "a bar of another library, where no terminal is"
     return done.stdout
 
 

@@ -69,3 +69,19 @@ def test_the_text_names_the_same_things(page: str, original: str) -> None:
     if page.endswith("index.md"):  # each points at the other
         found, expected = (({*codes}, set(), levels) for codes, _, levels in (found, expected))
     assert found == expected
+
+
+def test_both_sidebars_list_the_same_pages() -> None:
+    """A page that is added to one of them alone is not found by half of the readers."""
+    entry = re.compile(r"^(?!:)(?:.*<(.+)>|(\S+))$", re.MULTILINE)
+    found, expected = (
+        [
+            os.path.normpath(PurePosixPath(page).parent / (named or plain)).replace("docs/zh/", "docs/")
+            for block in blocks_of(page)
+            if block.language == DIRECTIVE
+            for named, plain in entry.findall(block.text)
+        ]
+        for page in ("docs/zh/index.md", "docs/index.md")
+    )
+    assert found == expected
+    assert "docs/stores" in expected

@@ -24,7 +24,7 @@ _LARGEST = 5
 def inspect(
     source: Annotated[
         str,
-        typer.Argument(metavar="SOURCE", help="Directory, file, or hub id in the local cache."),
+        typer.Argument(metavar="SOURCE", help="Directory, file, URL, or hub id in the local cache."),
     ],
     as_json: Annotated[
         bool, typer.Option("--json", help="Print everything, tensor by tensor, as JSON.")
@@ -226,7 +226,7 @@ _DIFFERENT = 1
 def diff(
     a: Annotated[
         str,
-        typer.Argument(metavar="A", help="A checkpoint: directory, file, or hub id in the local cache."),
+        typer.Argument(metavar="A", help="A checkpoint: directory, file, URL, or hub id in the local cache."),
     ],
     b: Annotated[str, typer.Argument(metavar="B", help="Another one.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print all names as JSON.")] = False,

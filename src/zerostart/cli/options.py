@@ -45,7 +45,7 @@ _TYPED = {
 
 SourceArgument = Annotated[
     str,
-    typer.Argument(metavar="SOURCE", help="A checkpoint: directory, file, or hub id in the local cache."),
+    typer.Argument(metavar="SOURCE", help="A checkpoint: directory, file, URL, or cached hub id."),
 ]
 
 

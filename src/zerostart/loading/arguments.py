@@ -75,7 +75,7 @@ class EnabledArguments:
         "With --engine, 3 shards parameters, 0 to 2 leave them whole.",
     )
     engine_config: EngineConfig | None = _argument(  # noqa: RUF009  # it makes a field
-        None, "A JSON file: DeepSpeed's configuration, or what is set for fsdp2."
+        None, "A JSON file: DeepSpeed's configuration, or the settings of FSDP2."
     )
     expert_parallel: int = _argument(1, "Ranks that share experts.")
     tensor_parallel: int = _argument(1, "Ranks that share a tensor.")
@@ -93,11 +93,11 @@ class LoadArguments(EnabledArguments):
     Attributes:
         source: a directory, a ``.safetensors`` file, a file of ``torch.save`` (weights are read as data, no
             code in it is run), a directory that DeepSpeed, ``torch.distributed.checkpoint`` or accelerate
-            saved while training, a hub id in the local cache, a URL of a registered storage, or a mapping of
-            name to tensor. Of a diffusers pipeline it is the component of the class of ``model``. A URL and
-            a mapping need ``model``; a mapping is held by every rank or, with the others passing None, by
-            one, and must not change during the load. None on every rank: there is no checkpoint, see
-            ``docs/starting.md``.
+            saved while training, a hub id (fetched where the local cache has it not), the URL of a file or a
+            directory (``docs/stores.md``), or a mapping of name to tensor. Of a diffusers pipeline it is the
+            component of the class of ``model``. A file with no configuration and a mapping need ``model``; a
+            mapping is held by every rank or, with the others passing None, by one, and must not change during
+            the load. None on every rank: there is no checkpoint, see ``docs/starting.md``.
         model: a module on the meta device, a class, or a callable that builds one; without it, the class that
             the checkpoint's configuration names. Without a source a configuration too, initialised as the
             unsharded model from the same seed; or a module with values, which is sharded itself, rank 0's

@@ -19,6 +19,7 @@ from zerostart.errors import BuildError, ConversionError, UnsupportedVersionErro
 from zerostart.models.library import Built, Construction, ModelLibrary, OwnLoading, Stored
 from zerostart.models.tensors import state_names
 from zerostart.recipe import Recipes, SymbolicTensor, Target, matched, run_converter, symbols_of
+from zerostart.upstream.bars import without_bars
 from zerostart.upstream.diffusers import weights as upstream
 from zerostart.upstream.diffusers.weights import fix_names, model_class, original_layout, require
 from zerostart.upstream.shapes import Function
@@ -147,7 +148,13 @@ class Diffusers(ModelLibrary):
     def own_loading(self, kind: type[nn.Module]) -> OwnLoading | None:
         """``from_pretrained`` of the class as the library defines it: FSDP2 puts one of its own in front."""
         plain: type[ModelMixin] = next(k for k in kind.__mro__ if k.__module__.startswith("diffusers."))
-        return lambda root, dtype: plain.from_pretrained(root, torch_dtype=dtype)
+
+        def load(root: str, dtype: torch.dtype | None) -> nn.Module:
+            with without_bars("diffusers"):
+                loaded: nn.Module = plain.from_pretrained(root, torch_dtype=dtype)
+            return loaded
+
+        return load
 
 
 def _floating(dtype: torch.dtype | None) -> torch.dtype:

@@ -32,6 +32,7 @@ from zerostart.recipe import (
     settled,
     symbols_of,
 )
+from zerostart.upstream.bars import without_bars
 from zerostart.upstream.transformers import attention as attention_parts
 from zerostart.upstream.transformers import models as upstream
 from zerostart.upstream.transformers.code import class_beside, unasked
@@ -243,7 +244,13 @@ class Transformers(ModelLibrary):
         """``from_pretrained`` of the class as the library defines it: FSDP2 puts one of its own in front."""
         own = ("transformers.", "transformers_modules.")  # the second: from beside a checkpoint
         plain: type[PreTrainedModel] = next(k for k in kind.__mro__ if k.__module__.startswith(own))
-        return lambda root, dtype: plain.from_pretrained(root, dtype=dtype or "auto")
+
+        def load(root: str, dtype: torch.dtype | None) -> nn.Module:
+            with without_bars("transformers"):
+                loaded: nn.Module = plain.from_pretrained(root, dtype=dtype or "auto")
+            return loaded
+
+        return load
 
 
 def _configured(

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -13,6 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from zerostart.errors import BuildError
+from zerostart.upstream.bars import without_bars
 from zerostart.upstream.diffusers.weights import require
 from zerostart.upstream.registry import Use, demand
 from zerostart.upstream.transformers.code import unasked
@@ -108,7 +108,7 @@ def assembled(
     """
     try:
         # Without its bar: the models, which are what takes time, are loaded already.
-        with unasked(), _quiet():
+        with unasked(), without_bars("diffusers"):
             return kind.from_pretrained(str(root), local_files_only=True, **models)
     except Exception as error:  # of many types, for a tokenizer or a scheduler that is not there or damaged
         told = " ".join(str(error).split())
@@ -116,17 +116,3 @@ def assembled(
             f"{root}: diffusers cannot make a {kind.__name__} of the files beside its models "
             f"({told}); restore its tokenizers, schedulers and processors"
         ) from error
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without the bars that diffusers shows for what it loads."""
-    from diffusers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
