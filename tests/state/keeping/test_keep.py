@@ -243,6 +243,12 @@ def ended(ranks: "list[subprocess.Popen[str]]") -> str:
     return "\n".join(texts)
 
 
+def command_of(process: Path) -> str:
+    with contextlib.suppress(OSError):  # it has ended
+        return (process / "cmdline").read_text(errors="replace")
+    return ""
+
+
 def free_port() -> int:
     import socket
 
@@ -263,11 +269,7 @@ def test_machines_read_their_own_and_fetch_the_rest(name: str, checkpoints: Tiny
     text = ended([start_rank(rank, 2, port, apart if rank else [], told) for rank in range(2)])
     source = next(line.split()[1] for line in text.splitlines() if line.startswith("SOURCE"))
     assert source.count(":") == 3
-    guards = [
-        process
-        for process in Path("/proc").glob("[0-9]*")
-        if f"-{name}".encode() in (process / "cmdline").read_bytes()
-    ]
+    guards = [process for process in Path("/proc").glob("[0-9]*") if f"-{name}" in command_of(process)]
     assert len(guards) == 2
     inside = next(g for g in guards if (g / "ns/mnt").readlink() != Path("/proc/self/ns/mnt").readlink())
     there = ["nsenter", "--mount", "--target", inside.name]
