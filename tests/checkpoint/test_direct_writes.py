@@ -18,7 +18,8 @@ from zerostart.distributed.world import World
 from zerostart.engines import Shard
 from zerostart.errors import WriteError
 from zerostart.geometry.layout import Layout, dimension_shard, flat_partition
-from zerostart.state.saving.writing import plain, planned, write_tensors
+from zerostart.state.saving.output import Files
+from zerostart.state.saving.writing import Publication, plain, planned, write_tensors
 from zerostart.transfer.writing import write_out
 
 Written = list[tuple[bool, int, int]]
@@ -101,7 +102,10 @@ def test_most_of_a_large_tensor_goes_past_the_cache(tmp_path: Path, written: Wri
     whole = torch.arange(3 << 20, dtype=torch.int32)
     layout = flat_partition((3 << 20,), 0, 1)
     done = write_tensors(
-        tmp_path, [("w", "I32", whole.shape)], [plain("w", shard("w", whole, layout))], World(0, 1, None)
+        Publication(Files(tmp_path, None)),
+        [("w", "I32", whole.shape)],
+        [plain("w", shard("w", whole, layout))],
+        World(0, 1, None),
     )
     assert torch.equal(load_file(tmp_path / "model.safetensors")["w"], whole)
     assert sum(n for direct, _, n in written if direct) > whole.nbytes - 2 * PAGE
@@ -136,7 +140,7 @@ def test_a_device_that_has_no_such_writes(
     tensors = stored()
     layout = plan_shards(entries(tensors))
     outgoing = [plain(n, shard(n, t, flat_partition(tuple(t.shape), 0, 1))) for n, t in tensors.items()]
-    write_tensors(tmp_path, entries(tensors), outgoing, World(0, 1, None))
+    write_tensors(Publication(Files(tmp_path, None)), entries(tensors), outgoing, World(0, 1, None))
     found = load_file(tmp_path / "model.safetensors")
     assert all(torch.equal(found[n].view(torch.int16), t.view(torch.int16)) for n, t in tensors.items())
     assert sum(n for _, _, n in written) == layout.total_size + sum(len(f.header) for f in layout.files)
@@ -157,5 +161,7 @@ def test_what_goes_wrong_past_the_cache_is_told(
     whole = torch.zeros(1 << 20)
     outgoing = [plain("w", shard("w", whole, flat_partition((1 << 20,), 0, 1)))]
     with pytest.raises(WriteError, match=f"writing failed: {os.strerror(error)}"):
-        write_tensors(tmp_path, [("w", "F32", whole.shape)], outgoing, World(0, 1, None))
+        write_tensors(
+            Publication(Files(tmp_path, None)), [("w", "F32", whole.shape)], outgoing, World(0, 1, None)
+        )
     assert not list(tmp_path.iterdir())

@@ -2,8 +2,11 @@
 
 import functools
 import json
+import os
 import random
+import re
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -21,6 +24,7 @@ from tests.integrations.launching import (
     removed,
     tokenizer,
 )
+from tests.processes import finished
 from tests.tiny import TinyCheckpoints
 
 
@@ -99,3 +103,10 @@ def test_with_and_without_the_line(script: str, config: str, folder: Path) -> No
     else:
         assert losses == expected_losses
         assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+
+
+def test_a_driver_calls_trainers_and_a_rollout_engine(folder: Path) -> None:
+    command = [sys.executable, str(EXAMPLES.parent / "rollout.py"), "model", "2"]
+    output = finished(command, folder, {**os.environ, "OMP_NUM_THREADS": "1"}, seconds=200, name="rollout.py")
+    served = re.findall(r"^step (\d) .* serves version (\d)$", output, flags=re.MULTILINE)
+    assert served == [("1", "1"), ("2", "2")]

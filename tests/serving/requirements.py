@@ -1,4 +1,4 @@
-"""What vLLM's build for CPUs needs that is not installed, into a file: ``requirements.py OUT [PIP ARGS]``.
+"""What vLLM's build for CPUs and TRL need that is not installed: ``requirements.py OUT [PIP ARGS]``.
 
 Run by the environment of ``make serving``, which sees all packages of the one below it. None of those is
 resolved anew: their versions are constraints, and what would replace one is left out.
@@ -16,6 +16,8 @@ from packaging.utils import canonicalize_name
 
 #: Of its requirements those that the tests do without, and pins that the environment below does not fit.
 WITHOUT = {"intel-openmp", "setuptools", "torch", "torchaudio", "torchcodec", "torchvision", "transformers"}
+#: What the tests want beside it.
+BESIDE = ("trl==1.16.0", "datasets==5.2.0")
 #: Asks for an older pillow than is there; with what it needs itself.
 ALONE = {"mistral-common": ("pycountry", "pydantic-extra-types")}
 
@@ -34,6 +36,7 @@ def main(out: str, *pip_arguments: str) -> None:
             alone += [f"{name}{requirement.specifier}", *ALONE[name]]
         else:
             wanted.append(str(requirement))
+    wanted += BESIDE
     with tempfile.TemporaryDirectory() as folder:
         constraints, report = Path(folder, "constraints.txt"), Path(folder, "report.json")
         fixed = {

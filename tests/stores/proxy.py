@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-#: What becomes of a request: None, a status, or what breaks its body off in the middle.
+#: What becomes of a request: None; a status; ``dead``, it is not answered; ``cut``, its own body breaks off
+#: in the middle; ``lost``, it is done, and not answered; else the answer breaks off in the middle.
 Fault = int | str | None
 PIECE = 1 << 18
 
@@ -22,6 +23,7 @@ class Proxy:
     fault: Callable[[str, str, int], Fault] = lambda method, path, number: None
     address: str = ""
     asked: list[tuple[str, str]] = field(default_factory=list)  #: method and path of each request
+    received: int = 0  #: bytes of bodies of requests
     sent_of: dict[str, int] = field(default_factory=dict)  #: bytes of bodies of ranges, by path
     _free: float = 0.0
 
@@ -50,12 +52,20 @@ class Proxy:
         self.asked.append((method, path))
         await asyncio.sleep(self.latency)
         fault = self.fault(method, path, number)
+        if fault == "dead":
+            writer.transport.abort()
+            return False
         if isinstance(fault, int):
+            # The body, if any, is not read: the client may still be sending it.
             writer.write(f"HTTP/1.1 {fault} Refused\r\nContent-Length: 0\r\n\r\n".encode())
             await writer.drain()
-            return True
-        up_writer.write(head)
+            return b"content-length: 0" in head.lower() or method in ("GET", "HEAD", "DELETE")
+        if not await self._send_up(head, fault, reader, writer, up_writer):
+            return False
         answer = await up_reader.readuntil(b"\r\n\r\n")
+        if fault == "lost":
+            writer.transport.abort()
+            return False
         writer.write(answer)
         fields = answer.lower()
         if method == "HEAD" or b" 304 " in fields[:20] or b" 204 " in fields[:20]:
@@ -80,6 +90,40 @@ class Proxy:
         if fault == "reset":
             writer.transport.abort()
         return fault is None
+
+    async def _send_up(
+        self,
+        head: bytes,
+        fault: Fault,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        up_writer: asyncio.StreamWriter,
+    ) -> bool:
+        """Pass a request on; whether all of it was."""
+        fields = head.lower()
+        left = (
+            int(fields.split(b"content-length:")[1].split(b"\r\n")[0]) if b"content-length:" in fields else 0
+        )
+        if b"expect: 100-continue" in fields:
+            writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            head = b"\r\n".join(
+                line for line in head.split(b"\r\n") if not line.lower().startswith(b"expect:")
+            )
+        up_writer.write(head)
+        stop = left // 2 if fault == "cut" else -1
+        while left > max(0, stop):
+            piece = await reader.read(min(PIECE, left))
+            if not piece:
+                return False
+            left -= len(piece)
+            self.received += len(piece)
+            await self._pace(len(piece))
+            up_writer.write(piece)
+            await up_writer.drain()
+        if fault == "cut":
+            writer.transport.abort()
+            up_writer.transport.abort()
+        return fault != "cut"
 
     async def _pace(self, count: int) -> None:
         if not self.rate:

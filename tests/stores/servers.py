@@ -93,6 +93,8 @@ def _started(kind: str, stack: contextlib.ExitStack, attempts: int = 3) -> str:
             f"-s3.port={port}",
             *ports,
         ]
+        # Two servers of its that nobody asks have ports of their own, which are always the same.
+        command += ["-s3.port.iceberg=0", "-s3.port.lance=0"]
         command += ["-volume.max=8", "-master.volumeSizeLimitMB=1024"]
     else:
         command = ["moto_server", "-H", "127.0.0.1", "-p", str(port)]

@@ -19,7 +19,7 @@ from zerostart.upstream import shapes
 from zerostart.upstream.deepspeed.zero3.partitions import import_deepspeed
 from zerostart.upstream.registry import Lasts, PatchPoint, Touched, Use, demand, misfit, touched
 from zerostart.upstream.shapes import Shape
-from zerostart.upstream.versions import DIFFSYNTH, LIBRARIES, TORCH, VLLM, Library
+from zerostart.upstream.versions import DIFFSYNTH, LIBRARIES, TORCH, TRL, VLLM, Library
 
 ROOM = Path(upstream.__file__).parent
 FILES = sorted(ROOM.rglob("*.py"))
@@ -30,7 +30,7 @@ POINTS = [
 ]
 ROOT = Path(__file__).parents[2]
 #: Not in the extra ``dev``; where they are, tests/diffusion and tests/serving look at them.
-OPTIONAL = (DIFFSYNTH, VLLM)
+OPTIONAL = (DIFFSYNTH, VLLM, TRL)
 
 
 @pytest.mark.parametrize("point", POINTS)
@@ -75,9 +75,8 @@ def test_every_file_that_imports_another_library_below_its_surface_declares_it()
                 else []
             )
         }
-        assert not imported & {"deepspeed", "transformers", "accelerate", "diffusers", "diffsynth", "vllm"}, (
-            file.name
-        )
+        ours = {"deepspeed", "transformers", "accelerate", "diffusers", "diffsynth", "vllm", "trl"}
+        assert not imported & ours, file.name
 
 
 def test_no_class_of_torch_is_changed() -> None:

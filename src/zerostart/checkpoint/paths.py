@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 from pathlib import Path
 
@@ -23,11 +24,48 @@ def expanded(path: str | os.PathLike[str]) -> Path:
     return found
 
 
+def located(path: str | os.PathLike[str]) -> Path | str:
+    """``path`` as it is from every working directory; a URL without slashes at its end.
+
+    Raises ConfigError as ``expanded`` does.
+    """
+    return str(path).rstrip("/") if scheme_of(path) else expanded(path).absolute()
+
+
+def inside(place: Path | str, *names: str) -> Path | str:
+    """What lies in a directory, or below a URL."""
+    return place.joinpath(*names) if isinstance(place, Path) else "/".join((place.rstrip("/"), *names))
+
+
+def name_of(place: Path | str) -> str:
+    """The last part of a path or a URL."""
+    return place.name if isinstance(place, Path) else place.rstrip("/").rpartition("/")[2]
+
+
+def parent_of(place: Path | str) -> Path | str:
+    """The directory that a path or a URL lies in."""
+    return place.parent if isinstance(place, Path) else place.rstrip("/").rpartition("/")[0]
+
+
+def shown_url(path: str) -> str:
+    """A path as it is; a URL without what may be secret in it."""
+    return re.sub(r"//[^/@]*@", "//", path.partition("?")[0]) if scheme_of(path) else path
+
+
+_URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://.+", re.DOTALL)
+
+
+def scheme_of(source: object) -> str:
+    """The scheme of a URL in small letters; empty for what is none."""
+    match = _URL.fullmatch(source) if isinstance(source, str) else None
+    return "" if match is None else match["scheme"].lower()
+
+
 #: The real path of a directory, and the thread at whose end it is there, or will never be.
 _pending: list[tuple[Path, threading.Thread]] = []
 
 
-def note_pending(path: Path, thread: threading.Thread) -> None:
+def note_pending(path: Path | str, thread: threading.Thread) -> None:
     """Have those who read ``path``, or something in it or around it, wait for the end of ``thread``."""
     _pending[:] = [item for item in _pending if item[1].is_alive()]
     _pending.append((_real(path), thread))
@@ -44,10 +82,12 @@ def wait_for(path: str | os.PathLike[str]) -> None:
             thread.join()
 
 
-def is_same(one: Path, other: Path) -> bool:
+def is_same(one: Path | str, other: Path | str) -> bool:
     """Whether two paths are one place, by whatever links."""
     return _real(one) == _real(other)
 
 
 def _real(path: str | os.PathLike[str]) -> Path:
+    if scheme_of(path):
+        return Path("/", *str(path).split("/"))  # of no file: what counts is which lies in which
     return Path(os.path.realpath(expanded(path)))

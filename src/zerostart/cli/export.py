@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from zerostart.checkpoint.paths import scheme_of
+
 
 class _Dtype(enum.StrEnum):
     float32 = "float32"
@@ -24,7 +26,7 @@ def command(
             "other that can be loaded.",
         ),
     ],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to write to.")],
+    out: Annotated[str, typer.Argument(metavar="OUT", help="Directory to write to, or a URL of a store.")],
     dtype: Annotated[
         _Dtype | None, typer.Option(help="Floating type of the weights; without it each stays as it is.")
     ] = None,
@@ -55,6 +57,8 @@ def command(
     """
     if private and push_to_hub is None:
         raise typer.BadParameter("--private is of --push-to-hub, which was not given")
+    if push_to_hub is not None and scheme_of(out):
+        raise typer.BadParameter("is for a directory, and OUT is a URL", param_hint="--push-to-hub")
     import torch
     from rich.filesize import decimal
 

@@ -307,6 +307,26 @@ class World:
         signals.deliver()
         return total
 
+    def exchange(self, messages: Sequence[torch.Tensor], during: str) -> list[torch.Tensor]:
+        """Send each rank its own 1-D CPU tensor of bytes; what every rank has sent this one, in rank order.
+
+        Raises as ``all_gather_object`` does.
+        """
+        if self.size == 1:
+            self._meet(during, None)
+            return list(messages)
+        with DeferredSignals() as signals:
+            self._meet(during, None)
+            sizes = torch.tensor([message.numel() for message in messages], device="cpu")
+            theirs = torch.empty_like(sizes)
+            self._transfer(during, dist.all_to_all_single, theirs, sizes)
+            incoming, outgoing = theirs.tolist(), sizes.tolist()
+            sent = torch.cat(list(messages))
+            received = torch.empty(sum(incoming), dtype=torch.uint8, device="cpu")
+            self._transfer(during, dist.all_to_all_single, received, sent, incoming, outgoing)
+        signals.deliver()
+        return list(torch.split(received, incoming))
+
     def raise_together(self, failure: BaseException | None, during: str) -> None:
         """Raise the first failing rank's error on every rank, with the same type and text.
 

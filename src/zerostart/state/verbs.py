@@ -51,7 +51,7 @@ def save_state(
     older checkpoint. In it ``model/`` is a Hugging Face directory. See ``docs/resuming.md``.
 
     Args:
-        path: the directory to be; the same on all ranks, on storage that they share.
+        path: the directory to be, on storage that all ranks share, or a URL; the same on all ranks.
         model: what ``load``, ``deepspeed.initialize`` or ``accelerator.prepare`` returned, or any model that
             DeepSpeed's ZeRO or FSDP2 shards, inside PEFT, DistributedDataParallel, ``torch.compile`` or not.
         optimizer: the torch optimizer where no DeepSpeed engine steps, or accelerate's wrapper of it.
@@ -148,7 +148,8 @@ def save(
     Args:
         model: what ``load`` returned, or what an engine, accelerate, PEFT or ``torch.compile`` made of it, or
             any model that DeepSpeed (ZeRO) or FSDP2 shards, or that every rank has whole.
-        path: a directory that all ranks see, which appears whole or not at all. Weights there are replaced;
+        path: a directory that all ranks see, or the URL of one in a store (``docs/stores.md``), which appears
+            whole or not at all. Weights there are replaced;
             files that zerostart has not written stay.
         max_shard_size: most bytes of a file, as in ``save_pretrained``: a number, or with a unit.
         dtype: floating dtype of the tensors in the files, or its name; None: the one in which the model holds
@@ -182,10 +183,13 @@ def save(
         ('bias', 'weight')
     """
     with checked_arguments(save, locals()):
+        from zerostart.checkpoint.paths import scheme_of
         from zerostart.state.saving.save import SaveRequest, save_model, written_as
 
         if hub_private is not None and push_to_hub is None:
             raise ConfigError("hub_private is of push_to_hub, which was not passed; name a repository there")
+        if push_to_hub is not None and scheme_of(path):
+            raise ConfigError(f"push_to_hub uploads files of a directory, and not {path}; save to one first")
         request = SaveRequest(
             max_shard_size,
             dtype_of(dtype),

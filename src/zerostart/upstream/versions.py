@@ -86,5 +86,6 @@ DIFFUSERS = Library("diffusers", (0, 42), (0, 43), extra="diffusers")
 DIFFSYNTH = Library("diffsynth", (2, 1, 12), (2, 2), extra="diffsynth")
 PEFT = Library("peft", (0, 19), (0, 22), extra="peft")
 VLLM = Library("vllm", (0, 32), (0, 33), extra="vllm")
+TRL = Library("trl", (1, 16), (1, 17), extra="trl")
 
-LIBRARIES = (TORCH, TRANSFORMERS, ACCELERATE, DEEPSPEED, DIFFUSERS, DIFFSYNTH, PEFT, VLLM)
+LIBRARIES = (TORCH, TRANSFORMERS, ACCELERATE, DEEPSPEED, DIFFUSERS, DIFFSYNTH, PEFT, VLLM, TRL)

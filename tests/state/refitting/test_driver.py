@@ -1,15 +1,20 @@
 """An engine that is told when its workers are to connect and to follow, and that fails by itself."""
 
 import threading
+import time
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
 from torch import nn
 
 import zerostart
+from tests.ranks import run_ranks
 from zerostart import serving
-from zerostart.errors import PeerError
+from zerostart.errors import ConfigError, PeerError
 
 
 class Engine:
@@ -57,3 +62,56 @@ def test_what_an_engine_fails_with_is_told_and_the_next_push_succeeds() -> None:
             refitter.push()
         assert refitter.push().workers[0].version == 4
     assert not [t for t in threading.enumerate() if t.name == "zerostart-refit-engine"]
+
+
+class InRank(Engine):
+    """The same, and it lives in the rank that has it."""
+
+    in_process = True
+
+
+def _with_an_engine_each(path: Path) -> None:
+    """Each rank has an engine of its own; that of rank 1 fails, then that of rank 0."""
+    rank = dist.get_rank()
+    weights = {"weight": torch.arange(6.0).view(2, 3), "bias": torch.ones(2)}
+    model = zerostart.load(path, lambda: nn.Linear(3, 2), engine="fsdp2", progress=False)
+    # Ranks that have what does not go together are told so.
+    for target in (InRank() if rank else None, InRank() if rank else Engine()):
+        with pytest.raises(ConfigError, match="target is an engine on some ranks and none"):
+            zerostart.refit(model, target, timeout=20)
+    engine = InRank()
+
+    def served() -> bool:
+        return torch.equal(engine.module.weight, weights["weight"]) and bool((engine.module.bias == 1).all())
+
+    with zerostart.refit(model, engine, timeout=60) as refitter:
+        report = refitter.push()
+        assert served()
+        assert [worker.version for worker in report.workers] == [1, 1]
+        for failing in (1, 0):
+            engine.module.weight.data.zero_()
+            engine.failing = "before" if rank == failing else ""
+            begun = time.monotonic()
+            with pytest.raises(PeerError, match="the engine is asleep" if not failing else "is lost"):
+                refitter.push()
+            assert time.monotonic() - begun < 20
+            assert not served()
+            refitter.push(wait=False).wait()  # type: ignore[union-attr]
+            assert served()
+            engine.failing = "after" if rank == failing else ""
+            with pytest.raises(PeerError, match=r"all workers have version \d, but .* the cache is in use"):
+                refitter.push()
+        assert refitter.push().version == 8
+        assert served()
+    assert not [t for t in threading.enumerate() if t.name == "zerostart-refit-engine"]
+    # Told by rank 0, where the others have nothing.
+    alone = Engine()
+    with zerostart.refit(model, None if rank else alone, timeout=60) as refitter:
+        assert len(refitter.push().workers) == 1
+    assert rank or torch.equal(alone.module.weight, weights["weight"])
+
+
+def test_each_rank_may_have_an_engine(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file({"weight": torch.arange(6.0).view(2, 3), "bias": torch.ones(2)}, path)
+    run_ranks(_with_an_engine_each, 2, path, timeout=120)

@@ -14,7 +14,8 @@ from zerostart.engines import Shard
 from zerostart.errors import CheckpointError, WriteError
 from zerostart.geometry.layout import Layout, dimension_shard, flat_partition, replicated
 from zerostart.recipe import Recipe, SymbolicTensor, Target, spelling
-from zerostart.state.saving.writing import Outgoing, plain, planned, write_tensors
+from zerostart.state.saving.output import Files
+from zerostart.state.saving.writing import Outgoing, Publication, plain, planned, write_tensors
 from zerostart.transfer.planning.writes import GRAIN, own_part
 from zerostart.transfer.writing import write_out
 
@@ -112,7 +113,9 @@ def test_cast_on_the_way_out(tmp_path: Path) -> None:
     """Elements take the dtype of the files, as ``Tensor.to`` gives it."""
     whole = torch.randn(40, 5)
     shard = _shard("w", whole, replicated((40, 5)))
-    write_tensors(tmp_path, [("w", "BF16", (40, 5))], [plain("w", shard)], World(0, 1, None))
+    write_tensors(
+        Publication(Files(tmp_path, None)), [("w", "BF16", (40, 5))], [plain("w", shard)], World(0, 1, None)
+    )
     assert torch.equal(load_file(tmp_path / "model.safetensors")["w"], whole.to(torch.bfloat16))
 
 
@@ -121,14 +124,21 @@ def test_a_place_that_cannot_be_is_a_named_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     shard = _shard("w", torch.zeros(2), replicated((2,)))
     with pytest.raises(WriteError, match="file: the directory cannot be created"):
-        write_tensors(tmp_path / "file", [("w", "F32", (2,))], [plain("w", shard)], World(0, 1, None))
+        write_tensors(
+            Publication(Files(tmp_path / "file", None)),
+            [("w", "F32", (2,))],
+            [plain("w", shard)],
+            World(0, 1, None),
+        )
 
 
 def test_what_is_not_whole_is_not_saved(tmp_path: Path) -> None:
     """A share that no rank has is an error that says so, and leaves no file."""
     half = _shard("w", torch.randn(8, 2), dimension_shard((8, 2), 0, 0, 2))
     with pytest.raises(CheckpointError, match="w: 8 elements"):
-        write_tensors(tmp_path, [("w", "BF16", (8, 2))], [plain("w", half)], World(0, 1, None))
+        write_tensors(
+            Publication(Files(tmp_path, None)), [("w", "BF16", (8, 2))], [plain("w", half)], World(0, 1, None)
+        )
     assert not list(tmp_path.iterdir())
 
 

@@ -18,6 +18,7 @@ from zerostart.state.resuming.retention import complete
 from zerostart.state.resuming.values import encoded
 from zerostart.training.config.load import parse_config
 from zerostart.training.loop.output_directory import (
+    RunPlace,
     claim_output,
     is_resumable,
     remove_earlier_run,
@@ -26,6 +27,10 @@ from zerostart.training.loop.output_directory import (
 )
 
 ALONE = World(0, 1, None)
+
+
+def own_place(directory):
+    return RunPlace(directory, directory)
 
 
 def overwritten(old, new, straight):
@@ -85,15 +90,15 @@ def test_what_another_run_made_goes_and_nothing_else(tmp_path):
         (path / "zerostart.json").write_text(json.dumps({"format": 1, "files": {"weights": {"bytes": 0}}}))
     (folder / "log").write_text("another process appends")
     before = {path: untouched(path) for path in (folder, *folder.rglob("*"))}
-    with set_aside(tmp_path, None, ALONE):
-        assert resumable_checkpoints(tmp_path) == []
+    with set_aside(own_place(tmp_path), None, ALONE):
+        assert resumable_checkpoints(own_place(tmp_path)) == []
         assert {path: untouched(path) for path in (folder, *folder.rglob("*"))} == before
-    assert resumable_checkpoints(tmp_path) == []  # killed here
+    assert resumable_checkpoints(own_place(tmp_path)) == []  # killed here
     later = checkpoint(folder, "step-00000009", 2)  # of an older zerostart, say
-    assert resumable_checkpoints(tmp_path) == [later]
-    with set_aside(tmp_path, None, ALONE):
-        assert resumable_checkpoints(tmp_path) == []
-        remove_earlier_run(tmp_path, None)
+    assert resumable_checkpoints(own_place(tmp_path)) == [later]
+    with set_aside(own_place(tmp_path), None, ALONE):
+        assert resumable_checkpoints(own_place(tmp_path)) == []
+        remove_earlier_run(own_place(tmp_path), None)
     assert sorted(path.name for path in folder.iterdir()) == ["by-hand", "log", "mine"]
     assert all(path.is_dir() for path in own)
     assert sorted(path.name for path in tmp_path.rglob("*")) == sorted(
@@ -120,9 +125,9 @@ def test_going_on_from_an_earlier_checkpoint_leaves_no_later_one(tmp_path):
     (tmp_path / "samples" / "step-00000000").mkdir(parents=True)
     (tmp_path / "link").symlink_to(folder)
     given = tmp_path / "link" / second.name
-    with set_aside(tmp_path, given, ALONE):
+    with set_aside(own_place(tmp_path), given, ALONE):
         assert third.is_dir()
-        remove_earlier_run(tmp_path, given)
+        remove_earlier_run(own_place(tmp_path), given)
     assert sorted(folder.iterdir()) == [own, first, second]
     assert (tmp_path / "samples" / "step-00000000").is_dir()
 
@@ -131,24 +136,24 @@ def test_a_run_that_fails_before_it_begins_puts_checkpoints_back(tmp_path):
     """Else the next one with resume=auto would find none, begin anew, and remove those that are aside."""
     folder = tmp_path / "checkpoints"
     first = checkpoint(folder, "step-00000001", 1)
-    with pytest.raises(FileNotFoundError), set_aside(tmp_path, None, ALONE):
+    with pytest.raises(FileNotFoundError), set_aside(own_place(tmp_path), None, ALONE):
         (first / "missing").stat()  # set aside, and here a mistake in the configuration
     assert list(tmp_path.iterdir()) == [folder]
-    assert resumable_checkpoints(tmp_path) == [first]
-    with set_aside(tmp_path, None, ALONE):
+    assert resumable_checkpoints(own_place(tmp_path)) == [first]
+    with set_aside(own_place(tmp_path), None, ALONE):
         pass  # killed
     second = checkpoint(folder, "step-00000002", 2)
-    with pytest.raises(FileNotFoundError), set_aside(tmp_path, None, ALONE):
+    with pytest.raises(FileNotFoundError), set_aside(own_place(tmp_path), None, ALONE):
         (first / "missing").stat()
-    assert resumable_checkpoints(tmp_path) == [second]
+    assert resumable_checkpoints(own_place(tmp_path)) == [second]
     note = tmp_path / ".checkpoints.replaced"
     (tmp_path / "state.json").write_text((second / "state.json").read_text())
     for made_up in ("[]", "{", '{"..": 2, "step-00000002/../..": 2, "step-00000002": null}'):
         note.write_text(made_up)
-        assert resumable_checkpoints(tmp_path) == [first, second]
-        remove_earlier_run(tmp_path, second)
+        assert resumable_checkpoints(own_place(tmp_path)) == [first, second]
+        remove_earlier_run(own_place(tmp_path), second)
     assert (tmp_path / "state.json").is_file()
-    assert resumable_checkpoints(tmp_path) == [first, second]
+    assert resumable_checkpoints(own_place(tmp_path)) == [first, second]
 
 
 def test_of_checkpoints_that_could_not_be_removed_none_looks_whole(tmp_path, monkeypatch):
@@ -162,8 +167,8 @@ def test_of_checkpoints_that_could_not_be_removed_none_looks_whole(tmp_path, mon
 
     removed = Folder.remove
     monkeypatch.setattr(Folder, "remove", fails)
-    with pytest.raises(WriteError, match="cannot be removed"), set_aside(tmp_path, None, ALONE):
-        remove_earlier_run(tmp_path, None)
+    with pytest.raises(WriteError, match="cannot be removed"), set_aside(own_place(tmp_path), None, ALONE):
+        remove_earlier_run(own_place(tmp_path), None)
     assert complete(folder) == []
 
 
@@ -180,8 +185,8 @@ def test_files_of_others_stay_wherever_they_are(tmp_path):
     (tmp_path / "samples" / ".git").mkdir()
     (folder / ".cache").mkdir()
     save_model(tmp_path / "exports" / "step-1", 1.0)
-    with set_aside(tmp_path, None, ALONE):
-        remove_earlier_run(tmp_path, None)
+    with set_aside(own_place(tmp_path), None, ALONE):
+        remove_earlier_run(own_place(tmp_path), None)
     files = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
     assert files == {
         *(str((place / "notes").relative_to(tmp_path)) for place in (*places, tmp_path / "ema")),
@@ -191,7 +196,7 @@ def test_files_of_others_stay_wherever_they_are(tmp_path):
     assert (tmp_path / "samples" / ".git").is_dir()
     assert (folder / ".cache").is_dir()
     again = checkpoint(folder, "step-00000005", 5)
-    remove_earlier_run(tmp_path, checkpoint(folder, "step-00000004", 4))
+    remove_earlier_run(own_place(tmp_path), checkpoint(folder, "step-00000004", 4))
     assert not again.exists()
 
 

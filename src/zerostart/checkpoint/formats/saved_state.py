@@ -7,13 +7,20 @@ import logging
 import os
 import time
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
 from zerostart.checkpoint.catalog import Catalog
 from zerostart.checkpoint.formats.base import MODEL_FOLDER, TRIES, Format, catalog_at
 from zerostart.checkpoint.formats.pipeline import is_pipeline
 from zerostart.checkpoint.formats.training import stock_time
-from zerostart.checkpoint.formats.weights import SUFFIX, catalog_of, has_weights, weights_in
+from zerostart.checkpoint.formats.weights import (
+    SUFFIX,
+    catalog_of,
+    has_weights,
+    storage_catalog,
+    weights_in,
+)
 from zerostart.checkpoint.manifest import (
     MARKER,
     SAVED_AT,
@@ -24,6 +31,8 @@ from zerostart.checkpoint.manifest import (
     is_state,
     saved_at,
 )
+from zerostart.checkpoint.settings import copied
+from zerostart.checkpoint.storage import Storage, storage_at
 from zerostart.checkpoint.storage.files import read_small
 from zerostart.checkpoint.strict_json import MAX_DOCUMENT_BYTES, JsonObject, read_json
 from zerostart.checkpoint.write.switching import finish_switched
@@ -86,34 +95,82 @@ def _read_state(path: Path) -> JsonObject:
 
 
 def open_saved_state(
-    path: Path, folders: Sequence[str], read: Callable[[Path], dict[str, object]] = _read_state
+    path: Path | str, folders: Sequence[str], read: Callable[[Path], dict[str, object]] = _read_state
 ) -> tuple[JsonObject, list[Catalog]]:
     """The document of the training state in ``path``, and the catalogs of some of its ``folders``.
 
-    Of the files that the document names, whatever else lies there. ``read`` gives the document, and may raise
-    for one that it does not take. Raises as ``open_catalog`` does.
+    ``path`` is a directory, or the URL of one. Of the files that the document names, whatever else lies
+    there. ``read`` gives the document in a directory, and may raise for one that it does not take. Raises as
+    ``open_catalog`` does.
     """
-    # A save that was killed behind its switch is brought to its end first: the document names files that
-    # still have other names.
-    finish_switched(path)
+    here = _Stored(path) if isinstance(path, str) else _Here(path)
     for _ in range(TRIES):
-        document = read(path)
+        document = read(here.documents())
         try:
-            return document, [_listed(path, document, folder) for folder in folders]
+            return document, [here.catalog(document, folder) for folder in folders]
         except CheckpointNotFoundError as error:  # unless a save has replaced it meanwhile
-            if read(path) == document:
+            if read(here.documents()) == document:
                 raise
             missing = error
     raise missing
 
 
-def _listed(path: Path, document: dict[str, object], folder: str) -> Catalog:
+class _Here:
+    """A training state in a directory of this machine."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        # A save that was killed behind its switch is brought to its end first: the document names files that
+        # still have other names.
+        finish_switched(path)
+
+    def documents(self) -> Path:
+        """The directory with the document."""
+        return self._path
+
+    def catalog(self, document: dict[str, object], folder: str) -> Catalog:
+        """The tensors of one folder."""
+        names = _weights_of(document, folder)
+        if not names:
+            return catalog_at(Path(os.path.abspath(self._path / folder)))  # noqa: PTH100
+        return catalog_of(self._path / folder, [self._path / name for name in names])
+
+
+class _Stored:
+    """A training state at a URL."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        storage = storage_at(url)
+        assert storage is not None, "it is a URL"
+        self._storage = storage
+
+    def documents(self) -> Path:
+        """A directory of this machine with a copy of the document, as it is now."""
+        if self._storage.asked or STATE_MARKER not in self._storage.names():
+            raise CheckpointNotFoundError(
+                f"{self._url} is not a complete training state: {STATE_MARKER}, which zerostart.save_state "
+                "writes last, is missing"
+            )
+        return copied(self._storage, [STATE_MARKER])
+
+    def catalog(self, document: dict[str, object], folder: str) -> Catalog:
+        """The tensors of one folder."""
+        names = _weights_of(document, folder)
+        if not names:
+            raise CheckpointNotFoundError(f"{self._url}/{folder}: the document names no weights there")
+        return storage_catalog(replace(self._storage.named(names), folder=""))
+
+
+def is_stored_state(storage: Storage) -> bool:
+    """Whether a URL is that of a training state, whose model lies in a directory of its own."""
+    return bool(storage.folder) and not storage.asked and STATE_MARKER in storage.names()
+
+
+def _weights_of(document: dict[str, object], folder: str) -> list[str]:
     files = document.get("files")
     names = [name for name in files if is_inside(name)] if isinstance(files, dict) else []
-    names = sorted(n for n in names if n.endswith(SUFFIX) and str(PurePosixPath(n).parent) == folder)
-    if not names:
-        return catalog_at(Path(os.path.abspath(path / folder)))  # noqa: PTH100
-    return catalog_of(path / folder, [path / name for name in names])
+    return sorted(n for n in names if n.endswith(SUFFIX) and str(PurePosixPath(n).parent) == folder)
 
 
 def state_in(directory: str | os.PathLike[str], number: int = 0, tag: str | None = None) -> Path | None:

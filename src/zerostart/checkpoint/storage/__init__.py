@@ -1,5 +1,6 @@
 """Where the bytes of a checkpoint lie, and how they are had: files, memory, stores, and others."""
 
+from zerostart.checkpoint.paths import scheme_of
 from zerostart.checkpoint.storage.base import (
     Reader,
     RequestCost,
@@ -7,8 +8,8 @@ from zerostart.checkpoint.storage.base import (
     Rows,
     Storage,
     register_storage,
-    scheme_of,
     storage_at,
+    uploads_at,
 )
 from zerostart.checkpoint.storage.local import LocalFiles
 
@@ -22,4 +23,5 @@ __all__ = [
     "register_storage",
     "scheme_of",
     "storage_at",
+    "uploads_at",
 ]

@@ -15,6 +15,8 @@ from importlib.metadata import entry_points
 from types import TracebackType
 from typing import Any, ClassVar, Protocol, Self
 
+from zerostart.checkpoint.paths import scheme_of, wait_for
+from zerostart.checkpoint.storage.uploads import Uploads
 from zerostart.errors import ConfigError, ReadError
 
 #: A gap up to this many bytes is fetched from storage along with the rows, where a request costs more than
@@ -173,6 +175,14 @@ class Storage(ABC):
         """
         raise NotImplementedError(f"{cls.__name__} is not reached by a URL")
 
+    @classmethod
+    def uploads(cls, url: str) -> Uploads:
+        """Where saves to the directory at a URL put their objects. Raises ConfigError where none can be."""
+        raise ConfigError(
+            f"{url}: nothing saves to {scheme_of(url)}:// here; save to a local directory, or to s3://, "
+            "gs:// or az://"
+        )
+
     @abstractmethod
     def reader(self, *, cold: bool = False, direct: bool = False) -> Reader:
         """Make a reader of the bytes, on any rank that can read them; a new one for each load.
@@ -291,7 +301,6 @@ _OTHERS = ("zerostart.checkpoint.storage.by_fsspec", "FsspecFiles")
 #: Entry points of other packages: a scheme, and the subclass of ``Storage``.
 GROUP = "zerostart.storages"
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*")
-_URL = re.compile(rf"(?P<scheme>{_SCHEME.pattern})://.+", re.DOTALL)
 _registered: dict[str, type[Storage]] = {}
 
 
@@ -327,9 +336,24 @@ def storage_at(source: object) -> Storage | None:
     Raises ConfigError for an unknown scheme or one whose library is not installed, and what ``Storage.at``
     raises.
     """
-    scheme = scheme_of(source)
-    if not scheme or not isinstance(source, str):
+    kind = _kind_of(source)
+    if kind is None:
         return None
+    wait_for(str(source))  # a save of this process may still be publishing it in the background
+    return kind.at(str(source))
+
+
+def uploads_at(place: object) -> Uploads | None:
+    """Where a save to a URL puts its objects; None for no URL. Raises ConfigError where none can be."""
+    kind = _kind_of(place)
+    return None if kind is None else kind.uploads(str(place))
+
+
+def _kind_of(source: object) -> type[Storage] | None:
+    scheme = scheme_of(source)
+    if not scheme:
+        return None
+    kind: type[Storage]
     if scheme in _registered:
         kind = _registered[scheme]
     elif scheme in _installed():
@@ -346,13 +370,7 @@ def storage_at(source: object) -> Storage | None:
             "(zerostart.checkpoint.storage.register_storage), install the package with which fsspec does, or "
             f"use {', '.join(known)}"
         )
-    return kind.at(source)
-
-
-def scheme_of(source: object) -> str:
-    """The scheme of a URL in small letters; empty for what is none."""
-    match = _URL.fullmatch(source) if isinstance(source, str) else None
-    return "" if match is None else match["scheme"].lower()
+    return kind
 
 
 def _fsspec_knows(scheme: str) -> bool:

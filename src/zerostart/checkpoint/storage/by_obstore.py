@@ -21,6 +21,9 @@ from zerostart.checkpoint.storage.objects import (
     PassingError,
     RefusedError,
 )
+from zerostart.checkpoint.storage.obstore_uploads import ObstoreUploads
+from zerostart.checkpoint.storage.s3_uploads import ATTEMPTS, S3Uploads
+from zerostart.checkpoint.storage.uploads import Uploads
 from zerostart.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -60,10 +63,19 @@ class ObstoreFiles(ObjectFiles):
 
     def bucket(self) -> Bucket:
         """See ``ObjectFiles``."""
-        settings = tuple(
-            sorted(item for item in os.environ.items() if item[0].startswith(("AWS_", "GOOGLE_", "AZURE_")))
-        )
-        return _bucket(self.base, settings)
+        return _bucket(self.base, _settings())
+
+    @classmethod
+    def uploads(cls, url: str) -> Uploads:
+        """See ``Storage``. A web server has no steps by which one object takes the place of others."""
+        root, base, key = cls.places(url)
+        scheme = root.partition(":")[0]
+        if scheme in _WEB:
+            return super().uploads(url)
+        if scheme in _AWS:
+            return S3Uploads.of(f"{root}{key}")
+        _require(scheme)
+        return ObstoreUploads(f"{root}{key}".rstrip("/"), root=root, reach=functools.partial(writable, base))
 
 
 @functools.lru_cache(maxsize=8)
@@ -76,25 +88,10 @@ class _Obstore(Bucket):
     """A store; its connections are shared by all threads of the process."""
 
     def __init__(self, base: str, settings: Mapping[str, str]) -> None:
-        scheme = base.partition(":")[0]
-        try:
-            import obstore
-        except ImportError as error:
-            raise ConfigError(
-                f"{scheme}:// is read by obstore, which is not installed: pip install 'zerostart[stores]'"
-            ) from error
-        self._obstore = obstore
+        self._obstore = _require(base.partition(":")[0])
         self._lists = not urlsplit(base).query
         # Attempts are counted and told by the reader: the crate makes one.
-        more: dict[str, Any] = {"client_options": dict(_CLIENT), "retry_config": {"max_retries": 0}}
-        if scheme in _AWS:
-            more |= _aws(settings)
-        if scheme == "http" or _in_the_clear(settings):
-            more["client_options"]["allow_http"] = True
-        try:
-            self._store: ObjectStore = obstore.store.from_url(base, **more)
-        except (obstore.exceptions.BaseError, ValueError) as error:
-            raise ConfigError(f"{scheme}://: the store cannot be reached: {_told(error)}") from None
+        self._store = _connected(base, settings, attempts=1)
 
     def list(self, folder: str) -> dict[str, int] | None:
         """See ``Bucket``. A server that signs URLs one by one, or forbids lists, has none."""
@@ -138,7 +135,7 @@ class _Obstore(Bucket):
         if isinstance(tag, str) and tag.startswith('"'):
             options["if_match"] = tag
         try:
-            answer = self._obstore.get(self._store, key, options=options)  # type: ignore[arg-type]
+            answer = self._obstore.get(self._store, key, options=options)
             found = _found(answer.meta)
             if known is not None and found != known:
                 raise ChangedError(
@@ -180,6 +177,49 @@ class _Obstore(Bucket):
         if any(word in text for word in _FINAL):
             return RefusedError(_told(error))
         return PassingError(_told(error))
+
+
+def _require(scheme: str) -> Any:
+    try:
+        import obstore
+    except ImportError as error:
+        raise ConfigError(
+            f"{scheme}:// is reached by obstore, which is not installed: pip install 'zerostart[stores]'"
+        ) from error
+    return obstore
+
+
+def _connected(base: str, settings: Mapping[str, str], attempts: int) -> ObjectStore:
+    import obstore
+
+    scheme = base.partition(":")[0]
+    more: dict[str, Any] = {"client_options": dict(_CLIENT), "retry_config": {"max_retries": attempts - 1}}
+    if scheme in _AWS:
+        more |= _aws(settings)
+    if scheme == "http" or _in_the_clear(settings):
+        more["client_options"]["allow_http"] = True
+    try:
+        store: ObjectStore = obstore.store.from_url(base, **more)
+    except (obstore.exceptions.BaseError, ValueError) as error:
+        raise ConfigError(f"{scheme}://: the store cannot be reached: {_told(error)}") from None
+    return store
+
+
+def _settings() -> tuple[tuple[str, str], ...]:
+    """What the environment has of credentials and endpoints."""
+    return tuple(
+        sorted(item for item in os.environ.items() if item[0].startswith(("AWS_", "GOOGLE_", "AZURE_")))
+    )
+
+
+def writable(base: str) -> ObjectStore:
+    """The store at ``base``, in whichever process asks, for requests that the crate itself tries again."""
+    return _writable(base, _settings())
+
+
+@functools.lru_cache(maxsize=4)
+def _writable(base: str, settings: tuple[tuple[str, str], ...]) -> ObjectStore:
+    return _connected(base, dict(settings), ATTEMPTS)
 
 
 def _found(meta: ObjectMeta) -> Found:

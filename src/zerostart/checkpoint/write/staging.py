@@ -35,7 +35,9 @@ from zerostart.checkpoint.manifest import (
     is_foreign,
 )
 from zerostart.checkpoint.paths import expanded
+from zerostart.checkpoint.storage import uploads_at
 from zerostart.checkpoint.strict_json import JsonObject
+from zerostart.checkpoint.write import objects
 from zerostart.checkpoint.write.folders import Folder, lock, sync, sync_handle, write_whole
 from zerostart.checkpoint.write.switching import Plan, clean_up, clear_killed, finish, planned, switch
 from zerostart.errors import WriteError, ZerostartError
@@ -202,12 +204,16 @@ class Staging:
         return described
 
 
-def remove(path: Path, marker: str) -> None:
+def remove(path: Path | str, marker: str) -> None:
     """Remove the files that the document ``marker`` of a directory names, and it where nothing else is in it.
 
-    It is none any more from the first step on; what a kill leaves goes with the next save beside it. Raises
-    OSError and ZerostartError.
+    Also at a URL. It is none any more from the first step on; what a kill leaves goes with the next save
+    beside it. Raises OSError and ZerostartError.
     """
+    if isinstance(path, str):
+        if (uploads := uploads_at(path)) is not None:
+            objects.remove(uploads, marker)
+        return
     folder = Folder(path)
     try:
         with folder.alone():
@@ -283,7 +289,7 @@ def _files_below(directory: Path) -> list[str]:
 
 
 @contextlib.contextmanager
-def write_errors(path: Path, state: str) -> Iterator[None]:
+def write_errors(path: Path | str, state: str) -> Iterator[None]:
     """Raise an error of the system as a WriteError, with what it means for the place."""
     try:
         yield

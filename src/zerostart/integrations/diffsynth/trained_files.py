@@ -108,13 +108,13 @@ def save_trained(
         return original()
     world = current_world()
     with world.phase("saving what is trained"):
-        place = agreed_place(Path(logger.output_path) / file_name, world)
+        place = Path(agreed_place(Path(logger.output_path) / file_name, world))
         with world.phase("looking at what is trained"):
             shards = _stored(logger, module, world)
             entries = [(n, spelling(s.storage.dtype, n), s.layout.shape) for n, s in shards.items()]
         with publishing(place.parent, world, marker="") as publication:
             write_tensors(
-                publication.directory,
+                publication,
                 entries,
                 [plain(name, shard) for name, shard in shards.items()],
                 world,

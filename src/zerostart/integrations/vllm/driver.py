@@ -23,6 +23,8 @@ logger = logging.getLogger("zerostart")
 
 #: Under which ``register`` has the engine.
 BACKEND = "zerostart"
+#: Seconds for what a server answers at once.
+PATIENCE = 60.0
 _CALLS = ("init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update")
 
 
@@ -113,7 +115,7 @@ class _Server:
 
     def __init__(self, address: str) -> None:
         self._address = address
-        self.workers = int(self._answer("get_world_size", None)["world_size"])
+        self.workers = int(self._answer("get_world_size", None, PATIENCE)["world_size"])
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         self.post("init_weight_transfer_engine", {"init_info": init_info})
@@ -128,19 +130,19 @@ class _Server:
         self.post("finish_weight_update", {"weight_version": weight_version})
 
     def shutdown_weight_transfer_engine(self) -> None:
-        self.post("shutdown_weight_transfer_engine")
+        self._answer("shutdown_weight_transfer_engine", b"{}", PATIENCE)
 
     def post(self, route: str, body: JsonMapping | None = None) -> dict[str, Any]:
         """Call a route that changes something."""
         return self._answer(route, json.dumps(body or {}).encode())
 
-    def _answer(self, route: str, data: bytes | None) -> dict[str, Any]:
+    def _answer(self, route: str, data: bytes | None, seconds: float | None = None) -> dict[str, Any]:
         request = urllib.request.Request(
             f"{self._address}/{route}", data, {"Content-Type": "application/json"}
         )
         try:
-            # No time-out: the push itself has one, which ends what the route waits for.
-            with urllib.request.urlopen(request) as answer:
+            # No time-out within a push: that has one itself, which ends what the route waits for.
+            with urllib.request.urlopen(request, timeout=seconds) as answer:
                 text = answer.read()
         except urllib.error.HTTPError as error:
             remedy = (
@@ -164,10 +166,13 @@ class EngineDriver:
     def __init__(self, engine: Any) -> None:
         self._engine = engine
         config = engine.llm_engine.vllm_config
-        self.workers = int(config.parallel_config.world_size_across_dp)
+        parallel = config.parallel_config
+        # Of an engine that several processes make up, each by an LLM of its own, one worker is here.
+        apart = parallel.distributed_executor_backend == "external_launcher"
+        self.workers = 1 if apart else int(parallel.world_size_across_dp)
         transfer = config.weight_transfer_config
         self._configured = transfer is not None and transfer.backend == BACKEND
-        extension = str(config.parallel_config.worker_extension_cls or "")
+        extension = str(parallel.worker_extension_cls or "")
         self._extended = extension.startswith("zerostart.")
 
     def join(self, how: JsonMapping) -> None:

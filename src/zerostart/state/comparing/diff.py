@@ -26,10 +26,10 @@ from zerostart.checkpoint.catalog import (
     contiguous_strides,
 )
 from zerostart.checkpoint.formats.pipeline import components
-from zerostart.checkpoint.formats.saved_state import open_saved_state
+from zerostart.checkpoint.formats.saved_state import is_stored_state, open_saved_state
 from zerostart.checkpoint.paths import expanded, wait_for
 from zerostart.checkpoint.source import open_catalog, resolve_source
-from zerostart.checkpoint.storage import Reader, scheme_of
+from zerostart.checkpoint.storage import Reader, scheme_of, storage_at
 from zerostart.checkpoint.strict_json import JsonObject
 from zerostart.checkpoint.write.shards import plan_shards
 from zerostart.distributed.machine import cores
@@ -386,6 +386,8 @@ MODEL = "model"
 
 def is_state(source: str | os.PathLike[str]) -> bool:
     """Whether ``source`` is a directory of ``save_state``."""
+    if (storage := storage_at(source)) is not None:
+        return is_stored_state(storage)
     wait_for(source)
     return manifest.is_state(expanded(source))
 
@@ -396,17 +398,17 @@ def catalogs_at(source: str | os.PathLike[str], model_alone: bool) -> list[tuple
     A pipeline has one for each model, a training state one for each folder (``model_alone``: the model's).
     Raises what ``open_catalog`` does.
     """
-    if scheme_of(source):
-        return [("", open_catalog(source))]
-    path = resolve_source(source)
-    if path.is_dir() and is_state(path):
+    path = str(source) if scheme_of(source) else resolve_source(source)
+    if (isinstance(path, str) or path.is_dir()) and is_state(path):
         if model_alone:
             return [("", open_saved_state(path, [MODEL])[1][0])]
-        document = manifest.current(path, manifest.STATE_MARKER) or {}
+        document = open_saved_state(path, ())[0]
         files = [PurePosixPath(name) for name in document.get("files", ()) if name.endswith(".safetensors")]
         folders = sorted({str(file.parent) for file in files})
         catalogs = open_saved_state(path, folders)[1]
         return [(f"{folder}/", catalog) for folder, catalog in zip(folders, catalogs, strict=True)]
+    if isinstance(path, str):
+        return [("", open_catalog(path))]
     found = components(path) if path.is_dir() else None
     if found is not None:
         return [(f"{component.name}/", open_catalog(component.path)) for component in found]

@@ -8,7 +8,7 @@ from zerostart.distributed.world import current_world
 from zerostart.errors import ConfigError
 from zerostart.state.refitting.refitter import RefitSettings, Refitter
 from zerostart.state.refitting.resharding import ModelRefitter
-from zerostart.state.refitting.targets import driver_of
+from zerostart.state.refitting.targets import Engines, driver_of
 
 
 def begin(model: nn.Module, target: object, settings: RefitSettings) -> Refitter | ModelRefitter:
@@ -26,22 +26,9 @@ def begin(model: nn.Module, target: object, settings: RefitSettings) -> Refitter
                 )
         return ModelRefitter(model, target, settings, world)
     with world.phase("looking at the target"):
-        driver = driver_of(target)  # an address of an engine's server is a text, too
-    drivers = world.all_gather_object(
-        (driver is not None, bool(getattr(driver, "in_process", False))), "looking at the target"
-    )
-    if len({given for given, _ in drivers}) > 1:
-        raise ConfigError(
-            "target is an engine on some ranks and none on others: pass the address of its server on all of "
-            "them"
-        )
-    if world.size > 1 and all(inside for _, inside in drivers):
-        raise ConfigError(
-            "target is an engine within each rank, of which one alone would get the weights: pass the "
-            "address of a server on all ranks, or have the workers connect by zerostart.serving"
-        )
-    if driver is not None:
-        return Refitter(model, driver, settings)
+        engines = Engines.of(target, driver_of(target), world)  # an address of an engine's server is a text
+    if engines is not None:
+        return Refitter(model, engines, settings)
     if target is None or isinstance(target, str):
         return Refitter(model, target, settings)
     raise ConfigError(

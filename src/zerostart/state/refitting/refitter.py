@@ -23,7 +23,7 @@ from zerostart.state.refitting.image import Image
 from zerostart.state.refitting.place import Place
 from zerostart.state.refitting.session import Session
 from zerostart.state.refitting.sums import SetSums, Sums
-from zerostart.state.refitting.targets import Driver
+from zerostart.state.refitting.targets import Engines
 from zerostart.state.refitting.transports.base import Transport, WorkerInfo, WorkerLost, transport_kind
 from zerostart.state.saving.adapters import has_adapters
 from zerostart.state.saving.save import SaveRequest, contents_to_save
@@ -147,9 +147,16 @@ class _Takers:
 class Pushing:
     """A push whose bytes have left the model, and that workers may still be taking."""
 
-    def __init__(self, world: World, work: Callable[[], PushReport]) -> None:
+    def __init__(
+        self,
+        world: World,
+        work: Callable[[], PushReport],
+        end: Callable[[bool], None] = lambda failed: None,
+    ) -> None:
+        """Rank 0 does the ``work``; then every rank has its own ``end``, told whether the push has failed."""
         self._world = world
         self._work = work
+        self._end = end
         self._made: PushReport | None = None
         self._error: BaseException | None = None
         self._settled = False
@@ -162,10 +169,16 @@ class Pushing:
         """Return when all workers serve the version; collective. Raises what ``Refitter.push`` raises."""
         if not self._settled:
             self._settled = True
+            failed = True
             try:
                 self._made = self._world.broadcast_object(self._joined, "waiting for a push")
+                failed = False
             except BaseException as error:
                 self._error = error
+            try:
+                self._end(failed)
+            except BaseException as error:
+                self._error = self._error or error
         if self._error is not None:
             raise self._error
         assert self._made is not None, "it has ended, and without an error"
@@ -208,7 +221,7 @@ class Refitter:
     def __init__(
         self,
         model: nn.Module,
-        target: str | Driver | None,
+        target: str | Engines | None,
         settings: RefitSettings,
         world: World | None = None,
     ) -> None:
@@ -220,7 +233,10 @@ class Refitter:
         self._model = model
         self._settings = settings
         self._world = world = world or current_world()
-        self._driver = None if isinstance(target, str) else target
+        self._engines = target if isinstance(target, Engines) else None
+        self._driver = None if self._engines is None else self._engines.driver
+        #: Whether the engine within this rank has to connect anew.
+        self._left = False
         self._place: Place | None = None
         self._session: Session | None = None
         self._transport: Transport | None = None
@@ -248,8 +264,7 @@ class Refitter:
                     "deltas": settings.full_every > 1,
                 }
                 self._transport = kind.outgoing(world, options)
-                if self._driver is not None:
-                    world.broadcast_object(self._join, "having the engine connect")
+                self._join()
         except BaseException:
             self._release()
             raise
@@ -326,7 +341,7 @@ class Refitter:
             max(each[3] for each in figures),
             (),
         )
-        pushing = Pushing(world, lambda: self._complete(report, sums, begun))
+        pushing = Pushing(world, lambda: self._complete(report, sums, begun), self._end_own)
         if not wait:
             self._pushing = pushing
             return pushing
@@ -345,7 +360,7 @@ class Refitter:
             self._release()
 
     def _release(self, over: bool = True) -> None:
-        if self._driver is not None and self._world.rank == 0:
+        if self._driver is not None:
             self._driver.leave()
         if self._session is not None:
             self._session.close(over)
@@ -367,25 +382,26 @@ class Refitter:
         self._session = Session(Address.of(text), settings.secret, self._image, settings.timeout, decision)
         return str(self._session.address), str(self._place.path)
 
-    def _join(self) -> None:
-        driver, session = self._driver, self._session
-        assert driver is not None, "asked for by an engine alone"
+    def _wait_for_engine(self, join: Callable[[], None], workers: int) -> None:
+        """Have the engine connect, and wait for its workers."""
+        session = self._session
         assert session is not None, "rank 0 has it"
-        how = {"address": self.address, "secret": self._settings.secret, "timeout": self._settings.timeout}
-        with _beside(lambda: driver.join(how)) as check:
+        with _beside(join) as check:
             session.check = check
-            session.wait_for(driver.workers, self._settings.timeout)
+            session.wait_for(workers, self._settings.timeout)
         session.check = _nothing
 
-    def _settle(self, image: Image) -> tuple[object, _Takers | None]:
-        """The workers of this push; the second is None where all ranks know them already."""
+    def _settle(self, image: Image, back: int) -> tuple[object, _Takers | None]:
+        """The workers of this push, ``back`` of them anew; the second is None where all ranks know them."""
         session = self._session
         assert session is not None, "rank 0 has it"
         session.check_refused()
-        expected = self._settings.workers or (1 if self._driver is None else self._driver.workers)
+        engines = self._engines
+        expected = self._settings.workers or (1 if engines is None else engines.workers)
         if not self._met:
             session.wait_for(expected, self._settings.timeout)
             self._met = True
+        session.wait_for(back, self._settings.timeout, since_settled=True)
         gone = session.settle()
         if gone:
             raise PeerError(
@@ -398,7 +414,7 @@ class Refitter:
             session.settle()
             if not session.workers:
                 raise PeerError("the workers that had connected are gone; nothing was pushed: push again")
-        there, needed = len(session.workers), 0 if self._driver is None else expected
+        there, needed = len(session.workers), 0 if engines is None else expected
         if there < needed:
             # Versions of one engine would differ: those that are there would have the new one alone.
             raise PeerError(
@@ -485,8 +501,33 @@ class Refitter:
             plan, storages = planned(image.layout, contents.outgoing, CHUNK)
         return _Prepared(image, plan, storages)
 
+    def _join(self) -> None:
+        """Have the engine connect, or each rank's own; collective."""
+        engines, driver, world = self._engines, self._driver, self._world
+        if engines is None:
+            return
+
+        def join() -> None:
+            assert driver is not None, "where the engine is"
+            driver.join(self._how)
+
+        if engines.one_each:
+            # Rank 0 takes in those of all ranks meanwhile, in threads of its own.
+            with self._own_engines("having the engine within each rank connect"):
+                join()
+        else:
+            world.broadcast_object(
+                lambda: self._wait_for_engine(join, engines.workers), "having the engine connect"
+            )
+
+    @property
+    def _how(self) -> JsonObject:
+        """What workers are told to connect with."""
+        return {"address": self.address, "secret": self._settings.secret, "timeout": self._settings.timeout}
+
     def _meet_workers(self, image: Image) -> None:
-        _, takers = self._world.broadcast_object(lambda: self._settle(image), "looking for workers")
+        back = self._come_back() if self._engines is not None and self._engines.one_each else 0
+        _, takers = self._world.broadcast_object(lambda: self._settle(image, back), "looking for workers")
         self._image = image
         if takers is not None:
             self._takers = takers
@@ -506,11 +547,12 @@ class Refitter:
             own = Runs.of_writes(prepared.plan, prepared.image.layout)
             self._opened = transport.open(prepared.image, own, self._takers.infos)
 
+        self._begin_following(version)
+
         def begin() -> None:
             session = self._session
             assert session is not None, "rank 0 has it"
             assert self._opened is not None, "opened above"
-            self._begin_following(version)
             session.prepare(version, self._opened, transport.name)
 
         world.broadcast_object(begin, "having the workers prepare")
@@ -532,7 +574,7 @@ class Refitter:
         self._opened = None
         if self._session is not None:
             self._session.abort(version, str(error) or type(error).__name__)
-            self._end_following()
+        self._end_following()
 
     # The engine's own call, which has its workers follow.
 
@@ -541,7 +583,7 @@ class Refitter:
 
     def _begin_following(self, version: int) -> None:
         driver, session = self._driver, self._session
-        if driver is None or session is None:
+        if driver is None:
             return
         self._following_error = None
 
@@ -550,12 +592,17 @@ class Refitter:
                 driver.follow(version)
             except BaseException as error:  # looked at by whoever waits for the workers
                 self._following_error = error
+                if session is None:
+                    # Rank 0 cannot look; it sees that the connection ends, whatever the engine has not said.
+                    driver.leave()
+                    self._left = True
 
         def check() -> None:
             if self._following_error is not None:
                 raise PeerError(f"the engine did not take version {version}: {self._following_error}")
 
-        session.check = check
+        if session is not None:
+            session.check = check
         self._following = threading.Thread(target=follow, name="zerostart-refit-engine", daemon=True)
         self._following.start()
 
@@ -567,6 +614,41 @@ class Refitter:
             following.join(self._settings.timeout)
             if following.is_alive():
                 self._following_error = TimeoutError(f"it has not ended in {self._settings.timeout:.0f} s")
+
+    def _end_own(self, failed: bool) -> None:
+        """End the call of the engine within this rank; collective unless the push has ``failed``."""
+        if self._engines is None or not self._engines.one_each:
+            return
+        self._end_following()
+        if not failed:
+            with self._own_engines("ending the engines' own calls"):
+                if self._following_error is not None:
+                    raise PeerError(
+                        f"all workers have version {self.version}, but the call of the engine within rank "
+                        f"{self._world.rank} failed: {self._following_error}"
+                    )
+
+    @contextmanager
+    def _own_engines(self, during: str) -> Iterator[None]:
+        """A phase in which an engine within a rank may be lost: a PeerError on all ranks, which are there."""
+        try:
+            with self._world.phase(during):
+                try:
+                    yield
+                except PeerError as error:
+                    raise WorkerLost(str(error)) from error
+        except WorkerLost as error:
+            raise PeerError(str(error)) from error
+
+    def _come_back(self) -> int:
+        """Have engines within ranks connect anew where they have left; collective. How many workers come."""
+        driver, back = self._driver, 0
+        during = "having the engine within each rank connect"
+        with self._own_engines(during):
+            if driver is not None and self._left:
+                driver.join(self._how)
+                self._left, back = False, driver.workers
+        return sum(self._world.all_gather_object(back, during))
 
 
 def _nothing() -> None:

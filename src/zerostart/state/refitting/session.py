@@ -118,24 +118,28 @@ class Session:
 
     # Who is there.
 
-    def wait_for(self, count: int, timeout: float) -> None:
-        """Return when ``count`` workers are there; raises PeerError after ``timeout`` seconds.
+    def wait_for(self, count: int, timeout: float, since_settled: bool = False) -> None:
+        """Return when ``count`` workers are there, or have come ``since_settled``.
 
-        And ConversionError where one cannot take the image.
+        Raises PeerError after ``timeout`` seconds, and ConversionError where one cannot take the image.
         """
         until = time.monotonic() + timeout
+
+        def there() -> list[str]:
+            return sorted(self._arrived if since_settled else self.workers.keys() | self._arrived.keys())
+
         with self._changed:
             while not self._changed.wait_for(
-                lambda: self._refused or len(self.workers.keys() | self._arrived.keys()) >= count,
+                lambda: self._refused or len(there()) >= count,
                 min(0.5, max(0.0, until - time.monotonic())),
             ):
                 self.check()  # the engine may have refused to have its workers connect
                 if time.monotonic() < until:
                     continue
-                there = sorted(self.workers.keys() | self._arrived.keys())
+                names = there()
                 raise PeerError(
-                    f"{len(there)} of {count} workers have connected with {self.address} within "
-                    f"{timeout:.0f} s" + (f": {', '.join(there)}" if there else "")
+                    f"{len(names)} of {count} workers have connected with {self.address} within "
+                    f"{timeout:.0f} s" + (f": {', '.join(names)}" if names else "")
                 )
         self.check_refused()
 

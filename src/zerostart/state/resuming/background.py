@@ -72,7 +72,7 @@ class Saving:
     seconds: Seconds = field(default_factory=lambda: Seconds(blocked=0.0, written=0.0))
     _thread: threading.Thread | None = None
     _error: BaseException | None = None
-    _place: Path | None = None
+    _place: Path | str | None = None
     #: Whether the end of the process group waits for it.
     _open: bool = False
     #: Set when nothing is read any more of what training changes.
@@ -120,7 +120,7 @@ _last: list[Saving] = []
 _groups: list[tuple[object, Any]] = []
 
 
-def finish_last(world: World, place: Path | None = None) -> None:
+def finish_last(world: World, place: Path | str | None = None) -> None:
     """Wait for the save that is under way, if any, and raise, on every rank, what it failed with; collective.
 
     With ``place``, only where it goes there; another goes on, once it has its copies. A rank that was told
@@ -183,7 +183,7 @@ def settle_last() -> None:
 
 def begin(
     write: Callable[[World], None],
-    place: Path,
+    place: Path | str,
     world: World,
     begun: float,
     copy: Callable[[], None] | None = None,

@@ -68,7 +68,7 @@ _WHOLE_OPTIMIZERS = ("optimizer.bin", "optimizer.pt")
 class Saved:
     """A checkpoint: its document, and the catalogs of its two folders."""
 
-    path: Path
+    path: Path | str
     document: JsonObject
     model: Catalog
     state: Catalog
@@ -80,7 +80,7 @@ class Saved:
         return found | {f"{MODEL}/{name}": entry.dtype for name, entry in self.model.weights.items()}
 
 
-def opened(path: Path, world: World) -> Saved:
+def opened(path: Path | str, world: World) -> Saved:
     """The training state at ``path``, which rank 0 finds, on every rank; collective.
 
     Raises CheckpointNotFoundError where there is none, and CheckpointError for a damaged one.
@@ -89,8 +89,11 @@ def opened(path: Path, world: World) -> Saved:
     return replace(found, model=open_source(found.model, world), state=open_source(found.state, world))
 
 
-def _described(path: Path) -> Saved:
+def _described(path: Path | str) -> Saved:
     """The training state at ``path``, or in what accelerate or the Trainer has made there."""
+    if isinstance(path, str):
+        document, (weights, state) = open_saved_state(path, (MODEL, STATE), read_document)
+        return Saved(path, document, weights, state)
     # Ours first, which may lie in a directory of accelerate's or the Trainer's; then theirs, by formats that
     # are read in parts; then what is there and cannot be.
     own = state_in(path)

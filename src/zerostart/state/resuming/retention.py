@@ -4,43 +4,61 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
-from zerostart.checkpoint.manifest import saved_at
-from zerostart.checkpoint.strict_json import MAX_DOCUMENT_BYTES, read_json
+from zerostart.checkpoint.manifest import SAVED_AT, saved_at
+from zerostart.checkpoint.paths import name_of
+from zerostart.checkpoint.storage import uploads_at
+from zerostart.checkpoint.strict_json import MAX_DOCUMENT_BYTES, JsonObject, load_json, read_json
 from zerostart.checkpoint.write.staging import remove
 from zerostart.errors import CheckpointError, ConfigError, WriteError
 from zerostart.state.resuming.training_state import MARKER
 
 
-def complete(directory: Path, own: Callable[[object], bool] | None = None) -> list[Path]:
-    """The complete training checkpoints in ``directory``, the oldest first.
+def complete(directory: Path | str, own: Callable[[object], bool] | None = None) -> list[Path | str]:
+    """The complete training checkpoints in a directory, or below a URL, the oldest first.
 
     With ``own``, those alone of which it says so from their ``extra``, as it is in the document.
     """
+    found = {
+        path: when
+        for path, document, when in saved_below(directory)
+        if own is None or own(document.get("extra"))
+    }
+    return sorted(found, key=lambda path: (found[path], name_of(path)))
+
+
+def saved_below(directory: Path | str) -> Iterator[tuple[Path | str, JsonObject, int]]:
+    """The directories right below one that have the document of a training state, with it and its time.
+
+    Raises WriteError where a store does not answer.
+    """
+    uploads = uploads_at(directory)
+    if uploads is not None:
+        for name in uploads.folders():
+            found = None if name.startswith(".") else uploads.read(f"{name}/{MARKER}")
+            if found is not None:
+                path = f"{uploads.url}/{name}"
+                with contextlib.suppress(CheckpointError):  # damaged: no marker of a complete one
+                    document = load_json(found[0], f"{path}/{MARKER}", "training state", any_number=True)
+                    when = document.get(SAVED_AT)
+                    yield path, document, when if type(when) is int else 0
+        return
     # What a killed save has left beside a checkpoint begins with a dot.
-    found = {}
-    for marker in directory.glob(f"[!.]*/{MARKER}"):
-        with contextlib.suppress(CheckpointError):  # damaged: no marker of a complete one
+    for marker in Path(directory).glob(f"[!.]*/{MARKER}"):
+        with contextlib.suppress(CheckpointError):
             document = read_json(marker, "training state", MAX_DOCUMENT_BYTES)
-            if own is None or own(document.get("extra")):
-                found[marker.parent] = saved_at(document, marker)
-    return sorted(found, key=lambda path: (found[path], path.name))
-
-
-def _extra(path: Path) -> Any:
-    return read_json(path / MARKER, "training state", MAX_DOCUMENT_BYTES).get("extra")
+            yield marker.parent, document, saved_at(document, marker)
 
 
 def prune(
-    directory: Path,
+    directory: Path | str,
     keep: int | None,
     best: int = 0,
     score: Callable[[object], float | None] | None = None,
     own: Callable[[object], bool] | None = None,
-) -> list[Path]:
+) -> list[Path | str]:
     """Remove training checkpoints in ``directory`` but the last ``keep`` and the ``best`` ones; gives them.
 
     One rank calls it, after a save. ``score`` says how good a checkpoint is, from its ``extra`` as it is in
@@ -57,7 +75,8 @@ def prune(
     found = complete(directory, own)
     kept = set(found[-keep:])
     if score is not None:
-        told = {path: score(_extra(path)) for path in found}
+        extras = {path: document.get("extra") for path, document, _ in saved_below(directory)}
+        told = {path: score(extras[path]) for path in found}
         known = {path: value for path, value in told.items() if value is not None and not math.isnan(value)}
         kept |= set(sorted(known, key=lambda path: known[path], reverse=True)[:best])
     removed = [path for path in found if path not in kept]

@@ -62,7 +62,7 @@ def write_state(
         _check_alike(content, world)
         place = agreed_place(path, world)
         with world.phase("looking at the free space"):
-            if world.rank == 0:
+            if world.rank == 0 and isinstance(place, Path):  # a store has room
                 # What is linked takes no space; which it is, is told when it is written.
                 parts = content.state[0] if saved is not None else [*content.model[0], *content.state[0]]
                 check_space(place, sum(entry_bytes(entry) for entry in parts), "the training state")
@@ -93,7 +93,7 @@ def _check_alike(content: Content, world: World) -> None:
         )
 
 
-def _writer(place: Path, content: Content, saved: Path | None) -> Callable[[World], None]:
+def _writer(place: Path | str, content: Content, saved: Path | None) -> Callable[[World], None]:
     return lambda world: _write(place, content, saved, world)
 
 
@@ -112,16 +112,17 @@ def _save_settings(content: Content, folder: Path) -> None:
         )
 
 
-def _write(place: Path, content: Content, saved: Path | None, world: World) -> None:
+def _write(place: Path | str, content: Content, saved: Path | None, world: World) -> None:
     with publishing(place, world, marker=MARKER) as publication:
-        folder = Path(publication.directory)
-        known = linked(saved, folder / MODEL, *content.model, world)
+        folder = publication.directory / MODEL
+        # Links are of files in one file system.
+        known = linked(saved if isinstance(place, Path) else None, folder, *content.model, world)
         if known is None:
-            known = write_tensors(folder / MODEL, *content.model, world).digests
+            known = write_tensors(publication, *content.model, world, folder=MODEL).digests
         if world.rank == 0:
-            _save_settings(content, folder / MODEL)
+            _save_settings(content, folder)
         # The model before the state, and the document last: readers go by it.
-        state = write_tensors(folder / STATE, *content.state, world, stem=STATE)
+        state = write_tensors(publication, *content.state, world, folder=STATE, stem=STATE)
         # On all ranks; rank 0's is the one that is written, once the digests of all tensors are in it.
         publication.document.update(content.document, **{SAVED_AT: time.time_ns()})
         publication.add_digests(known, MODEL)

@@ -15,11 +15,10 @@ import torch
 from zerostart.checkpoint.catalog import Assembled, Catalog, TensorEntry
 from zerostart.checkpoint.digest import Digests
 from zerostart.checkpoint.manifest import STATE_MARKER
-from zerostart.checkpoint.paths import expanded
+from zerostart.checkpoint.paths import inside, located
 from zerostart.checkpoint.source import open_catalog, read_config
 from zerostart.checkpoint.strict_json import MAX_DOCUMENT_BYTES, read_json
 from zerostart.checkpoint.write.shards import plan_shards
-from zerostart.checkpoint.write.writer import CheckpointWriter
 from zerostart.distributed.world import World
 from zerostart.errors import CheckpointNotFoundError, ConfigError
 from zerostart.geometry.layout.flat import flat_run
@@ -51,9 +50,9 @@ _PLAIN_FLOATS = ("F64", "F32", "BF16", "F16")
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written: the directory, its files of weights, tensors, and bytes of tensors."""
+    """What was written: the directory or URL, its files of weights, tensors, and bytes of tensors."""
 
-    path: Path
+    path: Path | str
     files: tuple[str, ...]
     tensors: int
     bytes: int
@@ -89,14 +88,16 @@ def export(
     digests = Digests(entries)
     with publishing(out, World(0, 1, None)) as publication:
         _copy_beside(Path(catalog.root or "."), publication.directory, config, dtype)
-        with CheckpointWriter(publication.directory, layout) as writer:
-            for name, first, part in _read(catalog, weights, {name: kind for name, kind, _ in entries}):
+        # In the order of the files: what is uploaded is given from its beginning to its end.
+        ordered = {name: weights[name] for name in layout.tensors}
+        with publication.place.alone(layout) as writer:
+            for name, first, part in _read(catalog, ordered, {name: kind for name, kind, _ in entries}):
                 digests.add(name, first, part)
                 writer.write(name, part.view(torch.uint8).numpy().data, first * part.itemsize)
         publication.add_digests(digests.summed(World(0, 1, None)))
     written = [file.name for file in layout.files]
     return Exported(
-        Path(out), tuple(publication.names.get(n, n) for n in written), len(entries), layout.total_size
+        located(out), tuple(publication.names.get(n, n) for n in written), len(entries), layout.total_size
     )
 
 
@@ -105,10 +106,12 @@ def _opened(source: str | os.PathLike[str]) -> Catalog:
     try:
         return open_catalog(source)
     except CheckpointNotFoundError:
-        path = expanded(source)
-        folders = [folder for folder in (path, path / "checkpoints") if folder.is_dir()]
+        place = located(source)
+        folders = [place, inside(place, "checkpoints")]
         states = [state for folder in folders for state in complete(folder)]
-        steps = {int(m[1]): entry for entry in path.glob("*") if (m := _STEP.fullmatch(entry.name))}
+        steps = {}
+        if isinstance(place, Path):
+            steps = {int(m[1]): entry for entry in place.glob("*") if (m := _STEP.fullmatch(entry.name))}
         if not states and not steps:
             raise
         return open_catalog(states[-1] if states else steps[max(steps)])

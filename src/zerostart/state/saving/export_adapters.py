@@ -12,6 +12,7 @@ from torch import nn
 
 from zerostart import models
 from zerostart.checkpoint.formats.base import CONFIG_NAME, MODEL_FOLDER
+from zerostart.checkpoint.paths import located
 from zerostart.checkpoint.source import open_catalog
 from zerostart.distributed.world import World
 from zerostart.engines import whole_shard
@@ -61,7 +62,7 @@ def export_adapters(
     contents = adapter_contents("default", config, held, dtype, written_as, world)
     with publishing(out, world) as publication:
         written = write_tensors(
-            publication.directory,
+            publication,
             contents.entries,
             contents.outgoing,
             world,
@@ -73,7 +74,7 @@ def export_adapters(
             save_adapter_config(config, model, root, publication.directory)
         publication.add_digests(written.digests)
     names = [publication.names.get(one.name, one.name) for one in written.layout.files]
-    return Exported(Path(out), tuple(names), len(contents.entries), written.layout.total_size)
+    return Exported(located(out), tuple(names), len(contents.entries), written.layout.total_size)
 
 
 def _newest(path: Path) -> Path:
@@ -81,7 +82,7 @@ def _newest(path: Path) -> Path:
     if state_of(path) is None and not any(path.glob("*.safetensors")):
         folder = path / "checkpoints"
         states = complete(folder) if folder.is_dir() else []
-        return states[-1] if states else path
+        return Path(states[-1]) if states else path
     return path
 
 

@@ -147,7 +147,7 @@ def save_own_names(model: nn.Module, path: str | os.PathLike[str], max_shard_siz
             contents = renamed_contents(LiveModel(model, world).tensors()[0], lambda name: name, None)
         with publishing(path, world) as publication:
             written = write_tensors(
-                publication.directory,
+                publication,
                 contents.entries,
                 contents.outgoing,
                 world,
@@ -181,7 +181,7 @@ def _model(
         contents, parameters = contents_to_save(model, live, request)
         stem = request.stem or _stem(inner, record)
     written = write_tensors(
-        publication.directory,
+        publication,
         contents.entries,
         contents.outgoing,
         world,
@@ -247,10 +247,11 @@ def _adapters(
                 # One rank makes it; the others see it when ``written`` has brought them together.
                 directory.mkdir(exist_ok=True)
         written = write_tensors(
-            directory,
+            publication,
             file.contents.entries,
             file.contents.outgoing,
             world,
+            folder=file.folder,
             stem=written_as.stem,
             max_shard_size=2**62,  # PEFT reads one file
             metadata=file.metadata,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-import uuid
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,34 +14,26 @@ from pathlib import Path
 import torch
 
 from zerostart import geometry
-from zerostart.checkpoint.digest import ROOM, Digests
+from zerostart.checkpoint.digest import Digests
 from zerostart.checkpoint.manifest import MARKER
-from zerostart.checkpoint.paths import expanded
+from zerostart.checkpoint.paths import located, shown_url
+from zerostart.checkpoint.storage.direct import PAGE
+from zerostart.checkpoint.storage.uploads import Uploads
 from zerostart.checkpoint.strict_json import JsonObject
 from zerostart.checkpoint.write.shards import SaveLayout, parse_size, plan_shards
-from zerostart.checkpoint.write.space import check_space
-from zerostart.checkpoint.write.staging import Staging, write_errors
-from zerostart.checkpoint.write.writer import CheckpointWriter
-from zerostart.distributed.machine import cores, local_ranks
+from zerostart.checkpoint.write.staging import write_errors
 from zerostart.distributed.world import World
 from zerostart.engines import Shard
-from zerostart.errors import ConfigError, WriteError
+from zerostart.errors import ConfigError
 from zerostart.geometry.layout import Layout
 from zerostart.recipe import Recipe, Target
 from zerostart.recipe.dtypes import torch_dtype
-from zerostart.transfer.buffers import rounds_up
+from zerostart.state.saving.output import Output, Place, begin_place, joined_place
 from zerostart.transfer.planning.writes import Origin, WritePlan, own_parts, plan_writes
-from zerostart.transfer.tuning import MIN_CHUNK
-from zerostart.transfer.writing import SLACK, Change, Source, write_out
+from zerostart.transfer.writing import Change, Source
 
 #: Name, dtype in safetensors' spelling, and shape of a tensor of the files.
 Entry = tuple[str, str, Sequence[int]]
-
-MiB = 1 << 20
-#: Bytes of one write, and of a thread's staging buffer, where no limit asks for less.
-CHUNK = 8 * MiB
-#: Most threads that write on one rank.
-THREADS = 4
 
 
 @dataclass(frozen=True)
@@ -83,11 +74,12 @@ def entry_bytes(entry: Entry) -> int:
 
 
 def write_tensors(
-    directory: str | os.PathLike[str],
+    publication: Publication,
     entries: Iterable[Entry],
     outgoing: Iterable[Outgoing],
     world: World,
     *,
+    folder: str = ".",
     stem: str = "model",
     max_shard_size: int | str = "5GB",
     metadata: Mapping[str, str] | None = None,
@@ -95,50 +87,38 @@ def write_tensors(
     memory_limit: int | None = None,
     before: Mapping[str, int] | None = None,
 ) -> Written:
-    """Write the tensors ``entries`` into safetensors files in ``directory``; collective.
+    """Write the tensors ``entries`` into safetensors files in ``folder`` of what is published; collective.
 
     ``entries``, and the targets of ``outgoing``, are in one order on all ranks, which together have each
     element of each entry once (``Shard.held`` tells replicas). ``stem``, ``max_shard_size``, ``metadata``,
     ``parameters`` and ``before`` are as in ``plan_shards``. Beside the shards a rank takes at most
-    ``memory_limit`` bytes; None: 40 MiB. Raises WriteError, ConfigError and, where an element is on no rank
-    or counted by two, CheckpointError, on every rank; then no file is left.
+    ``memory_limit`` bytes; None: 40 MiB, and for a store 72. Raises WriteError, ConfigError and, where an
+    element is on no rank or counted by two, CheckpointError, on every rank; then no file is left.
     """
     begun = time.perf_counter()
-    writer: CheckpointWriter | None = None
-
-    def begin() -> str:
-        nonlocal writer
-        token = uuid.uuid4().hex[:12]
-        check_space(directory, layout.total_size, "what is to be saved")
-        writer = CheckpointWriter(directory, layout, token)
-        writer.create()
-        return token
-
+    output: Output | None = None
     try:
         # All ranks leave this together: nobody still writes when the files are removed.
         with world.phase("writing the tensors"):
             listed = list(entries)
             layout = plan_shards(listed, max_shard_size, stem, metadata, parameters, before)
             digests = Digests(listed)
-            chunk, threads = _tuned(memory_limit)
-            plan, storages = planned(layout, outgoing, chunk)
+            output = publication.place.output(folder, layout)
+            chunk, threads = output.tuned(memory_limit)
+            plan, storages = planned(layout, outgoing, chunk, output.page)
             described = repr((listed, parse_size(max_shard_size), metadata, parameters, before)).encode()
             # With other tensors, or other files, a rank would write to places that are another's: told here.
             place = f"writing {stem} files with the checksum {zlib.crc32(described):08x}"
-            token = world.broadcast_object(begin, place)
-            # Rank 0 has made the files inside ``begin``; the others open them by its token.
-            writer = writer or CheckpointWriter(directory, layout, token)
-            write_out(plan, storages, writer, threads, digests.add_rows)
-            writer.close()
+            made = world.broadcast_object(output.begin, place)
+            output.write(made, plan, storages, threads, digests.add_rows, world)
             # Digests are sums over elements, so that ranks' partial ones add up to those of whole tensors.
             # The reduction is also where the ranks meet: after it each has closed its files, and only then
             # may rank 0 commit.
             known = digests.summed(world)
-            if world.rank == 0:
-                writer.commit()
+            output.commit(world)
     except BaseException:
-        if writer is not None:
-            writer.discard()
+        if output is not None:
+            output.discard()
         raise
     return Written(layout, plan.nbytes, time.perf_counter() - begun, known)
 
@@ -149,9 +129,9 @@ def share(shard: Shard) -> tuple[Layout, tuple[int, int], int]:
 
 
 def planned(
-    layout: SaveLayout, outgoing: Iterable[Outgoing], chunk_size: int
+    layout: SaveLayout, outgoing: Iterable[Outgoing], chunk_size: int, page: int = PAGE
 ) -> tuple[WritePlan, list[Source]]:
-    """What this rank writes of ``outgoing``, and the storages that the plan is about."""
+    """What this rank writes of ``outgoing``, and the storages that the plan is about; see ``plan_writes``."""
     storages: list[Source] = []
 
     def own() -> Iterator[tuple[Recipe, Layout, Origin]]:
@@ -166,20 +146,7 @@ def planned(
                 storages.append(Source(storage, item.change))
                 yield item.recipe, part, origin
 
-    return plan_writes(layout, own(), chunk_size), storages
-
-
-def _tuned(memory_limit: int | None) -> tuple[int, int]:
-    """Bytes of a chunk, and threads."""
-    if memory_limit is not None and memory_limit < MIN_CHUNK:
-        raise ConfigError(f"memory_limit={memory_limit} must be a number of bytes, at least {MIN_CHUNK}")
-    beside = ROOM + SLACK
-    limit = THREADS * (CHUNK + beside) if memory_limit is None else memory_limit
-    threads = min(THREADS, max(2, int(cores()) // local_ranks()), max(1, limit // (MIN_CHUNK + beside)))
-    chunk = min(CHUNK, max(MIN_CHUNK, limit // threads - beside))
-    if rounds_up():  # so that a buffer, which is a chunk and SLACK, is a power of two
-        chunk = max(MIN_CHUNK, (1 << ((chunk + SLACK).bit_length() - 1)) - SLACK)
-    return chunk - chunk % 4096, threads
+    return plan_writes(layout, own(), chunk_size, page), storages
 
 
 # Publications: directories of which readers see the whole or nothing.
@@ -189,18 +156,22 @@ def _tuned(memory_limit: int | None) -> tuple[int, int]:
 class Publication:
     """What is being saved."""
 
-    #: Everything is written below it; all ranks see it.
-    directory: Path
+    place: Place
     #: Rank 0's becomes the one that says what was saved.
     document: JsonObject = field(default_factory=dict)
     #: Those that weights have in the end, by those that they were written under; the same on all ranks once
     #: all is in its place.
     names: dict[str, str] = field(default_factory=dict)
 
+    @property
+    def directory(self) -> Path:
+        """What lies beside weights is written below it, by rank 0."""
+        return self.place.directory
+
     @contextmanager
     def written(self, world: World, name: str) -> Iterator[None]:
         """A phase in which a rank writes there; what the system answers is a WriteError on all."""
-        with world.phase(name), write_errors(self.directory.parents[1], "nothing was saved"):
+        with world.phase(name), write_errors(self.place.name, "nothing was saved"):
             yield
 
     def add_digests(self, digests: Mapping[str, str], folder: str = ".") -> None:
@@ -208,55 +179,52 @@ class Publication:
         self.document.setdefault("digests", {}).setdefault(folder, {}).update(digests)
 
 
-def agreed_place(path: str | os.PathLike[str], world: World, doing: str = "saving to") -> Path:
+def agreed_place(path: str | os.PathLike[str], world: World, doing: str = "saving to") -> Path | str:
     """The directory ``path`` as it is from everywhere, for the first rank's working directory; collective.
 
-    ``doing`` is what is done with it, in words. Inside a phase, as a rank may fail by itself. Raises
-    ConfigError where a rank means another one, before anything is made.
+    A URL stays one. ``doing`` is what is done with it, in words. Inside a phase, as a rank may fail by
+    itself. Raises ConfigError where a rank means another one, before anything is made.
     """
     given = os.fspath(path) if isinstance(path, str | os.PathLike) else ""
     if not given:
         raise ConfigError(f"{doing} {path!r}: pass the path of a directory")
-    return world.broadcast_object(lambda: expanded(given).absolute(), f"{doing} {given}")
+    found: Path | str = world.broadcast_object(lambda: located(given), f"{doing} {shown_url(given)}")
+    return found
 
 
 @contextmanager
 def publishing(
     path: str | os.PathLike[str], world: World, *, marker: str = MARKER, by_document: bool | None = None
 ) -> Iterator[Publication]:
-    """A directory within ``path`` in which all ranks write; at the end its files get their names; collective.
+    """A place within ``path`` to which all ranks write; at the end all gets its names; collective.
 
-    On leaving the ranks agree that all went well; then everything is synced (each rank has synced the files
-    that it wrote) and gets its names (``Staging``, which has ``marker`` and ``by_document``), before any rank
-    goes on. After an error on any rank all that was written is removed, and ``path`` is as before. Raises
-    WriteError, or what the body raised, on every rank.
+    ``path`` is a directory (``Staging``), or the URL of one in a store (``ObjectStaging``), which have
+    ``marker`` and ``by_document``. On leaving the ranks agree that all went well; then everything is synced
+    (each rank has synced the files that it wrote) and gets its names, before any rank goes on. After an error
+    on any rank all that was written is removed, and ``path`` is as before. Raises WriteError, or what the
+    body raised, on every rank.
     """
-    staging: Staging | None = None
+    place: Place | None = None
 
-    def begin() -> str:
-        nonlocal staging
-        staging = Staging(path, marker, by_document)
-        return str(staging.directory)
-
-    def complete() -> dict[str, str]:
-        assert staging is not None, "the first rank has it"
-        return staging.complete(publication.document)
+    def begin() -> tuple[str, Uploads | None]:
+        nonlocal place
+        place, found = begin_place(at, marker, by_document)
+        return found
 
     with world.phase("saving to a directory"):
-        path = agreed_place(path, world)
+        at = agreed_place(path, world)
         try:
-            directory = Path(world.broadcast_object(begin, "making a directory to save to"))
-            publication = Publication(directory)
+            found = world.broadcast_object(begin, "making a directory to save to")
+            place = joined_place(found) if place is None else place
+            publication = Publication(place)
             with publication.written(world, "writing the files"):
-                if not directory.is_dir():
-                    raise WriteError(
-                        f"{directory}: rank {world.rank} does not see the directory that rank 0 made; "
-                        "save to "
-                        "a file system that all ranks share"
-                    )
+                place.check_visible(world)
                 yield publication
-            publication.names.update(world.broadcast_object(complete, "giving the files their names"))
+            names = world.broadcast_object(
+                lambda: publication.place.complete(publication.document), "giving the files their names"
+            )
+            publication.names.update(names)
         except BaseException:
-            if staging is not None:
-                staging.discard()
+            if place is not None:
+                place.discard()
             raise

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from zerostart.checkpoint.paths import inside
 from zerostart.distributed.world import current_world
 from zerostart.engines import full_shape
 from zerostart.errors import ConfigError
@@ -36,9 +37,9 @@ AVERAGE = "ema"
 _FORMAT = "output.format"
 
 
-def step_folder(directory: Path, step: int) -> Path:
+def step_folder(directory: Path | str, step: int) -> Path | str:
     """Where in the output directory the export after ``step`` goes."""
-    return directory / EXPORTS / f"step-{step}"
+    return inside(directory, EXPORTS, f"step-{step}")
 
 
 def check_export(model: nn.Module, config: TrainConfig) -> None:
@@ -106,7 +107,7 @@ def _adapter_format(model: nn.Module, config: TrainConfig, step: int) -> Adapter
 
 
 def export_model(
-    model: nn.Module, task: Task, directory: Path, step: int = 0, ema: Ema | None = None
+    model: nn.Module, task: Task, directory: Path | str, step: int = 0, ema: Ema | None = None
 ) -> SaveReport:
     """Save ``model``, as loaded or as trained in ``step`` steps, with what ``task`` puts beside it.
 
@@ -114,22 +115,24 @@ def export_model(
     ``zerostart.save``. What an earlier run has saved in ``directory`` is replaced once the new is whole.
     """
     # The model before what completes the directory: an index that stands there names models that are whole.
-    report = _save(model, task, task.saved_in(directory), directory / AVERAGE, step, ema)
+    # Pipelines, which have their models in directories of their own, are saved to file systems alone.
+    model_in = task.saved_in(directory) if isinstance(directory, Path) else directory
+    report = _save(model, task, model_in, inside(directory, AVERAGE), step, ema)
     world = current_world()
     with world.phase("completing the output directory"):
-        if world.rank == 0:
+        if world.rank == 0 and isinstance(directory, Path):
             task.finish(directory)
     return report
 
 
-def export_step(model: nn.Module, task: Task, directory: Path, ema: Ema | None, step: int) -> None:
+def export_step(model: nn.Module, task: Task, directory: Path | str, ema: Ema | None, step: int) -> None:
     """Save what ``export_model`` saves into a folder of its own, after ``step`` steps; collective."""
     folder = step_folder(directory, step)
-    _save(model, task, folder, folder / AVERAGE, step, ema)
+    _save(model, task, folder, inside(folder, AVERAGE), step, ema)
 
 
 def _save(
-    model: nn.Module, task: Task, folder: Path, averaged: Path, step: int, ema: Ema | None
+    model: nn.Module, task: Task, folder: Path | str, averaged: Path | str, step: int, ema: Ema | None
 ) -> SaveReport:
     # Two saves one after the other, each collective: the average is a model of its own, with its own marker.
     report = save_model(model, folder, save_request(model, task.config, step, task.beside))

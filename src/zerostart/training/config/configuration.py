@@ -237,7 +237,7 @@ class OutputConfig(Section):
     path_keys: ClassVar[frozenset[str]] = frozenset({"directory"})
 
     directory: str
-    """The trained model, metrics.jsonl and checkpoints."""
+    """The trained model, metrics.jsonl and checkpoints; a directory, or a URL of a store."""
     max_shard_size: str = "5GB"
     """Most bytes of one file."""
     overwrite: bool = False

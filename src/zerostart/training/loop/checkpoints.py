@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from zerostart.checkpoint.paths import expanded
+from zerostart.checkpoint.formats.saved_state import open_saved_state
+from zerostart.checkpoint.paths import inside, located, parent_of
 from zerostart.distributed.world import World, current_world
 from zerostart.errors import ConfigError, WriteError
 from zerostart.live.training import StateTensor
@@ -23,7 +24,13 @@ from zerostart.state.resuming.save_state import write_state
 from zerostart.state.resuming.values import decoded
 from zerostart.training.config.configuration import CheckpointConfig, ResumeConfig
 from zerostart.training.loop.fingerprint import ACCEPTED, DATA, changes
-from zerostart.training.loop.output_directory import FOLDER, is_resumable, is_run_state, resumable_checkpoints
+from zerostart.training.loop.output_directory import (
+    RunPlace,
+    is_resumable,
+    is_run_state,
+    keep_logs,
+    resumable_checkpoints,
+)
 from zerostart.training.loop.session import Session, reschedule
 
 logger = logging.getLogger("zerostart")
@@ -46,20 +53,20 @@ class History:
         self.last_loss = loss
 
 
-def checkpoint_to_resume(resume: ResumeConfig | None, directory: Path, world: World) -> Path | None:
+def checkpoint_to_resume(resume: ResumeConfig | None, place: RunPlace, world: World) -> Path | str | None:
     """The checkpoint that the run resumes from, the same on every rank; None for a new run.
 
     Raises :class:`ConfigError` for a ``resume`` that is not a complete checkpoint.
     """
 
     # On rank 0 alone, whose answer all take: other machines may see other files, or later.
-    def find() -> Path | None:
+    def find() -> Path | str | None:
         if resume is None:
             return None
         if resume.path == "auto":
-            return next(reversed(resumable_checkpoints(directory)), None)
-        path = expanded(resume.path).absolute()
-        if path not in complete(path.parent):
+            return next(reversed(resumable_checkpoints(place)), None)
+        path = located(resume.path)
+        if path not in complete(parent_of(path)):
             raise ConfigError(
                 f"resume: {path} is not a complete checkpoint; write auto to resume from the newest "
                 "complete one"
@@ -75,21 +82,21 @@ class Checkpoints:
     def __init__(
         self,
         config: CheckpointConfig,
-        directory: Path,
+        place: RunPlace,
         session: Session,
         course: Mapping[str, Any],
         accept: Sequence[str] = (),
     ) -> None:
         """``course`` is what decides the course of the run; ``accept`` names what of it may have changed."""
         self._config = config
-        self._folder = directory / FOLDER
+        self._place = place
         self._session = session
         self._course = course
         self._accept = accept
         # The save under way or done last, to be waited for in the end; None before the first.
         self._last: Saving | None = None
-        self._newest: Path | None = None
-        self._older: Path | None = None  # than the newest, which may still be written
+        self._newest: Path | str | None = None
+        self._older: Path | str | None = None  # than the newest, which may still be written
 
     @property
     def recovery_hint(self) -> str:
@@ -136,7 +143,7 @@ class Checkpoints:
             "ema": None if self._session.ema is None else self._session.ema.updates,
         }
         # Eight digits, so that names sort as steps do.
-        path = self._folder / f"step-{history.steps:08d}"
+        path = inside(self._place.checkpoints, f"step-{history.steps:08d}")
         wait = not self._config.background
         if self._config.skip_unwritable:  # or this save would be given up for the failure of that before it
             before, self._newest = self._newest, self._older
@@ -161,7 +168,8 @@ class Checkpoints:
         # as are asked for until it is whole.
         with world.phase("removing older checkpoints"):
             if world.rank == 0:
-                prune(self._folder, self._config.keep, self._config.best, _how_good, is_resumable)
+                prune(self._place.checkpoints, self._config.keep, self._config.best, _how_good, is_resumable)
+                keep_logs(self._place)
 
     @contextmanager
     def skipped(self, what: str) -> Iterator[None]:
@@ -174,7 +182,7 @@ class Checkpoints:
             if current_world().rank == 0:
                 logger.warning("%s is skipped, and the run continues: %s", what, error)
 
-    def resume(self, path: Path) -> tuple[History, Iterator[dict[str, torch.Tensor]]]:
+    def resume(self, path: Path | str) -> tuple[History, Iterator[dict[str, torch.Tensor]]]:
         """Restore ``path``; gives what its run had seen, and the batches that come after; collective.
 
         Raises :class:`ConfigError` for the checkpoint of another run, saying in what it is another.
@@ -211,7 +219,7 @@ class Checkpoints:
         self._newest = path
         return History(extra["step"], first, last, dict(extra["held_out"])), batches
 
-    def _check_course(self, path: Path, before: Mapping[str, object]) -> None:
+    def _check_course(self, path: Path | str, before: Mapping[str, object]) -> None:
         # Keys that only one of the two has are no change: they came with another version.
         other = dict(changes(before, self._course))
         if DATA in other:
@@ -219,7 +227,7 @@ class Checkpoints:
             other[DATA] = f"it was trained on other data than {key} gives now (or another part is held out)"
         allowed = {key for word in self._accept for key in ACCEPTED[word]}
         if refused := [told for key, told in other.items() if key not in allowed]:
-            model = "" if self._session.adapted else f", with model.source={path / 'model'}"
+            model = "" if self._session.adapted else f", with model.source={inside(path, 'model')}"
             words = [word for word, keys in ACCEPTED.items() if (other.keys() - allowed) & keys]
             way = f"; resume.accept: [{', '.join(words)}] accepts the values of now" if words else ""
             raise ConfigError(
@@ -251,9 +259,9 @@ class Checkpoints:
             self._last.wait()
 
 
-def _extra(path: Path) -> Any:
+def _extra(path: Path | str) -> Any:
     """What ``save`` has put into a checkpoint, which has no tensors in it."""
-    extra = read_document(path)["extra"]
+    extra = open_saved_state(path, (), read_document)[0]["extra"]
     if not is_run_state(extra):
         raise ConfigError(f"resume: {path} was not saved by zerostart train; name a checkpoint that was")
     return decoded(extra, {})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import logging
 import math
@@ -11,6 +12,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +21,10 @@ from torch import nn
 
 from zerostart.checkpoint.manifest import MARKER as MODEL_MARKER
 from zerostart.checkpoint.manifest import is_inside, saved_at
-from zerostart.checkpoint.paths import expanded
+from zerostart.checkpoint.paths import expanded, inside, is_same, name_of, parent_of
 from zerostart.checkpoint.source import resolve_source
+from zerostart.checkpoint.storage import uploads_at
+from zerostart.checkpoint.storage.uploads import Uploads
 from zerostart.checkpoint.strict_json import MAX_DOCUMENT_BYTES, read_json
 from zerostart.checkpoint.write.folders import sync_directory, write_whole
 from zerostart.checkpoint.write.space import check_space, free_space
@@ -56,8 +60,24 @@ _LEFT = re.compile(r"\.step-\d{8}\.[0-9a-f]{12}\.saving")
 _STEP = re.compile(r"step-\d{8}")
 
 
+@dataclass(frozen=True)
+class RunPlace:
+    """Where a run writes: a directory of this machine, and the same or a URL for what it saves.
+
+    ``directory`` has its metrics, its page and its samples; ``saved`` the model, checkpoints and exports.
+    """
+
+    directory: Path
+    saved: Path | str
+
+    @property
+    def checkpoints(self) -> Path | str:
+        """Where its training checkpoints are."""
+        return inside(self.saved, FOLDER)
+
+
 @contextmanager
-def claim_output(config: TrainConfig, world: World) -> Iterator[Path]:
+def claim_output(config: TrainConfig, world: World) -> Iterator[RunPlace]:
     """The output directory, made if need be, and inside no other run's; collective.
 
     Raises, on every rank, ConfigError where something is in it that may not go, or the model that is trained
@@ -66,8 +86,11 @@ def claim_output(config: TrainConfig, world: World) -> Iterator[Path]:
     stack = contextlib.ExitStack()
 
     # On rank 0: one process has the lock, and the others wait for its answer.
-    def claim() -> Path:
-        directory = expanded(config.output.directory).absolute()
+    def claim() -> RunPlace:
+        given = config.output.directory
+        if (uploads := uploads_at(given)) is not None:
+            return claim_url(uploads)
+        directory = expanded(given).absolute()
         _check_outside(config, directory)
         try:
             directory.mkdir(parents=True, exist_ok=True)
@@ -83,19 +106,72 @@ def claim_output(config: TrainConfig, world: World) -> Iterator[Path]:
             _check_source(config.model.source, directory)
         refusal = f"another run is at work in output.directory {directory}: wait for its end, or name another"
         hold(stack, directory / _LOCK, refusal)
-        return directory
+        return RunPlace(directory, directory)
+
+    def claim_url(uploads: Uploads) -> RunPlace:
+        _check_url(config, uploads.url)
+        directory = _kept_here(uploads.url)
+        refusal = f"another run of this machine is at work in {uploads.url}: wait for its end"
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            hold(stack, directory / _LOCK, refusal)
+            auto = config.resume is not None and config.resume.path == "auto"
+            there = [name for name in uploads.folders() if not name.startswith(".")]
+            if not auto and (there or uploads.read(MODEL_MARKER) is not None):
+                raise ConfigError(
+                    f"output.directory {uploads.url} is not empty; name another, or continue its run with "
+                    "resume=auto"
+                )
+            # Of an earlier run of another machine; of this one they are as they were left.
+            known = uploads.read(METRICS) if auto and not (directory / METRICS).is_file() else None
+            if known is not None:
+                (directory / METRICS).write_bytes(known[0])
+        except OSError as error:
+            raise ConfigError(f"{directory}: {error.strerror}") from error
+        return RunPlace(directory, uploads.url)
 
     # The lock lasts for the body, and ends with rank 0's process where that is killed.
     with stack:
         yield world.broadcast_object(claim, "claiming the output directory")
 
 
-def check_room(config: TrainConfig, model: nn.Module, directory: Path) -> None:
+def _check_url(config: TrainConfig, url: str) -> None:
+    """Raise ConfigError for what is done with files of this machine alone."""
+    for key, given in (
+        ("overwrite", config.output.overwrite),
+        ("pipeline", config.output.pipeline),
+        ("push_to_hub", config.output.push_to_hub),
+    ):
+        if given:
+            raise ConfigError(
+                f"output.{key} is for a directory of a file system, and output.directory is {url}; leave it "
+                "out, or name a local directory"
+            )
+
+
+def _kept_here(url: str) -> Path:
+    """The directory of this machine with what a run that saves to a URL writes besides."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or expanded("~/.cache"))
+    return cache / "zerostart" / "runs" / f"{name_of(url)}-{hashlib.sha256(url.encode()).hexdigest()[:12]}"
+
+
+def keep_logs(place: RunPlace) -> None:
+    """Where a run saves to a URL, put its metrics and its page there; on one rank. Raises WriteError."""
+    uploads = uploads_at(place.saved)
+    for name in (METRICS, PAGE) if uploads is not None else ():
+        if uploads is not None and (place.directory / name).is_file():
+            uploads.put(name, (place.directory / name).read_bytes())
+
+
+def check_room(config: TrainConfig, model: nn.Module, place: RunPlace) -> None:
     """Look at the free space before a run: what it ends with, the trained model, has to find room.
 
     ``model`` is as it will be trained. Raises WriteError where it finds none, and warns where training
     checkpoints will not.
     """
+    if not isinstance(place.saved, Path):
+        return
+    directory = place.saved
     adapters = config.lora is not None and not config.output.merge
     alone = adapters or config.output.trainable_only or config.output.format == "diffsynth"
     saved = trained = state = 0
@@ -166,17 +242,20 @@ def _goes_on(config: TrainConfig, directory: Path) -> bool:
 
 
 @contextmanager
-def set_aside(directory: Path, resumed: Path | None, world: World) -> Iterator[None]:
+def set_aside(place: RunPlace, resumed: Path | str | None, world: World) -> Iterator[None]:
     """Make an earlier run's checkpoints unusable for resuming, in one step and before anything else.
 
     A note lists them; they are removed by ``remove_earlier_run``, and a run that fails before that takes the
     note back. Where the run resumes from one of them, ``resumed``, all stay. Collective. Raises WriteError.
     """
-    note, folder = directory / _NOTE, directory / FOLDER
+    directory = place.directory
+    note, folder = directory / _NOTE, place.checkpoints
 
     def write() -> tuple[bool, bytes | None]:
-        earlier = [] if _is_own(resumed, folder) else complete(folder, is_run_state)
-        there = {path.name: _saved(path) for path in earlier}
+        # Below a URL there are none but those of the run that goes on.
+        kept = _is_own(resumed, folder) or not isinstance(folder, Path)
+        earlier = [] if kept else complete(folder, is_run_state)
+        there = {path.name: _saved(path) for path in earlier if isinstance(path, Path)}
         if not there:
             return False, None
         try:
@@ -202,15 +281,19 @@ def set_aside(directory: Path, resumed: Path | None, world: World) -> Iterator[N
         raise
 
 
-def resumable_checkpoints(directory: Path) -> list[Path]:
-    """The checkpoints in a run's ``directory`` that can be resumed, the oldest first.
+def resumable_checkpoints(place: RunPlace) -> list[Path | str]:
+    """The checkpoints of a run that can be resumed, the oldest first.
 
     Those are not among them that a run has set aside which was killed before it removed them.
     """
     # By the time of saving, too: under the name of one that was set aside there may be a newer one.
-    aside = _noted(directory)
-    found = complete(directory / FOLDER, is_resumable)
-    return [path for path in found if path.name not in aside or aside[path.name] != _saved(path)]
+    aside = _noted(place.directory)
+    found = complete(place.checkpoints, is_resumable)
+    return [
+        path
+        for path in found
+        if not isinstance(path, Path) or path.name not in aside or aside[path.name] != _saved(path)
+    ]
 
 
 def _saved(path: Path) -> int:
@@ -246,14 +329,18 @@ def is_resumable(extra: Any) -> bool:
     return "finite" in extra or not isinstance(last, float) or math.isfinite(last)
 
 
-def remove_earlier_run(directory: Path, resumed: Path | None) -> None:
+def remove_earlier_run(place: RunPlace, resumed: Path | str | None) -> None:
     """Remove what would be taken for a part of the run that begins now, or resumes from ``resumed``.
 
     Of another run these are checkpoints, samples, exports and averages; of the same one, checkpoints after
     ``resumed``. Of all of them those files go that they name, and whatever else lies there stays. On one
     rank. Raises WriteError.
     """
-    folder = directory / FOLDER
+    directory, folder = place.directory, place.checkpoints
+    if not isinstance(folder, Path):
+        if resumed is not None and _is_own(resumed, folder):
+            _remove_later(folder, resumed)
+        return
     try:
         # In this order: what the note lists, then the note. A run that is killed in between leaves the note,
         # and with it the rest stays unusable.
@@ -264,10 +351,7 @@ def remove_earlier_run(directory: Path, resumed: Path | None) -> None:
                 shutil.rmtree(entry)
         (directory / _NOTE).unlink(missing_ok=True)
         if resumed is not None and _is_own(resumed, folder):
-            found = complete(folder, is_run_state)
-            # The newest first: a run that is killed here leaves a row of checkpoints without a gap.
-            for path in reversed(found[[one.name for one in found].index(resumed.name) + 1 :]):
-                remove(path, MARKER)
+            _remove_later(folder, resumed)
             return
         for entry in (directory / SAMPLES).glob("step-*"):
             if _STEP.fullmatch(entry.name):
@@ -280,14 +364,21 @@ def remove_earlier_run(directory: Path, resumed: Path | None) -> None:
         raise WriteError(f"{directory}: the files of an earlier run cannot be removed: {error}") from error
 
 
-def _remove_aside(path: Path, saved: int, resumed: Path | None) -> None:
+def _remove_later(folder: Path | str, resumed: Path | str) -> None:
+    found = complete(folder, is_run_state)
+    # The newest first: a run that is killed here leaves a row of checkpoints without a gap.
+    for path in reversed(found[[name_of(one) for one in found].index(name_of(resumed)) + 1 :]):
+        remove(path, MARKER)
+
+
+def _remove_aside(path: Path, saved: int, resumed: Path | str | None) -> None:
     """Remove a checkpoint that was set aside, if it is still the one that was ``saved`` then."""
-    if resumed is not None and path.exists() and path.samefile(resumed):
+    if isinstance(resumed, Path) and path.exists() and path.samefile(resumed):
         return
     with contextlib.suppress(CheckpointError, ReadError, VerifyError):  # damaged: what is of it is not known
         if (path / MARKER).is_file() and _saved(path) == saved:
             remove(path, MARKER)
 
 
-def _is_own(resumed: Path | None, folder: Path) -> bool:
-    return resumed is not None and os.path.realpath(resumed.parent) == os.path.realpath(folder)
+def _is_own(resumed: Path | str | None, folder: Path | str) -> bool:
+    return resumed is not None and is_same(parent_of(resumed), folder)

@@ -36,8 +36,10 @@ from zerostart.training.loop.fingerprint import fingerprint_of, read_inputs
 from zerostart.training.loop.optimizers import check_optimizer
 from zerostart.training.loop.output_directory import (
     METRICS,
+    RunPlace,
     check_room,
     claim_output,
+    keep_logs,
     remove_earlier_run,
     resumable_checkpoints,
     set_aside,
@@ -95,13 +97,19 @@ def train(config: TrainConfig) -> TrainResult:
                 config.output.push_to_hub, config.output.hub_private
             )  # a mistake is told now, and not after the run
     # Claimed before a checkpoint is looked for: until then another run may be writing or removing here.
-    with claim_output(config, world) as directory:
-        resumed = checkpoint_to_resume(config.resume, directory, world)
-        with set_aside(directory, resumed, world):
-            return _train(config, directory, resumed, world)
+    with claim_output(config, world) as place:
+        resumed = checkpoint_to_resume(config.resume, place, world)
+        with world.phase("making the directory of the run"):
+            # Of a run that saves to a URL each machine has its own.
+            place.directory.mkdir(parents=True, exist_ok=True)
+        # What others find by the configuration are files of this machine.
+        output = config.output.model_copy(update={"directory": str(place.directory)})
+        with set_aside(place, resumed, world):
+            return _train(config.model_copy(update={"output": output}), place, resumed, world)
 
 
-def _train(config: TrainConfig, directory: Path, resumed: Path | None, world: World) -> TrainResult:
+def _train(config: TrainConfig, place: RunPlace, resumed: Path | str | None, world: World) -> TrainResult:
+    directory = place.directory
     # Data before the model: a mistake in them is told before minutes of loading. Files of an earlier run stay
     # until ``remove_earlier_run``, in the loop; a run that fails by then has cost nobody anything.
     inputs = read_inputs(config, world)
@@ -150,23 +158,23 @@ def _train(config: TrainConfig, directory: Path, resumed: Path | None, world: Wo
         check_export(model, config)
         with world.phase("looking at the free space"):
             if world.rank == 0:
-                check_room(config, model, directory)
+                check_room(config, model, place)
         # The engine wraps the model and makes its optimizer; then the course is known, and compared with that
         # of the checkpoint; and only after that anything of an earlier run is removed.
         session = open_session(config, model, task, inputs.items)
         course = fingerprint_of(config, model, inputs.items.digest(), world)
         accepted = [] if config.resume is None else config.resume.accept
-        checkpoints = Checkpoints(config.checkpoint, directory, session, course, accepted)
-        exports = functools.partial(export_step, model, task, directory, session.ema)
+        checkpoints = Checkpoints(config.checkpoint, place, session, course, accepted)
+        exports = functools.partial(export_step, model, task, place.saved, session.ema)
         run = _Run(config, session, inputs.held_out, display, stop, checkpoints, exports, sampler)
-        with unreported(), _peers_named(directory), checkpoints.ended():
-            run.to_the_end(resumed, directory)
+        with unreported(), _peers_named(place), checkpoints.ended():
+            run.to_the_end(resumed, place)
             # Inside, so that when this raises, a checkpoint that is still being written is waited for: it is
             # what the error names.
             run.check_finite()
         display.say("saving the model")
-        result = run.result(directory)
-        export_model(model, task, directory, result.steps, session.ema)
+        result = run.result(place)
+        export_model(model, task, place.saved, result.steps, session.ema)
         run.divergence.check_end(result.directory)
         display.say(str(result))
         if (repository := config.output.push_to_hub) is not None:
@@ -175,6 +183,9 @@ def _train(config: TrainConfig, directory: Path, resumed: Path | None, world: Wo
             pushed = push(directory, repository, root, facts, world, config.output.hub_private)
             display.say(f"pushed to {pushed}")
     session.end()
+    with world.phase("keeping the metrics"):
+        if world.rank == 0:
+            keep_logs(place)
     return result
 
 
@@ -238,7 +249,7 @@ def _arguments(config: TrainConfig) -> dict[str, Any]:
 
 
 @contextmanager
-def _peers_named(directory: Path) -> Iterator[None]:
+def _peers_named(place: RunPlace) -> Iterator[None]:
     """Turn what a collective raises when another rank has gone into an error that says so."""
     try:
         yield
@@ -247,13 +258,13 @@ def _peers_named(directory: Path) -> Iterator[None]:
         if isinstance(error, torch.distributed.DistBackendError) or "gloo/" in str(error):
             raise PeerError(
                 "another rank died or stopped answering during training; its own output, or the "
-                f"system log if memory ran out, says why. {_saved_in(directory)}"
+                f"system log if memory ran out, says why. {_saved_in(place)}"
             ) from error
         raise
 
 
-def _saved_in(directory: Path) -> str:
-    found = resumable_checkpoints(directory)
+def _saved_in(place: RunPlace) -> str:
+    found = resumable_checkpoints(place)
     return f"The last checkpoint is {found[-1]}: continue with resume=auto" if found else "Nothing was saved"
 
 
@@ -288,7 +299,7 @@ class _Run:
         self._failures = Failures(current_world(), session.sum_over_ranks)
         self.divergence = Divergence(config.train.patience_nonfinite, current_world())
 
-    def to_the_end(self, resumed: Path | None, directory: Path) -> None:
+    def to_the_end(self, resumed: Path | str | None, place: RunPlace) -> None:
         """All steps from the checkpoint ``resumed`` on, or as many as there are before a wish to stop."""
         from accelerate.utils import set_seed
 
@@ -299,7 +310,7 @@ class _Run:
         self._session.model.train()
         if resumed is None:
             with self._failures.deferred():
-                self._begin(directory, None)
+                self._begin(place, None)
             self._evaluate(0)
             self._draw(0)
             batches = self._session.batches()
@@ -310,7 +321,7 @@ class _Run:
                     f"resume: {resumed} has weights that are not finite; name an earlier checkpoint"
                 )
             with self._failures.deferred():
-                self._begin(directory, resumed)
+                self._begin(place, resumed)
             self._display.say(f"resuming after step {self._history.steps}, from {resumed}")
         self._display.start()
         # After each step in this order: evaluate, draw samples, save. So a checkpoint has the held-out loss
@@ -362,10 +373,10 @@ class _Run:
                 f"{self._checkpoints.recovery_hint}"
             )
 
-    def _begin(self, directory: Path, resumed: Path | None) -> None:
+    def _begin(self, place: RunPlace, resumed: Path | str | None) -> None:
         """Have nothing in the output directory that is not of this run, nor of steps that are done again."""
         if self._session.accelerator.is_main_process:
-            remove_earlier_run(directory, resumed)
+            remove_earlier_run(place, resumed)
         self._display.begin(self._history.steps)
 
     def _step(self, step: int, source: Iterator[Batch]) -> None:
@@ -464,10 +475,10 @@ class _Run:
                 self._display.say(f"samples after step {step}: {folder}")
             self._display.start()
 
-    def result(self, directory: Path) -> TrainResult:
+    def result(self, place: RunPlace) -> TrainResult:
         """The figures of the run."""
         return TrainResult(
-            str(directory),
+            str(place.saved),
             self._history.steps,
             self._stopped,
             self._history.first_loss,

@@ -120,12 +120,15 @@ class WritePlan:
 
 
 def plan_writes(
-    layout: SaveLayout, outgoing: Iterable[tuple[Recipe, Layout, Origin]], chunk_size: int
+    layout: SaveLayout,
+    outgoing: Iterable[tuple[Recipe, Layout, Origin]],
+    chunk_size: int,
+    page: int = PAGE,
 ) -> WritePlan:
     """What a rank writes that holds, of the targets of recipes, what the layouts say.
 
     The sources of the recipes are tensors of ``layout``, whose dtypes the elements take. No write is longer
-    than ``chunk_size`` bytes.
+    than ``chunk_size`` bytes; where ``page`` is as many, none crosses a multiple of it in its file.
     """
     origins: list[Origin] = []
     windows: dict[tuple[str, int], list[Part]] = {}
@@ -141,7 +144,7 @@ def plan_writes(
                 # Windows are counted from the beginning of the page in which the tensor begins: from the
                 # second window on each begins with a page, and direct writes need no piece of a neighbour's
                 # page.
-                leads[name] = layout.tensors[name].offset % PAGE // kinds[name].itemsize
+                leads[name] = layout.tensors[name].offset % page // kinds[name].itemsize
             dtype = kinds[name]
             size = max(1, chunk_size // dtype.itemsize)
             direct = origin.direct and origin.dtype == dtype

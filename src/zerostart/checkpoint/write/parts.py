@@ -1,0 +1,189 @@
+"""Files that are uploaded part by part, several at once, out of a few buffers."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from zerostart.checkpoint.storage.obstore_uploads import Pieces
+from zerostart.checkpoint.storage.uploads import Uploads, parts_of
+from zerostart.checkpoint.write.shards import SaveLayout
+from zerostart.errors import CheckpointError, WriteError
+
+#: By number of the file and of its part what the store has answered.
+Receipts = dict[tuple[int, int], str]
+
+
+@dataclass(frozen=True)
+class Uploading:
+    """A file of a layout that is being uploaded: its name there, and what its upload is called."""
+
+    name: str
+    upload: str
+
+
+class PartUploader:
+    """Uploads parts of ``files``, ``depth`` at once; one process has it, and one thread fills its buffers."""
+
+    def __init__(self, uploads: Uploads, files: Sequence[Uploading], part: int, depth: int) -> None:
+        self._uploads, self._files = uploads, files
+        self._room = [part] * depth
+        self._free: queue.Queue[bytearray] = queue.Queue()
+        self._pool = ThreadPoolExecutor(depth, thread_name_prefix="zerostart-upload")
+        self._under_way: list[Future[None]] = []
+        self._streams: dict[int, Pieces] = {}
+        self._receipts: Receipts = {}
+        self._failed: list[BaseException] = []
+        self._over = threading.Event()
+
+    def buffer(self) -> bytearray:
+        """Room for a part, as soon as an earlier one has been uploaded; raises what an upload failed with."""
+        self._check()
+        if self._free.empty() and self._room:
+            return bytearray(self._room.pop())  # made when it is needed: a small share needs one
+        while True:
+            try:
+                found = self._free.get(timeout=0.5)
+            except queue.Empty:
+                self._check()
+                continue
+            self._check()
+            return found
+
+    def put(self, file: int, number: int, buffer: bytearray, length: int) -> None:
+        """Upload the first ``length`` bytes of a buffer as a part of a file; the buffer is given back."""
+        data = buffer if length == len(buffer) else bytes(memoryview(buffer)[:length])
+        if self._uploads.shared:
+            self._start(lambda: self._upload(file, number, data), buffer)
+            return
+        # In the order of the parts, which all are this process's own.
+        if file not in self._streams:
+            self._streams[file] = pieces = Pieces(1)
+            self._start(lambda: self._stream(file, pieces))
+        self._streams[file].give(bytes(data))
+        self._free.put(buffer)
+
+    def end(self, file: int) -> None:
+        """Of a store that takes streams: there are no more parts of a file."""
+        if file in self._streams:
+            self._streams[file].give(None)
+
+    def close(self) -> Receipts:
+        """Wait until all is uploaded, and give the receipts; raises what an upload failed with."""
+        for future in self._under_way:
+            future.result()
+        self._check()
+        self._pool.shutdown()
+        return self._receipts
+
+    def abandon(self) -> None:
+        """Wait for the requests under way, and make no others; may be called after ``close``."""
+        self._over.set()
+        for pieces in self._streams.values():
+            pieces.give(WriteError("the save was given up"))
+        self._pool.shutdown(cancel_futures=True)
+
+    def _check(self) -> None:
+        if self._failed:
+            raise self._failed[0]
+
+    def _start(self, work: Callable[[], None], buffer: bytearray | None = None) -> None:
+        def run() -> None:
+            try:
+                if not self._over.is_set():
+                    work()
+            except BaseException as error:
+                self._failed.append(error)
+            finally:
+                if buffer is not None:
+                    self._free.put(buffer)
+
+        self._under_way = [future for future in self._under_way if not future.done()]
+        self._under_way.append(self._pool.submit(run))
+
+    def _upload(self, file: int, number: int, data: bytes | bytearray) -> None:
+        of = self._files[file]
+        self._receipts[file, number] = self._uploads.part(of.name, of.upload, number, data)
+
+    def _stream(self, file: int, pieces: Pieces) -> None:
+        try:
+            self._uploads.stream(self._files[file].name, pieces)
+        finally:
+            pieces.end()
+
+
+class SequentialUpload:
+    """Uploads the files of a layout from one process, which gives their bytes in the order of the files.
+
+    ``write`` is that of ``CheckpointWriter``. The uploads are complete when the block ends well.
+    """
+
+    def __init__(
+        self, uploads: Uploads, files: Sequence[Uploading], layout: SaveLayout, part: int, depth: int
+    ) -> None:
+        self._uploader = PartUploader(uploads, files, part, depth)
+        self._layout, self._part = layout, part
+        self._at = (0, 0)
+        self._buffer: bytearray | None = None
+        self.receipts: Receipts = {}
+
+    @contextmanager
+    def writing(self) -> Iterator[SequentialUpload]:
+        """Upload what is written in the block."""
+        try:
+            self._put(memoryview(self._layout.files[0].header))
+            yield self
+            self._next_file(len(self._layout.files))
+            self.receipts = self._uploader.close()
+        finally:
+            self._uploader.abandon()
+
+    def write(self, name: str, data: bytes | bytearray | memoryview, offset: int = 0) -> None:
+        """Write what follows what was written before: ``data`` at byte ``offset`` of tensor ``name``.
+
+        Raises CheckpointError for bytes that follow nothing, and WriteError.
+        """
+        entry = self._layout.tensors[name]
+        self._next_file(entry.file)
+        if self._at != (entry.file, entry.offset + offset):
+            raise CheckpointError(
+                f"byte {offset} of tensor {name!r} was given out of order; this is a bug in zerostart"
+            )
+        self._put(memoryview(data).cast("B") if memoryview(data).nbytes else memoryview(b""))
+
+    def _next_file(self, file: int) -> None:
+        while self._at[0] < file:
+            number, at = self._at
+            if at != self._layout.files[number].size:
+                raise CheckpointError(
+                    f"{self._layout.files[number].name} was left at byte {at}; this is a bug in zerostart"
+                )
+            self._uploader.end(number)
+            self._at = (number + 1, 0)
+            if number + 1 < len(self._layout.files):
+                self._put(memoryview(self._layout.files[number + 1].header))
+
+    def _put(self, data: memoryview) -> None:
+        file, at = self._at
+        size = self._layout.files[file].size
+        while data.nbytes:
+            if self._buffer is None:
+                self._buffer = self._uploader.buffer()
+            begin = at % self._part
+            count = min(data.nbytes, self._part - begin)
+            self._buffer[begin : begin + count] = data[:count]
+            data, at = data[count:], at + count
+            if at % self._part == 0 or at == size:
+                number = (at - 1) // self._part
+                self._uploader.put(file, number, self._buffer, at - number * self._part)
+                self._buffer = None
+        self._at = (file, at)
+
+
+def numbers_of(size: int, part: int) -> int:
+    """How many parts a file of ``size`` bytes has."""
+    return len(list(parts_of(size, part)))

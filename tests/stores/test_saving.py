@@ -1,0 +1,420 @@
+"""Saves to a store are what saves to a directory are: whole or not at all, whatever fails on the way."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import zerostart
+from tests.ranks import run_ranks
+from tests.stores import proxy, servers
+from tests.training.conftest import tokenizer_path as tokenizer_path
+from tests.training.loop.test_resumed_runs import going_on, interrupted
+from tests.training.loop.test_run import losses, run
+from tests.training.loop.test_run import values as values
+from zerostart.checkpoint.source import open_catalog
+from zerostart.checkpoint.storage import uploads_at
+from zerostart.checkpoint.verifying import file_digests
+from zerostart.errors import CheckpointNotFoundError, ConfigError, WriteError
+
+PLACE = f"s3://{servers.BUCKET}/run"
+pytestmark = pytest.mark.skipif(not servers.has("weed"), reason="SeaweedFS is not installed")
+
+
+@pytest.fixture(scope="module")
+def endpoint() -> Iterator[str]:
+    with servers.s3("weed") as found:
+        yield found
+
+
+@pytest.fixture(autouse=True)
+def surroundings(
+    endpoint: str, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+    for name, value in servers.environment(endpoint).items():
+        monkeypatch.setenv(name, value)
+    bucket = servers.store(endpoint)
+    for batch in bucket.list("run"):
+        for one in batch:
+            bucket.delete(one["path"])
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Two models of transformers of one architecture, of some 40 MB: several parts of 8 MiB."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("models")
+    sizes = {"vocab_size": 4000, "hidden_size": 512, "intermediate_size": 1500, "num_key_value_heads": 2}
+    config = LlamaConfig(**sizes, num_hidden_layers=2, num_attention_heads=4)
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(config)
+        model.save_pretrained(folder / str(seed), max_shard_size="20MB")
+        (folder / str(seed) / "tokenizer.json").write_text("{}")
+    return [str(folder / "1"), str(folder / "2")]
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Two models of some 2 MB, for saves by the dozen."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("small")
+    sizes = {"vocab_size": 500, "hidden_size": 128, "intermediate_size": 256, "num_key_value_heads": 2}
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        config = LlamaConfig(**sizes, num_hidden_layers=2, num_attention_heads=4)
+        LlamaForCausalLM(config).save_pretrained(folder / str(seed))
+    return [str(folder / "1"), str(folder / "2")]
+
+
+def on(function: Callable[..., Any], ranks: int, *arguments: Any) -> list[Any]:
+    """Call ``function`` on ranks, with the surroundings of this moment: they are of a server's that began."""
+    own = {name: value for name, value in os.environ.items() if name.startswith(("AWS_", "XDG_"))}
+    return run_ranks(surrounded, ranks, own, function, *arguments, timeout=280)
+
+
+def surrounded(own: dict[str, str], function: Callable[..., Any], *arguments: Any) -> Any:
+    os.environ.update(own)
+    return function(*arguments)
+
+
+def names(place: str = PLACE) -> dict[str, int]:
+    uploads = uploads_at(place)
+    assert uploads is not None
+    return {name: one.size for name, one in uploads.listed().items()}
+
+
+def left_over(place: str = PLACE) -> list[str]:
+    """What is in a place and belongs to nothing that is saved there."""
+    uploads = uploads_at(place)
+    assert uploads is not None
+    found = uploads.listed()
+    named = {"zerostart.json", "state.json"} & found.keys()
+    listed = set(named)
+    for marker in named:
+        listed |= set(json.loads((uploads.read(marker) or (b"", ""))[0])["files"])
+    return sorted(found.keys() - listed) + [one.name for one in uploads.unfinished()]
+
+
+def files_digests(source: str) -> dict[str, str]:
+    return file_digests(open_catalog(source))
+
+
+def sharded(source: str, place: str) -> None:
+    zerostart.save(zerostart.load(source, engine="fsdp2", progress=False), place, max_shard_size="20MB")
+
+
+def again(first: str, second: str, place: str, local: str) -> None:
+    """Save one model over another: in shards, in a single file, in shards, and of fp16."""
+    models = [zerostart.load(one, engine="fsdp2", progress=False) for one in (first, second)]
+    rank = torch.distributed.get_rank()
+    for number, (model, how) in enumerate(
+        (
+            (models[0], {"max_shard_size": "20MB"}),
+            (models[1], {"max_shard_size": "20MB"}),
+            (models[0], {"max_shard_size": "5GB"}),
+            (models[1], {"max_shard_size": "20MB", "memory_limit": 64 << 20}),
+            (models[0], {"dtype": torch.float16}),
+        )
+    ):
+        for path in (place, f"{local}/{number}"):
+            report = zerostart.save(model, path, **how)  # type: ignore[arg-type]
+        if rank == 0:
+            # Each step is what the same save to a directory is, bit for bit.
+            assert files_digests(place) == files_digests(f"{local}/{number}")
+            assert zerostart.verify(place).tensors == zerostart.verify(f"{local}/{number}").tensors
+            assert left_over(place) == []
+            assert set(report.files) <= names(place).keys() | {f.name for f in Path(local).rglob("*")}
+        torch.distributed.barrier()
+
+
+def test_a_save_over_another_is_what_a_local_one_is(models: list[str], tmp_path: Path) -> None:
+    on(again, 2, *models, PLACE, str(tmp_path))
+    # And it loads, with its configuration and tokenizer, on another number of ranks.
+    found = on(loaded, 1, PLACE)[0]
+    assert found == on(loaded, 1, f"{tmp_path}/4")[0]
+    assert {"config.json", "tokenizer.json", "model.safetensors"} <= names().keys()
+    with pytest.raises(ConfigError, match="nothing saves to https://"):
+        uploads_at("https://example.org/model")
+
+
+def loaded(source: str) -> dict[str, str]:
+    return zerostart.digest(zerostart.load(source, engine="fsdp2", progress=False))
+
+
+def trained(source: str, place: str, wait: bool) -> list[Any]:
+    """Save states to a place, go back to the first, and compare; the directory is the oracle."""
+    from zerostart.state.resuming.retention import complete, prune
+
+    model = zerostart.load(source, engine="fsdp2", progress=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    tokens = torch.arange(16).reshape(1, 16)
+
+    def step() -> float:
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(loss)
+
+    step()
+    digests = zerostart.digest(model)
+    for number in (1, 2, 3):
+        zerostart.save_state(f"{place}/step-{number}", model, optimizer, {"step": number}, wait=wait).wait()
+    expected = [step(), step()]
+    assert zerostart.load_state(f"{place}/step-2", model, optimizer) == {"step": 2}
+    assert zerostart.digest(model) == digests
+    assert [step(), step()] == expected
+    # Over the one that is there.
+    zerostart.save_state(f"{place}/step-3", model, optimizer, {"step": 5}, wait=wait).wait()
+    found: list[Any] = [zerostart.digest(model)]
+    if torch.distributed.get_rank() == 0:
+        assert len(complete(place)) == 3
+        removed = prune(place, 2)
+        assert [str(path) for path in removed] == [f"{place}/step-1"]
+        found.append(zerostart.verify(f"{place}/step-3").tensors)
+    torch.distributed.barrier()
+    assert zerostart.diff(model, f"{place}/step-3").same
+    return found
+
+
+def test_training_states(models: list[str], tmp_path: Path) -> None:
+    found = on(trained, 2, models[0], f"{PLACE}/states", False)[0]
+    # The model of a state is a directory by itself, and the state is a source of it as well.
+    assert (
+        files_digests(f"{PLACE}/states/step-3/model") == found[0] == files_digests(f"{PLACE}/states/step-3")
+    )
+    difference = zerostart.diff(f"{PLACE}/states/step-2", f"{PLACE}/states/step-3")
+    assert difference.differing
+    assert not difference.only_a
+    for number in (2, 3):
+        assert left_over(f"{PLACE}/states/step-{number}") == []
+    assert not any(name.startswith("states/step-1/") for name in names())
+    with pytest.raises(CheckpointNotFoundError):
+        zerostart.load_state(f"{PLACE}/states/step-1", torch.nn.Linear(1, 1))
+    # From files to files, and from a run's URL to a directory.
+    from zerostart.state.saving.export import export
+
+    done = export(f"{PLACE}/states", f"{PLACE}/exported", dtype=torch.bfloat16, max_shard_size="10MB")
+    assert len(done.files) > 1
+    local = export(f"{PLACE}/states/step-3", tmp_path / "local", dtype=torch.bfloat16)
+    assert files_digests(f"{PLACE}/exported") == files_digests(str(local.path))
+    assert left_over(f"{PLACE}/exported") == []
+
+
+@contextlib.contextmanager
+def disturbed(endpoint: str, fault: Callable[[str, str, int], proxy.Fault]) -> Iterator[proxy.Proxy]:
+    with (
+        proxy.before(proxy.Proxy(endpoint, fault=fault)) as line,
+        servers.environed(servers.environment(line.address)),
+    ):
+        yield line
+
+
+def test_faults_are_lived_with(endpoint: str, models: list[str]) -> None:
+    """Requests that are refused, that break off, and whose answers are lost: each is tried again."""
+
+    def fault(method: str, path: str, number: int) -> proxy.Fault:
+        if number % 7 == 3:
+            return (503, "lost", "cut" if method == "PUT" else 500)[number // 7 % 3]
+        return None
+
+    with disturbed(endpoint, fault) as line:
+        on(sharded, 2, models[0], PLACE)
+        assert len(line.asked) > 30
+    assert files_digests(PLACE) == files_digests(models[0])
+    assert zerostart.verify(PLACE).tensors == len(files_digests(models[0]))
+    assert left_over() == []
+
+
+def refused(source: str, place: str) -> list[str]:
+    """What each rank raises where the store takes no parts from the second rank."""
+    model = zerostart.load(source, engine="fsdp2", progress=False)
+    zerostart.save(model, place, max_shard_size="20MB")
+    if torch.distributed.get_rank() == 1:
+        os.environ["AWS_ENDPOINT_URL"] = "http://127.0.0.1:9"
+        from zerostart.checkpoint.storage import s3_uploads
+
+        s3_uploads.ATTEMPTS = 1
+    with pytest.raises(WriteError) as raised:
+        zerostart.save(model, place, max_shard_size="20MB")
+    return [str(raised.value)]
+
+
+def test_one_error_on_all_ranks_and_nothing_left(models: list[str]) -> None:
+    found = on(refused, 2, models[0], PLACE)
+    assert found[0] == found[1]
+    assert "uploading part" in found[0][0]
+    assert files_digests(PLACE) == files_digests(models[0])
+    assert left_over() == []
+
+
+def test_only_its_own_objects(models: list[str], endpoint: str) -> None:
+    """Objects that somebody else has put there stay, and a newer one under the name of the switch counts."""
+    from zerostart.state.saving.export import export
+
+    bucket = servers.store(endpoint)
+    bucket.put("run/README.md", b"mine")
+    bucket.put("run/data/model.bin", b"mine too")
+    export(models[0], PLACE)
+    export(models[1], PLACE, max_shard_size="20MB")
+    assert bytes(bucket.get("run/README.md").bytes()) == b"mine"
+    assert left_over() == ["README.md", "data/model.bin"]
+    assert files_digests(PLACE) == files_digests(models[1])
+
+    def fault(method: str, path: str, number: int) -> proxy.Fault:
+        if method == "PUT" and path.endswith("model.safetensors.index.json"):
+            bucket.put("run/model.safetensors.index.json", b"{}")
+        return None
+
+    with disturbed(endpoint, fault), pytest.raises(WriteError, match="somebody else saves"):
+        export(models[0], PLACE, max_shard_size="10MB")
+    assert bytes(bucket.get("run/model.safetensors.index.json").bytes()) == b"{}"
+
+
+def test_a_store_without_parts_for_several_processes(
+    models: list[str], endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By obstore, as for gs:// and az://: each object is streamed by one rank, in bounded memory."""
+    found = on(streamed, 2, *models, PLACE)
+    assert found == [files_digests(models[0])] * 2
+    assert left_over() == []
+
+
+def streamed(first: str, second: str, place: str) -> dict[str, str]:
+    import functools
+
+    from zerostart.checkpoint.storage import by_obstore
+    from zerostart.checkpoint.storage.obstore_uploads import ObstoreUploads
+
+    root = f"s3://{servers.BUCKET}/"
+
+    def uploads(url: str) -> ObstoreUploads:
+        return ObstoreUploads(url, root=root, reach=functools.partial(by_obstore.writable, root))
+
+    by_obstore.ObstoreFiles.uploads = uploads  # type: ignore[method-assign, assignment]
+    one, other = (zerostart.load(source, engine="fsdp2", progress=False) for source in (first, second))
+    for model, size in ((other, "20MB"), (one, "20MB"), (other, "5GB"), (one, "5GB")):
+        zerostart.save(model, place, max_shard_size=size)
+    return zerostart.digest(zerostart.load(place, engine="fsdp2", progress=False))
+
+
+KILLED = """
+import os, sys
+import torch
+torch.set_num_threads(1)
+import zerostart
+from zerostart.state.saving.export import export
+import botocore.session, transformers
+kind, first, second, place = sys.argv[1:5]
+model, other = (zerostart.load(one, engine="fsdp2", progress=False) for one in (first, second))
+shard = "1MB" if kind == "shards" else "5GB"
+for line in sys.stdin:
+    endpoint, which = line.split()
+    child = os.fork()
+    if child == 0:
+        os.environ["AWS_ENDPOINT_URL"] = endpoint
+        code = 1
+        try:
+            chosen = (model, other)[int(which)]
+            if kind == "state":
+                zerostart.save_state(place, chosen, extra=which)
+            else:
+                zerostart.save(chosen, place, max_shard_size=shard)
+            code = 0
+        finally:
+            os._exit(code)
+    print(child, flush=True)
+    print(os.waitpid(child, 0)[1], flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("kind", ["shards", "single", "state"])
+def test_killed_at_every_request_in_turn(kind: str, endpoint: str, small: list[str]) -> None:
+    """The old checkpoint is whole, or the new one, and the next save leaves nothing of the killed one."""
+    place = f"{PLACE}/{kind}"
+    old, new = (files_digests(model) for model in small)
+    with subprocess.Popen(
+        [sys.executable, "-c", KILLED, kind, *small, place],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+
+        def save(through: str, which: int) -> tuple[int, Callable[[], int]]:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            process.stdin.write(f"{through} {which}\n")
+            process.stdin.flush()
+            return int(process.stdout.readline()), lambda: int(process.stdout.readline())  # type: ignore[union-attr]
+
+        assert save(endpoint, 0)[1]() == 0
+        at, done = 0, False
+        seen = set()
+        while not done:
+            pid: list[int] = []
+
+            def fault(method: str, path: str, number: int, at: int = at, pid: list[int] = pid) -> proxy.Fault:
+                if number < at:
+                    return None
+                if number == at and pid:
+                    os.kill(pid[0], signal.SIGKILL)
+                return "dead"
+
+            with proxy.before(proxy.Proxy(endpoint, 0.0, 0.0, fault)) as line:
+                line.latency = 0.02  # so that the id of the process is known before its first request
+                child, wait = save(line.address, 1)
+                pid.append(child)
+                done = wait() == 0
+            now = files_digests(place)
+            assert now in (old, new), at
+            seen.add(now == new)
+            # Whoever saves next, on this machine, finds what is left.
+            assert save(endpoint, 0)[1]() == 0, at
+            assert files_digests(place) == old
+            assert left_over(place) == [], at
+            zerostart.verify(place)
+            at += 1
+        process.stdin.close()
+    assert seen == {True, False}
+    assert at > 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_run_saves_to_a_url_and_goes_on_from_there(
+    ranks: int, checkpoints: Any, values: Any, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """On another machine, which has nothing of the run: its losses are those of a run that never stopped."""
+    path, options = checkpoints("qwen3"), {"steps": 6}
+    straight = on(run, ranks, values(path, "fsdp2", "straight", **options))[0]
+    given = going_on(values(path, "fsdp2", **options), background=True)
+    given["output"] = {"directory": PLACE}
+    on(interrupted, ranks, given, 4)
+    with servers.environed({"XDG_CACHE_HOME": str(tmp_path_factory.mktemp("elsewhere"))}):
+        resumed = on(run, ranks, given)[0]
+    assert resumed.directory == PLACE
+    told = (uploads_at(PLACE).read("metrics.jsonl") or (b"", ""))[0]  # type: ignore[union-attr]
+    found = [json.loads(line) for line in told.decode().splitlines()]
+    assert [entry["loss"] for entry in found if "loss" in entry] == losses(straight)
+    assert files_digests(PLACE) == files_digests(straight.directory)
+    assert "checkpoints/step-00000006/state.json" in names()
+    with pytest.raises(ConfigError, match="is not empty"):
+        run({**given, "resume": None})
+    with pytest.raises(ConfigError, match=r"output.overwrite is for a directory of a file system"):
+        run({**given, "output": {"directory": PLACE, "overwrite": True}})
