@@ -70,13 +70,11 @@ def open_catalog(source: str | os.PathLike[str] | Files, classes: Collection[str
     """
     # A registered storage first: its URLs would be paths that do not exist.
     if (storage := storage_at(source)) is not None:
-<<<<<<< HEAD
-        return open_catalog(storage.instead, classes) if storage.instead else storage_catalog(storage)
-=======
+        if storage.instead:
+            return open_catalog(storage.instead, classes)
         if is_stored_state(storage) and not {*STANDARD_NAMES} & {*storage.names()}:
             return open_catalog(f"{os.fspath(str(source)).rstrip('/')}/{MODEL_FOLDER}", classes)
         return storage_catalog(storage)
->>>>>>> main
     if isinstance(source, Files):
         return replace(catalog_of(Path(), [Path(path) for path in source.paths]), root="")
     return catalog_at(resolve_source(source), classes)
