@@ -172,7 +172,10 @@ class PeerFiles(Storage):
         )
         if fallback:
             weights = made.named([WEIGHTS])
-            ((entries, _, _),) = read_files(weights.files, (0,), weights)
+            try:
+                ((entries, _, _),) = read_files(weights.files, (0,), weights)
+            except ReadError as error:  # it died between two questions
+                raise CheckpointNotFoundError(str(error)) from error
             digests = document["digests"]
             known = [(entry, str(digests.get(entry.name, ""))) for entry in entries if entry.nbytes]
             made = replace(made, tensors=tuple(sorted(known, key=lambda pair: pair[0].offset)))
@@ -587,6 +590,8 @@ class _Instead:
                 if at == len(self._starts):
                     raise ReadError(f"{self._storage.fallback} has nothing of bytes from {first} on")
                 entry, digest = self._storage.tensors[at]
+                if first < entry.offset:  # of the header, which another file has otherwise
+                    raise ReadError(f"{self._storage.fallback} stands in for tensors alone; load again")
                 part = view[: entry.offset + entry.nbytes - first]
                 self._read(entry, digest, first - entry.offset, part)
                 first, view, at = first + len(part), view[len(part) :], at + 1
