@@ -185,7 +185,8 @@ def _reading(made: WorldPlan) -> Iterator[Markup]:
     yield tag("h2", "Reading")
     rates = ", ".join(f"{n} {decimal(int(rate))}/s" for n, rate in made.rates.items() if rate is not None)
     read = sum(rank.read_bytes for rank in made.ranks)
-    words = f"; the slowest rank reads for {made.read_seconds:.3g} s" + (f" at {rates}" if rates else "")
+    takes = f"{made.read_seconds:.3g} s" if made.read_seconds >= 1e-3 else "less than 1 ms"
+    words = f"; the slowest rank reads for {takes}" + (f" at {rates}" if rates else "")
     yield tag("p", "All ranks together read ", size(read), words)
     files = made.files
     if any(file.read_ops for file in files):
@@ -246,7 +247,8 @@ def _map_of_reads(made: WorldPlan) -> Markup:
     if across == down == 1:  # from where to where is told of one rank and one file
         values |= {"begin": begin, "end": end}
     names = [_short(name) for name, _ in made.stored]
-    title = f"Who reads how much of which file: {ranks:,} ranks down, {files:,} files across"
+    what = "file" if files == 1 else "files"
+    title = f"Who reads how much of which file: {ranks:,} ranks down, {files:,} {what} across"
     labels = [f"rank {rank.rank}" for rank in made.ranks]
     return heat("reads", title, _grouped(labels, down), _grouped(names, across), values)
 
@@ -264,6 +266,8 @@ def _exchange(made: WorldPlan) -> Iterator[Markup]:
         return
     yield tag("p", "All ranks together get ", size(sum(made.exchanged_bytes)), " from others.")
     if made.messages:
+        between, within = size(made.between_machines_bytes), size(made.within_machines_bytes)
+        yield tag("p", "Of these ", between, " go between machines, ", within, " within them.")
         yield _map_of_messages(made)
     rows = [
         (number(rank.rank), size(got))
