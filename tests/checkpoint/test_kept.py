@@ -158,6 +158,10 @@ def test_in_this_memory_and_by_guards_of_other_machines(
         open_catalog(f"peer://{first}/model")
     monkeypatch.setenv(PEERS.variable, SECRET)
     storage = open_catalog(f"peer://{first},{second}/model").storage
+    assert storage.names() == (kept.WEIGHTS,)
+    assert storage.directory().names() == (kept.WEIGHTS, "config.json")
+    # A guard stays for days beside whatever trains: it has no torch.
+    assert "torch" not in Path(f"/proc/{guard_of(names[1])}/maps").read_text()
     again = storage.kept([0])
     assert again.recalled("so") is again
     kept.remove(kept.folder_of(names[2]))
@@ -242,9 +246,14 @@ def test_a_peer_that_dies_at_any_message_is_replaced_or_named(
         except ReadError as error:  # within the header, before anything was loaded
             assert "for tensors alone" in str(error)  # noqa: PT017
         errors = (ReadError, CheckpointNotFoundError)
-        if ways[0].was_cut or ways[1].was_cut:
-            with pytest.raises(errors, match="peer"):
-                read_all(f"peer://{ways[2].place}/model", monkeypatch)
+        alone = f"peer://{ways[2].place}/model"
+        try:
+            # How many pieces an answer comes in differs, and the last may be needed by nobody.
+            assert read_all(alone, monkeypatch) == whole
+            assert cuts > 4
+        except errors as error:
+            assert ways[2].was_cut
+            assert "peer" in str(error)  # noqa: PT017
         instead = f"peer://{ways[3].place}/model?instead={tmp_path / 'other.safetensors'}"
         try:
             found = read_all(instead, monkeypatch)
@@ -258,7 +267,7 @@ def test_a_peer_that_dies_at_any_message_is_replaced_or_named(
             way.close()
         if done:
             break
-        cuts += 1
+        cuts += 1 + cuts // 6
     assert cuts > 10
 
 

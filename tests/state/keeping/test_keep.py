@@ -24,6 +24,7 @@ from zerostart.checkpoint.kept import folder as kept
 from zerostart.distributed.world import current_world
 from zerostart.errors import WriteError
 
+ROOT = Path(__file__).resolve().parents[3]
 ZERO3: dict[str, Any] = {"engine": "deepspeed", "zero_stage": 3}
 FSDP2: dict[str, Any] = {"engine": "fsdp2"}
 
@@ -218,6 +219,8 @@ def start_rank(
         "LOCAL_RANK": "0",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
+        # Within another mount namespace a process begins in its root.
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
     }
     environment.pop("LOCAL_WORLD_SIZE", None)
     return subprocess.Popen(

@@ -113,6 +113,8 @@ class PeerFiles(Storage):
 
     holders: tuple[Holder, ...] = field(default=(), kw_only=True)
     content: str = field(default="", kw_only=True)
+    #: All files of the version by name, of which this has some, and their bytes.
+    every: tuple[tuple[str, int], ...] = field(default=(), repr=False, kw_only=True)
     #: What the guards of other machines ask for.
     secret: str = field(default="", repr=False, compare=False, kw_only=True)
     #: The source that may stand in for it, and what its tensors have to be: entries, and their digests.
@@ -166,6 +168,7 @@ class PeerFiles(Storage):
             asked=WEIGHTS,
             holders=holders,
             content=document["content"],
+            every=tuple(files.items()),
             secret=asked.secret,
             fallback=fallback,
             leases=leases,
@@ -183,21 +186,20 @@ class PeerFiles(Storage):
 
     def named(self, names: Sequence[str]) -> Storage:
         """See ``Storage``: of the same version."""
-        there = {name: number for number, name in enumerate(self.names())}
+        sizes = dict(self.every)
         for name in names:
-            if name not in there:
+            if name not in sizes:
                 raise CheckpointNotFoundError(f"{self.folder}/{name}: this file was not kept")
-        numbers = [there[name] for name in names]
         return replace(
             self,
-            files=tuple(self.files[n] for n in numbers),
-            sizes=tuple(self.sizes[n] for n in numbers),
-            identities=tuple(self.content for _ in numbers),
+            files=tuple(f"{self.folder}/{name}" for name in names),
+            sizes=tuple(sizes[name] for name in names),
+            identities=tuple(self.content for _ in names),
         )
 
     def directory(self) -> Storage:
         """See ``Storage``: a version does not change."""
-        return self
+        return self.named([name for name, _ in self.every])
 
     def reader(self, *, cold: bool = False, direct: bool = False) -> Reader:
         """See ``Storage``; what is in this machine's memory is read from there."""
@@ -221,8 +223,8 @@ class PeerFiles(Storage):
 
     @property
     def _weights(self) -> int:
-        """Bytes of the weights, if they are among the files."""
-        return dict(zip(self.names(), self.sizes, strict=True)).get(WEIGHTS, 0)
+        """Bytes of the file of weights."""
+        return dict(self.every).get(WEIGHTS, 0)
 
     def kept(self, used: Iterable[int] = ()) -> Storage:
         """See ``Storage``: nothing holds the version."""
@@ -429,10 +431,15 @@ class PeerReader(Reader):
             wanted = []
         if wanted:
             first, view = wanted[0]
+            fallback = self._storage.fallback
             raise ReadError(
                 f"{self._storage.files[file]}: nobody who is there has bytes {first} to {first + len(view)} "
-                f"of this version ({'; '.join(self._lost.values()) or 'it was replaced'}); load again, or "
-                "name what is to be read instead (?instead=SOURCE)"
+                f"of this version ({'; '.join(self._lost.values()) or 'it was replaced'}); load again"
+                + (
+                    f": {fallback} stands in for tensors alone"
+                    if fallback
+                    else ", or name what is to be read instead (?instead=SOURCE)"
+                )
             )
 
 
