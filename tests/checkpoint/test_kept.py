@@ -397,3 +397,11 @@ sys.stdin.read()
     for name in ("", "..", "a/b", "x" * 101, "-a"):
         with pytest.raises(ConfigError):
             kept.folder_of(name)
+
+
+def test_an_end_that_never_comes_is_refused() -> None:
+    from zerostart.state.keeping import KeepRequest
+
+    for wrong in (float("inf"), float("nan"), 0.0, -1.0):
+        with pytest.raises(ConfigError, match="expires_after"):
+            KeepRequest(expires_after=wrong).check()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import secrets
 import shutil
@@ -78,8 +79,10 @@ class KeepRequest:
         folder_of(self.name)
         if self.budget is not None:
             parse_size(self.budget)
-        if not self.expires_after > 0:
-            raise ConfigError(f"expires_after={self.expires_after} must be a number of seconds above 0")
+        if not 0 < self.expires_after < math.inf:
+            raise ConfigError(
+                f"expires_after={self.expires_after} must be a finite number of seconds above 0"
+            )
         if self.address is not None and isinstance(Address.of(self.address, PEERS).place, str):
             raise ConfigError(f"address={self.address!r} must be tcp://HOST:PORT; port 0 is any that is free")
 

@@ -203,21 +203,24 @@ class _Guard:
                 raw.close()
                 continue
             self._readers += 1
-            # A machine that vanishes says nothing: what it has open ends within two minutes.
-            for option, value in (
-                (socket.TCP_KEEPIDLE, 60),
-                (socket.TCP_KEEPINTVL, 15),
-                (socket.TCP_KEEPCNT, 4),
-            ):
-                raw.setsockopt(socket.IPPROTO_TCP, option, value)
-            raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection = Connection(raw.detach())
-            threading.Thread(
-                target=self._welcome, args=(connection,), name="zerostart-keeper-reader", daemon=True
-            ).start()
+            try:
+                # A machine that vanishes says nothing: what it has open ends within two minutes.
+                for option, value in (
+                    (socket.TCP_KEEPIDLE, 60),
+                    (socket.TCP_KEEPINTVL, 15),
+                    (socket.TCP_KEEPCNT, 4),
+                ):
+                    raw.setsockopt(socket.IPPROTO_TCP, option, value)
+                raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                threading.Thread(
+                    target=self._welcome, args=(raw,), name="zerostart-keeper-reader", daemon=True
+                ).start()
+            except (OSError, RuntimeError):  # it has gone, or no thread can be had: of one reader alone
+                raw.close()
+                self._readers -= 1
 
-    def _welcome(self, connection: Connection) -> None:
-        channel = Channel(connection, "somebody who reads", PATIENCE)
+    def _welcome(self, raw: socket.socket) -> None:
+        channel = Channel(Connection(raw.detach()), "somebody who reads", PATIENCE)
         try:
             _Reading(self._folder, channel).run(self._key())
         except (ZerostartError, OSError, ValueError, TypeError):
