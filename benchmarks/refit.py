@@ -1,16 +1,22 @@
 """Weights from 2 trainer ranks into 2 workers on one host: ours beside a raw copy and the usual ways.
 
-    python benchmarks/refit.py [--layers 28] [--repeats 3] [--only ARM ...] [--out FILE]
+    python benchmarks/refit.py [--layers 21] [--repeats 3] [--only ARM ...] [--out FILE]
 
 The trainer is FSDP2 in bf16, a worker half of a Qwen3 with fused parameters and a loader as engines have it.
 Arms alternate, each in fresh processes; the first push of a process is told apart, as it also makes what
-later ones use again. Seconds are from the trainers' call until both workers have the weights.
+later ones use again. Seconds are from the trainers' call until both workers have the weights; CPU seconds
+are those of all four processes meanwhile, which other programs on the machine change less.
 
 - ``ours``: ``zerostart.refit``, with digests of all that was read back;
 - ``raw``: as many bytes copied into shared memory by the trainers, and out of it by the workers: no names, no
   layouts, no checks;
+- ``group``, ``raw_group``: the same two over gloo;
+- ``file``: into a directory in memory, with workers that follow it;
+- ``group_1``, ``group_2``, ``group_3``, ``ours_2``, ``file_2``: so many hundredths of the elements change
+  before each push, anywhere, and what has changed is sent;
 - ``gather``: the whole state dict on trainer rank 0, then one broadcast for each tensor, and
-``load_weights``; - ``full_tensor``: name by name ``full_tensor()``, a broadcast, and ``load_weights``;
+  ``load_weights``;
+- ``full_tensor``: name by name ``full_tensor()``, a broadcast, and ``load_weights``;
 - ``reload``: ``zerostart.save`` into memory (``/dev/shm``), and each worker's load of the files.
 """
 
@@ -37,7 +43,8 @@ import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-ARMS = ("ours", "raw", "gather", "full_tensor", "reload")
+OURS = ("ours", "ours_2", "group", "group_1", "group_2", "group_3", "file", "file_2")
+ARMS = (*OURS, "raw", "raw_group", "gather", "full_tensor", "reload")
 TRAINERS = WORKERS = 2
 PUSHES = 3
 CONFIG = {
@@ -54,6 +61,7 @@ CONFIG = {
 def main() -> None:
     parser = argparse.ArgumentParser(description="Weights from trainer ranks into workers.")
     parser.add_argument("--layers", type=int, default=21, help="of a Qwen3-1.7B; 21 with a head: 3.4 GB")
+    parser.add_argument("--vocabulary", type=int, default=CONFIG["vocab_size"])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--only", nargs="+", choices=ARMS, default=ARMS)
     parser.add_argument("--out", type=Path)
@@ -65,7 +73,7 @@ def main() -> None:
     found: dict[str, list[dict[str, Any]]] = {arm: [] for arm in options.only}
     for repeat in range(options.repeats):
         for arm in options.only if repeat % 2 == 0 else options.only[::-1]:
-            found[arm].append(cell(arm, options.layers))
+            found[arm].append(cell(arm, options))
             print(f"repeat {repeat + 1}/{options.repeats}  {arm:<12} {found[arm][-1]}", flush=True)
     print("\n" + table(found))
     if options.out:
@@ -73,14 +81,15 @@ def main() -> None:
         options.out.with_suffix(".md").write_text(page(found, options))
 
 
-def cell(arm: str, layers: int) -> dict[str, Any]:
+def cell(arm: str, options: argparse.Namespace) -> dict[str, Any]:
     """One arm in fresh processes: its seconds, and the most that a process took beside what it holds."""
     folder = Path(tempfile.mkdtemp(prefix="bench-refit-", dir="/dev/shm"))
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     try:
         processes = []
         for number in range(TRAINERS + WORKERS):
-            command = [sys.executable, __file__, "--layers", str(layers)]
+            command = [sys.executable, __file__, "--layers", str(options.layers)]
+            command += ["--vocabulary", str(options.vocabulary)]
             command += ["--role", arm, str(number), f"{store.port}:{folder}"]
             environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
             processes.append(subprocess.Popen(command, env=environment))
@@ -95,6 +104,8 @@ def cell(arm: str, layers: int) -> dict[str, Any]:
         "bytes": trainers[0]["bytes"],
         "first_seconds": round(trainers[0]["seconds"][0], 2),
         "seconds": round(min(trainers[0]["seconds"][1:]), 2),
+        "cpu_seconds": round(min(map(sum, zip(*(part["cpu"][1:] for part in parts), strict=True))), 2),
+        "moved": trainers[0]["moved"],
         "trainer_beside": max(part["beside"] for part in trainers),
         "worker_beside": max(part["beside"] for part in workers),
     }
@@ -124,26 +135,44 @@ def part(options: argparse.Namespace) -> None:
     port, folder = where.split(":", 1)
     store = dist.TCPStore("127.0.0.1", int(port), None, False, timeout=timedelta(seconds=500))
     torch.set_num_threads(1)
-    config = {**CONFIG, "num_hidden_layers": options.layers}
+    config = {**CONFIG, "num_hidden_layers": options.layers, "vocab_size": options.vocabulary}
     meeting = Meeting(store, int(number))
     side = trainer if int(number) < TRAINERS else worker
     push, nbytes = side(arm, int(number), Path(folder), config, store)
-    before, seconds, beside = anonymous(), [], 0
+    before, seconds, used, beside, report = anonymous(), [], [], 0, None
     for _ in range(PUSHES):
+        change(arm)
         meeting.meet()
-        begun = time.perf_counter()
-        beside = max(beside, peak(push) - before)
+        begun, cpu = time.perf_counter(), time.process_time()
+        most, report = peak(push)
+        used.append(time.process_time() - cpu)
+        beside = max(beside, most - before)
         meeting.meet()
         seconds.append(time.perf_counter() - begun)
-    found = {"bytes": nbytes, "seconds": seconds, "beside": beside}
+    moved = getattr(report, "moved_bytes", nbytes)
+    found = {"bytes": nbytes, "seconds": seconds, "cpu": used, "beside": beside, "moved": moved}
     (Path(folder) / f"{number}.json").write_text(json.dumps(found))
     meeting.meet()
     sys.stdout.flush()
     os._exit(0)
 
 
-def peak(work: Callable[[], object]) -> int:
-    """The most anonymous memory while ``work`` runs, looked at each 20 ms."""
+#: A trainer's shards, as rows of words, for ``change``.
+shards: list[torch.Tensor] = []
+
+
+def change(arm: str) -> None:
+    """Change so many hundredths of a trainer's elements as the arm says, anywhere."""
+    share = int(arm[-1]) / 100 if arm[-1].isdigit() else 0
+    for number, words in enumerate(shards):
+        count = int(words.numel() * share)
+        torch.manual_seed(number)
+        # A place that is drawn twice changes by the more.
+        words.index_add_(0, torch.randint(words.numel(), (count,)), torch.ones(count, dtype=torch.int16))
+
+
+def peak(work: Callable[[], object]) -> tuple[int, object]:
+    """The most anonymous memory while ``work`` runs, looked at each 20 ms, and what it gives."""
     import threading
 
     most, stop = anonymous(), threading.Event()
@@ -155,10 +184,25 @@ def peak(work: Callable[[], object]) -> int:
 
     thread = threading.Thread(target=look, daemon=True)
     thread.start()
-    work()
+    made = work()
     stop.set()
     thread.join()
-    return most
+    return most, made
+
+
+def address(kind: str, folder: Path) -> str:
+    return (folder / "versions").as_uri() if kind == "file" else f"unix://{folder}/workers"
+
+
+def every(store: Any, number: int) -> Any:
+    """All four processes, over gloo."""
+    size = TRAINERS + WORKERS
+    return dist.ProcessGroupGloo(dist.PrefixStore("e", store), number, size, timedelta(seconds=500))
+
+
+def pieces(nbytes: int) -> list[int]:
+    """The messages of so many bytes."""
+    return [min(32 << 20, nbytes - begin) for begin in range(0, nbytes, 32 << 20)]
 
 
 def groups(store: Any, number: int) -> Any:
@@ -189,9 +233,34 @@ def trainer(
         local.view(-1).view(torch.int16).copy_(torch.arange(local.numel()) * 31 + index & 0x3FFF)
     nbytes = sum(parameter.numel() * 2 for parameter in model.parameters())
     locals_ = [parameter.to_local().view(-1).view(torch.uint8) for parameter in model.parameters()]  # type: ignore[attr-defined]
-    if arm == "ours":
-        refitter = zerostart.refit(model, f"unix://{folder}/workers", workers=WORKERS)
-        return lambda: print(refitter.push()) if number == 0 else refitter.push(), nbytes
+    shards.extend(local.view(torch.int16) for local in locals_)
+    store.set("nbytes", str(nbytes))
+    if arm in OURS:
+        kind, _, changed = arm.partition("_")
+        refitter = zerostart.refit(
+            model,
+            address(kind, folder),
+            workers=None if kind == "file" else WORKERS,
+            transport={"ours": "shared_memory"}.get(kind, kind),
+            full_every=PUSHES + 1 if changed else 1,
+        )
+
+        def push() -> object:
+            report = refitter.push()
+            if number == 0:
+                print(report)
+            return report
+
+        return push, nbytes
+    if arm == "raw_group":
+        wire = every(store, number)
+
+        def send_all() -> None:
+            for place in range(WORKERS):
+                for piece in pieces(nbytes // WORKERS // TRAINERS):
+                    wire.send([torch.empty(piece, dtype=torch.uint8)], TRAINERS + place, 0).wait()
+
+        return send_all, nbytes
     if arm == "raw":
         path = folder / "raw"
         if number == 0:
@@ -246,12 +315,39 @@ def worker(
     engine = Engine(config, place, WORKERS, torch.bfloat16)
     held = [parameter.data.view(-1).view(torch.uint8) for parameter in engine.parameters()]
     own = sum(tensor.numel() for tensor in held)
-    if arm == "ours":
+    if arm in OURS:
         from zerostart import serving
 
         receiver = serving.Receiver(engine, name=f"tp{place}")
-        connection = serving.Connection(receiver, f"unix://{folder}/workers")
+        if arm.startswith("file"):
+            from zerostart.state.refitting.follower import Follower
+
+            follower: list[Follower] = []
+
+            def follow() -> int:
+                if not follower:  # there is no directory before the first push
+                    follower.append(Follower(receiver, folder / "versions", 300))
+                return follower[0].follow()
+
+            return follow, own
+        connection = serving.Connection(receiver, address("", folder))
         return connection.follow, own
+    if arm == "raw_group":
+        wire = every(store, number)
+
+        def take() -> None:
+            # Both trainers' in turn, each into its half.
+            flat = iter(held)
+            for source in range(TRAINERS):
+                for piece in pieces(TOTAL[0] // WORKERS // TRAINERS):
+                    room = torch.empty(piece, dtype=torch.uint8)
+                    wire.recv([room], source, 0).wait()
+                    into = next(flat, held[0])
+                    size = min(into.numel(), piece)
+                    into[:size].copy_(room[:size])
+
+        TOTAL = [int(store.get("nbytes"))]
+        return take, own
     if arm == "raw":
         count = 0
 
@@ -310,18 +406,25 @@ def worker(
 
 
 def table(found: dict[str, list[dict[str, Any]]]) -> str:
-    lines = ["| arm | seconds | range | first push | GB/s | of raw | beside a trainer | beside a worker |"]
-    lines.append("|---|---|---|---|---|---|---|---|")
-    raw = statistics.median(run["seconds"] for run in found["raw"]) if found.get("raw") else None
+    head = ["arm", "seconds", "range", "first push", "GB/s", "of raw", "CPU seconds", "of raw", "moved"]
+    head += ["beside a trainer", "beside a worker"]
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for arm, runs in found.items():
+
+        def middle(key: str, of: str = arm) -> float:
+            return statistics.median(run[key] for run in found[of])
+
         seconds = [run["seconds"] for run in runs]
-        middle = statistics.median(seconds)
-        first = statistics.median(run["first_seconds"] for run in runs)
-        ratio = f"{middle / raw:.2f}" if raw else ""
+        raw = "raw_group" if arm.split("_")[0] == "group" or arm == "raw_group" else "raw"
+        ratios = [
+            f"{middle(k) / middle(k, raw):.2f}" if found.get(raw) else "" for k in ("seconds", "cpu_seconds")
+        ]
         beside = [max(run[key] for run in runs) >> 20 for key in ("trainer_beside", "worker_beside")]
         lines.append(
-            f"| {arm} | {middle:.2f} | {min(seconds):.2f} to {max(seconds):.2f} | {first:.2f} | "
-            f"{runs[0]['bytes'] / middle / 1e9:.2f} | {ratio} | {beside[0]} MiB | {beside[1]} MiB |"
+            f"| {arm} | {middle('seconds'):.2f} | {min(seconds):.2f} to {max(seconds):.2f} | "
+            f"{middle('first_seconds'):.2f} | {runs[0]['bytes'] / middle('seconds') / 1e9:.2f} | "
+            f"{ratios[0]} | {middle('cpu_seconds'):.2f} | {ratios[1]} | "
+            f"{runs[0]['moved'] / runs[0]['bytes']:.1%} | {beside[0]} MiB | {beside[1]} MiB |"
         )
     return "\n".join(lines)
 
@@ -329,14 +432,15 @@ def table(found: dict[str, list[dict[str, Any]]]) -> str:
 def page(found: dict[str, list[dict[str, Any]]], options: argparse.Namespace) -> str:
     nbytes = next(iter(found.values()))[0]["bytes"]
     most = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss >> 10
+    command = "python benchmarks/refit.py " + " ".join(sys.argv[1:])
     return (
         f"# Weights into workers\n\n{nbytes / 1e9:.2f} GB in bf16, {TRAINERS} trainer ranks (FSDP2) to "
-        f"{WORKERS} "
-        f"workers (tensors cut in two), {os.cpu_count()} cores for all of them; the best of the later "
-        f"pushes of "
-        f"each of {options.repeats} runs, median and range over runs. `python benchmarks/refit.py`. What a "
-        f"process takes beside what it holds is anonymous memory; the image in shared memory is none "
-        f"(largest "
+        f"{WORKERS} workers (tensors cut in two), {os.cpu_count()} cores for all of them, torch "
+        f"{torch.__version__}; the best of the later pushes of each of {options.repeats} runs, median and "
+        f"range over runs. Other programs shared the machine: CPU seconds of the four processes are told "
+        f"beside. `{command}`.\n\n``of raw`` is by the raw copy of the same transport. What a process takes "
+        f"beside what it holds is anonymous memory; an image in shared memory, and files of memory without a "
+        f"name (a worker's of what it wants, and with deltas a trainer's of what it sent), are none (largest "
         f"process {most} MiB).\n\n{table(found)}\n"
     )
 

@@ -163,6 +163,8 @@ def plan(
     host_memory: int | None = None,
     storage_rate: float | None = None,
     interconnect_rate: float | None = None,
+    request_price: float | None = None,
+    gigabyte_price: float | None = None,
     optimizer: str | None = None,
     trust_remote_code: bool = False,
 ) -> WorldPlan:
@@ -215,6 +217,8 @@ def plan(
             host_memory=host_memory,
             storage_rate=storage_rate,
             interconnect_rate=interconnect_rate,
+            request_price=request_price,
+            gigabyte_price=gigabyte_price,
             optimizer=optimizer,
         )
     return forecast(request, world_size, rank, machine)

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from zerostart.integrations.vllm.driver import register as register_with_vllm
     from zerostart.integrations.vllm.worker import WorkerExtension as VLLMWorkerExtension
-    from zerostart.state.refitting.connection import Closed, Connection, serve
+    from zerostart.state.refitting.connection import Connection, serve
     from zerostart.state.refitting.receiver import EngineWeights, Receiver
     from zerostart.state.refitting.targets import Driver, register_target
-    from zerostart.state.refitting.transports.base import register_transport
+    from zerostart.state.refitting.transports.base import Closed, register_transport
 
 __all__ = [
     "Closed",
@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Closed": "state.refitting.connection",
+    "Closed": "state.refitting.transports.base",
     "Connection": "state.refitting.connection",
     "Driver": "state.refitting.targets",
     "EngineWeights": "state.refitting.receiver",

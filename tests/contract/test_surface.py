@@ -60,6 +60,8 @@ def test_plan_takes_what_the_contract_says() -> None:
         "host_memory",
         "storage_rate",
         "interconnect_rate",
+        "request_price",
+        "gigabyte_price",
         "optimizer",
         "trust_remote_code",
     ]

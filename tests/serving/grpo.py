@@ -29,8 +29,6 @@ if options.pop("unpacked", False):
 from datasets import Dataset  # noqa: E402  # after zerostart, as in any script
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 
-# On FSDP2 TRL merges adapters into the shards and takes them out again, which gives other bits back.
-restored = options.pop("restored", False)
 rewards: list[list[float]] = []
 served: list[str] = []
 
@@ -81,16 +79,8 @@ generation: Any = trainer.vllm_generation
 synchronise = generation.sync_weights
 
 
-def shards() -> list[torch.Tensor]:
-    data: list[Any] = [parameter.detach() for parameter in trainer.model.parameters()]
-    return [getattr(tensor, "_local_tensor", tensor) for tensor in data]
-
-
 def followed() -> None:
-    kept = [shard.clone() for shard in shards()] if restored else []
     synchronise()
-    for shard, before in zip(shards(), kept, strict=False):
-        shard.copy_(before)
     if generation.mode == "colocate":
         worker = generation.llm.llm_engine.model_executor.driver_worker
         digest = hashlib.blake2b()

@@ -80,7 +80,7 @@ def test_a_plan_counts_the_requests_of_a_load(model: Path) -> None:
         proxy.before(proxy.Proxy(address)) as line,
     ):
         source = f"{line.address}/some%20model"
-        plan = zerostart.plan(source, 2, "fsdp2")
+        plan = zerostart.plan(source, 2, "fsdp2", request_price=0.4, gigabyte_price=90.0)
         opened, bodies = ranges_of(line)
         run_ranks(digests, 2, source)
         requests, nbytes = ranges_of(line)
@@ -89,6 +89,9 @@ def test_a_plan_counts_the_requests_of_a_load(model: Path) -> None:
     # A load opens the checkpoint as the plan did.
     assert sum(rank.get_requests for rank in plan.ranks) == requests - 2 * opened
     assert sum(rank.get_bytes for rank in plan.ranks) == nbytes - 2 * bodies
+    assert plan.cost == pytest.approx(
+        sum(rank.get_requests * 0.0004 + rank.get_bytes * 90e-9 for rank in plan.ranks)
+    )
     assert zerostart.plan(model, 2, "fsdp2").store is None
 
 

@@ -287,6 +287,7 @@ def test_only_its_own_objects(models: list[str], endpoint: str) -> None:
     assert bytes(bucket.get("run/model.safetensors.index.json").bytes()) == b"{}"
 
 
+@pytest.mark.slow
 def test_a_store_without_parts_for_several_processes(
     models: list[str], endpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

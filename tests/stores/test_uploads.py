@@ -37,6 +37,7 @@ class TestSeaweed(S3):
     kind = "weed"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not servers.has("weed"), reason="SeaweedFS is not installed")
 class TestStreams(S3):
     """The way of ``gs://`` and ``az://``, on an S3 server."""

@@ -16,6 +16,7 @@ from zerostart.checkpoint.storage.local import LocalFiles
 from zerostart.transfer.planning import (
     Agreement,
     ExchangeStep,
+    Machines,
     Part,
     Plan,
     Rates,
@@ -25,7 +26,10 @@ from zerostart.transfer.planning import (
     batches,
     choose,
     exchange_schedule,
+    given_away,
     pieces_within,
+    reassigned,
+    slow_ranks,
     spans_within,
     table_of,
 )
@@ -147,6 +151,98 @@ def test_what_is_read_again_at_a_cut_is_planned() -> None:
     extents = [step.extent for step in made.steps if isinstance(step, ExchangeStep)]
     assert extents == [(0, 0, 200), (0, 150, 350), (0, 300, 450)]
     assert sum(made.served) == 450 + 2 * 50  # planned with what is read again
+
+
+def messages_are_whole(steps: Sequence[ExchangeStep], machines: Machines) -> None:
+    """Who sends something has it, and another machine gets no more bytes of an extent than it has."""
+    for step in steps:
+        has = {step.server, *step.relays}
+        assert {delivery.sender for delivery in step.deliveries} <= has
+        assert len({machines.names[rank] for rank in has}) == len(has)
+        wanted: Counter[object] = Counter()
+        for delivery in step.deliveries:
+            wanted[machines.names[delivery.to]] += delivery.nbytes
+        crossed: Counter[object] = Counter()
+        for sender, to, nbytes in step.messages():
+            if machines.names[sender] != machines.names[to]:
+                crossed[machines.names[to]] += nbytes
+        for machine, nbytes in crossed.items():
+            assert nbytes == min(wanted[machine], step.nbytes) or nbytes == step.nbytes < wanted[machine]
+        assert step.server not in step.relays
+
+
+@settings(max_examples=examples(200))
+@given(
+    tables(),
+    st.lists(st.integers(0, 2), min_size=4, max_size=4),
+    st.lists(st.floats(0, 100), min_size=4, max_size=4),
+)
+def test_ranks_of_several_machines(given_tables: list[Table], names: list[int], speeds: list[float]) -> None:
+    """Also where servers are slow, and others read what they have not begun."""
+    machines = Machines.of(names[: len(given_tables)])
+    made = exchange_schedule(given_tables, LIMIT, 250, machines)
+    check(made.steps, given_tables, [set(numbers) for numbers in made.alone])
+    steps = [step for step in made.steps if isinstance(step, ExchangeStep)]
+    messages_are_whole(steps, machines)
+    received: Counter[int] = Counter()
+    for step in steps:
+        for _, to, nbytes in step.messages():
+            received[to] += nbytes
+    assert [received[rank] for rank in range(len(given_tables))] == list(made.received)
+
+    changed = reassigned(made.steps, speeds[: len(given_tables)], machines)
+    check(changed, given_tables, [set(numbers) for numbers in made.alone])
+    now = [step for step in changed if isinstance(step, ExchangeStep)]
+    messages_are_whole(now, machines)
+    assert [step.extent for step in now] == [step.extent for step in steps]
+    begun: set[int] = set()
+    for before, after in zip(steps, now, strict=True):
+        # What a server reads already stays with it.
+        assert before.server in begun or after.server == before.server
+        begun.add(before.server)
+
+
+def test_replicas_cross_to_another_machine_once() -> None:
+    table = np.array([(0, 50 * i, 50, 1, 0) for i in range(64)], np.int64)
+    machines = Machines.of("aabbcc")
+    made = exchange_schedule([table] * 6, LIMIT, machines=machines)
+    across: Counter[str] = Counter()
+    for step in made.steps:
+        assert isinstance(step, ExchangeStep)
+        for sender, to, nbytes in step.messages():
+            if machines.names[sender] != machines.names[to]:
+                across[str(machines.names[to])] += nbytes
+    # Two of three servers are on other machines.
+    assert sum(across.values()) == 2 * 50 * 64
+    assert max(made.received) - min(made.received) <= 4 * LIMIT
+
+
+def test_a_slow_server_gives_extents_away() -> None:
+    table = np.array([(0, 50 * i, 50, 1, 0) for i in range(640)], np.int64)
+    machines = Machines.of("abcd")
+    made = exchange_schedule([table] * 4, LIMIT, machines=machines)
+    speeds = [10.0, 10.0, 1.0, 0.0]  # of the last nothing is known
+    assert slow_ranks(speeds) == {2}
+    assert slow_ranks([10.0, 9.0, 8.0, 0.0]) == set()
+    served: Counter[int] = Counter()
+    for step in reassigned(made.steps, speeds, machines):
+        assert isinstance(step, ExchangeStep)
+        served[step.server] += step.nbytes
+    assert sum(served.values()) == 50 * 640
+    assert served[2] == pytest.approx(50 * 640 / 31, abs=2 * LIMIT)
+    assert max(served.values()) == pytest.approx(50 * 640 * 10 / 31, abs=2 * LIMIT)
+
+
+def test_what_a_slow_rank_has_not_begun() -> None:
+    left = np.array([(0, 50 * i, 50, 1, 0) for i in range(310)], np.int64)
+    nothing = rows_of()
+    machines = Machines.of("abcd")
+    steps = given_away([nothing, nothing, left, nothing], [10.0, 10.0, 1.0, 10.0], machines, 5000)
+    check(steps, [nothing, nothing, left, nothing], [set()] * 4)
+    served = Counter(step.server for step in steps if isinstance(step, ExchangeStep))
+    assert served[2] == pytest.approx(10, abs=1)
+    assert max(served.values()) == pytest.approx(100, abs=2)
+    assert sum(isinstance(step, Agreement) for step in steps) == 3
 
 
 @settings(max_examples=examples(100))

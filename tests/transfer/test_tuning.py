@@ -133,7 +133,7 @@ def test_tensors_in_memory_need_no_probe() -> None:
     assert isinstance(tuning, Tuning)
 
 
-@pytest.mark.parametrize("limit", [MIN_CHUNK, 500_000, MiB, 5 * MiB, 64 * MiB, None])
+@pytest.mark.parametrize("limit", [MIN_CHUNK, 600_000, MiB, 5 * MiB, 64 * MiB, None])
 @pytest.mark.parametrize("device", [False, True])
 def test_memory_limit_caps_an_exchange(file: str, limit: int | None, device: bool) -> None:
     evict(file)
@@ -142,7 +142,7 @@ def test_memory_limit_caps_an_exchange(file: str, limit: int | None, device: boo
     assert chunk % MIN_CHUNK == 0
     assert tuning.exchange_bytes(chunk) <= (limit or RING)
     assert tuning.exchanging(chunk or MIN_CHUNK).ring_bytes <= max(limit or RING, MIN_CHUNK)
-    assert (chunk == 0) is (limit == MIN_CHUNK or (limit == 500_000 and device))
+    assert (chunk == 0) is (limit == MIN_CHUNK or (limit == 600_000 and device))
 
 
 def test_ranks_of_a_machine_know_it(tmp_path: Path) -> None:

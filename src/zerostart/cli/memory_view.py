@@ -63,7 +63,8 @@ def show_plan(made: WorldPlan, source: str, console: Console | None = None) -> N
         say(
             console,
             f"from the store: {requests:,} requests (GET) for {decimal(nbytes)} by all ranks; {known}: "
-            f"{1000 * how.latency:.3g} ms to the first byte, {decimal(round(how.rate))}/s on a connection",
+            f"{1000 * how.latency:.3g} ms to the first byte, {decimal(round(how.rate))}/s on a connection"
+            + ("" if made.cost is None else f"; at the given prices {of_all * made.cost:,.2f}"),
         )
     if len(classes) > SHOWN:
         say(console, f"... and {len(classes) - SHOWN} more kinds of ranks, each of which holds less")
@@ -195,7 +196,11 @@ def _lines(made: WorldPlan) -> Iterable[str]:
     if made.sharing is not None:
         yield f"Reading: {made.sharing}"
     if made.exchanged_bytes:
-        yield f"All ranks together get {decimal(sum(made.exchanged_bytes))} from others"
+        between, within = made.between_machines_bytes, made.within_machines_bytes
+        ways = (
+            f": {decimal(between)} between machines, {decimal(within)} within them" if made.messages else ""
+        )
+        yield f"All ranks together get {decimal(sum(made.exchanged_bytes))} from others{ways}"
     if made.tier is not None:
         yield f"Whole parameters on every rank, {made.tier}"
     for kind, names in (

@@ -15,6 +15,7 @@ import hashlib
 import os
 import pickle
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
@@ -195,8 +196,8 @@ def _call(during: str) -> str:
     return f"'{during}' ({outer[0]})" if outer and outer[0] != during else f"'{during}'"
 
 
-#: Seconds between two meetings of ranks that wait for the long work of one.
-_BEAT = 1.0
+#: Seconds between two meetings of ranks that work for long.
+_BEAT = 0.5
 
 
 class _Work(Generic[T]):
@@ -283,12 +284,66 @@ class World:
         if self.size == 1:
             return self.broadcast_object(make, during, source)
         with self.phase(during):
-            work, ended = _Work(make) if self.rank == source else None, False
-            while not ended:
-                told = int(work is not None and work.ended_within(_BEAT))
-                # The other ranks wait in here, for as long as the source does.
-                ended = bool(self.all_reduce_sum(torch.tensor([told], device="cpu"), during)[0])
-            return self.broadcast_object(make if work is None else work.result, during, source)
+            made: list[T] = []
+            self.while_working(lambda: made.append(make()) if self.rank == source else None, during)
+            return self.broadcast_object(lambda: made[0], during, source)
+
+    def while_working(
+        self,
+        work: Callable[[], object],
+        during: str,
+        told: Callable[[], Sequence[int]] = tuple,
+        heard: Callable[[list[list[int]]], None] = lambda rows: None,
+        advanced: Callable[[], int] | None = None,
+    ) -> list[list[int]]:
+        """Run ``work`` on every rank beside meetings of all, twice a second, until it has ended on all.
+
+        So no collective comes to its time-out, however long the slowest takes, and a failure is known to all
+        within a second. At each meeting a rank tells whether it has ended and the numbers ``told`` (as many
+        on all ranks); ``heard`` gets these of all ranks, and the last of them are returned. What ``heard``
+        raises it has to raise on every rank.
+
+        Raises what ``work`` raises on any rank, and PeerError where ``advanced``, a number that grows while a
+        rank gets on, has stood still on one of them for the time-out of the process group.
+        """
+        running = _Work(work)
+        mark, since = -1, time.monotonic()
+        while True:
+            ended = running.ended_within(_BEAT)
+            if ended:
+                # Raises what it failed with: the others learn of it in the meeting that they come to next.
+                running.result()
+            if advanced is not None and (at := advanced()) != mark:
+                mark, since = at, time.monotonic()
+            idle = 0 if ended or advanced is None else int(time.monotonic() - since)
+            rows = self.all_gather_numbers([int(ended), idle, *told()], during)
+            self._raise_stalled([row[1] for row in rows], during)
+            heard([row[2:] for row in rows])
+            if all(row[0] for row in rows):
+                return [row[2:] for row in rows]
+
+    def _raise_stalled(self, idle: Sequence[int], during: str) -> None:
+        calls = _roll_calls.get(self.group)
+        if calls is None or max(idle) < calls.timeout:
+            return
+        stalled = [rank for rank, seconds in enumerate(idle) if seconds >= calls.timeout]
+        has = "has" if len(stalled) == 1 else "have"
+        # On all ranks alike, and so nobody waits for another; it is not told again.
+        raise PeerError(
+            f"{calls.named(stalled)} {has} got no further in {_call(during)} for {calls.timeout:.0f} s, the "
+            "time-out of the process group; the storage there does not answer, or the process is stopped. "
+            "The operation in progress is incomplete: start all ranks again"
+        )
+
+    def all_gather_numbers(self, values: Sequence[int], during: str) -> list[list[int]]:
+        """As many integers of every rank, in rank order. Raises what ``all_gather_object`` raises."""
+        if self.size == 1:
+            return [list(values)]
+        with DeferredSignals() as signals:
+            self._meet(during, None)
+            rows = self._gathered(during, torch.tensor(values, dtype=torch.int64, device="cpu")).tolist()
+        signals.deliver()
+        return list(rows)
 
     def all_reduce_sum(self, values: torch.Tensor, during: str) -> torch.Tensor:
         """The sum over all ranks of a 1-D CPU tensor of integers, of one length on all, on every rank.

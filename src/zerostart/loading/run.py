@@ -251,6 +251,8 @@ class _Load:
             read_bytes=stats.read,
             planned_bytes=stats.planned,
             exchanged_bytes=stats.received,
+            given_bytes=stats.given,
+            skew=stats.skew,
             reading=stats.how,
             peak_host_bytes=self.meter.host_bytes,
             peak_device_bytes=self.meter.device_bytes,

@@ -122,7 +122,10 @@ class Values:
         for number, group in enumerate(self._groups):
             done = read(self._part(plan, reads.pop(number), group))
             moved = TransferStats(
-                moved.read + done.read, moved.planned + done.planned, moved.received + done.received, done.how
+                moved.read + done.read,
+                moved.planned + done.planned,
+                moved.received + done.received,
+                how=done.how,
             )
             # Freed only now: the read has served every rank that wants something of this group.
             for file in group if self._buffers else ():

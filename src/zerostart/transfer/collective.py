@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+import math
+import statistics
+import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from rich.filesize import decimal
 
 from zerostart.distributed.machine import machine_name
+from zerostart.distributed.skew import Skew
 from zerostart.distributed.world import World
 from zerostart.errors import ConfigError, ReadError
-from zerostart.transfer import MIN_CHUNK, Progress, Reader, Rows, Tuning, execute
+from zerostart.transfer import MIN_CHUNK, Progress, Reader, ReadQueue, Rows, Tuning, execute
 from zerostart.transfer.peer_readers import ExchangeReader, MappingReader, serve_others
 from zerostart.transfer.planning import (
+    Machines,
     Plan,
     Rates,
+    Read,
     ReadStrategy,
+    Table,
     Traffic,
     choose,
     exchange_schedule,
+    given_away,
     pieces_within,
     spans_within,
     table_of,
@@ -26,8 +36,14 @@ from zerostart.transfer.planning import (
 
 #: Most requests of all ranks together whose steps every rank works out: beyond, each reads its own.
 MOST_REQUESTS = 1 << 18
-#: Bytes that a rank reads for others between two agreements: a second or so.
-BETWEEN = 1 << 30
+#: Bytes that a rank reads for others between two agreements, at most (a second or so) and at least.
+BETWEEN, LEAST_BETWEEN = 1 << 30, 32 << 20
+#: A rank that would read on for longer than this share of the time of the one in the middle, and so many
+#: seconds, when that one has ended, gives away what it has not begun.
+BEHIND, BEHIND_SECONDS = 0.2, 1.0
+
+#: How long reads that are under way are waited for where a load fails.
+ENDING_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -40,6 +56,12 @@ class TransferStats:
     planned: int
     #: Bytes that others sent it.
     received: int = 0
+    #: Bytes that it was to read, and that faster ranks have read in its place.
+    given: int = 0
+    #: For which it read, itself; 0 where nobody asked.
+    seconds: float = 0.0
+    #: Of all ranks; None where nobody met during the transfer.
+    skew: Skew | None = None
     #: In words, what it did.
     how: str = ""
 
@@ -121,7 +143,7 @@ def chosen(wants: Sequence[ReadDemand], stored: int) -> ReadStrategy | None:
         return strategy
     if exchange:
         raise ConfigError(
-            "exchange=True needs room for eight buffers of 64 KiB on each rank, and at most "
+            "exchange=True needs room for ten buffers of 64 KiB on each rank, and at most "
             f"{MOST_REQUESTS} requests of all ranks (here {requests}); raise memory_limit or "
             "chunk_size, or leave exchange out"
         )
@@ -149,15 +171,125 @@ def execute_together(
         reader = tuning.reader(plan)
         moved = _once(plan, storages, progress, tuning, reader, world)
     else:
-        execute(plan, storages, progress, tuning.threads, reader, tuning.depth)
-        moved = TransferStats(progress.done, plan.read_bytes)
+        gives = tuning.gives_away and not (strategy is not None and strategy.forced)
+        moved = _own(plan, storages, progress, tuning, reader, world, gives)
     if moved.read != moved.planned or progress.done != plan.read_bytes:
         raise ReadError(
             f"{moved.read} bytes were read and {progress.done} delivered, but the plan has "
             f"{moved.planned} and {plan.read_bytes}; this is a bug in zerostart"
         )
-    how = tuning.describe(reader)
-    return replace(moved, how=f"{how}; {strategy}" if strategy is not None else how)
+    words = [tuning.describe(reader), *([str(strategy)] if strategy is not None else [])]
+    if moved.given:
+        words.append(f"{decimal(moved.given)} of its bytes read by faster ranks")
+    return replace(moved, how="; ".join(words))
+
+
+def _own(
+    plan: Plan,
+    storages: Sequence[torch.Tensor],
+    progress: Progress,
+    tuning: Tuning,
+    reader: Reader,
+    world: World,
+    gives: bool,
+) -> TransferStats:
+    """Each rank its own; one that stays far behind the others gives away what it has not begun, if it may."""
+    before = progress.done
+    if world.size == 1 or not plan.storage.worth_exchanging:
+        execute(plan, storages, progress, tuning.threads, reader, tuning.depth)
+        return TransferStats(progress.done - before, plan.read_bytes)
+    queue, begun = ReadQueue(plan), time.perf_counter()
+    device = next((storage.device for storage in storages if storage.device.type != "cpu"), None)
+    ended: list[float] = []
+    over = threading.Event()
+
+    def work() -> None:
+        try:
+            if device is not None and device.index is not None:
+                torch.accelerator.set_device_index(device.index)  # each thread has one of its own
+            with torch.no_grad():
+                execute(plan, storages, progress, tuning.threads, reader, tuning.depth, queue)
+            ended.append(time.perf_counter() - begun)
+        finally:
+            over.set()
+
+    def told() -> tuple[int, ...]:
+        seconds = ended[0] if ended else time.perf_counter() - begun
+        # Whether it has ended, and may give bytes away; milliseconds; bytes that it has, and wants; and how
+        # much it has not begun, computations without a byte too.
+        moved = progress.done - before
+        return len(ended), int(gives), int(1000 * seconds), moved, plan.read_bytes, len(queue)
+
+    def heard(rows: list[list[int]]) -> None:
+        if _is_behind(rows, world.rank, queue.given_bytes - (progress.done - before)):
+            queue.close()
+
+    try:
+        rows = world.while_working(work, "reading", told, heard, lambda: progress.done)
+    except BaseException:
+        queue.close()
+        # What is under way ends by itself, unless the storage does not answer.
+        over.wait(ENDING_SECONDS)
+        raise
+    moved = TransferStats(
+        progress.done - before,
+        plan.read_bytes,
+        seconds=ended[0],
+        skew=Skew.of([row[2] for row in rows]),
+    )
+    # The same answer on all ranks, since all have the same rows.
+    if not any(row[5] for row in rows):
+        return moved
+    # What was not begun another rank reads, but for reads that would give it more bytes than are wanted.
+    left, computations = queue.left()
+    cut = spans_within(replace(plan, reads=left), plan.chunk_size).reads
+    moving = tuple(read for read in cut if _in_one_run(read, plan))
+    staying = tuple(read for read in cut if not _in_one_run(read, plan))
+    tables, machines = _tables(moving, world)
+    speeds = [1000 * row[3] / max(1, row[2]) for row in rows]
+    steps = given_away(tables, speeds, machines, LEAST_BETWEEN)
+    rest = replace(plan, reads=moving, computations=())
+    sent = ExchangeReader(steps, tables, reader, world, tuning.threads, machines)
+    execute(rest, storages, progress, 1, sent, tuning.depth)
+    # Collective: those that have nothing left meet the others while these end.
+    kept = replace(plan, reads=staying, computations=computations)
+    done = progress.done
+    _own(kept, storages, progress, tuning, reader, world, gives=False)
+    read = moved.read + sent.read_bytes + progress.done - done
+    planned = moved.read + sent.planned_bytes + kept.read_bytes
+    # All that comes from others has been given to them.
+    got = sent.received_bytes
+    return replace(moved, read=read, planned=planned, received=got, given=got)
+
+
+def _is_behind(rows: Sequence[Sequence[int]], rank: int, begun: int) -> bool:
+    """Whether ``rank`` has as much under way as it can read until the others end, and much more to begin.
+
+    ``begun`` are bytes that it has asked for and not got; rows are as ``_own`` tells them.
+    """
+    if not all(row[1] for row in rows) or rows[rank][0]:
+        return False
+    # By when each rank will have read its own, at its rate so far; in milliseconds.
+    ends = [row[2] if row[0] else row[2] * row[4] / row[3] if row[3] else math.inf for row in rows]
+    middle = statistics.median_low(ends)
+    _, _, now, done, _, left = rows[rank]
+    # Before half of that time a rate says little: connections are being made.
+    if not left or now < middle / 2 or ends[rank] - middle < max(BEHIND * middle, 1000 * BEHIND_SECONDS):
+        return False
+    return now >= middle or (done > 0 and now + begun * now / done >= middle)
+
+
+def _in_one_run(read: Read, plan: Plan) -> bool:
+    """Whether a rank that reads it for another gets no more bytes than the other would, nor than a chunk."""
+    span = read.end - read.offset
+    rows = Rows(read.rows, read.nbytes // read.rows, read.stride)
+    return span <= plan.chunk_size and (read.rows == 1 or rows.fetched(plan.storage.gap) == span)
+
+
+def _tables(reads: Sequence[Read], world: World) -> tuple[list[Table], Machines]:
+    """The requests of every rank, and the machines."""
+    told = world.all_gather_object((table_of(reads), machine_name()), "planning the exchange")
+    return [table for table, _ in told], Machines.of([machine for _, machine in told])
 
 
 def _once(
@@ -171,25 +303,29 @@ def _once(
     """What no other rank wants, and computations, by all threads; then the rest in the order of steps."""
     # 1. Nothing longer than one buffer: a region of the exchange is at most two of these.
     plan = spans_within(plan, plan.chunk_size)
-    table = table_of(plan.reads)
-    tables = world.all_gather_object(table, "planning the exchange")
+    tables, machines = _tables(plan.reads, world)
     # 2. Every rank works out the same steps from all tables, so that no message needs an announcement.
-    schedule = exchange_schedule(tables, plan.chunk_size, BETWEEN)
+    schedule = exchange_schedule(tables, plan.chunk_size, BETWEEN, machines, LEAST_BETWEEN)
     alone = frozenset(schedule.alone[world.rank])
     # Computations make their reads in no order that ranks could agree on.
     own = replace(plan, reads=tuple(r for n, r in enumerate(plan.reads) if n in alone))
     others = tuple(r for n, r in enumerate(plan.reads) if n not in alone)
     rest = replace(plan, reads=others, computations=())
     # 3. What is this rank's alone, by all threads; no rank waits for another one meanwhile.
-    execute(own, storages, progress, tuning.threads, reader, tuning.depth)
-    read = progress.done
+    moved = _own(own, storages, progress, tuning, reader, world, tuning.gives_away)
     # 4. The steps, by one thread: messages between two ranks have to be in the same order on both sides.
-    reader = ExchangeReader(schedule.steps, tables, reader, world, tuning.threads)
-    execute(rest, storages, progress, 1, reader, tuning.depth)
-    return TransferStats(
-        read=read + reader.read_bytes,
-        planned=own.read_bytes + schedule.served[world.rank],
-        received=reader.received_bytes,
+    sent = ExchangeReader(schedule.steps, tables, reader, world, tuning.threads, machines)
+    execute(rest, storages, progress, 1, sent, tuning.depth)
+    if moved.skew is not None:
+        seconds = moved.seconds + sent.measured.seconds
+        told = world.all_gather_numbers([int(1000 * seconds)], "telling how long ranks read")
+        moved = replace(moved, skew=Skew.of([of_rank for (of_rank,) in told]))
+    return replace(
+        moved,
+        read=moved.read + sent.read_bytes,
+        planned=moved.planned + sent.planned_bytes,
+        received=moved.received + sent.received_bytes,
+        given=moved.given + sent.given_bytes,
     )
 
 

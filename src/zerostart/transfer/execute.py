@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain
 from types import TracebackType
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -27,11 +26,13 @@ def execute(
     threads: int | None = None,
     reader: Reader | None = None,
     depth: int = 2,
+    queue: ReadQueue | None = None,
 ) -> int:
     """Fill ``storages`` (1-D, one for each of the plan's destinations) and zero their padding.
 
     Returns the bytes read. ``reader`` replaces the one that the plan calls for, of its storage.
-    ``depth`` is the number of a thread's staging buffers where storages are on an accelerator. The first
+    ``depth`` is the number of a thread's staging buffers where storages are on an accelerator; ``queue`` has
+    the plan's reads, and may be closed by another thread, which then finds there what is left. The first
     error of any thread stops the others and is raised here; the storages are then partly filled and of no
     use.
     """
@@ -45,9 +46,47 @@ def execute(
             # The padding was zeroed on a stream that the threads' own know nothing of.
             torch.accelerator.current_stream(device).synchronize()
         reading = _Reading(plan, storages, source, progress, device, threads, depth)
-        items = enumerate(chain[Read | Computation](plan.reads, plan.computations))
-        Crew(items, reading.work, device, "zerostart-reader").run(threads)
+        Crew(queue or ReadQueue(plan), reading.work, device, "zerostart-reader").run(threads)
     return progress.done
+
+
+class ReadQueue:
+    """A plan's reads, and behind them its computations, each with its number, until it is closed."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._next = 0
+        self._closed = False
+        self.given_bytes = 0  #: of all reads that have been given
+
+    def __iter__(self) -> ReadQueue:
+        return self
+
+    def __next__(self) -> tuple[int, Read | Computation]:
+        """What is to be done next; one thread at a time asks."""
+        number, reads, computations = self._next, self._plan.reads, self._plan.computations
+        if self._closed or number == len(reads) + len(computations):
+            raise StopIteration
+        self._next += 1
+        if number < len(reads):
+            self.given_bytes += reads[number].nbytes
+            return number, reads[number]
+        computation = computations[number - len(reads)]
+        self.given_bytes += sum(read.nbytes for read in computation.reads)
+        return number, computation
+
+    def close(self) -> None:
+        """Give nothing more; what has been given is still done."""
+        self._closed = True
+
+    def __len__(self) -> int:
+        """How many have not been given."""
+        return len(self._plan.reads) + len(self._plan.computations) - self._next
+
+    def left(self) -> tuple[Sequence[Read], Sequence[Computation]]:
+        """What has not been given."""
+        reads = len(self._plan.reads)
+        return self._plan.reads[self._next :], self._plan.computations[max(0, self._next - reads) :]
 
 
 def _zero_padding(destinations: Sequence[Destination], storages: Sequence[torch.Tensor]) -> None:

@@ -15,6 +15,7 @@ round; until then everybody sends and receives what was announced, of whatever c
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
@@ -29,15 +30,29 @@ from zerostart.checkpoint.storage import Reader, Rows
 from zerostart.distributed.failures import DeferredSignals
 from zerostart.distributed.world import World
 from zerostart.errors import PeerError
-from zerostart.transfer.planning import Agreement, ExchangeStep, Table, batches
+from zerostart.transfer.planning import (
+    Agreement,
+    ExchangeStep,
+    Machines,
+    Table,
+    batches,
+    part_of,
+    reassigned,
+    slow_ranks,
+)
 from zerostart.transfer.staging import bytes_view
+
+#: Seconds of reading between two agreements from which on it is told how fast a rank is: less says little.
+TELLING_SECONDS = 0.5
 
 
 class ExchangeReader(Reader):
     """Gives the bytes of this rank's requests, in their order, to one thread; a ``Reader`` for ``execute``.
 
-    All memory is taken at once, before the first message: room for the longest one and, where this rank
-    serves extents, for two of those, one being read by ``threads`` while the other is sent.
+    All memory is taken at once, before the first message: room for the longest one, for two extents, one
+    being read by ``threads`` while the other is sent, and where a rank passes extents on for one of these.
+    At each agreement ranks tell how fast they read; one that is slow gives extents away that it has not
+    begun, if ``machines`` says which rank is on which.
     """
 
     def __init__(
@@ -47,35 +62,44 @@ class ExchangeReader(Reader):
         reader: Reader,
         world: World,
         threads: int = 1,
+        machines: Machines | None = None,
     ) -> None:
-        me = world.rank
-        # Steps of others are left out; the order of those that stay is that of all ranks, which is what keeps
-        # two ranks from waiting for each other.
-        own = [e for e in steps if isinstance(e, Agreement) or _concerns(e, me)]
-        extents = [e.extent for e in own if isinstance(e, ExchangeStep) and e.server == me]
-        self._steps = iter(own)
-        self._extents = iter(extents)
         self._tables = tables
         self._reader = reader
         self._world = world
         self._threads = threads
-        self._message = _room(
-            d.nbytes
-            for e in own
-            if isinstance(e, ExchangeStep)
-            for d in e.deliveries
-            if me in (e.server, d.to)
-        )
+        self._machines = machines
+        every = [e for e in steps if isinstance(e, ExchangeStep)]
+        # Of all ranks' steps, since it may come to any of them.
+        longest = max((e.nbytes for e in every), default=0)
+        self._message = _room(d.nbytes for e in every for d in e.deliveries)
         # Extents go to the two rooms in turn: one is sent while the next is being read into the other.
-        self._rooms = [_room(end - begin for _, begin, end in extents[turn::2]) for turn in range(2)]
+        self._rooms = [_room([longest]), _room([longest])]
+        self._passing = _room([longest if machines is not None and machines.relayed else 0])
         # Threads read alone; all messages are sent and received by the thread that calls this reader.
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="zerostart-extents")
         self._left = memoryview(b"")  # of the last message to this rank
         #: The room that is being filled, and the threads' reads into it; None behind the last extent.
-        self._ahead: tuple[torch.Tensor, list[Future[None]]] | None = None
+        self._ahead: tuple[torch.Tensor, list[Future[float]], float] | None = None
         self._failure: BaseException | None = None
+        self._begin(list(steps))
+        self._interval = _Measured()
+        #: Of all that was read.
+        self.measured = _Measured()
+        self.planned_bytes = sum(e.nbytes for e in every if e.server == world.rank)
         self.read_bytes = 0  #: read by this rank, for itself and for others
         self.received_bytes = 0  #: got from others
+        self.given_bytes = 0  #: that it was to read, and others have
+
+    def _begin(self, steps: list[ExchangeStep | Agreement]) -> None:
+        """Go on with ``steps``, of all ranks."""
+        me = self._world.rank
+        self._all = steps
+        # Where the next step of this rank is among all.
+        self._at = 0
+        extents = [e.extent for e in steps if isinstance(e, ExchangeStep) and e.server == me]
+        # The first of them is being read already, wherever one is.
+        self._extents = iter(extents[self._ahead is not None :])
 
     def __enter__(self) -> ExchangeReader:
         """Begin, with all others. From here on they wait for this rank, which fails at a step."""
@@ -143,43 +167,75 @@ class ExchangeReader(Reader):
         return going
 
     def _step(self) -> bool:
-        step = next(self._steps, None)
-        if step is None:
+        me = self._world.rank
+        # Steps of others are left out; the order of those that stay is that of all ranks, which is what keeps
+        # two ranks from waiting for each other.
+        while self._at < len(self._all) and not _concerns(self._all[self._at], me):
+            self._at += 1
+        if self._at == len(self._all):
             return False
+        step = self._all[self._at]
+        self._at += 1
         if isinstance(step, Agreement):
             self._agree()
-        elif step.server == self._world.rank:
-            self._serve(step)
+        elif step.server == me:
+            self._serve(step, self._fetched(step.nbytes))
+        elif me in step.relays:
+            extent = self._passing[: step.nbytes]
+            self._receive(extent, step.server)
+            self._serve(step, extent)
         else:
             # Exactly one: a region has one message for each rank that wants something of it.
-            (own,) = (delivery for delivery in step.deliveries if delivery.to == self._world.rank)
-            send_or_receive(dist.recv, self._message[: own.nbytes], step.server, self._world)
+            (own,) = (delivery for delivery in step.deliveries if delivery.to == me)
+            self._receive(self._message[: own.nbytes], own.sender)
             self._left = bytes_view(self._message)[: own.nbytes]
-            self.received_bytes += own.nbytes
         return True
+
+    def _receive(self, room: torch.Tensor, sender: int) -> None:
+        send_or_receive(dist.recv, room, sender, self._world)
+        self.received_bytes += len(room)
 
     def _agree(self) -> None:
         try:
             self._world.raise_together(self._failure, "exchanging what was read")
+            told = self._world.all_gather_object(self._interval.told(), "telling how fast ranks read")
         except BaseException:
-            self._steps = iter(())  # all have stopped here
+            self._all = []  # all have stopped here
+            self._at = 0
             raise
+        speeds = [speed for speed, _ in told]
+        # Where nobody has read for long a rank's speed is a matter of chance.
+        slow = slow_ranks(speeds) if max(seconds for _, seconds in told) >= TELLING_SECONDS else set()
+        if slow and self._machines is not None:
+            left = self._all[self._at :]
+            changed = reassigned(left, speeds, self._machines)
+            mine, now = (_served(steps, self._world.rank) for steps in (left, changed))
+            # Others too have extents in exchange for some of theirs, which is nothing to tell.
+            if self._world.rank in slow:
+                self.given_bytes += sum(mine[extent] for extent in mine.keys() - now.keys())
+            self.planned_bytes += sum(now.values()) - sum(mine.values())
+            self._begin(changed)
+            if self._ahead is None:
+                self._fetch()
+        self._interval = _Measured()
 
-    def _serve(self, step: ExchangeStep) -> None:
+    def _serve(self, step: ExchangeStep, extent: torch.Tensor) -> None:
         """Send to each what it asked for; a failure is kept, and the message sent all the same.
 
-        The next ranks come first. With servers that follow each other in a list of steps, each then passes
-        on what it has while the one before is still sending. This rank's own bytes come last: they stay in
-        the message until the caller has taken them.
+        First the whole extent to those that pass it on. The next ranks come first. With servers that follow
+        each other in a list of steps, each then passes on what it has while the one before is still sending.
+        This rank's own bytes come last: they stay in the message until the caller has taken them.
         """
         me, size = self._world.rank, self._world.size
-        # Where the extent cannot be read the messages still go out, of whatever lies in the room.
-        reader: Reader = MemoryReader([])
-        try:
-            reader = self._fetched()
-        except BaseException as error:
-            self._failure = self._failure or error
-        for delivery in sorted(step.deliveries, key=lambda delivery: (delivery.to - me - 1) % size):
+
+        def turn(rank: int) -> int:
+            return (rank - me - 1) % size
+
+        for relay in sorted(step.relays if step.server == me else (), key=turn):
+            send_or_receive(dist.send, extent, relay, self._world)
+        reader = MemoryReader([extent])
+        own = (delivery for delivery in step.deliveries if delivery.sender == me)
+        for delivery in sorted(own, key=lambda delivery: turn(delivery.to)):
             room = self._message[: delivery.nbytes]
             try:
                 if self._failure is None:
@@ -204,18 +260,23 @@ class ExchangeReader(Reader):
         room = self._rooms[0][: end - begin]
         # What was read into the other room has been sent: its step came before this one.
         self._rooms.reverse()
-        # Rounded up, so that there are at most as many parts as threads.
-        part = -(-(end - begin) // self._threads)
-        parts = [
-            self._pool.submit(self._reader.read, file, begin + at, [bytes_view(room)[at : at + part]])
-            for at in range(0, end - begin, part)
-        ]
-        self._ahead = room, parts
+        part = part_of(end - begin, self._threads)
 
-    def _fetched(self) -> Reader:
-        """The extent that is being read, as a reader; the one after it is asked for."""
-        assert self._ahead is not None, "a step with an extent is served"
-        room, parts = self._ahead
+        def read(at: int) -> float:
+            self._reader.read(file, begin + at, [bytes_view(room)[at : at + part]])
+            return time.perf_counter()
+
+        parts = [self._pool.submit(read, at) for at in range(0, end - begin, part)]
+        self._ahead = room, parts, time.perf_counter()
+
+    def _fetched(self, nbytes: int) -> torch.Tensor:
+        """The extent that is being read, of so many bytes; the one after it is asked for.
+
+        Where it cannot be read that is kept, and the messages still go out, of whatever lies in the room.
+        """
+        if self._failure is not None or self._ahead is None:
+            return self._rooms[0][:nbytes]
+        room, parts, begun = self._ahead
         for part in parts:
             failure = part.exception()
             # The first failure is the one that is told; all parts are waited for, since they write into the
@@ -223,12 +284,42 @@ class ExchangeReader(Reader):
             self._failure = self._failure or failure
         self.read_bytes += len(room)
         if self._failure is None:
+            seconds = max((part.result() for part in parts), default=begun) - begun
+            for measured in (self._interval, self.measured):
+                measured.add(len(room), seconds)
             self._fetch()
-        return MemoryReader([room])
+        return room
 
 
-def _concerns(step: ExchangeStep, rank: int) -> bool:
-    return step.server == rank or any(delivery.to == rank for delivery in step.deliveries)
+class _Measured:
+    """What a rank has read, and how long it took."""
+
+    def __init__(self) -> None:
+        self.nbytes, self.seconds = 0, 0.0
+
+    def add(self, nbytes: int, seconds: float) -> None:
+        """So many bytes more, read in so many seconds."""
+        self.nbytes += nbytes
+        self.seconds += seconds
+
+    def told(self) -> tuple[float, float]:
+        """Bytes a second (0 where nothing was read), and seconds."""
+        return (self.nbytes / max(self.seconds, 1e-6) if self.nbytes else 0.0), self.seconds
+
+
+def _served(steps: Sequence[ExchangeStep | Agreement], rank: int) -> dict[tuple[int, int, int, int], int]:
+    """Bytes of the extents that ``rank`` reads, each by its step's number and place."""
+    return {
+        (number, *step.extent): step.nbytes
+        for number, step in enumerate(steps)
+        if isinstance(step, ExchangeStep) and step.server == rank
+    }
+
+
+def _concerns(step: ExchangeStep | Agreement, rank: int) -> bool:
+    if isinstance(step, Agreement) or step.server == rank:
+        return True
+    return any(rank in (delivery.to, delivery.sender) for delivery in step.deliveries)
 
 
 def _room(sizes: Any) -> torch.Tensor:

@@ -27,8 +27,11 @@ CHUNK = 8 * MiB
 RING = 48 * MiB
 #: Reads in flight on a machine: for a disk, and for a network file system.
 DISK_DEPTH, NETWORK_DEPTH = 16, 32
-#: Chunks that an exchange takes beside one thread's staging: two extents of two chunks, a message of two.
-EXCHANGE_CHUNKS = 6
+#: Chunks that an exchange takes beside one thread's staging: two extents of two chunks, one that is passed
+#: on, and a message of two.
+EXCHANGE_CHUNKS = 8
+#: The same for reads that a slow rank gives away: two requests, and a message.
+GIVING_CHUNKS = 3
 #: Requests to a store that a rank has in flight, at least and at most.
 LEAST_DEPTH, MOST_DEPTH = 4, 16
 #: Bytes a second that a network file system is taken to give to all its clients together.
@@ -101,6 +104,11 @@ class Tuning:
     def exchange_bytes(self, chunk_size: int) -> int:
         """Most host memory beside the destinations then: the same threads first, and then the exchange."""
         return chunk_size * max(self.threads * self.depth, self.depth + EXCHANGE_CHUNKS)
+
+    @property
+    def gives_away(self) -> bool:
+        """Whether others may read for this rank what it has not come to: of a storage that all have alike."""
+        return self.cold and self.remote and self.limit >= self.chunk_size * (self.depth + GIVING_CHUNKS)
 
     @property
     def rates(self) -> Rates:

@@ -133,6 +133,7 @@ def test_replicas_share_what_storage_gives(checkpoints: TinyCheckpoints) -> None
         ("host_memory", "80GB"),
         ("storage_rate", -1.0),
         ("interconnect_rate", float("inf")),
+        ("request_price", -1.0),
         ("optimizer", "adamm"),
     ],
 )

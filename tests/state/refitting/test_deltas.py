@@ -121,10 +121,18 @@ def test_a_push_sends_what_has_changed(transport: str, monkeypatch: pytest.Monke
         report = push()
         assert (report.base, report.changed_bytes) == (None, report.owned_bytes)
         assert filled == [False, True, True, True, True]
+        # The model may be stepped as soon as the bytes have left it.
+        before = weight.clone()
+        pushing = refitter.push(wait=False)
+        with torch.no_grad():
+            weight[200] += 1
+        assert pushing.wait().changed_bytes == 0
+        assert torch.equal(engine.weight.detach(), before.t())
+        assert push().base == 6
         # What somebody has done to the engine is noticed, and mended.
         with torch.no_grad():
             engine.weight[900, 4] = 7
-        assert push().base == 5
+        assert push().base == 7
         assert filled[-2:] == [True, False]
         # After a failure, whatever the transport had: all of it.
         monkeypatch.setattr(receiver, "_compare", lambda *given, **options: 1 / 0)
@@ -148,4 +156,26 @@ def test_a_worker_that_comes_later_gets_everything() -> None:
         assert report.base is None
         assert torch.equal(other.weight.detach(), model.weight.to_local())
         assert refitter.push().base == 3
+    thread.join(20)
+
+
+def test_what_is_not_read_back_is_filled_in_again() -> None:
+    with _served() as (model, _, _, refitter):
+        engine = nn.Linear(WIDE[1], 2 * WIDE[0], bias=False)
+
+        def load(pairs: Any) -> None:
+            for name, tensor in pairs:
+                if name == "weight":  # as heads are that several ranks share
+                    engine.weight.data.copy_(torch.cat([tensor, tensor]))
+
+        receiver = serving.Receiver(engine, load, name="twice")
+        thread = threading.Thread(target=serving.serve, args=(receiver, refitter.address), daemon=True)
+        thread.start()
+        refitter._session.wait_for(2, 20)
+        refitter.push()
+        with torch.no_grad():
+            engine.weight[5, 5] = 7
+        assert refitter.push().base == 1
+        weight = model.weight.detach().to_local()  # type: ignore[operator, union-attr]
+        assert torch.equal(engine.weight.detach(), torch.cat([weight, weight]))
     thread.join(20)

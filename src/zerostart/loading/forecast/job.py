@@ -26,7 +26,15 @@ from zerostart.loading.forecast.memory import (
     peaks,
 )
 from zerostart.loading.forecast.reading import Foreseen, counts_of, owned_by, rates_of, timed
-from zerostart.loading.forecast.result import Alternative, Fit, Limits, Memory, RankForecast, WorldPlan
+from zerostart.loading.forecast.result import (
+    Alternative,
+    Fit,
+    Limits,
+    Memory,
+    Prices,
+    RankForecast,
+    WorldPlan,
+)
 from zerostart.loading.preparation import prepare, undisturbed
 from zerostart.loading.request import Request
 from zerostart.models import Origins
@@ -61,6 +69,7 @@ def foresee(
     # All that may be refused first, from the arguments alone.
     limits = Limits.of(asked.device_memory, asked.host_memory, engine.mesh.world_size)
     rates = rates_of(tuning.rates, asked.storage_rate, asked.interconnect_rate)
+    prices = Prices.of(asked.request_price, asked.gigabyte_price)
     optimizer = optimizer_of(asked.optimizer, engine.configured_optimizer)
     target = Target(limits.accelerator, engine.mesh.world_size)
     model, parallelism = subject.model, engine.parallelism(subject.model)
@@ -110,6 +119,7 @@ def foresee(
         optimizer=optimizer.name,
         accelerator=limits.accelerator,
         rates=_shown(rates),
+        prices=prices,
         fits=fits,
         advice=advised,
         alternatives=alternatives,

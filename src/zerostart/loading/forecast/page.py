@@ -266,6 +266,8 @@ def _exchange(made: WorldPlan) -> Iterator[Markup]:
         return
     yield tag("p", "All ranks together get ", size(sum(made.exchanged_bytes)), " from others.")
     if made.messages:
+        between, within = size(made.between_machines_bytes), size(made.within_machines_bytes)
+        yield tag("p", "Of these ", between, " go between machines, ", within, " within them.")
         yield _map_of_messages(made)
     rows = [
         (number(rank.rank), size(got))

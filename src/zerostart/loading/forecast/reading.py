@@ -26,6 +26,7 @@ from zerostart.transfer.planning import (
     Count,
     Destination,
     ExchangeStep,
+    Machines,
     Plan,
     Rates,
     ReadStrategy,
@@ -34,6 +35,7 @@ from zerostart.transfer.planning import (
     exchange_schedule,
     extents_of,
     join,
+    part_of,
     requests_of,
     spans_within,
     table_of,
@@ -153,17 +155,16 @@ class Foreseen:
         chunk = strategy.chunk_size
         plans = [spans_within(self._plan(rank, chunk), chunk) for rank in range(made.world_size)]
         # The very schedule that the ranks of a load would make, from the same tables.
-        schedule = exchange_schedule([table_of(plan.reads) for plan in plans], chunk)
+        machines = Machines.of([rank // RANKS_OF_A_MACHINE for rank in range(made.world_size)])
+        schedule = exchange_schedule([table_of(plan.reads) for plan in plans], chunk, machines=machines)
         served: list[list[tuple[int, int, int, int]]] = [[] for _ in plans]
         messages: Counter[tuple[int, int]] = Counter()
         for step in schedule.steps:
             if isinstance(step, ExchangeStep):
                 file, begin, end = step.extent
                 served[step.server].append((file, begin, end, end - begin))
-                for delivery in step.deliveries:
-                    # What the server wants itself stays where it has been read.
-                    if delivery.to != step.server:
-                        messages[step.server, delivery.to] += delivery.nbytes
+                for sender, to, nbytes in step.messages():
+                    messages[sender, to] += nbytes
 
         def becomes(rank: RankForecast) -> RankForecast:
             number, plan = rank.rank, plans[rank.rank]
@@ -175,9 +176,11 @@ class Foreseen:
             more = self.tuning.exchange_bytes(chunk) - staged
             storage = self.catalog.storage
             asked, got = requests_of([*alone, *computed], storage.gap)
+            # Each thread asks for its part of an extent.
+            asked += sum(-(-n // part_of(n, self.tuning.threads)) for *_, n in served[number])
             return replace(
                 rank,
-                get_requests=asked + len(served[number]) if storage.cost else 0,
+                get_requests=asked if storage.cost else 0,
                 get_bytes=got + schedule.served[number] if storage.cost else 0,
                 read_bytes=sum(r.nbytes for r in [*alone, *computed]) + schedule.served[number],
                 read_ops=len(places) + len(served[number]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
@@ -79,6 +80,22 @@ class RankForecast:
 
 
 @dataclass(frozen=True)
+class Prices:
+    """What a store takes for 1000 requests, and for 1e9 bytes of answers."""
+
+    requests: float = 0.0
+    gigabyte: float = 0.0
+
+    @classmethod
+    def of(cls, requests: float | None, gigabyte: float | None) -> Prices | None:
+        """None where neither is known. Raises ConfigError for what is no price."""
+        for name, value in (("request_price", requests), ("gigabyte_price", gigabyte)):
+            if value is not None and not 0 <= value < math.inf:
+                raise ConfigError(f"{name}={value!r} must be a number, 0 or more")
+        return None if requests is None and gigabyte is None else cls(requests or 0.0, gigabyte or 0.0)
+
+
+@dataclass(frozen=True)
 class FileForecast:
     """One file: its length ``nbytes``, and the bytes and number of reads of it by how many ``ranks``."""
 
@@ -105,7 +122,7 @@ class WorldPlan:
     ``store`` is what a request takes where the checkpoint lies in a store: seconds of latency, and bytes a
     second of one connection, which were measured or are assumed. ``stored`` are names and lengths of the
     files, and ``messages`` the bytes (from rank, to rank, bytes) that ranks send each other where bytes are
-    read once.
+    read once. ``prices`` are those that were given.
     """
 
     engine: str
@@ -133,6 +150,7 @@ class WorldPlan:
     stored: tuple[tuple[str, int], ...] = field(default=(), repr=False)
     messages: tuple[tuple[int, int, int], ...] = field(default=(), repr=False)
     store: RequestCost | None = None
+    prices: Prices | None = None
 
     @classmethod
     def of(
@@ -171,6 +189,34 @@ class WorldPlan:
     def read_seconds(self) -> float:
         """Seconds until the last rank has what it wants, at the plan's rates."""
         return max((rank.read_seconds for rank in self.ranks), default=0.0)
+
+    @property
+    def storage_bytes(self) -> int:
+        """Bytes that storage gives to all of ``ranks`` together: of a store, to their requests."""
+        return sum(rank.get_bytes or rank.read_bytes for rank in self.ranks)
+
+    @property
+    def cost(self) -> float | None:
+        """What the store takes for ``ranks``, in the currency of ``prices``; None where nobody gave these."""
+        if self.prices is None:
+            return None
+        requests = sum(rank.get_requests for rank in self.ranks)
+        nbytes = sum(rank.get_bytes for rank in self.ranks)
+        return requests / 1000 * self.prices.requests + nbytes / 1e9 * self.prices.gigabyte
+
+    @property
+    def between_machines_bytes(self) -> int:
+        """Bytes of ``messages`` between ranks of different machines, of ``RANKS_OF_A_MACHINE`` each."""
+        return sum(
+            nbytes
+            for sender, to, nbytes in self.messages
+            if sender // RANKS_OF_A_MACHINE != to // RANKS_OF_A_MACHINE
+        )
+
+    @property
+    def within_machines_bytes(self) -> int:
+        """Bytes of ``messages`` between ranks of one machine."""
+        return sum(nbytes for _, _, nbytes in self.messages) - self.between_machines_bytes
 
     @property
     def files(self) -> tuple[FileForecast, ...]:
@@ -219,7 +265,7 @@ class WorldPlan:
 
     def as_dict(self) -> dict[str, object]:
         """The form of ``zerostart plan --json``; ``memory`` has the parts for each group of ranks."""
-        aside = ("ranks", "sharing", "fits", "tier", "alternatives", "stored", "messages", "store")
+        aside = ("ranks", "sharing", "fits", "tier", "alternatives", "stored", "messages", "store", "prices")
         plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in aside}
         return {
             **plain,
@@ -228,6 +274,10 @@ class WorldPlan:
             "tier": None if self.tier is None else asdict(self.tier),
             "store": None if self.store is None else asdict(self.store),
             "read_seconds": self.read_seconds,
+            "storage_bytes": self.storage_bytes,
+            "cost": self.cost,
+            "between_machines_bytes": self.between_machines_bytes,
+            "within_machines_bytes": self.within_machines_bytes,
             "memory": [
                 {"ranks": [r.rank for r in alike], **{p: asdict(m) for p, m in shown.memory.items()}}
                 for shown, alike in self.classes

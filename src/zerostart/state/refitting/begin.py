@@ -6,12 +6,17 @@ from torch import nn
 
 from zerostart.distributed.world import current_world
 from zerostart.errors import ConfigError
+from zerostart.state.refitting.directory import directory_of
+from zerostart.state.refitting.publisher import NAME, DirectoryRefitter
 from zerostart.state.refitting.refitter import RefitSettings, Refitter
 from zerostart.state.refitting.resharding import ModelRefitter
 from zerostart.state.refitting.targets import Engines, driver_of
+from zerostart.state.refitting.within import Within
 
 
-def begin(model: nn.Module, target: object, settings: RefitSettings) -> Refitter | ModelRefitter:
+def begin(
+    model: nn.Module, target: object, settings: RefitSettings
+) -> Refitter | ModelRefitter | DirectoryRefitter:
     """The refitter of ``model`` for ``target``; collective. Raises as ``zerostart.refit``."""
     world = current_world()
     # An engine's module may be a module, too; a model to train has no loader of its own.
@@ -25,8 +30,17 @@ def begin(model: nn.Module, target: object, settings: RefitSettings) -> Refitter
                     "the model, or None on ranks that hold nothing of it"
                 )
         return ModelRefitter(model, target, settings, world)
+    directory = directory_of(target)
+    if directory is not None and settings.transport in (None, NAME):
+        return DirectoryRefitter(model, directory, settings, world)
+    if directory is not None or settings.transport == NAME:
+        raise ConfigError(
+            f"transport={settings.transport!r} does not go with target={target!r}: versions travel by files "
+            "where the target is file:///directory, and nowhere else"
+        )
     with world.phase("looking at the target"):
-        engines = Engines.of(target, driver_of(target), world)  # an address of an engine's server is a text
+        driver = driver_of(target) or Within.of(target)  # an address of an engine's server is a text
+        engines = Engines.of(target, driver, world)
     if engines is not None:
         return Refitter(model, engines, settings)
     if target is None or isinstance(target, str):
@@ -34,5 +48,5 @@ def begin(model: nn.Module, target: object, settings: RefitSettings) -> Refitter
     raise ConfigError(
         f"target is a {type(target).__name__}, which no engine is known by: pass an address for its workers "
         "to connect with by zerostart.serving.serve, register it with zerostart.serving.register_target, or "
-        "pass another sharded model"
+        "pass a module with load_weights, a zerostart.serving.Receiver of it, or another sharded model"
     )

@@ -40,7 +40,7 @@ def unit_of(rows: Numbers) -> int:
 def pack(difference: Bytes, unit: int) -> Packed | None:
     """The changed units of ``difference``; None where these are too many for it to pay."""
     words = difference.view(f"u{unit}")
-    places = _nonzero(words)
+    places = np.flatnonzero(words != 0)  # of truths it is several times as fast as of numbers
     gaps = np.diff(places, prepend=-1) - 1
     ends = np.cumsum(gaps // SKIP + 1)
     count = int(ends[-1]) if len(ends) else 0
@@ -74,15 +74,6 @@ def places_in(rows: Numbers, places: Numbers) -> Numbers:
     number, inside = np.divmod(places - (ends[row] - width * count), np.maximum(width, 1))
     found: Numbers = start + number * stride + inside
     return found
-
-
-def _nonzero(words: npt.NDArray[np.unsignedinteger]) -> Numbers:
-    """Places of what is not zero: most is, so eight bytes at a time are looked at first."""
-    each = 8 // words.itemsize
-    whole = len(words) // each * each
-    some = np.flatnonzero(words[:whole].view(np.uint64))
-    group, inside = np.nonzero(words[:whole].reshape(-1, each)[some])
-    return np.concatenate([some[group] * each + inside, whole + np.flatnonzero(words[whole:])])
 
 
 class Blocks:

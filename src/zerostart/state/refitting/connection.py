@@ -13,16 +13,14 @@ from pathlib import Path
 from zerostart.checkpoint.channel import PROTOCOL, Address, Message, connect, key_of
 from zerostart.checkpoint.strict_json import JsonObject, load_json
 from zerostart.errors import CheckpointError, ConfigError, PeerError
+from zerostart.state.refitting.directory import directory_of
+from zerostart.state.refitting.follower import Follower
 from zerostart.state.refitting.image import Image
 from zerostart.state.refitting.receiver import Receiver, Wants
 from zerostart.state.refitting.sums import Sums
-from zerostart.state.refitting.transports.base import Incoming, transport_kind
+from zerostart.state.refitting.transports.base import Closed, Incoming, transport_kind
 
 logger = logging.getLogger("zerostart")
-
-
-class Closed(PeerError):
-    """The trainer has said that no further version comes."""
 
 
 class Connection:
@@ -227,15 +225,20 @@ def serve(
 ) -> int | None:
     """Follow the pushes of the trainer at ``address`` until it closes, or ``stop`` is set; gives the version.
 
-    In the calling thread. Where the trainer dies, another one is waited for at the same address for
-    ``patience`` seconds. A push that fails is logged, and the next one followed. Raises what ``Connection``
-    raises, but for what a later push may mend.
+    ``file:///path`` is a directory into which one writes. In the calling thread. Where the trainer dies,
+    another one is waited for at the same address for ``patience`` seconds. A push that fails is logged, and
+    the next one followed. Raises what ``Connection`` raises, but for what a later push may mend.
     """
+    directory = directory_of(address)
     until: float | None = None  # of the wait for another trainer; None: for the first one
     while stop is None or not stop.is_set():
         left = timeout if until is None else max(0.0, until - time.monotonic())
         try:
-            connection = Connection(receiver, address, secret=secret, timeout=left)
+            connection = (
+                Connection(receiver, address, secret=secret, timeout=left)
+                if directory is None
+                else Follower(receiver, directory, left)
+            )
         except PeerError as error:
             if until is None:
                 raise

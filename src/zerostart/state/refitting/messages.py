@@ -147,9 +147,10 @@ def take(
         # Units lie at even places, or are bytes.
         memory[: memory.numel() // unit * unit].numpy().view(f"u{unit}")[places // unit] ^= values
         return
+    begin = int(message.content.storage_offset())
     for start, width, stride, count, at, apart in _rows(rows, spool.runs if part else None):
         there = memory.as_strided((count, width), (stride or width, 1), start)
-        given = message.content.as_strided((count, width), (apart or width, 1), at)
+        given = message.content.as_strided((count, width), (apart or width, 1), begin + at)
         if differences:
             torch.bitwise_xor(there, given, out=there)
         else:
@@ -166,7 +167,7 @@ def _wanted(places: Numbers, runs: Runs) -> np.ndarray[tuple[int], np.dtype[np.b
 
 
 def _rows(rows: Numbers, wants: Runs | None) -> Iterator[tuple[int, int, int, int, int, int]]:
-    """Rows, or what ``wants`` has of them, each with its begin in the content, and the distance of runs there."""
+    """Rows, or what ``wants`` has of them; each with its begin in the content, and its stride there."""
     done = 0
     for start, width, stride, count in rows.tolist():
         if wants is None:

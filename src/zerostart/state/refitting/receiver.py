@@ -236,7 +236,7 @@ class Receiver:
         if self._read.nbytes:
             # What cannot be read back. After the fill: bytes that are the version's now were so then.
             with incoming.reader() as reader:
-                _sum_read(self._image, self._read, reader, digests[len(self._sets)])
+                sum_read(self._image, self._read, reader, digests[len(self._sets)])
         self._compare(sums, digests, done=True)
 
     def _divided(
@@ -337,8 +337,15 @@ class Receiver:
             each = [storages[name] for name in stage.names]
             fill = stage.plan
             if changed is not None:
-                # What is computed is not read back: it is computed again.
-                reads = tuple(read for read in fill.reads if changed.between(read.offset, read.end))
+                # What is not read back is filled, and computed, again: nobody would notice what has become
+                # of it.
+                seen = {n for n, name in enumerate(stage.names) if not self._filled[name].rest.pieces}
+                reads = tuple(
+                    read
+                    for read in fill.reads
+                    if changed.between(read.offset, read.end)
+                    or not seen.issuperset(part.target for part in read.parts)
+                )
                 fill = replace(fill, reads=reads)
             execute(fill, each, Progress(0, False), THREADS, incoming.reader())
             for number, (plan, names) in stage.back.items():
@@ -419,7 +426,7 @@ def _storage(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((1 + sum((size - 1) * stride for size, stride in steps),), (1,))
 
 
-def _sum_read(image: Image, runs: Runs, reader: Reader, digests: Digests) -> None:
+def sum_read(image: Image, runs: Runs, reader: Reader, digests: Digests) -> None:
     """Add to ``digests`` what ``reader`` has of ``runs``, a bounded part of it at a time."""
     tensors = Tensors(image)
     for part in runs.batches(CHUNK):

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import TracebackType
@@ -22,7 +21,7 @@ from zerostart.live.model import LiveModel
 from zerostart.state.refitting.image import Image
 from zerostart.state.refitting.place import Place
 from zerostart.state.refitting.session import Session
-from zerostart.state.refitting.sums import SetSums, Sums
+from zerostart.state.refitting.sums import SetSums, digest_of
 from zerostart.state.refitting.targets import Engines
 from zerostart.state.refitting.transports.base import Transport, WorkerInfo, WorkerLost, transport_kind
 from zerostart.state.saving.adapters import has_adapters
@@ -125,7 +124,7 @@ class PushReport:
 
 
 @dataclass(frozen=True)
-class _Prepared:
+class Prepared:
     """The model's part of a push: what this rank writes where."""
 
     image: Image
@@ -255,7 +254,7 @@ class Refitter:
                 with world.phase("arguments"):
                     settings.check()
                     kind = transport_kind(settings.transport or "shared_memory")
-                self._image = self._prepared().image
+                self._image = prepared(self._model, self._settings, world, self._image).image
                 made = world.broadcast_object(lambda: self._begin(target), "listening for workers")
                 self.address, folder = made
                 options = {
@@ -306,12 +305,12 @@ class Refitter:
         with PeakMeter(default_device()) as meter:
             try:
                 with world.phase("pushing weights"):
-                    with _timed(phases, "plan"):
-                        prepared = self._prepared()
-                        self._meet_workers(prepared.image)
-                        base = self._open(prepared, version)
-                    with _timed(phases, "write"), world.phase("writing the weights"):
-                        sums = self._write(prepared, version, base)
+                    with timed(phases, "plan"):
+                        ready = prepared(self._model, self._settings, world, self._image)
+                        self._meet_workers(ready.image)
+                        base = self._open(ready, version)
+                    with timed(phases, "write"), world.phase("writing the weights"):
+                        sums = self._write(ready, version, base)
             except BaseException as error:
                 self._abort(version, error)
                 if isinstance(error, WorkerLost):  # on all ranks, which are there
@@ -326,7 +325,7 @@ class Refitter:
             self._abort(version, error)  # the workers wait for a decision
             raise
         self._base, self._deltas = version, 0 if base is None else self._deltas + 1
-        owned, carried = prepared.image.layout.total_size, [each[1] for each in figures]
+        owned, carried = ready.image.layout.total_size, [each[1] for each in figures]
         report = PushReport(
             version,
             base,
@@ -473,33 +472,13 @@ class Refitter:
                 version,
                 worker.wants.nbytes,
                 worker.seconds,
-                _digest([sums[n] for n in numbers[worker.name]]),
+                digest_of([sums[n] for n in numbers[worker.name]]),
             )
             for worker in session.workers.values()
         )
         return replace(report, phases=phases, workers=workers)
 
     # Every rank.
-
-    def _prepared(self) -> _Prepared:
-        """The image, and what this rank writes of it, of the model as it is now; collective."""
-        world = self._world
-        with world.phase("looking at the model"):
-            live = LiveModel(self._model, world)
-            adapted = has_adapters(live.module)
-            if adapted and not self._settings.merge_adapters:
-                raise ConfigError(
-                    "merge_adapters=False: adapters are not sent by themselves; pass True, or save them with "
-                    "adapters_only=True and have the engine load that"
-                )
-            contents, _ = contents_to_save(
-                self._model, live, SaveRequest(dtype=self._settings.dtype, merge_adapters=adapted)
-            )
-            entries = tuple((name, dtype, tuple(shape)) for name, dtype, shape in contents.entries)
-            before = self._image
-            image = before if before is not None and before.entries == entries else Image.of(entries)
-            plan, storages = planned(image.layout, contents.outgoing, CHUNK)
-        return _Prepared(image, plan, storages)
 
     def _join(self) -> None:
         """Have the engine connect, or each rank's own; collective."""
@@ -536,7 +515,7 @@ class Refitter:
             self._sums = SetSums(image, self._takers.sets)
             self._opened = None
 
-    def _open(self, prepared: _Prepared, version: int) -> int | None:
+    def _open(self, ready: Prepared, version: int) -> int | None:
         """Have the transport and the workers ready for ``version``; gives the one that they have whole."""
         transport, world = self._transport, self._world
         assert transport is not None, "not closed"
@@ -544,8 +523,8 @@ class Refitter:
         if self._opened is None or self._deltas + 1 >= self._settings.full_every:
             base = None
         if self._opened is None:
-            own = Runs.of_writes(prepared.plan, prepared.image.layout)
-            self._opened = transport.open(prepared.image, own, self._takers.infos)
+            own = Runs.of_writes(ready.plan, ready.image.layout)
+            self._opened = transport.open(ready.image, own, self._takers.infos)
 
         self._begin_following(version)
 
@@ -558,13 +537,13 @@ class Refitter:
         world.broadcast_object(begin, "having the workers prepare")
         return base
 
-    def _write(self, prepared: _Prepared, version: int, base: int | None) -> list[dict[str, tuple[int, ...]]]:
+    def _write(self, ready: Prepared, version: int, base: int | None) -> list[dict[str, tuple[int, ...]]]:
         transport, sums = self._transport, self._sums
         assert transport is not None, "not closed"
         assert sums is not None, "opened before"
         sums.begin()
         writer = transport.writer(version, base)
-        write_out(prepared.plan, prepared.storages, writer, THREADS, sums.add_rows)
+        write_out(ready.plan, ready.storages, writer, THREADS, sums.add_rows)
         transport.finish()
         return sums.summed(self._world)
 
@@ -651,6 +630,26 @@ class Refitter:
         return sum(self._world.all_gather_object(back, during))
 
 
+def prepared(model: nn.Module, settings: RefitSettings, world: World, before: Image | None) -> Prepared:
+    """The image, and what this rank writes of it, of the model as it is now; collective.
+
+    The image is that of ``before`` where it is the same. Raises ConfigError.
+    """
+    with world.phase("looking at the model"):
+        live = LiveModel(model, world)
+        adapted = has_adapters(live.module)
+        if adapted and not settings.merge_adapters:
+            raise ConfigError(
+                "merge_adapters=False: adapters are not sent by themselves; pass True, or save them with "
+                "adapters_only=True and have the engine load that"
+            )
+        contents, _ = contents_to_save(model, live, SaveRequest(dtype=settings.dtype, merge_adapters=adapted))
+        entries = tuple((name, dtype, tuple(shape)) for name, dtype, shape in contents.entries)
+        image = before if before is not None and before.entries == entries else Image.of(entries)
+        plan, storages = planned(image.layout, contents.outgoing, CHUNK)
+    return Prepared(image, plan, storages)
+
+
 def _nothing() -> None:
     return
 
@@ -678,12 +677,8 @@ def _beside(work: Callable[[], None]) -> Iterator[Callable[[], None]]:
 
 
 @contextmanager
-def _timed(phases: dict[str, float], name: str) -> Iterator[None]:
+def timed(phases: dict[str, float], name: str) -> Iterator[None]:
+    """Note the seconds of a body under its name."""
     begun = time.perf_counter()
     yield
     phases[name] = time.perf_counter() - begun
-
-
-def _digest(sums: Sequence[Sums]) -> str:
-    text = repr([sorted((name, *row) for name, row in each.items()) for each in sums])
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

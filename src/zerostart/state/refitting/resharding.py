@@ -35,6 +35,7 @@ from zerostart.state.refitting.refitter import (
     Pushing,
     PushReport,
     RefitSettings,
+    timed,
 )
 from zerostart.state.refitting.sums import SetSums, differing
 from zerostart.state.refitting.transports.base import ImageWriter
@@ -171,14 +172,14 @@ class ModelRefitter:
         world, begun = self._world, time.perf_counter()
         phases: dict[str, float] = {}
         with PeakMeter(default_device()) as meter, world.phase("pushing weights into a model"):
-            with _timed(phases, "plan"):
+            with timed(phases, "plan"):
                 # A save in the background may still copy the shards that are about to change.
                 settle_last()
                 way, source, storages, target, plan = self._prepared()
             sums = SetSums(way.image, way.sets)
-            with _timed(phases, "move"):
+            with timed(phases, "move"):
                 _move(way, source, storages, target, plan, world, sums)
-            with _timed(phases, "agree"), world.phase("comparing what was moved"):
+            with timed(phases, "agree"), world.phase("comparing what was moved"):
                 expected = sums.summed(world)
                 if way.number is not None:
                     _check(way.image, target, plan, expected[way.number])
@@ -479,10 +480,3 @@ def _check(image: Image, target: _Target, plan: WritePlan, expected: Mapping[str
             f"{len(wrong)} tensors of the target are not what was sent ({', '.join(wrong[:3])}): the target "
             "is not to be used; push again"
         )
-
-
-@contextlib.contextmanager
-def _timed(phases: dict[str, float], name: str) -> Iterator[None]:
-    begun = time.perf_counter()
-    yield
-    phases[name] = time.perf_counter() - begun

@@ -7,6 +7,7 @@ its parameters hold, and the two agree if each element is there with its bits.
 
 from __future__ import annotations
 
+import hashlib
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
@@ -125,3 +126,9 @@ def differing(expected: Sums, found: Sums) -> list[str]:
     """Names of the tensors whose sums are not the same."""
     names = dict.fromkeys([*expected, *found])
     return [name for name in names if list(expected.get(name, ())) != list(found.get(name, ()))]
+
+
+def digest_of(sums: Sequence[Sums]) -> str:
+    """One digest over the sums of several sets."""
+    text = repr([sorted((name, *row) for name, row in each.items()) for each in sums])
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

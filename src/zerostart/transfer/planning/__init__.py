@@ -7,10 +7,15 @@ from zerostart.transfer.planning.exchange import (
     Delivery,
     Exchange,
     ExchangeStep,
+    Machines,
     Table,
     batches,
     exchange_schedule,
+    given_away,
+    part_of,
     pieces_within,
+    reassigned,
+    slow_ranks,
     spans_within,
     table_of,
 )
@@ -20,6 +25,7 @@ from zerostart.transfer.planning.reads import PlanOptions
 
 __all__ = [
     "MARGIN",
+    "Machines",
     "Agreement",
     "Computation",
     "Count",
@@ -46,6 +52,10 @@ __all__ = [
     "requests_of",
     "exchange_schedule",
     "extents_of",
+    "given_away",
+    "part_of",
+    "reassigned",
+    "slow_ranks",
     "spans_within",
     "table_of",
 ]

@@ -21,11 +21,15 @@ from zerostart.checkpoint.storage import Reader
 from zerostart.checkpoint.strict_json import JsonObject
 from zerostart.checkpoint.write.shards import SaveLayout
 from zerostart.distributed.world import World
-from zerostart.errors import ConfigError, WriteError
+from zerostart.errors import ConfigError, PeerError, WriteError
 from zerostart.state.refitting.changes import Changed
 from zerostart.state.refitting.image import Image
 from zerostart.transfer.planning.runs import Runs
 from zerostart.transfer.writing import Writer
+
+
+class Closed(PeerError):
+    """The trainer has said that no further version comes."""
 
 
 class WorkerLost(WriteError):

@@ -17,7 +17,6 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -168,7 +167,7 @@ class Group:
 
     def _keep(self, image: Image, own: Runs) -> None:
         if self._kept is not None:
-            if self._kept.data.numel() == image.nbytes and np.array_equal(self._kept.runs.rows, own.rows):
+            if self._kept.is_for(image.nbytes, own):
                 return
             self._kept.close()
             self._kept = None

@@ -42,6 +42,10 @@ class Spool:
         self.data = torch.frombuffer(self._memory, dtype=torch.uint8)
         self.runs = runs
 
+    def is_for(self, nbytes: int, runs: Runs) -> bool:
+        """Whether it is the same room as that."""
+        return self.data.numel() == nbytes and np.array_equal(self.runs.rows, runs.rows)
+
     def close(self) -> None:
         """Give it back."""
         self.data = torch.empty(0, dtype=torch.uint8, device="cpu")
