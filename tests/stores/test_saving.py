@@ -391,7 +391,7 @@ def test_a_run_takes_no_place_of_others(tmp_path: Path) -> None:
 
     def claimed(**more: object) -> None:
         given = {
-            "task": "sft",
+            "task": {"name": "causal-lm"},
             "model": {"source": "x"},
             "data": {"source": str(tmp_path)},
         }
