@@ -27,10 +27,7 @@ from zerostart.checkpoint.write import objects
 from zerostart.checkpoint.write.objects import ObjectStaging, part_length
 from zerostart.checkpoint.write.parts import SequentialUpload
 from zerostart.checkpoint.write.shards import plan_shards
-from zerostart.distributed.world import World
 from zerostart.errors import CheckpointNotFoundError, ConfigError, WriteError
-from zerostart.training.config.load import parse_config
-from zerostart.training.loop.output_directory import claim_output
 
 PLACE = f"s3://{servers.BUCKET}/run"
 pytestmark = pytest.mark.skipif(not servers.has("weed"), reason="SeaweedFS is not installed")
@@ -382,33 +379,6 @@ def test_a_save_that_was_taken_for_a_killed_one(monkeypatch: pytest.MonkeyPatch)
             one.complete({})
     zerostart.verify(PLACE)
     assert left_over() == []
-
-
-def test_a_run_takes_no_place_of_others(tmp_path: Path) -> None:
-    """A checkpoint of somebody, which the trained model would replace; expect an error, with resume, too."""
-    uploads = uploads_at(PLACE)
-    assert uploads is not None
-
-    def claimed(**more: object) -> None:
-        given = {
-            "task": {"name": "causal-lm"},
-            "model": {"source": "x"},
-            "data": {"source": str(tmp_path)},
-        }
-        course = {"steps": 1, "batch_size": 1, "learning_rate": 1e-3}
-        config = parse_config({**given, "train": course, "output": {"directory": PLACE}, **more})
-        with claim_output(config, World(0, 1, None)) as place:
-            assert place.saved == PLACE
-
-    claimed()
-    uploads.put("checkpoints/step-00000001/model/model.safetensors", b"of a run that was cut")
-    claimed(resume={"path": "auto"})
-    uploads.put("model.safetensors", b"somebody's")
-    for more in ({}, {"resume": {"path": "auto"}}):
-        with pytest.raises(ConfigError, match="is not empty"):
-            claimed(**more)
-    uploads.put("metrics.jsonl", b"{}")
-    claimed(resume={"path": "auto"})
 
 
 BACKGROUND = """
