@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from zerostart.checkpoint.strict_json import JsonMapping
-from zerostart.distributed.world import World
 from zerostart.errors import ConfigError
+
+if TYPE_CHECKING:
+    from zerostart.distributed.world import World  # torch, which ``import zerostart`` does without
 
 
 @runtime_checkable
