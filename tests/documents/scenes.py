@@ -24,6 +24,8 @@ CHANGED: Mapping[str, str] = {
         'pipe("a cat sees the sea", height=16, width=16, num_frames=5, num_inference_steps=2, '
         "max_sequence_length=12)"
     ),
+    # A name of this run's own.
+    '"my-run"': '"my-run-" + str(__import__("os").getppid())',
     # Files of this machine in the place of a bucket's.
     '"s3://bucket/': '"file://" + __import__("os").getcwd() + "/',
     '"file:///shared/': '"file://" + __import__("os").getcwd() + "/',
@@ -290,6 +292,7 @@ SCENES = (
     Scene("docs/placements.md", "nvme", {"path/or/hub-id": "qwen3_wide"}, _common),
     Scene("docs/placements.md", "", MODEL, _common, slow=False),
     Scene("docs/preemption.md", "", {"path/or/hub-id": "qwen3"}, _trained, slow=False),
+    Scene("docs/peers.md", "", {"path/or/hub-id": "qwen3"}, _common),
     Scene("docs/stores.md", "", {"Qwen3-0.6B": "qwen3"}, _common),
     Scene("docs/resuming.md", "", {"path/or/hub-id": "qwen3"}, _trained, slow=False),
     Scene("docs/starting.md", "", {"path/or/hub-id": "qwen3", "path/encoder": "qwen3"}, _started, slow=False),

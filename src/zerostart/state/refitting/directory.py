@@ -99,6 +99,8 @@ class Version:
     parts: tuple[Part, ...]
     #: Sums of each whole tensor, see ``sums.py``.
     sums: dict[str, tuple[int, ...]]
+    #: Whether a worker with parameters that nothing fills is to refuse it.
+    strict: bool
 
 
 @dataclass(frozen=True)
@@ -182,7 +184,9 @@ def read_version(directory: Path, stem: str) -> Version:
             for part in found["parts"]
         )
         sums = {str(name): tuple(map(int, row)) for name, row in found["sums"].items()}
-        return Version(found["version"], found["base"], found["image"], parts, sums)
+        return Version(
+            found["version"], found["base"], found["image"], parts, sums, found["strict"] is not False
+        )
     except (KeyError, TypeError, ValueError) as error:
         raise ReadError(f"{path} is no list of a version of this zerostart: {error}") from error
 

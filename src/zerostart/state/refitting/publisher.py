@@ -109,7 +109,14 @@ class DirectoryRefitter:
                     sums = self._write(ready, own, delta, written)
                     parts = world.all_gather_object(written.part.close(), "listing a version")
                     base = number - 1 if delta else None
-                    version = Version(number, base, ready.image.fingerprint, tuple(parts), sums)
+                    version = Version(
+                        number,
+                        base,
+                        ready.image.fingerprint,
+                        tuple(parts),
+                        sums,
+                        self._settings.strict,
+                    )
             except BaseException:
                 written.part.discard()
                 raise

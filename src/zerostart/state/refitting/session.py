@@ -69,6 +69,8 @@ class Session:
     timeout: float
     #: Where a decision is written down before anybody is told of it.
     decision: Path
+    #: Whether a worker with parameters that nothing fills is refused.
+    strict: bool = True
     workers: dict[str, Worker] = field(default_factory=dict)
     #: Called while a worker is waited for; what it raises ends the push.
     check: Callable[[], None] = lambda: None
@@ -202,7 +204,7 @@ class Session:
         asked = []
         for worker in self._outdated():
             try:
-                worker.channel.send("image", {}, image.to_bytes())
+                worker.channel.send("image", {"strict": self.strict}, image.to_bytes())
                 asked.append(worker)
             except PeerError as error:
                 lost.append(error)
@@ -363,7 +365,7 @@ class Session:
             why = f"another worker is connected under the name {name}: give each a name of its own"
             channel.send("refused", {"why": why})
             raise ConfigError(why)
-        channel.send("image", {}, image.to_bytes())
+        channel.send("image", {"strict": self.strict}, image.to_bytes())
         try:
             wants, sets = self._wants(name, channel)
         except ConversionError:
