@@ -28,6 +28,7 @@ CHANGED: Mapping[str, str] = {
     '"my-run"': '"my-run-" + str(__import__("os").getppid())',
     # Files of this machine in the place of a bucket's.
     '"s3://bucket/': '"file://" + __import__("os").getcwd() + "/',
+    '"file:///shared/': '"file://" + __import__("os").getcwd() + "/',
     # A disk that every machine has, and buffers for tiny layers.
     '"/nvme/swap"': '"nvme"',
     "200_000_000": "2_000_000",
@@ -106,6 +107,17 @@ def _adapted() -> Names:
 def _followed() -> Names:
     """A model that is trained, and one on another engine that follows it."""
     return {**_common(), "student": _loaded(), "teacher": _loaded("deepspeed")}
+
+
+def _served() -> Names:
+    """A model that is trained, and an engine in each rank that takes all of it."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from zerostart import serving
+
+    engine: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained("path/or/hub-id"))
+    engine.load_weights = lambda weights: engine.load_state_dict(dict(weights), strict=False)
+    return {**_common(), "serving": serving, "model": _loaded(), "engine": engine}
 
 
 def _edited() -> Names:
@@ -273,6 +285,7 @@ SCENES = (
     Scene("docs/flow-matching.md", given=_common, slow=False),
     Scene("docs/lora.md", "", {"path/Qwen-Image": "pipeline:qwen_image"}, _adapted),
     Scene("docs/refit.md", "student", {"path/or/hub-id": "qwen3"}, _followed),
+    Scene("docs/refit.md", "", {"path/or/hub-id": "qwen3"}, _served),
     Scene("docs/parallelism.md", "", {"path/or/hub-id": "qwen3_even"}, _shared_sequences),
     Scene("docs/migrating.md", "", {"path/or/hub-id": "qwen3"}, _migrating),
     Scene("docs/pipelines.md", "", {"path/Wan2.1-T2V-14B-Diffusers": "pipeline:wan"}, _blocks),

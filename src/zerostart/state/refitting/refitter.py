@@ -315,7 +315,7 @@ class Refitter:
                 with world.phase("pushing weights"):
                     with timed(phases, "plan"):
                         ready = prepared(self._model, self._settings, world, self._image)
-                        self._meet_workers(ready.image)
+                        self._meet_workers(ready.image, version)
                         base = self._open(ready, version)
                     with timed(phases, "write"), world.phase("writing the weights"):
                         sums = self._write(ready, version, base)
@@ -431,7 +431,7 @@ class Refitter:
                 f"{there} of the engine's {needed} workers are connected; nothing was pushed: call "
                 "zerostart.refit again, which has the engine connect"
             )
-        session.renew(image)
+        session.renew()
         infos = session.infos()
         told = image.fingerprint, [(info.name, info.wants.to_bytes()) for info in infos]
         fresh = any(worker.fresh for worker in session.workers.values())
@@ -517,8 +517,12 @@ class Refitter:
         """What workers are told to connect with."""
         return {"address": self.address, "secret": self._settings.secret, "timeout": self._settings.timeout}
 
-    def _meet_workers(self, image: Image) -> None:
+    def _meet_workers(self, image: Image, version: int) -> None:
+        if self._session is not None:
+            self._session.expect(image)
         back = self._come_back() if self._engines is not None and self._engines.one_each else 0
+        # An engine's workers listen in its own call alone, and may be asked about another image.
+        self._begin_following(version)
         _, takers = self._world.broadcast_object(lambda: self._settle(image, back), "looking for workers")
         self._image = image
         if takers is not None:
@@ -538,8 +542,6 @@ class Refitter:
         if self._opened is None:
             own = Runs.of_writes(ready.plan, ready.image.layout)
             self._opened = transport.open(ready.image, own, self._takers.infos)
-
-        self._begin_following(version)
 
         def begin() -> None:
             session = self._session
