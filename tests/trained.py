@@ -62,14 +62,19 @@ def write_deepspeed(out: str, stage: int, bf16: bool, frozen: bool, tied: bool) 
         config(tied).save_pretrained(out)
 
 
-def write_dcp(out: str, wrapped: bool) -> dict[str, torch.Tensor] | None:
-    """Shard by FSDP2, save by torch's own, and give the whole state dict on rank 0."""
+def write_dcp(out: str, wrapped: bool, extra: bool = True) -> dict[str, torch.Tensor] | None:
+    """Shard by FSDP2, save by torch's own, and give the whole state dict on rank 0.
+
+    ``extra`` keeps the buffer that the class of the model has not.
+    """
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_state_dict
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     model = build()
+    if not extra:
+        del model.steps_seen
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
@@ -82,6 +87,7 @@ def write_dcp(out: str, wrapped: bool) -> dict[str, torch.Tensor] | None:
     dcp.save({"model": weights, "optim": states} if wrapped else weights, checkpoint_id=out)
     whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if dist.get_rank() == 0:
-        config().save_pretrained(out)
+        model.config.architectures = ["Qwen3ForCausalLM"]
+        model.config.save_pretrained(out)
         return whole
     return None

@@ -67,6 +67,15 @@ class Digests:
         self._count(name, octets.numel() * 8 // bits)
         self._sum(name, octets, first * bits // 8)
 
+    def lanes(self, name: str, first: int, data: torch.Tensor) -> list[int]:
+        """The sums over elements as ``add`` takes them, which are not added."""
+        return lanes_of(_octets(data), first * self._bits(name) // 8)
+
+    def add_lanes(self, name: str, elements: int, lanes: Sequence[int]) -> None:
+        """Add elements whose sums ``lanes`` gave."""
+        self._count(name, elements)
+        self._note(name, lanes)
+
     def add_rows(self, name: str, first: int, step: int, data: torch.Tensor) -> None:
         """Add rows: ``data`` is [rows, count], and row ``k`` begins at element ``first + k * step``."""
         bits = self._bits(name)

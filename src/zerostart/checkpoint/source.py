@@ -15,7 +15,7 @@ from pathlib import Path
 
 from zerostart.checkpoint.catalog import Catalog, TensorEntry
 from zerostart.checkpoint.formats.base import CONFIG_NAME, MODEL_FOLDER, catalog_at
-from zerostart.checkpoint.formats.saved_state import is_stored_state
+from zerostart.checkpoint.formats.saved_state import is_state_alone
 from zerostart.checkpoint.formats.weights import (
     INDEX_SUFFIX,
     SUFFIX,
@@ -70,7 +70,7 @@ def open_catalog(source: str | os.PathLike[str] | Files, classes: Collection[str
     """
     # A registered storage first: its URLs would be paths that do not exist.
     if (storage := storage_at(source)) is not None:
-        if is_stored_state(storage) and not {*STANDARD_NAMES} & {*storage.names()}:
+        if is_state_alone(storage):
             return open_catalog(f"{os.fspath(str(source)).rstrip('/')}/{MODEL_FOLDER}", classes)
         return storage_catalog(storage)
     if isinstance(source, Files):

@@ -41,6 +41,10 @@ _COMMANDS: Mapping[str, tuple[str, ...]] = {
         "run -m package.train --epochs 3",
     ),
     "export": ("export runs/demo/checkpoints/step-100 exported --dtype bfloat16",),
+    "convert": (
+        "convert checkpoints/step-100 universal --to universal",
+        "convert runs/zero-3 model --to original --dtype bfloat16 --nproc 4",
+    ),
     "synth": ("synth qwen3_moe tiny-moe --size tiny", "synth config.json big --sparse"),
     "verify": ("verify runs/demo/final",),
     "diff": ("diff checkpoints/step-100 checkpoints/step-200",),

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import enum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from zerostart.checkpoint.paths import scheme_of
-
-
-class _Dtype(enum.StrEnum):
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
+from zerostart.cli.convert import Dtype
 
 
 def command(
@@ -28,7 +22,7 @@ def command(
     ],
     out: Annotated[str, typer.Argument(metavar="OUT", help="Directory to write to, or a URL of a store.")],
     dtype: Annotated[
-        _Dtype | None, typer.Option(help="Floating type of the weights; without it each stays as it is.")
+        Dtype | None, typer.Option(help="Floating type of the weights; without it each stays as it is.")
     ] = None,
     adapter_format: Annotated[
         str | None,

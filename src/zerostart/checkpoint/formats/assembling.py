@@ -43,6 +43,10 @@ class TrainingContents:
     schedule: dict[str, Any] | None = None
     #: Other names of weights, and the names that they are stored under.
     ties: dict[str, str] = field(default_factory=dict)
+    #: Those of the weights that are buffers; None where nothing says so.
+    buffers: frozenset[str] | None = None
+    #: The dtype in which the model computes, of whose weights there are masters; empty where nothing says so.
+    computing: str = ""
 
     def add(self, entries: Iterable[TensorEntry]) -> None:
         """Note stored tensors."""

@@ -35,6 +35,7 @@ from zerostart.checkpoint.settings import copied
 from zerostart.checkpoint.storage import Storage, storage_at
 from zerostart.checkpoint.storage.files import read_small
 from zerostart.checkpoint.strict_json import MAX_DOCUMENT_BYTES, JsonObject, read_json
+from zerostart.checkpoint.usual_names import STANDARD_NAMES
 from zerostart.checkpoint.write.switching import finish_switched
 from zerostart.errors import CheckpointError, CheckpointNotFoundError, ReadError, VerifyError, ZerostartError
 
@@ -165,6 +166,11 @@ class _Stored:
 def is_stored_state(storage: Storage) -> bool:
     """Whether a URL is that of a training state, whose model lies in a directory of its own."""
     return bool(storage.folder) and not storage.asked and STATE_MARKER in storage.names()
+
+
+def is_state_alone(storage: Storage) -> bool:
+    """Whether a URL is that of a training state, and no weights lie beside its document."""
+    return is_stored_state(storage) and not {*STANDARD_NAMES} & {*storage.names()}
 
 
 def _weights_of(document: dict[str, object], folder: str) -> list[str]:

