@@ -284,13 +284,14 @@ def page(found: Mapping[str, Any]) -> str:
         "| messages a rank, at most | mean | largest buffer | bytes sent / wanted |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for name in ("fsdp2", "zero3"):
+    known_as = {"fsdp2": f"FSDP2, experts over {EXPERT_PARALLEL}", "zero3": "ZeRO-3"}
+    for name, words in known_as.items():
         row = found.get(name)
         if row is None:
             continue
         ratio = "-" if row["sent_to_wanted"] is None else f"{row['sent_to_wanted']:.6f}"
         cells = [
-            *(name, row["ranks_planned"], f"{row['seconds_plan']:.2f} s", f"{row['seconds_meet']:.2f} s"),
+            *(words, row["ranks_planned"], f"{row['seconds_plan']:.2f} s", f"{row['seconds_meet']:.2f} s"),
             *(
                 row["messages"],
                 f"{row['messages_mean']:.0f}",

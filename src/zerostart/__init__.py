@@ -30,7 +30,17 @@ from zerostart.loading.arguments import (
 )
 from zerostart.loading.placement import Placement
 from zerostart.pipelines import drop_components, load_pipeline, synced
-from zerostart.state.verbs import diff, digest, load_state, refit, save, save_state, verify, weight_source
+from zerostart.state.verbs import (
+    diff,
+    digest,
+    keep,
+    load_state,
+    refit,
+    save,
+    save_state,
+    verify,
+    weight_source,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -54,6 +64,7 @@ __all__ = [
     "verify",
     "refit",
     "weight_source",
+    "keep",
     "enable",
     "enabled",
     "disable",

@@ -7,7 +7,8 @@
 Importing this loads torch and no other library. See ``docs/refit.md``.
 
 vLLM finds its engine under the name ``zerostart`` (``weight_transfer_config={"backend": "zerostart"}``), or
-has ``VLLMWorkerExtension`` for its ``worker_extension_cls``.
+has ``VLLMWorkerExtension`` for its ``worker_extension_cls``. SGLang is given
+``custom_weight_loader=["zerostart.serving.sglang_weight_loader"]``.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from zerostart.integrations.sglang.worker import weight_loader as sglang_weight_loader
     from zerostart.integrations.vllm.driver import register as register_with_vllm
     from zerostart.integrations.vllm.worker import WorkerExtension as VLLMWorkerExtension
     from zerostart.state.refitting.connection import Connection, serve
@@ -33,6 +35,7 @@ __all__ = [
     "register_transport",
     "register_with_vllm",
     "serve",
+    "sglang_weight_loader",
 ]
 
 _HOMES = {
@@ -46,6 +49,7 @@ _HOMES = {
     "register_transport": "state.refitting.transports.base",
     "register_with_vllm": "integrations.vllm.driver:register",
     "serve": "state.refitting.connection",
+    "sglang_weight_loader": "integrations.sglang.worker:weight_loader",
 }
 
 

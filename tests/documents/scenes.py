@@ -24,8 +24,11 @@ CHANGED: Mapping[str, str] = {
         'pipe("a cat sees the sea", height=16, width=16, num_frames=5, num_inference_steps=2, '
         "max_sequence_length=12)"
     ),
+    # A name of this run's own.
+    '"my-run"': '"my-run-" + str(__import__("os").getppid())',
     # Files of this machine in the place of a bucket's.
     '"s3://bucket/': '"file://" + __import__("os").getcwd() + "/',
+    '"file:///shared/': '"file://" + __import__("os").getcwd() + "/',
     # A disk that every machine has, and buffers for tiny layers.
     '"/nvme/swap"': '"nvme"',
     "200_000_000": "2_000_000",
@@ -104,6 +107,17 @@ def _adapted() -> Names:
 def _followed() -> Names:
     """A model that is trained, and one on another engine that follows it."""
     return {**_common(), "student": _loaded(), "teacher": _loaded("deepspeed")}
+
+
+def _served() -> Names:
+    """A model that is trained, and an engine in each rank that takes all of it."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from zerostart import serving
+
+    engine: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained("path/or/hub-id"))
+    engine.load_weights = lambda weights: engine.load_state_dict(dict(weights), strict=False)
+    return {**_common(), "serving": serving, "model": _loaded(), "engine": engine}
 
 
 def _edited() -> Names:
@@ -271,12 +285,14 @@ SCENES = (
     Scene("docs/flow-matching.md", given=_common, slow=False),
     Scene("docs/lora.md", "", {"path/Qwen-Image": "pipeline:qwen_image"}, _adapted),
     Scene("docs/refit.md", "student", {"path/or/hub-id": "qwen3"}, _followed),
+    Scene("docs/refit.md", "", {"path/or/hub-id": "qwen3"}, _served),
     Scene("docs/parallelism.md", "", {"path/or/hub-id": "qwen3_even"}, _shared_sequences),
     Scene("docs/migrating.md", "", {"path/or/hub-id": "qwen3"}, _migrating),
     Scene("docs/pipelines.md", "", {"path/Wan2.1-T2V-14B-Diffusers": "pipeline:wan"}, _blocks),
     Scene("docs/placements.md", "nvme", {"path/or/hub-id": "qwen3_wide"}, _common),
     Scene("docs/placements.md", "", MODEL, _common, slow=False),
     Scene("docs/preemption.md", "", {"path/or/hub-id": "qwen3"}, _trained, slow=False),
+    Scene("docs/peers.md", "", {"path/or/hub-id": "qwen3"}, _common),
     Scene("docs/stores.md", "", {"Qwen3-0.6B": "qwen3"}, _common),
     Scene("docs/resuming.md", "", {"path/or/hub-id": "qwen3"}, _trained, slow=False),
     Scene("docs/starting.md", "", {"path/or/hub-id": "qwen3", "path/encoder": "qwen3"}, _started, slow=False),

@@ -112,6 +112,7 @@ def served(job: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
 
 if __name__ == "__main__":
     number, count = int(sys.argv[1]), int(sys.argv[2])
+    Path(sys.argv[3], f"ready-{number}").touch()
     for place, each in enumerate(json.loads(Path(sys.argv[4]).read_text())):
         found = served(each, number, count)
         Path(sys.argv[3], f"{place}-{number}.json").write_text(json.dumps(found))

@@ -17,20 +17,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import zerostart
 from tests.ranks import run_ranks
 from tests.serving.families import FAMILIES, made
+from tests.serving.tokens import PROMPT, greedy
 from tests.serving.trainers import push_changed
 
 pytest.importorskip("vllm")
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 FSDP2: dict[str, Any] = {"engine": "fsdp2"}
 ZERO2: dict[str, Any] = {"engine": "deepspeed", "zero_stage": 2}
 ZERO3: dict[str, Any] = {"engine": "deepspeed", "zero_stage": 3}
-#: Workers, whether they share experts, and by family the trainer's ranks and options.
+#: Workers, whether they share experts, and by family the trainer's ranks and options: each family with each
+#: kind of worker that it has, each way to train with each kind of worker, and each number of ranks.
 SERVED = {
     "one worker": (
         1,
@@ -42,6 +43,8 @@ SERVED = {
             ("qwen3_moe", 2, {**FSDP2, "expert_parallel": 2}),
             ("gpt_oss", 2, FSDP2),
             ("deepseek_v3", 2, ZERO3),
+            ("qwen3", 2, {**ZERO3, "lora": True}),
+            ("llama", 4, {**FSDP2, "tensor_parallel": 2}),
         ],
     ),
     "tensor parallel": (
@@ -52,12 +55,23 @@ SERVED = {
             ("gemma3_text", 2, FSDP2),
             ("gpt_oss", 2, ZERO3),
             ("qwen3_moe", 4, FSDP2),
+            ("llama", 4, ZERO3),
+            ("deepseek_v3", 2, ZERO2),
+            ("qwen3_moe", 2, {**ZERO3, "expert_parallel": 2}),
+            ("llama", 2, {**FSDP2, "lora": True}),
         ],
     ),
     "expert parallel": (
         2,
         True,
-        [("qwen3_moe", 2, {**ZERO3, "expert_parallel": 2}), ("deepseek_v3", 1, FSDP2)],
+        [
+            ("qwen3_moe", 2, {**ZERO3, "expert_parallel": 2}),
+            ("deepseek_v3", 1, FSDP2),
+            ("qwen3_moe", 4, ZERO2),
+            ("qwen3_moe", 2, {**FSDP2, "tensor_parallel": 2}),
+            ("gpt_oss", 2, {**FSDP2, "expert_parallel": 2}),
+            ("qwen3_moe", 2, {**ZERO2, "lora": True}),
+        ],
     ),
 }
 
@@ -78,7 +92,7 @@ def test_parameters_are_those_of_the_engines_own_load(name: str, tmp_path: Path)
             "checkpoint": str(made(family, tmp_path, "bfloat16")),
             "saved": str(tmp_path / f"saved-{place}"),
             "address": f"unix://{tmp_path}/{place}",
-            "rendezvous": str(tmp_path / f"rendezvous-{place}-{os.getpid()}"),
+            "rendezvous": str(tmp_path / f"rendezvous-{name[:3]}-{place}-{os.getpid()}"),
             "expert_parallel": shared,
         }
         for place, (family, _, _) in enumerate(cases)
@@ -90,6 +104,10 @@ def test_parameters_are_those_of_the_engines_own_load(name: str, tmp_path: Path)
         for rank in range(workers)
     ]
     try:
+        # Importing vLLM takes longer than trainer ranks wait for each other.
+        while not all((tmp_path / f"ready-{rank}").exists() for rank in range(workers)):
+            assert all(worker.poll() is None for worker in started)
+            time.sleep(0.2)
         for job, (_, ranks, options) in zip(jobs, cases, strict=True):
             run_ranks(
                 push_changed,
@@ -114,24 +132,6 @@ def test_parameters_are_those_of_the_engines_own_load(name: str, tmp_path: Path)
             # A head that is tied is filled with the embedding.
             assert set(found["left"]) <= {"lm_head.weight"}, family
             assert found["compared"] > 10, family
-
-
-def _greedy(path: Path, prompt: list[int], count: int) -> list[int]:
-    from transformers import AutoModelForCausalLM
-
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        path, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
-    given = torch.tensor([prompt])
-    made = model.generate(
-        given,
-        attention_mask=torch.ones_like(given),
-        max_new_tokens=count,
-        do_sample=False,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    return [int(token) for token in made[0, len(prompt) :]]
 
 
 @pytest.fixture
@@ -161,9 +161,6 @@ def engines() -> Iterator[Any]:
     cleanup_dist_env_and_memory()
 
 
-PROMPT = [5, 9, 33, 71, 2, 8]
-
-
 def _tokens(engine: Any) -> list[int]:
     from vllm import SamplingParams
 
@@ -187,9 +184,9 @@ def test_the_engine_continues_as_transformers_with_the_weights_that_were_pushed(
     model = zerostart.load(after, engine="fsdp2", progress=False)
     with zerostart.refit(model, engine) as refitter:
         assert refitter.push().workers[0].version == 1
-        assert _tokens(engine) == _greedy(after, PROMPT, 12) != at_first
+        assert _tokens(engine) == greedy(after, PROMPT, 12) != at_first
         assert refitter.push().version == 2
-    assert _tokens(engine) == _greedy(after, PROMPT, 12)
+    assert _tokens(engine) == greedy(after, PROMPT, 12)
 
 
 def _asked(address: str, route: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -226,7 +223,7 @@ def test_a_server_takes_weights_and_says_which_version_it_serves(tmp_path: Path)
             refitter.push()
             refitter.push()
             (answer,) = _asked(address, "v1/completions", asked)["choices"]
-        assert answer["token_ids"] == _greedy(after, PROMPT, 12)
+        assert answer["token_ids"] == greedy(after, PROMPT, 12)
         assert _asked(address, "weight_info") == {"weight_version": "2"}
     finally:
         server.terminate()

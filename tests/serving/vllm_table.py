@@ -48,6 +48,20 @@ SIZES = (
 #: What the hub's configurations say beside what transformers' class has a default for.
 ALSO: Mapping[str, Mapping[str, object]] = {
     "AXK1ForCausalLM": {"first_k_dense_replace": 1},
+    "AfmoeForCausalLM": {"num_attention_heads": 4, "num_key_value_heads": 2},
+    # As on the hub: the head is the embedding.
+    "BloomForCausalLM": {"tie_word_embeddings": True},
+    "Gemma2ForCausalLM": {"tie_word_embeddings": True},
+    "Gemma3nForCausalLM": {"tie_word_embeddings": True},
+    # Transformers and vLLM have names of their own for a size; where they differ, vLLM asserts in its load.
+    "Lfm2ForCausalLM": {
+        "hidden_size": 128,
+        "block_dim": 128,
+        "intermediate_size": 384,
+        "block_ff_dim": 384,
+        "block_auto_adjust_ff_dim": True,
+    },
+    "LongcatFlashForCausalLM": {"mla_scale_q_lora": True, "mla_scale_kv_lora": True},
     "DeepseekV3ForCausalLM": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
     "FalconForCausalLM": {"ffn_hidden_size": 256},
     "Glm4MoeForCausalLM": {"head_dim": 32},

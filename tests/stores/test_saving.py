@@ -23,6 +23,10 @@ from tests.training.loop.test_run import values as values
 from zerostart.checkpoint.source import open_catalog
 from zerostart.checkpoint.storage import uploads_at
 from zerostart.checkpoint.verifying import file_digests
+from zerostart.checkpoint.write import objects
+from zerostart.checkpoint.write.objects import ObjectStaging, part_length
+from zerostart.checkpoint.write.parts import SequentialUpload
+from zerostart.checkpoint.write.shards import plan_shards
 from zerostart.errors import CheckpointNotFoundError, ConfigError, WriteError
 
 PLACE = f"s3://{servers.BUCKET}/run"
@@ -309,6 +313,95 @@ def streamed(first: str, second: str, place: str) -> dict[str, str]:
     for model, size in ((other, "20MB"), (one, "20MB"), (other, "5GB"), (one, "5GB")):
         zerostart.save(model, place, max_shard_size=size)
     return zerostart.digest(zerostart.load(place, engine="fsdp2", progress=False))
+
+
+@contextlib.contextmanager
+def uploading(place: str, value: float, shard: str) -> Iterator[ObjectStaging]:
+    """A save that has uploaded two tensors, all of one value, and not yet completed its files."""
+    uploads = uploads_at(place)
+    assert uploads is not None
+    staging = ObjectStaging(uploads)
+    layout = plan_shards([("a", "F32", [512]), ("b", "F32", [512])], shard, "model")
+    files = staging.begin_files(".", layout)
+    upload = SequentialUpload(uploads, files, layout, part_length(layout), 2)
+    with upload.writing():
+        for name in layout.tensors:
+            upload.write(name, torch.full((512,), value).numpy().tobytes())
+    staging.end_files(".", layout, upload.receipts)
+    try:
+        yield staging
+    finally:
+        staging.discard()
+
+
+@pytest.mark.parametrize("shard", ["3KB", "5GB"])
+def test_two_saves_to_one_place(shard: str) -> None:
+    """Files of one length under the same names: each save has its own, also where the other is given up."""
+
+    def values_there() -> set[float]:
+        zerostart.verify(PLACE)
+        return {float(value) for tensor in tensors_of(PLACE).values() for value in tensor}
+
+    for order in (0, 1):
+        with uploading(PLACE, 1.0, shard) as one, uploading(PLACE, 2.0, shard) as other:
+            for staging, value in ((one, 1.0), (other, 2.0))[:: -1 if order else 1]:
+                staging.complete({})
+                assert values_there() == {value}
+        assert left_over() == []
+    for name in names():
+        servers.store(os.environ["AWS_ENDPOINT_URL"]).delete(f"run/{name}")
+    with uploading(PLACE, 1.0, shard) as one:
+        with uploading(PLACE, 2.0, shard):
+            pass
+        one.complete({})
+    assert values_there() == {1.0}
+    assert left_over() == []
+
+
+def tensors_of(place: str) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load
+
+    uploads = uploads_at(place)
+    assert uploads is not None
+    document = json.loads((uploads.read("zerostart.json") or (b"{}", ""))[0])
+    found = [uploads.read(name) for name in document["files"] if name.endswith(".safetensors")]
+    return {name: tensor for one in found if one for name, tensor in load(one[0]).items()}
+
+
+def test_a_save_that_was_taken_for_a_killed_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gave no sign for two minutes, and another machine has cleared it away; expect an error."""
+    with uploading(PLACE, 1.0, "3KB") as one:
+        with monkeypatch.context() as patch:
+            patch.setattr(objects, "_is_here", lambda by: False)
+            with uploading(PLACE, 2.0, "3KB") as other:
+                other.complete({})
+        with pytest.raises(WriteError, match="gave no sign of life"):
+            one.complete({})
+    zerostart.verify(PLACE)
+    assert left_over() == []
+
+
+BACKGROUND = """
+import sys, torch, zerostart
+zerostart.save_state(sys.argv[1], torch.nn.Linear(900, 900), extra={"step": 1}, wait=False)
+"""
+
+
+def test_a_program_waits_for_its_save(tmp_path: Path) -> None:
+    """Its main thread ends while the save is under way; expect the state."""
+    done = subprocess.run(
+        [sys.executable, "-c", BACKGROUND, f"{PLACE}/state"], capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr
+    assert zerostart.load_state(f"{PLACE}/state", torch.nn.Linear(900, 900)) == {"step": 1}
+
+
+def test_places_that_nothing_would_find_again() -> None:
+    """Stores and libraries make other names of these; expect an error before anything is made."""
+    for place in ("a//b", "../a", "a/./b", "a\\b", "a\nb"):
+        with pytest.raises(ConfigError, match="name another directory"):
+            uploads_at(f"s3://{servers.BUCKET}/{place}")
+    assert uploads_at(f"s3://{servers.BUCKET}/") is not None
 
 
 KILLED = """

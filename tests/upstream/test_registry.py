@@ -19,7 +19,7 @@ from zerostart.upstream import shapes
 from zerostart.upstream.deepspeed.zero3.partitions import import_deepspeed
 from zerostart.upstream.registry import Lasts, PatchPoint, Touched, Use, demand, misfit, touched
 from zerostart.upstream.shapes import Shape
-from zerostart.upstream.versions import DIFFSYNTH, LIBRARIES, TORCH, TRL, VLLM, Library
+from zerostart.upstream.versions import DIFFSYNTH, LIBRARIES, SGLANG, TORCH, TRL, VLLM, Library
 
 ROOM = Path(upstream.__file__).parent
 FILES = sorted(ROOM.rglob("*.py"))
@@ -30,7 +30,7 @@ POINTS = [
 ]
 ROOT = Path(__file__).parents[2]
 #: Not in the extra ``dev``; where they are, tests/diffusion and tests/serving look at them.
-OPTIONAL = (DIFFSYNTH, VLLM, TRL)
+OPTIONAL = (DIFFSYNTH, VLLM, TRL, SGLANG)
 
 
 @pytest.mark.parametrize("point", POINTS)

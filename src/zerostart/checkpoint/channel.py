@@ -127,7 +127,13 @@ class Channel:
         try:
             for ask in (asking, not asking):
                 (deliver_challenge if ask else answer_challenge)(self._connection, key.data)
-        except (AuthenticationError, EOFError, OSError, ValueError, AssertionError) as error:
+        except (EOFError, OSError) as error:
+            self.close()
+            raise PeerError(
+                f"{self.who} ended the connection before it knew the secret of this {key.purpose.name}: it "
+                "died, or is no zerostart"
+            ) from error
+        except (AuthenticationError, ValueError, AssertionError) as error:
             self.close()
             raise PeerError(
                 f"{self.who} does not know the secret of this {key.purpose.name}, or is no zerostart: give "

@@ -55,6 +55,13 @@ def unreachable() -> str:
     )
 
 
+def own_address() -> str:
+    """The IPv4 address by which the job's other hosts reach this one; 127.0.0.1 where nothing says so."""
+    _, address = _way_to_first_rank()
+    named = (found for found in _addresses(socket.gethostname()) if ":" not in found and _is_own(found))
+    return address or next((found for found in named if not found.startswith("127.")), "127.0.0.1")
+
+
 def network_view(root: Path = Path("/")) -> str:
     """What processes have in common that reach each other at 127.0.0.1: the machine and its network."""
     try:

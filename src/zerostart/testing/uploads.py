@@ -45,6 +45,7 @@ class UploadsConformance(ABC):
         assert found["a.json"].tag == tag
         assert list(uploads.listed("inner")) == ["inner/b c+.json"]
         assert uploads.folders() == ["inner"]
+        assert uploads.folders(1) == ["inner"]
         assert list(uploads.at(f"{uploads.url}/inner").listed()) == ["b c+.json"]
         uploads.remove(["a.json", "absent"])
         uploads.remove([])
@@ -63,22 +64,31 @@ class UploadsConformance(ABC):
         """Upload several parts; expect nothing there until the last step, and then the bytes."""
         parts = [bytes([number]) * PART for number in range(2)] + [b"end"]
         if not uploads.shared:
-            uploads.stream("a", iter(parts))
+            uploads.stream("a", iter(parts), "mine")
             uploads.copy("a", "b", None)
+            assert uploads.mark_of("b") == "mine"
             assert (uploads.read("b") or (b"", ""))[0] == b"".join(parts)
             with pytest.raises(TakenError):
                 uploads.copy("a", "b", None)
             return
         other: Uploads = pickle.loads(pickle.dumps(uploads))
-        upload = uploads.begin("a")
+        upload = uploads.begin("a", "mine")
         assert [(one.name, one.upload) for one in uploads.unfinished()] == [("a", upload)]
         receipts = {number: other.part("a", upload, number, bytearray(parts[number])) for number in (2, 0, 1)}
         assert uploads.listed() == {}
-        uploads.complete("a", upload, receipts, 2 * PART + 3, None)
+        uploads.complete("a", upload, receipts, "mine", None)
         assert (uploads.read("a") or (b"", ""))[0] == b"".join(parts)
         assert uploads.unfinished() == []
-        # An attempt whose answer was lost is made again.
-        uploads.complete("a", upload, receipts, 2 * PART + 3, None)
+        assert uploads.mark_of("a") == "mine"
+        assert uploads.mark_of("absent") == ""
+        # An attempt whose answer was lost is made again; another's of the same length is none.
+        uploads.complete("a", upload, receipts, "mine", None)
+        theirs = uploads.begin("a", "theirs")
+        receipts = {number: uploads.part("a", theirs, number, parts[number]) for number in range(3)}
+        with pytest.raises((GoneError, TakenError)):
+            uploads.complete("a", theirs, receipts, "theirs", None)
+        uploads.abort("a", theirs)
+        assert uploads.mark_of("a") == "mine"
 
     def test_nothing_is_left_of_what_is_given_up(self, uploads: Uploads) -> None:
         """Give an upload up; expect no object, and no parts of one."""

@@ -87,5 +87,6 @@ DIFFSYNTH = Library("diffsynth", (2, 1, 12), (2, 2), extra="diffsynth")
 PEFT = Library("peft", (0, 19), (0, 22), extra="peft")
 VLLM = Library("vllm", (0, 32), (0, 33), extra="vllm")
 TRL = Library("trl", (1, 16), (1, 17), extra="trl")
+SGLANG = Library("sglang", (0, 5, 23), (0, 5, 24), extra="sglang")
 
-LIBRARIES = (TORCH, TRANSFORMERS, ACCELERATE, DEEPSPEED, DIFFUSERS, DIFFSYNTH, PEFT, VLLM, TRL)
+LIBRARIES = (TORCH, TRANSFORMERS, ACCELERATE, DEEPSPEED, DIFFUSERS, DIFFSYNTH, PEFT, VLLM, TRL, SGLANG)

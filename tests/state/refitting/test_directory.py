@@ -1,5 +1,6 @@
 """Versions by a directory: workers that come when they like, files that are torn, and trainers that end."""
 
+import errno
 import json
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from tests.state.refitting.test_refit import _change
 from tests.tiny import TINY, TinyCheckpoints
 from zerostart import serving
 from zerostart.errors import ConfigError, PeerError, ReadError
+from zerostart.state.refitting import directory
 from zerostart.state.refitting.follower import Follower
 
 BF16 = torch.bfloat16
@@ -150,6 +152,70 @@ def test_a_torn_version_is_not_served(tmp_path: Path, victim: str) -> None:
         assert worker.follower.follow() == late.follower.follow() == 3
         assert worker.has(model)
         assert late.has(model)
+
+
+def test_a_byte_beside_one_that_nobody_wants(tmp_path: Path) -> None:
+    """Changes travel by two bytes, of which a worker may want the second alone."""
+    model, engine = nn.Module(), nn.Module()
+    model.register_buffer("codes", torch.zeros(100, 64, dtype=torch.int8))
+    engine.register_buffer("codes", torch.zeros(100, 63, dtype=torch.int8))
+    load = lambda pairs: engine.codes.copy_(dict(pairs)["codes"][:, 1:])  # noqa: E731
+    with zerostart.refit(model, tmp_path.as_uri(), full_every=9) as refitter:
+        refitter.push()
+        follower = Follower(serving.Receiver(engine, load, name="odd"), tmp_path, 5)
+        follower.follow()
+        model.codes[7, 1], model.codes[8, 2], model.codes[9, 0] = 1, 2, 3
+        assert refitter.push().base == 1
+        assert follower.follow() == 2
+    assert torch.equal(engine.codes, model.codes[:, 1:])
+
+
+def test_what_is_wrong_in_the_directory_ends_no_trainer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "versions"
+    model = _model()
+    refitter = zerostart.refit(model, path.as_uri(), full_every=9)
+    refitter.push()
+    worker = _Whole(path, "worker " + "\u5de5" * 80)
+    assert worker.follower.follow() == 1
+    # The version is there, and the push has failed at what comes after: the next one goes on from it.
+    with monkeypatch.context() as patched:
+        patched.setattr(directory, "sync_directory", _failing)
+        _step(model)
+        with pytest.raises(zerostart.ZerostartError, match="Input/output"):
+            refitter.push()
+    assert worker.follower.follow() == 2
+    assert worker.has(model)
+    _step(model)
+    report = refitter.push()
+    assert (report.version, report.base) == (3, None)
+    assert [each.version for each in report.workers] == [2]
+    # What nobody can read, or remove, is passed over.
+    (path / "followers" / "junk.json").write_text('{"name": "x", "version": 1, "wanted_bytes": null}')
+    (path / "00000001-0123abcd.list").mkdir()
+    (path / ".00000001-0123abcd.part").touch()
+    report = refitter.push()
+    assert (report.version, report.base, len(report.workers)) == (4, 3, 1)
+    assert not (path / ".00000001-0123abcd.part").exists()
+    # What differs from files that are gone is of no use.
+    next(path.glob("00000004*.messages")).unlink()
+    _step(model)
+    assert refitter.push().base is None
+    assert worker.follower.follow() == 5
+    assert worker.has(model)
+    (path / directory.DOCUMENT).unlink()
+    report = refitter.push()
+    assert (report.version, report.base) == (6, None)
+    with directory.alone(path), pytest.raises(ConfigError, match="another trainer writes"):
+        refitter.push()
+    assert refitter.push().base is None
+    assert worker.follower.follow() == 7
+    assert worker.has(model)
+
+
+def _failing(*arguments: Any) -> None:
+    raise OSError(errno.EIO, "Input/output error")
 
 
 def _publish(path: Path, out: Path) -> list[int | None]:

@@ -24,7 +24,7 @@ from zerostart.state.refitting.receiver import Receiver
 SIZE = (6, 4)
 
 
-def _worker(address: str, name: str, out: Path, die: str, push: int = 1) -> None:
+def _worker(address: str, name: str, out: Path, die: str, push: int = 1, timeout: float = 40) -> None:
     """Serve, noting what is served after each push; ``die`` is where to be killed in a push, if anywhere."""
     followed = 0
     engine = nn.Linear(SIZE[1], SIZE[0])
@@ -64,7 +64,7 @@ def _worker(address: str, name: str, out: Path, die: str, push: int = 1) -> None
     Channel.send = dying  # type: ignore[method-assign]
     if die == "in the fill":
         receiver._compare = torn  # type: ignore[method-assign]
-    serve(receiver, address, timeout=40, patience=40)
+    serve(receiver, address, timeout=timeout, patience=40)
 
 
 def _start(*arguments: Any) -> Any:

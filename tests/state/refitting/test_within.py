@@ -12,6 +12,7 @@ from tests.ranks import run_ranks
 from tests.state.refitting import workers
 from tests.state.refitting.test_refit import _change
 from tests.tiny import TINY, TinyCheckpoints
+from zerostart.errors import ConversionError
 
 BF16 = torch.bfloat16
 
@@ -50,3 +51,32 @@ def test_each_rank_has_its_part(checkpoints: TinyCheckpoints, tmp_path: Path, tr
     options = {"transport": transport, "full_every": 9}
     path = checkpoints("qwen3_even", BF16)
     assert run_ranks(_push, 2, path, tmp_path, options, timeout=120) == [[], []]
+
+
+class _Rows(nn.Module):
+    """An engine that takes a table, and nothing else."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.table = nn.Embedding(rows, 16)
+
+    def load_weights(self, weights: Any) -> None:
+        self.table.weight.data.copy_(dict(weights)["table.weight"])
+
+
+def test_a_model_whose_tensors_change_between_pushes() -> None:
+    """The engine is asked again in its own call, and refuses what it cannot take, and nothing later."""
+    model, engine = nn.Module(), _Rows(10)
+    model.table = nn.Embedding(10, 16)
+    with zerostart.refit(model, engine, full_every=9, timeout=20) as refitter:
+        assert refitter.push().base is None
+        model.head = nn.Linear(3, 3)
+        assert refitter.push().base is None
+        assert refitter.push().base == 2
+        before, model.table = model.table, nn.Embedding(11, 16)
+        with pytest.raises(ConversionError, match="cannot take"):
+            refitter.push()
+        assert torch.equal(engine.table.weight, before.weight)
+        model.table = nn.Embedding(10, 16)
+        assert refitter.push().version == 5
+        assert torch.equal(engine.table.weight, model.table.weight)

@@ -155,6 +155,8 @@ class Storage(ABC):
     folder: str = field(default="", kw_only=True)
     #: The one of them that the source names; empty where it names the directory.
     asked: str = field(default="", kw_only=True)
+    #: Another source that is to be read instead, where the URL names one and nothing is at its own place.
+    instead: str = field(default="", kw_only=True)
     #: What a request takes; None where reads are no requests to a server.
     cost: RequestCost | None = field(default=None, compare=False, repr=False, kw_only=True)
 
@@ -287,10 +289,13 @@ class _Ranges:
 
 
 #: Of zerostart's own: by scheme, where the class is. A storage that is registered goes before them.
-_OWN = dict.fromkeys(
-    ("s3", "s3a", "gs", "az", "azure", "adl", "abfs", "abfss", "http", "https"),
-    ("zerostart.checkpoint.storage.by_obstore", "ObstoreFiles"),
-)
+_OWN = {
+    **dict.fromkeys(
+        ("s3", "s3a", "gs", "az", "azure", "adl", "abfs", "abfss", "http", "https"),
+        ("zerostart.checkpoint.storage.by_obstore", "ObstoreFiles"),
+    ),
+    "peer": ("zerostart.checkpoint.storage.by_peers", "PeerFiles"),
+}
 #: Whatever has no other and fsspec knows.
 _OTHERS = ("zerostart.checkpoint.storage.by_fsspec", "FsspecFiles")
 #: Entry points of other packages: a scheme, and the subclass of ``Storage``.

@@ -72,6 +72,12 @@ class ObstoreFiles(ObjectFiles):
         scheme = root.partition(":")[0]
         if scheme in _WEB:
             return super().uploads(url)
+        # Stores and libraries make others of these: what is written would not be found again.
+        if key and ({"", ".", ".."} & {*key.split("/")} or re.search(r"[\x00-\x1f\x7f\\]", key)):
+            raise ConfigError(
+                f"{url}: the names of its directories cannot be empty, . or .., nor have a backslash or a "
+                "control character in them; name another directory"
+            )
         if scheme in _AWS:
             return S3Uploads.of(f"{root}{key}")
         _require(scheme)

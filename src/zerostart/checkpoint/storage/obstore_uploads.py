@@ -12,7 +12,16 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from zerostart.checkpoint.storage.uploads import ANYTHING, PART, Before, Stored, TakenError, Uploads, told
+from zerostart.checkpoint.storage.uploads import (
+    ANYTHING,
+    MARK,
+    PART,
+    Before,
+    Stored,
+    TakenError,
+    Uploads,
+    told,
+)
 from zerostart.errors import WriteError
 
 T = TypeVar("T")
@@ -43,7 +52,7 @@ class ObstoreUploads(Uploads):
 
         return self._asked(ask, folder, "listing")
 
-    def folders(self) -> list[str]:
+    def folders(self, most: int | None = None) -> list[str]:
         """See ``Uploads``."""
         found = self._asked(
             lambda: self._obstore.list_with_delimiter(self.reach(), self._begin.rstrip("/") or None),
@@ -63,6 +72,18 @@ class ObstoreUploads(Uploads):
                 return None
 
         return self._asked(ask, name, "reading")
+
+    def mark_of(self, name: str) -> str:
+        """See ``Uploads``. A copy has what the object had."""
+
+        def ask() -> str:
+            try:
+                found = self._obstore.get(self.reach(), self._key(name)).attributes
+            except FileNotFoundError:
+                return ""
+            return str(found.get(MARK, ""))
+
+        return self._asked(ask, name, "looking at")
 
     def put(self, name: str, data: bytes, before: Before = ANYTHING) -> str:
         """See ``Uploads``."""
@@ -90,13 +111,14 @@ class ObstoreUploads(Uploads):
             except FileNotFoundError:
                 continue
 
-    def stream(self, name: str, pieces: Iterable[bytes | bytearray]) -> None:
+    def stream(self, name: str, pieces: Iterable[bytes | bytearray], mark: str = "") -> None:
         """See ``Uploads``: obstore aborts an upload whose pieces end with an error."""
         self._asked(
             lambda: self._obstore.put(
                 self.reach(),
                 self._key(name),
                 (bytes(piece) for piece in pieces),
+                attributes={MARK: mark} if mark else None,
                 chunk_size=PART,
                 max_concurrency=2,
                 use_multipart=True,
@@ -168,10 +190,16 @@ class Pieces:
     """Pieces that one thread gives and another takes; the taker fails where the giver does."""
 
     def __init__(self, depth: int) -> None:
-        self._queue: queue.Queue[bytes | bytearray | BaseException | None] = queue.Queue(depth)
+        self._queue: queue.Queue[bytes | bytearray | None] = queue.Queue(depth)
         self._over = threading.Event()
+        self._failed: BaseException | None = None
 
-    def give(self, piece: bytes | bytearray | BaseException | None) -> bool:
+    def fail(self, error: BaseException) -> None:
+        """Have the taker raise ``error``, whatever was given; also one that has not begun, or never will."""
+        self._failed = error
+        self._over.set()
+
+    def give(self, piece: bytes | bytearray | None) -> bool:
         """Whether the taker has room for a piece: not where it has ended. None is the end of all pieces."""
         while not self._over.is_set():
             try:
@@ -186,7 +214,14 @@ class Pieces:
         self._over.set()
 
     def __iter__(self) -> Iterator[bytes | bytearray]:
-        while (piece := self._queue.get()) is not None:
-            if isinstance(piece, BaseException):
-                raise piece
-            yield piece
+        while True:
+            try:
+                piece = self._queue.get(timeout=0.2)
+            except queue.Empty:
+                piece = b""
+            if self._failed is not None:
+                raise self._failed
+            if piece is None:
+                return
+            if piece:
+                yield piece

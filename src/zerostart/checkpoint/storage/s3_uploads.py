@@ -11,6 +11,7 @@ from typing import Any
 
 from zerostart.checkpoint.storage.uploads import (
     ANYTHING,
+    MARK,
     Before,
     GoneError,
     Stored,
@@ -56,11 +57,14 @@ class S3Uploads(Uploads):
                 found[name] = Stored(one["Size"], one["ETag"], one["LastModified"].timestamp())
         return found
 
-    def folders(self) -> list[str]:
+    def folders(self, most: int | None = None) -> list[str]:
         """See ``Uploads``."""
-        with self._errors("", "listing"):
-            page = self._client.list_objects_v2(Bucket=self._bucket, Prefix=self._begin, Delimiter="/")
-        return [one["Prefix"][len(self._begin) : -1] for one in page.get("CommonPrefixes", ())]
+        found: list[str] = []
+        for page in self._pages("list_objects_v2", "ContinuationToken", Prefix=self._begin, Delimiter="/"):
+            found += [one["Prefix"][len(self._begin) : -1] for one in page.get("CommonPrefixes", ())]
+            if most is not None and len(found) >= most:
+                break
+        return found
 
     def read(self, name: str) -> tuple[bytes, str] | None:
         """See ``Uploads``."""
@@ -79,6 +83,19 @@ class S3Uploads(Uploads):
                     if attempt == ATTEMPTS - 1:
                         raise
         raise AssertionError("the last attempt returns or raises")
+
+    def mark_of(self, name: str) -> str:
+        """See ``Uploads``."""
+        from botocore.exceptions import ClientError
+
+        with self._errors(name, "looking at"):
+            try:
+                found = self._client.head_object(Bucket=self._bucket, Key=self._key(name))
+            except ClientError as error:
+                if _code(error) in ("NoSuchKey", "404"):
+                    return ""
+                raise
+        return str(found.get("Metadata", {}).get(MARK, ""))
 
     def put(self, name: str, data: bytes, before: Before = ANYTHING) -> str:
         """See ``Uploads``."""
@@ -110,10 +127,12 @@ class S3Uploads(Uploads):
             for failed in answer.get("Errors", ()):
                 raise WriteError(f"{failed['Key']}: cannot be removed: {failed.get('Message')}")
 
-    def begin(self, name: str) -> str:
+    def begin(self, name: str, mark: str = "") -> str:
         """See ``Uploads``."""
         with self._errors(name, "beginning to upload"):
-            answer = self._client.create_multipart_upload(Bucket=self._bucket, Key=self._key(name))
+            answer = self._client.create_multipart_upload(
+                Bucket=self._bucket, Key=self._key(name), Metadata={MARK: mark} if mark else {}
+            )
         upload: str = answer["UploadId"]
         return upload
 
@@ -131,7 +150,7 @@ class S3Uploads(Uploads):
         return receipt
 
     def complete(
-        self, name: str, upload: str, receipts: Mapping[int, str], size: int, before: Before = ANYTHING
+        self, name: str, upload: str, receipts: Mapping[int, str], mark: str = "", before: Before = ANYTHING
     ) -> None:
         """See ``Uploads``."""
         parts = [{"PartNumber": number + 1, "ETag": receipts[number]} for number in sorted(receipts)]
@@ -146,10 +165,8 @@ class S3Uploads(Uploads):
                     MultipartUpload={"Parts": parts},
                 )
         except (GoneError, TakenError):
-            # As with ``put``. The tag of such an object has the number of its parts at its end.
-            there = self.listed_one(name)
-            made = there is not None and there.size == size and there.tag.endswith(f'-{len(parts)}"')
-            if not made or there is None or there.tag == before:
+            # As with ``put``: of one length are the files of all saves of one model.
+            if not mark or self.mark_of(name) != mark:
                 raise
 
     def abort(self, name: str, upload: str) -> None:
@@ -175,19 +192,6 @@ class S3Uploads(Uploads):
             if not page.get("IsTruncated"):
                 return found
             more = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
-
-    def listed_one(self, name: str) -> Stored | None:
-        """What lies at ``name``."""
-        return self.listed_with(self._key(name)).get(name)
-
-    def listed_with(self, prefix: str) -> dict[str, Stored]:
-        """Objects whose keys begin so, the first of them."""
-        with self._errors("", "listing"):
-            page = self._client.list_objects_v2(Bucket=self._bucket, Prefix=prefix)
-        return {
-            one["Key"][len(self._begin) :]: Stored(one["Size"], one["ETag"], one["LastModified"].timestamp())
-            for one in page.get("Contents", ())
-        }
 
     @property
     def _bucket(self) -> str:

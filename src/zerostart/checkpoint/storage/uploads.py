@@ -16,6 +16,8 @@ from zerostart.errors import ZerostartError
 MiB = 1 << 20
 #: Bytes of a part: stores want 5 MiB at least of all but the last, and some want all others of one length.
 PART = 8 * MiB
+#: What the mark of a large object is called among what a store keeps with it (its metadata).
+MARK = "zerostart-save"
 #: Most parts of an object.
 MOST_PARTS = 10_000
 
@@ -75,8 +77,8 @@ class Uploads(ABC):
         """All objects below ``folder``, by name, at any depth."""
 
     @abstractmethod
-    def folders(self) -> list[str]:
-        """Names of the directories right below this one; perhaps only the first thousand."""
+    def folders(self, most: int | None = None) -> list[str]:
+        """Names of the directories right below this one; perhaps not more than the first ``most``."""
 
     @abstractmethod
     def read(self, name: str) -> tuple[bytes, str] | None:
@@ -85,6 +87,10 @@ class Uploads(ABC):
     @abstractmethod
     def put(self, name: str, data: bytes, before: Before = ANYTHING) -> str:
         """Make a small object, in one step, and give its tag. Raises TakenError (see ``Before``)."""
+
+    @abstractmethod
+    def mark_of(self, name: str) -> str:
+        """The mark of the large object at a name; empty where there is none, or none of ours."""
 
     @abstractmethod
     def remove(self, names: Collection[str]) -> None:
@@ -96,8 +102,8 @@ class Uploads(ABC):
 
     # In parts, by several processes: what a store with ``shared`` has.
 
-    def begin(self, name: str) -> str:
-        """Begin an object in parts; what its upload is called by all processes."""
+    def begin(self, name: str, mark: str = "") -> str:
+        """Begin an object in parts, which gets ``mark``; what its upload is called by all processes."""
         raise NotImplementedError(f"{type(self).__name__} takes no parts from several processes")
 
     def part(self, name: str, upload: str, number: int, data: bytes | bytearray) -> str:
@@ -105,9 +111,13 @@ class Uploads(ABC):
         raise NotImplementedError(f"{type(self).__name__} takes no parts from several processes")
 
     def complete(
-        self, name: str, upload: str, receipts: Mapping[int, str], size: int, before: Before = ANYTHING
+        self, name: str, upload: str, receipts: Mapping[int, str], mark: str = "", before: Before = ANYTHING
     ) -> None:
-        """Make the object of ``size`` bytes of its parts, in one step. Raises TakenError and GoneError."""
+        """Make the object of its parts, in one step. Raises TakenError and GoneError.
+
+        An attempt whose answer was lost is told from what others have made by the ``mark``, which no other
+        object has.
+        """
         raise NotImplementedError(f"{type(self).__name__} takes no parts from several processes")
 
     def abort(self, name: str, upload: str) -> None:
@@ -120,8 +130,11 @@ class Uploads(ABC):
 
     # By one process: what a store without ``shared`` has.
 
-    def stream(self, name: str, pieces: Iterable[bytes | bytearray]) -> None:
-        """Make a large object of pieces that come one after the other; none where ``pieces`` raises."""
+    def stream(self, name: str, pieces: Iterable[bytes | bytearray], mark: str = "") -> None:
+        """Make a large object of pieces that come one after the other; none where ``pieces`` raises.
+
+        It gets ``mark``, and so do its copies.
+        """
         raise NotImplementedError(f"{type(self).__name__} takes parts, and no stream")
 
     def copy(self, name: str, to: str, before: Before = ANYTHING) -> None:

@@ -9,7 +9,8 @@ Before anything else a save leaves a note, ``.zerostart/TOKEN.json``: who saves,
 and before its switch all that is to be done. It is made anew every half minute. So whoever saves next, there
 or beside, finds the note of a save that was killed: of a process of the same machine that is no more, or one
 that was not renewed for two minutes. It aborts the uploads of that, finishes it if it has made its switch,
-and takes it back before.
+and takes it back before. What a save that lives has noted it leaves alone. Saves to one place at the same
+time upload to other names than each other, and plan and publish one after the other.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import functools
 import hashlib
 import json
 import os
+import random
 import re
 import socket
 import tempfile
@@ -26,10 +28,9 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import TypeVar
 
 from zerostart.checkpoint.manifest import (
     FORMAT,
@@ -48,8 +49,10 @@ from zerostart.checkpoint.strict_json import JsonObject, load_json
 from zerostart.checkpoint.write.parts import Receipts, Uploading
 from zerostart.checkpoint.write.shards import SaveLayout
 from zerostart.checkpoint.write.switching import CONTENT
+from zerostart.checkpoint.write.workers import all_of
 from zerostart.errors import WriteError, ZerostartError
 
+T = TypeVar("T")
 #: Seconds after which a note that is not renewed is that of a killed save, and between two renewals.
 LEASE, RENEWED = 120.0, 30.0
 #: Most directories beside a place that are looked at for what killed saves have left.
@@ -78,11 +81,10 @@ class _Group:
 class _Plan:
     """What is done when a content is published: see ``switching.Plan``, whose words these are."""
 
-    #: The object that is made by the switch, the digest of its bytes (of weights their number), and the tag
+    #: The object that is made by the switch, the digest of its bytes (weights are marked), and the tag
     #: before.
     switch: str
     sha256: str = ""
-    size: int = 0
     before: str | None = None
     #: The single file that has to be gone for the switch.
     over: str = ""
@@ -96,6 +98,8 @@ class _Plan:
     drop: dict[str, str] = field(default_factory=dict)
     #: The document, where that is not the switch.
     document: str = ""
+    #: All that the document names.
+    names: list[str] = field(default_factory=list)
 
 
 class ObjectStaging:
@@ -115,7 +119,6 @@ class ObjectStaging:
         self._by_document = marker not in (MARKER, "") if by_document is None else by_document
         self._token = uuid.uuid4().hex[:12]
         self._groups: dict[str, _Group] = {}
-        self._uploaded: set[str] = set()
         self._kept = tempfile.TemporaryDirectory(prefix="zerostart-save-")
         self.directory = Path(self._kept.name)
         self._note = _Notice(uploads, self._token)
@@ -148,18 +151,27 @@ class ObjectStaging:
         alone = not self._by_document and layout.index is None
         taken = {name for name in (*names, single, single + INDEX) if name in self._there}
         tagged = not alone and bool(taken if self._by_document else taken & set(names))
-        called = {name: self._tagged(name, group) if tagged else name for name in names}
-        sizes = {called[name]: file.size for name, file in zip(names, layout.files, strict=True)}
+        of = {name: file.size for name, file in zip(names, layout.files, strict=True)}
+        called, sizes = dict(zip(names, names, strict=True)), of
         # One that is completed by the switch is not there before: what lies under its name is the old one.
-        self._note.files |= dict.fromkeys(sizes, 0) if alone else sizes
-        self._uploaded |= sizes.keys()
-        self._note.write()
+        with _write_errors(self.uploads.url):
+            self._note.write(files={**self._note.files, **(dict.fromkeys(of, 0) if alone else of)})
+            # Noted before it is looked at: of two that want the same names at once one sees the other at
+            # least.
+            tagged = tagged or (not alone and any(of.keys() & _wanted(note) for note in self._others()))
+            if tagged:
+                called = {name: self._tagged(name, group) for name in names}
+                sizes = {called[name]: size for name, size in of.items()}
+                kept = {name: size for name, size in self._note.files.items() if name not in of}
+                self._note.write(files={**kept, **sizes})
         shared = self.uploads.shared
         # What one process streams is there when it has all its parts: the switch copies it.
         keys = [f"{HIDDEN}/{self._token}/{name}" if alone and not shared else name for name in sizes]
-        ids = (
-            _all([functools.partial(self.uploads.begin, key) for key in keys]) if shared else [""] * len(keys)
-        )
+        ids = [self._token] * len(keys)
+        if shared:
+            ids = _all([functools.partial(self.uploads.begin, key, self._token) for key in keys])
+            with _write_errors(self.uploads.url):
+                self._note.write(begun=[*self._note.begun, *ids])
         files = [Uploading(key, one) for key, one in zip(keys, ids, strict=True)]
         self._groups[group] = _Group(layout, called, files, alone)
         return files
@@ -180,7 +192,7 @@ class ObjectStaging:
         file = group.files[number]
         receipts = {part: receipt for (of, part), receipt in group.receipts.items() if of == number}
         with _write_errors(self.uploads.url):
-            self.uploads.complete(file.name, file.upload, receipts, group.layout.files[number].size, before)
+            self.uploads.complete(file.name, file.upload, receipts, self._token, before)
 
     def _write_index(self, folder: str, group: _Group) -> None:
         layout, index = group.layout, group.layout.index
@@ -233,6 +245,7 @@ class ObjectStaging:
     def _publish(
         self, key: str, document: JsonObject, weights: Mapping[str, str], beside: Mapping[str, bytes]
     ) -> None:
+        self._take_turn()
         there = self.uploads.listed()
         files = document["files"]
         sizes = {
@@ -240,7 +253,10 @@ class ObjectStaging:
             for group in self._groups.values()
             for name, file in zip(group.called, group.layout.files, strict=True)
         }
+        whole = self._groups[key].alone if key in self._groups else False
         for name, to in weights.items():
+            if not whole and (to not in there or there[to].size != sizes[to]):
+                raise GoneError(f"{to} was removed")
             files[to] = {"bytes": sizes[to], **({"name": name} if name != to else {})}
         documents = _documents(self.uploads, there)
         plan, now, later = self._planned(key, files, weights, beside, there, documents)
@@ -256,12 +272,12 @@ class ObjectStaging:
             later = {**later, self._marker: text}
         if plan.switch == self._marker:
             plan.sha256 = hashlib.sha256(text).hexdigest()
+        plan.names = sorted({*files, plan.switch})
         # 1. What is delivered after the switch, so that it can be if this process is killed, and the plan.
         own = f"{HIDDEN}/{self._token}"
         put = self.uploads.put
         _all([functools.partial(put, f"{own}/{name}", data) for name, data in later.items()])
-        self._note.plan = plan
-        self._note.write()
+        self._note.write(plan=plan)
         # 2. What has to be there with the weights, and is not.
         _all([functools.partial(put, name, data, None) for name, data in now.items()])
         # 3. The switch: one request, before which readers have all of the old, and after it all of the new.
@@ -275,9 +291,32 @@ class ObjectStaging:
         # 4. The rest, which the next save does where this one cannot.
         with _write_errors(self.uploads.url, "all is there, but what was there before is not removed"):
             finish(self.uploads, self._token, plan)
-        self._note.plan = None
-        for to in weights.values():
-            self._note.files.pop(to, None)
+        # Their lengths would have them removed as what was given up.
+        self._note.write(
+            plan=None, files={**self._note.files, **dict.fromkeys(plan.weights, 0)}, publishing=False
+        )
+
+    def _others(self) -> list[JsonObject]:
+        return _living(self.uploads, self._token, self._note.now())
+
+    def _take_turn(self) -> None:
+        """Wait until no other save publishes here: each plans from what is there. Raises WriteError.
+
+        Each notes that it does before it looks for others. Of two that see each other the one with the
+        greater token takes that back, and looks again later.
+        """
+        until = time.monotonic() + 3 * LEASE
+        while True:
+            self._note.write(publishing=True)
+            _clear_one(self.uploads, self._token, self._note.now())
+            earlier = [note["token"] for note in self._others() if note.get("publishing")]
+            if not earlier:
+                return
+            if time.monotonic() > until:
+                raise WriteError(f"{self.uploads.url}: another save has been at its last step for minutes")
+            if min(earlier) < self._token:
+                self._note.write(publishing=False)
+            time.sleep(1.0 + random.random())
 
     def _planned(
         self,
@@ -336,7 +375,6 @@ class ObjectStaging:
                 else:
                     later[name], plan.deliver[name] = data, there[name].tag
         plan.weights = list(weights.values())
-        plan.size = files[plan.switch]["bytes"] if plan.switch in plan.weights else 0
         plan.before = there[plan.switch].tag if plan.switch in there else None
         return plan, now, later
 
@@ -357,10 +395,7 @@ class ObjectStaging:
             return
         self._kept.cleanup()
         self._note.end()
-        content = self._note.content()
-        # Of what is complete, too: a request whose answer was lost may have begun one more.
-        _abort(self.uploads, self._uploaded, content["since"] - _GRAIN)
-        settle(self.uploads, self._token, content)
+        settle(self.uploads, self._token, self._note.content(), self._note.now())
 
 
 class _Notice:
@@ -368,10 +403,15 @@ class _Notice:
 
     def __init__(self, uploads: Uploads, token: str) -> None:
         self._uploads, self._name = uploads, f"{HIDDEN}/{token}.json"
-        #: Weights that are uploaded, and their lengths.
+        #: Weights that are uploaded, and their lengths; 0 for what stays, of which uploads alone are aborted.
         self.files: dict[str, int] = {}
         self.plan: _Plan | None = None
+        #: What the uploads are called that have begun.
+        self.begun: list[str] = []
+        #: Whether it is at the steps from its plan to the end, which one save at a time takes.
+        self.publishing = False
         self._since = 0.0
+        self._tag: str | None = None
         self._lock = threading.Lock()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._renew, name="zerostart-note", daemon=True)
@@ -383,14 +423,29 @@ class _Notice:
 
     def since(self) -> float:
         """The moment of its first writing, by the store's own clock."""
-        there = self._uploads.listed(HIDDEN)
-        self._since = there[self._name].changed if self._name in there else time.time()
+        self._since = self.now()
         return self._since
 
-    def write(self) -> None:
-        """Make it what it is now. Raises WriteError."""
+    def now(self) -> float:
+        """The moment of its last writing, by the store's own clock."""
+        there = self._uploads.listed(HIDDEN)
+        return there[self._name].changed if self._name in there else time.time()
+
+    def write(self, **changes: object) -> None:
+        """Make it what it is now, with ``changes``. Raises WriteError, and GoneError.
+
+        Where it is not as this save has left it, somebody has taken the save for a killed one.
+        """
         with self._lock:
-            self._uploads.put(self._name, json.dumps(self.content()).encode())
+            for name, value in changes.items():
+                setattr(self, name, value)
+            try:
+                self._tag = self._uploads.put(self._name, json.dumps(self.content()).encode(), self._tag)
+            except TakenError as error:
+                raise GoneError(
+                    f"this save gave no sign of life for {LEASE:.0f} seconds, and another one has cleared it "
+                    "away"
+                ) from error
 
     def end(self) -> None:
         """Renew it no more."""
@@ -406,6 +461,8 @@ class _Notice:
             "by": _process(),
             "since": self._since,
             "files": dict(self.files),
+            "begun": list(self.begun),
+            "publishing": self.publishing,
             "plan": plan,
         }
 
@@ -431,47 +488,85 @@ def finish(uploads: Uploads, token: str, plan: _Plan) -> None:
     uploads.remove(list(uploads.listed(own)))
 
 
-def settle(uploads: Uploads, token: str, note: JsonObject) -> None:
+def settle(uploads: Uploads, token: str, note: JsonObject, now: float) -> None:
     """Finish a save that has made its switch, take back one that has not; its note goes last.
 
+    What a living save has noted for itself stays, and then the note stays, too. ``now`` is the store's time.
     Raises WriteError.
     """
     files: dict[str, int] = note["files"]
     since = note["since"] - _GRAIN
     plan = _Plan(**note["plan"]) if note["plan"] else None
+    # In this order: whoever makes an object, or begins to upload it, has noted that before.
+    unfinished = uploads.unfinished() if uploads.shared and files else []
     there = uploads.listed()
-    switched = plan is not None and _is_switched(uploads, plan, since, there)
-    _abort(uploads, files, since)
+    others = _living(uploads, token, now)
+    theirs = {name for other in others for name in _wanted(other)}
+    known = {upload for other in others for upload in other["begun"]}
+    own = [one for one in unfinished if one.upload in note["begun"]]
+    # A request whose answer was lost may have begun one more, which nobody has noted.
+    unknown = [
+        one
+        for one in unfinished
+        if one.name in files and one.begun >= since and one.upload not in {*note["begun"], *known}
+    ]
+    own += [one for one in unknown if one.name not in theirs]
+    unclear = any(one.name in theirs for one in unknown)
+    switched = plan is not None and _is_switched(uploads, token, plan, there)
+    _all([functools.partial(uploads.abort, one.name, one.upload) for one in own])
     if switched and plan is not None:
         finish(uploads, token, plan)
         files = {name: size for name, size in files.items() if name not in plan.weights}
         plan = None
     # What is not this save's any more, or was never its own alone, stays.
-    there = uploads.listed()
     named = {name for one in _documents(uploads, there).values() for name in _named(one)}
     named |= {plan.switch} if plan is not None else set()
-    own = {
+    left = {
         name: stored
         for name, stored in there.items()
         if name not in named and stored.changed >= since  # something else may have been put there before
     }
-    mine = [name for name, size in files.items() if name in own and own[name].size == size]
+    mine = [name for name, size in files.items() if name in left and left[name].size == size]
     for name, digest in plan.made.items() if plan is not None else ():
-        found = uploads.read(name) if name in own else None
+        found = uploads.read(name) if name in left else None
         if found is not None and hashlib.sha256(found[0]).hexdigest() == digest:
             mine.append(name)
-    uploads.remove([*mine, *uploads.listed(f"{HIDDEN}/{token}")])
-    uploads.remove([f"{HIDDEN}/{token}.json"])
+    unclear = unclear or bool(theirs & {*mine})
+    uploads.remove([*(name for name in mine if name not in theirs), *uploads.listed(f"{HIDDEN}/{token}")])
+    if not unclear:
+        uploads.remove([f"{HIDDEN}/{token}.json"])
 
 
-def _abort(uploads: Uploads, names: Iterable[str], since: float) -> None:
-    wanted = set(names)
-    if uploads.shared and wanted:
-        begun = [one for one in uploads.unfinished() if one.name in wanted and one.begun >= since]
-        _all([functools.partial(uploads.abort, one.name, one.upload) for one in begun])
+def _living(uploads: Uploads, token: str, now: float) -> list[JsonObject]:
+    """The notes of other saves to a directory that are not killed, each with its "token"."""
+    return [
+        {**note, "token": other}
+        for other, note, _, changed in _notes(uploads, token)
+        if _lives(note, changed, now)
+    ]
 
 
-def _is_switched(uploads: Uploads, plan: _Plan, since: float, there: Mapping[str, Stored]) -> bool:
+def _wanted(note: JsonObject) -> set[str]:
+    """The names of objects that a save makes, or that its document will name."""
+    return {*note["files"], *((note["plan"] or {}).get("names", ()))}
+
+
+def _notes(uploads: Uploads, token: str) -> Iterator[tuple[str, JsonObject, str, float]]:
+    """The token of each save to a directory but one, its note, the tag of that, and when it was written."""
+    for name, stored in uploads.listed(HIDDEN).items():
+        path = PurePosixPath(name)
+        found = uploads.read(name) if _NOTE.fullmatch(path.as_posix()) and path.stem != token else None
+        note = None if found is None else _well_formed(found[0])
+        if note is not None and found is not None:
+            yield path.stem, note, found[1], stored.changed
+
+
+def _lives(note: JsonObject, changed: float, now: float) -> bool:
+    here = _is_here(note["by"])
+    return now - changed < LEASE if here is None else here
+
+
+def _is_switched(uploads: Uploads, token: str, plan: _Plan, there: Mapping[str, Stored]) -> bool:
     if not plan.switch:  # a removal: its first step is that of the document
         return plan.document not in there
     now = there.get(plan.switch)
@@ -480,7 +575,7 @@ def _is_switched(uploads: Uploads, plan: _Plan, since: float, there: Mapping[str
     if plan.sha256:
         found = uploads.read(plan.switch)
         return found is not None and hashlib.sha256(found[0]).hexdigest() == plan.sha256
-    return now.size == plan.size and now.changed >= since
+    return uploads.mark_of(plan.switch) == token
 
 
 def clear_killed(uploads: Uploads, token: str, now: float) -> None:
@@ -494,23 +589,21 @@ def clear_killed(uploads: Uploads, token: str, now: float) -> None:
     # Beside too: a run saves to step-1, step-2, ..., and may never come back to the one that was cut. Not
     # where that is a whole bucket.
     if above.count("/") > 2:
-        beside = uploads.at(above).folders()[-_NEIGHBOURS:]
+        beside = uploads.at(above).folders(1000)[-_NEIGHBOURS:]
         places += [uploads.at(f"{above}/{other}") for other in beside if other not in (name, HIDDEN)]
     _all([functools.partial(_clear_one, place, token, now) for place in places])
 
 
 def _clear_one(uploads: Uploads, token: str, now: float) -> None:
-    for name, stored in uploads.listed(HIDDEN).items():
-        path = PurePosixPath(name)
-        found = uploads.read(name) if _NOTE.fullmatch(path.as_posix()) and path.stem != token else None
-        note = None if found is None else _well_formed(found[0])
-        if note is None:
+    for other, note, tag, changed in _notes(uploads, token):
+        if _lives(note, changed, now):
             continue
-        here = _is_here(note["by"])
-        if not (now - stored.changed < LEASE if here is None else here):
-            # What cannot be done now, the next save tries again.
-            with contextlib.suppress(WriteError, TakenError, GoneError):
-                settle(uploads, path.stem, note)
+        # What cannot be done now, the next save tries again.
+        with contextlib.suppress(WriteError, TakenError, GoneError):
+            # If it lives even so, it hears of this before its next step.
+            taken = json.dumps({**note, "taken": token}).encode()
+            uploads.put(f"{HIDDEN}/{other}.json", taken, tag)
+            settle(uploads, other, note, now)
 
 
 def _well_formed(data: bytes) -> JsonObject | None:
@@ -525,6 +618,7 @@ def _well_formed(data: bytes) -> JsonObject | None:
                 *plan.weights,
                 *plan.deliver,
                 *plan.drop,
+                *plan.names,
                 *filter(None, (plan.switch, plan.over)),
             ]
             if plan.document not in ("", *MARKERS):
@@ -535,6 +629,7 @@ def _well_formed(data: bytes) -> JsonObject | None:
             and all(map(is_inside, names))
             and type(note["since"]) is float
             and isinstance(note["by"], dict)
+            and isinstance(note["begun"], list)
         ):
             return note
     return None
@@ -666,14 +761,8 @@ def _in_index(uploads: Uploads, index: str, there: Mapping[str, Stored]) -> list
     return []
 
 
-def _all(calls: Iterable[Callable[[], Any]]) -> list[Any]:
-    """What calls give, several at once; raises the first error, after all have ended."""
-    listed = list(calls)
-    if len(listed) < 2:
-        return [call() for call in listed]
-    with ThreadPoolExecutor(min(_TOGETHER, len(listed))) as pool:
-        futures = [pool.submit(call) for call in listed]
-    return [future.result() for future in futures]
+def _all(calls: Iterable[Callable[[], T]]) -> list[T]:
+    return all_of(calls, _TOGETHER)
 
 
 @contextlib.contextmanager

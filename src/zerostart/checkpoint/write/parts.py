@@ -5,13 +5,14 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from zerostart.checkpoint.storage.obstore_uploads import Pieces
 from zerostart.checkpoint.storage.uploads import Uploads, parts_of
 from zerostart.checkpoint.write.shards import SaveLayout
+from zerostart.checkpoint.write.workers import Workers
 from zerostart.errors import CheckpointError, WriteError
 
 #: By number of the file and of its part what the store has answered.
@@ -20,7 +21,10 @@ Receipts = dict[tuple[int, int], str]
 
 @dataclass(frozen=True)
 class Uploading:
-    """A file of a layout that is being uploaded: its name there, and what its upload is called."""
+    """A file of a layout that is being uploaded: its name there, and what its upload is called.
+
+    Where a store takes streams, ``upload`` is the mark that the object gets.
+    """
 
     name: str
     upload: str
@@ -33,7 +37,7 @@ class PartUploader:
         self._uploads, self._files = uploads, files
         self._room = [part] * depth
         self._free: queue.Queue[bytearray] = queue.Queue()
-        self._pool = ThreadPoolExecutor(depth, thread_name_prefix="zerostart-upload")
+        self._pool = Workers(depth, "zerostart-upload")
         self._under_way: list[Future[None]] = []
         self._streams: dict[int, Pieces] = {}
         self._receipts: Receipts = {}
@@ -77,15 +81,15 @@ class PartUploader:
         for future in self._under_way:
             future.result()
         self._check()
-        self._pool.shutdown()
+        self._pool.end()
         return self._receipts
 
     def abandon(self) -> None:
         """Wait for the requests under way, and make no others; may be called after ``close``."""
         self._over.set()
         for pieces in self._streams.values():
-            pieces.give(WriteError("the save was given up"))
-        self._pool.shutdown(cancel_futures=True)
+            pieces.fail(WriteError("the save was given up"))
+        self._pool.end(cancel=True)
 
     def _check(self) -> None:
         if self._failed:
@@ -111,7 +115,8 @@ class PartUploader:
 
     def _stream(self, file: int, pieces: Pieces) -> None:
         try:
-            self._uploads.stream(self._files[file].name, pieces)
+            of = self._files[file]
+            self._uploads.stream(of.name, pieces, of.upload)
         finally:
             pieces.end()
 

@@ -7,16 +7,14 @@ vLLM's ``VLLMWeightSyncClient``, such as its clients for HTTP and Ray.
 from __future__ import annotations
 
 import inspect
-import json
 import logging
-import urllib.error
-import urllib.request
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 from zerostart.checkpoint.strict_json import JsonMapping
 from zerostart.errors import ConfigError, PeerError
+from zerostart.integrations.http import Server
 from zerostart.integrations.vllm import worker as workers_side
 
 logger = logging.getLogger("zerostart")
@@ -102,7 +100,7 @@ class ServerDriver(ClientDriver):
     """vLLM's server, started with ``VLLM_SERVER_DEV_MODE=1`` and ``--weight-transfer-config``."""
 
     def __init__(self, address: str) -> None:
-        super().__init__(_Server(address.rstrip("/")))
+        super().__init__(_Server(address))
 
     def follow(self, version: int) -> None:
         """Have the workers take part in a push; what the server has cached of prompts is dropped."""
@@ -110,12 +108,16 @@ class ServerDriver(ClientDriver):
         _check_emptied(self._client.post("reset_prefix_cache").get("success"))
 
 
-class _Server:
-    """The routes of vLLM's server; raises PeerError for what it answers otherwise."""
+class _Server(Server):
+    """The routes of vLLM's server."""
 
     def __init__(self, address: str) -> None:
-        self._address = address
-        self.workers = int(self._answer("get_world_size", None, PATIENCE)["world_size"])
+        super().__init__(
+            address,
+            "start it with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config "
+            f'\'{{"backend": "{BACKEND}"}}\'',
+        )
+        self.workers = int(self.get("get_world_size", PATIENCE)["world_size"])
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         self.post("init_weight_transfer_engine", {"init_info": init_info})
@@ -130,31 +132,7 @@ class _Server:
         self.post("finish_weight_update", {"weight_version": weight_version})
 
     def shutdown_weight_transfer_engine(self) -> None:
-        self._answer("shutdown_weight_transfer_engine", b"{}", PATIENCE)
-
-    def post(self, route: str, body: JsonMapping | None = None) -> dict[str, Any]:
-        """Call a route that changes something."""
-        return self._answer(route, json.dumps(body or {}).encode())
-
-    def _answer(self, route: str, data: bytes | None, seconds: float | None = None) -> dict[str, Any]:
-        request = urllib.request.Request(
-            f"{self._address}/{route}", data, {"Content-Type": "application/json"}
-        )
-        try:
-            # No time-out within a push: that has one itself, which ends what the route waits for.
-            with urllib.request.urlopen(request, timeout=seconds) as answer:
-                text = answer.read()
-        except urllib.error.HTTPError as error:
-            remedy = (
-                ": start it with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config "
-                f'\'{{"backend": "{BACKEND}"}}\''
-                if error.code == 404
-                else f": {error.read(2000).decode(errors='replace')}"
-            )
-            raise PeerError(f"{self._address}/{route} answers {error.code}{remedy}") from error
-        except OSError as error:
-            raise PeerError(f"{self._address}/{route} does not answer: {error}") from error
-        return json.loads(text) if text.startswith(b"{") else {}
+        self.post("shutdown_weight_transfer_engine", timeout=PATIENCE)
 
 
 class EngineDriver:

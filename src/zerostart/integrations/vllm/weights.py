@@ -37,6 +37,10 @@ class VLLMWeights:
         with self._configured(), reload.on_meta(self._model) as tensors:
             yield tensors, self._model.load_weights
 
+    def may_keep(self, name: str) -> bool:
+        """As ``EngineWeights``: tied ones, and what a quantised model makes itself; as in vLLM's own load."""
+        return name in reload.tied(self._model) or self._config.model_config.quantization is not None
+
     def stages(
         self, filled: Mapping[str, bool]
     ) -> Iterator[AbstractContextManager[Mapping[str, torch.Tensor]]]:

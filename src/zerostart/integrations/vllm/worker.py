@@ -7,56 +7,19 @@
 
 from __future__ import annotations
 
-import os
-import socket
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
-from zerostart.errors import ConfigError
+from zerostart.integrations.participant import Participant, participant_of
 from zerostart.integrations.vllm.weights import VLLMWeights
-from zerostart.state.refitting.connection import Connection
-from zerostart.state.refitting.receiver import Receiver
-
-_ATTRIBUTE = "_zerostart_participant"
-
-
-class Participant:
-    """A worker's model, and its connection with a trainer while there is one."""
-
-    def __init__(self, model: nn.Module, config: Any, rank: int) -> None:
-        kind = type(model).__name__
-        name = f"{socket.gethostname()}-{os.getpid()}-vllm-{rank}"
-        # Kept from trainer to trainer: it knows which version the model has.
-        self._receiver = Receiver(VLLMWeights(model, config, f"vLLM's {kind}"), name=name)
-        self._connection: Connection | None = None
-
-    def join(self, address: str, secret: str | None = None, timeout: float = 300.0) -> None:
-        """Connect with a trainer, in the place of the one before; raises what ``Connection`` raises."""
-        self.leave()
-        self._connection = Connection(self._receiver, address, secret=secret, timeout=timeout)
-
-    def follow(self, version: int) -> int:
-        """Take part in the push of ``version``; raises what it failed with."""
-        if self._connection is None:
-            raise ConfigError(f"version {version} cannot be taken: this worker has not joined a trainer")
-        return self._connection.follow(version=version)
-
-    def leave(self) -> None:
-        """Close the connection; raises nothing."""
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            connection.close()
 
 
 def participant(model: nn.Module, config: Any, rank: int) -> Participant:
     """That of a model, the same at each call; it lives as long as the model."""
-    found = vars(model).get(_ATTRIBUTE)
-    if found is None:
-        found = vars(model)[_ATTRIBUTE] = Participant(model, config, rank)
-    assert isinstance(found, Participant), "the attribute is ours"
-    return found
+    weights = VLLMWeights(model, config, f"vLLM's {type(model).__name__}")
+    return participant_of(model, weights, f"vllm-{rank}")
 
 
 def _of(worker: Any) -> Participant:

@@ -120,7 +120,10 @@ class Connection:
                 raise CheckpointError("an image without its tensors")
             image = Image.from_bytes(message.parts[0])
             if self._known is None or self._known[0] != image.fingerprint:
-                self._known = image.fingerprint, self.receiver.plan(image)
+                self._known = (
+                    image.fingerprint,
+                    self.receiver.plan(image, strict=message.body.get("strict") is not False),
+                )
         except Exception as error:  # an engine's loader raises whatever it wants
             # Told as far as there is somebody to tell; the error itself is raised here.
             with contextlib.suppress(PeerError):

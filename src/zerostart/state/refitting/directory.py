@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import json
+import logging
 import os
 import re
 import uuid
@@ -29,13 +31,14 @@ from zerostart.errors import CheckpointError, ConfigError, ReadError, WriteError
 from zerostart.state.refitting.image import Image
 from zerostart.state.refitting.messages import Message
 
+logger = logging.getLogger("zerostart")
 #: Changes with what is in the files.
 FORMAT = 1
 DOCUMENT = "refit.json"
 #: Where workers say what they serve.
 FOLLOWERS = "followers"
 #: Of all files that belong to a version.
-_OURS = re.compile(r"(?P<stem>\d{8}-[0-9a-f]{8})(-\d{5}\.messages|\.list|\.image)")
+_OURS = re.compile(r"(?P<stem>\d{8}-[0-9a-f]{8})(-\d{5}\.messages|\.list|\.image|\.part)")
 _STEM = re.compile(r"\d{8}-[0-9a-f]{8}")
 
 
@@ -96,6 +99,8 @@ class Version:
     parts: tuple[Part, ...]
     #: Sums of each whole tensor, see ``sums.py``.
     sums: dict[str, tuple[int, ...]]
+    #: Whether a worker with parameters that nothing fills is to refuse it.
+    strict: bool
 
 
 @dataclass(frozen=True)
@@ -179,7 +184,9 @@ def read_version(directory: Path, stem: str) -> Version:
             for part in found["parts"]
         )
         sums = {str(name): tuple(map(int, row)) for name, row in found["sums"].items()}
-        return Version(found["version"], found["base"], found["image"], parts, sums)
+        return Version(
+            found["version"], found["base"], found["image"], parts, sums, found["strict"] is not False
+        )
     except (KeyError, TypeError, ValueError) as error:
         raise ReadError(f"{path} is no list of a version of this zerostart: {error}") from error
 
@@ -194,12 +201,53 @@ def read_image(directory: Path, stem: str, version: Version) -> Image:
 
 
 def remove_old(directory: Path, document: Document) -> None:
-    """Remove the files of versions that ``document`` does not name, and of those that were never finished."""
+    """Remove the files of versions that ``document`` does not name, and of those that were never finished.
+
+    Raises nothing: the version is there, and what is left goes with the next one.
+    """
     kept = {stem for chain in document.chains for stem in chain}
-    for path in directory.iterdir():
-        match = _OURS.fullmatch(path.name)
-        if match and match["stem"] not in kept and number_of(match["stem"]) <= document.version:
-            path.unlink(missing_ok=True)
+    left = []
+    try:
+        for path in [*directory.iterdir()]:
+            match = _OURS.fullmatch(path.name.removeprefix("."))
+            if match and match["stem"] not in kept and number_of(match["stem"]) <= document.version:
+                try:
+                    path.unlink(missing_ok=True)
+                except OSError as error:
+                    left.append(f"{path.name} ({error.strerror})")
+    except OSError as error:
+        left.append(str(error.strerror))
+    if left:
+        logger.warning("%s: old versions cannot be removed: %s", directory, ", ".join(left[:3]))
+
+
+def is_whole(directory: Path, chain: Sequence[str], ranks: int) -> bool:
+    """Whether the files of a chain that so many ranks have written are there. Raises OSError."""
+    names = {path.name for path in directory.iterdir()}
+    wanted = {f"{stem}.list" for stem in chain} | {f"{chain[0]}.image"}
+    wanted |= {f"{stem}-{rank:05d}.messages" for stem in chain for rank in range(ranks)}
+    return wanted <= names
+
+
+@contextlib.contextmanager
+def alone(directory: Path) -> Iterator[None]:
+    """Keep out other trainers of this machine, between looking at the document and writing it.
+
+    Raises ConfigError where another one is about to write. A file system without locks keeps nobody out.
+    """
+    handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(
+                f"another trainer writes into {directory}: only one can write there at a time"
+            ) from error
+        except OSError:
+            pass
+        yield
+    finally:
+        os.close(handle)
 
 
 class PartWriter:
@@ -288,7 +336,11 @@ def note_follower(directory: Path, name: str, said: JsonObject) -> None:
     """Say what a worker serves. Raises OSError."""
     folder = directory / FOLLOWERS
     folder.mkdir(exist_ok=True)
-    safe = re.sub(r"[^\w-]", "_", name)[:80] + "-" + hashlib.blake2b(name.encode(), digest_size=4).hexdigest()
+    safe = (
+        re.sub(r"[^\w-]", "_", name, flags=re.ASCII)[:80]
+        + "-"
+        + hashlib.blake2b(name.encode(), digest_size=4).hexdigest()
+    )
     _write(folder, f"{safe}.json", {"name": name, **said})
 
 
@@ -298,7 +350,8 @@ def followers(directory: Path) -> list[JsonObject]:
     for path in sorted((directory / FOLLOWERS).glob("*.json")):
         with contextlib.suppress(OSError, CheckpointError):
             said = _read(path, "what a worker has said")
-            if isinstance(said.get("name"), str) and type(said.get("version")) is int:
+            given = [said.get(key) for key in ("version", "wanted_bytes", "seconds")]
+            if isinstance(said.get("name"), str) and all(type(number) in (int, float) for number in given):
                 found.append(said)
     return found
 

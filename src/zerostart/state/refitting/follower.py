@@ -198,7 +198,7 @@ class Follower:
         image = read_image(self._path, stem, version)
         if self._image is None or self._image.fingerprint != image.fingerprint or self._wants is None:
             self.close()
-            self._image, self._wants = image, self.receiver.plan(image)
+            self._image, self._wants = image, self.receiver.plan(image, strict=version.strict)
         if self._spool is None:
             self._since = None
             self._spool = Spool(image.nbytes, self._wants.runs, "what is read of the versions")

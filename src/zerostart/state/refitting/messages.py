@@ -140,6 +140,8 @@ def take(
         content = message.content.numpy()
         places, values = unpack(Packed(content[: message.gaps], content[message.gaps :]), unit)
         places = places_in(rows, places * unit)
+        if part and unit > unit_of(spool.runs.rows):  # of a unit one byte alone may be wanted
+            places, values, unit = np.stack([places, places + 1], 1).reshape(-1), values.view(np.uint8), 1
         if part:
             wanted = _wanted(places, spool.runs)
             places, values = places[wanted], values[wanted]

@@ -15,7 +15,9 @@ from zerostart.state.refitting.directory import (
     Document,
     PartWriter,
     Version,
+    alone,
     followers,
+    is_whole,
     new_stem,
     remove_old,
     write_version,
@@ -58,6 +60,8 @@ class DirectoryRefitter:
         #: written.
         self._whole, self._deltas = False, 0
         self._closed = False
+        #: On rank 0 the document of the last push, which may be there though the push has failed.
+        self._tried: Document | None = None
         with world.phase("beginning a refit"):
             settings.check()
             if settings.workers is not None:
@@ -95,17 +99,24 @@ class DirectoryRefitter:
             with timed(phases, "plan"):
                 ready = prepared(self._model, self._settings, world, self._image)
                 same, self._image = ready.image is self._image, ready.image
+                own, kept = self._keep(ready)
                 delta = whole and same and self._deltas + 1 < self._settings.full_every
-                own = self._keep(ready)
-            number = self.version + 1
-            stem = world.broadcast_object(lambda: new_stem(number), "naming a version")
+                delta = delta and all(world.all_gather_object(kept, "looking at what is kept"))
+            number, stem, delta = world.broadcast_object(lambda: self._next(delta), "naming a version")
             written = _Written(self._path, stem, world.rank)
             try:
                 with timed(phases, "write"):
                     sums = self._write(ready, own, delta, written)
                     parts = world.all_gather_object(written.part.close(), "listing a version")
-                    base = self.version if delta else None
-                    version = Version(number, base, ready.image.fingerprint, tuple(parts), sums)
+                    base = number - 1 if delta else None
+                    version = Version(
+                        number,
+                        base,
+                        ready.image.fingerprint,
+                        tuple(parts),
+                        sums,
+                        self._settings.strict,
+                    )
             except BaseException:
                 written.part.discard()
                 raise
@@ -180,16 +191,49 @@ class DirectoryRefitter:
         except OSError as error:
             raise WriteError(f"{self._path} cannot be used as a directory: {error.strerror}") from error
 
-    def _keep(self, ready: Prepared) -> Runs:
-        """Have room for what this rank writes, where deltas are asked for; gives the bytes that it writes."""
+    def _current(self) -> Document | None:
+        """On rank 0: the document to go on from; raises ConfigError where it is another trainer's."""
+        there = Document.read(self._path)
+        if there is not None and self._tried is not None and there.chains == self._tried.chains:
+            self._document = self._tried
+        if there is None:  # somebody has emptied the directory
+            self._document = None
+        elif self._document is None or there.chains != self._document.chains:
+            raise ConfigError(
+                f"{self._path} has a version {there.version} that this trainer has not written: only one "
+                "can write there at a time"
+            )
+        return self._document
+
+    def _next(self, delta: bool) -> tuple[int, str, bool]:
+        """On rank 0: number and name of the next version, and whether it can be a ``delta``."""
+        try:
+            before = self._current()
+            number = 1 + max(self.version, 0 if before is None else before.version)
+            if before is None or number != before.version + 1:
+                delta = False
+            else:
+                delta = delta and is_whole(self._path, before.chains[-1], self._world.size)
+        except OSError as error:
+            raise WriteError(f"{self._path}: {error.strerror or error}") from error
+        return number, new_stem(number), delta
+
+    def _keep(self, ready: Prepared) -> tuple[Runs, bool]:
+        """Have room for what this rank writes, where deltas are asked for.
+
+        Gives the bytes that it writes, and whether it has those of the version before.
+        """
         own = Runs.of_writes(ready.plan, ready.image.layout)
         kept = self._kept
-        if self._settings.full_every > 1 and (kept is None or not kept.is_for(ready.image.nbytes, own)):
-            if kept is not None:
-                kept.close()
-            self._kept = None
-            self._kept = Spool(ready.image.nbytes, own, "what a push has written, which deltas are found by,")
-        return own
+        if self._settings.full_every == 1:
+            return own, False
+        if kept is not None and kept.is_for(ready.image.nbytes, own):
+            return own, True
+        if kept is not None:
+            kept.close()
+        self._kept = None
+        self._kept = Spool(ready.image.nbytes, own, "what a push has written, which deltas are found by,")
+        return own, False
 
     def _write(
         self, ready: Prepared, own: Runs, delta: bool, written: _Written
@@ -206,22 +250,17 @@ class DirectoryRefitter:
     def _publish(self, stem: str, version: Version, image: Image) -> Document:
         """On rank 0, with all parts there: the list, the switch, and what is not needed any more."""
         try:
-            there = Document.read(self._path)
-            before = self._document
-            if there is not None and (before is None or there.chains != before.chains):
-                raise ConfigError(
-                    f"{self._path} has a version {there.version} that this trainer has not written: only one "
-                    "can write there at a time"
-                )
-            write_version(self._path, stem, version, image)
-            chains = () if before is None else before.chains
-            if version.base is None:
-                chains = (*chains[-1:], (stem,))
-            else:
-                chains = (*chains[:-1], (*chains[-1], stem))
-            document = Document(version.version, chains)
-            document.write(self._path)
-            remove_old(self._path, document)
+            with alone(self._path):
+                before = self._current()
+                write_version(self._path, stem, version, image)
+                chains = () if before is None else before.chains
+                if version.base is None:
+                    chains = (*chains[-1:], (stem,))
+                else:
+                    chains = (*chains[:-1], (*chains[-1], stem))
+                self._tried = document = Document(version.version, chains)
+                document.write(self._path)
+                remove_old(self._path, document)
         except OSError as error:
             raise WriteError(f"{self._path}: {error.strerror or error}") from error
         return document

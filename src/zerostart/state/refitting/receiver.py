@@ -49,7 +49,8 @@ class EngineWeights(Protocol):
     """The parameters of an engine that are not simply those of a module: packed, renewed, layer by layer.
 
     One whose tensors of a stage have the values that they were left with may say so by ``keeps_values =
-    True``: then what has not changed is not filled in again.
+    True``: then what has not changed is not filled in again. One with a method ``may_keep(name)`` says of a
+    parameter that no tensor fills whether that is as it should be.
     """
 
     #: What messages call the engine.
@@ -167,10 +168,11 @@ class Receiver:
         self._read = Runs.of([])
         self._plans: dict[object, _StagePlan] = {}
 
-    def plan(self, image: Image) -> Wants:
+    def plan(self, image: Image, strict: bool = True) -> Wants:
         """Find out what of ``image`` the engine takes; nothing of the engine changes.
 
-        Raises ConversionError, naming layer and operation, for a loader that cannot be followed.
+        Raises ConversionError, naming layer and operation, for a loader that cannot be followed, and with
+        ``strict`` for parameters that it fills with nothing.
         """
         catalog = image.catalog()
         with self._engine.tracing() as (tensors, load):
@@ -182,6 +184,8 @@ class Receiver:
                 f"is it "
                 "the engine of another model?"
             )
+        if strict:
+            self._check_all_filled(tensors, recipes.by_name)
         self._image, self._plans = image, {}
         self._filled = self._divided(image, recipes.by_name, strides, recipes.partial)
         whole = self._stage_plan(tuple(self._filled), strides, None)
@@ -204,7 +208,14 @@ class Receiver:
         """
         self.version = None
         changed = None
-        if since is not None and getattr(self._engine, "keeps_values", False):
+        # What takes an element twice is neither read back nor computed anew.
+        twice = any(
+            not isinstance(source, Computed)
+            for one in self._filled.values()
+            for piece in one.rest.pieces
+            for source in piece.source
+        )
+        if since is not None and getattr(self._engine, "keeps_values", False) and not twice:
             changed = incoming.changed(since)
         try:
             self._fill(incoming, sums, changed)
@@ -238,6 +249,24 @@ class Receiver:
             with incoming.reader() as reader:
                 sum_read(self._image, self._read, reader, digests[len(self._sets)])
         self._compare(sums, digests, done=True)
+
+    def _check_all_filled(self, tensors: Mapping[str, torch.Tensor], recipes: Mapping[str, Recipe]) -> None:
+        """Raise ConversionError for parameters that would stay as they are while the version counts up."""
+        may_keep: Callable[[str], bool] = getattr(self._engine, "may_keep", lambda name: False)
+        filled = {_place(tensors[name]) for name in recipes}
+        left = [
+            name
+            for name, tensor in tensors.items()
+            if isinstance(tensor, nn.Parameter) and tensor.numel() and name not in recipes
+            if _place(tensor) not in filled and not may_keep(name)
+        ]
+        if left:
+            more = f" (and {len(left) - 8} more)" if len(left) > 8 else ""
+            raise ConversionError(
+                f"{self._engine.name} fills {', '.join(left[:8])}{more} with nothing of the trained model, "
+                "and would go on with what is there: push a model that has it, or pass strict=False to "
+                "zerostart.refit if that is as it should be"
+            )
 
     def _divided(
         self,
@@ -383,6 +412,11 @@ class _Stages:
         close = getattr(self._stages, "close", None)
         if close is not None:
             close()
+
+
+def _place(tensor: torch.Tensor) -> tuple[int, int, int]:
+    """Where a tensor lies: the same for one that is there twice."""
+    return tensor.untyped_storage()._cdata, int(tensor.storage_offset()), tensor.numel()
 
 
 def _origin(recipe: Recipe, host: bool = True) -> Origin:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import TracebackType
@@ -21,7 +21,7 @@ from zerostart.live.model import LiveModel
 from zerostart.state.refitting.image import Image
 from zerostart.state.refitting.place import Place
 from zerostart.state.refitting.session import Session
-from zerostart.state.refitting.sums import SetSums, digest_of
+from zerostart.state.refitting.sums import SetSums, Tensors, digest_of
 from zerostart.state.refitting.targets import Engines
 from zerostart.state.refitting.transports.base import Transport, WorkerInfo, WorkerLost, transport_kind
 from zerostart.state.saving.adapters import has_adapters
@@ -48,6 +48,7 @@ class RefitSettings:
     secret: str | None = None
     timeout: float = 300.0
     full_every: int = 1
+    strict: bool = True
 
     def check(self) -> None:
         """Raise ConfigError for what no refit can serve."""
@@ -101,6 +102,8 @@ class PushReport:
     peak_host_bytes: int
     peak_device_bytes: int
     workers: tuple[WorkerReport, ...]
+    #: Tensors of the model of which no worker takes anything; none with a directory, which waits for nobody.
+    untaken: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         total = max(self.phases["total"], 1e-9)
@@ -120,6 +123,9 @@ class PushReport:
             f"{worker.digest}"
             for worker in self.workers
         ]
+        if self.untaken:
+            more = f" and {len(self.untaken) - 4} more" if len(self.untaken) > 4 else ""
+            lines.append(f"  taken by nobody: {', '.join(self.untaken[:4])}{more}")
         return "\n".join(lines)
 
 
@@ -141,6 +147,8 @@ class _Takers:
     sets: list[Runs] = field(default_factory=list)
     #: By worker the numbers of its sets.
     numbers: dict[str, list[int]] = field(default_factory=dict)
+    #: Tensors that none of them takes anything of.
+    untaken: tuple[str, ...] = ()
 
 
 class Pushing:
@@ -307,7 +315,7 @@ class Refitter:
                 with world.phase("pushing weights"):
                     with timed(phases, "plan"):
                         ready = prepared(self._model, self._settings, world, self._image)
-                        self._meet_workers(ready.image)
+                        self._meet_workers(ready.image, version)
                         base = self._open(ready, version)
                     with timed(phases, "write"), world.phase("writing the weights"):
                         sums = self._write(ready, version, base)
@@ -339,6 +347,7 @@ class Refitter:
             max(each[2] for each in figures),
             max(each[3] for each in figures),
             (),
+            self._takers.untaken,
         )
         pushing = Pushing(world, lambda: self._complete(report, sums, begun), self._end_own)
         if not wait:
@@ -378,7 +387,9 @@ class Refitter:
         text = target if isinstance(target, str) and target else f"unix://{self._place.path / 'workers'}"
         decision = self._place.path / "decision.json"
         settings = self._settings
-        self._session = Session(Address.of(text), settings.secret, self._image, settings.timeout, decision)
+        self._session = Session(
+            Address.of(text), settings.secret, self._image, settings.timeout, decision, settings.strict
+        )
         return str(self._session.address), str(self._place.path)
 
     def _wait_for_engine(self, join: Callable[[], None], workers: int) -> None:
@@ -420,7 +431,7 @@ class Refitter:
                 f"{there} of the engine's {needed} workers are connected; nothing was pushed: call "
                 "zerostart.refit again, which has the engine connect"
             )
-        session.renew(image)
+        session.renew()
         infos = session.infos()
         told = image.fingerprint, [(info.name, info.wants.to_bytes()) for info in infos]
         fresh = any(worker.fresh for worker in session.workers.values())
@@ -433,7 +444,7 @@ class Refitter:
             # Replicas want the same, which is summed up once.
             each = [sets.setdefault(runs.to_bytes(), (len(sets), runs))[0] for runs in worker.sets]
             numbers[worker.name] = each
-        return None, _Takers(infos, [runs for _, runs in sets.values()], numbers)
+        return None, _Takers(infos, [runs for _, runs in sets.values()], numbers, _untaken(image, infos))
 
     def _complete(
         self, report: PushReport, sums: list[dict[str, tuple[int, ...]]], begun: float
@@ -459,6 +470,8 @@ class Refitter:
             session.served(version)
         finally:
             self._end_following()
+        if self._engines is not None and not self._engines.one_each:
+            self._say_served(version)
         if self._following_error is not None:
             raise PeerError(
                 f"all workers have version {version}, but the engine's own call failed: "
@@ -504,8 +517,12 @@ class Refitter:
         """What workers are told to connect with."""
         return {"address": self.address, "secret": self._settings.secret, "timeout": self._settings.timeout}
 
-    def _meet_workers(self, image: Image) -> None:
+    def _meet_workers(self, image: Image, version: int) -> None:
+        if self._session is not None:
+            self._session.expect(image)
         back = self._come_back() if self._engines is not None and self._engines.one_each else 0
+        # An engine's workers listen in its own call alone, and may be asked about another image.
+        self._begin_following(version)
         _, takers = self._world.broadcast_object(lambda: self._settle(image, back), "looking for workers")
         self._image = image
         if takers is not None:
@@ -525,8 +542,6 @@ class Refitter:
         if self._opened is None:
             own = Runs.of_writes(ready.plan, ready.image.layout)
             self._opened = transport.open(ready.image, own, self._takers.infos)
-
-        self._begin_following(version)
 
         def begin() -> None:
             session = self._session
@@ -594,12 +609,22 @@ class Refitter:
             if following.is_alive():
                 self._following_error = TimeoutError(f"it has not ended in {self._settings.timeout:.0f} s")
 
+    def _say_served(self, version: int) -> None:
+        """Have the engine say that it serves ``version``, where it says such a thing."""
+        served = getattr(self._driver, "served", None)
+        if served is not None and self._following_error is None:
+            try:
+                served(version)
+            except Exception as error:  # an engine's call raises whatever it wants
+                self._following_error = error
+
     def _end_own(self, failed: bool) -> None:
         """End the call of the engine within this rank; collective unless the push has ``failed``."""
         if self._engines is None or not self._engines.one_each:
             return
         self._end_following()
         if not failed:
+            self._say_served(self.version)
             with self._own_engines("ending the engines' own calls"):
                 if self._following_error is not None:
                     raise PeerError(
@@ -652,6 +677,15 @@ def prepared(model: nn.Module, settings: RefitSettings, world: World, before: Im
 
 def _nothing() -> None:
     return
+
+
+def _untaken(image: Image, infos: Sequence[WorkerInfo]) -> tuple[str, ...]:
+    tensors = Tensors(image)
+    wants = {info.wants.to_bytes(): info.wants for info in infos}  # replicas want the same
+    taken = {name for runs in wants.values() for name in tensors.names(runs)}
+    return tuple(
+        name for name, _, _ in image.entries if name not in taken and image.layout.tensors[name].numel
+    )
 
 
 @contextmanager

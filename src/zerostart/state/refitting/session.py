@@ -1,5 +1,4 @@
 """The trainer's side of the connections with workers, on rank 0: who is there, wants what, is told what.
-told.
 
 Workers may come at any time, before the first push and after a death; what they take of the image is worked
 out meanwhile, in threads of their connections. All else happens within a push, in the thread that calls it.
@@ -70,6 +69,8 @@ class Session:
     timeout: float
     #: Where a decision is written down before anybody is told of it.
     decision: Path
+    #: Whether a worker with parameters that nothing fills is refused.
+    strict: bool = True
     workers: dict[str, Worker] = field(default_factory=dict)
     #: Called while a worker is waited for; what it raises ends the push.
     check: Callable[[], None] = lambda: None
@@ -192,16 +193,34 @@ class Session:
             for number, worker in enumerate(self.workers.values())
         ]
 
-    def renew(self, image: Image) -> None:
-        """Have all workers plan for another image; raises ConversionError and PeerError."""
+    def expect(self, image: Image) -> None:
+        """Workers that come are told of ``image`` from now on."""
         with self._changed:
             self.image = image
+
+    def renew(self) -> None:
+        """Have all workers plan for the image where it is another; raises ConversionError and PeerError."""
+        image, lost = self.image, []
+        asked = []
         for worker in self._outdated():
-            worker.channel.send("image", {}, image.to_bytes())
-        for worker in self._outdated():
-            worker.wants, worker.sets = self._wants(worker.name, worker.channel)
-            worker.fresh, worker.fingerprint = True, image.fingerprint
+            try:
+                worker.channel.send("image", {"strict": self.strict}, image.to_bytes())
+                asked.append(worker)
+            except PeerError as error:
+                lost.append(error)
+        # All of them, whatever one says: an answer that is not heard would be taken for one to what comes.
+        for worker in asked:
+            try:
+                worker.wants, worker.sets = self._wants(worker.name, worker.channel)
+                worker.fresh, worker.fingerprint = True, image.fingerprint
+            except ConversionError:
+                worker.fingerprint = ""  # raised below
+            except PeerError as error:
+                lost.append(error)
+                worker.channel.close()
         self.check_refused()
+        if lost:
+            raise lost[0]
 
     def _outdated(self) -> list[Worker]:
         return [w for w in self.workers.values() if w.fingerprint != self.image.fingerprint]
@@ -346,7 +365,7 @@ class Session:
             why = f"another worker is connected under the name {name}: give each a name of its own"
             channel.send("refused", {"why": why})
             raise ConfigError(why)
-        channel.send("image", {}, image.to_bytes())
+        channel.send("image", {"strict": self.strict}, image.to_bytes())
         try:
             wants, sets = self._wants(name, channel)
         except ConversionError:

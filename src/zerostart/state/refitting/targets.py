@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from zerostart.checkpoint.strict_json import JsonMapping
-from zerostart.distributed.world import World
 from zerostart.errors import ConfigError
+
+if TYPE_CHECKING:
+    from zerostart.distributed.world import World  # torch, which ``import zerostart`` does without
 
 
 @runtime_checkable
@@ -16,7 +18,8 @@ class Driver(Protocol):
     """An engine whose workers have to be told when to connect, and when a push begins.
 
     Rank 0 of the trainer tells it. With an attribute ``in_process`` that is true, it lives in the rank that
-    it was given to; where every rank was given one, each rank tells its own.
+    it was given to; where every rank was given one, each rank tells its own. One with a method
+    ``served(version)`` is told when all workers have a version.
     """
 
     #: How many workers connect.

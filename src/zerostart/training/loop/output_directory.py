@@ -116,11 +116,14 @@ def claim_output(config: TrainConfig, world: World) -> Iterator[RunPlace]:
             directory.mkdir(parents=True, exist_ok=True)
             hold(stack, directory / _LOCK, refusal)
             auto = config.resume is not None and config.resume.path == "auto"
-            there = [name for name in uploads.folders() if not name.startswith(".")]
-            if not auto and (there or uploads.read(MODEL_MARKER) is not None):
+            # What killed saves have left is below names with a dot.
+            there = {name for name in uploads.listed() if not re.search(r"(^|/)\.", name)}
+            # Of a run that was cut before its first checkpoint was there nothing is but in that folder.
+            goes_on = auto and (METRICS in there or all(name.startswith(f"{FOLDER}/") for name in there))
+            if there and not goes_on:
                 raise ConfigError(
-                    f"output.directory {uploads.url} is not empty; name another, or continue its run with "
-                    "resume=auto"
+                    f"output.directory {uploads.url} is not empty, and what is there would be replaced; name "
+                    "another" + ("" if auto else ", or continue its run with resume=auto")
                 )
             # Of an earlier run of another machine; of this one they are as they were left.
             known = uploads.read(METRICS) if auto and not (directory / METRICS).is_file() else None

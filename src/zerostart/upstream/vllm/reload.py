@@ -80,7 +80,20 @@ _META = Use(
         Shape("vllm.model_executor.model_loader.reload.meta:materialize_layer", leads=("layer", "info")),
     ),
 )
-TOUCHED = (_EXPERTS, _LAYERWISE, _META)
+_LATENT = Use(
+    library=VLLM,
+    owner="vllm.model_executor.layers.attention.mla_attention:MLAAttention",
+    names=("process_weights_after_loading",),
+    why="on some CPUs latent attention packs a projection's weight itself, and drops it: until then it is "
+    "left as it was filled",
+    shapes=(
+        Shape(
+            "vllm.model_executor.layers.attention.mla_attention:MLAAttention.process_weights_after_loading",
+            has=("self.impl.process_weights_after_loading(X)", "self.kv_b_proj.weight = X"),
+        ),
+    ),
+)
+TOUCHED = (_EXPERTS, _LAYERWISE, _META, _LATENT)
 
 
 @functools.cache
@@ -140,8 +153,17 @@ class Layer:
         """Have vLLM make of the weights what the layer computes with, in the memory of before."""
         from vllm.model_executor.model_loader.reload import layerwise
 
+        if self._is_dropped() and not misfit((_LATENT,)):
+            self._info.reset()  # `finish_attention` packs it, and drops it again
+            return
         with _packing_experts_anew(getattr(self.module, "quant_method", None)):
             layerwise._layerwise_process(self.module, self._info)
+
+    def _is_dropped(self) -> bool:
+        """Whether an attention layer has packed the weight of this one, and left none."""
+        kernel = self._info.kernel_tensors
+        dropped = kernel is not None and "weight" in kernel[0] and not kernel[0]["weight"].numel()
+        return dropped and bool(getattr(self.module, "_cpu_skip_gemm_dispatch", False))
 
     def pack_in_place(self) -> None:
         """Have vLLM pack weights that stay where they are, since they are another layer's."""
@@ -174,6 +196,17 @@ def layers_of(model: nn.Module) -> Iterator[tuple[str, Layer]]:
         layer = Layer(module)
         if layer.tensors():
             yield (f"{name}." if name else ""), layer
+
+
+def tied(model: nn.Module) -> set[str]:
+    """Names under which a tensor is there a second time."""
+    first: dict[int, str] = {}
+    found = set()
+    for prefix, layer in layers_of(model):
+        for name, tensor in layer.tensors().items():
+            if first.setdefault(id(tensor), prefix + name) != prefix + name:
+                found.add(prefix + name)
+    return found
 
 
 @contextmanager

@@ -1,0 +1,1 @@
+"""Models that are kept in memory: their folders, the process that guards one, and who reads them."""

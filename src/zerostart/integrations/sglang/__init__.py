@@ -1,0 +1,1 @@
+"""SGLang's workers and engines as places to which weights are pushed."""

@@ -1,0 +1,1 @@
+"""What is touched of SGLang."""

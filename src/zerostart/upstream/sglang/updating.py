@@ -1,0 +1,94 @@
+"""SGLang's own work around an update of weights: what it derives from them, and the version that it tells.
+
+Some models keep tensors that are made of weights (latent attention: the two halves of ``kv_b_proj``). Their
+``load_weights`` makes them at its end, by ``post_load_weights``; whoever fills parameters otherwise has to
+call that, as SGLang itself does for weights that come by remote memory.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from zerostart.upstream.registry import Lasts, Otherwise, PatchPoint, Use, demand, misfit
+from zerostart.upstream.shapes import Shape
+from zerostart.upstream.versions import SGLANG
+
+_DERIVED = PatchPoint(
+    library=SGLANG,
+    owner="sglang.srt.model_loader.loader",
+    names=("post_load_weights",),
+    writes=("post_load_weights",),
+    why="what a model derives from weights is none of its parameters: it is made after a fill, and left out "
+    "while its loader is followed",
+    lasts=Lasts.CALL,
+    otherwise=Otherwise.REFUSED,
+    shapes=(
+        Shape(
+            "sglang.srt.model_loader.loader:post_load_weights",
+            leads=("model",),
+            has=("model.post_load_weights()",),
+        ),
+    ),
+)
+_VERSION = Use(
+    library=SGLANG,
+    owner="sglang.srt.managers.io_struct",
+    names=("UpdateWeightVersionReqInput",),
+    why="an engine within a process has no call of its own for its weight version",
+    shapes=(
+        Shape(
+            "sglang.srt.managers.tokenizer_control_mixin:TokenizerControlMixin.update_weight_version",
+            leads=("obj",),
+        ),
+    ),
+)
+TOUCHED = (_DERIVED, _VERSION)
+
+
+@functools.cache
+def require() -> None:
+    """Raise UnsupportedVersionError unless SGLang derives tensors from weights as expected."""
+    demand((_DERIVED,), "zerostart.refit cannot fill its parameters; SGLang's own updates can")
+
+
+@contextmanager
+def nothing_derived(model: nn.Module) -> Iterator[None]:
+    """Inside, ``load_weights`` of ``model`` fills its parameters and derives nothing from them."""
+    modules: list[Any] = [one for one in model.modules() if hasattr(one, "post_load_weights")]
+    before = [vars(one).get("post_load_weights") for one in modules]
+    for one in modules:
+        vars(one)["post_load_weights"] = _nothing
+    try:
+        yield
+    finally:
+        for one, own in zip(modules, before, strict=True):
+            if own is None:
+                del vars(one)["post_load_weights"]
+            else:
+                vars(one)["post_load_weights"] = own
+
+
+def derive(model: nn.Module) -> None:
+    """Have ``model`` make anew what it derives from its weights."""
+    from sglang.srt.model_loader import loader
+
+    loader.post_load_weights(model)
+
+
+def tell_version(engine: Any, version: str) -> None:
+    """Have an ``Engine`` in this process say that its weights are those of ``version``."""
+    if misfit((_VERSION,)):
+        return
+    from sglang.srt.managers.io_struct import UpdateWeightVersionReqInput
+
+    asked = UpdateWeightVersionReqInput(new_version=version, abort_all_requests=False)
+    engine.loop.run_until_complete(engine.tokenizer_manager.update_weight_version(asked))
+
+
+def _nothing(*arguments: object, **options: object) -> None:
+    return

@@ -1,0 +1,213 @@
+"""The wire between a worker and the trainer is cut or stops at each message in turn, or a worker does."""
+
+import json
+import os
+import signal
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zerostart
+from tests.state.refitting.test_failures import SIZE, _start
+from zerostart.errors import PeerError, ZerostartError
+
+#: What each side says, in the order of a first push.
+MESSAGES = ["hello", "image", "wants", "prepare", "prepared", "commit", "serving"]
+
+
+class Wire:
+    """Forwards connections to a trainer, until it comes to a message that it was told to ``cut``.
+
+    Messages of the standard library's connections are a length and as many bytes.
+    """
+
+    def __init__(self) -> None:
+        self.to: tuple[str, int] | None = None
+        #: The message, and whether it is lost with the connection, half of it, or both just stop.
+        self.cut: tuple[str, str] | None = None
+        #: Set when it has.
+        self.was_cut = threading.Event()
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._stopped: list[socket.socket] = []
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def close(self) -> None:
+        for one in (self._listener, *self._stopped):
+            one.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                worker, _ = self._listener.accept()
+            except OSError:
+                return
+            try:
+                assert self.to is not None
+                trainer = socket.create_connection(self.to)
+            except OSError:  # no trainer is there yet
+                worker.close()
+                continue
+            for pair in ((worker, trainer), (trainer, worker)):
+                threading.Thread(target=self._forward, args=pair, daemon=True).start()
+
+    def _forward(self, come: socket.socket, go: socket.socket) -> None:
+        with suppress(OSError, EOFError):
+            while True:
+                length = _exactly(come, 4)
+                data = _exactly(come, struct.unpack("!i", length)[0])
+                how = self._matches(data)
+                if how == "stop":
+                    self._stopped += [come, go]
+                    self.was_cut.set()
+                    return
+                if how == "half":
+                    go.sendall(length + data[: len(data) // 2])
+                if how:
+                    break
+                go.sendall(length + data)
+        for one in (come, go):
+            with suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+            one.close()
+        if self.cut is None:
+            return
+        self.was_cut.set()
+
+    def _matches(self, data: bytes) -> str:
+        cut = self.cut
+        if cut is None or self.was_cut.is_set() or f'"kind": "{cut[0]}"'.encode() not in data[:200]:
+            return ""
+        return cut[1]
+
+
+def _exactly(connection: socket.socket, count: int) -> bytes:
+    data = b""
+    while len(data) < count:
+        if not (part := connection.recv(count - len(data))):
+            raise EOFError
+        data += part
+    return data
+
+
+@contextmanager
+def _served(folder: Path, transport: str, timeout: float) -> Iterator[tuple[Any, nn.Module, Wire, Any]]:
+    """A refit, its model, and the wire by which one worker is connected with it."""
+    weights = {"weight": torch.ones(SIZE), "bias": torch.zeros(SIZE[0])}
+    model = zerostart.load(weights, lambda: nn.Linear(SIZE[1], SIZE[0]), engine="fsdp2", progress=False)
+    wire = Wire()
+    refitter: Any = zerostart.refit(model, "tcp://127.0.0.1:0", transport=transport, timeout=timeout)
+    with refitter:
+        wire.to = ("127.0.0.1", int(str(refitter.address).rpartition(":")[2]))
+        worker = _start(wire.address, "worker", folder, "", 1, timeout)
+        try:
+            yield refitter, model, wire, worker
+        finally:
+            os.kill(worker.pid, signal.SIGCONT)
+            worker.kill()
+            wire.close()
+
+
+def _set(model: nn.Module, value: float) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(value)
+
+
+def _push(refitter: Any, model: nn.Module, value: float) -> str:
+    """What a push of ``value`` fails with; empty where it does not."""
+    _set(model, value)
+    try:
+        report = refitter.push()
+    except PeerError as error:
+        return str(error)
+    assert [worker.version for worker in report.workers] == [refitter.version]
+    return ""
+
+
+def _holds(folder: Path, accepted: Callable[[dict[str, float]], bool]) -> None:
+    """Wait until the worker has noted what is ``accepted``."""
+    until = time.monotonic() + 30
+    while True:
+        with suppress(FileNotFoundError):
+            if accepted(json.loads((folder / "worker.json").read_text())):
+                return
+        assert time.monotonic() < until, (folder / "worker.json").read_text()
+        time.sleep(0.02)
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    ("how", "transport"),
+    [
+        ("all", "shared_memory"),
+        *(
+            pytest.param(how, transport, marks=pytest.mark.slow)
+            for how, transport in [
+                *(("half", "shared_memory"), ("stop", "shared_memory")),
+                *((how, "group") for how in ("all", "half", "stop")),
+            ]
+        ),
+    ],
+)
+def test_a_wire_that_is_cut_at_each_message(how: str, transport: str, tmp_path: Path) -> None:
+    timeout = 3.0 if how == "stop" else 20.0
+    with _served(tmp_path, transport, timeout) as (refitter, model, wire, _):
+        assert _push(refitter, model, 1.0) == ""
+        for number, message in enumerate(MESSAGES):
+            old, new = 10.0 * number + 1, 10.0 * number + 2
+            if number:
+                assert _push(refitter, model, old) == ""
+            before = refitter.version
+            wire.was_cut.clear()
+            wire.cut = message, how
+            if message in ("hello", "image", "wants"):  # of a worker that comes: have it come again
+                refitter._session.workers["worker"].channel.close()
+            begun = time.monotonic()
+            said = _push(refitter, model, new)
+            assert time.monotonic() - begun < 6 * timeout
+            if message == "serving" or said:
+                # The old version or the new, whole; the push says which of both it may be.
+                decided = message in ("commit", "serving")
+                assert not said or ("decided" in said) == decided, (message, said)
+                value, version = (new, before + 1) if decided else (old, before)
+                _holds(tmp_path, lambda held, v=value, n=version: held == {"version": n, "weight": v})  # type: ignore[misc]
+            # A push that found the worker gone has not waited for it to come again, and to be cut.
+            assert how != "stop" or wire.was_cut.wait(30), message
+            # The next pushes succeed: the worker has connected again, or does.
+            wire.cut = None
+            until = time.monotonic() + 30
+            while said := _push(refitter, model, new + 1):
+                assert time.monotonic() < until, (message, said)
+            assert wire.was_cut.is_set(), message
+            _holds(tmp_path, lambda held, v=new + 1: held["weight"] == v)  # type: ignore[misc]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("transport", ["shared_memory", "group"])
+def test_a_worker_that_stops_is_named_and_comes_back(transport: str, tmp_path: Path) -> None:
+    with _served(tmp_path, transport, 3.0) as (refitter, model, _, worker):
+        assert _push(refitter, model, 1.0) == ""
+        os.kill(worker.pid, signal.SIGSTOP)
+        begun = time.monotonic()
+        said = _push(refitter, model, 2.0)
+        assert "worker" in said
+        assert time.monotonic() - begun < 20
+        os.kill(worker.pid, signal.SIGCONT)
+        until = time.monotonic() + 60
+        while True:
+            with suppress(ZerostartError):
+                if _push(refitter, model, 3.0) == "":
+                    break
+            assert time.monotonic() < until
+        _holds(tmp_path, lambda held: held["weight"] == 3.0 and held["version"] == refitter.version)
