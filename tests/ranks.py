@@ -279,6 +279,11 @@ def _call(job: _Job) -> Any:
     dist.init_process_group(
         "gloo", store=store, rank=job.rank, world_size=job.world_size, timeout=GROUP_TIMEOUT
     )
+    # A rank that is connected with all others may still find them connecting among themselves: if it died
+    # now, torch's own RuntimeError in `init_process_group` would be theirs.
+    if store.add("joined", 1) == job.world_size:
+        store.set("all joined", "")
+    store.wait(["all joined"])
     value = job.function(*job.arguments)
     if dist.is_initialized():
         dist.barrier()  # No rank leaves while another still talks to it.

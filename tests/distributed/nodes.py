@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-SCRIPT, ORIGIN = Path(__file__).with_name("node_rank.py"), Path(__file__).with_name("origin.py")
+SCRIPT, ORIGIN = Path(__file__).with_name("node_rank.py"), "tests.distributed.origin"
 URL = "http://10.231.9.100:8080"
 
 
@@ -95,7 +95,8 @@ class Nodes:
         """The server with the files of ``folder``; bytes of ranges by path, when the block has ended."""
         sent: dict[str, int] = {}
         process = subprocess.Popen(
-            ["ip", "netns", "exec", self.origin, sys.executable, str(ORIGIN), str(folder), str(rate)],
+            ["ip", "netns", "exec", self.origin, sys.executable, "-m", ORIGIN, str(folder), str(rate)],
+            cwd=Path(__file__).parents[2],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -1,6 +1,6 @@
 """A web server of a folder's files in the namespace of ``nodes.py``, which counts; until its input ends.
 
-python origin.py FOLDER RATE
+python -m tests.distributed.origin FOLDER RATE
 """
 
 import asyncio

@@ -4,6 +4,7 @@ import dataclasses
 import errno
 import os
 import signal
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,62 @@ def fill(
     moved = execute_together(plan, storages, Progress(0, False), tuning, world, sharing)
     owned = wanted[0][1].owned
     return storages[0][:owned], storages[1].view(SHAPE), storages[2], moved, counted[0] - before
+
+
+@pytest.mark.parametrize("chunks_differ", [False, True])
+def test_a_slow_rank_of_a_far_storage_is_overtaken(columns: Path, chunks_differ: bool) -> None:
+    """Bit for bit; but not by ranks that have less room for chunks, which nobody is then asked to take."""
+    tensors = load_file(columns)
+    seen = run_ranks(read_far_away, 3, columns, chunks_differ)
+    for rank, (rows, narrow, everywhere, moved) in enumerate(seen):
+        assert torch.equal(rows, tensors["wide"].chunk(3, 0)[rank].reshape(-1))
+        assert torch.equal(narrow, tensors["turned"].chunk(3, 1)[rank].reshape(-1))
+        assert torch.equal(everywhere, tensors["all"])
+        assert moved.read == moved.planned
+        assert (moved.given > 0) is (rank == 0 and not chunks_differ)
+        assert moved.skew == seen[0][3].skew
+        assert moved.skew is not None
+        assert moved.skew.slowest == 0
+    assert sum(moved.read for *_, moved in seen) == sum(
+        tensor.nbytes * (3 if name == "all" else 1) for name, tensor in tensors.items()
+    )
+
+
+def read_far_away(
+    path: Path, chunks_differ: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, TransferStats]:
+    """This rank's rows of one, columns of the other, and all of the third; rank 0 reads slowly."""
+    real, world = os.preadv, current_world()
+
+    def preadv(*arguments: Any) -> int:
+        if world.rank == 0:
+            time.sleep(0.2)
+        return real(*arguments)
+
+    os.preadv = preadv
+    collective.BEHIND_SECONDS, collective.LEAST_BETWEEN = 0.1, 1 << 17
+    catalog = open_catalog(path)
+    tuning = dataclasses.replace(
+        tune(catalog.storage, False, memory_limit=MiB, chunk_size=1 << 16), cold=True, remote=True, threads=2
+    )
+    if chunks_differ and world.rank == 2:
+        tuning = dataclasses.replace(tuning, chunk_size=1 << 15)
+    wanted = []
+    for name, shape, layout in (
+        ("wide", SHAPE, dimension_shard(SHAPE, 0, world.rank, world.size)),
+        ("turned", SHAPE[::-1], dimension_shard(SHAPE[::-1], 1, world.rank, world.size)),
+        ("all", (77,), replicated((77,))),
+    ):
+        recipe = Recipe(
+            Target(name, shape, torch.float32), SymbolicTensor.of(name, shape, torch.float32).pieces
+        )
+        destination = Destination(name, layout.numel, layout.owned, torch.float32, direct=True)
+        wanted.append((recipe, layout, destination))
+    plan = join(catalog, wanted, PlanOptions(tuning.chunk_size))
+    storages = [torch.empty(d.numel, dtype=d.dtype) for _, _, d in wanted]
+    moved = execute_together(plan, storages, Progress(0, False), tuning, world)
+    rows, narrow = (storage[: d.owned] for storage, (_, _, d) in zip(storages[:2], wanted[:2], strict=True))
+    return rows, narrow, storages[2], moved
 
 
 def counting() -> list[int]:

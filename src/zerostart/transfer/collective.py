@@ -200,6 +200,9 @@ def _own(
         return TransferStats(progress.done - before, plan.read_bytes)
     queue, begun = ReadQueue(plan), time.perf_counter()
     device = next((storage.device for storage in storages if storage.device.type != "cpu"), None)
+    if device is not None:
+        # What the caller's stream still does with memory that these storages now have.
+        torch.accelerator.current_stream(device).synchronize()
     ended: list[float] = []
     over = threading.Event()
 
@@ -215,10 +218,10 @@ def _own(
 
     def told() -> tuple[int, ...]:
         seconds = ended[0] if ended else time.perf_counter() - begun
-        # Whether it has ended, and may give bytes away; milliseconds; bytes that it has, and wants; and how
-        # much it has not begun, computations without a byte too.
-        moved = progress.done - before
-        return len(ended), int(gives), int(1000 * seconds), moved, plan.read_bytes, len(queue)
+        # Whether it has ended; the bytes of a chunk, if it may give some away; milliseconds; bytes that it
+        # has, and wants; and how much it has not begun, computations without a byte too.
+        moved, chunk = progress.done - before, plan.chunk_size if gives else 0
+        return len(ended), chunk, int(1000 * seconds), moved, plan.read_bytes, len(queue)
 
     def heard(rows: list[list[int]]) -> None:
         if _is_behind(rows, world.rank, queue.given_bytes - (progress.done - before)):
@@ -267,7 +270,9 @@ def _is_behind(rows: Sequence[Sequence[int]], rank: int, begun: int) -> bool:
 
     ``begun`` are bytes that it has asked for and not got; rows are as ``_own`` tells them.
     """
-    if not all(row[1] for row in rows) or rows[rank][0]:
+    # Others take chunks of this rank's size: who has less memory for its buffers has no room for them.
+    chunks = {row[1] for row in rows}
+    if len(chunks) > 1 or chunks == {0} or rows[rank][0]:
         return False
     # By when each rank will have read its own, at its rate so far; in milliseconds.
     ends = [row[2] if row[0] else row[2] * row[4] / row[3] if row[3] else math.inf for row in rows]
