@@ -521,8 +521,9 @@ class Refitter:
         if self._session is not None:
             self._session.expect(image)
         back = self._come_back() if self._engines is not None and self._engines.one_each else 0
-        # An engine's workers listen in its own call alone, and may be asked about another image.
-        self._begin_following(version)
+        if image is not self._image or self._opened is None:
+            # An engine's workers listen in its own call alone, and may be asked about another image.
+            self._begin_following(version)
         _, takers = self._world.broadcast_object(lambda: self._settle(image, back), "looking for workers")
         self._image = image
         if takers is not None:
@@ -542,6 +543,9 @@ class Refitter:
         if self._opened is None:
             own = Runs.of_writes(ready.plan, ready.image.layout)
             self._opened = transport.open(ready.image, own, self._takers.infos)
+
+        if self._following is None:
+            self._begin_following(version)
 
         def begin() -> None:
             session = self._session
