@@ -14,7 +14,7 @@ def command(
     name: Annotated[str, typer.Argument(metavar="[NAME]", help="That one alone.")] = "",
     drop: Annotated[bool, typer.Option("--drop", help="Remove it from this machine's memory.")] = False,
 ) -> None:
-    """List the models that this user keeps in the memory of this machine, or drop one."""
+    """List or drop the models that are kept in this machine's memory."""
     from rich.filesize import decimal
 
     from zerostart.checkpoint.kept import folder as kept
