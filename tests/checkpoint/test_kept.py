@@ -228,6 +228,7 @@ class Cut:
             one.close()
 
 
+@pytest.mark.slow
 def test_a_peer_that_dies_at_any_message_is_replaced_or_named(
     tmp_path: Path, names: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

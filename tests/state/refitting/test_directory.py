@@ -229,6 +229,7 @@ def _publish(path: Path, out: Path) -> list[int | None]:
     return bases
 
 
+@pytest.mark.slow
 def test_two_ranks_write_what_two_workers_load(checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
     config = dict(TINY["qwen3_even"][1])
     (tmp_path / "config.json").write_text(json.dumps(config))
