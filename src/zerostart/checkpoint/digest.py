@@ -67,9 +67,12 @@ class Digests:
         self._count(name, octets.numel() * 8 // bits)
         self._sum(name, octets, first * bits // 8)
 
-    def lanes(self, name: str, first: int, data: torch.Tensor) -> list[int]:
-        """The sums over elements as ``add`` takes them, which are not added."""
-        return lanes_of(_octets(data), first * self._bits(name) // 8)
+    def lanes(self, name: str, first: int, data: torch.Tensor, lead: int = 0) -> list[int]:
+        """The sums over elements as ``add`` takes them, which are not added.
+
+        ``data`` may begin ``lead`` bytes within its first element, and end within its last one.
+        """
+        return lanes_of(_octets(data), first * self._bits(name) // 8 + lead)
 
     def add_lanes(self, name: str, elements: int, lanes: Sequence[int]) -> None:
         """Add elements whose sums ``lanes`` gave."""
