@@ -6,11 +6,11 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
+import zerostart
 from tests.ranks import run_ranks
 from tests.stores import proxy, servers
 from zerostart.checkpoint.storage import uploads_at
@@ -65,27 +65,23 @@ def local(folder: Path) -> dict[str, bytes]:
 
 def at_once(own: dict[str, str], source: str, url: str) -> tuple[str, ...]:
     os.environ.update(own)
-    return convert(source, url, "zero", zero_stage=3, world_size=3).files
+    return convert(source, url, "hf", max_shard_size="12MB").files
 
 
 def test_what_is_uploaded_is_what_is_written(model: Path, endpoint: str, tmp_path: Path) -> None:
-    ways: list[tuple[str, dict[str, Any]]] = [
-        ("hf", {"max_shard_size": "12MB"}),
-        ("dcp", {}),
-        ("universal", {}),
-    ]
-    for to, options in ways:
-        convert(model, tmp_path / to, to, **options)
-        convert(model, f"{PLACE}/{to}", to, **options)
+    for to in ("dcp", "universal"):
+        convert(model, tmp_path / to, to)
+        convert(model, f"{PLACE}/{to}", to)
         assert files(f"{PLACE}/{to}", endpoint) == local(tmp_path / to), to
         with pytest.raises(ConfigError, match="is there already"):
-            convert(model, f"{PLACE}/{to}", to, **options)
+            convert(model, f"{PLACE}/{to}", to)
     # By two processes, which take files in turn.
-    url = f"{PLACE}/zero"
+    url = f"{PLACE}/hf"
     own = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
     run_ranks(at_once, 2, own, str(model), url)
-    convert(model, tmp_path / "zero", "zero", zero_stage=3, world_size=3)
-    assert files(url, endpoint) == local(tmp_path / "zero")
+    convert(model, tmp_path / "hf", "hf", max_shard_size="12MB")
+    assert files(url, endpoint) == local(tmp_path / "hf")
+    zerostart.verify(url)
 
 
 #: Converts in a process of its own, for each line that it is told.
