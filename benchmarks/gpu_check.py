@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import faulthandler
+import gc
 import json
 import os
 import platform
@@ -41,7 +42,7 @@ import torch
 import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parent.parent
-LARGE = ROOT / "benchmarks" / "configs" / "qwen3_moe_3.4gb.json"
+CONFIGS = ROOT / "benchmarks" / "configs"
 MiB = 1 << 20
 #: Relative, of losses in fp32 beside the host's: kernels add in another order. No TF32 (see ``one_rank``).
 TOLERANCE = 1e-4
@@ -186,14 +187,17 @@ def copied(to: torch.Tensor, source: torch.Tensor, times: int = 4) -> float:
 
 
 def large(path: Path, folder: Path, engine: str) -> Result:
-    """3.4 GB twice (the first warms the cache), stock beside it, and a raw copy of as many bytes."""
+    """Bytes of a size that counts, twice; stock beside it, and a raw copy of as many bytes.
+
+    The checkpoint has just been written, so it is in the page cache if that has room.
+    """
     from transformers import AutoModelForCausalLM
 
     import zerostart
     from zerostart.transfer import page_locked
 
     device, result = own_device(), Result()
-    for turn in ("cold", "warm"):
+    for turn in ("first", "second"):
         before = torch.accelerator.memory_allocated(device)
         model = zerostart.load(path, engine=engine, progress=False)
         made = zerostart.report(model)
@@ -202,15 +206,23 @@ def large(path: Path, folder: Path, engine: str) -> Result:
         result[turn]["device_bytes"] = torch.accelerator.memory_allocated(device) - before
         read = made.read_bytes
         del model
-        torch.accelerator.empty_cache()
+        freed()
     rate = copied(torch.empty(256 * MiB, dtype=torch.uint8, device=device), page_locked(256 * MiB, device))
     result["raw_copy_seconds"] = read / rate
     if dist.get_world_size() == 1:
-        start = time.perf_counter()
-        AutoModelForCausalLM.from_pretrained(path).to(device)
-        torch.accelerator.synchronize(device)
-        result["stock_seconds"] = time.perf_counter() - start
+        for name, onto in (("to the device", {}), ("with a device map", {"device_map": {"": device}})):
+            start = time.perf_counter()
+            whole = AutoModelForCausalLM.from_pretrained(path, **onto).to(device)
+            torch.accelerator.synchronize(device)
+            result[f"stock, {name}, seconds"] = time.perf_counter() - start
+            del whole
+            freed()
     return result
+
+
+def freed() -> None:
+    gc.collect()
+    torch.accelerator.empty_cache()
 
 
 def races(path: Path, folder: Path, turns: int = 4) -> Result:
@@ -526,6 +538,42 @@ def diffusion_from_yaml(path: Path, folder: Path, size: int, engine: str) -> Res
     return beside_the_host(folder, ["cache", "train"], size, words)
 
 
+ADOPTED = """
+import json, os, sys
+from pathlib import Path
+from tests.accelerator.scenes import adopted
+from tests.integrations import scripts
+path, out, library, kind, adopt = json.loads(sys.argv[1])
+stages = {"zero2": {"zero_optimization": {"stage": 2}}, "zero3": {}}
+launched = scripts.fsdp2() if kind == "fsdp2" else scripts.zero3(Path(out, "config"), **stages[kind])
+found = adopted(Path(path), Path(out), library, launched, adopt)
+if os.environ["RANK"] == "0":
+    Path(out, "found.json").write_text(json.dumps({key: found[key] for key in ("losses", "norms")}))
+"""
+
+
+def adoption(path: Path, folder: Path, size: int, library: str, kind: str) -> Result:
+    """A script over the Trainer or accelerate, as it is and inside ``zerostart.enable()``."""
+    found = {}
+    for name, adopt in (("stock", None), ("ours", {})):
+        out = folder / name
+        out.mkdir()
+        (out / "script.py").write_text(ADOPTED)
+        given = json.dumps([str(path), str(out), library, kind, adopt])
+        launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
+        done = subprocess.run(
+            [sys.executable, *launch, str(out / "script.py"), given],
+            env={k: v for k, v in os.environ.items() if k not in LAUNCHED},
+            capture_output=True,
+            text=True,
+        )
+        if done.returncode:
+            raise RuntimeError(f"{name} ended with {done.returncode}: {(done.stdout + done.stderr)[-2000:]}")
+        found[name] = json.loads((out / "found.json").read_text())
+    pairs = [far(found["ours"][key], found["stock"][key]) for key in ("losses", "norms")]
+    return {**found, "wrong": [one for pair in pairs for one in pair]}
+
+
 def beside_the_host(folder: Path, commands: Sequence[str], size: int, words: Sequence[str]) -> Result:
     """Losses of ``run.yaml`` on accelerators and on the host."""
     losses: dict[bool, list[float]] = {}
@@ -632,13 +680,22 @@ def checks() -> Iterator[Check]:
         yield Check(f"deepspeed {name}", name, verbs, deepspeed(3))
     for engine in ("fsdp2", "deepspeed"):
         yield Check(f"diffusion {engine}", "pipeline:flux", diffusion, {"engine": engine})
-        yield Check(f"large {engine}", "large", large, {"engine": engine})
+        yield Check(f"large {engine}", "config:qwen3_moe_3.4gb", large, {"engine": engine})
         yield Check(f"compiled {engine}", "qwen3", compiled, {"engine": engine})
     yield Check(
         "train from YAML, deepspeed", "qwen3", train_from_yaml, {"engine": "deepspeed"}, grouped=False
     )
+    for library, kind in (
+        ("trainer", "fsdp2"),
+        ("trainer", "zero3"),
+        ("accelerate", "zero2"),
+        ("peft", "fsdp2"),
+    ):
+        values = {"library": library, "kind": kind}
+        yield Check(f"enable() under {library}, {kind}", "qwen3", adoption, values, grouped=False)
     flux = "LoRA of FLUX from YAML"
     yield Check(flux, "pipeline:flux", diffusion_from_yaml, {"engine": "fsdp2"}, grouped=False)
+    yield Check("larger fsdp2", "config:qwen3_16gb", large, {"engine": "fsdp2"})
     yield Check("fused", "qwen3", fused)
     yield Check("DeepSpeed's FusedAdam", "qwen3", deepspeeds_adam, {"offload": False})
     yield Check("DeepSpeed's CPUAdam", "qwen3", deepspeeds_adam, {"offload": True})
@@ -810,8 +867,8 @@ def made(source: str, path: Path) -> None:
         from tests.integrations.pipelines.tiny_pipelines import make_pipeline
 
         make_pipeline(source.removeprefix("pipeline:"), path)
-    elif source == "large":
-        synthesise(str(LARGE), path)
+    elif source.startswith("config:"):
+        synthesise(str(CONFIGS / f"{source.removeprefix('config:')}.json"), path)
     else:
         synthesise(source, path, size="tiny", dtype="float32")
 
