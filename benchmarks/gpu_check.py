@@ -453,6 +453,73 @@ def diffusion(path: Path, folder: Path, engine: str) -> Result:
     return {"device": str(device), "seconds": seconds, "off": off, "wrong": wrong}
 
 
+def refit(path: Path, folder: Path, transport: str, layers: int = 0) -> Result:
+    """Weights of FSDP2 into an engine on the same devices: within the ranks, or in processes of their own.
+
+    Of the checkpoint, where the engine has to have what its own loader makes of a save; or, with ``layers``,
+    of so many layers of a Qwen3 of 1.7 billion parameters, whose digests the push compares by itself.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    import zerostart
+    from tests.state.refitting import workers
+
+    device, rank, size = own_device(), dist.get_rank(), dist.get_world_size()
+    if layers:
+        config = AutoConfig.for_model("qwen3", num_hidden_layers=layers, **QWEN3)
+        with torch.device("meta"):
+            given = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model: Any = zerostart.load(None, given, engine="fsdp2", progress=False)
+    else:
+        model = zerostart.load(path, engine="fsdp2", dtype=torch.bfloat16, progress=False)
+    sizes = {name: value for name, value in model.config.to_dict().items() if name != "dtype"}
+    served, config_path = folder / ("-" if layers else "served"), folder / f"engine.{rank}.json"
+    if not layers:
+        served.mkdir(exist_ok=True)
+    config_path.write_text(json.dumps({**sizes, "device": str(device)}))
+    engine: Any = None
+    target: Any
+    worker = None
+    options: Result = {}
+    result: Result = {"pushes": []}
+    try:
+        if transport == "within":
+            engine = target = workers.Engine(sizes, rank, size, torch.bfloat16).to(device)
+        else:
+            target = f"unix://{folder / 'socket'}"
+            options = {"transport": transport, "workers": size, "timeout": 60}
+            worker = workers.start(config_path, rank, size, target, served)
+        with zerostart.refit(model, target, **options) as refitter:
+            for _ in range(3):
+                for parameter in model.parameters():
+                    parameter.data.to_local().mul_(-1.375)
+                begun = time.perf_counter()
+                report = refitter.push()
+                torch.accelerator.synchronize(device)
+                seconds = {**report.phases, "whole": time.perf_counter() - begun}
+                result["pushes"].append({name: round(value, 4) for name, value in seconds.items()})
+            result |= {"transport": report.transport, "bytes": report.owned_bytes, "untaken": report.untaken}
+            result |= {"moved_bytes": report.moved_bytes, "peak_host_bytes": report.peak_host_bytes}
+            result["peak_device_bytes"] = report.peak_device_bytes
+        said = worker.communicate(timeout=60)[0] if worker is not None else "served 3"
+    finally:
+        if worker is not None:
+            worker.kill()
+    wrong = [] if "served 3" in said else [f"a worker: {said[-500:]}"]
+    if layers:
+        there = torch.empty(256 * MiB, dtype=torch.uint8, device=device)
+        beside = {"device": torch.empty_like(there), "host": torch.empty_like(there, device="cpu")}
+        beside["host"] = beside["host"].pin_memory()
+        return {**result, "GB_per_second": {name: copied(to, there) / 1e9 for name, to in beside.items()}}
+    zerostart.save(model, folder / "saved")
+    expected = workers.loaded(sizes, rank, size, folder / "saved", torch.bfloat16)
+    if engine is not None:
+        found = {name: tensor.cpu() for name, tensor in engine.state_dict().items()}
+    else:
+        found = torch.load(served / f"tp{rank}-3.pt", map_location="cpu")
+    return {**result, "wrong": wrong + differing(found, expected)}
+
+
 # --- Checks that start commands of zerostart, in one process without a group.
 
 
@@ -593,6 +660,16 @@ class Check:
     most: int = 8  # ranks
 
 
+#: Sizes of a Qwen3; 21 layers of it with a head of its own are 3.4 GB in bf16.
+QWEN3: Result = {
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "tie_word_embeddings": False,
+}
 BATCH: Result = {
     "train_micro_batch_size_per_gpu": 2,
     "zero_allow_untested_optimizer": True,
@@ -615,6 +692,9 @@ def checks() -> Iterator[Check]:
     yield Check("deepspeed 3", "qwen3", verbs, deepspeed(3), tiny=True)
     yield Check("rates", "qwen3", rates, tiny=True)
     yield Check("races", "qwen3", races, tiny=True)
+    for transport in ("within", "shared_memory", "group"):
+        yield Check(f"refit {transport}", "qwen3", refit, {"transport": transport})
+        yield Check(f"large refit {transport}", "qwen3", refit, {"transport": transport, "layers": 21})
     yield Check("train from YAML, fsdp2", "qwen3", train_from_yaml, {"engine": "fsdp2"}, grouped=False)
     for stage in (2, 1, 0):
         yield Check(f"deepspeed {stage}", "qwen3", verbs, deepspeed(stage))
