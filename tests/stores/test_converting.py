@@ -68,13 +68,22 @@ def at_once(own: dict[str, str], source: str, url: str) -> tuple[str, ...]:
     return convert(source, url, "hf", max_shard_size="12MB").files
 
 
+def check_alike(model: Path, to: str, endpoint: str, folder: Path) -> None:
+    convert(model, folder / to, to)
+    convert(model, f"{PLACE}/{to}", to)
+    assert files(f"{PLACE}/{to}", endpoint) == local(folder / to), to
+
+
 def test_what_is_uploaded_is_what_is_written(model: Path, endpoint: str, tmp_path: Path) -> None:
-    for to in ("dcp", "universal"):
-        convert(model, tmp_path / to, to)
-        convert(model, f"{PLACE}/{to}", to)
-        assert files(f"{PLACE}/{to}", endpoint) == local(tmp_path / to), to
-        with pytest.raises(ConfigError, match="is there already"):
-            convert(model, f"{PLACE}/{to}", to)
+    check_alike(model, "dcp", endpoint, tmp_path)
+    with pytest.raises(ConfigError, match="is there already"):
+        convert(model, f"{PLACE}/dcp", "dcp")
+
+
+@pytest.mark.slow
+def test_other_formats_and_processes(model: Path, endpoint: str, tmp_path: Path) -> None:
+    for to in ("universal", "zero", "original"):
+        check_alike(model, to, endpoint, tmp_path)
     # By two processes, which take files in turn.
     url = f"{PLACE}/hf"
     own = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
