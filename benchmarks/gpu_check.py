@@ -166,7 +166,8 @@ def rates(path: Path, folder: Path, megabytes: int = 64) -> Result:
         "registered": page_locked(nbytes, device),
         "pageable": torch.empty(nbytes, dtype=torch.uint8, device="cpu"),
     }
-    result: Result = {"registered_is_pinned": hosts["registered"].is_pinned()}
+    result: Result = {"device": str(torch.get_device_module(device).get_device_name(device))}
+    result["registered_is_pinned"] = hosts["registered"].is_pinned()
     for name, host in hosts.items():
         for way, (to, source) in {"to": (there, host), "from": (host, there)}.items():
             rate = copied(to, source) / 1e9
@@ -267,6 +268,37 @@ def checkpointed(device: torch.device, offload: bool) -> float:
     y.sum().backward()
     assert weight.grad is not None
     return float(weight.grad.double().sum().item())
+
+
+def elsewhere(path: Path, folder: Path, engine: str) -> Result:
+    """Weights of a trained model in memory that outlives it, in the other engine, and as files."""
+    import zerostart
+
+    other = "fsdp2" if engine == "deepspeed" else "deepspeed"
+    config = {**BATCH, "zero_optimization": {"stage": 3}} if engine == "deepspeed" else None
+    model = zerostart.load(path, engine=engine, engine_config=config, progress=False)
+    runner, optimizer = prepared(model, engine, config)
+    step(runner, optimizer, own_device())
+    wanted, wrong = zerostart.digest(runner), list[str]()
+    kept = zerostart.keep(runner, f"gpu-check-{os.environ['MASTER_PORT']}")
+    try:
+        for way in (engine, other):
+            again = zerostart.load(kept.source, engine=way, zero_stage=3, progress=False)
+            if zerostart.digest(again) != wanted:
+                wrong.append(f"what {way} loads of what was kept")
+    finally:
+        kept.drop()
+    zerostart.save(runner, folder / "saved")
+    follower = zerostart.load(path, engine=other, zero_stage=3, progress=False)
+    with zerostart.refit(runner, follower) as refitter:
+        refitter.push()
+        if zerostart.digest(follower) != wanted:
+            wrong.append(f"what a model on {other} took over")
+        step(runner, optimizer, own_device(), 1)
+        refitter.push()
+    if zerostart.digest(follower) != zerostart.digest(runner):
+        wrong.append("what it took over after another step")
+    return {"wrong": wrong, "verified_tensors": zerostart.verify(folder / "saved").tensors}
 
 
 def busy(device: torch.device) -> None:
@@ -679,6 +711,7 @@ def checks() -> Iterator[Check]:
         yield Check(f"fsdp2 {name}", name, verbs, {"engine": "fsdp2", "stage": 3})
         yield Check(f"deepspeed {name}", name, verbs, deepspeed(3))
     for engine in ("fsdp2", "deepspeed"):
+        yield Check(f"elsewhere from {engine}", "qwen3", elsewhere, {"engine": engine})
         yield Check(f"diffusion {engine}", "pipeline:flux", diffusion, {"engine": engine})
         yield Check(f"large {engine}", "config:qwen3_moe_3.4gb", large, {"engine": engine})
         yield Check(f"compiled {engine}", "qwen3", compiled, {"engine": engine})
