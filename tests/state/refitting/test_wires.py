@@ -223,7 +223,7 @@ def _sockets() -> dict[str, int]:
     found = {}
     for descriptor in Path("/proc/self/fd").iterdir():
         with suppress(OSError):
-            name = os.readlink(descriptor)
+            name = str(descriptor.readlink())
             if name.startswith("socket:"):
                 found[name] = int(descriptor.name)
     return found
@@ -244,7 +244,8 @@ def test_the_groups_own_wire_is_cut_at_each_message(
         if not left:
             for name, descriptor in _sockets().items():
                 if name not in before:
-                    with socket.socket(fileno=os.dup(descriptor)) as one, suppress(OSError):
+                    with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as one:
+                        one.getpeername()  # what listens is no wire
                         one.shutdown(socket.SHUT_RDWR)
         transmit(parcel, tensor)
 
