@@ -113,3 +113,10 @@ class NewObjects:
             if was:
                 self._note.end()
                 settle(self.uploads, self._token, self._note.content(), self._note.now())
+
+
+def cleared(uploads: Uploads) -> Mapping[str, Stored]:
+    """What is there once that is removed which killed saves have left. Raises WriteError."""
+    new = NewObjects(uploads)
+    new.discard()
+    return new.there

@@ -11,7 +11,7 @@ import torch
 from zerostart.checkpoint.digest import Digests
 from zerostart.checkpoint.storage.uploads import Uploads, part_bytes
 from zerostart.checkpoint.write.images import Image
-from zerostart.checkpoint.write.new_objects import NewObjects
+from zerostart.checkpoint.write.new_objects import NewObjects, cleared
 from zerostart.checkpoint.write.notes import store_errors
 from zerostart.checkpoint.write.objects import part_length
 from zerostart.checkpoint.write.parts import PartUploader, Receipts, Uploading
@@ -67,7 +67,8 @@ class ToStore:
 
     def _begin(self) -> tuple[Contents, Target]:
         contents = self._asked.contents()
-        there = self._uploads.listed()
+        # Names that a killed conversion has given are free again.
+        there = cleared(self._uploads)
         with tempfile.TemporaryDirectory(prefix="zerostart-") as scratch:
             target = self._asked.target(contents, Path(scratch))
         self._asked.check_free(contents, target, self._uploads.url, there.__contains__)

@@ -49,6 +49,8 @@ class Place(ABC):
     directory: Path
     #: What to call it.
     name: str
+    #: On the first rank what is written, and has no names yet.
+    staging: Staging | ObjectStaging | None
 
     @abstractmethod
     def check_visible(self, world: World) -> None:
@@ -62,13 +64,15 @@ class Place(ABC):
     def output(self, folder: str, layout: SaveLayout) -> Output:
         """What writes the files of ``layout`` into ``folder`` (a path from the place)."""
 
-    @abstractmethod
     def complete(self, document: JsonObject) -> dict[str, str]:
         """On the first rank: give all its names, see ``Staging.complete``."""
+        assert self.staging is not None, "the first rank has it"
+        return self.staging.complete(document)
 
-    @abstractmethod
     def discard(self) -> None:
         """On the first rank: remove what has no names yet."""
+        if self.staging is not None:
+            self.staging.discard()
 
 
 class Output(ABC):
@@ -131,7 +135,7 @@ class Files(Place):
     """A directory of a file system."""
 
     def __init__(self, directory: Path, staging: Staging | None) -> None:
-        self.directory, self._staging = directory, staging
+        self.directory, self.staging = directory, staging
         self.name = str(directory.parents[1])
 
     def check_visible(self, world: World) -> None:
@@ -149,16 +153,6 @@ class Files(Place):
     def output(self, folder: str, layout: SaveLayout) -> Output:
         """See ``Place``."""
         return _FileOutput(self.directory / folder, layout)
-
-    def complete(self, document: JsonObject) -> dict[str, str]:
-        """See ``Place``."""
-        assert self._staging is not None, "the first rank has it"
-        return self._staging.complete(document)
-
-    def discard(self) -> None:
-        """See ``Place``."""
-        if self._staging is not None:
-            self._staging.discard()
 
 
 class _FileOutput(Output):
@@ -210,10 +204,10 @@ class _FileOutput(Output):
 class Objects(Place):
     """A directory of a store."""
 
+    staging: ObjectStaging | None
+
     def __init__(self, directory: Path, uploads: Uploads, staging: ObjectStaging | None) -> None:
-        self.directory, self.uploads = directory, uploads
-        #: Of the first rank.
-        self.staging = staging
+        self.directory, self._uploads, self.staging = directory, uploads, staging
         self.name = uploads.url
 
     def check_visible(self, world: World) -> None:
@@ -224,17 +218,7 @@ class Objects(Place):
 
     def output(self, folder: str, layout: SaveLayout) -> Output:
         """See ``Place``."""
-        return _PartOutput(self.uploads, self.staging, folder, layout)
-
-    def complete(self, document: JsonObject) -> dict[str, str]:
-        """See ``Place``."""
-        assert self.staging is not None, "the first rank has it"
-        return self.staging.complete(document)
-
-    def discard(self) -> None:
-        """See ``Place``."""
-        if self.staging is not None:
-            self.staging.discard()
+        return _PartOutput(self._uploads, self.staging, folder, layout)
 
 
 class _PartOutput(Output):
