@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import mmap
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -35,7 +36,7 @@ from zerostart.state.saving.writing import publishing
 from zerostart.transfer.execute import Crew
 
 #: Bytes of a unit, which one thread reads, sums up and writes.
-UNIT = 16 << 20
+UNIT = 8 << 20
 #: Threads of a process: they wait for the disk in turn, and more than these have no cores to copy with.
 THREADS = 4
 #: Bytes at the beginning of a part that tell nearly always whether it is zero.
@@ -285,14 +286,13 @@ class _Room:
     """The memory of one thread for a unit at a time, in pages as files have them."""
 
     def __init__(self) -> None:
-        self._data = torch.empty(0, dtype=torch.uint8, device="cpu")
+        # A mapping of its own, which is given back whole: what threads free in turn the allocator keeps.
+        self._data = torch.frombuffer(
+            mmap.mmap(-1, UNIT, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8
+        )
 
     def of(self, unit: Unit) -> list[torch.Tensor]:
         """Room for the bytes of each span, which lie in pages as they do in the file."""
-        need = sum(map(_room, unit))
-        if self._data.numel() < need:
-            data = torch.empty(need + PAGE, dtype=torch.uint8, device="cpu")
-            self._data = data[-data.data_ptr() % PAGE :][:need]
         found, at = [], 0
         for span in unit:
             found.append(self._data[at : at + span.end - span.begin])

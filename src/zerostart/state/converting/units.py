@@ -22,6 +22,8 @@ from zerostart.state.converting.targets import Target
 from zerostart.transfer import Progress, execute, tune
 from zerostart.transfer.planning import Destination, PlanOptions, join
 
+#: Most bytes of one read, and of what a thread takes beside a unit for elements that are cast.
+CHUNK = 4 << 20
 #: What is read, which elements of it, and into what.
 Wanted = tuple[Recipe, Layout, Destination]
 #: What tells the bytes of a part: the sums of a digest, or one CRC-32 where the file has that.
@@ -150,7 +152,8 @@ class _Reading:
     @classmethod
     def of(cls, storage: Storage, together: int) -> _Reading:
         tuned = tune(storage, False)
-        return cls(tuned.options(), max(1, tuned.threads // together), tuned.cold, tuned.direct)
+        options = tuned.options(min(tuned.chunk_size, CHUNK))
+        return cls(options, max(1, tuned.threads // together), tuned.cold, tuned.direct)
 
     def read(self, catalog: Catalog, wanted: Iterable[Wanted], places: Sequence[torch.Tensor]) -> None:
         plan = join(catalog, wanted, self.options)
