@@ -70,9 +70,9 @@ def synth(folder: Path, layers: int, hidden: int, vocabulary: int, *more: str) -
     folder.mkdir(parents=True)
     config = {
         "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_size": hidden,
-        "intermediate_size": 4 * hidden, "num_hidden_layers": layers,
-        "num_attention_heads": max(8, hidden // 128), "num_key_value_heads": 8, "head_dim": 128, "vocab_size": vocabulary, "dtype": "bfloat16",
-        "tie_word_embeddings": False,
+        "intermediate_size": 4 * hidden, "num_hidden_layers": layers, "vocab_size": vocabulary,
+        "num_attention_heads": max(8, hidden // 128), "num_key_value_heads": 8, "head_dim": 128,
+        "dtype": "bfloat16", "tie_word_embeddings": False,
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))
     out = folder / "model"
@@ -94,8 +94,8 @@ def page(result: dict[str, Any]) -> str:
     for row in result["beside_cp"]:
         rates = row["bytes"] / row["seconds"] / 1e9, result["source_bytes"] / row["copy_seconds"] / 1e9
         lines.append(
-            f"| {row['to']} | {row['bytes'] / 1e9:.2f} GB | {row['seconds']:.1f} | {row['added_bytes'] >> 20} | "
-            f"{row['copy_seconds']:.1f} | {rates[0]:.2f}, {rates[1]:.2f} |"
+            f"| {row['to']} | {row['bytes'] / 1e9:.2f} GB | {row['seconds']:.1f} | "
+            f"{row['added_bytes'] >> 20} | {row['copy_seconds']:.1f} | {rates[0]:.2f}, {rates[1]:.2f} |"
         )
     for row in result["large"]:
         lines.append(
