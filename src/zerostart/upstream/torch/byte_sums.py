@@ -38,8 +38,8 @@ from zerostart.upstream.versions import TORCH
 ROW, ROWS, COLUMNS = 1 << 10, 1 << 10, 8
 BLOCK = ROWS * ROW
 LANES = 2
-#: How many times as far apart as they are many rows may be, to be weighed with the zeros between.
-FAR = 16
+#: Bytes of a tensor whose rows are weighed together, with zeros between, where few of its bytes are there.
+TOGETHER = 16 * BLOCK
 #: Most bytes that are multiplied as fp32 at a time, on the host (what its cache holds) and elsewhere.
 HOST_MANY, MANY = 1 << 17, 4 * BLOCK
 ALL = (1 << 64) - 1
@@ -66,12 +66,7 @@ def lanes_of(octets: torch.Tensor, position: int = 0) -> list[int]:
         # Whole rows together; what begins or ends within a row by itself.
         whole = 0 if inside else min(count, BLOCK - position % BLOCK if host else MANY) // ROW
         taken = whole * ROW or min(count, ROW - inside)
-        made = _row_sums(octets[:taken].view(max(whole, 1), -1), inside)
-        if host:
-            found = _weighed(made, row)
-        else:
-            found = _weighed_at(made, torch.arange(row, row + len(made), device=made.device))
-        sums = _added(sums, found)
+        sums = _added(sums, _weighed(_row_sums(octets[:taken].view(max(whole, 1), -1), inside), row))
         octets, position = octets[taken:], position + taken
     return sums
 
@@ -80,25 +75,41 @@ def lanes_of_rows(octets: torch.Tensor, position: int, step: int) -> list[int]:
     """The same over ``octets`` [number, length], of which ``k`` begins at byte ``position + k * step``."""
     number, length = octets.shape
     lanes = [0] * LANES
-    if not octets.numel():
-        return lanes
-    octets = octets.view(torch.int8)
+    # A few blocks at a time, whose sums are zeros but for the rows that have any of the bytes: they are soon
+    # weighed with these.
+    many = max(1, TOGETHER // step)
+    for begin in range(0, number if length else 0, many):
+        at = position + begin * step
+        part = octets[begin : begin + many]
+        row = at // ROW
+        last = (at + (part.shape[0] - 1) * step + length - 1) // ROW
+        sums = torch.zeros(last + 1 - row, COLUMNS, dtype=torch.int32, device=part.device)
+        _sum_rows(sums, part.view(torch.int8), at - row * ROW, step)
+        lanes = _added(lanes, _weighed(sums, row))
+    return lanes
+
+
+def _sum_rows(sums: torch.Tensor, octets: torch.Tensor, position: int, step: int) -> None:
+    """Add to ``sums`` of rows from the first on those of ``octets``, as ``lanes_of_rows`` has them."""
+    number, length = octets.shape
     # Those that begin at the same place of a row take the same keys: a product for all of them.
     period = ROW // math.gcd(step, ROW)
+    apart = period * step // ROW
     for first in range(min(period, number)):
         part = octets[first::period]
+        count = part.shape[0]
         row, inside = divmod(position + first * step, ROW)
-        apart = period * step // ROW
         if not inside and length % ROW == 0 and part.is_contiguous():
-            lanes = _added(lanes, _weighed_apart(_row_sums(part.view(-1, ROW), 0), row, apart, length // ROW))
+            shape, strides = (count, length // ROW * COLUMNS), (apart * COLUMNS, 1)
+            made = _row_sums(part.view(-1, ROW), 0).view(shape)
+            sums.as_strided(shape, strides, row * COLUMNS).add_(made)
             continue
         at = 0
         while at < length:
             taken = min(length - at, ROW - inside)
-            sums = _row_sums(part[:, at : at + taken], inside)
-            lanes = _added(lanes, _weighed_apart(sums, row, apart, 1))
+            made = _row_sums(part[:, at : at + taken], inside)
+            sums[row : row + (count - 1) * apart + 1 : apart].add_(made)
             row, at, inside = row + 1, at + taken, 0
-    return lanes
 
 
 def lanes_of_elements(octets: torch.Tensor, positions: torch.Tensor) -> list[int]:
@@ -138,35 +149,18 @@ def _by_floats(octets: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
 
 
 def _weighed(sums: torch.Tensor, row: int) -> list[int]:
-    """The lanes of sums of rows that follow each other from ``row`` on, within a block; on the host."""
-    block, first = divmod(row, ROWS)
-    keys = _host_keys()[:, first * COLUMNS : (first + len(sums)) * COLUMNS]
-    # NumPy's einsum of integers keeps sums in registers; torch writes the products to memory first.
-    found = np.einsum("k,lk->l", sums.view(-1).numpy().astype(np.int64), keys).tolist()
-    return [value * _block_key(lane, block) & ALL for lane, value in enumerate(found)]
-
-
-def _weighed_apart(sums: torch.Tensor, row: int, apart: int, together: int) -> list[int]:
-    """The lanes of sums of ``together`` rows from ``row`` on, as many ``apart`` rows behind, and so on."""
-    number = len(sums) // together
-    if not _is_host(sums.device) or apart > FAR * together:
-        every = row + torch.arange(number, device=sums.device)[:, None] * apart
-        rows = every + torch.arange(together, device=sums.device)
-        return _weighed_at(sums, rows.view(-1))
-    # Zeros between add nothing, and are soon weighed with the rest: as many blocks at a time as hold some.
+    """The lanes of sums of rows that follow each other from ``row`` on."""
+    if not _is_host(sums.device):
+        return _weighed_at(sums, torch.arange(row, row + sums.shape[0], device=sums.device))
     lanes = [0] * LANES
-    many = max(1, 2 * ROWS // max(apart, 1))
-    for begin in range(0, number, many):
-        part = sums[begin * together : (begin + many) * together]
-        count = len(part) // together
-        room = part.new_zeros((count - 1) * apart + together, COLUMNS)
-        shape, strides = (count, together * COLUMNS), (apart * COLUMNS, 1)
-        room.as_strided(shape, strides).copy_(part.view(shape))
-        at = row + begin * apart
-        while len(room):
-            low = min(len(room), ROWS - at % ROWS)
-            lanes = _added(lanes, _weighed(room[:low], at))
-            room, at = room[low:], at + low
+    values = sums.view(-1).numpy().astype(np.int64)
+    while len(values):
+        block, first = divmod(row, ROWS)
+        keys = _host_keys()[:, first * COLUMNS : first * COLUMNS + len(values)]
+        # NumPy's einsum of integers keeps sums in registers; torch writes the products to memory first.
+        found = np.einsum("k,lk->l", values[: keys.shape[1]], keys).tolist()
+        lanes = _added(lanes, [value * _block_key(lane, block) for lane, value in enumerate(found)])
+        values, row = values[keys.shape[1] :], (block + 1) * ROWS
     return lanes
 
 
