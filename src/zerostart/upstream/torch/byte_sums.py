@@ -13,9 +13,10 @@ hashing is fast, 2012): a product by a number of 64 bits loses as many of them a
 its end, which is few in one of eight columns. So two contents meet with a chance of some 2**-60, wherever
 they differ. It is linear in the bytes: shares of a tensor add up, in any order, on any ranks.
 
-The first sums are a product of matrices. Processors and CUDA have it for bytes (``torch._int_mm``, a private
-name); other devices, and what it does not take, have that of fp32, which is exact as well: bytes and keys
-have eight bits, and no sum of products leaves the 24 of fp32, however it is put together, also with TF32.
+The first sums are a product of matrices. Processors have it for bytes (``torch._int_mm``, a private name;
+CUDA's takes few shapes); other devices, and processors or releases without it, take that of fp32, which is
+exact as well: bytes and keys have eight bits, and no sum of products leaves the 24 of fp32, however it is put
+together, also with TF32.
 
 Run on the CPU, on one H200 and on the pretend accelerator (docs/configuring.md).
 """
@@ -45,8 +46,6 @@ TOGETHER = 16 * BLOCK
 HOST_MANY, MANY = 1 << 17, 4 * BLOCK
 #: Most bytes that an accelerator sums up at a time: each time takes some fractions of a millisecond.
 THERE_MANY = 64 * BLOCK
-#: What CUDA's product of bytes asks for: more rows than these, and a length that these divide.
-CUDA_ROWS, CUDA_LENGTH = 16, 8
 ALL = (1 << 64) - 1
 #: Seeds of the keys: W, A of both lanes, B of both.
 _SEEDS = tuple(number << 48 for number in range(1, 2 * LANES + 2))
@@ -140,8 +139,7 @@ def _row_sums(octets: torch.Tensor, inside: int) -> torch.Tensor:
     if octets.stride(1) != 1 or octets.stride(0) < length:
         octets = octets.contiguous()
     keys, device = slice(inside, inside + length), octets.device
-    suits = _is_host(device) or (octets.shape[0] > CUDA_ROWS and length % CUDA_LENGTH == 0)
-    if suits and _has_products_of_bytes(device):
+    if _is_host(device) and _has_products_of_bytes():
         # It is asked for the number of threads so that torch, which does so lazily, sets it in this one.
         torch.get_num_threads()
         return torch._int_mm(octets, _byte_keys(device)[keys])
@@ -191,23 +189,22 @@ def _added(parts: Sequence[list[int] | torch.Tensor]) -> list[int]:
 
 
 @functools.cache
-def _has_products_of_bytes(device: torch.device) -> bool:
-    """Whether the device multiplies matrices of bytes, fast and without a bit lost."""
-    if _is_host(device):
-        # Elsewhere torch has a loop over numbers for it.
-        mkldnn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-        known = mkldnn and platform.machine() in ("x86_64", "AMD64")
-    else:
-        known = device.type == "cuda"
-    if not known or misfit(TOUCHED):
+def _has_products_of_bytes() -> bool:
+    """Whether this processor multiplies matrices of bytes, fast and without a bit lost."""
+    # Elsewhere torch has a loop over numbers for it.
+    if platform.machine() not in ("x86_64", "AMD64") or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    if misfit(TOUCHED):
         return False
     # Before AVX512-VNNI pairs of products were summed up in 16 bits, and cut off there.
     keys = _byte_keys(torch.device("cpu"))
     octets = torch.stack([torch.where(keys[:, 0] > 0, low, -1 - low) for low in (-128, 127)])
-    octets = torch.cat([octets, torch.tensor([-128, 127], device="cpu")[:, None].expand(2, ROW)])
-    octets = octets.to(torch.int8).repeat(16, 1)
+    octets = torch.cat([octets, torch.tensor([-128, 127], device="cpu")[:, None].expand(2, ROW)]).to(
+        torch.int8
+    )
+    octets = octets.repeat(16, 1)
     try:
-        found = torch._int_mm(octets.to(device), _byte_keys(device)).cpu()
+        found = torch._int_mm(octets, keys)
     except RuntimeError:
         return False
     return torch.equal(found.to(torch.int64), _by_floats(octets, _float_keys(keys.device)))
