@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -31,13 +32,14 @@ from zerostart.state.refitting.transports.base import Incoming
 from zerostart.transfer.execute import Progress, execute
 from zerostart.transfer.planning import Destination, Plan, PlanOptions, join
 from zerostart.transfer.planning.runs import Runs
-from zerostart.transfer.planning.writes import Origin, WritePlan, plan_writes
+from zerostart.transfer.planning.writes import Origin, Write, WritePlan, plan_writes
+from zerostart.transfer.tuning import push_threads
 from zerostart.transfer.writing import Source, write_out
 
 logger = logging.getLogger("zerostart")
 MiB = 1 << 20
-#: Bytes of one read, and threads, of a fill.
-CHUNK, THREADS = 8 * MiB, 2
+#: Bytes of one read of a fill, and of the image that is filled in before it is read back.
+CHUNK, BAND = 8 * MiB, 32 * MiB
 #: No byte that is not wanted: the trainer sends what is read, and nothing else.
 EXACT = PlanOptions(chunk_size=CHUNK, gap_share=0.0, gap_floor=0)
 
@@ -376,10 +378,12 @@ class Receiver:
                     or not seen.issuperset(part.target for part in read.parts)
                 )
                 fill = replace(fill, reads=reads)
-            execute(fill, each, Progress(0, False), THREADS, incoming.reader())
-            for number, (plan, names) in stage.back.items():
-                sources = [Source(storages[name]) for name in names]
-                write_out(plan, sources, None, THREADS, digests[number].add_rows)
+            sources = {n: [Source(storages[name]) for name in names] for n, (_, names) in stage.back.items()}
+            threads = push_threads()
+            for part, back in _bands(fill, {n: plan for n, (plan, _) in stage.back.items()}):
+                execute(part, each, Progress(0, False), threads, incoming.reader())
+                for number, plan in back.items():
+                    write_out(plan, sources[number], None, threads, digests[number].add_rows)
 
     def _compare(self, sums: Sequence[Sums], digests: Sequence[Digests], done: bool) -> None:
         """Raise VerifyError for tensors that have other sums; until all is ``done`` for whole ones alone."""
@@ -393,6 +397,36 @@ class Receiver:
                     f"trainer "
                     f"has{f' (and {len(names) - 8} more)' if len(names) > 8 else ''}; push again"
                 )
+
+
+def _bands(fill: Plan, back: Mapping[int, WritePlan]) -> Iterator[tuple[Plan, dict[int, WritePlan]]]:
+    """The reads of ``fill``, and behind some of them what reads these back: while a cache still has them."""
+    reads = sorted(fill.reads, key=lambda read: read.offset)
+    writes = {number: deque(_by_end(plan)) for number, plan in back.items()}
+    last = max([read.offset for read in reads], default=0) // BAND
+    at = 0
+    for number in range(last + 1):
+        # All that begins before the limit has been read when what ends before it is read back.
+        limit, begun = (number + 1) * BAND, at
+        while at < len(reads) and reads[at].offset < limit:
+            at += 1
+        ready: dict[int, WritePlan] = {}
+        for key, left in writes.items():
+            found = []
+            while left and (number == last or left[0][0] <= limit):
+                found.append(left.popleft()[1])
+            if found:
+                ready[key] = replace(back[key], writes=tuple(found))
+        rest = fill.computations if number == last else ()
+        if at > begun or rest or ready:
+            yield replace(fill, reads=tuple(reads[begun:at]), computations=rest), ready
+
+
+def _by_end(plan: WritePlan) -> list[tuple[int, Write]]:
+    """The writes of a plan with the byte of the image at which each ends, by that."""
+    tensors = plan.layout.tensors
+    ends = [(tensors[w.name].offset + (w.first + w.span) * w.dtype.itemsize, w) for w in plan.writes]
+    return sorted(ends, key=lambda pair: pair[0])
 
 
 def _generator(stages: Iterator[AbstractContextManager[Mapping[str, torch.Tensor]]]) -> _Stages:

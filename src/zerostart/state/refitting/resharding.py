@@ -31,7 +31,6 @@ from zerostart.state.editing import differing_bits, master_of
 from zerostart.state.refitting.image import Entry, Image
 from zerostart.state.refitting.refitter import (
     CHUNK,
-    THREADS,
     Pushing,
     PushReport,
     RefitSettings,
@@ -48,6 +47,7 @@ from zerostart.transfer.meter import PeakMeter
 from zerostart.transfer.planning.runs import Runs
 from zerostart.transfer.planning.writes import Origin, Write, WritePlan, plan_writes
 from zerostart.transfer.staging import copy_strided
+from zerostart.transfer.tuning import push_threads
 from zerostart.transfer.writing import Source, write_out
 
 #: Bytes of the image that are on their way at a time, beside one window of a tensor.
@@ -373,7 +373,7 @@ def _move(
             here = replace(source, writes=tuple(puts(high)))
 
             def packed(band: _Band = band, here: WritePlan = here) -> _Messages:
-                write_out(here, storages, band, THREADS, sums.add_rows)
+                write_out(here, storages, band, push_threads(), sums.add_rows)
                 return _Messages(way, band, world.rank)
 
             if world.size == 1:
@@ -473,7 +473,7 @@ def _check(image: Image, target: _Target, plan: WritePlan, expected: Mapping[str
     entries = {entry[0]: entry for entry in image.entries}
     digests = Digests(entries[name] for name in expected)
     storages = [Source(one.shard.storage.detach()) for one in target.taken]
-    write_out(plan, storages, None, THREADS, digests.add_rows)
+    write_out(plan, storages, None, push_threads(), digests.add_rows)
     wrong = differing(expected, digests.sums())
     if wrong:
         raise VerifyError(

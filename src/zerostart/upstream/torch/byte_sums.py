@@ -40,8 +40,8 @@ BLOCK = ROWS * ROW
 LANES = 2
 #: Bytes of a tensor whose rows are weighed together, with zeros between, where few of its bytes are there.
 TOGETHER = 16 * BLOCK
-#: Most bytes that are multiplied as fp32 at a time, on the host (what its cache holds) and elsewhere.
-HOST_MANY, MANY = 1 << 17, 4 * BLOCK
+#: Most bytes that are multiplied at a time; as fp32 on the host, of what its cache holds.
+MANY, HOST_MANY = 4 * BLOCK, 1 << 17
 ALL = (1 << 64) - 1
 #: Seeds of the keys: W, A of both lanes, B of both.
 _SEEDS = tuple(number << 48 for number in range(1, 2 * LANES + 2))
@@ -60,11 +60,11 @@ TOUCHED = (
 def lanes_of(octets: torch.Tensor, position: int = 0) -> list[int]:
     """The sums of both lanes over the bytes ``octets``, which begin at byte ``position`` of the tensor."""
     sums = [0] * LANES
-    octets, host = octets.view(torch.int8), _is_host(octets.device)
+    octets = octets.view(torch.int8)
     while count := octets.numel():
         row, inside = divmod(position, ROW)
         # Whole rows together; what begins or ends within a row by itself.
-        whole = 0 if inside else min(count, BLOCK - position % BLOCK if host else MANY) // ROW
+        whole = 0 if inside else min(count, MANY) // ROW
         taken = whole * ROW or min(count, ROW - inside)
         sums = _added(sums, _weighed(_row_sums(octets[:taken].view(max(whole, 1), -1), inside), row))
         octets, position = octets[taken:], position + taken
@@ -153,14 +153,17 @@ def _weighed(sums: torch.Tensor, row: int) -> list[int]:
     if not _is_host(sums.device):
         return _weighed_at(sums, torch.arange(row, row + sums.shape[0], device=sums.device))
     lanes = [0] * LANES
-    values = sums.view(-1).numpy().astype(np.int64)
+    values, keys = sums.view(-1).numpy().astype(np.int64), _host_keys()
     while len(values):
         block, first = divmod(row, ROWS)
-        keys = _host_keys()[:, first * COLUMNS : first * COLUMNS + len(values)]
+        # Whole blocks together; what begins or ends within one by itself.
+        many = 0 if first else len(values) // keys.shape[1]
+        count = many * keys.shape[1] or min(len(values), keys.shape[1] - first * COLUMNS)
+        part, own = values[:count].reshape(max(many, 1), -1), keys[:, first * COLUMNS :][:, :count]
         # NumPy's einsum of integers keeps sums in registers; torch writes the products to memory first.
-        found = np.einsum("k,lk->l", values[: keys.shape[1]], keys).tolist()
-        lanes = _added(lanes, [value * _block_key(lane, block) for lane, value in enumerate(found)])
-        values, row = values[keys.shape[1] :], (block + 1) * ROWS
+        for number, found in enumerate(np.einsum("bk,lk->bl", part, own).tolist(), block):
+            lanes = _added(lanes, [value * _block_key(lane, number) for lane, value in enumerate(found)])
+        values, row = values[count:], row + count // COLUMNS
     return lanes
 
 
