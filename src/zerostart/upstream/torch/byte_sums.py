@@ -196,7 +196,9 @@ def _has_products_of_bytes() -> bool:
     # Before AVX512-VNNI pairs of products were summed up in 16 bits, and cut off there.
     keys = _byte_keys(torch.device("cpu"))
     octets = torch.stack([torch.where(keys[:, 0] > 0, low, -1 - low) for low in (-128, 127)])
-    octets = torch.cat([octets, torch.tensor([-128, 127])[:, None].expand(2, ROW)]).to(torch.int8)
+    octets = torch.cat([octets, torch.tensor([-128, 127], device="cpu")[:, None].expand(2, ROW)]).to(
+        torch.int8
+    )
     octets = octets.repeat(16, 1)
     try:
         found = torch._int_mm(octets, keys)
