@@ -144,8 +144,12 @@ def _row_sums(octets: torch.Tensor, inside: int) -> torch.Tensor:
 
 def _by_floats(octets: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     many = HOST_MANY if _is_host(octets.device) else MANY
-    parts = torch.split(octets, max(1, many // octets.shape[1]))
-    return torch.cat([torch.mm(part.to(torch.float32), keys).to(torch.int64) for part in parts])
+    made = torch.empty(octets.shape[0], COLUMNS, dtype=torch.float32, device=octets.device)
+    parts = zip(*(torch.split(each, max(1, many // octets.shape[1])) for each in (octets, made)), strict=True)
+    for part, place in parts:
+        # Into a place, where autocast leaves it as it is.
+        torch.mm(part.to(torch.float32), keys, out=place)
+    return made.to(torch.int64)
 
 
 def _weighed(sums: torch.Tensor, row: int) -> list[int]:
