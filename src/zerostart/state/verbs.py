@@ -325,7 +325,8 @@ def refit(
             engine that is told.
             Or another sharded model of the same architecture, in the
             same ranks or in some of them (pass None on the others), of any engine, mesh and dtype.
-        transport: how bytes go to the workers; None: ``"shared_memory"``, for workers on this machine,
+        transport: how bytes go to the workers: ``"shared_memory"`` (None), for workers on this machine,
+            ``"group"`` and ``"device_group"``, for any;
             ``"file"`` where the target is a directory, ``"local"`` where it lives in the ranks.
         workers: how many the first push waits for; None: those of the engine, or one.
         dtype: floating dtype of what is pushed; None keeps the parameters' own.

@@ -338,7 +338,7 @@ class Refitter:
         report = PushReport(
             version,
             base,
-            self._transport.name,
+            f"{self._transport.name}{self._transport.note}",
             {key: max(each[0][key] for each in figures) for key in phases},
             owned,
             owned if base is None else sum(each.changed for each in carried),
