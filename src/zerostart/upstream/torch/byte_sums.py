@@ -42,8 +42,8 @@ BLOCK = ROWS * ROW
 LANES = 2
 #: Bytes of a tensor whose rows are weighed together, with zeros between, where few of its bytes are there.
 TOGETHER = 16 * BLOCK
-#: Most bytes that are multiplied as fp32 at a time, on the host (what its cache holds) and elsewhere.
-HOST_MANY, MANY = 1 << 17, 4 * BLOCK
+#: Most bytes that are multiplied at a time; as fp32 on the host, of what its cache holds.
+MANY, HOST_MANY = 4 * BLOCK, 1 << 17
 #: Most bytes that an accelerator sums up at a time: each time takes some fractions of a millisecond.
 THERE_MANY = 64 * BLOCK
 ALL = (1 << 64) - 1
@@ -64,11 +64,11 @@ TOUCHED = (
 def lanes_of(octets: torch.Tensor, position: int = 0) -> list[int]:
     """The sums of both lanes over the bytes ``octets``, which begin at byte ``position`` of the tensor."""
     parts = []
-    octets, host = octets.view(torch.int8), _is_host(octets.device)
+    octets, most = octets.view(torch.int8), MANY if _is_host(octets.device) else THERE_MANY
     while count := octets.numel():
         row, inside = divmod(position, ROW)
         # Whole rows together; what begins or ends within a row by itself.
-        whole = 0 if inside else min(count, BLOCK - position % BLOCK if host else THERE_MANY) // ROW
+        whole = 0 if inside else min(count, most) // ROW
         taken = whole * ROW or min(count, ROW - inside)
         parts.append(_weighed(_row_sums(octets[:taken].view(max(whole, 1), -1), inside), row))
         octets, position = octets[taken:], position + taken
@@ -148,8 +148,12 @@ def _row_sums(octets: torch.Tensor, inside: int) -> torch.Tensor:
 
 def _by_floats(octets: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     many = HOST_MANY if _is_host(octets.device) else MANY
-    parts = torch.split(octets, max(1, many // octets.shape[1]))
-    return torch.cat([torch.mm(part.to(torch.float32), keys).to(torch.int64) for part in parts])
+    made = torch.empty(octets.shape[0], COLUMNS, dtype=torch.float32, device=octets.device)
+    parts = zip(*(torch.split(each, max(1, many // octets.shape[1])) for each in (octets, made)), strict=True)
+    for part, place in parts:
+        # Into a place, where autocast leaves it as it is.
+        torch.mm(part.to(torch.float32), keys, out=place)
+    return made.to(torch.int64)
 
 
 def _weighed(sums: torch.Tensor, row: int) -> list[int] | torch.Tensor:
@@ -157,14 +161,17 @@ def _weighed(sums: torch.Tensor, row: int) -> list[int] | torch.Tensor:
     if not _is_host(sums.device):
         return _weighed_at(sums, torch.arange(row, row + sums.shape[0], device=sums.device))
     lanes = [0] * LANES
-    values = sums.view(-1).numpy().astype(np.int64)
+    values, keys = sums.view(-1).numpy().astype(np.int64), _host_keys()
     while len(values):
         block, first = divmod(row, ROWS)
-        keys = _host_keys()[:, first * COLUMNS : first * COLUMNS + len(values)]
+        # Whole blocks together; what begins or ends within one by itself.
+        many = 0 if first else len(values) // keys.shape[1]
+        count = many * keys.shape[1] or min(len(values), keys.shape[1] - first * COLUMNS)
+        part, own = values[:count].reshape(max(many, 1), -1), keys[:, first * COLUMNS :][:, :count]
         # NumPy's einsum of integers keeps sums in registers; torch writes the products to memory first.
-        found = np.einsum("k,lk->l", values[: keys.shape[1]], keys).tolist()
-        lanes = [lanes[lane] + value * _block_key(lane, block) for lane, value in enumerate(found)]
-        values, row = values[keys.shape[1] :], (block + 1) * ROWS
+        for number, found in enumerate(np.einsum("bk,lk->bl", part, own).tolist(), block):
+            lanes = [lanes[lane] + value * _block_key(lane, number) for lane, value in enumerate(found)]
+        values, row = values[count:], row + count // COLUMNS
     return lanes
 
 

@@ -72,6 +72,7 @@ class SharedMemory:
     """The side of a trainer rank."""
 
     name = "shared_memory"
+    note = ""
 
     def __init__(self, world: World, folder: Path, deltas: bool) -> None:
         """``folder`` is rank 0's, which every rank has to see."""
