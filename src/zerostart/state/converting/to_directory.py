@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from zerostart.checkpoint.digest import Digests
+from zerostart.checkpoint.digest import DEFINITION, Digests
 from zerostart.checkpoint.storage.direct import PAGE
 from zerostart.checkpoint.write.images import Image
 from zerostart.checkpoint.write.space import check_space
@@ -143,7 +143,8 @@ class ToDirectory:
 
 def _digest(contents: Contents, target: Target) -> str:
     """What tells one conversion from another: the files that are read, and what is written."""
-    found = hashlib.blake2b(repr(UNIT).encode(), digest_size=16)
+    # A journal of other units, or of sums of another definition, says nothing here.
+    found = hashlib.blake2b(repr((UNIT, DEFINITION)).encode(), digest_size=16)
     for catalog in contents.catalogs:
         storage = catalog.storage
         states = [storage.identity(number) for number in range(len(storage.files))]
