@@ -215,7 +215,7 @@ def save(
 def digest(model: nn.Module) -> dict[str, str]:
     """The digest of each tensor of ``model``, by its state-dict name; tied names have the same.
 
-    Collective. 32 hexadecimal digits of dtype, shape and bits that are the same for every layout, engine,
+    Collective. 34 hexadecimal digits of dtype, shape and bits that are the same for every layout, engine,
     stage and number of ranks, experts whole, and those that files of the same tensors have. ``model`` is as
     in ``save``. Each rank reads its own share, where it lies, and one message goes round. See
     ``docs/verify.md``.

@@ -53,6 +53,16 @@ MOST_OVER = 1.5
 WARM = 0.9
 
 
+#: Processors from which on a push takes a second thread: trainer ranks and workers share them, and two
+#: threads of a process stand in each other's way (on two processors they took a quarter more CPU seconds).
+BUSY = 8
+
+
+def push_threads() -> int:
+    """Threads of a process that moves weights to or from others on its machine, and sums them up."""
+    return 2 if cores() >= BUSY else 1
+
+
 @dataclass(frozen=True)
 class Tuning:
     """How this rank reads."""

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from zerostart.checkpoint.memory import MemoryReader
+from zerostart.checkpoint.memory import MemoryReader, move_bytes
 from zerostart.checkpoint.storage import Reader
 from zerostart.checkpoint.strict_json import JsonObject
 from zerostart.distributed.world import World
@@ -207,7 +207,10 @@ class _MappedWriter(ImageWriter):
             changed = int(np.count_nonzero(there.numpy() != now.numpy()))
             if not changed:
                 return
-        there.copy_(now)
+        if there.dim() == 1:
+            move_bytes(there, now)
+        else:
+            there.copy_(now)
         if self._blocks is not None:
             self._blocks.note(low, high, self._version)
         self._count(now.numel(), changed)
