@@ -13,11 +13,12 @@ hashing is fast, 2012): a product by a number of 64 bits loses as many of them a
 its end, which is few in one of eight columns. So two contents meet with a chance of some 2**-60, wherever
 they differ. It is linear in the bytes: shares of a tensor add up, in any order, on any ranks.
 
-The first sums are a product of matrices. Processors have it for bytes (``torch._int_mm``, a private name);
-other devices, and processors or releases without it, take that of fp32, which is exact as well: bytes and
-keys have eight bits, and no sum of products leaves the 24 of fp32, however it is put together.
+The first sums are a product of matrices. Processors have it for bytes (``torch._int_mm``, a private name;
+CUDA's takes few shapes); other devices, and processors or releases without it, take that of fp32, which is
+exact as well: bytes and keys have eight bits, and no sum of products leaves the 24 of fp32, however it is put
+together, also with TF32.
 
-Run on the CPU and on the pretend accelerator (docs/configuring.md), on no real one.
+Run on the CPU, on one H200 and on the pretend accelerator (docs/configuring.md).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from __future__ import annotations
 import functools
 import math
 import platform
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -42,6 +44,8 @@ LANES = 2
 TOGETHER = 16 * BLOCK
 #: Most bytes that are multiplied at a time; as fp32 on the host, of what its cache holds.
 MANY, HOST_MANY = 4 * BLOCK, 1 << 17
+#: Most bytes that an accelerator sums up at a time: each time takes some fractions of a millisecond.
+THERE_MANY = 64 * BLOCK
 ALL = (1 << 64) - 1
 #: Seeds of the keys: W, A of both lanes, B of both.
 _SEEDS = tuple(number << 48 for number in range(1, 2 * LANES + 2))
@@ -59,22 +63,22 @@ TOUCHED = (
 
 def lanes_of(octets: torch.Tensor, position: int = 0) -> list[int]:
     """The sums of both lanes over the bytes ``octets``, which begin at byte ``position`` of the tensor."""
-    sums = [0] * LANES
-    octets = octets.view(torch.int8)
+    parts = []
+    octets, most = octets.view(torch.int8), MANY if _is_host(octets.device) else THERE_MANY
     while count := octets.numel():
         row, inside = divmod(position, ROW)
         # Whole rows together; what begins or ends within a row by itself.
-        whole = 0 if inside else min(count, MANY) // ROW
+        whole = 0 if inside else min(count, most) // ROW
         taken = whole * ROW or min(count, ROW - inside)
-        sums = _added(sums, _weighed(_row_sums(octets[:taken].view(max(whole, 1), -1), inside), row))
+        parts.append(_weighed(_row_sums(octets[:taken].view(max(whole, 1), -1), inside), row))
         octets, position = octets[taken:], position + taken
-    return sums
+    return _added(parts)
 
 
 def lanes_of_rows(octets: torch.Tensor, position: int, step: int) -> list[int]:
     """The same over ``octets`` [number, length], of which ``k`` begins at byte ``position + k * step``."""
     number, length = octets.shape
-    lanes = [0] * LANES
+    parts = []
     # A few blocks at a time, whose sums are zeros but for the rows that have any of the bytes: they are soon
     # weighed with these.
     many = max(1, TOGETHER // step)
@@ -85,8 +89,8 @@ def lanes_of_rows(octets: torch.Tensor, position: int, step: int) -> list[int]:
         last = (at + (part.shape[0] - 1) * step + length - 1) // ROW
         sums = torch.zeros(last + 1 - row, COLUMNS, dtype=torch.int32, device=part.device)
         _sum_rows(sums, part.view(torch.int8), at - row * ROW, step)
-        lanes = _added(lanes, _weighed(sums, row))
-    return lanes
+        parts.append(_weighed(sums, row))
+    return _added(parts)
 
 
 def _sum_rows(sums: torch.Tensor, octets: torch.Tensor, position: int, step: int) -> None:
@@ -117,7 +121,7 @@ def lanes_of_elements(octets: torch.Tensor, positions: torch.Tensor) -> list[int
     inside = (positions % ROW)[:, None] + torch.arange(octets.shape[1], device=octets.device)
     keys = _byte_keys(octets.device)[inside.view(-1)].view(*octets.shape, COLUMNS).to(torch.int32)
     sums = (octets.view(torch.int8)[:, :, None] * keys).sum(1)
-    return _weighed_at(sums, positions // ROW)
+    return _added([_weighed_at(sums, positions // ROW)])
 
 
 def signed(number: int) -> int:
@@ -134,12 +138,12 @@ def _row_sums(octets: torch.Tensor, inside: int) -> torch.Tensor:
     length = octets.shape[1]
     if octets.stride(1) != 1 or octets.stride(0) < length:
         octets = octets.contiguous()
-    keys = slice(inside, inside + length)
-    if _is_host(octets.device) and _has_products_of_bytes():
+    keys, device = slice(inside, inside + length), octets.device
+    if _is_host(device) and _has_products_of_bytes():
         # It is asked for the number of threads so that torch, which does so lazily, sets it in this one.
         torch.get_num_threads()
-        return torch._int_mm(octets, _byte_keys(octets.device)[keys])
-    return _by_floats(octets, _float_keys(octets.device)[keys])
+        return torch._int_mm(octets, _byte_keys(device)[keys])
+    return _by_floats(octets, _float_keys(device)[keys])
 
 
 def _by_floats(octets: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
@@ -152,7 +156,7 @@ def _by_floats(octets: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     return made.to(torch.int64)
 
 
-def _weighed(sums: torch.Tensor, row: int) -> list[int]:
+def _weighed(sums: torch.Tensor, row: int) -> list[int] | torch.Tensor:
     """The lanes of sums of rows that follow each other from ``row`` on."""
     if not _is_host(sums.device):
         return _weighed_at(sums, torch.arange(row, row + sums.shape[0], device=sums.device))
@@ -166,27 +170,29 @@ def _weighed(sums: torch.Tensor, row: int) -> list[int]:
         part, own = values[:count].reshape(max(many, 1), -1), keys[:, first * COLUMNS :][:, :count]
         # NumPy's einsum of integers keeps sums in registers; torch writes the products to memory first.
         for number, found in enumerate(np.einsum("bk,lk->bl", part, own).tolist(), block):
-            lanes = _added(lanes, [value * _block_key(lane, number) for lane, value in enumerate(found)])
+            lanes = [lanes[lane] + value * _block_key(lane, number) for lane, value in enumerate(found)]
         values, row = values[count:], row + count // COLUMNS
     return lanes
 
 
-def _weighed_at(sums: torch.Tensor, rows: torch.Tensor) -> list[int]:
-    """The lanes of sums of any ``rows``."""
-    device = sums.device
+def _weighed_at(sums: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """The lanes of sums of any ``rows``, where the sums are."""
     blocks, inside = rows // ROWS, rows % ROWS
-    first, last = (int(end) for end in torch.aminmax(blocks)) if len(rows) else (0, 0)
-    keys = _row_keys(device).view(LANES, ROWS, COLUMNS)
-    chosen = torch.tensor(
-        [[signed(_block_key(lane, block)) for block in range(first, last + 1)] for lane in range(LANES)],
-        dtype=torch.int64,
-        device=device,
-    )
+    keys, values = _row_keys(sums.device).view(LANES, ROWS, COLUMNS), sums.to(torch.int64)
     found = []
     for lane in range(LANES):
-        weighted = (sums.to(torch.int64) * keys[lane][inside]).sum(1) * chosen[lane][blocks - first]
-        found.append(weighted.sum())
-    return [value & ALL for value in torch.stack(found).tolist()]
+        weighted = (values * keys[lane][inside]).sum(1)
+        found.append((weighted * (_mixed(blocks + signed(_SEEDS[1 + LANES + lane])) | 1)).sum())
+    return torch.stack(found)
+
+
+def _added(parts: Sequence[list[int] | torch.Tensor]) -> list[int]:
+    """Lanes together. Those on a device are waited for, once for all of them."""
+    there = [part for part in parts if isinstance(part, torch.Tensor)]
+    here = [part for part in parts if not isinstance(part, torch.Tensor)]
+    if there:
+        here.append(torch.stack(there).sum(0).tolist())
+    return [sum(part[lane] for part in here) & ALL for lane in range(LANES)]
 
 
 @functools.cache
@@ -234,10 +240,6 @@ def _row_keys(device: torch.device) -> torch.Tensor:
 @functools.cache
 def _host_keys() -> npt.NDArray[Any]:
     return _row_keys(torch.device("cpu")).numpy()
-
-
-def _added(lanes: list[int], more: list[int]) -> list[int]:
-    return [(one + other) & ALL for one, other in zip(lanes, more, strict=True)]
 
 
 def _mixed(numbers: torch.Tensor) -> torch.Tensor:
