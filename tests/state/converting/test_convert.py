@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import zerostart
 from tests.parity import checkpoint
@@ -362,7 +362,7 @@ def test_what_was_written_is_read_again_before_it_counts(
         broken.setattr(work.Work, "publish", fail)
         with pytest.raises(ZerostartError, match="go on from there"):
             convert(folder, out, "dcp")
-    staged = out / work.PLACE / "files" / "__0_0.distcp"
+    [staged] = (out / work.PLACE).glob("files-*/__0_0.distcp")
     data = bytearray(staged.read_bytes())
     data[len(data) // 2 : len(data) // 2 + 64] = bytes(64)
     staged.write_bytes(data)
@@ -373,3 +373,54 @@ def test_what_was_written_is_read_again_before_it_counts(
     assert not (out / ".zerostart").exists()
     index = json.loads((out / "config.json").read_text())
     assert index["model_type"] == "qwen3"
+
+
+def test_what_others_have_put_there_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from zerostart.state.converting import work
+
+    folder, out = tmp_path / "model", tmp_path / "out"
+    folder.mkdir()
+    save_file({"a": torch.randn(1000)}, folder / "model.safetensors")
+    (folder / "config.json").write_text("{}")
+
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(work.Work, "link_into", fail)
+    staged = []
+    for dtype in (None, BF16):
+        with pytest.raises(ZerostartError, match="No space left"):
+            convert(folder, out, "hf", dtype=dtype)
+        # A rank of the first one that lives on would write to no file of the second.
+        staged += (out / work.PLACE).glob("files-*/*.safetensors")
+        assert [path.exists() for path in staged] == [*[False] * (len(staged) - 1), True]
+    monkeypatch.undo()
+    # Somebody saves there before the same conversion goes on.
+    (out / "model.safetensors").write_bytes(b"mine")
+    with pytest.raises(ConfigError, match=r"model\.safetensors is there already"):
+        convert(folder, out, "hf", dtype=BF16)
+    assert (out / "model.safetensors").read_bytes() == b"mine"
+    (out / "model.safetensors").unlink()
+    # A configuration says how the other weights beside it are read.
+    (out / "config.json").write_text('{"model_type": "other"}')
+    with pytest.raises(ConfigError, match=r"config\.json is there already"):
+        convert(folder, out, "hf", dtype=BF16)
+    (out / "config.json").unlink()
+    assert convert(folder, out, "hf", dtype=BF16).kept_bytes == 2000
+
+    (tmp_path / "elsewhere" / "files-").mkdir(parents=True)
+    (tmp_path / "linked" / ".zerostart").mkdir(parents=True)
+    (tmp_path / "linked" / work.PLACE).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ZerostartError, match="is a link"):
+        convert(folder, tmp_path / "linked", "dcp")
+    assert (tmp_path / "elsewhere" / "files-").exists()
+
+
+def test_tensors_without_elements_are_several(tmp_path: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    values = {"a": torch.empty(0, 2), "b": torch.empty(0, 2), "c": torch.ones(1)}
+    dcp.save(values, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    (tmp_path / "dcp" / "config.json").write_text('{"tie_word_embeddings": true}')
+    convert(tmp_path / "dcp", tmp_path / "hf", "hf")
+    assert same(weights(tmp_path / "hf"), values)

@@ -41,6 +41,8 @@ LEASE, RENEWED = 120.0, 30.0
 _NEIGHBOURS = 100
 #: What a note is called.
 _NOTE = re.compile(rf"{re.escape(HIDDEN)}/[0-9a-f]{{12}}\.json")
+#: In the place of a length, for what stays: an object may well have no bytes.
+STAYS = -1
 #: Requests at once.
 _TOGETHER = 16
 #: Seconds by which a store's clock may tell two of its own moments in the wrong order.
@@ -77,7 +79,7 @@ class Note:
 
     def __init__(self, uploads: Uploads, token: str) -> None:
         self._uploads, self._name = uploads, f"{HIDDEN}/{token}.json"
-        #: Weights that are uploaded, and their lengths; 0 for what stays, of which uploads alone are aborted.
+        #: Weights that are uploaded, and their lengths; ``STAYS``: uploads alone are aborted.
         self.files: dict[str, int] = {}
         self.plan: Plan | None = None
         #: What the uploads are called that have begun.

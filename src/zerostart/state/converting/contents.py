@@ -232,7 +232,7 @@ def once(weights: Mapping[str, Stored], catalog: Catalog, tied: bool) -> dict[st
     for name, tensor in weights.items():
         # In shares of ranks what lies at the same places of the same files is the same tensor.
         key = tuple(_places(tensor, catalog.tensors)), tensor.shape
-        if key not in seen:
+        if key not in seen or not tensor.numel:  # which lies nowhere
             seen.add(key)
             out[name] = tensor
     return out

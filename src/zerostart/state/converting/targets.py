@@ -16,8 +16,10 @@ from zerostart.checkpoint.manifest import is_inside
 from zerostart.checkpoint.paths import scheme_of, shown_url
 from zerostart.checkpoint.write.images import Image, Room, Run
 from zerostart.checkpoint.write.shards import SaveLayout
+from zerostart.checkpoint.write.switching import CONTENT
 from zerostart.errors import ConfigError
 from zerostart.recipe.dtypes import spelling, torch_dtype
+from zerostart.state.converting.beside import beside
 from zerostart.state.converting.contents import Contents, Stored, opened
 
 #: Types whose elements mean the same in another floating type; others are quantised.
@@ -142,21 +144,37 @@ class Asked:
         return target
 
     def check_free(
-        self, contents: Contents, target: Target, place: str, is_taken: Callable[[str], bool]
+        self,
+        contents: Contents,
+        target: Target,
+        place: str,
+        taken: Callable[[str], Callable[[], bytes] | None],
     ) -> None:
-        """Raise ConfigError where somebody's files have the names that are needed at ``place``."""
+        """Raise ConfigError where somebody's files have the names that are needed at ``place``.
+
+        ``taken`` gives what reads the file of a name; None for a name that nothing has, or that a conversion
+        has given which is gone on from. A configuration that is what would be written is nobody's loss.
+        """
         names = [image.name for image in target.images]
         if target.layout is not None:
             names += [f"{target.layout.stem}.safetensors", target.layout.index_name]
-        taken = next((name for name in names if is_taken(name)), None)
-        if taken is None:
+        known = next((name for name in names if taken(name)), None) or next(
+            (
+                name
+                for name, item in beside(contents, self.options.dtype)
+                if target.layout is not None and name in CONTENT and (there := taken(name))
+                if there() != (item if isinstance(item, bytes) else item.read_bytes())
+            ),
+            None,
+        )
+        if known is None:
             return
         read = {_folder(file) for catalog in contents.catalogs for file in catalog.storage.files}
         if place in read:
             raise ConfigError(f"{shown_url(place)} has what is converted, and keeps it: name another place")
         if not self.replaces:
             raise ConfigError(
-                f"{shown_url(place)}/{taken} is there already; convert to an empty directory, or to a new one"
+                f"{shown_url(place)}/{known} is there already; convert to an empty directory, or to a new one"
             )
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import mmap
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -61,10 +62,10 @@ class ToDirectory:
         """
         world = self._world
         try:
-            contents, target, done = world.broadcast_slow(self._begin, "looking at what is converted")
+            contents, target, plan, done = world.broadcast_slow(self._begin, "looking at what is converted")
             units = list(units_of(target.images))
             digests = Digests(target.entries)
-            kept = self._move(target, contents, units, done, digests)
+            kept = self._move(target, contents, plan, units, done, digests)
             names = self._name(target, contents, digests)
             if self._work is not None:
                 with write_errors(self._root, "all is there"):
@@ -76,8 +77,11 @@ class ToDirectory:
         nbytes = sum(part.nbytes for of in every for number in of for part in _parts(units[number]))
         return target, names, nbytes
 
-    def _begin(self) -> tuple[Contents, Target, dict[int, list[Sums]]]:
-        """On the first rank: look at the source, make the files, and see which units are done."""
+    def _begin(self) -> tuple[Contents, Target, str, dict[int, list[Sums]]]:
+        """On the first rank: look at the source, make the files, and see which units are done.
+
+        With what tells the conversion from others.
+        """
         root, asked = self._root, self._asked
         contents = asked.contents()
         with write_errors(root, "nothing was converted"):
@@ -86,27 +90,34 @@ class ToDirectory:
             self._work = work = Work.led(root)
             try:
                 target = asked.target(contents, work.place)
-                plan = _digest(contents, target)
-                if not work.is_of(plan):
-                    asked.check_free(contents, target, str(root), lambda name: os.path.lexists(root / name))
+                work.plan = _digest(contents, target)
+                asked.check_free(contents, target, str(root), functools.partial(self._taken, target))
                 left = sum(image.size for image in target.images) - work.allocated()
                 check_space(root, left, "what is converted")
-                return contents, target, work.begin(plan, target.images)
+                return contents, target, work.plan, work.begin(target.images)
             except BaseException:
                 work.discard_empty()
                 work.close()
                 raise
 
+    def _taken(self, target: Target, name: str) -> Callable[[], bytes] | None:
+        path, work = self._root / name, self._work
+        if not os.path.lexists(path):
+            return None
+        own = any(image.name == name for image in target.images)
+        return None if own and work is not None and work.has_given(name) else path.read_bytes
+
     def _move(
         self,
         target: Target,
         contents: Contents,
+        plan: str,
         units: Sequence[Unit],
         done: Mapping[int, list[Sums]],
         digests: Digests,
     ) -> list[int]:
         """Write all units, and the checksums of archives; gives those of this rank that were there."""
-        world, work = self._world, self._work or Work(self._root)
+        world, work = self._world, self._work or Work(self._root, plan)
         filler = Filler(target, contents.catalogs, digests, _threads())
         mover = _Mover(filler, work, units)
         with world.phase("writing the files"), write_errors(self._root, _GOES_ON):
@@ -150,7 +161,7 @@ def _digest(contents: Contents, target: Target) -> str:
         states = [storage.identity(number) for number in range(len(storage.files))]
         found.update(repr((storage.files, storage.sizes, states)).encode())
     for stored in target.sources:
-        found.update(repr((stored.name, stored.dtype, stored.shape, stored.catalog)).encode())
+        found.update(repr(stored).encode())
     for image in target.images:
         found.update(repr((image.name, image.size, image.rows, image.literals)).encode())
     return found.hexdigest()

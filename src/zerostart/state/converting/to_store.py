@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -71,7 +71,11 @@ class ToStore:
         there = cleared(self._uploads)
         with tempfile.TemporaryDirectory(prefix="zerostart-") as scratch:
             target = self._asked.target(contents, Path(scratch))
-        self._asked.check_free(contents, target, self._uploads.url, there.__contains__)
+
+        def taken(name: str) -> Callable[[], bytes] | None:
+            return (lambda: (self._uploads.read(name) or (b"",))[0]) if name in there else None
+
+        self._asked.check_free(contents, target, self._uploads.url, taken)
         if target.layout is None:
             # Before the last one, by which readers go.
             target.images[-1:-1] = [
@@ -84,7 +88,7 @@ class ToStore:
 
     def _upload_new(self, contents: Contents, target: Target) -> None:
         *images, last = target.images
-        part = part_bytes(max(image.size for image in images))
+        part = part_bytes(max((image.size for image in images), default=0))
         sizes = {image.name: image.size for image in images}
         new: NewObjects | None = None
 

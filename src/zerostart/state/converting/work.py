@@ -3,7 +3,8 @@
 Everything lies in ``.zerostart/converting`` of the directory that is made. ``plan`` there has the digest of
 source, target and files; a journal has, a line each, the units of work that are done with the sums of what
 was written. So a conversion that was killed goes on: what its journals say is done is read again, and
-counts where the sums are the same.
+counts where the sums are the same. The directory of the files is called by the plan: a rank that lives on,
+its leader killed, writes to none of another conversion.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from zerostart.errors import ReadError, WriteError
 
 #: The place of a conversion, in the directory that it makes; nothing else there has this name.
 PLACE = f"{HIDDEN}/converting"
-_PLAN, _FILES, _LOCK = "plan", "files", "lock"
+_PLAN, _FILES, _LOCK = "plan", "files-", "lock"
 #: What the plan is called once all files have their names: what is left here is to be removed.
 _ENDED = "ended"
 
@@ -37,20 +38,28 @@ _ENDED = "ended"
 class Work:
     """The place of one conversion to the directory ``root``; one process leads those who write there."""
 
-    def __init__(self, root: Path) -> None:
-        """As those see it who write, and do not lead."""
+    def __init__(self, root: Path, plan: str = "") -> None:
+        """As those see it who write, and do not lead: the files are those of ``plan``."""
         self.root, self.place = root, root / PLACE
-        self.files = self.place / _FILES
+        self.plan = plan
         self._made: list[Path] = []
         self._lock = -1
 
     @classmethod
     def led(cls, root: Path) -> Work:
-        """The place, made and locked. Raises OSError, and WriteError where another process converts there."""
+        """The place, made and locked, of no plan yet.
+
+        Raises OSError, and WriteError where another process converts there.
+        """
         work = cls(root)
-        if (work.place / _ENDED).exists():
-            work.remove()
+        # What others have put there is neither written to nor removed by way of a link.
+        if link := next((path for path in (work.place.parent, work.place) if path.is_symlink()), None):
+            raise WriteError(f"{link} is a link, and what is converted would be written there: remove it")
         work._make()
+        # With the lock: who ends removes all of this itself.
+        if (ended := work.place / _ENDED).exists():
+            work._remove_all()
+            ended.unlink()
         return work
 
     def _make(self) -> None:
@@ -65,27 +74,40 @@ class Work:
                 f"{root}: another process is converting to this directory; wait for it, or name another one"
             )
 
-    def is_of(self, plan: str) -> bool:
-        """Whether a conversion of this digest was killed here."""
+    @property
+    def files(self) -> Path:
+        """The directory of the files until they get their names."""
+        return self.place / f"{_FILES}{self.plan}"
+
+    def has_given(self, name: str) -> bool:
+        """Whether the file of this name in the directory is one that this conversion had made when killed."""
+        if not self._is_known() or not self._journals():
+            return False
+        try:
+            own = (self.files / name).lstat()
+        except FileNotFoundError:  # moved there
+            return True
+        return os.path.samestat(own, (self.root / name).lstat())
+
+    def _is_known(self) -> bool:
+        """Whether a conversion of this plan was killed here."""
         with contextlib.suppress(OSError, ReadError):
-            return read_small(str(self.place / _PLAN)).decode("ascii", "replace") == plan
+            return read_small(str(self.place / _PLAN)).decode("ascii", "replace") == self.plan
         return False
 
-    def begin(self, plan: str, images: Sequence[Image]) -> dict[int, list[list[int]]]:
+    def begin(self, images: Sequence[Image]) -> dict[int, list[list[int]]]:
         """Make the files, and say which units are done with which sums. Raises OSError.
 
-        ``plan`` is the digest of what is converted to what; where that was another one, what is there goes.
+        The plan is the digest of what is converted to what; where that was another one, what is there goes.
         """
         known = self.place / _PLAN
-        if not self.is_of(plan):
+        if not self._is_known():
             known.unlink(missing_ok=True)
         for left in self.place.glob("archive-*"):  # of a process that was killed over them
             shutil.rmtree(left, ignore_errors=True)
         done = self._done() if known.exists() else {}
         if not done:
-            for journal in self._journals():
-                journal.unlink()
-            shutil.rmtree(self.files, ignore_errors=True)
+            self._remove_all()
         self.files.mkdir(exist_ok=True)
         for image in images:
             path = self.files / image.name
@@ -99,12 +121,23 @@ class Work:
                     write_at(handle, memoryview(data), offset)
             finally:
                 os.close(handle)
-        write_whole(known, plan.encode(), self.place / f"{_PLAN}.part")
+        write_whole(known, self.plan.encode(), self.place / f"{_PLAN}.part")
         return done
 
     def allocated(self) -> int:
         """Bytes of the disk that the files take already."""
-        return sum(path.lstat().st_blocks * 512 for path in self.files.rglob("*") if path.is_file())
+        every = (path for files in self._all_files() for path in files.rglob("*"))
+        return sum(path.lstat().st_blocks * 512 for path in every if path.is_file())
+
+    def _all_files(self) -> list[Path]:
+        """The directories of files, of whatever plan."""
+        return sorted(self.place.glob(f"{_FILES}*"))
+
+    def _remove_all(self) -> None:
+        for journal in self._journals():
+            journal.unlink()
+        for files in self._all_files():
+            shutil.rmtree(files, ignore_errors=True)
 
     def _journals(self) -> list[Path]:
         return sorted(self.place.glob("journal-*"))
@@ -129,7 +162,8 @@ class Work:
         """Remove the place with all that is in it; after a kill the next conversion does. Raises OSError."""
         with contextlib.suppress(FileNotFoundError):
             (self.place / _PLAN).rename(self.place / _ENDED)
-        shutil.rmtree(self.files, ignore_errors=True)
+        for files in self._all_files():
+            shutil.rmtree(files, ignore_errors=True)
         shutil.rmtree(self.place, ignore_errors=True)
         self.close()
         with contextlib.suppress(OSError):
@@ -137,7 +171,7 @@ class Work:
 
     def discard_empty(self) -> None:
         """Where nothing was written, remove the place and the directories that were made for it."""
-        if self.files.exists():
+        if self._all_files():
             return
         self.remove()
         for path in self._made:
@@ -164,14 +198,14 @@ class Work:
         folder = Folder(self.root)
         try:
             for image in images:
-                staged = f"{PLACE}/{_FILES}/{image.name}"
+                staged = f"{PLACE}/{self.files.name}/{image.name}"
                 if folder.identity(staged, regular=True) is not None:
                     sync(self.files / image.name)
             for number, image in enumerate(images):
                 if number == len(images) - 1:
                     for parent in dict.fromkeys(PurePosixPath(one.name).parent for one in images):
                         folder.sync((parent / "_").as_posix())
-                staged = f"{PLACE}/{_FILES}/{image.name}"
+                staged = f"{PLACE}/{self.files.name}/{image.name}"
                 if (own := folder.identity(staged, regular=True)) is None:
                     continue
                 if folder.identity(image.name) == own:  # killed between its two names
