@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import faulthandler
+import gc
 import json
 import os
 import platform
@@ -41,7 +42,7 @@ import torch
 import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parent.parent
-LARGE = ROOT / "benchmarks" / "configs" / "qwen3_moe_3.4gb.json"
+CONFIGS = ROOT / "benchmarks" / "configs"
 MiB = 1 << 20
 #: Relative, of losses in fp32 beside the host's: kernels add in another order. No TF32 (see ``one_rank``).
 TOLERANCE = 1e-4
@@ -165,7 +166,8 @@ def rates(path: Path, folder: Path, megabytes: int = 64) -> Result:
         "registered": page_locked(nbytes, device),
         "pageable": torch.empty(nbytes, dtype=torch.uint8, device="cpu"),
     }
-    result: Result = {"registered_is_pinned": hosts["registered"].is_pinned()}
+    result: Result = {"device": str(torch.get_device_module(device).get_device_name(device))}
+    result["registered_is_pinned"] = hosts["registered"].is_pinned()
     for name, host in hosts.items():
         for way, (to, source) in {"to": (there, host), "from": (host, there)}.items():
             rate = copied(to, source) / 1e9
@@ -186,14 +188,17 @@ def copied(to: torch.Tensor, source: torch.Tensor, times: int = 4) -> float:
 
 
 def large(path: Path, folder: Path, engine: str) -> Result:
-    """3.4 GB twice (the first warms the cache), stock beside it, and a raw copy of as many bytes."""
+    """Bytes of a size that counts, twice; stock beside it, and a raw copy of as many bytes.
+
+    The checkpoint has just been written, so it is in the page cache if that has room.
+    """
     from transformers import AutoModelForCausalLM
 
     import zerostart
     from zerostart.transfer import page_locked
 
     device, result = own_device(), Result()
-    for turn in ("cold", "warm"):
+    for turn in ("first", "second"):
         before = torch.accelerator.memory_allocated(device)
         model = zerostart.load(path, engine=engine, progress=False)
         made = zerostart.report(model)
@@ -202,15 +207,23 @@ def large(path: Path, folder: Path, engine: str) -> Result:
         result[turn]["device_bytes"] = torch.accelerator.memory_allocated(device) - before
         read = made.read_bytes
         del model
-        torch.accelerator.empty_cache()
+        freed()
     rate = copied(torch.empty(256 * MiB, dtype=torch.uint8, device=device), page_locked(256 * MiB, device))
     result["raw_copy_seconds"] = read / rate
     if dist.get_world_size() == 1:
-        start = time.perf_counter()
-        AutoModelForCausalLM.from_pretrained(path).to(device)
-        torch.accelerator.synchronize(device)
-        result["stock_seconds"] = time.perf_counter() - start
+        for name, onto in (("to the device", {}), ("with a device map", {"device_map": {"": device}})):
+            start = time.perf_counter()
+            whole = AutoModelForCausalLM.from_pretrained(path, **onto).to(device)
+            torch.accelerator.synchronize(device)
+            result[f"stock, {name}, seconds"] = time.perf_counter() - start
+            del whole
+            freed()
     return result
+
+
+def freed() -> None:
+    gc.collect()
+    torch.accelerator.empty_cache()
 
 
 def races(path: Path, folder: Path, turns: int = 4) -> Result:
@@ -255,6 +268,37 @@ def checkpointed(device: torch.device, offload: bool) -> float:
     y.sum().backward()
     assert weight.grad is not None
     return float(weight.grad.double().sum().item())
+
+
+def elsewhere(path: Path, folder: Path, engine: str) -> Result:
+    """Weights of a trained model in memory that outlives it, in the other engine, and as files."""
+    import zerostart
+
+    other = "fsdp2" if engine == "deepspeed" else "deepspeed"
+    config = {**BATCH, "zero_optimization": {"stage": 3}} if engine == "deepspeed" else None
+    model = zerostart.load(path, engine=engine, engine_config=config, progress=False)
+    runner, optimizer = prepared(model, engine, config)
+    step(runner, optimizer, own_device())
+    wanted, wrong = zerostart.digest(runner), list[str]()
+    kept = zerostart.keep(runner, f"gpu-check-{os.environ['MASTER_PORT']}")
+    try:
+        for way in (engine, other):
+            again = zerostart.load(kept.source, engine=way, zero_stage=3, progress=False)
+            if zerostart.digest(again) != wanted:
+                wrong.append(f"what {way} loads of what was kept")
+    finally:
+        kept.drop()
+    zerostart.save(runner, folder / "saved")
+    follower = zerostart.load(path, engine=other, zero_stage=3, progress=False)
+    with zerostart.refit(runner, follower) as refitter:
+        refitter.push()
+        if zerostart.digest(follower) != wanted:
+            wrong.append(f"what a model on {other} took over")
+        step(runner, optimizer, own_device(), 1)
+        refitter.push()
+    if zerostart.digest(follower) != zerostart.digest(runner):
+        wrong.append("what it took over after another step")
+    return {"wrong": wrong, "verified_tensors": zerostart.verify(folder / "saved").tensors}
 
 
 def busy(device: torch.device) -> None:
@@ -409,6 +453,73 @@ def diffusion(path: Path, folder: Path, engine: str) -> Result:
     return {"device": str(device), "seconds": seconds, "off": off, "wrong": wrong}
 
 
+def refit(path: Path, folder: Path, transport: str, layers: int = 0) -> Result:
+    """Weights of FSDP2 into an engine on the same devices: within the ranks, or in processes of their own.
+
+    Of the checkpoint, where the engine has to have what its own loader makes of a save; or, with ``layers``,
+    of so many layers of a Qwen3 of 1.7 billion parameters, whose digests the push compares by itself.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    import zerostart
+    from tests.state.refitting import workers
+
+    device, rank, size = own_device(), dist.get_rank(), dist.get_world_size()
+    if layers:
+        config = AutoConfig.for_model("qwen3", num_hidden_layers=layers, **QWEN3)
+        with torch.device("meta"):
+            given = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model: Any = zerostart.load(None, given, engine="fsdp2", progress=False)
+    else:
+        model = zerostart.load(path, engine="fsdp2", dtype=torch.bfloat16, progress=False)
+    sizes = {name: value for name, value in model.config.to_dict().items() if name != "dtype"}
+    served, config_path = folder / ("-" if layers else "served"), folder / f"engine.{rank}.json"
+    if not layers:
+        served.mkdir(exist_ok=True)
+    config_path.write_text(json.dumps({**sizes, "device": str(device)}))
+    engine: Any = None
+    target: Any
+    worker = None
+    options: Result = {}
+    result: Result = {"pushes": []}
+    try:
+        if transport == "within":
+            engine = target = workers.Engine(sizes, rank, size, torch.bfloat16).to(device)
+        else:
+            target = f"unix://{folder / 'socket'}"
+            options = {"transport": transport, "workers": size, "timeout": 60}
+            worker = workers.start(config_path, rank, size, target, served)
+        with zerostart.refit(model, target, **options) as refitter:
+            for _ in range(3):
+                for parameter in model.parameters():
+                    parameter.data.to_local().mul_(-1.375)
+                begun = time.perf_counter()
+                report = refitter.push()
+                torch.accelerator.synchronize(device)
+                seconds = {**report.phases, "whole": time.perf_counter() - begun}
+                result["pushes"].append({name: round(value, 4) for name, value in seconds.items()})
+            result |= {"transport": report.transport, "bytes": report.owned_bytes, "untaken": report.untaken}
+            result |= {"moved_bytes": report.moved_bytes, "peak_host_bytes": report.peak_host_bytes}
+            result["peak_device_bytes"] = report.peak_device_bytes
+        said = worker.communicate(timeout=60)[0] if worker is not None else "served 3"
+    finally:
+        if worker is not None:
+            worker.kill()
+    wrong = [] if "served 3" in said else [f"a worker: {said[-500:]}"]
+    if layers:
+        there = torch.empty(256 * MiB, dtype=torch.uint8, device=device)
+        beside = {"device": torch.empty_like(there), "host": torch.empty_like(there, device="cpu")}
+        beside["host"] = beside["host"].pin_memory()
+        return {**result, "GB_per_second": {name: copied(to, there) / 1e9 for name, to in beside.items()}}
+    zerostart.save(model, folder / "saved")
+    expected = workers.loaded(sizes, rank, size, folder / "saved", torch.bfloat16)
+    if engine is not None:
+        found = {name: tensor.cpu() for name, tensor in engine.state_dict().items()}
+    else:
+        found = torch.load(served / f"tp{rank}-3.pt", map_location="cpu")
+    return {**result, "wrong": wrong + differing(found, expected)}
+
+
 # --- Checks that start commands of zerostart, in one process without a group.
 
 
@@ -457,6 +568,42 @@ def diffusion_from_yaml(path: Path, folder: Path, size: int, engine: str) -> Res
     values |= {"samples.steps": 2, "samples.height": 16, "samples.width": 16}
     words = [f"{name}={value}" for name, value in values.items()]
     return beside_the_host(folder, ["cache", "train"], size, words)
+
+
+ADOPTED = """
+import json, os, sys
+from pathlib import Path
+from tests.accelerator.scenes import adopted
+from tests.integrations import scripts
+path, out, library, kind, adopt = json.loads(sys.argv[1])
+stages = {"zero2": {"zero_optimization": {"stage": 2}}, "zero3": {}}
+launched = scripts.fsdp2() if kind == "fsdp2" else scripts.zero3(Path(out, "config"), **stages[kind])
+found = adopted(Path(path), Path(out), library, launched, adopt)
+if os.environ["RANK"] == "0":
+    Path(out, "found.json").write_text(json.dumps({key: found[key] for key in ("losses", "norms")}))
+"""
+
+
+def adoption(path: Path, folder: Path, size: int, library: str, kind: str) -> Result:
+    """A script over the Trainer or accelerate, as it is and inside ``zerostart.enable()``."""
+    found = {}
+    for name, adopt in (("stock", None), ("ours", {})):
+        out = folder / name
+        out.mkdir()
+        (out / "script.py").write_text(ADOPTED)
+        given = json.dumps([str(path), str(out), library, kind, adopt])
+        launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
+        done = subprocess.run(
+            [sys.executable, *launch, str(out / "script.py"), given],
+            env={k: v for k, v in os.environ.items() if k not in LAUNCHED},
+            capture_output=True,
+            text=True,
+        )
+        if done.returncode:
+            raise RuntimeError(f"{name} ended with {done.returncode}: {(done.stdout + done.stderr)[-2000:]}")
+        found[name] = json.loads((out / "found.json").read_text())
+    pairs = [far(found["ours"][key], found["stock"][key]) for key in ("losses", "norms")]
+    return {**found, "wrong": [one for pair in pairs for one in pair]}
 
 
 def beside_the_host(folder: Path, commands: Sequence[str], size: int, words: Sequence[str]) -> Result:
@@ -513,6 +660,16 @@ class Check:
     most: int = 8  # ranks
 
 
+#: Sizes of a Qwen3; 21 layers of it with a head of its own are 3.4 GB in bf16.
+QWEN3: Result = {
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "tie_word_embeddings": False,
+}
 BATCH: Result = {
     "train_micro_batch_size_per_gpu": 2,
     "zero_allow_untested_optimizer": True,
@@ -535,6 +692,9 @@ def checks() -> Iterator[Check]:
     yield Check("deepspeed 3", "qwen3", verbs, deepspeed(3), tiny=True)
     yield Check("rates", "qwen3", rates, tiny=True)
     yield Check("races", "qwen3", races, tiny=True)
+    for transport in ("within", "shared_memory", "group"):
+        yield Check(f"refit {transport}", "qwen3", refit, {"transport": transport})
+        yield Check(f"large refit {transport}", "qwen3", refit, {"transport": transport, "layers": 21})
     yield Check("train from YAML, fsdp2", "qwen3", train_from_yaml, {"engine": "fsdp2"}, grouped=False)
     for stage in (2, 1, 0):
         yield Check(f"deepspeed {stage}", "qwen3", verbs, deepspeed(stage))
@@ -551,14 +711,24 @@ def checks() -> Iterator[Check]:
         yield Check(f"fsdp2 {name}", name, verbs, {"engine": "fsdp2", "stage": 3})
         yield Check(f"deepspeed {name}", name, verbs, deepspeed(3))
     for engine in ("fsdp2", "deepspeed"):
+        yield Check(f"elsewhere from {engine}", "qwen3", elsewhere, {"engine": engine})
         yield Check(f"diffusion {engine}", "pipeline:flux", diffusion, {"engine": engine})
-        yield Check(f"large {engine}", "large", large, {"engine": engine})
+        yield Check(f"large {engine}", "config:qwen3_moe_3.4gb", large, {"engine": engine})
         yield Check(f"compiled {engine}", "qwen3", compiled, {"engine": engine})
     yield Check(
         "train from YAML, deepspeed", "qwen3", train_from_yaml, {"engine": "deepspeed"}, grouped=False
     )
+    for library, kind in (
+        ("trainer", "fsdp2"),
+        ("trainer", "zero3"),
+        ("accelerate", "zero2"),
+        ("peft", "fsdp2"),
+    ):
+        values = {"library": library, "kind": kind}
+        yield Check(f"enable() under {library}, {kind}", "qwen3", adoption, values, grouped=False)
     flux = "LoRA of FLUX from YAML"
     yield Check(flux, "pipeline:flux", diffusion_from_yaml, {"engine": "fsdp2"}, grouped=False)
+    yield Check("larger fsdp2", "config:qwen3_16gb", large, {"engine": "fsdp2"})
     yield Check("fused", "qwen3", fused)
     yield Check("DeepSpeed's FusedAdam", "qwen3", deepspeeds_adam, {"offload": False})
     yield Check("DeepSpeed's CPUAdam", "qwen3", deepspeeds_adam, {"offload": True})
@@ -730,8 +900,8 @@ def made(source: str, path: Path) -> None:
         from tests.integrations.pipelines.tiny_pipelines import make_pipeline
 
         make_pipeline(source.removeprefix("pipeline:"), path)
-    elif source == "large":
-        synthesise(str(LARGE), path)
+    elif source.startswith("config:"):
+        synthesise(str(CONFIGS / f"{source.removeprefix('config:')}.json"), path)
     else:
         synthesise(source, path, size="tiny", dtype="float32")
 

@@ -33,8 +33,8 @@ def gradient_checkpoint(
 
     Args:
         offload: let what has to be kept, the tensors among the arguments that need a gradient, wait in pinned
-            host memory, copied there and back while the device computes (run so far on the pretend
-            accelerator of the tests only). Nothing moves where there is none.
+            host memory, copied there and back while the device computes (run on one H200, and on
+            the pretend accelerator of the tests). Nothing moves where there is none.
 
     Raises:
         ConfigError: for a transformers cache with tokens in it, or a list or dictionary of a class of its

@@ -18,14 +18,14 @@ class Participant:
     """Joins trainers, one after the other, and follows their pushes."""
 
     def __init__(self, receiver: Receiver) -> None:
-        # Kept from trainer to trainer: it knows which version the model has.
-        self._receiver = receiver
+        #: Kept from trainer to trainer: it knows which version the model has.
+        self.receiver = receiver
         self._connection: Connection | None = None
 
     def join(self, address: str, secret: str | None = None, timeout: float = 300.0) -> None:
         """Connect with a trainer, in the place of the one before; raises what ``Connection`` raises."""
         self.leave()
-        self._connection = Connection(self._receiver, address, secret=secret, timeout=timeout)
+        self._connection = Connection(self.receiver, address, secret=secret, timeout=timeout)
 
     def follow(self, version: int) -> int:
         """Take part in the push of ``version``; raises what it failed with."""

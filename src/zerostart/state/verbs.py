@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from zerostart.checkpoint.verifying import Verified
     from zerostart.state.comparing.diff import Difference
     from zerostart.state.keeping import Kept
+    from zerostart.state.refitting.local import LocalRefitter
     from zerostart.state.refitting.publisher import DirectoryRefitter
     from zerostart.state.refitting.refitter import Refitter
-    from zerostart.state.refitting.resharding import ModelRefitter
     from zerostart.state.refitting.source import WeightSource
     from zerostart.state.resuming.background import Saving
     from zerostart.state.saving.save import SaveReport
@@ -306,7 +306,7 @@ def refit(
     timeout: float = 300.0,
     full_every: int = 1,
     strict: bool = True,
-) -> Refitter | ModelRefitter | DirectoryRefitter:
+) -> Refitter | LocalRefitter | DirectoryRefitter:
     """Begin to push the weights of ``model`` into the workers of an inference engine; collective.
 
     ``push()`` of what is returned brings all workers to the weights as they are, ``close()`` ends it.
@@ -320,13 +320,13 @@ def refit(
             by ``zerostart.serving.serve``; None: a Unix socket of its own, see ``address`` of the result.
             ``file:///directory``, into which versions are written for workers that follow at their own pace.
             Or a module with ``load_weights`` in this very rank, or a ``zerostart.serving.Receiver`` of one;
-            every rank passes its own.
+            every rank passes its own, or None.
             Or vLLM's ``LLM``, SGLang's ``Engine``, the ``http://...`` of a server of either, or another
             engine that is told.
             Or another sharded model of the same architecture, in the
             same ranks or in some of them (pass None on the others), of any engine, mesh and dtype.
-        transport: how bytes go to the workers; None: ``"shared_memory"``, for workers on this machine, or
-            ``"file"`` where the target is a directory.
+        transport: how bytes go to the workers; None: ``"shared_memory"``, for workers on this machine,
+            ``"file"`` where the target is a directory, ``"local"`` where it lives in the ranks.
         workers: how many the first push waits for; None: those of the engine, or one.
         dtype: floating dtype of what is pushed; None keeps the parameters' own.
         merge_adapters: has to be true where the model has adapters.

@@ -3,8 +3,8 @@
 On the host a thread has one buffer, and copies out of it. With an accelerator it has two, pinned: while one
 is filled from storage, the other is on its way to the device, on a stream of the thread's own. There the raw
 bytes land in a buffer of the thread's, and are cast and put in place by the device. So storage, bus and cast
-overlap, and neither side takes more than its buffers. With an accelerator this has run on the pretend one
-only (docs/configuring.md), which shows that copies are waited for and not how long they take.
+overlap, and neither side takes more than its buffers. With an accelerator this has run on one H200 and
+on the pretend one (docs/configuring.md), whose copies happen late, so that a missing wait shows.
 """
 
 from __future__ import annotations

@@ -5,9 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import zerostart
+from tests.npu_ranks import run_npu_ranks
 from tests.ranks import run_ranks
 from tests.state.refitting import workers
 from tests.state.refitting.test_refit import _change
@@ -24,33 +26,58 @@ class _Broken(nn.Module):
         raise RuntimeError("no such layer")
 
 
-def _push(path: Path, out: Path, options: dict[str, Any]) -> list[str]:
-    """On one rank: two pushes into its own half of an engine, and one into what is none on the other rank."""
-    config, rank = dict(TINY["qwen3_even"][1]), torch.distributed.get_rank()
-    model = zerostart.load(path, progress=False, engine="fsdp2")
-    engine = workers.Engine(config, rank, 2, BF16)
+def _push(path: Path, out: Path, options: dict[str, Any], parts: int, device: str = "cpu") -> list[str]:
+    """On one rank: two pushes into its part of an engine, and one into what is none on the last rank."""
+    config, rank = dict(TINY["qwen3_even"][1]), dist.get_rank() if dist.is_initialized() else 0
+    last = rank + 1 == (dist.get_world_size() if dist.is_initialized() else 1)
+    model = zerostart.load(path, progress=False, **options)
+    engine = workers.Engine(config, rank % parts, parts, BF16).to(device)
     wrong: list[str] = []
-    with zerostart.refit(model, engine, timeout=60, **options) as refitter:
+    with zerostart.refit(model, engine, timeout=60) as refitter:
         for version in (1, 2):
             _change(model, 1.0 if version == 1 else -0.5)
             report: Any = refitter.push()
             assert report.version == version
-            assert len(report.workers) == 2
-            assert report.base == (None if version == 1 else 1)
+            assert len({worker.name for worker in report.workers}) == len(report.workers) > rank
+            assert report.moved_bytes <= report.wanted_bytes
+            assert report.transport == "local" + (f" ({device})" if device != "cpu" else "")
             zerostart.save(model, out / f"saved-{version}")
-            expected = workers.loaded(config, rank, 2, out / f"saved-{version}", BF16)
+            expected = workers.loaded(config, rank % parts, parts, out / f"saved-{version}", BF16)
             found = engine.state_dict()
-            wrong += [name for name in expected if not torch.equal(found[name], expected[name])]
-    with pytest.raises(zerostart.ZerostartError, match="no such layer"):
-        zerostart.refit(model, engine if rank == 0 else _Broken(), timeout=30)
+            wrong += [name for name in expected if not torch.equal(found[name].cpu(), expected[name])]
+    with pytest.raises(ConversionError, match="no such layer"):
+        zerostart.refit(model, _Broken() if last else engine, timeout=30)
     return wrong
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", pytest.param("group", marks=pytest.mark.slow)])
-def test_each_rank_has_its_part(checkpoints: TinyCheckpoints, tmp_path: Path, transport: str) -> None:
-    options = {"transport": transport, "full_every": 9}
+CASES: dict[str, tuple[int, dict[str, Any], int]] = {
+    "two": (2, {"engine": "fsdp2"}, 2),
+    "one": (1, {"engine": "fsdp2"}, 1),
+    "zero3": (2, {"zero_stage": 3}, 1),
+    "four": (4, {"zero_stage": 3}, 2),
+    "tensors": (4, {"engine": "fsdp2", "tensor_parallel": 2}, 2),
+}
+
+
+@pytest.mark.parametrize(
+    "case", [case if case == "two" else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
+)
+def test_each_rank_has_its_part(checkpoints: TinyCheckpoints, tmp_path: Path, case: str) -> None:
+    ranks, options, parts = CASES[case]
     path = checkpoints("qwen3_even", BF16)
-    assert run_ranks(_push, 2, path, tmp_path, options, timeout=120) == [[], []]
+    assert run_ranks(_push, ranks, path, tmp_path, options, parts, timeout=150) == [[]] * ranks
+
+
+def _push_there(path: Path, out: Path) -> list[str]:
+    dist.init_process_group("cpu:gloo,npu:hccl")
+    return _push(path, out, {"engine": "fsdp2"}, 2, "npu")
+
+
+@pytest.mark.slow
+def test_on_an_accelerator_nothing_comes_to_the_host(checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
+    """On the pretend one, whose memory the host cannot touch."""
+    path = checkpoints("qwen3_even", BF16)
+    assert run_npu_ranks(_push_there, 2, path, tmp_path) == [[], []]
 
 
 class _Rows(nn.Module):
@@ -68,15 +95,15 @@ def test_a_model_whose_tensors_change_between_pushes() -> None:
     """The engine is asked again in its own call, and refuses what it cannot take, and nothing later."""
     model, engine = nn.Module(), _Rows(10)
     model.table = nn.Embedding(10, 16)
-    with zerostart.refit(model, engine, full_every=9, timeout=20) as refitter:
-        assert refitter.push().base is None
+    with zerostart.refit(model, engine) as refitter:
+        assert refitter.push().untaken == ()
         model.head = nn.Linear(3, 3)
-        assert refitter.push().base is None
-        assert refitter.push().base == 2
+        assert refitter.push().untaken == ("head.weight", "head.bias")
+        assert refitter.push().version == 3
         before, model.table = model.table, nn.Embedding(11, 16)
-        with pytest.raises(ConversionError, match="cannot take"):
+        with pytest.raises(ConversionError, match="the loading of _Rows failed"):
             refitter.push()
         assert torch.equal(engine.table.weight, before.weight)
         model.table = nn.Embedding(10, 16)
-        assert refitter.push().version == 5
+        assert refitter.push().version == 4
         assert torch.equal(engine.table.weight, model.table.weight)

@@ -116,6 +116,7 @@ def main() -> None:
     config_path, rank, size, address, out = sys.argv[1:]
     config = json.loads(Path(config_path).read_text())
     engine = Engine(config, int(rank), int(size), getattr(torch, config.get("dtype", "bfloat16")))
+    engine.to(config.get("device", "cpu"))
     receiver = serving.Receiver(engine, name=f"tp{rank}")
     strange = {"transformers", "diffusers", "deepspeed", "accelerate"} & sys.modules.keys()
     assert not strange, strange
@@ -128,7 +129,8 @@ def main() -> None:
         torch.save(engine.state_dict(), part)
         part.rename(Path(out) / f"tp{rank}-{receiver.version}.pt")
 
-    receiver.fill = noted  # type: ignore[method-assign]
+    if Path(out).is_dir():
+        receiver.fill = noted  # type: ignore[method-assign]
     serving.serve(receiver, address, timeout=60)
     print("served", receiver.version)
 

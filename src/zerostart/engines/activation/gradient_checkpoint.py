@@ -76,8 +76,9 @@ def _recompute_first(results: list[torch.Tensor], inputs: Iterable[torch.Tensor]
     if not made:
         return
     save: Any = _SavedLast.apply
-    # Only its node is kept: the result goes at once, and no gradient ever flows there.
-    saved_last = save(torch.zeros((), device="cpu", requires_grad=True), made[0].detach()).grad_fn
+    # No gradient ever flows to it. It is kept for its node, which lets go of what it saved when the result
+    # goes (torch below 2.13).
+    last = save(torch.zeros((), device="cpu", requires_grad=True), made[0].detach())
     asked = False
 
     def begin(_: object) -> None:
@@ -88,7 +89,7 @@ def _recompute_first(results: list[torch.Tensor], inputs: Iterable[torch.Tensor]
         nonlocal asked
         if not asked:
             asked = True
-            _ = saved_last.saved_tensors  # whose unpacking runs the function again
+            _ = last.grad_fn.saved_tensors  # whose unpacking runs the function again
 
     # Once in each backward: a graph may be retained for several. Hooks of tensors come before those of nodes,
     # among which are an engine's, which gathers for a backward what running again needs, too.

@@ -1,7 +1,7 @@
 """TRL's trainers that generate with vLLM: its weights come by ``zerostart.refit``, one for each trainer.
 
-In colocated mode each rank has an engine, or a part of one that ranks share; in server mode rank 0 alone
-speaks with the server.
+In colocated mode each rank has an engine, or a part of one that ranks share, which the ranks fill among
+themselves; in server mode rank 0 alone speaks with the server.
 """
 
 from __future__ import annotations
@@ -12,19 +12,20 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 
-from zerostart.distributed.machine import machine_name
 from zerostart.distributed.world import World, current_world
 from zerostart.errors import UnsupportedVersionError
 from zerostart.integrations.saving import in_shards
 from zerostart.integrations.vllm.driver import BACKEND
 from zerostart.state.refitting.begin import begin
+from zerostart.state.refitting.local import LocalRefitter
+from zerostart.state.refitting.publisher import DirectoryRefitter
 from zerostart.state.refitting.refitter import RefitSettings, Refitter
 from zerostart.upstream.trl.syncing import Client, Generation, WeightSyncs, backend_of, wake
 from zerostart.upstream.vllm import reload
 
 Original = Callable[[], None]
 #: What serves a ``VLLMGeneration``; None where TRL does by itself.
-_refitters: weakref.WeakKeyDictionary[object, Refitter | None] = weakref.WeakKeyDictionary()
+_refitters: weakref.WeakKeyDictionary[object, Refitter | LocalRefitter | None] = weakref.WeakKeyDictionary()
 
 
 def sync_weights(original: Original, generation: Generation) -> None:
@@ -48,14 +49,11 @@ def init_communicator(original: Original, client: Client) -> None:
         original()
 
 
-def _begun(generation: Generation, world: World) -> Refitter | None:
+def _begun(generation: Generation, world: World) -> Refitter | LocalRefitter | None:
     """What serves it; None where TRL's own way does, which is told if the model is sharded."""
     sharded = in_shards(generation.model)
     if generation.mode == "colocate":
         if not sharded:
-            return None
-        if len(set(world.all_gather_object(machine_name(), "beginning a refit"))) > 1:
-            _tell(world, "its engines are within ranks of several machines; use TRL's server mode there")
             return None
         try:
             reload.require()
@@ -75,7 +73,7 @@ def _begun(generation: Generation, world: World) -> Refitter | None:
         target = generation.vllm_client.base_url if world.rank == 0 else None
     wake(generation)  # a sleeping engine has no memory that its loader could be asked about
     refitter = begin(generation.model, target, RefitSettings())
-    assert isinstance(refitter, Refitter), "an engine is no model to train"
+    assert not isinstance(refitter, DirectoryRefitter), "an engine is no directory"
     weakref.finalize(generation, refitter.close).atexit = False
     return refitter
 

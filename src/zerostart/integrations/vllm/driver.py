@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import os
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -16,6 +17,7 @@ from zerostart.checkpoint.strict_json import JsonMapping
 from zerostart.errors import ConfigError, PeerError
 from zerostart.integrations.http import Server
 from zerostart.integrations.vllm import worker as workers_side
+from zerostart.state.refitting.receiver import Receiver
 
 logger = logging.getLogger("zerostart")
 
@@ -161,7 +163,7 @@ class EngineDriver:
             self._call(workers_side.join, dict(how))
 
     def follow(self, version: int) -> None:
-        """Have the workers take part in a push; what the engine has cached of prompts is dropped."""
+        """Have the workers take part in a push."""
         if self._configured:
             self._engine.start_weight_update()
             try:
@@ -173,7 +175,22 @@ class EngineDriver:
             self._engine.finish_weight_update(str(version))
         else:
             self._call(workers_side.follow, {"version": version})
+
+    def served(self, version: int) -> None:
+        """Have what the engine has cached of prompts dropped, and have it say which version it has."""
+        tell = getattr(self._engine.llm_engine, "set_weight_version", None)  # newer ones count
+        if tell is not None:
+            tell(str(version))
         _check_emptied(self._engine.reset_prefix_cache())
+
+    def worker(self) -> Receiver | None:
+        """The one worker, where it runs in this process; else None."""
+        if self.workers == 1:
+            with suppress(TypeError):  # see ``_call``
+                found = self._engine.collective_rpc(workers_side.receiver, kwargs={"process": os.getpid()})
+                assert found[0] is None or isinstance(found[0], Receiver), "of ours"
+                return found[0]
+        return None
 
     def leave(self) -> None:
         """Have the workers close their connections."""

@@ -2,11 +2,13 @@
 
 - ``WeightTransfer``: an engine of vLLM's ``WeightTransferEngineFactory``, under the name ``zerostart``;
 - ``WorkerExtension``: for ``worker_extension_cls``, where no weight transfer is configured;
-- ``join``, ``follow`` and ``leave``: functions of a worker, for ``collective_rpc`` in one process.
+- ``join``, ``follow``, ``leave`` and ``receiver``: functions of a worker, for ``collective_rpc`` in one
+  process.
 """
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +16,7 @@ from torch import nn
 
 from zerostart.integrations.participant import Participant, participant_of
 from zerostart.integrations.vllm.weights import VLLMWeights
+from zerostart.state.refitting.receiver import Receiver
 
 
 def participant(model: nn.Module, config: Any, rank: int) -> Participant:
@@ -34,6 +37,11 @@ def join(worker: Any, address: str, secret: str | None = None, timeout: float = 
 def follow(worker: Any, version: int) -> int:
     """Have vLLM's ``worker`` take part in the push of ``version``."""
     return _of(worker).follow(version)
+
+
+def receiver(worker: Any, process: int) -> Receiver | None:
+    """That of vLLM's ``worker``, where it runs in the ``process`` that asks; None elsewhere."""
+    return _of(worker).receiver if os.getpid() == process else None
 
 
 def leave(worker: Any) -> None:

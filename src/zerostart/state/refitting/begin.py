@@ -7,29 +7,19 @@ from torch import nn
 from zerostart.distributed.world import current_world
 from zerostart.errors import ConfigError
 from zerostart.state.refitting.directory import directory_of
+from zerostart.state.refitting.local import NAME as LOCAL
+from zerostart.state.refitting.local import LocalRefitter
 from zerostart.state.refitting.publisher import NAME, DirectoryRefitter
+from zerostart.state.refitting.receiver import Receiver
 from zerostart.state.refitting.refitter import RefitSettings, Refitter
-from zerostart.state.refitting.resharding import ModelRefitter
-from zerostart.state.refitting.targets import Engines, driver_of
-from zerostart.state.refitting.within import Within
+from zerostart.state.refitting.targets import Driver, Engines, driver_of
 
 
 def begin(
     model: nn.Module, target: object, settings: RefitSettings
-) -> Refitter | ModelRefitter | DirectoryRefitter:
+) -> Refitter | LocalRefitter | DirectoryRefitter:
     """The refitter of ``model`` for ``target``; collective. Raises as ``zerostart.refit``."""
     world = current_world()
-    # An engine's module may be a module, too; a model to train has no loader of its own.
-    is_model = isinstance(target, nn.Module) and not hasattr(target, "load_weights")
-    # A model may be on some of the ranks alone, and then the others pass None.
-    if any(world.all_gather_object(is_model, "beginning a refit")):
-        with world.phase("beginning a refit"):
-            if not (target is None or isinstance(target, nn.Module)):
-                raise ConfigError(
-                    f"target is a {type(target).__name__} on rank {world.rank} and a model on others: pass "
-                    "the model, or None on ranks that hold nothing of it"
-                )
-        return ModelRefitter(model, target, settings, world)
     directory = directory_of(target)
     if directory is not None and settings.transport in (None, NAME):
         return DirectoryRefitter(model, directory, settings, world)
@@ -39,7 +29,21 @@ def begin(
             "where the target is file:///directory, and nowhere else"
         )
     with world.phase("looking at the target"):
-        driver = driver_of(target) or Within.of(target)  # an address of an engine's server is a text
+        driver = driver_of(target)  # an address of an engine's server is a text
+        within = _within(target, driver, settings)
+    # A part of the target may be in some of the ranks alone, and then the others pass None.
+    kinds = world.all_gather_object(
+        "none" if target is None else "other" if within is None else type(within).__name__, "a target"
+    )
+    if any(kind not in ("none", "other") for kind in kinds):
+        with world.phase("beginning a refit"):
+            if kinds[world.rank] == "other":
+                raise ConfigError(
+                    f"target is a {type(target).__name__} on rank {world.rank}, and a model, or an engine "
+                    "within the rank, on others: pass that, or None on ranks that have nothing of it"
+                )
+        return LocalRefitter(model, within, driver, settings, world)
+    with world.phase("looking at the target"):
         engines = Engines.of(target, driver, world)
     if engines is not None:
         return Refitter(model, engines, settings)
@@ -50,3 +54,15 @@ def begin(
         "to connect with by zerostart.serving.serve, register it with zerostart.serving.register_target, or "
         "pass a module with load_weights, a zerostart.serving.Receiver of it, or another sharded model"
     )
+
+
+def _within(target: object, driver: Driver | None, settings: RefitSettings) -> nn.Module | Receiver | None:
+    """What lives in this very rank: a model, or the worker of an engine; None for any other target."""
+    if isinstance(target, Receiver):
+        return target
+    if driver is None and isinstance(target, nn.Module):
+        # An engine's module has a loader of its own; a model to train has none.
+        return Receiver(target) if callable(getattr(target, "load_weights", None)) else target
+    # Its workers can be told to connect, too, where that is what is asked for.
+    worker = getattr(driver, "worker", None)
+    return worker() if worker is not None and settings.transport in (None, LOCAL) else None

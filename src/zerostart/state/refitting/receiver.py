@@ -19,6 +19,7 @@ from torch import nn
 
 from zerostart.checkpoint.digest import Digests
 from zerostart.checkpoint.storage import Reader, Rows
+from zerostart.distributed.world import default_device
 from zerostart.errors import ConfigError, ConversionError, VerifyError
 from zerostart.geometry import Box
 from zerostart.geometry.layout import Layout, LocalBox
@@ -109,6 +110,35 @@ class Wants:
     sets: tuple[Runs, ...]
 
 
+class Supply(Protocol):
+    """Where a fill has the image's bytes from."""
+
+    def fill(self, plan: Plan, storages: Sequence[torch.Tensor]) -> None:
+        """Fill ``storages``, one for each destination of ``plan``."""
+        ...
+
+    def sum(self, runs: Runs, digests: Digests) -> None:
+        """Add the elements of ``runs`` to ``digests``."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """What an ``Incoming`` has."""
+
+    image: Image
+    incoming: Incoming
+
+    def fill(self, plan: Plan, storages: Sequence[torch.Tensor]) -> None:
+        """As ``Supply``."""
+        execute(plan, storages, Progress(0, False), THREADS, self.incoming.reader())
+
+    def sum(self, runs: Runs, digests: Digests) -> None:
+        """As ``Supply``."""
+        with self.incoming.reader() as reader:
+            sum_read(self.image, runs, reader, digests)
+
+
 @dataclass(frozen=True)
 class _Filled:
     """A tensor of the engine that is filled."""
@@ -167,6 +197,11 @@ class Receiver:
         #: What is summed up as it is read.
         self._read = Runs.of([])
         self._plans: dict[object, _StagePlan] = {}
+        #: By set the tensors that it has elements of, and the sums of those of the last fill.
+        self._names: list[list[str]] = []
+        self._digests: list[Digests] = []
+        #: Where the tensors are, as far as that can be seen before they are filled.
+        self.device = default_device()
 
     def plan(self, image: Image, strict: bool = True) -> Wants:
         """Find out what of ``image`` the engine takes; nothing of the engine changes.
@@ -178,6 +213,8 @@ class Receiver:
         with self._engine.tracing() as (tensors, load):
             recipes = trace_loader(load, symbols_of(catalog), tensors, self._engine.name)
             strides = {name: tensors[name].stride() for name in recipes.by_name}
+            real = (tensors[name].device for name in recipes.by_name)
+            self.device = next((device for device in real if device.type != "meta"), default_device())
         if not recipes.by_name:
             raise ConversionError(
                 f"{self._engine.name} takes none of the {len(image.entries)} tensors of the trained model; "
@@ -196,7 +233,10 @@ class Receiver:
         ]
         self._read = Runs.of_reads(join(catalog, rest, EXACT))
         read = (self._read,) if self._read.nbytes else ()
-        return Wants(Runs.of_reads(whole.plan), (*self._sets, *read))
+        wants = Wants(Runs.of_reads(whole.plan), (*self._sets, *read))
+        tensors_of = Tensors(image)
+        self._names = [tensors_of.names(runs) for runs in wants.sets]
+        return wants
 
     def fill(self, incoming: Incoming, version: int, sums: Sequence[Sums], since: int | None = None) -> None:
         """Bring the tensors to ``version`` out of ``incoming``, and read them back.
@@ -206,8 +246,9 @@ class Receiver:
         read back. Raises VerifyError, naming the tensors, where those of what was read back differ, and what
         the engine and reading raise; ``version`` is then None.
         """
+        assert self._image is not None, "planned before"
         self.version = None
-        changed = None
+        changed, supply = None, _Stored(self._image, incoming)
         # What takes an element twice is neither read back nor computed anew.
         twice = any(
             not isinstance(source, Computed)
@@ -218,19 +259,32 @@ class Receiver:
         if since is not None and getattr(self._engine, "keeps_values", False) and not twice:
             changed = incoming.changed(since)
         try:
-            self._fill(incoming, sums, changed)
+            self._fill(supply, sums, changed)
         except VerifyError as error:
             if changed is None:
                 raise
             # Somebody has changed what should have been as it was left.
             logger.warning("%s: all of it is filled in again", error)
-            self._fill(incoming, sums, None)
+            self._fill(supply, sums, None)
         self.version = version
 
-    def _fill(self, incoming: Incoming, sums: Sequence[Sums], changed: Changed | None) -> None:
+    def take(self, supply: Supply) -> None:
+        """Fill the tensors, and read them back; they are no version before ``agree`` has been called.
+
+        Raises what the engine and ``supply`` raise.
+        """
+        self.version = None
+        self._fill(supply, None, None)
+
+    def agree(self, sums: Sequence[Sums]) -> None:
+        """Raise VerifyError where what ``take`` has read back is not what the trainer's ``sums`` are of."""
+        self._compare(sums, done=True)
+
+    def _fill(self, supply: Supply, sums: Sequence[Sums] | None, changed: Changed | None) -> None:
+        """``sums`` are compared with as soon as can be; None: they are not known yet."""
         assert self._image is not None, "planned before"
         entries = {name: (name, dtype, shape) for name, dtype, shape in self._image.entries}
-        digests = [Digests(entries[name] for name in each) for each in sums]
+        self._digests = [Digests(entries[name] for name in names) for names in self._names]
         left = set(self._filled)
         stages = self._engine.stages({name: filled.whole for name, filled in self._filled.items()})
         with contextlib.closing(_generator(stages)) as following:
@@ -238,17 +292,18 @@ class Receiver:
                 with stage as given:
                     mine = {name: given[name] for name in given if name in self._filled}
                     left -= mine.keys()
-                    self._fill_stage(mine, incoming, digests, changed)
-                    self._compare(sums, digests, done=False)
+                    self._fill_stage(mine, supply, changed)
+                    if sums is not None:
+                        self._compare(sums, done=False)
         if left:
             raise VerifyError(
                 f"{self._engine.name} gave no room for {', '.join(sorted(left)[:8])}, which its load fills"
             )
         if self._read.nbytes:
             # What cannot be read back. After the fill: bytes that are the version's now were so then.
-            with incoming.reader() as reader:
-                sum_read(self._image, self._read, reader, digests[len(self._sets)])
-        self._compare(sums, digests, done=True)
+            supply.sum(self._read, self._digests[len(self._sets)])
+        if sums is not None:
+            self._compare(sums, done=True)
 
     def _check_all_filled(self, tensors: Mapping[str, torch.Tensor], recipes: Mapping[str, Recipe]) -> None:
         """Raise ConversionError for parameters that would stay as they are while the version counts up."""
@@ -345,8 +400,7 @@ class Receiver:
     def _fill_stage(
         self,
         tensors: Mapping[str, torch.Tensor],
-        incoming: Incoming,
-        digests: Sequence[Digests],
+        supply: Supply,
         changed: Changed | None,
     ) -> None:
         if not tensors:
@@ -376,14 +430,14 @@ class Receiver:
                     or not seen.issuperset(part.target for part in read.parts)
                 )
                 fill = replace(fill, reads=reads)
-            execute(fill, each, Progress(0, False), THREADS, incoming.reader())
+            supply.fill(fill, each)
             for number, (plan, names) in stage.back.items():
                 sources = [Source(storages[name]) for name in names]
-                write_out(plan, sources, None, THREADS, digests[number].add_rows)
+                write_out(plan, sources, None, THREADS, self._digests[number].add_rows)
 
-    def _compare(self, sums: Sequence[Sums], digests: Sequence[Digests], done: bool) -> None:
+    def _compare(self, sums: Sequence[Sums], done: bool) -> None:
         """Raise VerifyError for tensors that have other sums; until all is ``done`` for whole ones alone."""
-        for expected, digest in zip(sums, digests, strict=True):
+        for expected, digest in zip(sums, self._digests, strict=True):
             found = digest.sums()
             if not done:
                 found = {name: row for name, row in found.items() if row[-1] == expected[name][-1]}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import TracebackType
@@ -18,7 +18,7 @@ from zerostart.checkpoint.strict_json import JsonObject
 from zerostart.distributed.world import World, current_world, default_device
 from zerostart.errors import ConfigError, PeerError
 from zerostart.live.model import LiveModel
-from zerostart.state.refitting.image import Image
+from zerostart.state.refitting.image import Entry, Image
 from zerostart.state.refitting.place import Place
 from zerostart.state.refitting.session import Session
 from zerostart.state.refitting.sums import SetSums, Tensors, digest_of
@@ -444,7 +444,12 @@ class Refitter:
             # Replicas want the same, which is summed up once.
             each = [sets.setdefault(runs.to_bytes(), (len(sets), runs))[0] for runs in worker.sets]
             numbers[worker.name] = each
-        return None, _Takers(infos, [runs for _, runs in sets.values()], numbers, _untaken(image, infos))
+        return None, _Takers(
+            infos,
+            [runs for _, runs in sets.values()],
+            numbers,
+            untaken(image, [info.wants for info in infos]),
+        )
 
     def _complete(
         self, report: PushReport, sums: list[dict[str, tuple[int, ...]]], begun: float
@@ -659,10 +664,17 @@ class Refitter:
         return sum(self._world.all_gather_object(back, during))
 
 
-def prepared(model: nn.Module, settings: RefitSettings, world: World, before: Image | None) -> Prepared:
+def prepared(
+    model: nn.Module,
+    settings: RefitSettings,
+    world: World,
+    before: Image | None,
+    wanted: Callable[[Sequence[Entry]], Sequence[Entry]] = lambda entries: entries,
+) -> Prepared:
     """The image, and what this rank writes of it, of the model as it is now; collective.
 
-    The image is that of ``before`` where it is the same. Raises ConfigError.
+    The image is that of ``before`` where it is the same; its tensors are as ``wanted`` makes of those of a
+    save. Raises ConfigError, and what ``wanted`` raises.
     """
     with world.phase("looking at the model"):
         live = LiveModel(model, world)
@@ -673,7 +685,7 @@ def prepared(model: nn.Module, settings: RefitSettings, world: World, before: Im
                 "adapters_only=True and have the engine load that"
             )
         contents, _ = contents_to_save(model, live, SaveRequest(dtype=settings.dtype, merge_adapters=adapted))
-        entries = tuple((name, dtype, tuple(shape)) for name, dtype, shape in contents.entries)
+        entries = tuple((name, dtype, tuple(shape)) for name, dtype, shape in wanted(contents.entries))
         image = before if before is not None and before.entries == entries else Image.of(entries)
         plan, storages = planned(image.layout, contents.outgoing, CHUNK)
     return Prepared(image, plan, storages)
@@ -683,10 +695,11 @@ def _nothing() -> None:
     return
 
 
-def _untaken(image: Image, infos: Sequence[WorkerInfo]) -> tuple[str, ...]:
+def untaken(image: Image, wants: Iterable[Runs]) -> tuple[str, ...]:
+    """The tensors of which nobody wants anything, in the order of the image."""
     tensors = Tensors(image)
-    wants = {info.wants.to_bytes(): info.wants for info in infos}  # replicas want the same
-    taken = {name for runs in wants.values() for name in tensors.names(runs)}
+    each = {runs.to_bytes(): runs for runs in wants}  # replicas want the same
+    taken = {name for runs in each.values() for name in tensors.names(runs)}
     return tuple(
         name for name, _, _ in image.entries if name not in taken and image.layout.tensors[name].numel
     )
