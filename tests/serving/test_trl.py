@@ -19,7 +19,7 @@ import pytest
 
 from tests.integrations.launching import CONFIGS, REHEARSAL, added, launch, tokenizer
 from tests.serving.families import made
-from tests.serving.test_vllm import PROMPT, _greedy
+from tests.serving.tokens import PROMPT, greedy
 from zerostart.upstream.trl.syncing import TOUCHED
 
 pytest.importorskip("vllm")
@@ -105,6 +105,6 @@ def test_a_server_has_the_weights_that_are_saved(checkpoint: Path, server: str, 
     wanted = {"model": str(checkpoint), "prompt": PROMPT, "max_tokens": 12, "temperature": 0}
     wanted |= {"ignore_eos": True, "detokenize": False, "return_token_ids": True}
     (answer,) = asked(server, "v1/completions", wanted)["choices"]
-    assert answer["token_ids"] == _greedy(tmp_path / "saved", PROMPT, 12) != _greedy(checkpoint, PROMPT, 12)
+    assert answer["token_ids"] == greedy(tmp_path / "saved", PROMPT, 12) != greedy(checkpoint, PROMPT, 12)
     # One before each step, one after the last.
     assert asked(server, "weight_info") == {"weight_version": "6"}

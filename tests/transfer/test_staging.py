@@ -33,8 +33,10 @@ def test_plan_through_device_staging(tmp_path: Path, depth: int, dtype: torch.dt
         storages.append(torch.zeros(layout.numel, dtype=kind))
         expected.append(real.chunk(2, dim if real.dim() > 1 else 0)[1].to(kind).reshape(-1))
     plan = join(open_catalog(path), wanted, PlanOptions(chunk_size=20_000))
-    staging = DeviceStaging(plan.chunk_size, depth, torch.device("cpu"))
-    with FileReader(plan.files, plan.sizes) as reader:
+    with (
+        FileReader(plan.files, plan.sizes) as reader,
+        DeviceStaging(plan.chunk_size, depth, torch.device("cpu")) as staging,
+    ):
         for read in plan.reads:
             view = staging.view(read.nbytes)
             rows = Rows(read.rows, read.nbytes // read.rows, read.stride)
@@ -43,16 +45,15 @@ def test_plan_through_device_staging(tmp_path: Path, depth: int, dtype: torch.dt
             else:
                 reader.gather(read.file, read.offset, rows, view, rows.width)
             staging.deliver(read.parts, storages)
-    staging.finish()
     assert len(plan.reads) > 3
     for storage, want in zip(storages, expected, strict=True):
         assert torch.equal(storage[: want.numel()], want)
 
 
 def test_result_larger_than_the_buffers() -> None:
-    staging = DeviceStaging(64, 2, torch.device("cpu"))
     data = torch.randn(100)
     storage = torch.zeros(120, dtype=torch.bfloat16)
     part = Part(0, torch.float32, 0, 20, ((100, 1, 1),), direct=False)
-    staging.put(part, data.view(torch.uint8), storage)
+    with DeviceStaging(64, 2, torch.device("cpu")) as staging:
+        staging.put(part, data.view(torch.uint8), storage)
     assert torch.equal(storage[20:], data.bfloat16())

@@ -10,7 +10,7 @@ from zerostart.checkpoint.storage import page_cache
 from zerostart.checkpoint.storage.local import LocalFiles
 from zerostart.distributed import machine
 from zerostart.transfer import Tuning, tune
-from zerostart.transfer.tuning import MIN_CHUNK, RING
+from zerostart.transfer.tuning import DEVICE_RING, MIN_CHUNK, RING
 
 MiB = 1 << 20
 COLD = 16 * MiB
@@ -140,8 +140,9 @@ def test_memory_limit_caps_an_exchange(file: str, limit: int | None, device: boo
     tuning = tune(LocalFiles.of([file]), device, memory_limit=limit)
     chunk = tuning.exchange_chunk
     assert chunk % MIN_CHUNK == 0
-    assert tuning.exchange_bytes(chunk) <= (limit or RING)
-    assert tuning.exchanging(chunk or MIN_CHUNK).ring_bytes <= max(limit or RING, MIN_CHUNK)
+    most = limit or (DEVICE_RING if device else RING)
+    assert tuning.exchange_bytes(chunk) <= most
+    assert tuning.exchanging(chunk or MIN_CHUNK).ring_bytes <= max(most, MIN_CHUNK)
     assert (chunk == 0) is (limit == MIN_CHUNK or (limit == 600_000 and device))
 
 

@@ -1,8 +1,8 @@
 """Digests of tensors that know no layout: sums over positions, so that shares add up in any order.
 
-The digest is the BLAKE2b hash, 128 bits, of the sums in ``upstream/torch/word_sums.py`` with dtype and shape.
-A word of which several ranks have some bytes each is summed up like all else. It finds accidents; it is no
-protection from somebody who looks for a collision.
+The digest is the BLAKE2b hash, 128 bits, of the sums in ``upstream/torch/byte_sums.py`` with dtype and shape,
+behind the number of this definition: 34 hexadecimal digits. It finds accidents; it is no protection from
+somebody who looks for a collision.
 """
 
 from __future__ import annotations
@@ -10,27 +10,30 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Iterable, Sequence
-from math import prod
+from math import gcd, prod
 from typing import Protocol
 
 import torch
 
 from zerostart.checkpoint.catalog import DTYPE_BITS
 from zerostart.errors import CheckpointError
-from zerostart.upstream.torch.word_sums import (
+from zerostart.upstream.torch.byte_sums import (
     ALL,
     BLOCK,
-    HOST_MANY,
     LANES,
     MANY,
+    ROW,
     lanes_of,
     lanes_of_elements,
+    lanes_of_rows,
 )
 
+#: What each digest begins with. Those of the definition before, sums over words, had nothing there.
+DEFINITION = "02"
 #: Bytes that a thread takes which adds.
-ROOM = HOST_MANY * BLOCK
+ROOM = BLOCK
 #: Bytes that are summed up in the time of one call, and of one element by itself; and elements at a time.
-CALL, SINGLE, ELEMENTS = 100_000, 100, 1 << 16
+CALL, SINGLE, ELEMENTS = 200_000, 3_000, 1 << 14
 
 
 class Ranks(Protocol):
@@ -65,7 +68,7 @@ class Digests:
         bits = self._bits(name)
         octets = _octets(data)
         self._count(name, octets.numel() * 8 // bits)
-        self._sum(name, octets, first * bits // 8)
+        self._note(name, lanes_of(octets, first * bits // 8))
 
     def lanes(self, name: str, first: int, data: torch.Tensor) -> list[int]:
         """The sums over elements as ``add`` takes them, which are not added."""
@@ -83,25 +86,33 @@ class Digests:
         if step == count or rows == 1:
             self.add(name, first, data.contiguous().view(-1))
             return
-        # Three ways to add rows with gaps, by what they cost in bytes summed up: each row by a call of its
-        # own, all rows spread out with zeros in the gaps (which add nothing), or element by element.
-        alone, spread, scattered = CALL + count * bits // 8, step * bits // 8, SINGLE * count
-        if bits < 8 or alone <= min(spread, scattered):
+        if bits < 8:
             for row in range(rows):
                 self.add(name, first + row * step, data[row].contiguous())
             return
+        width = bits // 8
+        self._count(name, rows * count)
+        # Three ways to add rows with gaps, by what they cost in bytes summed up: those that begin at the same
+        # place of a row of the sums together, all rows spread out with zeros in the gaps (which add nothing),
+        # or element by element.
+        calls = min(rows, ROW // gcd(step * width, ROW)) * (count * width // ROW + 1)
+        together = CALL * calls + rows * count * width
+        spread, scattered = rows * step * width, SINGLE * rows * count
+        if together <= min(spread, scattered):
+            self._note(name, lanes_of_rows(_bytes_of_rows(data), first * width, step * width))
+            return
         # As many rows at a time as fit the room that either way takes.
-        together = max(1, MANY * BLOCK // spread if spread <= scattered else ELEMENTS // max(count, 1))
-        for row in range(0, rows, together):
-            part, place = data[row : row + together], first + row * step
-            self._count(name, part.numel())
+        many = MANY // (step * width) if spread <= scattered else ELEMENTS // max(count, 1)
+        many = max(1, many)
+        for row in range(0, rows, many):
+            part, place = data[row : row + many], first + row * step
             if spread <= scattered:
-                self._sum(name, _spread(part, step), place * bits // 8)
+                self._note(name, lanes_of(_spread(part, step), place * width))
             else:
-                self._note(name, _scattered(part, place, step, bits // 8))
+                self._note(name, _scattered(part, place, step, width))
 
     def summed(self, world: Ranks | None = None) -> dict[str, str]:
-        """The digest of each entry as 32 hexadecimal digits; collective, one reduction. None: nobody else.
+        """The digest of each entry as 34 hexadecimal digits; collective, one reduction. None: nobody else.
 
         Raises CheckpointError if the elements added on all ranks are not as many as the entry has.
         """
@@ -134,10 +145,6 @@ class Digests:
     def _bits(self, name: str) -> int:
         return DTYPE_BITS[self._entries[name][0]]
 
-    def _sum(self, name: str, octets: torch.Tensor, position: int) -> None:
-        """Add bytes that begin at byte ``position``."""
-        self._note(name, lanes_of(octets, position))
-
     def _count(self, name: str, elements: int) -> None:
         with self._lock:
             self._counts[name] = self._counts.get(name, 0) + elements
@@ -157,7 +164,12 @@ class Digests:
 
 def _final(dtype: str, shape: Sequence[int], lanes: Sequence[int]) -> str:
     text = f"{dtype} {list(shape)} ".encode() + b"".join(lane.to_bytes(8, "little") for lane in lanes)
-    return hashlib.blake2b(text, digest_size=16).hexdigest()
+    return DEFINITION + hashlib.blake2b(text, digest_size=16).hexdigest()
+
+
+def is_comparable(digest: object) -> bool:
+    """Whether ``digest``, which somebody has written down, is one of the definition that this module has."""
+    return isinstance(digest, str) and len(digest) == 34 and digest.startswith(DEFINITION)
 
 
 def _octets(data: torch.Tensor | bytes | bytearray | memoryview) -> torch.Tensor:
@@ -172,6 +184,15 @@ def _octets(data: torch.Tensor | bytes | bytearray | memoryview) -> torch.Tensor
     return data.detach().view(torch.uint8)
 
 
+def _bytes_of_rows(data: torch.Tensor) -> torch.Tensor:
+    """The bytes of [rows, count] as [rows, bytes], where they lie if each row is one run."""
+    if data.stride(1) != 1:
+        data = data.contiguous()
+    if data.is_complex():
+        data = torch.view_as_real(data.resolve_conj()).flatten(1)
+    return data.detach().view(torch.uint8)
+
+
 def _spread(data: torch.Tensor, step: int) -> torch.Tensor:
     """The bytes of rows as ``add_rows`` takes them, with zeros for those between."""
     room = data.new_zeros(data.shape[0], step)
@@ -182,12 +203,7 @@ def _spread(data: torch.Tensor, step: int) -> torch.Tensor:
 def _scattered(data: torch.Tensor, first: int, step: int, width: int) -> list[int]:
     """The sums of both lanes over such rows, without room for what lies between."""
     rows, count = data.shape
-    device = data.device
-    place = first + step * torch.arange(rows, device=device)[:, None] + torch.arange(count, device=device)
-    octet = place.view(-1) * width
-    if data.is_complex():
-        data = torch.view_as_real(data.resolve_conj())
-    kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[width]
-    # Contiguous, so that elements of two numbers are one row of words.
-    bits = data.detach().contiguous().view(-1).view(kind).to(torch.int64)
-    return lanes_of_elements(bits, octet, width)
+    place = first + step * torch.arange(rows, device=data.device)[:, None]
+    place = place + torch.arange(count, device=data.device)
+    octets = _octets(data.contiguous().view(-1)).view(-1, width)
+    return lanes_of_elements(octets, place.view(-1) * width)

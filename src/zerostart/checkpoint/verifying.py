@@ -16,7 +16,7 @@ from pathlib import Path, PurePosixPath
 import torch
 
 from zerostart.checkpoint.catalog import DTYPE_BITS, Catalog, TensorEntry, contiguous_strides
-from zerostart.checkpoint.digest import Digests
+from zerostart.checkpoint.digest import Digests, is_comparable
 from zerostart.checkpoint.formats.weights import storage_catalog
 from zerostart.checkpoint.manifest import MARKERS, STATE_MARKER, check_seal, documents, lies_at
 from zerostart.checkpoint.paths import expanded, wait_for
@@ -74,6 +74,12 @@ def verify(path: str | os.PathLike[str]) -> Verified:
     tensors = 0
     for document in found if not faults else ():
         for folder, digests in document.get("digests", {}).items():
+            if any(not is_comparable(digest) for digest in digests.values()):
+                raise VerifyError(
+                    f"{shown_place} cannot be compared with what was saved: its digests are of another "
+                    "definition, that of the version of zerostart which wrote it. Its files have the lengths "
+                    "that they had. Verify it with that version, or load and save it with this one"
+                )
             faults += _faults_of_tensors(_catalog(place, folder, document, storage), digests)
             tensors += len(digests)
     if faults:

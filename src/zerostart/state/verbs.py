@@ -215,7 +215,7 @@ def save(
 def digest(model: nn.Module) -> dict[str, str]:
     """The digest of each tensor of ``model``, by its state-dict name; tied names have the same.
 
-    Collective. 32 hexadecimal digits of dtype, shape and bits that are the same for every layout, engine,
+    Collective. 34 hexadecimal digits of dtype, shape and bits that are the same for every layout, engine,
     stage and number of ranks, experts whole, and those that files of the same tensors have. ``model`` is as
     in ``save``. Each rank reads its own share, where it lies, and one message goes round. See
     ``docs/verify.md``.
@@ -325,7 +325,8 @@ def refit(
             engine that is told.
             Or another sharded model of the same architecture, in the
             same ranks or in some of them (pass None on the others), of any engine, mesh and dtype.
-        transport: how bytes go to the workers; None: ``"shared_memory"``, for workers on this machine,
+        transport: how bytes go to the workers: ``"shared_memory"`` (None), for workers on this machine,
+            ``"group"`` and ``"device_group"``, for any;
             ``"file"`` where the target is a directory, ``"local"`` where it lives in the ranks.
         workers: how many the first push waits for; None: those of the engine, or one.
         dtype: floating dtype of what is pushed; None keeps the parameters' own.

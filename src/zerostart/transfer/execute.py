@@ -119,21 +119,20 @@ class _Reading:
 
     def work(self, items: Iterator[tuple[int, Read | Computation]]) -> None:
         """Reads in order, then computations; each time the read after those in flight is announced."""
-        staging = make_staging(self._plan.chunk_size, self._depth, self._device)
         # Announced ahead by as many as there are threads: the reader can have the system fetch what the
         # thread that is free next will ask for.
         reads = self._plan.reads
-        for number, item in items:
-            # ``number`` counts computations too, which come after all reads: what lies past the last read is
-            # not announced.
-            if number + self._ahead < len(reads):
-                following = reads[number + self._ahead]
-                self._reader.announce(following.file, following.offset, _rows(following))
-            if isinstance(item, Read):
-                self._read(item, self._targets, staging)
-            else:
-                self._compute(item, self._targets, staging)
-        staging.finish()
+        with make_staging(self._plan.chunk_size, self._depth, self._device) as staging:
+            for number, item in items:
+                # ``number`` counts computations too, which come after all reads: what lies past the last read
+                # is not announced.
+                if number + self._ahead < len(reads):
+                    following = reads[number + self._ahead]
+                    self._reader.announce(following.file, following.offset, _rows(following))
+                if isinstance(item, Read):
+                    self._read(item, self._targets, staging)
+                else:
+                    self._compute(item, self._targets, staging)
 
     def _read(self, read: Read, targets: _Targets, staging: Staging) -> None:
         if read.direct:

@@ -9,6 +9,7 @@ on the pretend one (docs/configuring.md), whose copies happen late, so that a mi
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import product
@@ -22,7 +23,18 @@ from zerostart.transfer.planning import Part
 
 
 class Staging(Protocol):
-    """One thread's buffers; allocated when the first is asked for."""
+    """One thread's buffers, for a ``with`` in that thread; allocated when the first is asked for.
+
+    Behind the ``with`` everything is in its place.
+    """
+
+    def __enter__(self) -> Staging:
+        """Begin, in the thread that uses it."""
+        ...
+
+    def __exit__(self, *error: object) -> None:
+        """Wait for what is under way, also where the thread has failed."""
+        ...
 
     def view(self, nbytes: int) -> memoryview:
         """Room for the next ``nbytes``."""
@@ -34,10 +46,6 @@ class Staging(Protocol):
 
     def put(self, part: Part, data: torch.Tensor, storage: torch.Tensor) -> None:
         """The same for one part of the bytes ``data``, on the host, which the caller then forgets."""
-        ...
-
-    def finish(self) -> None:
-        """Wait until everything is in its place."""
         ...
 
 
@@ -62,6 +70,11 @@ class HostStaging:
     def _buffer(self) -> torch.Tensor:
         return torch.empty(self._nbytes, dtype=torch.uint8, device="cpu")
 
+    def __enter__(self) -> HostStaging:
+        return self
+
+    def __exit__(self, *error: object) -> None: ...
+
     def view(self, nbytes: int) -> memoryview:
         """Room for the next ``nbytes``."""
         return bytes_view(self._buffer)[:nbytes]
@@ -80,15 +93,14 @@ class HostStaging:
             raw = raw.clone()
         copy_strided(storage, part.to, raw.view(part.dtype), part.loops)
 
-    def finish(self) -> None:
-        """Nothing is under way."""
-
 
 class DeviceStaging:
     """Pinned buffers in turn, a stream, and as many bytes on the device.
 
-    Whoever has written to the storages before has waited for that. ``device`` may be the CPU, where nothing
-    overlaps: so the way of the bytes can be followed without an accelerator.
+    What is done for each chunk is little: threads hand the interpreter's lock over at each call of torch, and
+    with eight of them on a GPU that took longer than the copies. Whoever has written to the storages before
+    has waited for that. ``device`` may be the CPU, where nothing overlaps: so the way of the bytes can be
+    followed without an accelerator.
     """
 
     def __init__(self, nbytes: int, depth: int, device: torch.device) -> None:
@@ -101,15 +113,28 @@ class DeviceStaging:
         self._stream = torch.Stream(device) if self._pinned else None
         #: Of each buffer the event after its last copy; None before the first.
         self._sent: list[torch.Event | None] = [None] * depth
+        self._within = contextlib.ExitStack()
+
+    def __enter__(self) -> DeviceStaging:
+        self._within.enter_context(torch.no_grad())
+        if self._stream is not None:
+            self._within.enter_context(self._stream)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._wait()
+        self._within.close()
 
     @cached_property
-    def _host(self) -> list[torch.Tensor]:
-        return [
+    def _host(self) -> list[tuple[torch.Tensor, memoryview]]:
+        """The buffers, and their bytes."""
+        buffers = [
             page_locked(self._nbytes, self._device)
             if self._pinned
             else torch.empty(self._nbytes, dtype=torch.uint8, device="cpu")
             for _ in range(self._depth)
         ]
+        return [(buffer, bytes_view(buffer)) for buffer in buffers]
 
     @cached_property
     def _raw(self) -> torch.Tensor:
@@ -123,14 +148,13 @@ class DeviceStaging:
         # once.
         if sent is not None:
             sent.synchronize()
-        return bytes_view(self._host[self._turn])[:nbytes]
+        return self._host[self._turn][1][:nbytes]
 
     def deliver(self, parts: Sequence[Part], storages: Sequence[torch.Tensor]) -> None:
         """Send the parts on their way; the next room is in another buffer."""
-        host = self._host[self._turn]
-        with self._on_stream(), torch.no_grad():
-            for part in parts:
-                self._send(part, host, storages[part.target])
+        host, _ = self._host[self._turn]
+        for part in parts:
+            self._send(part, host, storages[part.target])
         if self._stream is not None:
             # One event for the whole buffer: the stream's copies are in order.
             self._sent[self._turn] = self._stream.record_event()
@@ -139,12 +163,10 @@ class DeviceStaging:
 
     def put(self, part: Part, data: torch.Tensor, storage: torch.Tensor) -> None:
         """Send one part and wait for it: the caller's memory is pageable, and is forgotten."""
-        with self._on_stream(), torch.no_grad():
-            self._send(part, data, storage)
-        self.finish()
+        self._send(part, data, storage)
+        self._wait()
 
-    def finish(self) -> None:
-        """Wait until everything is in its place."""
+    def _wait(self) -> None:
         if self._stream is not None:
             self._stream.synchronize()
 
@@ -166,17 +188,6 @@ class DeviceStaging:
             copy_strided(storage, part.to, raw.view(part.dtype), part.loops)
         else:  # the result of a computation that could not be cut
             self._host_only.put(part, data, storage)
-
-    def _on_stream(self) -> torch.Stream | _Here:
-        return self._stream if self._stream is not None else _Here()
-
-
-class _Here:
-    """Stands in for a stream where there is none."""
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *error: object) -> None: ...
 
 
 def _one_run(part: Part) -> bool:

@@ -108,6 +108,8 @@ class _Writing:
             self._write(write, room)
 
     def _write(self, write: Write, room: _Room) -> None:
+        if self._writer is None and self._noted is not None and self._note_in_place(write):
+            return
         data = self._data(write, room)
         view, width = bytes_view(data), write.dtype.itemsize
         for first, count, step, rows in write.rows():
@@ -119,6 +121,25 @@ class _Writing:
                 # Rows as they are in the file, gaps left out, and without a copy.
                 seen = data.as_strided((rows, count), (step, 1), int(data.storage_offset()) + first)
                 self._noted(write.name, write.first + first, step, seen)
+
+    def _note_in_place(self, write: Write) -> bool:
+        """Tell of rows from where they lie in storages of the host; False if that is not what they are."""
+        found = []
+        for part in write.parts:
+            source, loops = self._storages[part.target], [*part.loops]
+            held = source.storage
+            inner = loops.pop()[0] if loops and loops[-1][1:] == (1, 1) else 1
+            rows, far, local = loops.pop() if loops else (1, inner, inner)
+            if loops or local < inner or source.change is not None:
+                return False
+            if held.dtype != write.dtype or held.device.type != "cpu":
+                return False
+            seen = held.as_strided((rows, inner), (local, 1), int(held.storage_offset()) + part.to)
+            found.append((write.first + part.at // write.dtype.itemsize, far, seen))
+        assert self._noted is not None, "asked for"
+        for first, step, seen in found:
+            self._noted(write.name, first, step, seen)
+        return True
 
     def _data(self, write: Write, room: _Room) -> torch.Tensor:
         """What is written, where it lies or in ``room``, in its page of memory as in its page of the file."""

@@ -14,7 +14,7 @@ from tests.engines.zero12.routes import CASES, Case
 from tests.ranks import run_ranks
 from tests.tiny import TinyCheckpoints
 from zerostart.upstream.deepspeed.zero12.buffers import alike, fingerprint
-from zerostart.upstream.torch.word_sums import BLOCK
+from zerostart.upstream.torch.byte_sums import BLOCK
 
 
 def compare(path: Path) -> dict[str, list[str]]:

@@ -13,32 +13,47 @@ from zerostart.checkpoint.digest import Digests
 from zerostart.distributed.world import current_world
 from zerostart.errors import CheckpointError
 from zerostart.recipe.dtypes import spelling
+from zerostart.upstream.torch import byte_sums
 
-WORDS = 8192
+ROW, ROWS, COLUMNS = 1024, 1024, 8
+BLOCK = ROW * ROWS
 MASK = (1 << 64) - 1
 
 
 def mixed(number: int) -> int:
-    """The finaliser of SplitMix64, made odd."""
+    """The finaliser of SplitMix64."""
     z = (number + 1) * 0x9E3779B97F4A7C15 & MASK
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & MASK
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB & MASK
-    return (z ^ (z >> 31)) | 1
+    return z ^ (z >> 31)
 
 
-def by_the_formula(dtype: str, shape: Sequence[int], data: bytes) -> str:
-    """The digest as docs/verify.md writes it down, in integers of Python alone."""
-    words = [int.from_bytes(data[at : at + 8], "little") for at in range(0, len(data), 8)]
+def byte_key(place: int, column: int) -> int:
+    """A number of -127 to 127 without zero."""
+    drawn = (mixed(place * COLUMNS + column + (1 << 48)) >> 1) % 254 - 127
+    return drawn if drawn < 0 else drawn + 1
+
+
+def by_the_formula(dtype: str, shape: Sequence[int], data: bytes, first: int = 0) -> str:
+    """The digest as docs/verify.md has it, in integers of Python alone; before byte ``first`` are zeros."""
+    keys = [[byte_key(place, column) for column in range(COLUMNS)] for place in range(ROW)]
+    sums: dict[int, list[int]] = {}
+    for number, byte in enumerate(data, first):
+        row, place = divmod(number, ROW)
+        value = byte if byte < 128 else byte - 256
+        before = sums.get(row, [0] * COLUMNS)
+        sums[row] = [total + value * key for total, key in zip(before, keys[place], strict=True)]
     lanes = []
     for lane in range(2):
         total = 0
-        for number, word in enumerate(words):
-            block, place = divmod(number, WORDS)
-            high = word >> 32 if word < 1 << 63 else (word >> 32) - (1 << 32)
-            a, c = mixed(place + ((1 + lane) << 48)), mixed(place + ((3 + lane) << 48))
-            total += mixed(block + ((5 + lane) << 48)) * (a * word + c * high)
+        for row, columns in sums.items():
+            block, number = divmod(row, ROWS)
+            for column, value in enumerate(columns):
+                a = mixed(number * COLUMNS + column + ((2 + lane) << 48)) | 1
+                total += (mixed(block + ((4 + lane) << 48)) | 1) * a * value
         lanes.append((total & MASK).to_bytes(8, "little"))
-    return hashlib.blake2b(f"{dtype} {list(shape)} ".encode() + b"".join(lanes), digest_size=16).hexdigest()
+    text = f"{dtype} {list(shape)} ".encode() + b"".join(lanes)
+    return "02" + hashlib.blake2b(text, digest_size=16).hexdigest()
 
 
 def octets(tensor: torch.Tensor) -> torch.Tensor:
@@ -65,23 +80,61 @@ def digest(tensor: torch.Tensor) -> str:
 )
 def test_the_formula(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    for shape in ((), (0,), (3,), (7, 5), (37, 601), (150_001,)):
+    for shape in ((), (0,), (3,), (7, 5), (37, 601)):
         values = torch.randn(shape) * 5
         tensor = values.to(dtype)
         assert digest(tensor) == by_the_formula(spelling(dtype), shape, bytes(octets(tensor).numpy())), shape
 
 
-@pytest.mark.parametrize("place", [0, 3, 65_536])
-def test_as_accelerators_compute_it(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Block by block at once, from any place on: checked on the host, which has the same operators."""
+def test_the_formula_across_blocks() -> None:
+    torch.manual_seed(0)
+    shape, first = (2, BLOCK), BLOCK - 7_003
+    tensor = torch.zeros(shape, dtype=torch.int8)
+    tensor.view(-1)[first : first + 20_000].random_(-128, 128)
+    data = bytes(octets(tensor)[first : first + 20_000].numpy())
+    assert digest(tensor) == by_the_formula("I8", shape, data, first)
+
+
+@pytest.mark.parametrize("place", [0, 3, 262_144])
+def test_as_other_devices_compute_it(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By products of fp32, all rows at once, from any place on: on the host, which has the same operators."""
     torch.manual_seed(6)
-    tensor = torch.randn(150_000 + place)
+    tensor = torch.randn(600_000 + place)
+    tensor.view(torch.int32)[:5000] = -1 ^ 0x7F7F7F7F  # every byte the lowest
     expected = digest(tensor)
-    monkeypatch.setattr("zerostart.upstream.torch.word_sums._on_host", lambda device: False)
-    sums = Digests([("t", "F32", tensor.shape)])
-    sums.add("t", place, tensor[place:])
-    sums.add("t", 0, tensor[:place])
-    assert sums.summed()["t"] == expected
+
+    def found() -> str:
+        sums = Digests([("t", "F32", tensor.shape)])
+        sums.add("t", place, tensor[place:])
+        sums.add("t", 0, tensor[:place])
+        return sums.summed()["t"]
+
+    def of_columns() -> str:
+        square = tensor[: 512 * 1024].view(512, 1024)
+        sums = Digests([("t", "F32", square.shape)])
+        sums.add_rows("t", 300, 1024, square[:, 300:])
+        sums.add_rows("t", 0, 1024, square[:, :300])
+        return sums.summed()["t"]
+
+    of_square = digest(tensor[: 512 * 1024].view(512, 1024))
+    monkeypatch.setattr(byte_sums, "_has_products_of_bytes", lambda: False)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert (found(), of_columns()) == (expected, of_square)
+    monkeypatch.setattr(byte_sums, "_is_host", lambda device: False)
+    assert (found(), of_columns()) == (expected, of_square)
+
+
+def test_products_that_lose_bits_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Older processors sum up pairs of products of bytes in 16 bits, and cut them off."""
+
+    def saturating(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        products = (one.to(torch.int32) + 128)[:, :, None] * other.to(torch.int32)
+        pairs = products.view(len(one), -1, 2, other.shape[1]).sum(2).clamp(-(1 << 15), (1 << 15) - 1)
+        return (pairs.sum(1) - 128 * other.to(torch.int32).sum(0)).to(torch.int32)
+
+    for product, used in ((torch._int_mm, byte_sums._has_products_of_bytes()), (saturating, False)):
+        monkeypatch.setattr(torch, "_int_mm", product)
+        assert byte_sums._has_products_of_bytes.__wrapped__() is used
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.float64])
@@ -102,7 +155,7 @@ def test_pieces_in_any_order(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.int64])
-@pytest.mark.parametrize("shape", [(411, 757), (5, 70_003), (3001, 8)])
+@pytest.mark.parametrize("shape", [(411, 757), (5, 70_003), (3001, 8), (700, 4096), (40, 32_768)])
 def test_rows(dtype: torch.dtype, shape: tuple[int, int]) -> None:
     """Columns as tensor parallelism cuts them: wide and narrow, near each other and far apart."""
     torch.manual_seed(2)
@@ -135,12 +188,12 @@ def corrupted(data: torch.Tensor, chosen: random.Random) -> list[torch.Tensor]:
 
     for bit in (*range(8), *range(8)):
         changed()[chosen.randrange(count)] ^= 1 << bit
-    for distance in (2, 4, 8, 64, 4096, 8 * WORDS, 16 * WORDS):  # the top bits of two elements
+    for distance in (2, 4, 8, 64, ROW, 8 * ROW, BLOCK, 2 * BLOCK):  # the top bits of two elements
         at = chosen.randrange((count - distance) // 8) * 8 + 7
         both = changed()
         both[at] ^= 0x80
         both[at + distance] ^= 0x80
-    for length in (2, 4, 8, 512, 4096, 8 * WORDS):  # elements, rows and blocks that change places
+    for length in (2, 4, 8, 512, ROW, 8 * ROW, BLOCK):  # elements, rows and blocks that change places
         one, other = (number * length for number in chosen.sample(range(count // length), 2))
         both = changed()
         both[one : one + length] = data[other : other + length]
@@ -156,7 +209,7 @@ def corrupted(data: torch.Tensor, chosen: random.Random) -> list[torch.Tensor]:
 def test_accidents_are_noticed(kind: str) -> None:
     torch.manual_seed(3)
     chosen = random.Random(4)
-    data = torch.randint(0, 256, (8 * WORDS * 5 + 24,), dtype=torch.uint8)
+    data = torch.randint(0, 256, (3 * BLOCK + 24,), dtype=torch.uint8)
     if kind == "alike":  # most of the high bytes are one, as those of weights are
         data[1::2] = 0x3C
     elif kind == "sparse":

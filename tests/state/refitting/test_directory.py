@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,7 @@ def test_workers_follow_at_their_own_pace(tmp_path: Path) -> None:
         assert steady.has(model)
     with pytest.raises(serving.Closed):
         steady.follower.follow()
+    slow.follower.close()
     # Another trainer goes on, and all of it is sent; the one before cannot any more.
     again = zerostart.refit(model, path.as_uri(), full_every=3)
     other = zerostart.refit(model, path.as_uri())
@@ -198,19 +200,32 @@ def test_what_is_wrong_in_the_directory_ends_no_trainer(
     report = refitter.push()
     assert (report.version, report.base, len(report.workers)) == (4, 3, 1)
     assert not (path / ".00000001-0123abcd.part").exists()
+    # So is a document of another zerostart: what is served goes on being served.
+    document = (path / directory.DOCUMENT).read_bytes()
+    (path / directory.DOCUMENT).write_text('{"format": 99}')
+    assert not worker.follower.pending()
+    with pytest.raises(PeerError, match="no document of a refit of this zerostart"):
+        Follower(worker.receiver, path, 0.0)
+    (path / directory.DOCUMENT).write_bytes(document)
+    assert worker.follower.follow() == 4
+    # One that has not looked for long is gone.
+    (said,) = (path / "followers").glob("worker*.json")
+    long_ago = said.stat().st_mtime - 2 * directory.AWAY
+    os.utime(said, (long_ago, long_ago))
+    assert (refitter.push().workers, said.exists()) == ((), False)
     # What differs from files that are gone is of no use.
-    next(path.glob("00000004*.messages")).unlink()
+    next(path.glob("00000005*.messages")).unlink()
     _step(model)
     assert refitter.push().base is None
-    assert worker.follower.follow() == 5
+    assert worker.follower.follow() == 6
     assert worker.has(model)
     (path / directory.DOCUMENT).unlink()
     report = refitter.push()
-    assert (report.version, report.base) == (6, None)
+    assert (report.version, report.base) == (7, None)
     with directory.alone(path), pytest.raises(ConfigError, match="another trainer writes"):
         refitter.push()
     assert refitter.push().base is None
-    assert worker.follower.follow() == 7
+    assert worker.follower.follow() == 8
     assert worker.has(model)
 
 

@@ -20,6 +20,7 @@ from zerostart.checkpoint.channel import Channel
 from zerostart.errors import PeerError
 from zerostart.state.refitting.connection import Connection, serve
 from zerostart.state.refitting.receiver import Receiver
+from zerostart.state.refitting.transports import group
 
 SIZE = (6, 4)
 
@@ -185,7 +186,18 @@ def _die(address: str, point: str, rank: int, options: dict[str, Any]) -> None:
             def kill(*arguments: object, **options: object) -> Any:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-            if point == "writing":
+            if point.startswith("message"):
+                transmit, left = group._Parcel._transmit, int(point.removeprefix("message "))
+
+                def counted(parcel: group._Parcel, tensor: torch.Tensor) -> None:
+                    nonlocal left
+                    left -= 1
+                    if not left:
+                        kill()
+                    transmit(parcel, tensor)
+
+                group._Parcel._transmit = counted  # type: ignore[method-assign]
+            elif point == "writing":
                 module.write_out = kill
             elif point == "written":
                 Session.prepared = kill  # type: ignore[method-assign]
@@ -225,6 +237,22 @@ def _push_again(address: str) -> list[str]:
 def test_a_trainer_killed_at_each_message(
     tmp_path: Path, point: str, rank: int, new: bool, options: dict[str, Any]
 ) -> None:
+    _kill_a_trainer(tmp_path, point, rank, new, options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("full_every", [1, 9], ids=["full", "delta"])
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("message", [1, 2, 3, 4, 8])
+def test_a_trainer_killed_at_each_message_of_the_group(
+    tmp_path: Path, message: int, rank: int, full_every: int
+) -> None:
+    """To each worker go a header, a table, its content, and a header without more: eight by each rank."""
+    options = {"full_every": full_every, "transport": "group"}
+    _kill_a_trainer(tmp_path, f"message {message}", rank, False, options)
+
+
+def _kill_a_trainer(tmp_path: Path, point: str, rank: int, new: bool, options: dict[str, Any]) -> None:
     address = f"unix://{tmp_path}/workers"
     workers = [_start(address, name, tmp_path, "") for name in ("a", "b")]
     try:

@@ -19,6 +19,7 @@ from torch import nn
 import zerostart
 from tests.state.refitting.test_failures import SIZE, _start
 from zerostart.errors import PeerError, ZerostartError
+from zerostart.state.refitting.transports import group
 
 #: What each side says, in the order of a first push.
 MESSAGES = ["hello", "image", "wants", "prepare", "prepared", "commit", "serving"]
@@ -100,12 +101,16 @@ def _exactly(connection: socket.socket, count: int) -> bytes:
 
 
 @contextmanager
-def _served(folder: Path, transport: str, timeout: float) -> Iterator[tuple[Any, nn.Module, Wire, Any]]:
+def _served(
+    folder: Path, transport: str, timeout: float, full_every: int = 1
+) -> Iterator[tuple[Any, nn.Module, Wire, Any]]:
     """A refit, its model, and the wire by which one worker is connected with it."""
     weights = {"weight": torch.ones(SIZE), "bias": torch.zeros(SIZE[0])}
     model = zerostart.load(weights, lambda: nn.Linear(SIZE[1], SIZE[0]), engine="fsdp2", progress=False)
     wire = Wire()
-    refitter: Any = zerostart.refit(model, "tcp://127.0.0.1:0", transport=transport, timeout=timeout)
+    refitter: Any = zerostart.refit(
+        model, "tcp://127.0.0.1:0", transport=transport, timeout=timeout, full_every=full_every
+    )
     with refitter:
         wire.to = ("127.0.0.1", int(str(refitter.address).rpartition(":")[2]))
         worker = _start(wire.address, "worker", folder, "", 1, timeout)
@@ -211,3 +216,55 @@ def test_a_worker_that_stops_is_named_and_comes_back(transport: str, tmp_path: P
                     break
             assert time.monotonic() < until
         _holds(tmp_path, lambda held: held["weight"] == 3.0 and held["version"] == refitter.version)
+
+
+def _sockets() -> dict[str, int]:
+    """The TCP and Unix sockets of this process: by the system's number of one its descriptor."""
+    found = {}
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):
+            name = str(descriptor.readlink())
+            if name.startswith("socket:"):
+                found[name] = int(descriptor.name)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("full_every", [1, 9], ids=["full", "delta"])
+def test_the_groups_own_wire_is_cut_at_each_message(
+    full_every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The connections of gloo and of its store, all at once: the session's stands."""
+    transmit, left, before = group._Parcel._transmit, 0, set[str]()
+
+    def cutting(parcel: group._Parcel, tensor: torch.Tensor) -> None:
+        nonlocal left
+        left -= 1
+        if not left:
+            for name, descriptor in _sockets().items():
+                if name not in before:
+                    with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as one:
+                        one.getpeername()  # what listens is no wire
+                        one.shutdown(socket.SHUT_RDWR)
+        transmit(parcel, tensor)
+
+    monkeypatch.setattr(group._Parcel, "_transmit", cutting)
+    with _served(tmp_path, "group", 10.0, full_every) as (refitter, model, _, _):
+        refitter._session.wait_for(1, 30)
+        before.update(_sockets())
+        assert _push(refitter, model, 1.0) == ""
+        for message in (1, 2, 3, 4):
+            assert _push(refitter, model, 10.0 * message) == ""
+            version, left = refitter.version, message
+            said = _push(refitter, model, 10.0 * message + 1)
+            # What was sent last may be there all the same.
+            assert said or message == 4
+            if said:
+                assert "worker" in said
+                held = {"version": version, "weight": 10.0 * message}
+                _holds(tmp_path, lambda found, held=held: found == held)  # type: ignore[misc]
+            until = time.monotonic() + 60
+            while _push(refitter, model, 10.0 * message + 2):
+                assert time.monotonic() < until
+            _holds(tmp_path, lambda found, value=10.0 * message + 2: found["weight"] == value)  # type: ignore[misc]

@@ -14,7 +14,8 @@ from tests.ranks import run_ranks
 from tests.state.refitting import workers
 from tests.state.refitting.test_refit import _change
 from tests.tiny import TINY, TinyCheckpoints
-from zerostart.errors import ConversionError
+from zerostart import serving
+from zerostart.errors import ConversionError, PeerError
 
 BF16 = torch.bfloat16
 
@@ -24,6 +25,26 @@ class _Broken(nn.Module):
 
     def load_weights(self, weights: Any) -> None:
         raise RuntimeError("no such layer")
+
+
+class _Told:
+    """A driver of an engine whose one worker is in the rank; it may not want to hear of a version."""
+
+    workers, in_process = 1, True
+
+    def __init__(self, engine: nn.Module, failing: bool) -> None:
+        self.receiver = serving.Receiver(engine)
+        self.failing, self.versions = failing, list[int]()
+
+    def worker(self) -> serving.Receiver:
+        return self.receiver
+
+    def served(self, version: int) -> None:
+        if self.failing:
+            raise RuntimeError("the engine is asleep")
+        self.versions.append(version)
+
+    join = follow = leave = served
 
 
 def _push(path: Path, out: Path, options: dict[str, Any], parts: int, device: str = "cpu") -> list[str]:
@@ -45,6 +66,13 @@ def _push(path: Path, out: Path, options: dict[str, Any], parts: int, device: st
             expected = workers.loaded(config, rank % parts, parts, out / f"saved-{version}", BF16)
             found = engine.state_dict()
             wrong += [name for name in expected if not torch.equal(found[name].cpu(), expected[name])]
+    told = _Told(engine, last)
+    with (
+        zerostart.refit(model, told) as refitter,
+        pytest.raises(PeerError, match="engine is asleep"),
+    ):
+        refitter.push()
+    assert (told.receiver.version, told.versions) == (1, [] if last else [1])
     with pytest.raises(ConversionError, match="no such layer"):
         zerostart.refit(model, _Broken() if last else engine, timeout=30)
     return wrong

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
@@ -135,7 +136,9 @@ def main() -> None:
     print("served", receiver.version)
 
 
-def start(config: Path, rank: int, size: int, address: str, out: Path) -> subprocess.Popen[str]:
+def start(
+    config: Path, rank: int, size: int, address: str, out: Path, **environment: str
+) -> subprocess.Popen[str]:
     """A worker in a process of its own."""
     command = [
         sys.executable,
@@ -147,7 +150,13 @@ def start(config: Path, rank: int, size: int, address: str, out: Path) -> subpro
         address,
         str(out),
     ]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, **environment},
+    )
 
 
 if __name__ == "__main__":

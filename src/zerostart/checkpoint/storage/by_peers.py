@@ -613,7 +613,14 @@ class _Instead:
                 raise ReadError(f"{self._storage.fallback} has no tensor {entry.name} as it was kept")
             with catalog.storage.reader() as reader:
                 if entry.name not in self._same:
-                    if _digest(reader, there) != digest:
+                    found = _digest(reader, there)
+                    if len(found) != len(digest):
+                        raise ReadError(
+                            f"{self._storage.fallback}: tensor {entry.name} cannot be compared with what was "
+                            "kept, whose digests are of another version of zerostart; keep the model with "
+                            "this one"
+                        )
+                    if found != digest:
                         raise ReadError(
                             f"{self._storage.fallback}: tensor {entry.name} has other values than were "
                             "kept; a peer is gone, and nobody has its part of this version"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from zerostart.checkpoint.digest import Digests
+from zerostart.checkpoint.digest import DEFINITION, Digests
 from zerostart.checkpoint.paths import located, shown_url
 from zerostart.checkpoint.source import read_config
 from zerostart.checkpoint.strict_json import JsonObject
@@ -217,7 +217,8 @@ _GOES_ON = "what was written stays: convert again, with the same arguments, to g
 
 def _digest(contents: Contents, target: Target) -> str:
     """What tells one conversion from another: the files that are read, and what is written."""
-    found = hashlib.blake2b(digest_size=16)
+    # Sums of parts are in the journal: those of another definition are no part of this conversion.
+    found = hashlib.blake2b(DEFINITION.encode(), digest_size=16)
     for catalog in contents.catalogs:
         storage = catalog.storage
         states = [storage.identity(number) for number in range(len(storage.files))]

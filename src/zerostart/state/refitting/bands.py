@@ -21,12 +21,13 @@ from zerostart.checkpoint.write.shards import SaveLayout
 from zerostart.distributed.world import World
 from zerostart.recipe import torch_dtype
 from zerostart.state.refitting.image import Image
-from zerostart.state.refitting.refitter import CHUNK, THREADS
+from zerostart.state.refitting.refitter import CHUNK
 from zerostart.state.refitting.sums import SetSums
 from zerostart.state.refitting.transports.base import ImageWriter
 from zerostart.transfer.planning.runs import Runs
 from zerostart.transfer.planning.writes import Write, WritePlan
 from zerostart.transfer.staging import copy_strided
+from zerostart.transfer.tuning import push_threads
 from zerostart.transfer.writing import Source, write_out
 
 T = TypeVar("T")
@@ -250,7 +251,7 @@ class Rounds:
         for chosen, noted in ((fresh, self._sums.add_rows), (again, None)):
             writes = tuple(self._source.writes[n] for n in chosen)
             if self._device.type == "cpu":
-                write_out(replace(self._source, writes=writes), self._storages, band, THREADS, noted)
+                write_out(replace(self._source, writes=writes), self._storages, band, push_threads(), noted)
                 continue
             for write in writes:
                 self._put_there(write, band.elements(write), sums=noted is not None)

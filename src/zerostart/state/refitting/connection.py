@@ -18,7 +18,7 @@ from zerostart.state.refitting.follower import Follower
 from zerostart.state.refitting.image import Image
 from zerostart.state.refitting.receiver import Receiver, Wants
 from zerostart.state.refitting.sums import Sums
-from zerostart.state.refitting.transports.base import Closed, Incoming, transport_kind
+from zerostart.state.refitting.transports.base import Closed, Incoming, told_device, transport_kind
 
 logger = logging.getLogger("zerostart")
 
@@ -131,7 +131,12 @@ class Connection:
             raise
         self._image = image
         wants = self._known[1]
-        self._channel.send("wants", {}, *(runs.to_bytes() for runs in (wants.runs, *wants.sets)))
+        device, own = told_device(self.receiver.device)
+        self._channel.send(
+            "wants",
+            {"device": device, "device_id": own},
+            *(runs.to_bytes() for runs in (wants.runs, *wants.sets)),
+        )
 
     def _push(self, body: JsonObject) -> int:
         version, opened = int(body["version"]), body.get("open")

@@ -37,6 +37,8 @@ FORMAT = 1
 DOCUMENT = "refit.json"
 #: Where workers say what they serve.
 FOLLOWERS = "followers"
+#: Seconds after which a worker that waits sees to what it has said, and after which one counts as gone.
+LOOKS, AWAY = 10.0, 120.0
 #: Of all files that belong to a version.
 _OURS = re.compile(r"(?P<stem>\d{8}-[0-9a-f]{8})(-\d{5}\.messages|\.list|\.image|\.part)")
 _STEM = re.compile(r"\d{8}-[0-9a-f]{8}")
@@ -334,22 +336,42 @@ def read_messages(directory: Path, part: Part, places: Sequence[Place]) -> Itera
 
 def note_follower(directory: Path, name: str, said: JsonObject) -> None:
     """Say what a worker serves. Raises OSError."""
-    folder = directory / FOLLOWERS
-    folder.mkdir(exist_ok=True)
-    safe = (
-        re.sub(r"[^\w-]", "_", name, flags=re.ASCII)[:80]
-        + "-"
-        + hashlib.blake2b(name.encode(), digest_size=4).hexdigest()
-    )
-    _write(folder, f"{safe}.json", {"name": name, **said})
+    path = _note(directory, name)
+    path.parent.mkdir(exist_ok=True)
+    _write(path.parent, path.name, {"name": name, **said})
+
+
+def still_there(directory: Path, name: str) -> None:
+    """Say that a worker still serves what it said last; raises nothing."""
+    with contextlib.suppress(OSError):
+        os.utime(_note(directory, name))
+
+
+def remove_follower(directory: Path, name: str) -> None:
+    """Say no more what a worker serves; raises nothing."""
+    with contextlib.suppress(OSError):
+        _note(directory, name).unlink()
+
+
+def _note(directory: Path, name: str) -> Path:
+    safe = re.sub(r"[^\w-]", "_", name, flags=re.ASCII)[:80]
+    return directory / FOLLOWERS / f"{safe}-{hashlib.blake2b(name.encode(), digest_size=4).hexdigest()}.json"
 
 
 def followers(directory: Path) -> list[JsonObject]:
-    """What workers have said last; what is none of theirs is passed over."""
+    """What workers have said last; what is none of theirs is passed over.
+
+    The document has just been written. What nobody has seen to for ``AWAY`` seconds before that, by the clock
+    of the file system, is of a worker that is gone, and removed.
+    """
     found = []
     for path in sorted((directory / FOLLOWERS).glob("*.json")):
         with contextlib.suppress(OSError, CheckpointError):
+            gone = path.stat().st_mtime < (directory / DOCUMENT).stat().st_mtime - AWAY
             said = _read(path, "what a worker has said")
+            if gone and isinstance(said.get("name"), str) and _note(directory, said["name"]) == path:
+                path.unlink()
+                continue
             given = [said.get(key) for key in ("version", "wanted_bytes", "seconds")]
             if isinstance(said.get("name"), str) and all(type(number) in (int, float) for number in given):
                 found.append(said)

@@ -13,9 +13,10 @@ from pathlib import Path
 from zerostart.checkpoint.digest import Digests
 from zerostart.checkpoint.memory import MemoryReader
 from zerostart.checkpoint.storage import Reader
-from zerostart.errors import PeerError, ReadError, VerifyError
+from zerostart.errors import CheckpointError, PeerError, ReadError, VerifyError
 from zerostart.state.refitting.changes import Blocks, Changed
 from zerostart.state.refitting.directory import (
+    LOOKS,
     Document,
     Version,
     note_follower,
@@ -23,6 +24,8 @@ from zerostart.state.refitting.directory import (
     read_image,
     read_messages,
     read_version,
+    remove_follower,
+    still_there,
 )
 from zerostart.state.refitting.image import Image
 from zerostart.state.refitting.messages import take
@@ -55,10 +58,14 @@ class Follower:
         self._since: int | None = None
         #: The files of the version that was served, or that failed: nothing is new until there are others.
         self._seen: str | None = None
+        #: What cannot be followed, as it was said last; and when the note of what is served was seen to.
+        self._trouble = ""
+        self._noted = time.monotonic()
         until = time.monotonic() + timeout
-        while Document.read(path) is None:
+        while self._document() is None:
             if time.monotonic() > until:
-                raise PeerError(f"no trainer has written a version into {path} within {timeout:.0f} s")
+                why = f": {self._trouble}" if self._trouble else ""
+                raise PeerError(f"no trainer has written a version into {path} within {timeout:.0f} s{why}")
             time.sleep(0.1)
 
     def __enter__(self) -> Follower:
@@ -76,11 +83,12 @@ class Follower:
         """Whether there is a version to follow, or the end of all, within so many seconds."""
         until = time.monotonic() + seconds
         while True:
-            # A file system that others share may be away for a moment.
-            with contextlib.suppress(ReadError, OSError):
-                document = Document.read(self._path)
-                if document is not None and (document.over or document.chains[-1][-1] != self._seen):
-                    return True
+            document = self._document()
+            if document is not None and (document.over or document.chains[-1][-1] != self._seen):
+                return True
+            if time.monotonic() > self._noted + LOOKS:
+                self._noted = time.monotonic()
+                still_there(self._path, self.name)
             left = until - time.monotonic()
             if left <= 0:
                 return False
@@ -120,11 +128,30 @@ class Follower:
                 return document.version
 
     def close(self) -> None:
-        """Give the spool back; raises nothing."""
+        """Give the spool back, and say no more that a version is served; raises nothing."""
+        if self._since is not None:
+            remove_follower(self._path, self.name)
+        self._release()
+
+    def _release(self) -> None:
         self._whole = self._since = None
         if self._spool is not None:
             self._spool.close()
         self._spool = None
+
+    def _document(self) -> Document | None:
+        """The document as it is now; None also where it cannot be read, or is none that can be followed."""
+        try:
+            document = Document.read(self._path)
+        except (ReadError, OSError):  # a file system that others share may be away for a moment
+            return None
+        except CheckpointError as error:  # of another zerostart: what is served goes on being served
+            if str(error) != self._trouble:
+                self._trouble = str(error)
+                logger.warning("%s: %s waits for one that it can follow", error, self.name)
+            return None
+        self._trouble = ""
+        return document
 
     # What ``Receiver.fill`` reads from.
 
@@ -197,7 +224,7 @@ class Follower:
         """Have a spool for a version of all bytes."""
         image = read_image(self._path, stem, version)
         if self._image is None or self._image.fingerprint != image.fingerprint or self._wants is None:
-            self.close()
+            self._release()
             self._image, self._wants = image, self.receiver.plan(image, strict=version.strict)
         if self._spool is None:
             self._since = None

@@ -23,8 +23,8 @@ from zerostart.errors import CheckpointError, ConfigError, ReadError
 Entry = tuple[str, str, Sequence[int]]
 #: The one file of an image.
 FILE = "model.safetensors"
-#: Changes with what a serialised image means.
-FORMAT = 1
+#: Changes with what a serialised image means, and with the digests that both sides compare.
+FORMAT = 2
 
 
 @dataclass(frozen=True)

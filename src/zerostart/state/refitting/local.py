@@ -34,6 +34,7 @@ from zerostart.state.refitting.refitter import (
 from zerostart.state.refitting.sums import SetSums, digest_of
 from zerostart.state.refitting.takers import EngineTaker, ModelTaker, Taker
 from zerostart.state.refitting.targets import Driver
+from zerostart.state.refitting.transports.base import WorkerLost
 from zerostart.state.resuming.background import settle_last
 from zerostart.state.saving.adapters import has_adapters
 from zerostart.transfer.meter import PeakMeter
@@ -144,15 +145,12 @@ class LocalRefitter:
                 if taker is not None:
                     taker.check([expected[number] for number in way.numbers[world.rank]])
         self.version = version = self.version + 1
-        with world.phase("telling the engines"):
-            if taker is not None:
-                try:
-                    taker.served(version)
-                except Exception as error:  # an engine's call raises whatever it wants
-                    raise PeerError(
-                        f"all workers have version {version}, but the call of the engine within rank "
-                        f"{world.rank} failed: {error}"
-                    ) from error
+        try:
+            with world.phase("telling the engines"):
+                if taker is not None:
+                    self._tell(taker, version)
+        except WorkerLost as error:  # on all ranks, which are there
+            raise PeerError(str(error)) from error
         phases["total"] = time.perf_counter() - begun
         report = self._report(way, phases, meter, expected, device)
         return report if wait else Pushing(world, lambda: report)
@@ -160,6 +158,15 @@ class LocalRefitter:
     def close(self) -> None:
         """End it; nothing is held but both sides."""
         self._closed = True
+
+    def _tell(self, taker: Taker, version: int) -> None:
+        try:
+            taker.served(version)
+        except Exception as error:  # an engine's call raises whatever it wants
+            raise WorkerLost(
+                f"all workers have version {version}, but the call of the engine within rank "
+                f"{self._world.rank} failed: {error}"
+            ) from error
 
     def _report(
         self,

@@ -25,7 +25,6 @@ from zerostart.state.refitting.directory import (
 from zerostart.state.refitting.image import Image
 from zerostart.state.refitting.messages import MESSAGE, Packer, Sender
 from zerostart.state.refitting.refitter import (
-    THREADS,
     Prepared,
     Pushing,
     PushReport,
@@ -38,6 +37,7 @@ from zerostart.state.refitting.sums import SetSums
 from zerostart.state.refitting.transports.spool import Spool
 from zerostart.transfer.meter import PeakMeter
 from zerostart.transfer.planning.runs import Runs
+from zerostart.transfer.tuning import push_threads
 from zerostart.transfer.writing import write_out
 
 #: Of a push into a directory.
@@ -243,7 +243,7 @@ class DirectoryRefitter:
         sender = Sender(ready.image, [(own, packer)], self._kept, delta, written.note)
         tensors = [(entry.offset, entry.nbytes, 0, 1) for entry in ready.image.layout.tensors.values()]
         sums = SetSums(ready.image, [Runs.of(tensors)])
-        write_out(ready.plan, ready.storages, sender, THREADS, sums.add_rows)
+        write_out(ready.plan, ready.storages, sender, push_threads(), sums.add_rows)
         packer.end()
         return sums.summed(self._world)[0]
 

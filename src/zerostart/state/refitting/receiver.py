@@ -33,12 +33,13 @@ from zerostart.transfer.execute import Progress, execute
 from zerostart.transfer.planning import Destination, Plan, PlanOptions, join
 from zerostart.transfer.planning.runs import Runs
 from zerostart.transfer.planning.writes import Origin, WritePlan, plan_writes
+from zerostart.transfer.tuning import push_threads
 from zerostart.transfer.writing import Source, write_out
 
 logger = logging.getLogger("zerostart")
 MiB = 1 << 20
-#: Bytes of one read, and threads, of a fill.
-CHUNK, THREADS = 8 * MiB, 2
+#: Bytes of one read of a fill.
+CHUNK = 8 * MiB
 #: No byte that is not wanted: the trainer sends what is read, and nothing else.
 EXACT = PlanOptions(chunk_size=CHUNK, gap_share=0.0, gap_floor=0)
 
@@ -131,7 +132,7 @@ class _Stored:
 
     def fill(self, plan: Plan, storages: Sequence[torch.Tensor]) -> None:
         """As ``Supply``."""
-        execute(plan, storages, Progress(0, False), THREADS, self.incoming.reader())
+        execute(plan, storages, Progress(0, False), push_threads(), self.incoming.reader())
 
     def sum(self, runs: Runs, digests: Digests) -> None:
         """As ``Supply``."""
@@ -433,7 +434,7 @@ class Receiver:
             supply.fill(fill, each)
             for number, (plan, names) in stage.back.items():
                 sources = [Source(storages[name]) for name in names]
-                write_out(plan, sources, None, THREADS, self._digests[number].add_rows)
+                write_out(plan, sources, None, push_threads(), self._digests[number].add_rows)
 
     def _compare(self, sums: Sequence[Sums], done: bool) -> None:
         """Raise VerifyError for tensors that have other sums; until all is ``done`` for whole ones alone."""

@@ -30,11 +30,12 @@ from zerostart.state.saving.writing import planned
 from zerostart.transfer.meter import PeakMeter
 from zerostart.transfer.planning.runs import Runs
 from zerostart.transfer.planning.writes import WritePlan
+from zerostart.transfer.tuning import push_threads
 from zerostart.transfer.writing import Source, write_out
 
 MiB = 1 << 20
-#: Bytes of a write, and threads, of a push.
-CHUNK, THREADS = 8 * MiB, 2
+#: Bytes of a write of a push.
+CHUNK = 8 * MiB
 
 
 @dataclass(frozen=True)
@@ -337,7 +338,7 @@ class Refitter:
         report = PushReport(
             version,
             base,
-            self._transport.name,
+            f"{self._transport.name}{self._transport.note}",
             {key: max(each[0][key] for each in figures) for key in phases},
             owned,
             owned if base is None else sum(each.changed for each in carried),
@@ -567,7 +568,7 @@ class Refitter:
         assert sums is not None, "opened before"
         sums.begin()
         writer = transport.writer(version, base)
-        write_out(ready.plan, ready.storages, writer, THREADS, sums.add_rows)
+        write_out(ready.plan, ready.storages, writer, push_threads(), sums.add_rows)
         transport.finish()
         return sums.summed(self._world)
 

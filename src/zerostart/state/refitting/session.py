@@ -50,6 +50,8 @@ class Worker:
     wants: Runs
     #: Of whose elements it sums up digests.
     sets: tuple[Runs, ...]
+    #: See ``WorkerInfo``.
+    device: tuple[str, str]
     #: Whether it has to be told how the transport is opened.
     fresh: bool = True
     #: How it was told so.
@@ -189,7 +191,7 @@ class Session:
     def infos(self) -> list[WorkerInfo]:
         """The workers as transports want them."""
         return [
-            WorkerInfo(number, worker.name, worker.host, worker.wants)
+            WorkerInfo(number, worker.name, worker.host, worker.wants, worker.device)
             for number, worker in enumerate(self.workers.values())
         ]
 
@@ -211,7 +213,7 @@ class Session:
         # All of them, whatever one says: an answer that is not heard would be taken for one to what comes.
         for worker in asked:
             try:
-                worker.wants, worker.sets = self._wants(worker.name, worker.channel)
+                worker.wants, worker.sets, worker.device = self._wants(worker.name, worker.channel)
                 worker.fresh, worker.fingerprint = True, image.fingerprint
             except ConversionError:
                 worker.fingerprint = ""  # raised below
@@ -367,7 +369,7 @@ class Session:
             raise ConfigError(why)
         channel.send("image", {"strict": self.strict}, image.to_bytes())
         try:
-            wants, sets = self._wants(name, channel)
+            wants, sets, device = self._wants(name, channel)
         except ConversionError:
             with self._changed:
                 self._changed.notify_all()
@@ -380,6 +382,7 @@ class Session:
             channel,
             wants,
             sets,
+            device,
             fingerprint=image.fingerprint,
         )
         with self._changed:
@@ -388,7 +391,7 @@ class Session:
             self._arrived[name] = worker
             self._changed.notify_all()
 
-    def _wants(self, name: str, channel: Channel) -> tuple[Runs, tuple[Runs, ...]]:
+    def _wants(self, name: str, channel: Channel) -> tuple[Runs, tuple[Runs, ...], tuple[str, str]]:
         answer = channel.receive("wants", "refused")
         if answer.kind == "refused":
             with self._changed:
@@ -403,7 +406,8 @@ class Session:
         except CheckpointError as error:
             channel.close()
             raise PeerError(f"worker {name} wants what no image has: {error}") from error
-        return found[0], tuple(found[1:])
+        kind, own = (str(answer.body.get(key, "")) for key in ("device", "device_id"))
+        return found[0], tuple(found[1:]), (kind or "cpu", own)
 
 
 def _remove_socket(path: str) -> None:

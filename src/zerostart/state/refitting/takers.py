@@ -24,7 +24,7 @@ from zerostart.state.editing import differing_bits, master_of
 from zerostart.state.refitting.bands import Band, Rounds
 from zerostart.state.refitting.image import Entry, Image
 from zerostart.state.refitting.receiver import Receiver, Wants, sum_read
-from zerostart.state.refitting.refitter import CHUNK, THREADS
+from zerostart.state.refitting.refitter import CHUNK
 from zerostart.state.refitting.sums import Sums, differing
 from zerostart.state.refitting.targets import Driver
 from zerostart.state.saving.contents import contents_of
@@ -33,6 +33,7 @@ from zerostart.transfer.planning import Plan
 from zerostart.transfer.planning.runs import Runs
 from zerostart.transfer.planning.writes import Origin, Write, WritePlan, plan_writes
 from zerostart.transfer.staging import HostStaging, copy_strided
+from zerostart.transfer.tuning import push_threads
 from zerostart.transfer.writing import Source, write_out
 
 
@@ -142,7 +143,7 @@ class ModelTaker:
         entries = {entry[0]: entry for entry in self._image.entries}
         digests = Digests(entries[name] for name in expected)
         storages = [Source(one.shard.storage.detach()) for one in self._taken]
-        write_out(plan, storages, None, THREADS, digests.add_rows)
+        write_out(plan, storages, None, push_threads(), digests.add_rows)
         wrong = differing(expected, digests.sums())
         if wrong:
             raise VerifyError(
@@ -235,7 +236,7 @@ class _FromRanks:
         ):
             bands = _Bands(self._rounds.bring(ranges))
             computed = replace(plan, reads=(), computations=computations)
-            execute(computed, storages, Progress(0, False), THREADS, bands)
+            execute(computed, storages, Progress(0, False), push_threads(), bands)
 
     def sum(self, runs: Runs, digests: Digests) -> None:
         """The same for what is summed up alone."""

@@ -19,7 +19,9 @@ class Driver(Protocol):
 
     Rank 0 of the trainer tells it. With an attribute ``in_process`` that is true, it lives in the rank that
     it was given to; where every rank was given one, each rank tells its own. One with a method
-    ``served(version)`` is told when all workers have a version.
+    ``served(version)`` is told when all workers have a version. One whose method ``worker()`` gives a
+    ``Receiver``, of the one worker, which is in the rank's very process, is told of nothing else: the ranks
+    fill that themselves.
     """
 
     #: How many workers connect.

@@ -58,6 +58,8 @@ class Place(ABC):
     directory: Path
     #: What to call it.
     name: str
+    #: On the first rank what is written, and has no names yet.
+    _staging: Staging | ObjectStaging | None
 
     @abstractmethod
     def check_visible(self, world: World) -> None:
@@ -78,13 +80,15 @@ class Place(ABC):
         Tensors are given in the order of ``layout.tensors``, each from its beginning to its end.
         """
 
-    @abstractmethod
     def complete(self, document: JsonObject) -> dict[str, str]:
         """On the first rank: give all its names, see ``Staging.complete``."""
+        assert self._staging is not None, "the first rank has it"
+        return self._staging.complete(document)
 
-    @abstractmethod
     def discard(self) -> None:
         """On the first rank: remove what has no names yet."""
+        if self._staging is not None:
+            self._staging.discard()
 
 
 class Output(ABC):
@@ -170,16 +174,6 @@ class Files(Place):
         """See ``Place``."""
         return CheckpointWriter(self.directory, layout)
 
-    def complete(self, document: JsonObject) -> dict[str, str]:
-        """See ``Place``."""
-        assert self._staging is not None, "the first rank has it"
-        return self._staging.complete(document)
-
-    def discard(self) -> None:
-        """See ``Place``."""
-        if self._staging is not None:
-            self._staging.discard()
-
 
 class _FileOutput(Output):
     def __init__(self, directory: Path, layout: SaveLayout) -> None:
@@ -230,6 +224,8 @@ class _FileOutput(Output):
 class Objects(Place):
     """A directory of a store."""
 
+    _staging: ObjectStaging | None
+
     def __init__(self, directory: Path, uploads: Uploads, staging: ObjectStaging | None) -> None:
         self.directory, self._uploads, self._staging = directory, uploads, staging
         self.name = uploads.url
@@ -253,16 +249,6 @@ class Objects(Place):
         with upload.writing():
             yield upload
         self._staging.end_files(".", layout, upload.receipts)
-
-    def complete(self, document: JsonObject) -> dict[str, str]:
-        """See ``Place``."""
-        assert self._staging is not None, "the first rank has it"
-        return self._staging.complete(document)
-
-    def discard(self) -> None:
-        """See ``Place``."""
-        if self._staging is not None:
-            self._staging.discard()
 
 
 class _PartOutput(Output):

@@ -77,7 +77,12 @@ class Write:
             return
         # Runs of one length at one distance are reported together as long as both hold; the distance is
         # settled by the first two.
-        starts, lengths = (column.tolist() for column in self.runs())
+        every, sizes = self.runs()
+        steps = np.diff(every)
+        if len(every) > 1 and (sizes == sizes[0]).all() and (steps == steps[0]).all():
+            yield int(every[0]), int(sizes[0]), int(steps[0]), len(every)
+            return
+        starts, lengths = every.tolist(), sizes.tolist()
         begin, step = 0, 0
         for at in range(1, len(starts) + 1):
             if at < len(starts) and lengths[at] == lengths[begin]:

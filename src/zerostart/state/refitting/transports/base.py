@@ -8,6 +8,7 @@ decides, and workers fill their parameters from ``Incoming.reader``, and call ``
 
 from __future__ import annotations
 
+import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -51,6 +52,18 @@ class WorkerInfo:
     host: str
     #: What it reads of the image.
     wants: Runs
+    #: Kind of the device that its tensors are on, and what tells that from all others.
+    device: tuple[str, str] = ("cpu", "")
+
+
+def told_device(device: torch.device) -> tuple[str, str]:
+    """What a process tells others of its device: the kind, and what tells it from all others."""
+    if device.type == "cpu":
+        return "cpu", ""
+    number = device.index or 0
+    asked = getattr(torch.get_device_module(device), "get_device_properties", None)
+    own = None if asked is None else getattr(asked(number), "uuid", None)
+    return device.type, f"{socket.gethostname()}-{number if own is None else own}"
 
 
 class Carried(NamedTuple):
@@ -96,6 +109,8 @@ class Transport(Protocol):
 
     #: Under which it is registered.
     name: str
+    #: What a report says of it behind the name, if anything.
+    note: str
 
     def open(self, image: Image, own: Runs, workers: Sequence[WorkerInfo]) -> Mapping[str, JsonObject]:
         """Make ready for pushes of ``image``, of which this rank writes ``own``; collective.

@@ -1,6 +1,7 @@
 """Workers on any machine: bytes go by a process group of torch.distributed that is made for the purpose.
 
-It is gloo's, over a store of its own, so that the default group of neither side is touched. Messages say
+It is over a store of its own, so that the default group of neither side is touched: gloo's, or for
+``device_group`` that of the accelerators, if every rank and every worker has one to itself. Messages say
 themselves where their bytes belong; they are of bounded size, and so is what a rank holds of them. A worker
 puts them into a file in memory that has no name, where they lie until the trainer has decided: a transfer
 that is torn never reaches a parameter. They stay there, so that a later version may come as what has changed
@@ -23,7 +24,7 @@ import torch.distributed as dist
 from zerostart.checkpoint.memory import MemoryReader
 from zerostart.checkpoint.storage import Reader
 from zerostart.checkpoint.strict_json import JsonObject
-from zerostart.distributed.world import World
+from zerostart.distributed.world import World, default_device, make_device_current
 from zerostart.errors import ConfigError, PeerError, ReadError
 from zerostart.state.refitting.changes import Blocks, Changed
 from zerostart.state.refitting.image import Image
@@ -35,10 +36,12 @@ from zerostart.state.refitting.transports.base import (
     WorkerInfo,
     WorkerLost,
     register_transport,
+    told_device,
 )
 from zerostart.state.refitting.transports.spool import Spool
 from zerostart.transfer.planning.runs import Runs
 from zerostart.transfer.writing import Writer
+from zerostart.upstream.torch.process_group import backend_of_its_own, has_backend
 
 MiB = 1 << 20
 #: Most bytes of all messages that a side holds at a time.
@@ -49,24 +52,29 @@ PATIENCE = timedelta(seconds=30)
 #: bytes themselves), its rows, the bytes of these, how many of them are gaps (0: they are not packed), and
 #: the bytes that follow the rows. No rows: it was the last one.
 HEADER = 6
+#: The name of the one whose messages go by the accelerators, where they can.
+ON_DEVICES = "device_group"
 
 
-def _join(store: Any, name: str, rank: int, size: int) -> Any:
-    """The group, when all have come."""
+def _join(store: Any, name: str, rank: int, size: int, device: torch.device | None) -> Any:
+    """The group, when all have come: of tensors on ``device``, or of the host's."""
     made = dist.PrefixStore(name, store)  # type: ignore[attr-defined]  # public, absent from __all__
+    if device is not None:
+        return backend_of_its_own(device, made, rank, size, PATIENCE)
     return dist.ProcessGroupGloo(made, rank, size, PATIENCE)
 
 
 class Group:
     """The side of a trainer rank."""
 
-    name = "group"
-
-    def __init__(self, world: World, timeout: float, deltas: bool) -> None:
+    def __init__(self, name: str, world: World, timeout: float, deltas: bool) -> None:
         """``timeout`` is for how many seconds a worker may take nothing before it counts as gone.
 
         For ``deltas`` this rank keeps what it has sent.
         """
+        self.name = name
+        self.note = ""
+        self._device: torch.device | None = None
         self._world = world
         self._timeout = timeout
         self._deltas = deltas
@@ -85,6 +93,9 @@ class Group:
         """Listen for the workers on rank 0; collective. The group is made when the first version goes."""
         self.abort()
         self._image, self._workers = image, workers
+        if self.name == ON_DEVICES:
+            self._device = device = self._own_device(workers)
+            self.note = f" ({dist.get_default_backend_for_device(device or 'cpu')})"
         self._place = self._world.broadcast_object(self._listen, "listening for workers' messages")
         host, port, name = self._place
         sends = self._world.all_gather_object(
@@ -107,6 +118,7 @@ class Group:
                 "sources": [rank for rank, each in enumerate(sends) if each[number]],
                 "limit": self._limit,
                 "timeout": self._timeout,
+                "device": None if self._device is None else self._device.type,
             }
             for number, worker in enumerate(workers)
         }
@@ -121,7 +133,7 @@ class Group:
             rank, size = self._world.rank, self._world.size + len(self._workers)
             try:
                 store = self._store or _connected(host, port)
-                self._group = _join(store, name, rank, size)
+                self._group = _join(store, name, rank, size, self._device)
             except RuntimeError as error:
                 names = ", ".join(worker.name for worker in self._workers)
                 raise WorkerLost(
@@ -129,7 +141,9 @@ class Group:
                     f"({names}) has died, or cannot reach {host}:{port} ({_short(error)})"
                 ) from error
         first = self._world.size
-        peers = [_Peer(self._group, first + n, self._timeout) for n in range(len(self._workers))]
+        peers = [
+            _Peer(self._group, first + n, self._timeout, self._device) for n in range(len(self._workers))
+        ]
         self._parcels = [
             _Parcel(peer, worker, (version, base or 0), self._limit, self._count)
             for peer, worker, sends in zip(peers, self._workers, self._sends, strict=True)
@@ -173,6 +187,15 @@ class Group:
             self._kept = None
         self._kept = Spool(image.nbytes, own, "what a push has sent, which deltas are found by,")
 
+    def _own_device(self, workers: Sequence[WorkerInfo]) -> torch.device | None:
+        """This rank's accelerator, where all have one of a kind, each its own; collective."""
+        device = default_device()
+        told = self._world.all_gather_object(told_device(device), "looking at the accelerators")
+        every = [*told, *(worker.device for worker in workers)]
+        alone = len(set(every)) == len(every)  # two processes on one have no group that carries its tensors
+        one_kind = len({kind for kind, _ in every}) == 1 and device.type != "cpu"
+        return device if alone and one_kind and has_backend(device) else None
+
     def _listen(self) -> tuple[str, int, str]:
         host = socket.gethostname()
         self._store = _store(host, 0, True)
@@ -207,17 +230,27 @@ def _short(error: BaseException) -> str:
 class _Peer:
     """Another process of the group, by its rank there."""
 
-    def __init__(self, group: Any, rank: int, timeout: float) -> None:
-        self._group, self._rank = group, rank
+    def __init__(self, group: Any, rank: int, timeout: float, device: torch.device | None) -> None:
+        """What goes to or comes from it goes by a tensor on ``device``, where the group wants that."""
+        self._group, self._rank, self._device = group, rank, device
         self._patience = timedelta(seconds=timeout)
 
     def send(self, tensor: torch.Tensor) -> None:
         """Return when it has it; raises RuntimeError."""
+        if self._device is not None:
+            make_device_current(self._device)  # of this thread
+            tensor = tensor.to(self._device)
         self._group.send([tensor], self._rank, 0).wait(self._patience)
 
     def receive(self, tensor: torch.Tensor) -> None:
-        """Fill ``tensor``; raises RuntimeError."""
-        self._group.recv([tensor], self._rank, 0).wait(self._patience)
+        """Fill ``tensor``, of the host; raises RuntimeError."""
+        if self._device is None:
+            self._group.recv([tensor], self._rank, 0).wait(self._patience)
+            return
+        make_device_current(self._device)
+        room = torch.empty_like(tensor, device=self._device)
+        self._group.recv([room], self._rank, 0).wait(self._patience)
+        tensor.copy_(room)
 
 
 class _Parcel:
@@ -274,6 +307,7 @@ class FromGroup:
         self._sources = [int(rank) for rank in parameters["sources"]]
         self._limit = min(MESSAGE, int(parameters["limit"]))
         self._timeout = float(parameters["timeout"])
+        self._device = None if parameters.get("device") is None else default_device()
         self._group: Any = None
         self._spool = Spool(image.nbytes, wants, "what the trainer sends")
         #: The version that is in it whole.
@@ -324,14 +358,20 @@ class FromGroup:
         try:
             if self._group is None:
                 host, port, name = self._at
-                self._group = _join(_connected(host, port), name, self._rank, self._size)
+                self._group = _join(_connected(host, port), name, self._rank, self._size, self._device)
         except RuntimeError as error:
             errors.append(PeerError(f"the trainer's group at {self._at[0]}:{self._at[1]}: {_short(error)}"))
             return
         threads = [
             threading.Thread(
                 target=self._take,
-                args=(_Peer(self._group, source, self._timeout), source, version, base, errors),
+                args=(
+                    _Peer(self._group, source, self._timeout, self._device),
+                    source,
+                    version,
+                    base,
+                    errors,
+                ),
                 daemon=True,
             )
             for source in self._sources
@@ -392,17 +432,19 @@ class FromGroup:
 class _Kind:
     """The group, by its name."""
 
-    name = Group.name
+    def __init__(self, name: str) -> None:
+        self.name = name
 
     def outgoing(self, world: World, options: Mapping[str, object]) -> Transport:
         """Raises ConfigError where torch has no gloo."""
         if not dist.is_gloo_available():
             raise ConfigError("transport='group' needs a torch with gloo; use transport='shared_memory'")
-        return Group(world, float(str(options["timeout"])), bool(options["deltas"]))
+        return Group(self.name, world, float(str(options["timeout"])), bool(options["deltas"]))
 
     def incoming(self, image: Image, wants: Runs, parameters: JsonObject) -> Incoming:
         """Of the group that the trainer names."""
         return FromGroup(image, wants, parameters)
 
 
-register_transport(_Kind())
+register_transport(_Kind("group"))
+register_transport(_Kind(ON_DEVICES))

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from zerostart.checkpoint.memory import MemoryReader
+from zerostart.checkpoint.memory import MemoryReader, move_bytes
 from zerostart.checkpoint.storage import Reader
 from zerostart.checkpoint.strict_json import JsonObject
 from zerostart.distributed.world import World
@@ -72,6 +72,7 @@ class SharedMemory:
     """The side of a trainer rank."""
 
     name = "shared_memory"
+    note = ""
 
     def __init__(self, world: World, folder: Path, deltas: bool) -> None:
         """``folder`` is rank 0's, which every rank has to see."""
@@ -206,7 +207,10 @@ class _MappedWriter(ImageWriter):
             changed = int(np.count_nonzero(there.numpy() != now.numpy()))
             if not changed:
                 return
-        there.copy_(now)
+        if there.dim() == 1:
+            move_bytes(there, now)
+        else:
+            there.copy_(now)
         if self._blocks is not None:
             self._blocks.note(low, high, self._version)
         self._count(now.numel(), changed)

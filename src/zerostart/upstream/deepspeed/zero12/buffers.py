@@ -40,7 +40,7 @@ from zerostart.upstream.deepspeed.zero12.optimizers import enter_constructors
 from zerostart.upstream.patches import RefCountedPatches, replaced
 from zerostart.upstream.registry import Lasts, Otherwise, PatchPoint, misfit
 from zerostart.upstream.shapes import Shape
-from zerostart.upstream.torch.word_sums import lanes_of, signed
+from zerostart.upstream.torch.byte_sums import lanes_of, signed
 from zerostart.upstream.versions import DEEPSPEED
 
 if TYPE_CHECKING:

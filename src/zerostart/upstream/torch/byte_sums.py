@@ -1,0 +1,264 @@
+"""Keyed sums over the bytes of a tensor, which tell whether two hold the same bits: exact on any device.
+
+The bits of a tensor, elements in row-major order, are bytes ``b``, taken as signed. They lie in rows of 1024,
+and rows in blocks of 1024. Each row has eight sums; in each of two lanes, with keys of their own, ::
+
+    s[r, n] = sum over k of b[r, k] * W[k, n]                                 exact, below 2**24
+    lane    = sum over blocks q, rows r, columns n of B[q] * A[r, n] * s[r, n]         mod 2**64
+
+``W`` are numbers of -127 to 127 without zero, ``A`` and ``B`` odd ones of 64 bits, all without a pattern. Of
+two rows that differ a column is the same for one in 254 choices of its keys at most, all eight columns for
+one in 2**63. Sums that differ are told by the multilinear hash of Lemire and Kaser (Strongly universal string
+hashing is fast, 2012): a product by a number of 64 bits loses as many of them as the difference has zeros at
+its end, which is few in one of eight columns. So two contents meet with a chance of some 2**-60, wherever
+they differ. It is linear in the bytes: shares of a tensor add up, in any order, on any ranks.
+
+The first sums are a product of matrices. Processors have it for bytes (``torch._int_mm``, a private name;
+CUDA's takes few shapes); other devices, and processors or releases without it, take that of fp32, which is
+exact as well: bytes and keys have eight bits, and no sum of products leaves the 24 of fp32, however it is put
+together, also with TF32.
+
+Run on the CPU, on one H200 and on the pretend accelerator (docs/configuring.md).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import platform
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from zerostart.upstream.registry import Use, misfit
+from zerostart.upstream.versions import TORCH
+
+#: Bytes of a row, rows and bytes of a block, sums of a row.
+ROW, ROWS, COLUMNS = 1 << 10, 1 << 10, 8
+BLOCK = ROWS * ROW
+LANES = 2
+#: Bytes of a tensor whose rows are weighed together, with zeros between, where few of its bytes are there.
+TOGETHER = 16 * BLOCK
+#: Most bytes that are multiplied at a time; as fp32 on the host, of what its cache holds.
+MANY, HOST_MANY = 4 * BLOCK, 1 << 17
+#: Most bytes that an accelerator sums up at a time: each time takes some fractions of a millisecond.
+THERE_MANY = 64 * BLOCK
+ALL = (1 << 64) - 1
+#: Seeds of the keys: W, A of both lanes, B of both.
+_SEEDS = tuple(number << 48 for number in range(1, 2 * LANES + 2))
+_STEP, _MIX, _MORE = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+
+TOUCHED = (
+    Use(
+        library=TORCH,
+        owner="torch",
+        names=("_int_mm",),
+        why="the product of matrices of bytes, for digests; fp32 serves without it",
+    ),
+)
+
+
+def lanes_of(octets: torch.Tensor, position: int = 0) -> list[int]:
+    """The sums of both lanes over the bytes ``octets``, which begin at byte ``position`` of the tensor."""
+    parts = []
+    octets, most = octets.view(torch.int8), MANY if _is_host(octets.device) else THERE_MANY
+    while count := octets.numel():
+        row, inside = divmod(position, ROW)
+        # Whole rows together; what begins or ends within a row by itself.
+        whole = 0 if inside else min(count, most) // ROW
+        taken = whole * ROW or min(count, ROW - inside)
+        parts.append(_weighed(_row_sums(octets[:taken].view(max(whole, 1), -1), inside), row))
+        octets, position = octets[taken:], position + taken
+    return _added(parts)
+
+
+def lanes_of_rows(octets: torch.Tensor, position: int, step: int) -> list[int]:
+    """The same over ``octets`` [number, length], of which ``k`` begins at byte ``position + k * step``."""
+    number, length = octets.shape
+    parts = []
+    # A few blocks at a time, whose sums are zeros but for the rows that have any of the bytes: they are soon
+    # weighed with these.
+    many = max(1, TOGETHER // step)
+    for begin in range(0, number if length else 0, many):
+        at = position + begin * step
+        part = octets[begin : begin + many]
+        row = at // ROW
+        last = (at + (part.shape[0] - 1) * step + length - 1) // ROW
+        sums = torch.zeros(last + 1 - row, COLUMNS, dtype=torch.int32, device=part.device)
+        _sum_rows(sums, part.view(torch.int8), at - row * ROW, step)
+        parts.append(_weighed(sums, row))
+    return _added(parts)
+
+
+def _sum_rows(sums: torch.Tensor, octets: torch.Tensor, position: int, step: int) -> None:
+    """Add to ``sums`` of rows from the first on those of ``octets``, as ``lanes_of_rows`` has them."""
+    number, length = octets.shape
+    # Those that begin at the same place of a row take the same keys: a product for all of them.
+    period = ROW // math.gcd(step, ROW)
+    apart = period * step // ROW
+    for first in range(min(period, number)):
+        part = octets[first::period]
+        count = part.shape[0]
+        row, inside = divmod(position + first * step, ROW)
+        if not inside and length % ROW == 0 and part.is_contiguous():
+            shape, strides = (count, length // ROW * COLUMNS), (apart * COLUMNS, 1)
+            made = _row_sums(part.view(-1, ROW), 0).view(shape)
+            sums.as_strided(shape, strides, row * COLUMNS).add_(made)
+            continue
+        at = 0
+        while at < length:
+            taken = min(length - at, ROW - inside)
+            made = _row_sums(part[:, at : at + taken], inside)
+            sums[row : row + (count - 1) * apart + 1 : apart].add_(made)
+            row, at, inside = row + 1, at + taken, 0
+
+
+def lanes_of_elements(octets: torch.Tensor, positions: torch.Tensor) -> list[int]:
+    """The same over single elements: ``octets`` [number, width], and the byte at which each begins."""
+    inside = (positions % ROW)[:, None] + torch.arange(octets.shape[1], device=octets.device)
+    keys = _byte_keys(octets.device)[inside.view(-1)].view(*octets.shape, COLUMNS).to(torch.int32)
+    sums = (octets.view(torch.int8)[:, :, None] * keys).sum(1)
+    return _added([_weighed_at(sums, positions // ROW)])
+
+
+def signed(number: int) -> int:
+    """The 64-bit integer with the same bits."""
+    return number - (1 << 64) if number >> 63 else number
+
+
+def _is_host(device: torch.device) -> bool:
+    return device.type == "cpu"
+
+
+def _row_sums(octets: torch.Tensor, inside: int) -> torch.Tensor:
+    """The sums [rows, COLUMNS] of bytes [rows, length] that begin ``inside`` their rows."""
+    length = octets.shape[1]
+    if octets.stride(1) != 1 or octets.stride(0) < length:
+        octets = octets.contiguous()
+    keys, device = slice(inside, inside + length), octets.device
+    if _is_host(device) and _has_products_of_bytes():
+        # It is asked for the number of threads so that torch, which does so lazily, sets it in this one.
+        torch.get_num_threads()
+        return torch._int_mm(octets, _byte_keys(device)[keys])
+    return _by_floats(octets, _float_keys(device)[keys])
+
+
+def _by_floats(octets: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    many = HOST_MANY if _is_host(octets.device) else MANY
+    made = torch.empty(octets.shape[0], COLUMNS, dtype=torch.float32, device=octets.device)
+    parts = zip(*(torch.split(each, max(1, many // octets.shape[1])) for each in (octets, made)), strict=True)
+    for part, place in parts:
+        # Into a place, where autocast leaves it as it is.
+        torch.mm(part.to(torch.float32), keys, out=place)
+    return made.to(torch.int64)
+
+
+def _weighed(sums: torch.Tensor, row: int) -> list[int] | torch.Tensor:
+    """The lanes of sums of rows that follow each other from ``row`` on."""
+    if not _is_host(sums.device):
+        return _weighed_at(sums, torch.arange(row, row + sums.shape[0], device=sums.device))
+    lanes = [0] * LANES
+    values, keys = sums.view(-1).numpy().astype(np.int64), _host_keys()
+    while len(values):
+        block, first = divmod(row, ROWS)
+        # Whole blocks together; what begins or ends within one by itself.
+        many = 0 if first else len(values) // keys.shape[1]
+        count = many * keys.shape[1] or min(len(values), keys.shape[1] - first * COLUMNS)
+        part, own = values[:count].reshape(max(many, 1), -1), keys[:, first * COLUMNS :][:, :count]
+        # NumPy's einsum of integers keeps sums in registers; torch writes the products to memory first.
+        for number, found in enumerate(np.einsum("bk,lk->bl", part, own).tolist(), block):
+            lanes = [lanes[lane] + value * _block_key(lane, number) for lane, value in enumerate(found)]
+        values, row = values[count:], row + count // COLUMNS
+    return lanes
+
+
+def _weighed_at(sums: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """The lanes of sums of any ``rows``, where the sums are."""
+    blocks, inside = rows // ROWS, rows % ROWS
+    keys, values = _row_keys(sums.device).view(LANES, ROWS, COLUMNS), sums.to(torch.int64)
+    found = []
+    for lane in range(LANES):
+        weighted = (values * keys[lane][inside]).sum(1)
+        found.append((weighted * (_mixed(blocks + signed(_SEEDS[1 + LANES + lane])) | 1)).sum())
+    return torch.stack(found)
+
+
+def _added(parts: Sequence[list[int] | torch.Tensor]) -> list[int]:
+    """Lanes together. Those on a device are waited for, once for all of them."""
+    there = [part for part in parts if isinstance(part, torch.Tensor)]
+    here = [part for part in parts if not isinstance(part, torch.Tensor)]
+    if there:
+        here.append(torch.stack(there).sum(0).tolist())
+    return [sum(part[lane] for part in here) & ALL for lane in range(LANES)]
+
+
+@functools.cache
+def _has_products_of_bytes() -> bool:
+    """Whether this processor multiplies matrices of bytes, fast and without a bit lost."""
+    # Elsewhere torch has a loop over numbers for it.
+    if platform.machine() not in ("x86_64", "AMD64") or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    if misfit(TOUCHED):
+        return False
+    # Before AVX512-VNNI pairs of products were summed up in 16 bits, and cut off there.
+    keys = _byte_keys(torch.device("cpu"))
+    octets = torch.stack([torch.where(keys[:, 0] > 0, low, -1 - low) for low in (-128, 127)])
+    octets = torch.cat([octets, torch.tensor([-128, 127], device="cpu")[:, None].expand(2, ROW)]).to(
+        torch.int8
+    )
+    octets = octets.repeat(16, 1)
+    try:
+        found = torch._int_mm(octets, keys)
+    except RuntimeError:
+        return False
+    return torch.equal(found.to(torch.int64), _by_floats(octets, _float_keys(keys.device)))
+
+
+@functools.cache
+def _byte_keys(device: torch.device) -> torch.Tensor:
+    """W [ROW, COLUMNS]."""
+    number = torch.arange(ROW * COLUMNS, dtype=torch.int64, device="cpu")
+    drawn = _shifted(_mixed(number + _SEEDS[0]), 1) % 254 - 127
+    return (drawn + (drawn >= 0)).to(torch.int8).view(ROW, COLUMNS).to(device)
+
+
+@functools.cache
+def _float_keys(device: torch.device) -> torch.Tensor:
+    return _byte_keys(torch.device("cpu")).to(torch.float32).to(device)
+
+
+@functools.cache
+def _row_keys(device: torch.device) -> torch.Tensor:
+    """A of both lanes [LANES, ROWS * COLUMNS]."""
+    number = torch.arange(ROWS * COLUMNS, dtype=torch.int64, device="cpu")
+    return torch.stack([_mixed(number + seed) | 1 for seed in _SEEDS[1 : 1 + LANES]]).to(device)
+
+
+@functools.cache
+def _host_keys() -> npt.NDArray[Any]:
+    return _row_keys(torch.device("cpu")).numpy()
+
+
+def _mixed(numbers: torch.Tensor) -> torch.Tensor:
+    """The finaliser of SplitMix64 of numbers that have the seed in them."""
+    mixed = (numbers + 1) * signed(_STEP)
+    mixed = (mixed ^ _shifted(mixed, 30)) * signed(_MIX)
+    mixed = (mixed ^ _shifted(mixed, 27)) * signed(_MORE)
+    return mixed ^ _shifted(mixed, 31)
+
+
+@functools.lru_cache(1 << 16)
+def _block_key(lane: int, block: int) -> int:
+    """B of a block: the same, made odd."""
+    mixed = (block + _SEEDS[1 + LANES + lane] + 1) * _STEP & ALL
+    mixed = (mixed ^ (mixed >> 30)) * _MIX & ALL
+    mixed = (mixed ^ (mixed >> 27)) * _MORE & ALL
+    return (mixed ^ (mixed >> 31)) | 1
+
+
+def _shifted(numbers: torch.Tensor, places: int) -> torch.Tensor:
+    """A shift to the right that brings in zeros."""
+    return (numbers >> places) & ((1 << (64 - places)) - 1)
