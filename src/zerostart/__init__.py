@@ -31,6 +31,7 @@ from zerostart.loading.arguments import (
 from zerostart.loading.placement import Placement
 from zerostart.pipelines import drop_components, load_pipeline, synced
 from zerostart.state.verbs import (
+    convert,
     diff,
     digest,
     keep,
@@ -62,6 +63,7 @@ __all__ = [
     "digest",
     "diff",
     "verify",
+    "convert",
     "refit",
     "weight_source",
     "keep",

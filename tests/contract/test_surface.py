@@ -87,6 +87,7 @@ def test_only_finished_verbs_are_there() -> None:
     started = {"disable", "enable", "enabled", "load", "plan", "report"}
     started |= {"checkpoint_blocks", "drop_components", "gradient_checkpoint", "load_pipeline", "synced"}
     assert verbs == started | {"diff", "digest", "full_tensors", "gathered", "save", "verify"} | {
+        "convert",
         "keep",
         "load_state",
         "refit",
