@@ -3,9 +3,10 @@
     python benchmarks/convert.py benchmarks/results/convert --folder DIR
 
 The large checkpoint is sparse (``zerostart synth --sparse``), and so is what becomes of it: all its bytes are
-read, summed up and looked at, and none goes to the disk (whose free space is not looked at for it). The small one is random; each conversion of it
-alternates with ``cp`` of the same files, and both end with ``fsync`` of what was written. The peak is that of
-anonymous memory (``RssAnon``), above what the process has after a conversion of a tiny model.
+read, summed up and looked at, and none goes to the disk (whose free space is not looked at for it). The small
+one is random; each conversion of it alternates with ``cp`` of the same files, and both end with ``fsync`` of
+what was written. The peak is that of anonymous memory (``RssAnon``), above what the process has after a
+conversion of a tiny model.
 """
 
 import argparse

@@ -228,6 +228,8 @@ class Crew(Generic[T]):
         self._work = work
         self._device = device
         self._name = name
+        # A mode of this thread, without which others may not fill what it has made.
+        self._inference = torch.is_inference_mode_enabled()
         self._lock = threading.Lock()
         self._error: BaseException | None = None
 
@@ -264,7 +266,8 @@ class Crew(Generic[T]):
         """The same in a thread of its own: which device is the current one is a matter of each thread."""
         if self._device is not None and self._device.index is not None:
             torch.accelerator.set_device_index(self._device.index)
-        self._take_part()
+        with torch.inference_mode(self._inference):
+            self._take_part()
 
     def _taken(self) -> Iterator[T]:
         while self._error is None:
