@@ -17,6 +17,7 @@ from zerostart.distributed.skew import Skew
 from zerostart.distributed.world import World
 from zerostart.errors import ConfigError, ReadError
 from zerostart.transfer import MIN_CHUNK, Progress, Reader, ReadQueue, Rows, Tuning, execute
+from zerostart.transfer.execute import writing_mode
 from zerostart.transfer.peer_readers import ExchangeReader, MappingReader, serve_others
 from zerostart.transfer.planning import (
     Machines,
@@ -198,7 +199,7 @@ def _own(
     if world.size == 1 or not plan.storage.worth_exchanging:
         execute(plan, storages, progress, tuning.threads, reader, tuning.depth)
         return TransferStats(progress.done - before, plan.read_bytes)
-    queue, begun = ReadQueue(plan), time.perf_counter()
+    queue, mode, begun = ReadQueue(plan), writing_mode(), time.perf_counter()
     device = next((storage.device for storage in storages if storage.device.type != "cpu"), None)
     if device is not None:
         # What the caller's stream still does with memory that these storages now have.
@@ -210,7 +211,7 @@ def _own(
         try:
             if device is not None and device.index is not None:
                 torch.accelerator.set_device_index(device.index)  # each thread has one of its own
-            with torch.no_grad():
+            with mode():
                 execute(plan, storages, progress, tuning.threads, reader, tuning.depth, queue)
             ended.append(time.perf_counter() - begun)
         finally:

@@ -135,3 +135,16 @@ def test_a_model_whose_tensors_change_between_pushes() -> None:
         model.table = nn.Embedding(10, 16)
         assert refitter.push().version == 4
         assert torch.equal(engine.table.weight, model.table.weight)
+
+
+def test_values_that_the_dtype_of_a_target_cannot_hold() -> None:
+    """Of as many bits, and others of them: what is filled in is what a cast gives, and no fault."""
+    model, student = nn.Module(), nn.Module()
+    model.table, student.table = nn.Embedding(10, 16, dtype=BF16), nn.Embedding(10, 16, dtype=torch.half)
+    engine = _Rows(10).half()
+    with torch.no_grad():
+        model.table.weight[1:5] *= 1e-7
+    for target in (student, engine):
+        with zerostart.refit(model, target) as refitter:
+            refitter.push()
+        assert torch.equal(target.table.weight, model.table.weight.half())

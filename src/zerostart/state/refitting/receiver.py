@@ -23,7 +23,8 @@ from zerostart.distributed.world import default_device
 from zerostart.errors import ConfigError, ConversionError, VerifyError
 from zerostart.geometry import Box
 from zerostart.geometry.layout import Layout, LocalBox
-from zerostart.recipe import Computed, Recipe, symbols_of
+from zerostart.recipe import Computed, Recipe, symbols_of, torch_dtype
+from zerostart.recipe.dtypes import holds
 from zerostart.recipe.loaders import trace_loader
 from zerostart.state.refitting.changes import Changed
 from zerostart.state.refitting.image import Image
@@ -347,9 +348,12 @@ class Receiver:
                 image.layout, [(plain, _layout(plain, strides[name], False), _origin(plain))], CHUNK
             )
             runs = Runs.of_writes(plan, image.layout)
-            if runs.nbytes != _nbytes(plain):  # an element that is there twice
-                back, rest, plain, runs = (), recipe.pieces, Recipe(recipe.target, ()), Runs.of([])
             own = {str(source) for piece in back for source in piece.source}
+            kinds = {torch_dtype(image.layout.tensors[source].dtype, source) for source in own}
+            # An element that is there twice, or in a dtype that gives back no value as it was.
+            if runs.nbytes != _nbytes(plain) or not all(holds(recipe.target.dtype, kind) for kind in kinds):
+                back, rest, plain, runs = (), recipe.pieces, Recipe(recipe.target, ()), Runs.of([])
+                own = set()
             # Parameters of one tensor of the files (tied ones that the engine has twice) are in two sets,
             # unless
             # each takes another part of it.
