@@ -194,6 +194,8 @@ class Receiver:
                 )
             self._engine = ModuleWeights(model, load, type(model).__name__)
         self._image: Image | None = None
+        #: What the last ``plan`` has given.
+        self._wants: Wants | None = None
         self._filled: dict[str, _Filled] = {}
         self._sets: tuple[Runs, ...] = ()
         #: What is summed up as it is read.
@@ -225,7 +227,7 @@ class Receiver:
             )
         if strict:
             self._check_all_filled(tensors, recipes.by_name)
-        self._image, self._plans = image, {}
+        self._image, self._plans, self._wants = image, {}, None
         self._filled = self._divided(image, recipes.by_name, strides, recipes.partial)
         whole = self._stage_plan(tuple(self._filled), strides, None)
         rest = [
@@ -235,10 +237,25 @@ class Receiver:
         ]
         self._read = Runs.of_reads(join(catalog, rest, EXACT))
         read = (self._read,) if self._read.nbytes else ()
-        wants = Wants(Runs.of_reads(whole.plan), (*self._sets, *read))
+        self._wants = wants = Wants(Runs.of_reads(whole.plan), (*self._sets, *read))
         tensors_of = Tensors(image)
         self._names = [tensors_of.names(runs) for runs in wants.sets]
         return wants
+
+    def renew(self, image: Image, wants: Wants) -> None:
+        """Be as the ``plan`` of ``image`` left it that gave ``wants``, where another trainer's came since.
+
+        Raises ConversionError, also where the engine takes something else of it now.
+        """
+        if self._wants is wants:
+            return
+        again = self.plan(image, strict=False)  # was looked at the first time
+        if _in_bytes(again) != _in_bytes(wants):
+            raise ConversionError(
+                f"{self._engine.name} takes other parts of the trained model than when this refit began: "
+                "begin it again"
+            )
+        self._wants = wants
 
     def fill(self, incoming: Incoming, version: int, sums: Sequence[Sums], since: int | None = None) -> None:
         """Bring the tensors to ``version`` out of ``incoming``, and read them back.
@@ -452,6 +469,10 @@ class Receiver:
                     f"trainer "
                     f"has{f' (and {len(names) - 8} more)' if len(names) > 8 else ''}; push again"
                 )
+
+
+def _in_bytes(wants: Wants) -> list[bytes]:
+    return [runs.to_bytes() for runs in (wants.runs, *wants.sets)]
 
 
 def _generator(stages: Iterator[AbstractContextManager[Mapping[str, torch.Tensor]]]) -> _Stages:
