@@ -1,11 +1,12 @@
 """Conversions: memory on a large sparse checkpoint, and seconds beside a raw copy of as many bytes.
 
-    python benchmarks/convert.py OUT.json --folder DIR
+    python benchmarks/convert.py benchmarks/results/convert --folder DIR
 
-The large checkpoint is sparse (``zerostart synth --sparse``), and so is what becomes of it. The small one
-is random; each conversion of it alternates with ``cp`` of the same files, and both end with ``fsync`` of
-what was written. The peak is that of anonymous memory (``RssAnon``), above what the process has after its
-imports.
+The large checkpoint is sparse (``zerostart synth --sparse``), and so is what becomes of it: all its bytes are
+read, summed up and looked at, and none goes to the disk (whose free space is not looked at for it). The small
+one is random; each conversion of it alternates with ``cp`` of the same files, and both end with ``fsync`` of
+what was written. The peak is that of anonymous memory (``RssAnon``), above what the process has after a
+conversion of a tiny model.
 """
 
 import argparse
@@ -18,16 +19,20 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
+LIBRARIES = ("torch", "transformers", "deepspeed")
 WORKER = """
 import json, sys, threading, time
-import torch
-from zerostart.state.converting.convert import convert
-import zerostart.state.converting.formats, zerostart.models, transformers
-if sys.argv[3] == "zero": import deepspeed
+import zerostart
 def anonymous():
     lines = open("/proc/self/status")
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon"))
+tiny, source, out, to, sparse = sys.argv[1:6]
+if sparse:
+    from zerostart.checkpoint.write import space
+    space.free_space = lambda path: None  # holes need none, which nobody can know before
+zerostart.convert(tiny, out + "-tiny", to)  # what is imported for it
 before = peak = anonymous()
 going = True
 def watch():
@@ -38,18 +43,21 @@ def watch():
 thread = threading.Thread(target=watch)
 thread.start()
 begun = time.perf_counter()
-made = convert(sys.argv[1], sys.argv[2], sys.argv[3], **json.loads(sys.argv[4]))
+made = zerostart.convert(source, out, to)
 seconds = time.perf_counter() - begun
 going = False
 thread.join()
-print(json.dumps({"seconds": seconds, "added_bytes": peak - before, "bytes": made.bytes, "to": sys.argv[3]}))
+print(json.dumps({"to": to, "bytes": made.bytes, "seconds": seconds, "added_bytes": peak - before}))
 """
 
 
-def converted(source: Path, out: Path, to: str, **options: object) -> dict[str, object]:
-    command = [sys.executable, "-c", WORKER, str(source), str(out), to, json.dumps(options)]
-    found = subprocess.run(command, check=True, capture_output=True, text=True)
-    return json.loads(found.stdout.splitlines()[-1])
+def converted(tiny: Path, source: Path, out: Path, to: str, sparse: str = "") -> dict[str, Any]:
+    command = [sys.executable, "-c", WORKER, str(tiny), str(source), str(out), to, sparse]
+    found = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    shutil.rmtree(out)
+    shutil.rmtree(f"{out}-tiny")
+    row: dict[str, Any] = json.loads(found.stdout.splitlines()[-1])
+    return row
 
 
 def copied(source: Path, out: Path) -> float:
@@ -62,19 +70,43 @@ def copied(source: Path, out: Path) -> float:
     return time.perf_counter() - begun
 
 
-def synth(folder: Path, layers: int, hidden: int, *more: str) -> Path:
+def synth(folder: Path, layers: int, hidden: int, vocabulary: int, *more: str) -> Path:
     folder.mkdir(parents=True)
     config = {
         "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_size": hidden,
-        "intermediate_size": 4 * hidden, "num_hidden_layers": layers, "num_attention_heads": hidden // 128,
-        "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "dtype": "bfloat16",
-        "tie_word_embeddings": False,
+        "intermediate_size": 4 * hidden, "num_hidden_layers": layers, "vocab_size": vocabulary,
+        "num_attention_heads": max(8, hidden // 128), "num_key_value_heads": 8, "head_dim": 128,
+        "dtype": "bfloat16", "tie_word_embeddings": False,
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))
     out = folder / "model"
     command = [sys.executable, "-m", "zerostart", "synth", str(folder / "config.json"), str(out), *more]
     subprocess.run(command, check=True, capture_output=True)
     return out
+
+
+def page(result: dict[str, Any]) -> str:
+    lines = [
+        "# Conversions",
+        "",
+        f"`python benchmarks/convert.py`, {result['machine']}, {result['versions']}; {result['note']}.",
+        "Bytes are those of tensors that are written; memory is what a conversion adds at its highest.",
+        "",
+        "| to | bytes written | seconds | MiB added | `cp` of the source, s | GB/s, beside `cp`'s |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for row in result["beside_cp"]:
+        rates = row["bytes"] / row["seconds"] / 1e9, result["source_bytes"] / row["copy_seconds"] / 1e9
+        lines.append(
+            f"| {row['to']} | {row['bytes'] / 1e9:.2f} GB | {row['seconds']:.1f} | "
+            f"{row['added_bytes'] >> 20} | {row['copy_seconds']:.1f} | {rates[0]:.2f}, {rates[1]:.2f} |"
+        )
+    for row in result["large"]:
+        lines.append(
+            f"| {row['to']}, sparse | {row['bytes'] / 1e9:.1f} GB (holes) | {row['seconds']:.1f} | "
+            f"{row['added_bytes'] >> 20} | | |"
+        )
+    return "\n".join(lines) + "\n"
 
 
 def main() -> None:
@@ -86,32 +118,31 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
     shutil.rmtree(options.folder, ignore_errors=True)
-    result: dict[str, object] = {
+    tiny = synth(options.folder / "tiny", 1, 64, 128)
+    small = synth(options.folder / "small", 8, 2048, 151936)
+    large = synth(options.folder / "large", options.layers, options.hidden, 151936, "--sparse")
+    out = options.folder / "out"
+    result: dict[str, Any] = {
         "machine": f"{os.cpu_count()} cores, {platform.machine()}",
-        "versions": {name: importlib.metadata.version(name) for name in ("torch", "transformers")},
+        "versions": {
+            name: importlib.metadata.version(name) for name in ("torch", "transformers", "deepspeed")
+        },
         "note": "other programs shared the machine",
+        "source_bytes": sum(path.stat().st_size for path in small.iterdir()),
+        "large": [],
+        "beside_cp": [],
     }
-    small = synth(options.folder / "small", 8, 2048)
-    rows = []
-    for to in ("hf", "dcp", "zero"):
-        for _ in range(options.repeats):
-            out = options.folder / "out"
+    for to in ("hf", "dcp"):
+        result["large"].append(converted(tiny, large, out, to, "sparse"))
+        print(result["large"][-1], flush=True)
+    for _ in range(options.repeats):
+        for to in ("hf", "dcp", "zero", "universal"):
             copy = copied(small, out)
             shutil.rmtree(out)
-            row = converted(small, out, to)
-            shutil.rmtree(out)
-            rows.append({**row, "copy_seconds": copy})
-            print(rows[-1], flush=True)
-    result["beside_cp"] = rows
-    large = synth(options.folder / "large", options.layers, options.hidden, "--sparse")
-    rows = []
-    for to in ("hf", "dcp"):
-        out = options.folder / "out"
-        rows.append(converted(large, out, to))
-        shutil.rmtree(out)
-        print(rows[-1], flush=True)
-    result["large"] = rows
-    options.result.write_text(json.dumps(result, indent=1) + "\n")
+            result["beside_cp"].append({**converted(tiny, small, out, to), "copy_seconds": copy})
+            print(result["beside_cp"][-1], flush=True)
+    options.result.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
+    options.result.with_suffix(".md").write_text(page(result))
     shutil.rmtree(options.folder)
 
 

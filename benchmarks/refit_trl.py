@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -134,35 +134,10 @@ def by_trl(model: Any, engine: Any, folder: Path) -> Callable[[], object]:
     return sync
 
 
-class InRank:
-    """The engine of a rank, as ``zerostart.serving.Driver`` has it."""
-
-    workers, in_process = 1, True
-
-    def __init__(self, engine: Any) -> None:
-        from zerostart import serving
-
-        self._receiver = serving.Receiver(engine)
-        self._connection: serving.Connection | None = None
-
-    def join(self, how: Mapping[str, Any]) -> None:
-        from zerostart import serving
-
-        self._connection = serving.Connection(self._receiver, how["address"], timeout=how["timeout"])
-
-    def follow(self, version: int) -> None:
-        assert self._connection is not None
-        self._connection.follow(version=version)
-
-    def leave(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
-
-
 def by_refit(model: Any, engine: Any, folder: Path) -> Callable[[], object]:
     import zerostart
 
-    refitter: Any = zerostart.refit(model, InRank(engine))
+    refitter: Any = zerostart.refit(model, engine)
     return lambda: refitter.push()
 
 
@@ -214,8 +189,7 @@ def page(found: dict[str, list[dict[str, Any]]], repeats: int) -> str:
         f"bf16, {RANKS} ranks (FSDP2), each with half of an engine, {os.cpu_count()} cores, other programs "
         f"on the machine; the best of the later synchronisations of each of {repeats} runs, median and range "
         f"over runs. `python benchmarks/refit_trl.py` with TRL {version('trl')} and torch "
-        f"{torch.__version__}. What a rank takes beside what it holds is anonymous memory; the image in "
-        "shared memory, as large as the model once a machine, is none.\n\n"
+        f"{torch.__version__}. What a rank takes beside what it holds is anonymous memory.\n\n"
         f"{table(found)}\n\n"
         f"The engines hold the same bytes after `trl` and `ours`: {'yes' if same else 'NO'}.\n"
     )

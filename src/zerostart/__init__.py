@@ -31,6 +31,7 @@ from zerostart.loading.arguments import (
 from zerostart.loading.placement import Placement
 from zerostart.pipelines import drop_components, load_pipeline, synced
 from zerostart.state.verbs import (
+    convert,
     diff,
     digest,
     keep,
@@ -62,6 +63,7 @@ __all__ = [
     "digest",
     "diff",
     "verify",
+    "convert",
     "refit",
     "weight_source",
     "keep",
@@ -174,6 +176,7 @@ def plan(
     host_memory: int | None = None,
     storage_rate: float | None = None,
     interconnect_rate: float | None = None,
+    network_rate: float | None = None,
     request_price: float | None = None,
     gigabyte_price: float | None = None,
     optimizer: str | None = None,
@@ -228,6 +231,7 @@ def plan(
             host_memory=host_memory,
             storage_rate=storage_rate,
             interconnect_rate=interconnect_rate,
+            network_rate=network_rate,
             request_price=request_price,
             gigabyte_price=gigabyte_price,
             optimizer=optimizer,

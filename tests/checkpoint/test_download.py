@@ -82,11 +82,16 @@ def inspect(source: str, cache: Path, endpoint: str, *more: str) -> subprocess.C
     return run(["-m", "zerostart", "inspect", source, *more], cache, endpoint)
 
 
-def run(arguments: list[str], cache: Path, endpoint: str) -> subprocess.CompletedProcess[str]:
+def environment_of(cache: Path, endpoint: str) -> dict[str, str]:
     own = {"HF_HOME": str(cache), "HF_ENDPOINT": endpoint, "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
     environment = {**os.environ, "HF_HUB_OFFLINE": "0", "TRANSFORMERS_OFFLINE": "0", **own}
     for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_TOKEN"):
         environment.pop(name, None)
+    return environment
+
+
+def run(arguments: list[str], cache: Path, endpoint: str) -> subprocess.CompletedProcess[str]:
+    environment = environment_of(cache, endpoint)
     command = [sys.executable, *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
 
@@ -134,6 +139,41 @@ def test_a_load_fetches_the_files_that_the_index_lists(
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "8.0"
     assert set(Hub.asked) == {"config.json", "model.safetensors.index.json", shard}
+
+
+@pytest.mark.slow
+def test_two_machines_fetch_into_one_cache(
+    endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the same time, each by another name of its host and another kernel: both have all of it."""
+    if subprocess.run(["unshare", "--uts", "--mount", "true"], capture_output=True, check=False).returncode:
+        pytest.skip("no namespaces here (root makes them)")
+    weights = save({"weight": torch.ones(4, 2), "more": torch.ones(8 << 20)})
+    monkeypatch.setitem(FILES, "model.safetensors", weights)
+    for turn in range(3):
+        cache, started = tmp_path / str(turn), []
+        for machine in ("one", "two"):
+            identity = tmp_path / machine
+            identity.write_text(machine)
+            call = f"hostname {machine} && mount --bind {identity} /proc/sys/kernel/random/boot_id"
+            program = [sys.executable, "-c", LOAD.replace("progress=", "strict=False, progress=")]
+            command = ["unshare", "--uts", "--mount", "sh", "-c", f'{call} && exec "$0" "$@"', *program]
+            started.append(
+                subprocess.Popen(
+                    [*command, "owner/model"],
+                    env=environment_of(cache, endpoint),
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                )
+            )
+        for process in started:
+            out, err = process.communicate(timeout=120)
+            assert (process.returncode, out.strip()) == (0, "8.0"), err
+        (file,) = cache.rglob("snapshots/*/model.safetensors")
+        assert file.read_bytes() == weights
+        assert not list(cache.rglob("*.incomplete"))
+        assert Hub.asked.count("model.safetensors") <= 4 * (turn + 1)  # heads are counted too
 
 
 def test_without_a_network_one_sentence_says_so(tmp_path: Path) -> None:

@@ -60,6 +60,7 @@ def test_plan_takes_what_the_contract_says() -> None:
         "host_memory",
         "storage_rate",
         "interconnect_rate",
+        "network_rate",
         "request_price",
         "gigabyte_price",
         "optimizer",
@@ -86,6 +87,7 @@ def test_only_finished_verbs_are_there() -> None:
     started = {"disable", "enable", "enabled", "load", "plan", "report"}
     started |= {"checkpoint_blocks", "drop_components", "gradient_checkpoint", "load_pipeline", "synced"}
     assert verbs == started | {"diff", "digest", "full_tensors", "gathered", "save", "verify"} | {
+        "convert",
         "keep",
         "load_state",
         "refit",

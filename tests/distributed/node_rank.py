@@ -44,6 +44,7 @@ def main(engine: str, settings: dict[str, object]) -> None:
         report = zerostart.report(model)
         told = {
             "seconds": time.monotonic() - begun,
+            "reading": report.phases["read"],
             "read": report.read_bytes,
             "planned": report.planned_bytes,
             "got": report.exchanged_bytes,

@@ -7,7 +7,9 @@ Each node has an interface ``fabric`` (10.231.8.N) to the others and ``store`` (
 import contextlib
 import json
 import os
+import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -109,36 +111,79 @@ class Nodes:
         sent |= json.loads(out)
 
 
+#: The process that a namespace of these tests belongs to.
+OWNER = re.compile(r"^zs(\d+)\w*")
+
+
+def sweep() -> None:
+    """Remove namespaces of test runs that were killed, with what still runs in them."""
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, timeout=20).stdout
+    for line in listed.splitlines():
+        owner = OWNER.match(line)
+        if owner is None or Path("/proc", owner[1]).exists():
+            continue
+        remove(owner[0])
+
+
+def remove(name: str) -> None:
+    """End what runs in a namespace, and the namespace."""
+    left = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, timeout=20)
+    for pid in left.stdout.split():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(pid), signal.SIGKILL)
+    subprocess.run(["ip", "netns", "delete", name], capture_output=True, timeout=20)
+
+
+@contextlib.contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Inside, SIGTERM ends a test run as Ctrl-C does: what it has made is removed."""
+
+    def end(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 @contextlib.contextmanager
 def made(count: int, folder: Path) -> Iterator[Nodes]:
     """``count`` nodes; the test is skipped where there can be none."""
     if shutil.which("ip") is None or shutil.which("tc") is None:
         pytest.skip("there is no `ip` or `tc` (iproute2)")
+    sweep()
     nodes = Nodes([f"zs{os.getpid()}n{node}" for node in range(count)], f"zs{os.getpid()}o", folder)
     try:
         ip("netns", "add", nodes.origin)
     except subprocess.CalledProcessError as error:
         pytest.skip(f"no network namespaces here: {error.stderr.decode().strip()} (root makes them)")
     try:
-        ip("-n", nodes.origin, "link", "set", "lo", "up")
-        for kind, net in (("fabric", 8), ("store", 9)):
-            ip("-n", nodes.origin, "link", "add", kind, "type", "bridge")
-            ip("-n", nodes.origin, "addr", "add", f"10.231.{net}.100/24", "dev", kind)
-            ip("-n", nodes.origin, "link", "set", kind, "up")
-        for node, name in enumerate(nodes.names):
-            ip("netns", "add", name)
-            ip("-n", name, "link", "set", "lo", "up")
-            for kind, net in (("fabric", 8), ("store", 9)):
-                peer = f"{kind}{node}"
-                ip("-n", nodes.origin, "link", "add", peer, "type", "veth", "peer", kind, "netns", name)
-                ip("-n", nodes.origin, "link", "set", peer, "master", kind)
-                ip("-n", nodes.origin, "link", "set", peer, "up")
-                ip("-n", name, "addr", "add", f"10.231.{net}.{node + 1}/24", "dev", kind)
-                ip("-n", name, "link", "set", kind, "up")
-        yield nodes
+        with ended_by_signals():
+            _join(nodes)
+            yield nodes
     finally:
         for process in nodes.running:
             process.kill()
             process.wait(timeout=20)
         for name in [*nodes.names, nodes.origin]:
-            subprocess.run(["ip", "netns", "delete", name], capture_output=True, timeout=20)
+            remove(name)
+
+
+def _join(nodes: Nodes) -> None:
+    ip("-n", nodes.origin, "link", "set", "lo", "up")
+    for kind, net in (("fabric", 8), ("store", 9)):
+        ip("-n", nodes.origin, "link", "add", kind, "type", "bridge")
+        ip("-n", nodes.origin, "addr", "add", f"10.231.{net}.100/24", "dev", kind)
+        ip("-n", nodes.origin, "link", "set", kind, "up")
+    for node, name in enumerate(nodes.names):
+        ip("netns", "add", name)
+        ip("-n", name, "link", "set", "lo", "up")
+        for kind, net in (("fabric", 8), ("store", 9)):
+            peer = f"{kind}{node}"
+            ip("-n", nodes.origin, "link", "add", peer, "type", "veth", "peer", kind, "netns", name)
+            ip("-n", nodes.origin, "link", "set", peer, "master", kind)
+            ip("-n", nodes.origin, "link", "set", peer, "up")
+            ip("-n", name, "addr", "add", f"10.231.{net}.{node + 1}/24", "dev", kind)
+            ip("-n", name, "link", "set", kind, "up")

@@ -188,11 +188,13 @@ def load_with_model(path: Path, failure: BaseException) -> None:
 
 
 def test_errors_that_do_not_travel() -> None:
-    """An error of ours that cannot be pickled keeps its kind; one whose text fails has its type's name."""
+    """One that cannot be pickled keeps its kind, one whose text fails has its type's name."""
     for seen in run_ranks(fail_oddly, 2):
         assert seen == [
             ("ReadError", "rank 1: of a local class"),
             ("ZerostartError", "rank 1: Wordless: an error whose text cannot be had"),
+            # Those whom it does not concern are there, and hear of it.
+            ("PeerError", "rank 1: of a storage of its own"),
         ]
 
 
@@ -205,7 +207,7 @@ def fail_oddly() -> list[tuple[str, str]]:
             raise RuntimeError
 
     found = []
-    for failure in (Local("of a local class"), Wordless()):
+    for failure in (Local("of a local class"), Wordless(), errors.PeerError("of a storage of its own")):
         with pytest.raises(errors.ZerostartError) as caught:
             fail_inside(failure)
         found.append((type(caught.value).__name__, str(caught.value)))

@@ -5,12 +5,13 @@ import resource
 import socket
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from zerostart.distributed.network import explained, tell_file_limit, unreachable
+from zerostart.distributed.network import explained, network_rate, tell_file_limit, unreachable
 from zerostart.distributed.world import current_world
 
 
@@ -62,3 +63,15 @@ def test_a_limit_of_files_that_is_too_low_is_told_with_its_name(
         tell_file_limit(1024)
     assert "may open 1024 files (RLIMIT_NOFILE)" in caplog.text
     assert "(RLIMIT_NOFILE): raise it" in explained(RuntimeError("socket: Too many open files"))
+
+
+def test_the_rate_of_an_interface_is_what_its_driver_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "sys/class/net/eth7"
+    folder.mkdir(parents=True)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7,eth8")
+    assert network_rate(tmp_path) is None
+    for told, rate in (("25000", 3.125e9), ("-1", None), ("", None)):
+        (folder / "speed").write_text(f"{told}\n")
+        assert network_rate(tmp_path) == rate

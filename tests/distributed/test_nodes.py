@@ -74,17 +74,23 @@ def test_the_store_gives_the_checkpoint_once(count: int, ranks: int, stored: Pat
 def test_a_node_that_is_ten_times_slower(count: int, replicas: bool, stored: Path, tmp_path: Path) -> None:
     options = {"engine_config": {"replicate": count}, "exchange": True} if replicas else {}
     with nodes.made(count, tmp_path) as made:
-        seconds = []
+        seconds, reading = [], []
         for limit in (USUAL, SLOW):
             for node in range(count):
                 made.limit(node, limit if node == count - 1 else USUAL)
             told, given = loaded(made, stored, **options)
             seconds.append(max(one["seconds"] for one in told))
+            reading.append(max(one["reading"] for one in told))
             assert given < 1.01 * whole(stored) + 100 * KiB
         slow = told[-1]
         assert slow["given"] > 0
         assert "read by faster ranks" in slow["text"]
-        print(seconds, [one["skew"] for one in told], [one["given"] for one in told])
+        print(
+            f"{count} nodes, replicas={replicas}: {seconds[1] / seconds[0]:.2f}",
+            seconds,
+            told[0]["skew"],
+            slow["given"],
+        )
         assert seconds[1] < 1.5 * seconds[0], (seconds, told)
 
 

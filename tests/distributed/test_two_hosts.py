@@ -17,6 +17,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.distributed import nodes
+
 SCRIPT = Path(__file__).with_name("two_hosts.py")
 LIMIT = 150
 
@@ -31,6 +33,7 @@ def hosts() -> Iterator[tuple[str, str]]:
     names = f"zs{os.getpid()}a", f"zs{os.getpid()}b"
     if shutil.which("ip") is None:
         pytest.skip("there is no `ip` (iproute2)")
+    nodes.sweep()
     try:
         for name in names:
             ip("netns", "add", name)
@@ -42,10 +45,11 @@ def hosts() -> Iterator[tuple[str, str]]:
             ip("-n", name, "addr", "add", f"10.231.7.{number + 1}/24", "dev", f"wire{number}")
             ip("-n", name, "link", "set", f"wire{number}", "up")
             ip("-n", name, "link", "set", "lo", "up")
-        yield names
+        with nodes.ended_by_signals():
+            yield names
     finally:
         for name in names:
-            ip("netns", "delete", name)
+            nodes.remove(name)
 
 
 @pytest.fixture

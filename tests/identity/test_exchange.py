@@ -264,14 +264,17 @@ def test_tensors_cut_by_rows_and_columns(exchange: bool, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("exchange", [True, False])
-def test_replicas_of_shards(exchange: bool, checkpoints: TinyCheckpoints) -> None:
-    """Two copies of the model, each in two shards: half of what is held comes from another rank."""
+def test_replicas_of_shards(
+    exchange: bool, checkpoints: TinyCheckpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two copies of the model, each in two shards: half of each comes from another rank, in rounds."""
+    monkeypatch.setattr(collective, "ROUND_REQUESTS", 20)
     path = checkpoints("qwen3_moe", sharded=True)
     from transformers import AutoModelForCausalLM
 
     expected = AutoModelForCausalLM.from_pretrained(path).state_dict()
     options = {"engine": "fsdp2", "engine_config": {"replicate": 2}, "exchange": exchange}
-    outcomes = run_ranks(load, 4, path, options)
+    outcomes = run_ranks(load_in_rounds, 4, path, options)
     assert differing(outcomes[0][0], expected) == []
     stored = sum(t.nbytes for f in path.glob("*.safetensors") for t in load_file(f).values())
     read, received = (
@@ -281,6 +284,11 @@ def test_replicas_of_shards(exchange: bool, checkpoints: TinyCheckpoints) -> Non
     assert received == pytest.approx(stored if exchange else 0, rel=0.02)
     foreseen = zerostart.plan(path, 4, engine="fsdp2", engine_config={"replicate": 2}, exchange=exchange)
     assert [rank.read_bytes for rank in foreseen.ranks] == [report.read_bytes for _, report in outcomes]
+
+
+def load_in_rounds(path: Path, options: dict[str, Any]) -> Any:
+    collective.ROUND_REQUESTS = 20
+    return load(path, options)
 
 
 # Errors: on all ranks, the same, and soon.

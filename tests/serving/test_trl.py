@@ -51,11 +51,20 @@ def test_trl_is_as_declared() -> None:
     assert [point.misfit() for point in TOUCHED] == ["", ""]
 
 
-@pytest.mark.parametrize(("engine", "lora"), [("zero3", False), ("zero3", True), ("fsdp2", False)])
+@pytest.mark.parametrize(
+    ("engine", "options"),
+    [
+        ("zero3", {}),
+        ("zero3", {"lora": True}),
+        ("fsdp2", {}),
+        ("fsdp2", {"vllm_tensor_parallel_size": 2}),  # one engine, of which each rank has a half
+    ],
+    ids=["zero3", "zero3-lora", "fsdp2", "fsdp2-tensors"],
+)
 def test_colocated_runs_are_those_of_trls_own_synchronisation(
-    engine: str, lora: bool, checkpoint: Path, tmp_path: Path
+    engine: str, options: dict[str, Any], checkpoint: Path, tmp_path: Path
 ) -> None:
-    options = {"vllm_mode": "colocate", "unpacked": True, "lora": lora}
+    options = {"vllm_mode": "colocate", "unpacked": True, **options}
     stock = ran(checkpoint, tmp_path / "stock", engine, **options)
     ours = ran(checkpoint, tmp_path / "ours", engine, "ours", **options)
     assert ours == stock
@@ -99,8 +108,11 @@ def asked(address: str, route: str, body: dict[str, Any] | None = None) -> dict[
     return json.loads(text) if text else {}
 
 
-def test_a_server_has_the_weights_that_are_saved(checkpoint: Path, server: str, tmp_path: Path) -> None:
-    found = ran(checkpoint, tmp_path, "zero3", "ours", vllm_mode="server", vllm_server_base_url=server)
+@pytest.mark.parametrize("engine", ["zero3", "fsdp2"])
+def test_a_server_has_the_weights_that_are_saved(
+    engine: str, checkpoint: Path, server: str, tmp_path: Path
+) -> None:
+    found = ran(checkpoint, tmp_path, engine, "ours", vllm_mode="server", vllm_server_base_url=server)
     assert all(len(rank["log"]) == 5 for rank in found)
     wanted = {"model": str(checkpoint), "prompt": PROMPT, "max_tokens": 12, "temperature": 0}
     wanted |= {"ignore_eos": True, "detokenize": False, "return_token_ids": True}

@@ -23,9 +23,9 @@ from tests.training.loop.test_run import values as values
 from zerostart.checkpoint.source import open_catalog
 from zerostart.checkpoint.storage import uploads_at
 from zerostart.checkpoint.verifying import file_digests
-from zerostart.checkpoint.write import objects
+from zerostart.checkpoint.write import notes
 from zerostart.checkpoint.write.objects import ObjectStaging, part_length
-from zerostart.checkpoint.write.parts import SequentialUpload
+from zerostart.checkpoint.write.parts import PartUploader
 from zerostart.checkpoint.write.shards import plan_shards
 from zerostart.errors import CheckpointNotFoundError, ConfigError, WriteError
 
@@ -323,11 +323,14 @@ def uploading(place: str, value: float, shard: str) -> Iterator[ObjectStaging]:
     staging = ObjectStaging(uploads)
     layout = plan_shards([("a", "F32", [512]), ("b", "F32", [512])], shard, "model")
     files = staging.begin_files(".", layout)
-    upload = SequentialUpload(uploads, files, layout, part_length(layout), 2)
-    with upload.writing():
-        for name in layout.tensors:
-            upload.write(name, torch.full((512,), value).numpy().tobytes())
-    staging.end_files(".", layout, upload.receipts)
+    upload = PartUploader(uploads, files, part_length(layout), 2)
+    for number, file in enumerate(layout.files):
+        content = file.header + torch.full(((file.size - len(file.header)) // 4,), value).numpy().tobytes()
+        buffer = upload.buffer()
+        buffer[: file.size] = content
+        upload.put(number, 0, buffer, file.size)
+        upload.end(number)
+    staging.end_files(".", layout, upload.close())
     try:
         yield staging
     finally:
@@ -372,7 +375,7 @@ def test_a_save_that_was_taken_for_a_killed_one(monkeypatch: pytest.MonkeyPatch)
     """It gave no sign for two minutes, and another machine has cleared it away; expect an error."""
     with uploading(PLACE, 1.0, "3KB") as one:
         with monkeypatch.context() as patch:
-            patch.setattr(objects, "_is_here", lambda by: False)
+            patch.setattr(notes, "_is_here", lambda by: False)
             with uploading(PLACE, 2.0, "3KB") as other:
                 other.complete({})
         with pytest.raises(WriteError, match="gave no sign of life"):

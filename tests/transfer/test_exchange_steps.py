@@ -21,12 +21,16 @@ from zerostart.transfer.planning import (
     Plan,
     Rates,
     Read,
+    Routes,
     Table,
+    Tables,
     Traffic,
+    Want,
     batches,
     choose,
     exchange_schedule,
     given_away,
+    in_rounds,
     pieces_within,
     reassigned,
     slow_ranks,
@@ -63,6 +67,11 @@ def wanted(table: Table, first: int, stop: int) -> list[tuple[int, int]]:
     ]
 
 
+def gets(step: ExchangeStep, of: Tables) -> list[tuple[int, Want]]:
+    """Each rank that gets something, with what."""
+    return [(rank, want) for want in step.wants for rank in of.holders[want.table]]
+
+
 def check(
     made: Sequence[ExchangeStep | Agreement], given_tables: Sequence[Table], alone: Sequence[set[int]]
 ) -> None:
@@ -73,11 +82,11 @@ def check(
     for step in made:
         if isinstance(step, Agreement):
             continue
-        for delivery in step.deliveries:
-            for number in range(delivery.first, delivery.stop):
-                assert number == next(following[delivery.to])
-            places = wanted(given_tables[delivery.to], delivery.first, delivery.stop)
-            assert len(places) == delivery.nbytes
+        for to, want in gets(step, Tables.of(given_tables)):
+            for number in range(want.first, want.stop):
+                assert number == next(following[to])
+            places = wanted(given_tables[to], want.first, want.stop)
+            assert len(places) == want.nbytes
             file, begin, end = step.extent
             assert all(f == file and begin <= at < end for f, at in places)
     assert all(next(left, None) is None for left in following)
@@ -120,20 +129,20 @@ ENDLESS = [rows_of(*((0, at + 50 * n, 100, 1, 0) for at in range(0, 400, 100))) 
 @example(WANTED_TWICE, 39)
 @example(ENDLESS, 500)
 def test_overlapping_requests(given_tables: list[Table], between: int) -> None:
-    made = exchange_schedule(given_tables, LIMIT, between)
+    of = Tables.of(given_tables)
+    made = exchange_schedule(of, LIMIT, between)
     check(made.steps, given_tables, [set(numbers) for numbers in made.alone])
     steps = [step for step in made.steps if isinstance(step, ExchangeStep)]
     for step in steps:
         assert step.extent[2] - step.extent[1] <= 2 * LIMIT
-        assert all(delivery.nbytes <= 2 * LIMIT for delivery in step.deliveries)
-        assert step.server in {delivery.to for delivery in step.deliveries}
-        assert len(step.deliveries) > 1
+        assert all(want.nbytes <= 2 * LIMIT for want in step.wants)
+        assert step.server in {rank for rank, _ in gets(step, of)}
+        assert len(gets(step, of)) > 1
     for rank, served in enumerate(made.served):
         mine = [e.extent for e in steps if e.server == rank]
         assert served == sum(end - begin for _, begin, end in mine)
-    got = sum(delivery.nbytes for step in steps for delivery in step.deliveries)
-    own = sum(d.nbytes for e in steps for d in e.deliveries if d.to == e.server)
-    assert sum(made.received) == got - own
+    got = sum(want.nbytes for step in steps for rank, want in gets(step, of) if rank != step.server)
+    assert sum(Routes(of, Machines.of([0] * len(given_tables))).messages(steps).values()) == got
 
     # Nothing is read twice but where one extent cannot take a chain of requests.
     reads = [{(file, at) for at in range(begin, end)} for file, begin, end in (e.extent for e in steps)]
@@ -147,28 +156,52 @@ def test_overlapping_requests(given_tables: list[Table], between: int) -> None:
 
 
 def test_what_is_read_again_at_a_cut_is_planned() -> None:
-    made = exchange_schedule(ENDLESS, LIMIT)
+    made = exchange_schedule(Tables.of(ENDLESS), LIMIT)
     extents = [step.extent for step in made.steps if isinstance(step, ExchangeStep)]
     assert extents == [(0, 0, 200), (0, 150, 350), (0, 300, 450)]
     assert sum(made.served) == 450 + 2 * 50  # planned with what is read again
 
 
-def messages_are_whole(steps: Sequence[ExchangeStep], machines: Machines) -> None:
-    """Who sends something has it, and another machine gets no more bytes of an extent than it has."""
+def sent_in(step: ExchangeStep, routes: Routes) -> list[tuple[int, int, int]]:
+    """Messages of a step as each rank works them out by itself: sender, receiver, bytes."""
+    machines, of = routes.machines, routes.tables
+    found = []
+    for rank, want in gets(step, of):
+        sender = routes.sender(step, machines.names[rank])
+        if sender not in (rank, step.server):
+            assert sender in {r for r, _ in gets(step, of)}  # it is in the step too, and passes on
+        if sender == rank != step.server:
+            found.append((step.server, rank, step.nbytes))
+        elif rank not in (sender, step.server):
+            found.append((sender, rank, want.nbytes))
+    return sorted(found)
+
+
+def messages_are_whole(steps: Sequence[ExchangeStep], routes: Routes) -> None:
+    """Senders and receivers find the same messages; another machine gets no more bytes than an extent has."""
+    names = routes.machines.names
     for step in steps:
-        has = {step.server, *step.relays}
-        assert {delivery.sender for delivery in step.deliveries} <= has
-        assert len({machines.names[rank] for rank in has}) == len(has)
+        relays = routes.relays(step)
+        messages = [(step.server, relay, step.nbytes) for relay in relays]
+        for sender in (step.server, *relays):
+            for want, ranks in routes.receivers(step, sender):
+                messages += [(sender, rank, want.nbytes) for rank in ranks if rank != sender]
+        assert sorted(messages) == sent_in(step, routes)
+        assert len({names[rank] for rank in (step.server, *relays)}) == 1 + len(relays)
         wanted: Counter[object] = Counter()
-        for delivery in step.deliveries:
-            wanted[machines.names[delivery.to]] += delivery.nbytes
+        for rank, want in gets(step, routes.tables):
+            wanted[names[rank]] += want.nbytes
         crossed: Counter[object] = Counter()
-        for sender, to, nbytes in step.messages():
-            if machines.names[sender] != machines.names[to]:
-                crossed[machines.names[to]] += nbytes
+        for sender, to, nbytes in messages:
+            if names[sender] != names[to]:
+                crossed[names[to]] += nbytes
         for machine, nbytes in crossed.items():
             assert nbytes == min(wanted[machine], step.nbytes) or nbytes == step.nbytes < wanted[machine]
-        assert step.server not in step.relays
+    total: Counter[tuple[int, int]] = Counter()
+    for step in steps:
+        for sender, to, nbytes in sent_in(step, routes):
+            total[sender, to] += nbytes
+    assert routes.messages(steps) == total
 
 
 @settings(max_examples=examples(200))
@@ -179,21 +212,17 @@ def messages_are_whole(steps: Sequence[ExchangeStep], machines: Machines) -> Non
 )
 def test_ranks_of_several_machines(given_tables: list[Table], names: list[int], speeds: list[float]) -> None:
     """Also where servers are slow, and others read what they have not begun."""
-    machines = Machines.of(names[: len(given_tables)])
-    made = exchange_schedule(given_tables, LIMIT, 250, machines)
+    of = Tables.of(given_tables)
+    routes = Routes(of, Machines.of(names[: len(given_tables)]))
+    made = exchange_schedule(of, LIMIT, 250)
     check(made.steps, given_tables, [set(numbers) for numbers in made.alone])
     steps = [step for step in made.steps if isinstance(step, ExchangeStep)]
-    messages_are_whole(steps, machines)
-    received: Counter[int] = Counter()
-    for step in steps:
-        for _, to, nbytes in step.messages():
-            received[to] += nbytes
-    assert [received[rank] for rank in range(len(given_tables))] == list(made.received)
+    messages_are_whole(steps, routes)
 
-    changed = reassigned(made.steps, speeds[: len(given_tables)], machines)
+    changed = reassigned(made.steps, speeds[: len(given_tables)], of)
     check(changed, given_tables, [set(numbers) for numbers in made.alone])
     now = [step for step in changed if isinstance(step, ExchangeStep)]
-    messages_are_whole(now, machines)
+    messages_are_whole(now, routes)
     assert [step.extent for step in now] == [step.extent for step in steps]
     begun: set[int] = set()
     for before, after in zip(steps, now, strict=True):
@@ -204,28 +233,31 @@ def test_ranks_of_several_machines(given_tables: list[Table], names: list[int], 
 
 def test_replicas_cross_to_another_machine_once() -> None:
     table = np.array([(0, 50 * i, 50, 1, 0) for i in range(64)], np.int64)
-    machines = Machines.of("aabbcc")
-    made = exchange_schedule([table] * 6, LIMIT, machines=machines)
-    across: Counter[str] = Counter()
-    for step in made.steps:
-        assert isinstance(step, ExchangeStep)
-        for sender, to, nbytes in step.messages():
-            if machines.names[sender] != machines.names[to]:
-                across[str(machines.names[to])] += nbytes
+    routes = Routes(Tables.of([table] * 6), Machines.of("aabbcc"))
+    made = exchange_schedule(routes.tables, LIMIT)
+    names, across, received = routes.machines.names, 0, [0] * 6
+    for (sender, to), nbytes in routes.messages(made.steps).items():
+        across += nbytes if names[sender] != names[to] else 0
+        received[to] += nbytes
     # Two of three servers are on other machines.
-    assert sum(across.values()) == 2 * 50 * 64
-    assert max(made.received) - min(made.received) <= 4 * LIMIT
+    assert across == 2 * 50 * 64
+    assert max(received) - min(received) <= 4 * LIMIT
+    # However many ranks there are: of a thousand each step is as small, and they read evenly.
+    many = exchange_schedule(Tables.of([table] * 1024), LIMIT)
+    assert len(many.steps) == len(made.steps)
+    assert all(isinstance(step, ExchangeStep) and len(step.wants) == 1 for step in many.steps)
+    assert max(many.served) <= LIMIT
 
 
 def test_a_slow_server_gives_extents_away() -> None:
     table = np.array([(0, 50 * i, 50, 1, 0) for i in range(640)], np.int64)
-    machines = Machines.of("abcd")
-    made = exchange_schedule([table] * 4, LIMIT, machines=machines)
+    of = Tables.of([table] * 4)
+    made = exchange_schedule(of, LIMIT)
     speeds = [10.0, 10.0, 1.0, 0.0]  # of the last nothing is known
     assert slow_ranks(speeds) == {2}
     assert slow_ranks([10.0, 9.0, 8.0, 0.0]) == set()
     served: Counter[int] = Counter()
-    for step in reassigned(made.steps, speeds, machines):
+    for step in reassigned(made.steps, speeds, of):
         assert isinstance(step, ExchangeStep)
         served[step.server] += step.nbytes
     assert sum(served.values()) == 50 * 640
@@ -236,8 +268,8 @@ def test_a_slow_server_gives_extents_away() -> None:
 def test_what_a_slow_rank_has_not_begun() -> None:
     left = np.array([(0, 50 * i, 50, 1, 0) for i in range(310)], np.int64)
     nothing = rows_of()
-    machines = Machines.of("abcd")
-    steps = given_away([nothing, nothing, left, nothing], [10.0, 10.0, 1.0, 10.0], machines, 5000)
+    of = Tables.of([nothing, nothing, left, nothing])
+    steps = given_away(of, [10.0, 10.0, 1.0, 10.0], 5000)
     check(steps, [nothing, nothing, left, nothing], [set()] * 4)
     served = Counter(step.server for step in steps if isinstance(step, ExchangeStep))
     assert served[2] == pytest.approx(10, abs=1)
@@ -258,9 +290,8 @@ def test_messages_of_one_rank(sizes: list[int], limit: int) -> None:
 
 def test_replicas_read_each_byte_once_and_evenly() -> None:
     table = np.array([(0, 50 * i, 50, 1, 0) for i in range(64)], np.int64)
-    made = exchange_schedule([table] * 4, LIMIT)
+    made = exchange_schedule(Tables.of([table] * 4), LIMIT)
     assert sum(made.served) == 50 * 64
-    assert sum(made.received) == 3 * 50 * 64
     assert max(made.served) - min(made.served) <= LIMIT
     # Servers take turns, so that one passes on what it has while the next is sending.
     servers = [step.server for step in made.steps if isinstance(step, ExchangeStep)]
@@ -269,22 +300,23 @@ def test_replicas_read_each_byte_once_and_evenly() -> None:
 
 def test_columns_of_one_matrix_are_one_extent() -> None:
     of_rank = [np.array([(0, 10 * rank, 100, 10, 40)], np.int64) for rank in range(4)]
-    made = exchange_schedule(of_rank, 400)
+    routes = Routes(Tables.of(of_rank), Machines.of([0] * 4))
+    made = exchange_schedule(routes.tables, 400)
     (step,) = made.steps
     assert isinstance(step, ExchangeStep)
     assert step.extent == (0, 0, 400)
-    assert sum(made.received) == 300
+    assert sum(routes.messages(made.steps).values()) == 300
 
 
 def test_own_slices_need_no_message() -> None:
     of_rank = [np.array([(0, 1000 * rank, 100, 1, 0)], np.int64) for rank in range(4)]
-    made = exchange_schedule(of_rank, 400)
+    made = exchange_schedule(Tables.of(of_rank), 400)
     assert (made.steps, made.alone) == ((), ((0,),) * 4)
 
 
 def test_ranks_agree_now_and_then() -> None:
     table = np.array([(0, 50 * i, 50, 1, 0) for i in range(64)], np.int64)
-    made = exchange_schedule([table] * 2, LIMIT, between=400)
+    made = exchange_schedule(Tables.of([table] * 2), LIMIT, between=400)
     kinds = [isinstance(step, Agreement) for step in made.steps]
     assert sum(kinds) == 3  # each of two ranks reads 1600 bytes
     assert not kinds[-1]
@@ -303,6 +335,18 @@ def test_reads_cut_to_a_span(rows: int, stride: int, limit: int) -> None:
     assert places == [10 * row for row in itertools.accumulate([0, *(r.rows for r in cut)][:-1])]
 
 
+@settings(max_examples=examples(100))
+@given(st.lists(st.integers(0, 100), min_size=1, max_size=9), st.integers(1, 5))
+def test_rounds_are_of_whole_files(sizes: list[int], rounds: int) -> None:
+    reads = [Read(n, 0, size, (), True, 1, 0) for n, size in enumerate(sizes) for _ in range(2)]
+    made = in_rounds(reads, sizes, rounds)
+    assert len(made) == rounds
+    assert [read for some in made for read in some] == reads  # in their order
+    assert len([n for some in made for n in {read.file for read in some}]) == len(sizes)
+    even = sum(sizes) / rounds + max(sizes)
+    assert all(sum(read.nbytes for read in some) <= 2 * even for some in made)
+
+
 GB = 10**9
 
 
@@ -319,6 +363,8 @@ GB = 10**9
         (Traffic(16 * 140 * GB, 140 * GB, 140 * GB // 8, 128, 16), Rates(link=20e9, interconnect=1e9), False),
         # Narrow columns, of which each machine would fetch the whole rows from one file server.
         (Traffic(140 * GB, 140 * GB, 9 * GB, 16, 16, 0, 16 * 140 * GB), Rates(shared=10e9), True),
+        # The same as the third, where the machines' network is slower than the file server.
+        (Traffic(16 * 140 * GB, 140 * GB, 140 * GB // 8, 128, 16), Rates(shared=10e9, network=0.5e9), False),
         # Warm: nothing comes from storage.
         (Traffic(4 * GB, 2 * GB, 1 * GB, 4, 2), Rates(link=math.inf, interconnect=0.5e9), False),
     ],
@@ -336,7 +382,13 @@ def test_choice(traffic: Traffic, rates: Rates, once: bool) -> None:
 def test_seconds_of_the_model() -> None:
     """By hand: 16 machines fetch 140 GB each at 10 GB/s together; or once, and 17.4 GB a rank at 1 GB/s, both
     in and out."""
-    rates = Rates(shared=10e9, link=50e9, copy=1e12)
+    rates = Rates(shared=10e9, link=50e9, copy=1e12, network=50e9)
     chosen = choose(Traffic(16 * 140 * GB, 140 * GB, 140 * GB // 8, 128, 16), rates)
     assert chosen.own_seconds == pytest.approx(16 * 140 / 10)
     assert chosen.once_seconds == pytest.approx(2 * 17.5 * 127 / 128)
+    # Each machine gets all but what it reads from the others.
+    slower = choose(
+        Traffic(16 * 140 * GB, 140 * GB, 140 * GB // 8, 128, 16),
+        Rates(shared=10e9, link=50e9, copy=1e12, network=2e9),
+    )
+    assert slower.once_seconds == pytest.approx(140 / 2 * 15 / 16)

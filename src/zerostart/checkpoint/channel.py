@@ -29,6 +29,14 @@ PROTOCOL = 1
 MAX_BYTES, MAX_PARTS = 256 << 20, 4096
 #: Seconds within which somebody who has connected must have proved that it knows the secret.
 HANDSHAKE = 20.0
+#: A wire that has gone dead says nothing: after 30 seconds without a word the system asks whether the other
+#: machine is there, and after three more questions, 10 seconds apart, gives the connection up. Its own two
+#: hours would have a worker wait that long for a trainer that has long made another connection.
+ALIVE = {
+    getattr(socket, name): value
+    for name, value in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3))
+    if hasattr(socket, name)
+}
 
 
 class Purpose(NamedTuple):
@@ -208,6 +216,9 @@ class Channel:
             raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
             raw.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
             raw.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            if raw.family == socket.AF_INET:
+                for option, value in ALIVE.items():
+                    raw.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def connect(address: Address, key: Key, timeout: float, wait: bool = True) -> Channel:

@@ -70,9 +70,12 @@ class Digests:
         self._count(name, octets.numel() * 8 // bits)
         self._note(name, lanes_of(octets, first * bits // 8))
 
-    def lanes(self, name: str, first: int, data: torch.Tensor) -> list[int]:
-        """The sums over elements as ``add`` takes them, which are not added."""
-        return lanes_of(_octets(data), first * self._bits(name) // 8)
+    def lanes(self, name: str, first: int, data: torch.Tensor, lead: int = 0) -> list[int]:
+        """The sums over elements as ``add`` takes them, which are not added.
+
+        ``data`` may begin ``lead`` bytes within its first element, and end within its last one.
+        """
+        return lanes_of(_octets(data), first * self._bits(name) // 8 + lead)
 
     def add_lanes(self, name: str, elements: int, lanes: Sequence[int]) -> None:
         """Add elements whose sums ``lanes`` gave."""
@@ -96,7 +99,8 @@ class Digests:
         # place of a row of the sums together, all rows spread out with zeros in the gaps (which add nothing),
         # or element by element.
         calls = min(rows, ROW // gcd(step * width, ROW)) * (count * width // ROW + 1)
-        together = CALL * calls + rows * count * width
+        # The sums of rows without any of them, between, are an eighth of their bytes' cost.
+        together = CALL * calls + rows * (count + step // 8) * width
         spread, scattered = rows * step * width, SINGLE * rows * count
         if together <= min(spread, scattered):
             self._note(name, lanes_of_rows(_bytes_of_rows(data), first * width, step * width))

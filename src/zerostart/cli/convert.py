@@ -36,7 +36,7 @@ def command(
     ],
     out: Annotated[
         str,
-        typer.Argument(metavar="B", help="Directory to write to; for hf and original also a URL of a store."),
+        typer.Argument(metavar="B", help="Directory to write to, or the URL of one in a store."),
     ],
     to: Annotated[_Format, typer.Option("--to", help="Format of B.")],
     dtype: Annotated[
@@ -87,12 +87,9 @@ def command(
 
 
 def _converted(options: dict[str, Any]) -> dict[str, Any]:
-    import torch
+    import zerostart
 
-    from zerostart.state.converting.convert import convert
-
-    dtype = None if options["dtype"] is None else getattr(torch, options["dtype"])
-    made = convert(**{**options, "dtype": dtype})
+    made = zerostart.convert(**options)
     return {**vars(made), "path": str(made.path)}
 
 

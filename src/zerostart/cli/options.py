@@ -41,6 +41,7 @@ _TYPED = {
     "host_memory": _SIZE,
     "storage_rate": _RATE,
     "interconnect_rate": _RATE,
+    "network_rate": _RATE,
     "request_price": _Typed("price"),
     "gigabyte_price": _Typed("price"),
 }

@@ -62,6 +62,12 @@ def mark_agreed(error: BaseException) -> None:
     error.__dict__[_AGREED] = now()
 
 
+def beyond_telling(error: PeerError) -> PeerError:
+    """``error`` of a rank that has gone, marked: whoever is left finds that out without being told."""
+    mark_agreed(error)
+    return error
+
+
 def agreed_since(error: BaseException, moment: int) -> BaseException | None:
     """The error that all ranks agreed on after ``moment`` if ``error`` is it, or was raised because of it."""
     seen: set[int] = set()

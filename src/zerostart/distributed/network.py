@@ -62,6 +62,16 @@ def own_address() -> str:
     return address or next((found for found in named if not found.startswith("127.")), "127.0.0.1")
 
 
+def network_rate(root: Path = Path("/")) -> float | None:
+    """Bytes a second of the interface by which this host reaches the others, by its driver; None: unknown."""
+    name = os.environ.get(_INTERFACE, "").split(",")[0] or _way_to_first_rank()[0]
+    try:
+        megabits = int((root / "sys/class/net" / name / "speed").read_text()) if name else -1
+    except (OSError, ValueError):  # a virtual one has none
+        return None
+    return megabits * 1e6 / 8 if megabits > 0 else None
+
+
 def network_view(root: Path = Path("/")) -> str:
     """What processes have in common that reach each other at 127.0.0.1: the machine and its network."""
     try:

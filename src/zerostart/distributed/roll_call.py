@@ -19,6 +19,7 @@ from typing import Protocol, TypeVar
 
 import torch.distributed as dist
 
+from zerostart.distributed.failures import beyond_telling
 from zerostart.distributed.network import explained
 from zerostart.errors import PeerError, printable
 
@@ -44,9 +45,11 @@ def _store_needed(call: str) -> Iterator[None]:
     except PeerError:
         raise
     except RuntimeError as error:
-        raise PeerError(
-            f"the process group's store, which rank 0 or its launcher serves, does not answer at {call}: "
-            f"{error}. {_AGAIN}"
+        raise beyond_telling(
+            PeerError(
+                f"the process group's store, which rank 0 or its launcher serves, does not answer at {call}: "
+                f"{error}. {_AGAIN}"
+            )
         ) from error
 
 
@@ -200,7 +203,7 @@ class RollCall:
             lambda: self.absent(place), call, "", all_here=lambda: self.all_here(place)
         )
         if missing:
-            raise PeerError(self._overdue(missing, call))
+            raise beyond_telling(PeerError(self._overdue(missing, call)))
 
     def finish(self, work: dist.Work, call: str, lost: Callable[[str], str]) -> None:
         """Wait for a collective; says meanwhile who has not come to it.
@@ -234,7 +237,7 @@ class RollCall:
                 # The error is known already, and matters more than whether the others have heard of it.
                 with contextlib.suppress(RuntimeError):  # the store has gone meanwhile
                     self._ask(lambda: self._hear(place))
-                raise PeerError(text) from failure
+                raise beyond_telling(PeerError(text)) from failure
             if silent and seconds > SILENCE:
                 silent = False
                 with contextlib.suppress(RuntimeError):  # the store has gone meanwhile

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from zerostart.distributed.failures import (
     DeferredSignals,
     agreed_since,
+    beyond_telling,
     mark_agreed,
     now,
     report_of,
@@ -251,6 +252,27 @@ class World:
         # The own value is handed back itself: a copy of it would be another object than the caller's.
         return [value if rank == self.rank else pickle.loads(d) for rank, d in enumerate(gathered)]
 
+    def all_gather_different(self, data: bytes, during: str) -> tuple[list[bytes], list[int]]:
+        """The ``data`` of all ranks, each only once, and which of them each rank has.
+
+        Raises what ``all_gather_object`` raises.
+        """
+        digest = hashlib.blake2b(data, digest_size=16).digest()
+        own = [len(data), *(int.from_bytes(half, "little", signed=True) for half in (digest[:8], digest[8:]))]
+        with DeferredSignals() as signals:
+            told = [tuple(row) for row in self.all_gather_numbers(own, during)]
+            # In the order of the first rank that has it, which sends it.
+            first = {row: rank for rank, row in reversed(list(enumerate(told)))}
+            numbers = {row: n for n, row in enumerate(sorted(first, key=lambda row: first[row]))}
+            different = []
+            for row in numbers:
+                sent = _room(row[0], data if first[row] == self.rank else b"")
+                if self.size > 1 and row[0]:
+                    self._transfer(during, dist.broadcast, sent, src=first[row])
+                different.append(sent.numpy().tobytes())
+        signals.deliver()
+        return different, [numbers[row] for row in told]
+
     def broadcast_object(self, make: Callable[[], T], during: str, source: int = 0) -> T:
         """What ``make`` gives on rank ``source``, or its error, on every rank.
 
@@ -329,10 +351,12 @@ class World:
         stalled = [rank for rank, seconds in enumerate(idle) if seconds >= calls.timeout]
         has = "has" if len(stalled) == 1 else "have"
         # On all ranks alike, and so nobody waits for another; it is not told again.
-        raise PeerError(
-            f"{calls.named(stalled)} {has} got no further in {_call(during)} for {calls.timeout:.0f} s, the "
-            "time-out of the process group; the storage there does not answer, or the process is stopped. "
-            "The operation in progress is incomplete: start all ranks again"
+        raise beyond_telling(
+            PeerError(
+                f"{calls.named(stalled)} {has} got no further in {_call(during)} for {calls.timeout:.0f} s, "
+                "the time-out of the process group; the storage there does not answer, or the process is "
+                "stopped. The operation in progress is incomplete: start all ranks again"
+            )
         )
 
     def all_gather_numbers(self, values: Sequence[int], during: str) -> list[list[int]]:
@@ -395,18 +419,17 @@ class World:
 
         Phases may be nested. An interrupt stays what it is on its own rank, and is a PeerError on the others.
         """
-        # Errors are marked with the moment at which all ranks agreed on them. One that was agreed on since
-        # this phase began has been raised on every rank, and must not be told a second time: nobody would
-        # listen.
+        # Errors are marked with the moment at which all ranks agreed on them, or found that a rank has gone.
+        # One that was agreed on since this phase began has been raised on every rank, and must not be told
+        # a second time: nobody would listen. Any other, a PeerError of this rank alone too, is told.
         begun = now()
         failure: BaseException | None = None
         outer = _phases.get()
         _phases.set((*outer, name))
         try:
             yield
-        # After a PeerError there is nobody to meet; a GeneratorExit comes when a generator is closed, at a
-        # moment that the other ranks do not share.
-        except (PeerError, GeneratorExit):
+        # It comes when a generator is closed, at a moment that the other ranks do not share.
+        except GeneratorExit:
             raise
         except BaseException as error:
             agreed = agreed_since(error, begun)
@@ -545,7 +568,7 @@ class World:
             raise self._lost(during) from error
 
     def _lost(self, during: str) -> PeerError:
-        return self._lost_at(_call(during), "")
+        return beyond_telling(self._lost_at(_call(during), ""))
 
     def _lost_at(self, call: str, who: str) -> PeerError:
         return PeerError(

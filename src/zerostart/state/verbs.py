@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from zerostart.checkpoint.verifying import Verified
     from zerostart.state.comparing.diff import Difference
+    from zerostart.state.converting.convert import Converted
     from zerostart.state.keeping import Kept
     from zerostart.state.refitting.local import LocalRefitter
     from zerostart.state.refitting.publisher import DirectoryRefitter
@@ -262,6 +263,65 @@ def verify(path: str | os.PathLike[str]) -> Verified:
     from zerostart.checkpoint.verifying import verify as verify_path
 
     return verify_path(path)
+
+
+def convert(
+    source: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    to: str,
+    *,
+    dtype: torch.dtype | str | None = None,
+    max_shard_size: int | str = "5GB",
+    world_size: int = 1,
+    zero_stage: int = 3,
+    strict: bool = False,
+) -> Converted:
+    """Write a checkpoint of any format that is read in another one, in bounded memory; no model is loaded.
+
+    One process does it, or the ranks of a job together. ``out`` appears whole or not at all; one that was
+    killed goes on where it stopped when the same call is made again. See ``docs/convert.md``.
+
+    Args:
+        source: a directory, a file, a hub id or a URL, of a model, a training checkpoint or a run.
+        out: a directory that has nothing of the names that are needed, or the URL of one in a store.
+        to: "hf", "dcp", "zero", "universal" or "original".
+        dtype: floating type of the weights; None keeps that of each. Masters are fp32.
+        max_shard_size: "hf" and "original": most bytes of one file.
+        world_size: "zero" and "universal": how many ranks will load it.
+        zero_stage: "zero" and "universal": the stage of the engine that will.
+        strict: whether it is an error that the format does not hold all that ``source`` has.
+
+    Returns:
+        ``path``, its ``files`` of tensors, how many ``tensors`` and ``bytes``, what was ``left_out``, and
+        ``kept_bytes`` of a call that was killed.
+
+    Raises:
+        ZerostartError: the same type and text on every rank. ConfigError for a name that is taken, for what
+            ``strict`` refuses, and for what ``to`` cannot hold; WriteError and ReadError.
+
+    Example:
+        >>> import tempfile, torch, zerostart
+        >>> weights = {"weight": torch.eye(2), "bias": torch.zeros(2)}
+        >>> model = zerostart.load(weights, lambda: torch.nn.Linear(2, 2), engine="fsdp2", progress=False)
+        >>> folder = tempfile.mkdtemp()
+        >>> _ = zerostart.save(model, folder)
+        >>> zerostart.convert(folder, folder + "-dcp", "dcp").tensors
+        2
+    """
+    with checked_arguments(convert, locals()):
+        from zerostart.state.converting.convert import convert as convert_files
+
+        floating = dtype_of(dtype)
+    return convert_files(
+        source,
+        out,
+        to,
+        dtype=floating,
+        max_shard_size=max_shard_size,
+        world_size=world_size,
+        zero_stage=zero_stage,
+        strict=strict,
+    )
 
 
 def diff(a: Comparable, b: Comparable) -> Difference:

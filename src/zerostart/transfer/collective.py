@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import statistics
 import threading
@@ -9,15 +10,16 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from rich.filesize import decimal
 
 from zerostart.distributed.machine import machine_name
+from zerostart.distributed.network import network_rate
 from zerostart.distributed.skew import Skew
 from zerostart.distributed.world import World
 from zerostart.errors import ConfigError, ReadError
 from zerostart.transfer import MIN_CHUNK, Progress, Reader, ReadQueue, Rows, Tuning, execute
-from zerostart.transfer.execute import writing_mode
 from zerostart.transfer.peer_readers import ExchangeReader, MappingReader, serve_others
 from zerostart.transfer.planning import (
     Machines,
@@ -25,18 +27,20 @@ from zerostart.transfer.planning import (
     Rates,
     Read,
     ReadStrategy,
-    Table,
+    Routes,
+    Tables,
     Traffic,
     choose,
     exchange_schedule,
     given_away,
+    in_rounds,
     pieces_within,
     spans_within,
     table_of,
 )
 
-#: Most requests of all ranks together whose steps every rank works out: beyond, each reads its own.
-MOST_REQUESTS = 1 << 18
+#: Requests in one round of an exchange, about: each rank knows those of all, some 500 bytes for each.
+ROUND_REQUESTS = 1 << 16
 #: Bytes that a rank reads for others between two agreements, at most (a second or so) and at least.
 BETWEEN, LEAST_BETWEEN = 1 << 30, 32 << 20
 #: A rank that would read on for longer than this share of the time of the one in the middle, and so many
@@ -84,6 +88,8 @@ class ReadDemand:
     machine: str
     #: The caller's argument; None leaves it to be chosen.
     exchange: bool | None
+    #: What its requests have in common with those of ranks that have the same.
+    requests_digest: bytes = b""
     #: Whether a machine's page cache serves its ranks.
     cached: bool = True
 
@@ -100,8 +106,18 @@ class ReadDemand:
             else:
                 got += Rows(read.rows, read.nbytes // read.rows, read.stride).fetched(plan.storage.gap)
                 requests += pieces_within(read, chunk or read.nbytes)
-        where = machine or machine_name()
-        return cls(nbytes, got, requests, chunk, tuning.rates, where, exchange, plan.storage.cached)
+        digest = hashlib.blake2b(table_of(plan.reads).tobytes(), digest_size=16).digest()
+        return cls(
+            nbytes=nbytes,
+            fetched=got,
+            requests=requests,
+            chunk=chunk,
+            rates=tuning.rates,
+            machine=machine or machine_name(),
+            exchange=exchange,
+            requests_digest=digest,
+            cached=plan.storage.cached,
+        )
 
 
 def agree_on_strategy(own: ReadDemand, plan: Plan, world: World) -> ReadStrategy | None:
@@ -114,6 +130,8 @@ def agree_on_strategy(own: ReadDemand, plan: Plan, world: World) -> ReadStrategy
     # Both are the same on all ranks: who returned here alone would leave the others in the gathering.
     if world.size == 1 or not plan.storage.worth_exchanging:
         return None
+    if (rate := network_rate()) is not None:
+        own = replace(own, rates=replace(own.rates, network=rate))
     return chosen(world.all_gather_object(own, "agreeing who reads what"), sum(plan.sizes))
 
 
@@ -139,13 +157,15 @@ def chosen(wants: Sequence[ReadDemand], stored: int) -> ReadStrategy | None:
     if exchange is None and got <= traffic.differ:
         return None
     strategy = choose(traffic, Rates.slowest([want.rates for want in wants]), exchange)
-    requests = sum(want.requests for want in wants)
-    if not strategy.once or (chunk >= MIN_CHUNK and requests <= MOST_REQUESTS):
+    if not strategy.once:
         return strategy
+    if chunk >= MIN_CHUNK:
+        # Ranks that ask for the same have one table between them.
+        requests = sum({want.requests_digest: want.requests for want in wants}.values())
+        return replace(strategy, rounds=max(1, -(-requests // ROUND_REQUESTS)))
     if exchange:
         raise ConfigError(
-            "exchange=True needs room for ten buffers of 64 KiB on each rank, and at most "
-            f"{MOST_REQUESTS} requests of all ranks (here {requests}); raise memory_limit or "
+            "exchange=True needs room for ten buffers of 64 KiB on each rank; raise memory_limit or "
             "chunk_size, or leave exchange out"
         )
     return replace(strategy, once=False, chunk_size=0)
@@ -170,7 +190,7 @@ def execute_together(
     elif strategy is not None and strategy.once:
         tuning = tuning.exchanging(plan.chunk_size)
         reader = tuning.reader(plan)
-        moved = _once(plan, storages, progress, tuning, reader, world)
+        moved = _once(plan, storages, progress, tuning, reader, world, strategy.rounds)
     else:
         gives = tuning.gives_away and not (strategy is not None and strategy.forced)
         moved = _own(plan, storages, progress, tuning, reader, world, gives)
@@ -199,19 +219,20 @@ def _own(
     if world.size == 1 or not plan.storage.worth_exchanging:
         execute(plan, storages, progress, tuning.threads, reader, tuning.depth)
         return TransferStats(progress.done - before, plan.read_bytes)
-    queue, mode, begun = ReadQueue(plan), writing_mode(), time.perf_counter()
+    queue, begun = ReadQueue(plan), time.perf_counter()
     device = next((storage.device for storage in storages if storage.device.type != "cpu"), None)
     if device is not None:
         # What the caller's stream still does with memory that these storages now have.
         torch.accelerator.current_stream(device).synchronize()
     ended: list[float] = []
     over = threading.Event()
+    inference = torch.is_inference_mode_enabled()  # modes are a thread's own, as its device is
 
     def work() -> None:
         try:
             if device is not None and device.index is not None:
                 torch.accelerator.set_device_index(device.index)  # each thread has one of its own
-            with mode():
+            with torch.inference_mode(inference), torch.no_grad():
                 execute(plan, storages, progress, tuning.threads, reader, tuning.depth, queue)
             ended.append(time.perf_counter() - begun)
         finally:
@@ -249,11 +270,11 @@ def _own(
     cut = spans_within(replace(plan, reads=left), plan.chunk_size).reads
     moving = tuple(read for read in cut if _in_one_run(read, plan))
     staying = tuple(read for read in cut if not _in_one_run(read, plan))
-    tables, machines = _tables(moving, world)
+    routes = _routes(moving, world)
     speeds = [1000 * row[3] / max(1, row[2]) for row in rows]
-    steps = given_away(tables, speeds, machines, LEAST_BETWEEN)
+    steps = given_away(routes.tables, speeds, LEAST_BETWEEN)
     rest = replace(plan, reads=moving, computations=())
-    sent = ExchangeReader(steps, tables, reader, world, tuning.threads, machines)
+    sent = ExchangeReader(steps, routes, reader, world, tuning.threads)
     execute(rest, storages, progress, 1, sent, tuning.depth)
     # Collective: those that have nothing left meet the others while these end.
     kept = replace(plan, reads=staying, computations=computations)
@@ -292,10 +313,13 @@ def _in_one_run(read: Read, plan: Plan) -> bool:
     return span <= plan.chunk_size and (read.rows == 1 or rows.fetched(plan.storage.gap) == span)
 
 
-def _tables(reads: Sequence[Read], world: World) -> tuple[list[Table], Machines]:
-    """The requests of every rank, and the machines."""
-    told = world.all_gather_object((table_of(reads), machine_name()), "planning the exchange")
-    return [table for table, _ in told], Machines.of([machine for _, machine in told])
+def _routes(reads: Sequence[Read], world: World) -> Routes:
+    """The requests of every rank, and which machine it is on."""
+    during = "planning the exchange"
+    machines = Machines.of(world.all_gather_object(machine_name(), during))
+    different, of_rank = world.all_gather_different(table_of(reads).tobytes(), during)
+    tables = [np.frombuffer(data, np.int64).reshape(-1, 5) for data in different]
+    return Routes(Tables(tables, of_rank), machines)
 
 
 def _once(
@@ -305,33 +329,56 @@ def _once(
     tuning: Tuning,
     reader: Reader,
     world: World,
+    rounds: int,
+) -> TransferStats:
+    """Round by round, of files that follow each other; see ``_one_round``."""
+    # Nothing longer than one buffer: a region of the exchange is at most two of these.
+    plan = spans_within(plan, plan.chunk_size)
+    total = TransferStats(0, 0)
+    # What has no bytes that others want comes with the last.
+    *first, last = in_rounds(plan.reads, plan.sizes, rounds)
+    parts = [replace(plan, reads=reads, computations=()) for reads in first]
+    for part in [*parts, replace(plan, reads=last)]:
+        moved = _one_round(part, storages, progress, tuning, reader, world)
+        total = TransferStats(
+            read=total.read + moved.read,
+            planned=total.planned + moved.planned,
+            received=total.received + moved.received,
+            given=total.given + moved.given,
+            seconds=total.seconds + moved.seconds,
+        )
+    told = world.all_gather_numbers([int(1000 * total.seconds)], "telling how long ranks read")
+    return replace(total, skew=Skew.of([of_rank for (of_rank,) in told]))
+
+
+def _one_round(
+    plan: Plan,
+    storages: Sequence[torch.Tensor],
+    progress: Progress,
+    tuning: Tuning,
+    reader: Reader,
+    world: World,
 ) -> TransferStats:
     """What no other rank wants, and computations, by all threads; then the rest in the order of steps."""
-    # 1. Nothing longer than one buffer: a region of the exchange is at most two of these.
-    plan = spans_within(plan, plan.chunk_size)
-    tables, machines = _tables(plan.reads, world)
-    # 2. Every rank works out the same steps from all tables, so that no message needs an announcement.
-    schedule = exchange_schedule(tables, plan.chunk_size, BETWEEN, machines, LEAST_BETWEEN)
+    # 1. Every rank works out the same steps from all tables, so that no message needs an announcement.
+    routes = _routes(plan.reads, world)
+    schedule = exchange_schedule(routes.tables, plan.chunk_size, BETWEEN, LEAST_BETWEEN)
     alone = frozenset(schedule.alone[world.rank])
     # Computations make their reads in no order that ranks could agree on.
     own = replace(plan, reads=tuple(r for n, r in enumerate(plan.reads) if n in alone))
     others = tuple(r for n, r in enumerate(plan.reads) if n not in alone)
     rest = replace(plan, reads=others, computations=())
-    # 3. What is this rank's alone, by all threads; no rank waits for another one meanwhile.
+    # 2. What is this rank's alone, by all threads; no rank waits for another one meanwhile.
     moved = _own(own, storages, progress, tuning, reader, world, tuning.gives_away)
-    # 4. The steps, by one thread: messages between two ranks have to be in the same order on both sides.
-    sent = ExchangeReader(schedule.steps, tables, reader, world, tuning.threads, machines)
+    # 3. The steps, by one thread: messages between two ranks have to be in the same order on both sides.
+    sent = ExchangeReader(schedule.steps, routes, reader, world, tuning.threads)
     execute(rest, storages, progress, 1, sent, tuning.depth)
-    if moved.skew is not None:
-        seconds = moved.seconds + sent.measured.seconds
-        told = world.all_gather_numbers([int(1000 * seconds)], "telling how long ranks read")
-        moved = replace(moved, skew=Skew.of([of_rank for (of_rank,) in told]))
-    return replace(
-        moved,
+    return TransferStats(
         read=moved.read + sent.read_bytes,
         planned=moved.planned + sent.planned_bytes,
         received=moved.received + sent.received_bytes,
         given=moved.given + sent.given_bytes,
+        seconds=moved.seconds + sent.measured.seconds,
     )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -209,14 +208,6 @@ def _rows(read: Read) -> Rows:
     return Rows(read.rows, read.nbytes // read.rows, read.stride)
 
 
-def writing_mode() -> Callable[[], AbstractContextManager[object]]:
-    """Makes what a thread is in that writes for this one: modes of torch are a matter of each thread.
-
-    What was made in inference mode may be written to in that alone.
-    """
-    return torch.inference_mode if torch.is_inference_mode_enabled() else torch.no_grad
-
-
 T = TypeVar("T")
 
 
@@ -237,8 +228,9 @@ class Crew(Generic[T]):
         self._work = work
         self._device = device
         self._name = name
+        # A mode of this thread, without which others may not fill what it has made.
+        self._inference = torch.is_inference_mode_enabled()
         self._lock = threading.Lock()
-        self._mode = writing_mode()
         self._error: BaseException | None = None
 
     def run(self, threads: int) -> None:
@@ -274,7 +266,7 @@ class Crew(Generic[T]):
         """The same in a thread of its own: which device is the current one is a matter of each thread."""
         if self._device is not None and self._device.index is not None:
             torch.accelerator.set_device_index(self._device.index)
-        with self._mode():
+        with torch.inference_mode(self._inference):
             self._take_part()
 
     def _taken(self) -> Iterator[T]:

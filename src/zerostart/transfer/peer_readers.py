@@ -27,13 +27,13 @@ import torch.distributed as dist
 
 from zerostart.checkpoint.memory import MemoryReader
 from zerostart.checkpoint.storage import Reader, Rows
-from zerostart.distributed.failures import DeferredSignals
+from zerostart.distributed.failures import DeferredSignals, agreed_since, beyond_telling, now
 from zerostart.distributed.world import World
 from zerostart.errors import PeerError
 from zerostart.transfer.planning import (
     Agreement,
     ExchangeStep,
-    Machines,
+    Routes,
     Table,
     batches,
     part_of,
@@ -52,36 +52,36 @@ class ExchangeReader(Reader):
     All memory is taken at once, before the first message: room for the longest one, for two extents, one
     being read by ``threads`` while the other is sent, and where a rank passes extents on for one of these.
     At each agreement ranks tell how fast they read; one that is slow gives extents away that it has not
-    begun, if ``machines`` says which rank is on which.
+    begun.
     """
 
     def __init__(
         self,
         steps: Sequence[ExchangeStep | Agreement],
-        tables: Sequence[Table],
+        routes: Routes,
         reader: Reader,
         world: World,
         threads: int = 1,
-        machines: Machines | None = None,
     ) -> None:
-        self._tables = tables
+        self._routes = routes
         self._reader = reader
         self._world = world
         self._threads = threads
-        self._machines = machines
+        self._table = routes.tables.of_rank[world.rank]
         every = [e for e in steps if isinstance(e, ExchangeStep)]
         # Of all ranks' steps, since it may come to any of them.
         longest = max((e.nbytes for e in every), default=0)
-        self._message = _room(d.nbytes for e in every for d in e.deliveries)
+        self._message = _room(want.nbytes for e in every for want in e.wants)
         # Extents go to the two rooms in turn: one is sent while the next is being read into the other.
         self._rooms = [_room([longest]), _room([longest])]
-        self._passing = _room([longest if machines is not None and machines.relayed else 0])
+        self._passing = _room([longest if routes.machines.relayed else 0])
         # Threads read alone; all messages are sent and received by the thread that calls this reader.
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="zerostart-extents")
         self._left = memoryview(b"")  # of the last message to this rank
         #: The room that is being filled, and the threads' reads into it; None behind the last extent.
         self._ahead: tuple[torch.Tensor, list[Future[float]], float] | None = None
         self._failure: BaseException | None = None
+        self._entered = now()
         self._begin(list(steps))
         self._interval = _Measured()
         #: Of all that was read.
@@ -123,7 +123,7 @@ class ExchangeReader(Reader):
         with DeferredSignals() as signals:
             try:
                 # Where a rank has gone no step can be run any more: the others notice by themselves.
-                if not isinstance(error, PeerError):
+                if error is None or agreed_since(error, self._entered) is None:
                     # This rank's messages still go out, with whatever content: others have settled how many
                     # they wait for.
                     while self._run():
@@ -170,7 +170,7 @@ class ExchangeReader(Reader):
         me = self._world.rank
         # Steps of others are left out; the order of those that stay is that of all ranks, which is what keeps
         # two ranks from waiting for each other.
-        while self._at < len(self._all) and not _concerns(self._all[self._at], me):
+        while self._at < len(self._all) and not self._concerns(self._all[self._at]):
             self._at += 1
         if self._at == len(self._all):
             return False
@@ -180,16 +180,21 @@ class ExchangeReader(Reader):
             self._agree()
         elif step.server == me:
             self._serve(step, self._fetched(step.nbytes))
-        elif me in step.relays:
+        elif (sender := self._routes.sender(step, self._routes.machines.names[me])) == me:
             extent = self._passing[: step.nbytes]
             self._receive(extent, step.server)
             self._serve(step, extent)
         else:
-            # Exactly one: a region has one message for each rank that wants something of it.
-            (own,) = (delivery for delivery in step.deliveries if delivery.to == me)
-            self._receive(self._message[: own.nbytes], own.sender)
+            # Exactly one: a step has one message for each rank that wants something of it.
+            (own,) = (want for want in step.wants if want.table == self._table)
+            self._receive(self._message[: own.nbytes], sender)
             self._left = bytes_view(self._message)[: own.nbytes]
         return True
+
+    def _concerns(self, step: ExchangeStep | Agreement) -> bool:
+        if isinstance(step, Agreement) or step.server == self._world.rank:
+            return True
+        return any(want.table == self._table for want in step.wants)
 
     def _receive(self, room: torch.Tensor, sender: int) -> None:
         send_or_receive(dist.recv, room, sender, self._world)
@@ -206,9 +211,9 @@ class ExchangeReader(Reader):
         speeds = [speed for speed, _ in told]
         # Where nobody has read for long a rank's speed is a matter of chance.
         slow = slow_ranks(speeds) if max(seconds for _, seconds in told) >= TELLING_SECONDS else set()
-        if slow and self._machines is not None:
+        if slow:
             left = self._all[self._at :]
-            changed = reassigned(left, speeds, self._machines)
+            changed = reassigned(left, speeds, self._routes.tables)
             mine, now = (_served(steps, self._world.rank) for steps in (left, changed))
             # Others too have extents in exchange for some of theirs, which is nothing to tell.
             if self._world.rank in slow:
@@ -231,24 +236,26 @@ class ExchangeReader(Reader):
         def turn(rank: int) -> int:
             return (rank - me - 1) % size
 
-        for relay in sorted(step.relays if step.server == me else (), key=turn):
+        for relay in sorted(self._routes.relays(step) if step.server == me else (), key=turn):
             send_or_receive(dist.send, extent, relay, self._world)
         reader = MemoryReader([extent])
-        own = (delivery for delivery in step.deliveries if delivery.sender == me)
-        for delivery in sorted(own, key=lambda delivery: turn(delivery.to)):
-            room = self._message[: delivery.nbytes]
+        receivers = [(want, sorted(to, key=turn)) for want, to in self._routes.receivers(step, me) if to]
+        receivers.sort(key=lambda each: (each[0].table == self._table, turn(each[1][0])))
+        for want, to in receivers:
+            room = self._message[: want.nbytes]
             try:
                 if self._failure is None:
-                    requests = self._tables[delivery.to][delivery.first : delivery.stop]
+                    requests = self._routes.tables.different[want.table][want.first : want.stop]
                     pack(bytes_view(room), requests, reader, step.extent[1])
             except BaseException as error:
                 self._failure = error
             # Sent in any case, whole, after a failure too: the receiver waits for so many bytes, and hears of
             # the failure at the next agreement.
-            if delivery.to != me:
-                send_or_receive(dist.send, room, delivery.to, self._world)
-            else:
-                self._left = bytes_view(room)
+            for rank in to:
+                if rank != me:
+                    send_or_receive(dist.send, room, rank, self._world)
+                else:
+                    self._left = bytes_view(room)
 
     def _fetch(self) -> None:
         """Have the next extent read that this rank serves, a part by each thread."""
@@ -316,12 +323,6 @@ def _served(steps: Sequence[ExchangeStep | Agreement], rank: int) -> dict[tuple[
     }
 
 
-def _concerns(step: ExchangeStep | Agreement, rank: int) -> bool:
-    if isinstance(step, Agreement) or step.server == rank:
-        return True
-    return any(rank in (delivery.to, delivery.sender) for delivery in step.deliveries)
-
-
 def _room(sizes: Any) -> torch.Tensor:
     return torch.empty(max(sizes, default=0), dtype=torch.uint8, device="cpu")
 
@@ -348,6 +349,7 @@ class MappingReader(Reader):
         self._left = memoryview(b"")  # of the last message
         self._ended = not len(table)
         self._failure: BaseException | None = None
+        self._entered = now()
         self.received_bytes = 0
 
     def __enter__(self) -> MappingReader:
@@ -364,7 +366,7 @@ class MappingReader(Reader):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Receive what is left of the round, and say that this rank wants no more, or that it has failed."""
-        if isinstance(error, PeerError):
+        if error is not None and agreed_since(error, self._entered) is not None:
             return
         with DeferredSignals() as signals:
             while not self._ended and self._receive():
@@ -514,9 +516,11 @@ def send_or_receive(call: Callable[..., object], tensor: torch.Tensor, peer: int
     try:
         call(tensor, peer, group=world.group)
     except (RuntimeError, dist.DistBackendError) as error:
-        raise PeerError(
-            f"rank {peer} died or stopped answering while rank {world.rank} exchanged the checkpoint's bytes "
-            "with it; nothing was loaded: start all ranks again"
+        raise beyond_telling(
+            PeerError(
+                f"rank {peer} died or stopped answering while rank {world.rank} exchanged the checkpoint's "
+                "bytes with it; nothing was loaded: start all ranks again"
+            )
         ) from error
 
 

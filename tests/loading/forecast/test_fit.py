@@ -124,6 +124,13 @@ def test_replicas_share_what_storage_gives(checkpoints: TinyCheckpoints) -> None
     config = {"replicate": 4}
     made = zerostart.plan(path, world_size=4, engine="fsdp2", engine_config=config, storage_rate=1e3)
     assert made.read_seconds == pytest.approx(made.checkpoint_bytes / 1e3, rel=0.1)
+    assert "network" not in made.rates
+    # On two machines each reads half, and gets the other half over their network.
+    asked: dict[str, Any] = {"engine": "fsdp2", "engine_config": {"replicate": 2}, "exchange": True}
+    made = zerostart.plan(path, world_size=16, network_rate=1e3, **asked)
+    assert made.read_seconds == pytest.approx(made.checkpoint_bytes / 2 / 1e3, rel=0.1)
+    assert made.rates["network"] == 1e3
+    assert made.storage_bytes == pytest.approx(made.checkpoint_bytes, rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -133,6 +140,7 @@ def test_replicas_share_what_storage_gives(checkpoints: TinyCheckpoints) -> None
         ("host_memory", "80GB"),
         ("storage_rate", -1.0),
         ("interconnect_rate", float("inf")),
+        ("network_rate", 0),
         ("request_price", -1.0),
         ("optimizer", "adamm"),
     ],

@@ -56,9 +56,8 @@ def foreseen(request: Request, world_size: int, tuning: Tuning, rates: Rates) ->
 
 def full_choice(decides: Foreseen, made: WorldPlan) -> bool:
     """Whether the choice from every rank's plan is to read once."""
-    plans = [decides._plan(rank, decides.tuning.chunk_size) for rank in range(made.world_size)]
-    wants = [decides._wants(rank, plan, None) for rank, plan in enumerate(plans)]
-    sharing = chosen(wants, sum(decides.catalog.sizes))
+    plans = decides._plans(made.world_size, decides.tuning.chunk_size)
+    sharing = chosen(decides._wants(plans, None), sum(decides.catalog.sizes))
     return sharing is not None and sharing.once
 
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 import zerostart
 from tests.parity import checkpoint
 from tests.ranks import run_ranks
-from tests.state.resuming.trainings import Case, Run
+from tests.state.resuming.trainings import Case, Run, uninterrupted
 from tests.tiny import TinyCheckpoints
 from tests.trained import build, write_dcp, write_deepspeed
 from zerostart.cli import main
@@ -147,10 +147,15 @@ def test_a_zero_checkpoint_comes_back_from_universal_as_deepspeed_wrote_it(
                 assert a[key].shape == b[key].shape, (name, key)
     expected = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path / "run"))
     assert same(get_fp32_state_dict_from_zero_checkpoint(str(tmp_path / "zero")), expected)
-    # On three ranks, of another stage.
+    # Of another stage, on five ranks, by which no group of parameters can be divided; and back from there.
     other = 5 - stage
-    convert(tmp_path / "zero", tmp_path / "other", "zero", zero_stage=other, world_size=3)
+    convert(tmp_path / "zero", tmp_path / "other", "zero", zero_stage=other, world_size=5)
     assert same(get_fp32_state_dict_from_zero_checkpoint(str(tmp_path / "other")), expected)
+    convert(tmp_path / "other", tmp_path / "again", "zero", zero_stage=stage, world_size=2)
+    for name in names:
+        assert (tmp_path / "again" / step / name).read_bytes() == (
+            tmp_path / "zero" / step / name
+        ).read_bytes()
 
 
 UNCLIPPED = {"gradient_clipping": 0.0}
@@ -190,6 +195,69 @@ def test_deepspeed_goes_on_from_what_is_converted(tmp_path: Path) -> None:
     assert run_ranks(resumed, 2, path, one, tmp_path / "universal")[0] == wanted
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("engine", "bf16"), [("deepspeed", False), ("deepspeed", True), ("fsdp2", False)])
+def test_deepspeed_goes_on_from_states_of_ours(tmp_path: Path, engine: str, bf16: bool) -> None:
+    path = checkpoint("qwen3", tmp_path)
+    case = Case(engine, 3, groups="two", bf16=bf16, top=UNCLIPPED if engine == "deepspeed" else {})
+    wanted = run_ranks(uninterrupted, 2, path, case, tmp_path / "state")[0][:MORE]
+    convert(tmp_path / "state", tmp_path / "dcp", "dcp")
+    for source in ("state", "dcp"):
+        for stage in (1, 2, 3):
+            out = tmp_path / f"{source}-{stage}"
+            options = {"dtype": BF16} if bf16 else {}
+            convert(tmp_path / source, out, "zero", zero_stage=stage, world_size=2, **options)
+            stock = Case("deepspeed", stage, groups="two", stock=True, bf16=bf16, top=UNCLIPPED)
+            assert run_ranks(resumed, 2, path, stock, out)[0] == wanted, (source, stage)
+    convert(tmp_path / "state", tmp_path / "universal", "universal", zero_stage=2)
+    universal = {**UNCLIPPED, "checkpoint": {"load_universal": True}}
+    stock = Case("deepspeed", 2, groups="two", stock=True, bf16=bf16, top=universal)
+    assert run_ranks(resumed, 2, path, stock, tmp_path / "universal")[0] == wanted
+
+
+def write_odd(out: str, stage: int) -> None:
+    """Save a run of DeepSpeed's own whose groups end with padding, one of them on the first rank."""
+    import deepspeed
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 3), torch.nn.Linear(3, 7), torch.nn.Linear(7, 1))
+    groups = [{"params": [*model[:2].parameters(), model[2].weight]}, {"params": [model[2].bias]}]
+    settings = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage}}
+    settings["zero_allow_untested_optimizer"] = True
+    optimizer = torch.optim.AdamW(groups, lr=1e-2)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
+    for _ in range(2):
+        engine.backward(engine(torch.randn(4, 5)).pow(2).mean())
+        engine.step()
+    engine.save_checkpoint(out, client_state={"universal_checkpoint_info": {}})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 2])
+def test_universal_is_what_deepspeed_makes_of_it(tmp_path: Path, stage: int) -> None:
+    run_ranks(write_odd, 2, str(tmp_path / "run"), stage)
+    convert(tmp_path / "run", tmp_path / "ours", "universal", zero_stage=stage, world_size=2)
+    command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal"]
+    made = tmp_path / "theirs" / "global_step2_universal"
+    command += ["--input_folder", str(tmp_path / "run" / "global_step2"), "--output_folder", str(made)]
+    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    names = {p.relative_to(made) for p in made.rglob("*.pt")}
+    ours = tmp_path / "ours" / "global_step2_universal"
+    assert names == {p.relative_to(ours) for p in ours.rglob("*.pt")}
+    for name in names - {Path("zero/optimizer_state.pt")}:  # which has the step as well, for stage 3
+        a, b = (tensors_in(torch.load(place / name, weights_only=False)) for place in (made, ours))
+        assert same(a, b), name
+    convert(tmp_path / "ours", tmp_path / "zero", "zero", zero_stage=stage, world_size=2)
+    for file in (tmp_path / "run" / "global_step2").glob("*optim_states.pt"):
+        a, b = (
+            torch.load(place / "global_step2" / file.name, weights_only=False)["optimizer_state_dict"]
+            for place in (tmp_path / "run", tmp_path / "zero")
+        )
+        assert a["group_paddings"] == b["group_paddings"]
+        key = "single_partition_of_fp32_groups"
+        assert [t.tolist() for t in a[key]] == [t.tolist() for t in b[key]]
+
+
 def test_what_a_format_cannot_hold_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     run_ranks(write_deepspeed, 2, str(tmp_path / "run"), 2, True, False, True)
     source = str(tmp_path / "run")
@@ -209,6 +277,21 @@ def test_what_a_format_cannot_hold_is_told(tmp_path: Path, capfd: pytest.Capture
     with pytest.raises(ZerostartError, match="latest is there already"):
         convert(source, tmp_path / "taken", "zero")
     assert os.listdir(tmp_path / "taken") == ["latest"]  # noqa: PTH208
+    # What is read is not replaced, nor is another model.
+    for place in ("out", "alone"):
+        kept = {path.name: path.read_bytes() for path in (tmp_path / place).iterdir()}
+        with pytest.raises(ZerostartError, match=r"name another place|is there already"):
+            convert(tmp_path / "out", tmp_path / place, "hf", dtype=torch.float16)
+        assert kept == {path.name: path.read_bytes() for path in (tmp_path / place).iterdir()}
+    # Files that are called as somebody's parameter is.
+    import torch.distributed.checkpoint as dcp
+
+    name, tensor = "../../../evil", torch.ones(2)
+    optim = {"state": {name: {"exp_avg": tensor}}, "param_groups": [{"lr": 1.0, "params": [name]}]}
+    dcp.save({"model": {name: tensor}, "optim": optim}, checkpoint_id=tmp_path / "evil", no_dist=True)
+    with pytest.raises(ZerostartError, match="no new file can be called"):
+        convert(tmp_path / "evil", tmp_path / "out-of", "universal")
+    assert not [path for path in tmp_path.rglob("*evil*") if path != tmp_path / "evil"]
 
 
 #: Ends itself at the call number ARGV[1] of one of these, as a kill from outside would.
@@ -225,15 +308,15 @@ def counted(call):
     return made
 for name in ("pwrite", "ftruncate", "link", "unlink", "replace", "rename", "mkdir", "rmdir"):
     setattr(os, name, counted(getattr(os, name)))
-from zerostart.state.converting import convert, moving
-moving.UNIT = 1 << 14
+from zerostart.state.converting import convert, to_directory
+to_directory.UNIT = 1 << 14
 made = convert.convert(sys.argv[2], sys.argv[3], sys.argv[4])
 print("LEFT", left, "KEPT", made.kept_bytes)
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("to", ["hf", "dcp"])
+@pytest.mark.parametrize("to", ["hf", "dcp", "zero"])
 def test_a_kill_at_any_step_is_gone_on_from(tmp_path: Path, checkpoints: TinyCheckpoints, to: str) -> None:
     folder = checkpoints("qwen3", BF16)
 
@@ -267,10 +350,10 @@ def test_a_kill_at_any_step_is_gone_on_from(tmp_path: Path, checkpoints: TinyChe
 def test_what_was_written_is_read_again_before_it_counts(
     tmp_path: Path, checkpoints: TinyCheckpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from zerostart.state.converting import moving, work
+    from zerostart.state.converting import to_directory, work
 
     folder, out = checkpoints("qwen3", BF16), tmp_path / "out"
-    monkeypatch.setattr(moving, "UNIT", 1 << 14)
+    monkeypatch.setattr(to_directory, "UNIT", 1 << 14)
 
     def fail(*_: object) -> None:
         raise OSError(28, "No space left on device")

@@ -15,6 +15,7 @@ import zerostart
 from tests.ranks import _context, run_ranks
 from tests.state.refitting import workers
 from tests.tiny import TINY, TinyCheckpoints
+from zerostart.state.refitting.receiver import Receiver
 
 BF16 = torch.bfloat16
 
@@ -82,12 +83,8 @@ def test_workers_have_what_their_own_load_of_a_save_gives(
 WIDE = (12800, 12288)
 
 
-def _follow_wide(address: str, out: Path) -> None:
+def _wide(name: str) -> tuple[nn.Module, Receiver]:
     """A worker with one large matrix that it has turned round, its halves exchanged."""
-    from zerostart.state.refitting.connection import Connection
-    from zerostart.state.refitting.receiver import Receiver
-    from zerostart.transfer.meter import PeakMeter
-
     half = WIDE[0] // 2
     engine = nn.Module()
     engine.weight = nn.Parameter(torch.zeros(WIDE[1], WIDE[0], dtype=BF16), requires_grad=False)
@@ -97,7 +94,14 @@ def _follow_wide(address: str, out: Path) -> None:
             engine.weight.data[:, :half].copy_(tensor[half:].t())  # type: ignore[operator, union-attr]
             engine.weight.data[:, half:].copy_(tensor[:half].t())  # type: ignore[operator, union-attr]
 
-    with Connection(Receiver(engine, load, name="wide"), address) as connection:
+    return engine, Receiver(engine, load, name=name)
+
+
+def _follow_wide(address: str, out: Path) -> None:
+    from zerostart.state.refitting.connection import Connection
+    from zerostart.transfer.meter import PeakMeter
+
+    with Connection(_wide("wide")[1], address) as connection:
         peaks = []
         for _ in range(2):
             with PeakMeter(torch.device("cpu")) as meter:
@@ -140,6 +144,27 @@ def test_a_push_takes_at_most_256_mib_beside_the_weights(tmp_path: Path, options
         worker.kill()
     assert 0 < peak < 256 << 20
     assert 0 < int((tmp_path / "peak").read_text()) < 256 << 20
+
+
+def _fill_wide() -> int:
+    """On one rank: its half of the matrix and the other rank's, into an engine of its own."""
+    model = zerostart.load(
+        None, lambda: nn.Linear(WIDE[1], WIDE[0], bias=False, dtype=BF16), engine="fsdp2", progress=False
+    )
+    engine, receiver = _wide(f"wide{torch.distributed.get_rank()}")
+    with zerostart.refit(model, receiver) as refitter:
+        reports: list[Any] = [refitter.push(), refitter.push()]
+    assert reports[0].moved_bytes == reports[0].owned_bytes == reports[0].wanted_bytes // 2
+    weight: Any = model.weight
+    low, high = weight.full_tensor().chunk(2)
+    assert torch.equal(engine.weight.data.t(), torch.cat([high, low]))  # type: ignore[operator, union-attr]
+    return max(int(report.peak_host_bytes) for report in reports)
+
+
+@pytest.mark.slow
+def test_a_push_within_the_ranks_takes_as_little() -> None:
+    for peak in run_ranks(_fill_wide, 2, timeout=150):
+        assert 0 < peak < 256 << 20
 
 
 def test_nobody_listens_for_other_machines_without_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -220,14 +220,13 @@ def storage_catalog(storage: Storage) -> Catalog:
         wanted = _listed(_document(storage.named([name])), index)
         names = sorted(set(wanted.values()))
     weights = storage.named(names)
-    tensors, metadata, versions, _ = _joined(weights.files, weights)
+    # All three wait for answers most of their time.
+    with ThreadPoolExecutor(2) as pool:
+        root, measured = pool.submit(settings_here, storage), pool.submit(weights.measured)
+        tensors, metadata, versions, _ = _joined(weights.files, weights)
     if wanted is not None:
         _check_index(index, wanted, names, tensors)
-    # Both wait for answers most of their time.
-    with ThreadPoolExecutor(1) as pool:
-        root = pool.submit(settings_here, storage)
-        weights = weights.measured()
-    return Catalog(root.result(), weights, tensors, metadata, versions=versions)
+    return Catalog(root.result(), measured.result(), tensors, metadata, versions=versions)
 
 
 def _document(storage: Storage) -> JsonObject:

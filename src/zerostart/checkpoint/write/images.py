@@ -86,6 +86,10 @@ class Image:
         )
 
 
+#: Where archives begin in a file of several: storages lie at such multiples in each.
+_ALIGNED = 64
+
+
 def joined(name: str, parts: Iterable[Image]) -> tuple[Image, list[tuple[int, int]]]:
     """A file of several ones behind each other, and where each begins and how long it is."""
     literals: list[tuple[int, bytes]] = []
@@ -94,6 +98,7 @@ def joined(name: str, parts: Iterable[Image]) -> tuple[Image, list[tuple[int, in
     places: list[tuple[int, int]] = []
     end = 0
     for part in parts:
+        end += -end % _ALIGNED
         moved = part.at(end)
         literals += moved.literals
         rows += moved.rows

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 from zerostart.checkpoint.storage.obstore_uploads import Pieces
-from zerostart.checkpoint.storage.uploads import Uploads, parts_of
-from zerostart.checkpoint.write.shards import SaveLayout
+from zerostart.checkpoint.storage.uploads import Uploads
 from zerostart.checkpoint.write.workers import Workers
-from zerostart.errors import CheckpointError, WriteError
+from zerostart.errors import WriteError
 
 #: By number of the file and of its part what the store has answered.
 Receipts = dict[tuple[int, int], str]
@@ -23,7 +21,8 @@ Receipts = dict[tuple[int, int], str]
 class Uploading:
     """A file of a layout that is being uploaded: its name there, and what its upload is called.
 
-    Where a store takes streams, ``upload`` is the mark that the object gets.
+    Where a store takes streams, ``upload`` is the mark that the object gets. One without is made
+    whole, by its only part, where nothing has its name.
     """
 
     name: str
@@ -61,7 +60,7 @@ class PartUploader:
     def put(self, file: int, number: int, buffer: bytearray, length: int) -> None:
         """Upload the first ``length`` bytes of a buffer as a part of a file; the buffer is given back."""
         data = buffer if length == len(buffer) else bytes(memoryview(buffer)[:length])
-        if self._uploads.shared:
+        if self._uploads.shared or not self._files[file].upload:
             self._start(lambda: self._upload(file, number, data), buffer)
             return
         # In the order of the parts, which all are this process's own.
@@ -111,6 +110,9 @@ class PartUploader:
 
     def _upload(self, file: int, number: int, data: bytes | bytearray) -> None:
         of = self._files[file]
+        if not of.upload:
+            self._uploads.put(of.name, bytes(data), None)
+            return
         self._receipts[file, number] = self._uploads.part(of.name, of.upload, number, data)
 
     def _stream(self, file: int, pieces: Pieces) -> None:
@@ -119,76 +121,3 @@ class PartUploader:
             self._uploads.stream(of.name, pieces, of.upload)
         finally:
             pieces.end()
-
-
-class SequentialUpload:
-    """Uploads the files of a layout from one process, which gives their bytes in the order of the files.
-
-    ``write`` is that of ``CheckpointWriter``. The uploads are complete when the block ends well.
-    """
-
-    def __init__(
-        self, uploads: Uploads, files: Sequence[Uploading], layout: SaveLayout, part: int, depth: int
-    ) -> None:
-        self._uploader = PartUploader(uploads, files, part, depth)
-        self._layout, self._part = layout, part
-        self._at = (0, 0)
-        self._buffer: bytearray | None = None
-        self.receipts: Receipts = {}
-
-    @contextmanager
-    def writing(self) -> Iterator[SequentialUpload]:
-        """Upload what is written in the block."""
-        try:
-            self._put(memoryview(self._layout.files[0].header))
-            yield self
-            self._next_file(len(self._layout.files))
-            self.receipts = self._uploader.close()
-        finally:
-            self._uploader.abandon()
-
-    def write(self, name: str, data: bytes | bytearray | memoryview, offset: int = 0) -> None:
-        """Write what follows what was written before: ``data`` at byte ``offset`` of tensor ``name``.
-
-        Raises CheckpointError for bytes that follow nothing, and WriteError.
-        """
-        entry = self._layout.tensors[name]
-        self._next_file(entry.file)
-        if self._at != (entry.file, entry.offset + offset):
-            raise CheckpointError(
-                f"byte {offset} of tensor {name!r} was given out of order; this is a bug in zerostart"
-            )
-        self._put(memoryview(data).cast("B") if memoryview(data).nbytes else memoryview(b""))
-
-    def _next_file(self, file: int) -> None:
-        while self._at[0] < file:
-            number, at = self._at
-            if at != self._layout.files[number].size:
-                raise CheckpointError(
-                    f"{self._layout.files[number].name} was left at byte {at}; this is a bug in zerostart"
-                )
-            self._uploader.end(number)
-            self._at = (number + 1, 0)
-            if number + 1 < len(self._layout.files):
-                self._put(memoryview(self._layout.files[number + 1].header))
-
-    def _put(self, data: memoryview) -> None:
-        file, at = self._at
-        size = self._layout.files[file].size
-        while data.nbytes:
-            if self._buffer is None:
-                self._buffer = self._uploader.buffer()
-            begin = at % self._part
-            count = min(data.nbytes, self._part - begin)
-            self._buffer[begin : begin + count] = data[:count]
-            data, at = data[count:], at + count
-            if at % self._part == 0 or at == size:
-                number = (at - 1) // self._part
-                self._uploader.put(file, number, self._buffer, at - number * self._part)
-                self._buffer = None
-        self._at = (file, at)
-
-
-def numbers_of(size: int, part: int) -> int:
-    """How many parts a file of ``size`` bytes has."""
-    return len(list(parts_of(size, part)))

@@ -68,7 +68,7 @@ def foresee(
     """
     # All that may be refused first, from the arguments alone.
     limits = Limits.of(asked.device_memory, asked.host_memory, engine.mesh.world_size)
-    rates = rates_of(tuning.rates, asked.storage_rate, asked.interconnect_rate)
+    rates = rates_of(tuning.rates, asked.storage_rate, asked.interconnect_rate, asked.network_rate)
     prices = Prices.of(asked.request_price, asked.gigabyte_price)
     optimizer = optimizer_of(asked.optimizer, engine.configured_optimizer)
     target = Target(limits.accelerator, engine.mesh.world_size)
@@ -113,12 +113,12 @@ def foresee(
     stored = storage.nbytes if storage.cached else math.inf
     return replace(
         made,
-        ranks=timed(made.ranks, made.exchanged_bytes, made.world_size, stored, rates),
+        ranks=timed(made, stored, rates),
         zero_stage=engine.zero_stage,
         tier=placed.residence,
         optimizer=optimizer.name,
         accelerator=limits.accelerator,
-        rates=_shown(rates),
+        rates=_shown(rates, made.world_size),
         prices=prices,
         fits=fits,
         advice=advised,
@@ -143,9 +143,11 @@ def _of_rank(
     )
 
 
-def _shown(rates: Rates) -> dict[str, float | None]:
+def _shown(rates: Rates, world_size: int) -> dict[str, float | None]:
     """The rates as plain data: what does not limit is None."""
     named = {"storage": rates.link, "copy": rates.copy, "interconnect": rates.interconnect}
+    if world_size > RANKS_OF_A_MACHINE:
+        named["network"] = rates.network
     return {name: None if math.isinf(rate) else rate for name, rate in named.items()}
 
 

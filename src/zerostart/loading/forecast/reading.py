@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import repeat
 
@@ -20,7 +20,7 @@ from zerostart.loading.forecast.result import Memory, RankForecast, WorldPlan
 from zerostart.models import Origins
 from zerostart.recipe import Recipe
 from zerostart.transfer import Tuning
-from zerostart.transfer.collective import MOST_REQUESTS, ReadDemand, chosen
+from zerostart.transfer.collective import ReadDemand, chosen
 from zerostart.transfer.planning import (
     MARGIN,
     Count,
@@ -29,11 +29,15 @@ from zerostart.transfer.planning import (
     Machines,
     Plan,
     Rates,
+    Read,
     ReadStrategy,
+    Routes,
     Share,
+    Tables,
     count_reads,
     exchange_schedule,
     extents_of,
+    in_rounds,
     join,
     part_of,
     requests_of,
@@ -126,11 +130,10 @@ class Foreseen:
         # Planning every rank is what this saves: thousands of ranks would take minutes.
         if exchange is None and self._plainly_own(made):
             return made
-        # Of all ranks, whichever were asked for: who reads what for whom depends on each.
-        plans = [self._plan(rank, self.tuning.chunk_size) for rank in range(made.world_size)]
-        strategy = chosen(
-            [self._wants(r, plan, exchange) for r, plan in enumerate(plans)], sum(self.catalog.sizes)
-        )
+        # Of all ranks, whichever were asked for: who reads what for whom depends on each. Those that hold
+        # alike have one plan.
+        plans = self._plans(made.world_size, self.tuning.chunk_size)
+        strategy = chosen(self._wants(plans, exchange), sum(self.catalog.sizes))
         if strategy is None or not strategy.once:
             return replace(made, sharing=strategy)
         return self._once(made, strategy, plans)
@@ -138,51 +141,68 @@ class Foreseen:
     def _plainly_own(self, made: WorldPlan) -> bool:
         """Whether own slices are sure to be chosen, found without planning every rank's reads."""
         of_all = made.world_size / len(made.ranks)
-        if of_all * sum(rank.read_ops for rank in made.ranks) > MOST_REQUESTS:
-            return True
         # Reading once cannot be faster by the margin where hardly a byte is wanted twice, and whole rows are.
         wanted = of_all * sum(rank.read_bytes for rank in made.ranks)
         if wanted * MARGIN > min(wanted, sum(self.catalog.sizes)):
             return False
         return all(read.rows == 1 for read in self._plan(0, self.tuning.chunk_size).all_reads())
 
-    def _wants(self, rank: int, plan: Plan, exchange: bool | None) -> ReadDemand:
+    def _wants(self, plans: Sequence[Plan], exchange: bool | None) -> list[ReadDemand]:
+        told: dict[int, ReadDemand] = {}
+        for plan in plans:
+            if id(plan) not in told:
+                told[id(plan)] = replace(ReadDemand.of(plan, self.tuning, exchange), rates=self.rates)
         # Ranks are laid on machines of ``RANKS_OF_A_MACHINE``; their numbers stand for names.
-        told = ReadDemand.of(plan, self.tuning, exchange, str(rank // RANKS_OF_A_MACHINE))
-        return replace(told, rates=self.rates)
+        return [
+            replace(told[id(plan)], machine=str(rank // RANKS_OF_A_MACHINE))
+            for rank, plan in enumerate(plans)
+        ]
 
     def _once(self, made: WorldPlan, strategy: ReadStrategy, own: Sequence[Plan]) -> WorldPlan:
-        chunk = strategy.chunk_size
-        plans = [spans_within(self._plan(rank, chunk), chunk) for rank in range(made.world_size)]
-        # The very schedule that the ranks of a load would make, from the same tables.
+        chunk, storage = strategy.chunk_size, self.catalog.storage
+        plans = self._plans(made.world_size, chunk, lambda plan: spans_within(plan, chunk))
         machines = Machines.of([rank // RANKS_OF_A_MACHINE for rank in range(made.world_size)])
-        schedule = exchange_schedule([table_of(plan.reads) for plan in plans], chunk, machines=machines)
+        different = {id(plan): plan for plan in plans}
+        rounds = {
+            key: in_rounds(plan.reads, storage.sizes, strategy.rounds) for key, plan in different.items()
+        }
         served: list[list[tuple[int, int, int, int]]] = [[] for _ in plans]
+        alone: list[list[Read]] = [[] for _ in plans]
         messages: Counter[tuple[int, int]] = Counter()
-        for step in schedule.steps:
-            if isinstance(step, ExchangeStep):
-                file, begin, end = step.extent
-                served[step.server].append((file, begin, end, end - begin))
-                for sender, to, nbytes in step.messages():
-                    messages[sender, to] += nbytes
+        for number in range(strategy.rounds):
+            # The very schedule that the ranks of a load would make, from the same tables.
+            by_plan = {key: table_of(reads[number]) for key, reads in rounds.items()}
+            tables = Tables.of([by_plan[id(plan)] for plan in plans])
+            schedule = exchange_schedule(tables, chunk)
+            for step in schedule.steps:
+                if isinstance(step, ExchangeStep):
+                    file, begin, end = step.extent
+                    served[step.server].append((file, begin, end, end - begin))
+            for rank, numbers in enumerate(schedule.alone):
+                reads = rounds[id(plans[rank])][number]
+                alone[rank] += [reads[n] for n in numbers]
+            messages.update(Routes(tables, machines).messages(schedule.steps))
+        received = [0] * len(plans)
+        for (_, to), nbytes in messages.items():
+            received[to] += nbytes
 
         def becomes(rank: RankForecast) -> RankForecast:
             number, plan = rank.rank, plans[rank.rank]
-            alone = [plan.reads[n] for n in schedule.alone[number]]
             computed = [read for computation in plan.computations for read in computation.reads]
-            places = [(read.file, read.offset, read.end, read.nbytes) for read in [*alone, *computed]]
+            by_itself = [*alone[number], *computed]
+            places = [(read.file, read.offset, read.end, read.nbytes) for read in by_itself]
+            for_all = sum(nbytes for *_, nbytes in served[number])
             # The staging of own slices goes, that of the exchange comes.
             staged = self.tuning.ring_bytes if own[number].staged else 0
             more = self.tuning.exchange_bytes(chunk) - staged
-            storage = self.catalog.storage
-            asked, got = requests_of([*alone, *computed], storage.gap)
+            asked, got = requests_of(by_itself, storage.gap)
             # Each thread asks for its part of an extent.
             asked += sum(-(-n // part_of(n, self.tuning.threads)) for *_, n in served[number])
             return replace(
                 rank,
                 get_requests=asked if storage.cost else 0,
-                get_bytes=got + schedule.served[number] if storage.cost else 0,
-                read_bytes=sum(r.nbytes for r in [*alone, *computed]) + schedule.served[number],
+                get_bytes=got + for_all if storage.cost else 0,
+                read_bytes=sum(read.nbytes for read in by_itself) + for_all,
                 read_ops=len(places) + len(served[number]),
                 peak_host_bytes=rank.peak_host_bytes + more,
                 memory=_staging(rank.memory, more),
@@ -193,9 +213,32 @@ class Foreseen:
             made,
             ranks=tuple(map(becomes, made.ranks)),
             sharing=strategy,
-            exchanged_bytes=tuple(schedule.received[rank.rank] for rank in made.ranks),
+            exchanged_bytes=tuple(received[rank.rank] for rank in made.ranks),
             messages=tuple((*pair, nbytes) for pair, nbytes in sorted(messages.items())),
         )
+
+    def _plans(
+        self, world_size: int, chunk_size: int, made_of: Callable[[Plan], Plan] = lambda plan: plan
+    ) -> list[Plan]:
+        """What is ``made_of`` the plan of each rank: one object for ranks that hold alike."""
+        known: dict[Hashable, Plan] = {}
+        plans = []
+        for rank in range(world_size):
+            layouts = tuple(self._layouts(rank))
+            if layouts not in known:
+                known[layouts] = made_of(self._plan(rank, chunk_size))
+            plans.append(known[layouts])
+        return plans
+
+    def _layouts(self, rank: int) -> Iterator[Layout]:
+        """What ``rank`` holds of a parameter of each kind."""
+        kinds = {
+            (origin.target.shape, self.placed.alike(name)): name
+            for name, origin in self.origins.parameters.items()
+            if isinstance(origin, Recipe)
+        }
+        for name in kinds.values():
+            yield self.placed.layout(name, rank)
 
     def _plan(self, rank: int, chunk_size: int) -> Plan:
         wanted: list[tuple[Recipe, Layout, Destination]] = []
@@ -222,19 +265,24 @@ def _staging(memory: Mapping[str, Memory], more: int) -> dict[str, Memory]:
     return {**memory, "load": replace(load, host=host)}
 
 
-def rates_of(assumed: Rates, storage: float | None, interconnect: float | None) -> Rates:
+def rates_of(
+    assumed: Rates, storage: float | None, interconnect: float | None, network: float | None
+) -> Rates:
     """``assumed`` rates, with those that are given, in bytes a second, in their place.
 
     ``storage`` is what one machine gets, of its disk or over its link. Raises ConfigError for what is no
     rate.
     """
-    for name, value in (("storage_rate", storage), ("interconnect_rate", interconnect)):
+    given = {"storage_rate": storage, "interconnect_rate": interconnect, "network_rate": network}
+    for name, value in given.items():
         if value is not None and not 0 < value < math.inf:
             raise ConfigError(f"{name}={value!r} must be a number of bytes a second")
     if storage is not None:
         assumed = replace(assumed, link=float(storage))
     if interconnect is not None:
         assumed = replace(assumed, interconnect=float(interconnect))
+    if network is not None:
+        assumed = replace(assumed, network=float(network))
     return assumed
 
 
@@ -246,30 +294,29 @@ class _Machine:
     ranks: int
     #: Bytes that come from storage for each byte that is read: fewer where ranks read the same.
     differ: float
+    #: Bytes between it and other machines, in the direction that has more.
+    crossing: int
 
     def seconds(self, read: int, received: int) -> float:
-        # The slowest of the three is what is waited for: they overlap.
+        # The slowest of these is what is waited for: they overlap.
         storage = read * self.ranks * self.differ / self.rates.link
         copied = read * self.ranks / self.rates.copy
         # Twice: on the mean a rank sends as much as it gets, in turns.
-        return max(storage, copied, 2 * received / self.rates.interconnect)
+        return max(
+            storage, copied, 2 * received / self.rates.interconnect, self.crossing / self.rates.network
+        )
 
 
-def timed(
-    ranks: Sequence[RankForecast],
-    received: Sequence[int],
-    world_size: int,
-    stored: float,
-    rates: Rates,
-) -> tuple[RankForecast, ...]:
-    """``ranks`` with the seconds that each reads; ``stored``: bytes of the files, of which a
+def timed(made: WorldPlan, stored: float, rates: Rates) -> tuple[RankForecast, ...]:
+    """The ranks of a plan with the seconds that each reads; ``stored``: bytes of the files, of which a
     machine's page cache keeps each; infinite where there is none.
     """
-    local = min(world_size, RANKS_OF_A_MACHINE)
+    ranks, local = made.ranks, min(made.world_size, RANKS_OF_A_MACHINE)
     # Of one machine: its page cache gives bytes that several of its ranks want only once from storage.
     wanted = sum(rank.read_bytes for rank in ranks) * local / max(1, len(ranks))
-    machine = _Machine(rates, local, min(1.0, stored / wanted) if wanted else 1.0)
-    got = received or [0] * len(ranks)
+    differ = min(1.0, stored / wanted) if wanted else 1.0
+    machine = _Machine(rates, local, differ, made.most_crossing_bytes)
+    got = made.exchanged_bytes or [0] * len(ranks)
     return tuple(
         replace(rank, read_seconds=machine.seconds(rank.read_bytes, more))
         for rank, more in zip(ranks, got, strict=True)

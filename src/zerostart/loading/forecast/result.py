@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
@@ -113,8 +114,9 @@ class WorldPlan:
     ``sharing`` is there if the ranks have a choice between own slices and reading once; ``exchanged_bytes``
     are those that each of ``ranks`` gets from others, empty where all read their own. ``tier`` says where
     parameters that are whole on every rank would lie on machines like this one. ``rates`` are bytes a
-    second of ``storage`` (to one machine), of ``copy`` (out of its page cache) and of one rank's
-    ``interconnect``, None for what does not limit. ``optimizer`` is the one whose states are counted,
+    second of ``storage`` (to one machine), of ``copy`` (out of its page cache), of one rank's
+    ``interconnect`` and, where there are several machines, of the ``network`` between one and the others;
+    None for what does not limit. ``optimizer`` is the one whose states are counted,
     and ``engine_reason`` says in a few words why it is this engine.
     ``accelerator``: whether the device has memory of its own; else device memory is host memory.
     ``fits`` tells how the highest peaks compare with the memory there is; where they do not fit,
@@ -212,6 +214,16 @@ class WorldPlan:
             for sender, to, nbytes in self.messages
             if sender // RANKS_OF_A_MACHINE != to // RANKS_OF_A_MACHINE
         )
+
+    @property
+    def most_crossing_bytes(self) -> int:
+        """Bytes of ``messages`` that one machine sends to others, or gets from them, at most."""
+        passed: Counter[tuple[str, int]] = Counter()
+        for sender, to, nbytes in self.messages:
+            if sender // RANKS_OF_A_MACHINE != to // RANKS_OF_A_MACHINE:
+                passed["out", sender // RANKS_OF_A_MACHINE] += nbytes
+                passed["in", to // RANKS_OF_A_MACHINE] += nbytes
+        return max(passed.values(), default=0)
 
     @property
     def within_machines_bytes(self) -> int:

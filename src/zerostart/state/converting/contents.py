@@ -156,8 +156,7 @@ def _add_foreign(contents: Contents, place: Path) -> None:
     contents.groups = [replace(group, settings=_plain(group.settings)) for group in found.groups]
     contents.ties, contents.buffers = found.ties, found.buffers
     contents.computing = found.computing
-    scale = found.engine.get("scale")
-    contents.scale = scale.get("cur_scale") if isinstance(scale, dict) else None
+    contents.scale = _scale(found.engine.get("scale"))
     contents.counters = {key: value for key, value in found.engine.items() if type(value) is int}
     contents.counters.pop("stage", None)
     contents.schedule = None if found.schedule is None else _plain(found.schedule)
@@ -183,12 +182,19 @@ def _add_state(contents: Contents, place: Path | str) -> None:
     contents.ties = dict(document["ties"])
     engine: Mapping[str, Any] = document["engine"]
     contents.counters = {key: value for key, value in engine.items() if type(value) is int}
-    kinds = sorted({name.partition("/")[0] for name in state.weights} - {_MASTER, _OPTIMIZER})
+    contents.scale = _scale(engine.get("scale"))
+    kinds = {name.partition("/")[0].partition(".")[0] for name in state.weights} - {_MASTER, _OPTIMIZER}
     kept = [key for key in ("extra", "modules", "around") if document.get(key)]
     # The schedule and the like, which are in the words of whoever has made them.
     kept += [key for key, value in engine.items() if isinstance(value, dict)]
     kept += ["own"] if described.get("own") else []
-    contents.others = tuple(dict.fromkeys((*kinds, *kept)))
+    contents.others = tuple(dict.fromkeys((*sorted(kinds), *kept)))
+
+
+def _scale(value: object) -> float | None:
+    """The loss scale out of the state of what scales, which may be none."""
+    scale = value.get("cur_scale") if isinstance(value, dict) else None
+    return float(scale) if isinstance(scale, int | float) else None
 
 
 def _add_states(contents: Contents, state: Catalog, number: int) -> None:

@@ -76,6 +76,11 @@ class Distributed(TargetFormat):
             for at, (offset, length) in zip(parts, places, strict=True):
                 key, kind, shape, route, _ = found[at]
                 described[key] = (kind, shape, route, (name, offset, length))
+        for name, other in contents.ties.items():  # which has no bytes of its own
+            if name not in contents.weights and other in contents.weights:
+                above = ("model",) if training else ()
+                known = described[".".join((*above, other))]
+                described[".".join((*above, name))] = (*known[:2], (*above, name), known[3])
         data = distributed_metadata(described)
         target.images.append(Image(METADATA, len(data), ((0, data),)))
         return target

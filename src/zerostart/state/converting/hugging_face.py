@@ -1,4 +1,4 @@
-"""Hugging Face directories: safetensors with an index, under the names that the source has."""
+"""Hugging Face directories: safetensors with an index, named as in the source or as in a model's release."""
 
 from __future__ import annotations
 
@@ -9,8 +9,12 @@ from pathlib import Path
 from zerostart.checkpoint.source import read_config
 from zerostart.checkpoint.write.images import Image, Row
 from zerostart.checkpoint.write.shards import plan_shards
-from zerostart.recipe.dtypes import torch_dtype
+from zerostart.errors import ConfigError
+from zerostart.models import ModelLibrary
+from zerostart.recipe import SymbolicTensor, one_thread
+from zerostart.recipe.dtypes import spelling, torch_dtype
 from zerostart.state.converting.contents import Contents, Stored, once
+from zerostart.state.converting.models import built_model
 from zerostart.state.converting.targets import (
     Options,
     Target,
@@ -31,10 +35,46 @@ class HuggingFace(TargetFormat):
         config = read_config(contents.root) if contents.root else None
         tied = bool((config or {}).get("tie_word_embeddings"))
         weights = once(contents.weights, contents.catalogs[0], tied)
-        return safetensors_files(contents, weights, options)
+        return _safetensors_files(contents, weights, options)
 
 
-def safetensors_files(contents: Contents, weights: Mapping[str, Stored], options: Options) -> Target:
+class Original(TargetFormat):
+    """A Hugging Face directory in which conversions of the model's library have been taken back.
+
+    Experts that a training has fused are one tensor each again.
+    """
+
+    name = "original"
+    indexed = True
+
+    def target(self, contents: Contents, options: Options, scratch: Path) -> Target:
+        """Weights as the library's own way back lays them out, which is run on symbols instead of values.
+
+        Raises ConfigError for a model whose library knows no way back.
+        """
+        built, recipes = built_model(contents)
+        if type(built.library).revert is ModelLibrary.revert:
+            raise ConfigError(
+                f"{type(built.model).__name__} is of {built.library.name}, which has no way back to the "
+                "layout of a release: convert to hf, which keeps the names that the source has"
+            )
+        with one_thread():
+            symbols = {
+                name: SymbolicTensor.filled(recipe.pieces, recipe.target.shape, recipe.target.dtype)
+                for name, recipe in recipes.by_name.items()
+            }
+            made = built.library.revert(built.model, dict(symbols))
+            weights = {}
+            for name, tensor in made.items():
+                if not isinstance(tensor, SymbolicTensor):
+                    raise ConfigError(f"the way back of {built.library.name} gives values for {name}")
+                value = tensor.value
+                shape = tuple(tensor.shape)
+                weights[name] = Stored(name, spelling(tensor.dtype, name), shape, value.pieces)
+        return _safetensors_files(contents, weights, options)
+
+
+def _safetensors_files(contents: Contents, weights: Mapping[str, Stored], options: Options) -> Target:
     """Files of safetensors with ``weights`` under these names, and the index if there are several."""
     config = read_config(contents.root) if contents.root else None
     target = Target(left_out=optimizer_left_out(contents))

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import importlib
+import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
 import torch
 
+from zerostart.checkpoint.manifest import is_inside
+from zerostart.checkpoint.paths import scheme_of, shown_url
 from zerostart.checkpoint.write.images import Image, Room, Run
 from zerostart.checkpoint.write.shards import SaveLayout
 from zerostart.errors import ConfigError
 from zerostart.recipe.dtypes import spelling, torch_dtype
-from zerostart.state.converting.contents import Contents, Stored
+from zerostart.state.converting.contents import Contents, Stored, opened
 
 #: Types whose elements mean the same in another floating type; others are quantised.
 PLAIN_FLOATS = ("F64", "F32", "BF16", "F16")
@@ -50,6 +54,11 @@ class Target:
     tensors: int = 0
     nbytes: int = 0
 
+    @property
+    def checked(self) -> bool:
+        """Whether files have checksums of what is read into them."""
+        return any(image.checked for image in self.images)
+
     def source(self, tensor: Stored, name: str = "") -> int:
         """The number by which rows call a tensor, which is one of the files by ``name``, if that is given."""
         self.sources.append(tensor)
@@ -79,6 +88,80 @@ class TargetFormat(ABC):
         The last of them is the one by which readers find the others. ``scratch`` is a directory for files
         that are removed again. Raises ConfigError for what cannot be written so, and OSError.
         """
+
+
+#: By the word of ``--to``, the module of the class, which is imported when it is asked for.
+_FORMATS = {
+    "hf": ("hugging_face", "HuggingFace"),
+    "dcp": ("distributed", "Distributed"),
+    "zero": ("zero", "Zero"),
+    "universal": ("universal", "Universal"),
+    "original": ("hugging_face", "Original"),
+}
+
+
+def target_format(name: str) -> TargetFormat:
+    """The format called ``name``. Raises ConfigError where none is."""
+    if name not in _FORMATS:
+        raise ConfigError(f"to={name!r} is none of the formats that are written: {', '.join(_FORMATS)}")
+    module, kind = _FORMATS[name]
+    made: TargetFormat = getattr(importlib.import_module(f"zerostart.state.converting.{module}"), kind)()
+    return made
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A conversion as it is asked for, wherever it goes to."""
+
+    source: str | os.PathLike[str]
+    format: TargetFormat
+    options: Options
+    #: Whether what is left out is an error, and whether all but weights is left out, untold.
+    strict: bool = False
+    weights_alone: bool = False
+    #: Whether a model that is there is replaced, as saves do.
+    replaces: bool = False
+
+    def contents(self) -> Contents:
+        """What lies at the source. Raises what opening it raises."""
+        return opened(self.source, self.weights_alone)
+
+    def target(self, contents: Contents, scratch: Path) -> Target:
+        """What is written. Raises ConfigError for what cannot be, and for what ``strict`` refuses."""
+        target = self.format.target(contents, self.options, scratch)
+        if self.strict and target.left_out:
+            raise ConfigError(
+                f"{shown_url(os.fspath(self.source))} has what {self.format.name} does not hold: "
+                f"{', '.join(target.left_out)}; convert without strict to leave it out"
+            )
+        seen: set[str] = set()
+        for name in (image.name for image in target.images):  # which may have that of a tensor, anybody's
+            if not is_inside(name) or name in seen:
+                raise ConfigError(f"{self.format.name} cannot be written: no new file can be called {name!r}")
+            seen.add(name)
+        return target
+
+    def check_free(
+        self, contents: Contents, target: Target, place: str, is_taken: Callable[[str], bool]
+    ) -> None:
+        """Raise ConfigError where somebody's files have the names that are needed at ``place``."""
+        names = [image.name for image in target.images]
+        if target.layout is not None:
+            names += [f"{target.layout.stem}.safetensors", target.layout.index_name]
+        taken = next((name for name in names if is_taken(name)), None)
+        if taken is None:
+            return
+        read = {_folder(file) for catalog in contents.catalogs for file in catalog.storage.files}
+        if place in read:
+            raise ConfigError(f"{shown_url(place)} has what is converted, and keeps it: name another place")
+        if not self.replaces:
+            raise ConfigError(
+                f"{shown_url(place)}/{taken} is there already; convert to an empty directory, or to a new one"
+            )
+
+
+def _folder(file: str) -> str:
+    return file.rpartition("/")[0] if scheme_of(file) else os.path.realpath(Path(file).parent)
 
 
 def kept_dtype(stored: Stored, dtype: torch.dtype | None) -> str:
@@ -116,6 +199,7 @@ _OTHERS = {
     "random": "random states of the ranks",
     "extra": "extra",
     "schedule": "state of the schedule of learning rates",
+    "scale": "state of what scales the loss",
     "own": "what the optimizer keeps beside states of parameters",
     "modules": "what modules keep beside tensors",
     "around": "buffers of what is around the model",

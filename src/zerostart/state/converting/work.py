@@ -9,6 +9,8 @@ counts where the sums are the same.
 from __future__ import annotations
 
 import contextlib
+import errno
+import functools
 import json
 import os
 import shutil
@@ -17,9 +19,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 
 from zerostart.checkpoint.manifest import HIDDEN
+from zerostart.checkpoint.storage.direct import open_direct, whole_pages
 from zerostart.checkpoint.storage.files import read_small
+from zerostart.checkpoint.storage.page_cache import direct_suits, file_system
 from zerostart.checkpoint.write.folders import NO_LINKS, Folder, begin_writeback, lock, sync, write_whole
 from zerostart.checkpoint.write.images import Image
+from zerostart.checkpoint.write.writer import DIRECT
 from zerostart.errors import ReadError, WriteError
 
 #: The place of a conversion, in the directory that it makes; nothing else there has this name.
@@ -60,15 +65,20 @@ class Work:
                 f"{root}: another process is converting to this directory; wait for it, or name another one"
             )
 
+    def is_of(self, plan: str) -> bool:
+        """Whether a conversion of this digest was killed here."""
+        with contextlib.suppress(OSError, ReadError):
+            return read_small(str(self.place / _PLAN)).decode("ascii", "replace") == plan
+        return False
+
     def begin(self, plan: str, images: Sequence[Image]) -> dict[int, list[list[int]]]:
         """Make the files, and say which units are done with which sums. Raises OSError.
 
         ``plan`` is the digest of what is converted to what; where that was another one, what is there goes.
         """
         known = self.place / _PLAN
-        with contextlib.suppress(OSError, ReadError):
-            if read_small(str(known)).decode("ascii", "replace") != plan:
-                known.unlink()
+        if not self.is_of(plan):
+            known.unlink(missing_ok=True)
         for left in self.place.glob("archive-*"):  # of a process that was killed over them
             shutil.rmtree(left, ignore_errors=True)
         done = self._done() if known.exists() else {}
@@ -206,10 +216,41 @@ def write_at(handle: int, data: memoryview, offset: int | None) -> None:
 
 
 def written(path: Path, offset: int, data: memoryview) -> None:
-    """Write into a file that is there, and have the disk follow. Raises OSError."""
+    """Write into a file that is there, and have the disk follow. Raises OSError.
+
+    Whole pages that lie in memory as in the file go round the page cache, where that pays.
+    """
+    begin, end = whole_pages(data, offset) if data.nbytes >= DIRECT else (0, 0)
+    if begin == end or not _written_round(path, offset + begin, data[begin:end]):
+        begin = end = 0
     with opened(path, os.O_WRONLY) as handle:
+        for first, last in ((0, begin), (end, data.nbytes)):
+            write_at(handle, data[first:last], offset + first)
+        if begin == end:
+            begin_writeback(handle, offset, offset + data.nbytes)
+
+
+def _written_round(path: Path, offset: int, data: memoryview) -> bool:
+    """Write round the page cache; gives False where the file system takes no such write of these pages."""
+    if not direct_suits(_file_system(path.parent)):
+        return False
+    handle = open_direct(path, os.O_WRONLY | os.O_NOFOLLOW)
+    if handle is None:
+        return False
+    try:
         write_at(handle, data, offset)
-        begin_writeback(handle, offset, offset + data.nbytes)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # the device wants larger blocks
+            raise
+        return False
+    finally:
+        os.close(handle)
+    return True
+
+
+@functools.lru_cache(64)
+def _file_system(folder: Path) -> str:
+    return file_system(folder)
 
 
 def read_back(path: Path, offset: int, room: memoryview) -> bool:

@@ -138,13 +138,14 @@ class _Checkpoint:
             flat = FlatRules(self._world).group(numels, WIDTH)
             size = flat.numel // self._world
             low, high = rank * size, (rank + 1) * size
-            padding = flat.numel - sum(numels) if rank == self._world - 1 else 0
+            # What of this rank's part lies behind the last parameter.
+            padding = min(size, max(0, high - sum(numels)))
             places = [
                 (name, max(at, low) - at, max(at, low) - low, min(at + numel, high) - max(at, low))
                 for name, at, numel in zip(group.parameters, flat.offsets, numels, strict=True)
                 if max(at, low) < min(at + numel, high)
             ]
-            buffers.append(self._buffer(None, max(0, size - padding), places))
+            buffers.append(self._buffer(None, size - padding, places))
             slices.append(OrderedDict((n, deepspeed.slice_of(to, count)) for n, _, to, count in places))
             paddings.append(padding)
             if held := self._held(group.parameters, size, places):

@@ -6,7 +6,8 @@ import os
 
 import torch
 
-from zerostart.state.converting.convert import Converted, convert
+from zerostart.state.converting.convert import Converted, converted
+from zerostart.state.converting.targets import Asked, Options, check_dtype, target_format
 
 
 def export(
@@ -17,6 +18,9 @@ def export(
 ) -> Converted:
     """Write the model that lies at ``source`` as an ordinary directory, or below a URL, ``out``.
 
-    It is a conversion to "hf" of weights alone: raises what ``convert`` raises.
+    It is a conversion to "hf" of weights alone, which may replace a model that is there: raises what
+    ``convert`` raises.
     """
-    return convert(source, out, "hf", dtype=dtype, max_shard_size=max_shard_size, weights_alone=True)
+    check_dtype(dtype)
+    options = Options(dtype, max_shard_size)
+    return converted(Asked(source, target_format("hf"), options, weights_alone=True, replaces=True), out)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from zerostart.checkpoint.digest import ROOM
 from zerostart.checkpoint.storage import uploads_at
@@ -15,7 +14,7 @@ from zerostart.checkpoint.storage.direct import PAGE
 from zerostart.checkpoint.storage.uploads import Uploads
 from zerostart.checkpoint.strict_json import JsonObject
 from zerostart.checkpoint.write.objects import ObjectStaging, part_length
-from zerostart.checkpoint.write.parts import Receipts, SequentialUpload, Uploading
+from zerostart.checkpoint.write.parts import Receipts, Uploading
 from zerostart.checkpoint.write.shards import SaveLayout
 from zerostart.checkpoint.write.space import check_space
 from zerostart.checkpoint.write.staging import Staging
@@ -41,14 +40,6 @@ DEPTH, BESIDE = 4, 4
 PART_CHUNK = 2 * MiB  # so that parts are multiples of it
 
 
-class WritesTensors(Protocol):
-    """What one process writes tensors with: ``CheckpointWriter``, or ``SequentialUpload``."""
-
-    def write(self, name: str, data: bytes | bytearray | memoryview, offset: int = 0) -> None:
-        """Write ``data`` at byte ``offset`` of tensor ``name``."""
-        ...
-
-
 class Place(ABC):
     """A directory that is being saved to, as one rank has it: of files, or of objects.
 
@@ -59,7 +50,7 @@ class Place(ABC):
     #: What to call it.
     name: str
     #: On the first rank what is written, and has no names yet.
-    _staging: Staging | ObjectStaging | None
+    staging: Staging | ObjectStaging | None
 
     @abstractmethod
     def check_visible(self, world: World) -> None:
@@ -73,22 +64,15 @@ class Place(ABC):
     def output(self, folder: str, layout: SaveLayout) -> Output:
         """What writes the files of ``layout`` into ``folder`` (a path from the place)."""
 
-    @abstractmethod
-    def alone(self, layout: SaveLayout) -> Any:
-        """The same for one process: a context manager that gives ``WritesTensors``.
-
-        Tensors are given in the order of ``layout.tensors``, each from its beginning to its end.
-        """
-
     def complete(self, document: JsonObject) -> dict[str, str]:
         """On the first rank: give all its names, see ``Staging.complete``."""
-        assert self._staging is not None, "the first rank has it"
-        return self._staging.complete(document)
+        assert self.staging is not None, "the first rank has it"
+        return self.staging.complete(document)
 
     def discard(self) -> None:
         """On the first rank: remove what has no names yet."""
-        if self._staging is not None:
-            self._staging.discard()
+        if self.staging is not None:
+            self.staging.discard()
 
 
 class Output(ABC):
@@ -151,7 +135,7 @@ class Files(Place):
     """A directory of a file system."""
 
     def __init__(self, directory: Path, staging: Staging | None) -> None:
-        self.directory, self._staging = directory, staging
+        self.directory, self.staging = directory, staging
         self.name = str(directory.parents[1])
 
     def check_visible(self, world: World) -> None:
@@ -169,10 +153,6 @@ class Files(Place):
     def output(self, folder: str, layout: SaveLayout) -> Output:
         """See ``Place``."""
         return _FileOutput(self.directory / folder, layout)
-
-    def alone(self, layout: SaveLayout) -> Any:
-        """See ``Place``."""
-        return CheckpointWriter(self.directory, layout)
 
 
 class _FileOutput(Output):
@@ -224,10 +204,10 @@ class _FileOutput(Output):
 class Objects(Place):
     """A directory of a store."""
 
-    _staging: ObjectStaging | None
+    staging: ObjectStaging | None
 
     def __init__(self, directory: Path, uploads: Uploads, staging: ObjectStaging | None) -> None:
-        self.directory, self._uploads, self._staging = directory, uploads, staging
+        self.directory, self._uploads, self.staging = directory, uploads, staging
         self.name = uploads.url
 
     def check_visible(self, world: World) -> None:
@@ -238,17 +218,7 @@ class Objects(Place):
 
     def output(self, folder: str, layout: SaveLayout) -> Output:
         """See ``Place``."""
-        return _PartOutput(self._uploads, self._staging, folder, layout)
-
-    @contextmanager
-    def alone(self, layout: SaveLayout) -> Iterator[WritesTensors]:
-        """See ``Place``."""
-        assert self._staging is not None, "one process has it"
-        files = self._staging.begin_files(".", layout)
-        upload = SequentialUpload(self._uploads, files, layout, part_length(layout), DEPTH)
-        with upload.writing():
-            yield upload
-        self._staging.end_files(".", layout, upload.receipts)
+        return _PartOutput(self._uploads, self.staging, folder, layout)
 
 
 class _PartOutput(Output):

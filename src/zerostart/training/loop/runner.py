@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 import zerostart
+from zerostart.distributed.failures import beyond_telling
 from zerostart.distributed.world import World, current_world
 from zerostart.engines import Mesh
 from zerostart.errors import DivergedError, PeerError, WriteError
@@ -256,9 +257,11 @@ def _peers_named(place: RunPlace) -> Iterator[None]:
     except RuntimeError as error:
         # gloo has no exception type of its own, but its errors name the source file they come from.
         if isinstance(error, torch.distributed.DistBackendError) or "gloo/" in str(error):
-            raise PeerError(
-                "another rank died or stopped answering during training; its own output, or the "
-                f"system log if memory ran out, says why. {_saved_in(place)}"
+            raise beyond_telling(
+                PeerError(
+                    "another rank died or stopped answering during training; its own output, or the "
+                    f"system log if memory ran out, says why. {_saved_in(place)}"
+                )
             ) from error
         raise
 

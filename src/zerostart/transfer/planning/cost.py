@@ -4,14 +4,16 @@ Where several ranks want the same bytes (replicas, buffers, columns of the same 
 wants, or each byte can be read by one rank that sends it to the others. With W the bytes wanted by all ranks,
 F those that storage gives for them if each rank asks on its own (whole rows for narrow columns), U those of
 them that differ, M machines, S the rate of storage shared by all machines, N that of one machine's link to
-it (or of its disk), C the rate at which a machine copies out of its page cache, X a rank's interconnect and w
-the most that one rank wants:
+it (or of its disk), C the rate at which a machine copies out of its page cache, X a rank's interconnect, B
+that of one machine to the others and w the most that one rank wants:
 
     own slice:  max(M V / S, V / N, W / (M C)),  V = min(U, F / M): a machine's page cache serves its ranks,
                                                  but V = F / M where storage is a store without one
-    read once:  max(U / S, U / (M N), 2 e / X, 2 e n / C) + one chunk's time,  e = w (1 - 1 / ranks)
+    read once:  max(U / S, U / (M N), 2 e / X, 2 e n / C, b / B) + one chunk's time,  e = w (1 - 1 / ranks),
+                b = min(U, W / M) (1 - 1 / M)
 
-with n ranks on a machine, whose messages are copied in and out, and a rank sending and receiving in turns.
+with n ranks on a machine, whose messages are copied in and out, and a rank sending and receiving in turns. A
+machine gets what its ranks want once, but for what they read; it sends as much, at the same time.
 """
 
 from __future__ import annotations
@@ -37,6 +39,8 @@ class Rates:
     copy: float = 8 * GB
     #: Of one rank.
     interconnect: float = 1 * GB
+    #: Of one machine to the others, in each direction.
+    network: float = 3.125 * GB
 
     @classmethod
     def slowest(cls, rates: Sequence[Rates]) -> Rates:
@@ -75,6 +79,8 @@ class ReadStrategy:
     forced: bool = False
     #: Read once, most bytes of a request.
     chunk_size: int = 0
+    #: Read once, in how many rounds, file after file: what ranks tell each other has to stay small.
+    rounds: int = 1
 
     def __str__(self) -> str:
         ways = "each byte read once and exchanged", "own slices"
@@ -95,12 +101,14 @@ def choose(traffic: Traffic, rates: Rates, exchange: bool | None = None) -> Read
         traffic.wanted / machines / rates.copy,
     )
     received = traffic.most * (1 - 1 / ranks) if fetched > traffic.differ else 0.0
+    crossing = min(traffic.differ, traffic.wanted / machines) * (1 - 1 / machines) if received else 0.0
     once = max(
         traffic.differ / rates.shared,
         traffic.differ / machines / rates.link,
         traffic.differ / machines / rates.copy,
         2 * received / rates.interconnect,
         2 * received * ranks / machines / rates.copy,
+        crossing / rates.network,
     )
     once += traffic.chunk / rates.link
     chosen = exchange if exchange is not None else once < MARGIN * own

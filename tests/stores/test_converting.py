@@ -1,0 +1,177 @@
+"""Conversions to a store are what conversions to a directory are, byte for byte: all is there, or nothing."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import zerostart
+from tests.ranks import run_ranks
+from tests.stores import proxy, servers
+from zerostart.checkpoint.storage import uploads_at
+from zerostart.errors import ConfigError
+from zerostart.state.converting.convert import convert
+
+pytestmark = pytest.mark.skipif(not servers.has("weed"), reason="SeaweedFS is not installed")
+PLACE = f"s3://{servers.BUCKET}/converted"
+
+
+@pytest.fixture(scope="module")
+def endpoint() -> Iterator[str]:
+    with servers.s3("weed") as found:
+        yield found
+
+
+@pytest.fixture(autouse=True)
+def surroundings(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in servers.environment(endpoint).items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One of some 19 MB, so that files have several parts of 8 MiB."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("model")
+    sizes = {"vocab_size": 4000, "hidden_size": 512, "intermediate_size": 1500, "num_key_value_heads": 2}
+    torch.manual_seed(1)
+    config = LlamaConfig(**sizes, num_hidden_layers=2, num_attention_heads=4)
+    LlamaForCausalLM(config).bfloat16().save_pretrained(folder)
+    return folder
+
+
+def files(url: str, endpoint: str) -> dict[str, bytes]:
+    """All objects at a URL but the document, in which moments and names of the save are."""
+    uploads = uploads_at(url)
+    assert uploads is not None
+    assert uploads.unfinished() == []
+    key = url.removeprefix(f"s3://{servers.BUCKET}/")
+    bucket = servers.store(endpoint)
+    names = uploads.listed().keys() - {"zerostart.json"}
+    return {name: bytes(bucket.get(f"{key}/{name}").bytes()) for name in names}
+
+
+def local(folder: Path) -> dict[str, bytes]:
+    found = {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+    found.pop("zerostart.json", None)
+    return found
+
+
+def at_once(own: dict[str, str], source: str, url: str) -> tuple[str, ...]:
+    os.environ.update(own)
+    return convert(source, url, "hf", max_shard_size="12MB").files
+
+
+def check_alike(model: Path, to: str, endpoint: str, folder: Path) -> None:
+    convert(model, folder / to, to)
+    convert(model, f"{PLACE}/{to}", to)
+    assert files(f"{PLACE}/{to}", endpoint) == local(folder / to), to
+
+
+def test_what_is_uploaded_is_what_is_written(model: Path, endpoint: str, tmp_path: Path) -> None:
+    check_alike(model, "dcp", endpoint, tmp_path)
+    with pytest.raises(ConfigError, match="is there already"):
+        convert(model, f"{PLACE}/dcp", "dcp")
+
+
+@pytest.mark.slow
+def test_other_formats_and_processes(model: Path, endpoint: str, tmp_path: Path) -> None:
+    for to in ("universal", "zero", "original"):
+        check_alike(model, to, endpoint, tmp_path)
+    # By two processes, which take files in turn.
+    url = f"{PLACE}/hf"
+    own = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+    run_ranks(at_once, 2, own, str(model), url)
+    convert(model, tmp_path / "hf", "hf", max_shard_size="12MB")
+    assert files(url, endpoint) == local(tmp_path / "hf")
+    zerostart.verify(url)
+
+
+#: Converts in a process of its own, for each line that it is told.
+KILLED = """
+import os, sys
+import torch
+torch.set_num_threads(1)
+from zerostart.state.converting.convert import convert
+import botocore.session, transformers
+source, place = sys.argv[1:3]
+for line in sys.stdin:
+    child = os.fork()
+    if child == 0:
+        os.environ["AWS_ENDPOINT_URL"] = line.strip()
+        code = 1
+        try:
+            convert(source, place, "dcp")
+            code = 0
+        finally:
+            os._exit(code)
+    print(child, flush=True)
+    print(os.waitpid(child, 0)[1], flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_killed_at_every_request_in_turn(model: Path, endpoint: str, tmp_path: Path) -> None:
+    """All is there, or nothing that a reader goes by, and the next one leaves nothing of a killed one."""
+    place = f"{PLACE}/killed"
+    key = place.removeprefix(f"s3://{servers.BUCKET}/")
+    convert(model, tmp_path / "whole", "dcp")
+    expected, bucket = local(tmp_path / "whole"), servers.store(endpoint)
+    uploads = uploads_at(place)
+    assert uploads is not None
+    with subprocess.Popen(
+        [sys.executable, "-c", KILLED, str(model), place],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        stdin, stdout = process.stdin, process.stdout
+        assert stdin is not None
+        assert stdout is not None
+
+        def begun(through: str) -> tuple[int, Callable[[], int]]:
+            stdin.write(f"{through}\n")
+            stdin.flush()
+            return int(stdout.readline()), lambda: int(stdout.readline())
+
+        at, done, seen = 0, False, set()
+        while not done:
+            pid: list[int] = []
+
+            def fault(method: str, path: str, number: int, at: int = at, pid: list[int] = pid) -> proxy.Fault:
+                if number < at:
+                    return None
+                if number == at and pid:
+                    os.kill(pid[0], signal.SIGKILL)
+                return "dead"
+
+            with proxy.before(proxy.Proxy(endpoint, 0.0, 0.0, fault)) as line:
+                line.latency = 0.02  # so that the id of the process is known before its first request
+                child, wait = begun(line.address)
+                pid.append(child)
+                done = wait() == 0
+            whole = ".metadata" in uploads.listed()
+            seen.add(whole)
+            if whole:
+                there = {
+                    name: data for name, data in files(place, endpoint).items() if ".zerostart" not in name
+                }
+                assert there == expected, at
+                # Whoever converts beside clears up, and leaves what is whole.
+                convert(model, f"{PLACE}/beside-{at}", "dcp")
+            else:
+                assert begun(endpoint)[1]() == 0, at
+            assert files(place, endpoint) == expected, at
+            for name in uploads.listed():
+                bucket.delete(f"{key}/{name}")
+            at += 1
+        stdin.close()
+    assert seen == {True, False}
+    assert at > 10

@@ -1,0 +1,183 @@
+"""Ranks that read from a store meet while they read: what becomes of one that stops, dies or has nothing."""
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import zerostart
+from tests.ranks import Outcome, rank_outcomes, run_ranks
+from tests.stores import proxy, servers
+from zerostart.checkpoint.storage.objects import ObjectReader
+from zerostart.distributed.world import current_world
+from zerostart.transfer import collective
+
+KiB = 1 << 10
+WIDTH, LAYERS = 512, 12
+
+
+def network() -> nn.Module:
+    """12.6 MB in fp32."""
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("stored")
+    torch.manual_seed(11)
+    save_file(network().state_dict(), folder / "model.safetensors")
+    save_file({"weight": torch.arange(6.0).view(2, 3)}, folder / "small.safetensors")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def slow_line(stored: Path) -> Iterator[str]:
+    """The address of the folder behind a line of 2.5 MB a second: a load takes 5 s."""
+    with servers.rclone(stored, "webdav") as address, proxy.before(proxy.Proxy(address, 0.01, 2.5e6)) as line:
+        yield line.address
+
+
+@pytest.fixture(scope="module")
+def fast_line(stored: Path) -> Iterator[str]:
+    with servers.rclone(stored, "webdav") as address:
+        yield address
+
+
+def whole(stored: Path) -> dict[str, str]:
+    """Digests of an unsharded model."""
+    model = network()
+    model.load_state_dict(load_file(stored / "model.safetensors"))
+    return zerostart.digest(model)
+
+
+def read(url: str, victim: int, shell: str) -> tuple[dict[str, str], float]:
+    """A load in which rank ``victim`` has ``shell`` run, with ``$PID``, when it begins to read."""
+    begun, world = time.monotonic(), current_world()
+    beside: list[subprocess.Popen[bytes]] = []
+    original = collective._own
+
+    def own(*arguments: Any, **options: Any) -> Any:
+        if world.rank == victim and not beside:
+            beside.append(subprocess.Popen(["sh", "-c", shell], env={**os.environ, "PID": str(os.getpid())}))
+        return original(*arguments, **options)
+
+    collective._own = own
+    try:
+        model = zerostart.load(
+            f"{url}/model.safetensors", network, engine="fsdp2", chunk_size=64 * KiB, progress=False
+        )
+        return zerostart.digest(model), time.monotonic() - begun
+    finally:
+        for process in beside:
+            process.wait(timeout=60)
+        if shell.endswith("INT $PID"):
+            # The group is whole: nobody is in another message.
+            assert world.all_gather_object(world.rank, "after") == list(range(world.size))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_stands_still_for_ten_seconds(victim: int, slow_line: str, stored: Path) -> None:
+    shell = "sleep 1; kill -STOP $PID; sleep 10; kill -CONT $PID"
+    for digest, seconds in run_ranks(read, 2, slow_line, victim, shell):
+        assert digest == whole(stored)
+        assert seconds > 11
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_a_rank_that_dies_while_it_reads(victim: int, slow_line: str) -> None:
+    outcomes = rank_outcomes(read, 3, slow_line, victim, "sleep 1; kill -KILL $PID")
+    assert outcomes[victim].exit_code == -signal.SIGKILL
+    others = [outcome for outcome in outcomes if outcome.rank != victim]
+    assert {outcome.error for outcome in others} == {"zerostart.errors.PeerError"}, told(outcomes)
+    assert all(f"rank {victim}" in outcome.message and outcome.seconds < 15 for outcome in others)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_an_interrupt_of_one_rank_while_it_reads(victim: int, slow_line: str) -> None:
+    outcomes = rank_outcomes(read, 2, slow_line, victim, "sleep 1; kill -INT $PID")
+    assert outcomes[victim].error == "builtins.KeyboardInterrupt", told(outcomes)
+    assert outcomes[1 - victim].error == "zerostart.errors.PeerError", told(outcomes)
+    assert f"rank {victim}: stopped by KeyboardInterrupt" in outcomes[1 - victim].message
+    assert max(outcome.seconds for outcome in outcomes) < 15
+
+
+def told(outcomes: list[Outcome]) -> str:
+    return "\n".join(outcome.describe() for outcome in outcomes)
+
+
+@pytest.mark.slow
+def test_ranks_with_nothing_to_read(fast_line: str, stored: Path) -> None:
+    """Two rows on four ranks; and weights that one rank alone has in memory."""
+    weight = load_file(stored / "small.safetensors")["weight"]
+    for tensor, mapped, inferred in run_ranks(read_little, 4, fast_line, weight):
+        assert torch.equal(tensor, weight)
+        assert torch.equal(mapped, weight)
+        assert torch.equal(inferred, weight)
+
+
+def read_little(url: str, weight: torch.Tensor) -> list[torch.Tensor]:
+    def load(source: Any) -> torch.Tensor:
+        made = zerostart.load(source, lambda: nn.Linear(3, 2, bias=False), engine="fsdp2", progress=False)
+        (found,) = dict(zerostart.full_tensors(made, rank=None)).values()
+        assert found is not None
+        return found.clone()
+
+    mapped = load({"weight": weight} if dist.get_rank() == 2 else None)
+    with torch.inference_mode():
+        inferred = load(f"{url}/small.safetensors")
+    return [load(f"{url}/small.safetensors"), mapped, inferred]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_slow_rank_with_computed_tensors_is_overtaken(
+    inference: bool, fast_line: str, stored: Path
+) -> None:
+    """What is computed stays with the rank, the rest is read by others; in inference mode too."""
+    expected = {n: halved(n, t) for n, t in load_file(stored / "model.safetensors").items()}
+    seen = run_ranks(read_halved, 3, fast_line, inference)
+    assert seen[0][0].keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(seen[0][0][name], tensor), name
+    given = [report.given_bytes for _, report in seen]
+    assert given[0] > 0 == given[1] == given[2]
+    assert sum(report.read_bytes for _, report in seen) == sum(report.planned_bytes for _, report in seen)
+
+
+def halved(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """A weight of every third layer divided by its largest element: no index map."""
+    return tensor / tensor.abs().max() if name in ("0.weight", "3.weight", "6.weight", "9.weight") else tensor
+
+
+def read_halved(url: str, inference: bool) -> tuple[dict[str, torch.Tensor], Any]:
+    collective.BEHIND_SECONDS, collective.LEAST_BETWEEN = 0.1, 1 << 17
+    fetch = ObjectReader._fetch
+
+    def slowly(self: ObjectReader, *arguments: Any) -> None:
+        time.sleep(0.4 if dist.get_rank() == 0 else 0.02)
+        fetch(self, *arguments)
+
+    ObjectReader._fetch = slowly  # type: ignore[method-assign]
+    with torch.inference_mode(inference):
+        made = zerostart.load(
+            f"{url}/model.safetensors",
+            network,
+            engine="fsdp2",
+            converter=lambda tensors: {name: halved(name, tensor) for name, tensor in tensors.items()},
+            chunk_size=64 * KiB,
+            progress=False,
+        )
+    seen = {name: tensor for name, tensor in zerostart.full_tensors(made) if tensor is not None}
+    return seen, zerostart.report(made)
