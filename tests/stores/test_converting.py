@@ -43,6 +43,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(1)
     config = LlamaConfig(**sizes, num_hidden_layers=2, num_attention_heads=4)
     LlamaForCausalLM(config).bfloat16().save_pretrained(folder)
+    (folder / "__init__.py").touch()  # the code of a model may have such a file
     return folder
 
 

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 
 from zerostart.checkpoint.storage.uploads import GoneError, Stored, TakenError, Uploads
 from zerostart.checkpoint.write.notes import (
+    STAYS,
     Note,
     Plan,
     clear_killed,
@@ -59,7 +60,7 @@ class NewObjects:
         with store_errors(self.uploads.url):
             # Noted before it is looked at: of two that want the same names at once one sees the other at
             # least. Without lengths, by which what others have made meanwhile would be removed with this.
-            self._note.write(files=dict.fromkeys(sizes, 0))
+            self._note.write(files=dict.fromkeys(sizes, STAYS))
             others = living(self.uploads, self._token, self._note.now())
             if not all(sizes.keys().isdisjoint(wanted(one)) for one in others):
                 raise WriteError(
@@ -98,7 +99,7 @@ class NewObjects:
             self.uploads.put(switch, data, None)
         with store_errors(self.uploads.url, "all is there"):
             # What stays: else its lengths would have it removed as what was given up.
-            self._note.write(plan=None, files=dict.fromkeys(sizes, 0))
+            self._note.write(plan=None, files=dict.fromkeys(sizes, STAYS))
         self.discard()
 
     def _complete(self, number: int, receipts: Receipts) -> None:

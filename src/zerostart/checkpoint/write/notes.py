@@ -45,6 +45,8 @@ _NOTE = re.compile(rf"{re.escape(HIDDEN)}/[0-9a-f]{{12}}\.json")
 _TOGETHER = 16
 #: Seconds by which a store's clock may tell two of its own moments in the wrong order.
 _GRAIN = 2.0
+#: The length in a note of what is not to be removed, of which uploads alone are aborted.
+STAYS = -1
 
 
 @dataclass
@@ -77,7 +79,7 @@ class Note:
 
     def __init__(self, uploads: Uploads, token: str) -> None:
         self._uploads, self._name = uploads, f"{HIDDEN}/{token}.json"
-        #: Weights that are uploaded, and their lengths; 0 for what stays, of which uploads alone are aborted.
+        #: Weights that are uploaded, and their lengths, or STAYS.
         self.files: dict[str, int] = {}
         self.plan: Plan | None = None
         #: What the uploads are called that have begun.
@@ -200,7 +202,8 @@ def settle(uploads: Uploads, token: str, note: JsonObject, now: float) -> None:
         for name, stored in there.items()
         if name not in named and stored.changed >= since  # something else may have been put there before
     }
-    mine = [name for name, size in files.items() if name in left and left[name].size == size]
+    # A store may keep a request that was cut as an empty object.
+    mine = [n for n, size in files.items() if size != STAYS and n in left and left[n].size in (0, size)]
     for name, digest in plan.made.items() if plan is not None else ():
         found = uploads.read(name) if name in left else None
         if found is not None and hashlib.sha256(found[0]).hexdigest() == digest:

@@ -38,6 +38,7 @@ from zerostart.checkpoint.storage.uploads import GoneError, Stored, TakenError, 
 from zerostart.checkpoint.strict_json import JsonObject, load_json
 from zerostart.checkpoint.write.notes import (
     LEASE,
+    STAYS,
     Note,
     Plan,
     clear_killed,
@@ -124,7 +125,7 @@ class ObjectStaging:
         called, sizes = dict(zip(names, names, strict=True)), of
         # One that is completed by the switch is not there before: what lies under its name is the old one.
         with store_errors(self.uploads.url):
-            self._note.write(files={**self._note.files, **(dict.fromkeys(of, 0) if alone else of)})
+            self._note.write(files={**self._note.files, **(dict.fromkeys(of, STAYS) if alone else of)})
             # Noted before it is looked at: of two that want the same names at once one sees the other at
             # least.
             tagged = tagged or (not alone and any(of.keys() & wanted(note) for note in self._others()))
@@ -262,7 +263,7 @@ class ObjectStaging:
             finish(self.uploads, self._token, plan)
         # Their lengths would have them removed as what was given up.
         self._note.write(
-            plan=None, files={**self._note.files, **dict.fromkeys(plan.weights, 0)}, publishing=False
+            plan=None, files={**self._note.files, **dict.fromkeys(plan.weights, STAYS)}, publishing=False
         )
 
     def _others(self) -> list[JsonObject]:
