@@ -1,5 +1,7 @@
 """The way of bytes to a device, followed on the CPU: turns of buffers, casts, permutations, leftovers."""
 
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from zerostart.checkpoint.source import open_catalog
 from zerostart.geometry.layout import dimension_shard
 from zerostart.recipe import Recipe, SymbolicTensor, Target
 from zerostart.transfer import FileReader, Rows
+from zerostart.transfer.execute import Crew
 from zerostart.transfer.planning import Destination, Part, PlanOptions, join
 from zerostart.transfer.staging import DeviceStaging
 
@@ -57,3 +60,16 @@ def test_result_larger_than_the_buffers() -> None:
     with DeviceStaging(64, 2, torch.device("cpu")) as staging:
         staging.put(part, data.view(torch.uint8), storage)
     assert torch.equal(storage[20:], data.bfloat16())
+
+
+def test_threads_write_to_what_their_caller_made_in_inference_mode() -> None:
+    with torch.inference_mode():
+        storage, all_there = torch.zeros(3), threading.Barrier(3)
+
+        def work(places: Iterator[int]) -> None:
+            for place in places:
+                all_there.wait(30)
+                storage[place].fill_(place + 1)
+
+        Crew(range(3), work, None, "test").run(3)
+        assert storage.tolist() == [1, 2, 3]

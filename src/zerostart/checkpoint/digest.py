@@ -89,19 +89,20 @@ class Digests:
         if step == count or rows == 1:
             self.add(name, first, data.contiguous().view(-1))
             return
-        if bits < 8:
-            for row in range(rows):
-                self.add(name, first + row * step, data[row].contiguous())
-            return
-        width = bits // 8
-        self._count(name, rows * count)
-        # Three ways to add rows with gaps, by what they cost in bytes summed up: those that begin at the same
+        width = max(1, bits // 8)
+        # Four ways to add rows with gaps, by what they cost in bytes summed up: those that begin at the same
         # place of a row of the sums together, all rows spread out with zeros in the gaps (which add nothing),
-        # or element by element.
+        # element by element, or each row alone: its beginning, what is whole rows of the sums, and its end.
         calls = min(rows, ROW // gcd(step * width, ROW)) * (count * width // ROW + 1)
         # The sums of rows without any of them, between, are an eighth of their bytes' cost.
         together = CALL * calls + rows * (count + step // 8) * width
         spread, scattered = rows * step * width, SINGLE * rows * count
+        pieces = 3 if any(number * width % ROW for number in (first, step, count)) else 1
+        if bits < 8 or rows * (pieces * CALL + count * width) <= min(together, spread, scattered):
+            for row in range(rows):
+                self.add(name, first + row * step, data[row].contiguous())
+            return
+        self._count(name, rows * count)
         if together <= min(spread, scattered):
             self._note(name, lanes_of_rows(_bytes_of_rows(data), first * width, step * width))
             return

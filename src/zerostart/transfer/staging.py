@@ -122,8 +122,10 @@ class DeviceStaging:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._wait()
-        self._within.close()
+        try:
+            self._wait()
+        finally:
+            self._within.close()
 
     @cached_property
     def _host(self) -> list[tuple[torch.Tensor, memoryview]]:

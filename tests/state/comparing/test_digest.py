@@ -122,6 +122,9 @@ def test_as_other_devices_compute_it(place: int, monkeypatch: pytest.MonkeyPatch
         assert (found(), of_columns()) == (expected, of_square)
     monkeypatch.setattr(byte_sums, "_is_host", lambda device: False)
     assert (found(), of_columns()) == (expected, of_square)
+    # As CUDA refuses products in deterministic mode.
+    monkeypatch.setattr(byte_sums, "_refuses_products", lambda device: True)
+    assert (found(), of_columns()) == (expected, of_square)
 
 
 def test_products_that_lose_bits_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:

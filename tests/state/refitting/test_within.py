@@ -1,5 +1,6 @@
 """Engines that live in the trainer's own ranks: each has what its own load of a save gives."""
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -135,3 +136,37 @@ def test_a_model_whose_tensors_change_between_pushes() -> None:
         model.table = nn.Embedding(10, 16)
         assert refitter.push().version == 4
         assert torch.equal(engine.table.weight, model.table.weight)
+
+
+def test_values_that_the_dtype_of_a_target_cannot_hold() -> None:
+    """Of as many bits, and others of them: what is filled in is what a cast gives, and no fault."""
+    model, student = nn.Module(), nn.Module()
+    model.table, student.table = nn.Embedding(10, 16, dtype=BF16), nn.Embedding(10, 16, dtype=torch.half)
+    engine = _Rows(10).half()
+    with torch.no_grad():
+        model.table.weight[1:5] *= 1e-7
+    for target in (student, engine):
+        with zerostart.refit(model, target) as refitter:
+            refitter.push()
+        assert torch.equal(target.table.weight, model.table.weight.half())
+
+
+def test_trainers_of_different_models_share_an_engine(tmp_path: Path) -> None:
+    """In turns: of each it takes what that has, wherever it lies in its checkpoint."""
+    receiver = serving.Receiver(engine := _Rows(10))
+    models = []
+    for wide in (3, 5, 7):
+        models.append(model := nn.Module())
+        model.head, model.table = nn.Linear(wide, wide), nn.Embedding(10, 16)
+    address = f"unix://{tmp_path}/worker"
+    worker = threading.Thread(target=serving.serve, args=(receiver, address), kwargs={"timeout": 30})
+    worker.start()
+    with (
+        zerostart.refit(models[0], receiver) as one,
+        zerostart.refit(models[1], receiver) as other,
+        zerostart.refit(models[2], address, timeout=30) as third,
+    ):
+        for refitter, model in [*zip((one, other, third), models, strict=True)] * 2:
+            refitter.push()
+            assert torch.equal(engine.table.weight, model.table.weight)
+    worker.join()

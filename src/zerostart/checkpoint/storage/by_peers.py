@@ -604,6 +604,8 @@ class _Instead:
                 first, view, at = first + len(part), view[len(part) :], at + 1
 
     def _read(self, entry: TensorEntry, digest: str, offset: int, part: memoryview) -> None:
+        from zerostart.checkpoint.digest import is_comparable  # torch, which a catalog alone does without
+
         with self._lock:
             if self._catalog is None:
                 self._catalog = open_catalog(self._storage.fallback)
@@ -613,14 +615,13 @@ class _Instead:
                 raise ReadError(f"{self._storage.fallback} has no tensor {entry.name} as it was kept")
             with catalog.storage.reader() as reader:
                 if entry.name not in self._same:
-                    found = _digest(reader, there)
-                    if len(found) != len(digest):
+                    if not is_comparable(digest):
                         raise ReadError(
                             f"{self._storage.fallback}: tensor {entry.name} cannot be compared with what was "
                             "kept, whose digests are of another version of zerostart; keep the model with "
                             "this one"
                         )
-                    if found != digest:
+                    if _digest(reader, there) != digest:
                         raise ReadError(
                             f"{self._storage.fallback}: tensor {entry.name} has other values than were "
                             "kept; a peer is gone, and nobody has its part of this version"

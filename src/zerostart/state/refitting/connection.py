@@ -145,6 +145,8 @@ class Connection:
                 self._open(opened)
             if self._incoming is None:
                 raise ConfigError("a push began before its transport was opened; this is a bug in zerostart")
+            assert self._known is not None, "the image comes first"
+            self.receiver.renew(self._image, self._known[1])
             self._incoming.prepare(version, self._check)
         except _GivenUp as error:
             raise PeerError(self._given_up(version, str(error))) from None

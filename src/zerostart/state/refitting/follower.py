@@ -179,7 +179,9 @@ class Follower:
             self._whole = None
             logger.warning("%s: %s reads all of version %s anew", error, self.name, document.version)
             last, sums = self._brought(chain)
-        assert self._wants is not None, "brought to a version before"
+        assert self._image is not None, "brought to a version before"
+        assert self._wants is not None, "known with the image"
+        self.receiver.renew(self._image, self._wants)
         since, self._since = self._since, None
         self.receiver.fill(self, last.version, sums, since)
         self._since = last.version

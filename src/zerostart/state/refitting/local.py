@@ -18,6 +18,7 @@ from zerostart.distributed.world import World, current_world, default_device
 from zerostart.errors import ConfigError, PeerError
 from zerostart.live.model import LiveModel
 from zerostart.recipe import torch_dtype
+from zerostart.recipe.dtypes import holds
 from zerostart.state.refitting.bands import Rounds, Routes
 from zerostart.state.refitting.image import Entry, Image
 from zerostart.state.refitting.receiver import Receiver
@@ -259,7 +260,7 @@ class LocalRefitter:
 
 
 def _as_wanted(entries: Sequence[Entry], wanted: Mapping[str, Entry]) -> list[Entry]:
-    """The source's ``entries``, in the target's dtypes where these are narrower.
+    """The source's ``entries``, in the target's dtypes where these cannot hold all that the source's can.
 
     Raises ConfigError for what the target has and the source has not, or has in another shape.
     """
@@ -281,7 +282,7 @@ def _as_wanted(entries: Sequence[Entry], wanted: Mapping[str, Entry]) -> list[En
                 )
             # Rounded before it is sent, and only once: fewer bytes, and the very same values.
             held, given = torch_dtype(dtype, name), torch_dtype(other[1], name)
-            if given.is_floating_point and held.is_floating_point and given.itemsize < held.itemsize:
+            if given.is_floating_point and held.is_floating_point and not holds(given, held):
                 dtype = other[1]
         found.append((name, dtype, tuple(shape)))
     return found

@@ -23,7 +23,8 @@ from zerostart.distributed.world import default_device
 from zerostart.errors import ConfigError, ConversionError, VerifyError
 from zerostart.geometry import Box
 from zerostart.geometry.layout import Layout, LocalBox
-from zerostart.recipe import Computed, Recipe, symbols_of
+from zerostart.recipe import Computed, Recipe, symbols_of, torch_dtype
+from zerostart.recipe.dtypes import holds
 from zerostart.recipe.loaders import trace_loader
 from zerostart.state.refitting.changes import Changed
 from zerostart.state.refitting.image import Image
@@ -193,6 +194,8 @@ class Receiver:
                 )
             self._engine = ModuleWeights(model, load, type(model).__name__)
         self._image: Image | None = None
+        #: What the last ``plan`` has given.
+        self._wants: Wants | None = None
         self._filled: dict[str, _Filled] = {}
         self._sets: tuple[Runs, ...] = ()
         #: What is summed up as it is read.
@@ -224,7 +227,7 @@ class Receiver:
             )
         if strict:
             self._check_all_filled(tensors, recipes.by_name)
-        self._image, self._plans = image, {}
+        self._image, self._plans, self._wants = image, {}, None
         self._filled = self._divided(image, recipes.by_name, strides, recipes.partial)
         whole = self._stage_plan(tuple(self._filled), strides, None)
         rest = [
@@ -234,10 +237,25 @@ class Receiver:
         ]
         self._read = Runs.of_reads(join(catalog, rest, EXACT))
         read = (self._read,) if self._read.nbytes else ()
-        wants = Wants(Runs.of_reads(whole.plan), (*self._sets, *read))
+        self._wants = wants = Wants(Runs.of_reads(whole.plan), (*self._sets, *read))
         tensors_of = Tensors(image)
         self._names = [tensors_of.names(runs) for runs in wants.sets]
         return wants
+
+    def renew(self, image: Image, wants: Wants) -> None:
+        """Be as the ``plan`` of ``image`` left it that gave ``wants``, where another trainer's came since.
+
+        Raises ConversionError, also where the engine takes something else of it now.
+        """
+        if self._wants is wants:
+            return
+        again = self.plan(image, strict=False)  # was looked at the first time
+        if _in_bytes(again) != _in_bytes(wants):
+            raise ConversionError(
+                f"{self._engine.name} takes other parts of the trained model than when this refit began: "
+                "begin it again"
+            )
+        self._wants = wants
 
     def fill(self, incoming: Incoming, version: int, sums: Sequence[Sums], since: int | None = None) -> None:
         """Bring the tensors to ``version`` out of ``incoming``, and read them back.
@@ -347,9 +365,12 @@ class Receiver:
                 image.layout, [(plain, _layout(plain, strides[name], False), _origin(plain))], CHUNK
             )
             runs = Runs.of_writes(plan, image.layout)
-            if runs.nbytes != _nbytes(plain):  # an element that is there twice
-                back, rest, plain, runs = (), recipe.pieces, Recipe(recipe.target, ()), Runs.of([])
             own = {str(source) for piece in back for source in piece.source}
+            kinds = {torch_dtype(image.layout.tensors[source].dtype, source) for source in own}
+            # An element that is there twice, or in a dtype that gives back no value as it was.
+            if runs.nbytes != _nbytes(plain) or not all(holds(recipe.target.dtype, kind) for kind in kinds):
+                back, rest, plain, runs = (), recipe.pieces, Recipe(recipe.target, ()), Runs.of([])
+                own = set()
             # Parameters of one tensor of the files (tied ones that the engine has twice) are in two sets,
             # unless
             # each takes another part of it.
@@ -448,6 +469,10 @@ class Receiver:
                     f"trainer "
                     f"has{f' (and {len(names) - 8} more)' if len(names) > 8 else ''}; push again"
                 )
+
+
+def _in_bytes(wants: Wants) -> list[bytes]:
+    return [runs.to_bytes() for runs in (wants.runs, *wants.sets)]
 
 
 def _generator(stages: Iterator[AbstractContextManager[Mapping[str, torch.Tensor]]]) -> _Stages:

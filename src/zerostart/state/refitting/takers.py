@@ -192,6 +192,7 @@ class EngineTaker:
         """As ``Taker``."""
         if self._known is None or self._known[0] != image.fingerprint:
             self._known = image.fingerprint, self.receiver.plan(image, self._strict)
+        self.receiver.renew(image, self._known[1])
         return self._known[1]
 
     @property

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 import platform
 from collections.abc import Sequence
 from typing import Any
@@ -143,7 +144,21 @@ def _row_sums(octets: torch.Tensor, inside: int) -> torch.Tensor:
         # It is asked for the number of threads so that torch, which does so lazily, sets it in this one.
         torch.get_num_threads()
         return torch._int_mm(octets, _byte_keys(device)[keys])
+    if _refuses_products(device):
+        columns = _byte_keys(device)[keys].T
+        made = []
+        for part in torch.split(octets, max(1, MANY // length)):
+            wide = part.to(torch.int16)  # in which a product of two bytes has room
+            made.append(torch.stack([(wide * each).sum(1) for each in columns], 1))
+        return torch.cat(made)
     return _by_floats(octets, _float_keys(device)[keys])
+
+
+def _refuses_products(device: torch.device) -> bool:
+    """Whether torch raises at a product there: cuBLAS's, in its deterministic mode, without a workspace."""
+    enabled = torch.are_deterministic_algorithms_enabled()
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    return enabled and not warns and not _is_host(device) and "CUBLAS_WORKSPACE_CONFIG" not in os.environ
 
 
 def _by_floats(octets: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
