@@ -296,7 +296,7 @@ def test_what_a_format_cannot_hold_is_told(tmp_path: Path, capfd: pytest.Capture
 
 #: Ends itself at the call number ARGV[1] of one of these, as a kill from outside would.
 KILLED = """
-import os, signal, sys
+import os, shutil, signal, sys  # shutil asks at its import what these can do
 left = int(sys.argv[1])
 def counted(call):
     def made(*arguments, **options):
