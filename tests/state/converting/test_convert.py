@@ -19,9 +19,12 @@ from tests.ranks import run_ranks
 from tests.state.resuming.trainings import Case, Run, uninterrupted
 from tests.tiny import TinyCheckpoints
 from tests.trained import build, write_dcp, write_deepspeed
+from zerostart.checkpoint.formats.assembling import ParameterGroup
 from zerostart.cli import main
 from zerostart.errors import ConfigError, ZerostartError
+from zerostart.state.converting.contents import Contents, Stored
 from zerostart.state.converting.convert import convert
+from zerostart.state.converting.models import as_model
 
 BF16 = torch.bfloat16
 
@@ -424,3 +427,10 @@ def test_tensors_without_elements_are_several(tmp_path: Path) -> None:
     (tmp_path / "dcp" / "config.json").write_text('{"tie_word_embeddings": true}')
     convert(tmp_path / "dcp", tmp_path / "hf", "hf")
     assert same(weights(tmp_path / "hf"), values)
+
+
+def test_complex_parameters_have_no_masters() -> None:
+    groups = [ParameterGroup({}, ("w",))]
+    contents = Contents((), {"w": Stored("w", "C64", (2,), ())}, groups=groups, buffers=frozenset())
+    with pytest.raises(ConfigError, match="w is complex"):
+        as_model(contents)

@@ -120,6 +120,11 @@ def _form(contents: Contents, buffers: frozenset[str]) -> ModelForm:
             raise ConfigError(
                 f"the optimizer has the parameter {lost}, of which the checkpoint has no weights"
             )
+        dtypes = ((name, contents.weights[name].dtype) for name in group.parameters)
+        if lost := next((name for name, dtype in dtypes if dtype.startswith("C")), None):
+            raise ConfigError(
+                f"parameter {lost} is complex, which DeepSpeed's fp32 masters cannot hold: convert to hf or dcp"
+            )
     return ModelForm(
         contents,
         contents.groups,
