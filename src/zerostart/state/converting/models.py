@@ -123,7 +123,7 @@ def _form(contents: Contents, buffers: frozenset[str]) -> ModelForm:
         dtypes = ((name, contents.weights[name].dtype) for name in group.parameters)
         if lost := next((name for name, dtype in dtypes if dtype.startswith("C")), None):
             raise ConfigError(
-                f"parameter {lost} is complex, which DeepSpeed's fp32 masters cannot hold: convert to hf or dcp"
+                f"parameter {lost} is complex, and masters of DeepSpeed are fp32: convert to hf or dcp"
             )
     return ModelForm(
         contents,
