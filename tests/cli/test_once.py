@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 LIBRARY = """
 import warnings
 
@@ -53,5 +55,6 @@ def test_each_warning_of_a_library_is_shown_once(tmp_path: Path) -> None:
     assert "Error" not in text
 
 
+@pytest.mark.slow
 def test_who_says_what_is_to_be_shown_is_shown_it(tmp_path: Path) -> None:
     assert said(tmp_path, PYTHONWARNINGS="always").count("FutureWarning: all_gather is") == 8

@@ -40,7 +40,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=["http", "webdav"])
+@pytest.fixture(scope="module", params=["http", pytest.param("webdav", marks=pytest.mark.slow)])
 def url(model: Path, request: pytest.FixtureRequest) -> Iterator[str]:
     """By names where the server has no lists, and by a list."""
     with servers.rclone(model.parent, request.param) as address:

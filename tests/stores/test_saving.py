@@ -193,6 +193,7 @@ def trained(source: str, place: str, wait: bool) -> list[Any]:
     return found
 
 
+@pytest.mark.slow
 def test_training_states(models: list[str], tmp_path: Path) -> None:
     found = on(trained, 2, models[0], f"{PLACE}/states", False)[0]
     # The model of a state is a directory by itself, and the state is a source of it as well.

@@ -51,6 +51,7 @@ def test_what_is_in_place_is_left_alone() -> None:
     assert not in_place([(0, 0, 4), (6, 5, 2)])
 
 
+@pytest.mark.slow
 def test_many_parts_take_little_work() -> None:
     """Large and small parts in turn, sorted apart: moves are few times the size, not its square."""
     numels = [997 if n % 2 else 3 for n in range(2000)]

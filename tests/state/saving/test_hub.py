@@ -105,6 +105,7 @@ def test_export_pushes_and_names_no_path_of_this_machine(
     assert str(tmp_path.parent) not in text
 
 
+@pytest.mark.slow
 def test_a_whole_run_pushes_what_it_has_saved(checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
     """huggingface_hub's own client, over HTTP, on two ranks; the run's page and metrics stay here."""
     text, out = tmp_path / "text.txt", tmp_path / "out"

@@ -91,6 +91,7 @@ def test_a_run_is_that_of_one_process(tmp_path):
     assert len(draws) == 24  # in another epoch an example has another time
 
 
+@pytest.mark.slow
 def test_on_fsdp2_and_with_what_is_held_out(tmp_path):
     values = configured(tmp_path, "wan", "fsdp2", 3, weight_decay=0.5)
     values["task"] |= {"held_out": 0.25, "shift": 2.0, "sampling": "logit-normal"}

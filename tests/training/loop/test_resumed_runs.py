@@ -42,7 +42,7 @@ def steps_in(folder):
     return sorted(path.name for path in Path(folder).glob("checkpoints/*"))
 
 
-@pytest.mark.parametrize("engine", ["deepspeed", "fsdp2"])
+@pytest.mark.parametrize("engine", ["deepspeed", pytest.param("fsdp2", marks=pytest.mark.slow)])
 def test_the_losses_go_on_exactly(engine, checkpoints, values):
     path, options = checkpoints("qwen3"), {"steps": STEPS, "accumulation": 2, "max_grad_norm": 0.5}
     straight = run_ranks(run, 2, values(path, engine, "straight", **options))[0]

@@ -123,6 +123,7 @@ def short_of_room(values: dict[str, Any]) -> Any:
     return run(values)
 
 
+@pytest.mark.slow
 def test_samples_that_cannot_be_written_are_skipped(flux: Path, tmp_path: Path) -> None:
     """On one rank alone; the run goes on as if they had been, and without the option it ends."""
     size = {"every": 1, "height": 16, "width": 16}

@@ -100,9 +100,8 @@ CASES: dict[str, tuple[dict[str, str], dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "key", [pytest.param(key, marks=[] if key == "flux_kontext" else pytest.mark.slow) for key in CASES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("key", CASES)
 def test_samples_that_start_from_pictures(key: str, tmp_path: Path) -> None:
     """Before and after, three prompts on two ranks; the pictures' embeddings are in the cache."""
     columns, options, engine = CASES[key]
