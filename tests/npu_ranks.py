@@ -51,6 +51,11 @@ def npu_outcomes(
         pickle.dump(pickle.dumps((function, world_size, arguments, timeout)), driver.stdin)
         driver.stdin.flush()
         outcomes: list[Outcome] = pickle.load(driver.stdout)
+    except BaseException:
+        # What it answers later would be taken for the answer to the next one.
+        driver.kill()
+        driver.wait()
+        raise
     finally:
         watch.cancel()
     return outcomes

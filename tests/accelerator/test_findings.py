@@ -9,6 +9,9 @@ from tests.accelerator import findings
 from tests.npu_ranks import run_npu_ranks
 from tests.tiny import TinyCheckpoints
 
+#: The first tests of a run: they wait for the compilers, of DeepSpeed's operation and of the accelerator.
+pytestmark = pytest.mark.timeout(900)
+
 
 def test_the_device_is_current_and_nothing_is_initialised_by_asking() -> None:
     assert run_npu_ranks(findings.device_before_it_is_asked, 2) == [(False, True, 5)] * 2

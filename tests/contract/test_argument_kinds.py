@@ -42,6 +42,7 @@ def test_another_kind_is_refused_by_name(verb: str, name: str) -> None:
     ]
     # Those before it are right, as far as a signature tells.
     right: dict[str, object] = {"model": torch.nn.Linear(1, 1), "path": "here", "source": "here", "name": ""}
+    right |= {"out": "there", "to": "hf"}
     given = {need: right.get(need) for need in required} | {name: object()}
     with pytest.raises(
         ConfigError, match=rf"^zerostart\.{verb}: {name}=<object obj.* is not accepted; give "

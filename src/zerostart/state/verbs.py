@@ -230,7 +230,7 @@ def digest(model: nn.Module) -> dict[str, str]:
         >>> model = zerostart.load(weights, lambda: torch.nn.Linear(2, 2), engine="fsdp2", progress=False)
         >>> found = zerostart.digest(model)
         >>> sorted(found), len(found["weight"])
-        (['bias', 'weight'], 32)
+        (['bias', 'weight'], 34)
     """
     check_arguments(digest, locals())
     from zerostart.state.comparing.digest import digest_model
