@@ -18,7 +18,8 @@ CUDA's takes few shapes); other devices, and processors or releases without it, 
 exact as well: bytes and keys have eight bits, and no sum of products leaves the 24 of fp32, however it is put
 together, also with TF32.
 
-Run on the CPU, on one H200 and on the pretend accelerator (docs/configuring.md).
+Run on the CPU and on the pretend accelerator (docs/configuring.md); on one H200 in parts of 4 MiB, before
+parts were larger and deterministic mode was served.
 """
 
 from __future__ import annotations
