@@ -216,13 +216,14 @@ def storage_catalog(storage: Storage) -> Catalog:
         raise CheckpointError(f"{storage.folder}/{name}: {OTHER_FORMATS[suffix]}")
     wanted, index = None, f"{storage.folder}/{name}"
     names = [name]
-    if INDEX_NAME.fullmatch(PurePosixPath(name).name):
-        wanted = _listed(_document(storage.named([name])), index)
-        names = sorted(set(wanted.values()))
-    weights = storage.named(names)
-    # All three wait for answers most of their time.
+    # All of it waits for answers most of its time.
     with ThreadPoolExecutor(2) as pool:
-        root, measured = pool.submit(settings_here, storage), pool.submit(weights.measured)
+        root = pool.submit(settings_here, storage)
+        if INDEX_NAME.fullmatch(PurePosixPath(name).name):
+            wanted = _listed(_document(storage.named([name])), index)
+            names = sorted(set(wanted.values()))
+        weights = storage.named(names)
+        measured = pool.submit(weights.measured)
         tensors, metadata, versions, _ = _joined(weights.files, weights)
     if wanted is not None:
         _check_index(index, wanted, names, tensors)
