@@ -49,7 +49,7 @@ def parent_of(place: Path | str) -> Path | str:
 
 def shown_url(path: str) -> str:
     """A path as it is; a URL without what may be secret in it."""
-    return re.sub(r"//[^/@]*@", "//", path.partition("?")[0]) if scheme_of(path) else path
+    return re.sub(r"//[^/]*@", "//", path.partition("?")[0]) if scheme_of(path) else path
 
 
 _URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://.+", re.DOTALL)

@@ -221,7 +221,7 @@ def storage_catalog(storage: Storage) -> Catalog:
         root = pool.submit(settings_here, storage)
         if INDEX_NAME.fullmatch(PurePosixPath(name).name):
             wanted = _listed(_document(storage.named([name])), index)
-            names = sorted(set(wanted.values()))
+            names = sorted({str(PurePosixPath(file)) for file in wanted.values()})
         weights = storage.named(names)
         measured = pool.submit(weights.measured)
         tensors, metadata, versions, _ = _joined(weights.files, weights)
