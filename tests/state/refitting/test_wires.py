@@ -226,6 +226,44 @@ def test_a_worker_that_stops_is_named_and_comes_back(transport: str, tmp_path: P
         _holds(tmp_path, lambda held: held["weight"] == 3.0 and held["version"] == refitter.version)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("transport", ["shared_memory", "group"])
+@pytest.mark.parametrize("first", [False, True], ids=["later", "first"])
+def test_pushes_go_on_without_a_worker_that_stops(first: bool, transport: str, tmp_path: Path) -> None:
+    """One of two, while the transport is ``first`` opened for it, or when it has been."""
+    address, names = f"unix://{tmp_path}/workers", ["goes-on", "stops"]
+    model = zerostart.load(
+        {"weight": torch.ones(SIZE), "bias": torch.zeros(SIZE[0])},
+        lambda: nn.Linear(SIZE[1], SIZE[0]),
+        engine="fsdp2",
+        progress=False,
+    )
+    refitter: Any = zerostart.refit(model, address, workers=2, transport=transport, timeout=5.0)
+    with refitter:
+        workers = [_start(address, name, tmp_path, "", 1, 60.0) for name in names]
+        try:
+            refitter._session.wait_for(2, 60)
+            if not first:
+                assert sorted(worker.name for worker in refitter.push().workers) == names
+            os.kill(workers[1].pid, signal.SIGSTOP)
+            with pytest.raises(PeerError, match=r"worker stops\b"):
+                refitter.push()
+            begun = time.monotonic()
+            assert [worker.name for worker in refitter.push().workers] == names[:1]
+            assert time.monotonic() - begun < 10
+            os.kill(workers[1].pid, signal.SIGCONT)
+            until, there = time.monotonic() + 60, 1
+            while there < 2:
+                assert time.monotonic() < until
+                time.sleep(0.2)
+                there = len(refitter.push().workers)
+        finally:
+            for worker in workers:
+                os.kill(worker.pid, signal.SIGCONT)
+                worker.kill()
+
+
 def _sockets() -> dict[str, int]:
     """The TCP and Unix sockets of this process: by the system's number of one its descriptor."""
     found = {}

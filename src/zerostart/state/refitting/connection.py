@@ -149,6 +149,9 @@ class Connection:
             self.receiver.renew(self._image, self._known[1])
             self._incoming.prepare(version, self._check)
         except _GivenUp as error:
+            # Said all the same: the trainer may take it for one that has died.
+            with contextlib.suppress(PeerError):
+                self._channel.send("failed", {"version": version, "why": str(error)})
             raise PeerError(self._given_up(version, str(error))) from None
         except Exception as error:
             self._channel.send("failed", {"version": version, "why": f"{type(error).__name__}: {error}"})

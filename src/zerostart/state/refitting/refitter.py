@@ -577,7 +577,8 @@ class Refitter:
             self._transport.abort()
         self._opened = None
         if self._session is not None:
-            lost = isinstance(error, WorkerLost)
+            # No push goes on without a worker of an engine, which does not come back by itself.
+            lost = error.workers if isinstance(error, WorkerLost) and self._engines is None else None
             self._session.abort(version, str(error) or type(error).__name__, lost)
         self._end_following()
 

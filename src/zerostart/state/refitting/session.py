@@ -35,8 +35,11 @@ from zerostart.transfer.planning.runs import Runs
 logger = logging.getLogger("zerostart")
 #: Connections whose owners have not said who they are, at a time.
 MOST_STRANGERS = 256
-#: Seconds in which the connection ends of a worker that could not be sent to any more, if it has died.
-DYING = 1.0
+#: Seconds in which a worker that could not be sent to any more says that it is there all the same. The
+#: connection of one that has died ends a moment after that by which it was sent to.
+DYING = 5.0
+#: What a worker says in a push, which may come when that has been given up.
+IN_A_PUSH = ("prepared", "failed", "serving")
 
 
 @dataclass
@@ -175,17 +178,26 @@ class Session:
         return gone
 
     @staticmethod
-    def _is_there(worker: Worker, patience: float = 0.0) -> bool:
-        """Whether its connection lives, for ``patience`` seconds yet.
-
-        What it has still said to an earlier push is forgotten.
-        """
+    def _is_there(worker: Worker) -> bool:
+        """Whether its connection lives. What it has still said to an earlier push is forgotten."""
         try:
-            while worker.channel.waiting(patience):
-                worker.channel.receive("prepared", "failed", "serving")
+            while worker.channel.waiting():
+                worker.channel.receive(*IN_A_PUSH)
         except PeerError:
             return False
         return not worker.channel.closed
+
+    @staticmethod
+    def _gives_up(worker: Worker, version: int, until: float) -> bool:
+        """Whether it says before ``until`` that it does without ``version``."""
+        try:
+            while worker.channel.waiting(max(0.0, until - time.monotonic())):
+                answer = worker.channel.receive(*IN_A_PUSH)
+                if answer.kind == "failed" and answer.body.get("version") == version:
+                    return True
+        except PeerError:
+            pass
+        return False
 
     def drop(self, name: str) -> None:
         """Go on without a worker."""
@@ -256,22 +268,24 @@ class Session:
                     f"worker {worker.name} cannot take version {version}: {answer.body.get('why')}"
                 )
 
-    def abort(self, version: int, why: str, lost: bool = False) -> None:
+    def abort(self, version: int, why: str, lost: Sequence[str] | None = None) -> None:
         """Tell all workers that ``version`` does not come; raises nothing.
 
-        Where one was ``lost``, as ``why`` says, the next push does not tell it once more.
+        Where one of ``lost`` (none: of all) could not be sent to, those go on that say that they are there:
+        the next push neither tells of another once more nor waits for it.
         """
-        # The connection of a process that dies may end a moment after that by which it was sent to.
-        until = time.monotonic() + DYING * lost
         for worker in [*self.workers.values()]:
             try:
                 worker.channel.send("abort", {"version": version, "why": why[:4000]})
             except PeerError:
                 self.drop(worker.name)
             worker.fresh = True
-        for worker in [*self.workers.values()]:
-            if lost and not self._is_there(worker, max(0.0, until - time.monotonic())):
-                self.drop(worker.name)
+        if lost is None:
+            return
+        until = time.monotonic() + DYING
+        for name in [name for name in self.workers if name in lost or not lost]:
+            if not self._gives_up(self.workers[name], version, until):
+                self.drop(name)
 
     def _answer(self, worker: Worker, version: int, *kinds: str) -> Message:
         """What a worker says about ``version``; raises PeerError where it does not, and what ``check`` "
@@ -283,7 +297,7 @@ class Session:
             if not worker.channel.waiting():
                 worker.channel.close()  # so that the next push goes on without it
                 raise PeerError(f"worker {worker.name} has not answered within {self.timeout:.0f} s")
-            answer = worker.channel.receive("prepared", "failed", "serving", timeout=0.0)
+            answer = worker.channel.receive(*IN_A_PUSH, timeout=0.0)
             # It may have answered to a version that was given up since.
             if answer.body.get("version") == version and answer.kind in kinds:
                 return answer
@@ -405,7 +419,9 @@ class Session:
             self._changed.notify_all()
 
     def _wants(self, name: str, channel: Channel) -> tuple[Runs, tuple[Runs, ...], tuple[str, str]]:
-        answer = channel.receive("wants", "refused")
+        # It may have answered to a version that was given up since.
+        while (answer := channel.receive("wants", "refused", *IN_A_PUSH)).kind in IN_A_PUSH:
+            pass
         if answer.kind == "refused":
             with self._changed:
                 self._refused[name] = str(answer.body.get("why"))

@@ -40,6 +40,11 @@ class WorkerLost(WriteError):
     ranks raise it then, and ``push`` a PeerError for it.
     """
 
+    def __init__(self, text: str, *workers: str) -> None:
+        """``workers`` are the names of those that it may be; none: any may."""
+        super().__init__(text)
+        self.workers = workers
+
 
 @dataclass(frozen=True)
 class WorkerInfo:

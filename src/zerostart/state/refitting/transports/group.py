@@ -132,13 +132,16 @@ class Group:
             host, port, name = self._place
             rank, size = self._world.rank, self._world.size + len(self._workers)
             try:
-                store = self._store or _connected(host, port)
-                self._group = _join(store, name, rank, size, self._device)
+                self._store = self._store or _connected(host, port)
+                self._group = _join(self._store, name, rank, size, self._device)
             except RuntimeError as error:
-                names = ", ".join(worker.name for worker in self._workers)
+                absent = self._absent(name)
+                names = ", ".join(absent or [worker.name for worker in self._workers])
+                who = f"worker {names}" if len(absent) == 1 else f"one of the workers ({names})"
                 raise WorkerLost(
-                    f"no group of {size} could be made within {PATIENCE.seconds} s: one of the workers "
-                    f"({names}) has died, or cannot reach {host}:{port} ({_short(error)})"
+                    f"no group of {size} could be made within {PATIENCE.seconds} s: {who} has died, has "
+                    f"stopped, or cannot reach {host}:{port} ({_short(error)})",
+                    *absent,
                 ) from error
         first = self._world.size
         peers = [
@@ -179,6 +182,18 @@ class Group:
             self._kept.close()
         self._kept = None
 
+    def _absent(self, name: str) -> list[str]:
+        """The workers that have not come to the group of this name; none where that cannot be had."""
+        with contextlib.suppress(RuntimeError):
+            if self._store is not None:
+                first = self._world.size
+                return [
+                    worker.name
+                    for number, worker in enumerate(self._workers)
+                    if not self._store.check([_arrival(name, first + number)])
+                ]
+        return []
+
     def _keep(self, image: Image, own: Runs) -> None:
         if self._kept is not None:
             if self._kept.is_for(image.nbytes, own):
@@ -215,6 +230,11 @@ def _store(host: str, port: int, master: bool) -> Any:
 
 def _connected(host: str, port: int) -> Any:
     return _store(host, port, False)
+
+
+def _arrival(name: str, rank: int) -> str:
+    """The key by which a worker says in the store that it has come to the group."""
+    return f"{name}/has-come/{rank}"
 
 
 def _leave(group: Any) -> None:
@@ -293,7 +313,8 @@ class _Parcel:
         except RuntimeError as error:
             raise WorkerLost(
                 f"worker {self.worker.name} ({self.worker.host}) died, or the network between, while version "
-                f"{self._version} was sent to it ({_short(error)})"
+                f"{self._version} was sent to it ({_short(error)})",
+                self.worker.name,
             ) from error
 
 
@@ -358,7 +379,9 @@ class FromGroup:
         try:
             if self._group is None:
                 host, port, name = self._at
-                self._group = _join(_connected(host, port), name, self._rank, self._size, self._device)
+                store = _connected(host, port)
+                store.set(_arrival(name, self._rank), "")
+                self._group = _join(store, name, self._rank, self._size, self._device)
         except RuntimeError as error:
             errors.append(PeerError(f"the trainer's group at {self._at[0]}:{self._at[1]}: {_short(error)}"))
             return
