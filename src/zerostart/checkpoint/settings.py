@@ -13,14 +13,16 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import MappingProxyType
 
 from zerostart.checkpoint.catalog import Catalog
 from zerostart.checkpoint.storage import Storage
 from zerostart.checkpoint.usual_names import SETTINGS, USUAL_SETTINGS
-from zerostart.errors import CheckpointError, WriteError
+from zerostart.checkpoint.write.notes import not_delivered
+from zerostart.errors import CheckpointError, CheckpointNotFoundError, WriteError
 
 #: Of one file: the longest vocabularies have some 40 MB.
 MOST_BYTES = 256 << 20
@@ -31,21 +33,31 @@ _THREADS = 8
 _STEP = 8 << 20
 
 
-def settings_here(storage: Storage) -> str:
-    """The directory with the files beside the weights in ``storage.folder``; empty where there are none.
+def settings_here(storage: Storage, weights: Storage) -> str:
+    """The directory with the files beside ``weights`` in ``storage.folder``; empty where there are none.
 
-    Raises ReadError, CheckpointError for one that is too long, WriteError where there is no room for them.
+    ``weights`` was opened before. Where a save has made its switch to these, and not yet delivered what
+    belongs beside them, that is read from where it lies meanwhile. Raises ReadError, CheckpointError for one
+    that is too long, WriteError where there is no room for them.
     """
     sizes = dict(zip(storage.names(), storage.sizes, strict=True))
     names = [name for name in sizes if _matches(name, SETTINGS) and not _matches(name, _ASIDE)]
     # A long one that no library looks for is data of somebody's.
     names = [name for name in names if sizes[name] <= MOST_BYTES or name in USUAL_SETTINGS]
-    return str(copied(storage, names)) if names else ""
+    if not names:
+        return ""
+    if waiting := not_delivered(storage, weights):
+        with contextlib.suppress(CheckpointNotFoundError):  # it has been delivered since
+            return str(copied(storage, names, waiting))
+    return str(copied(storage, names))
 
 
-def copied(storage: Storage, names: list[str]) -> Path:
-    """A directory of this machine with the files of these ``names``, whole. Raises as ``settings_here``."""
-    files = storage.named(names)
+def copied(storage: Storage, names: list[str], places: Mapping[str, str] = MappingProxyType({})) -> Path:
+    """A directory of this machine with the files of these ``names``, whole.
+
+    Those in ``places`` lie under other names. Raises as ``settings_here``, and CheckpointNotFoundError.
+    """
+    files = storage.named([places.get(name, name) for name in names])
     with files.reader() as reader, ThreadPoolExecutor(_THREADS) as pool:
 
         def content(file: int) -> bytes:

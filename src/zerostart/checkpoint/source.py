@@ -24,7 +24,7 @@ from zerostart.checkpoint.formats.weights import (
     shards_of,
     storage_catalog,
 )
-from zerostart.checkpoint.paths import expanded, wait_for
+from zerostart.checkpoint.paths import expanded, shown_url, wait_for
 from zerostart.checkpoint.storage import scheme_of, storage_at
 from zerostart.checkpoint.storage.files import FileState
 from zerostart.checkpoint.storage.local import LocalFiles
@@ -88,8 +88,8 @@ def resolve_source(source: str | os.PathLike[str]) -> Path:
     name = os.fspath(source)
     if scheme_of(name):
         raise CheckpointNotFoundError(
-            f"{name}: a URL is taken where weights are read (load, plan, inspect, diff, verify), but this "
-            "needs files of this machine; copy the checkpoint to a local directory"
+            f"{shown_url(name)}: a URL is taken where weights are read (load, plan, inspect, diff, verify), "
+            "but this needs files of this machine; copy the checkpoint to a local directory"
         )
     path = expanded(name)
     # A save of this process may still be publishing the directory in the background.

@@ -222,7 +222,7 @@ def storage_catalog(storage: Storage) -> Catalog:
     weights = storage.named(names)
     # All three wait for answers most of their time.
     with ThreadPoolExecutor(2) as pool:
-        root, measured = pool.submit(settings_here, storage), pool.submit(weights.measured)
+        root, measured = pool.submit(settings_here, storage, weights), pool.submit(weights.measured)
         tensors, metadata, versions, _ = _joined(weights.files, weights)
     if wanted is not None:
         _check_index(index, wanted, names, tensors)

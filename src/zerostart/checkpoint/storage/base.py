@@ -15,7 +15,7 @@ from importlib.metadata import entry_points
 from types import TracebackType
 from typing import Any, ClassVar, Protocol, Self
 
-from zerostart.checkpoint.paths import scheme_of, wait_for
+from zerostart.checkpoint.paths import scheme_of, shown_url, wait_for
 from zerostart.checkpoint.storage.uploads import Uploads
 from zerostart.errors import ConfigError, ReadError
 
@@ -179,8 +179,8 @@ class Storage(ABC):
     def uploads(cls, url: str) -> Uploads:
         """Where saves to the directory at a URL put their objects. Raises ConfigError where none can be."""
         raise ConfigError(
-            f"{url}: nothing saves to {scheme_of(url)}:// here; save to a local directory, or to s3://, "
-            "gs:// or az://"
+            f"{shown_url(url)}: nothing saves to {scheme_of(url)}:// here; save to a local "
+            "directory, or to s3://, gs:// or az://"
         )
 
     @abstractmethod
@@ -220,6 +220,13 @@ class Storage(ABC):
     def directory(self) -> Storage:
         """All files of ``folder``, as they are now. Raises ReadError."""
         raise NotImplementedError(f"{type(self).__name__} has no directories")
+
+    def within(self, name: str) -> Storage | None:
+        """The files of the folder ``name`` in ``folder``; None where there are none, or none can be listed.
+
+        Raises ReadError.
+        """
+        return None
 
     def measured(self) -> Storage:
         """The same with ``cost``, as it is found to be by a few requests. Raises ReadError."""
@@ -366,7 +373,7 @@ def _kind_of(source: object) -> type[Storage] | None:
     else:
         known = sorted({*_registered, *_installed(), *_OWN})
         raise ConfigError(
-            f"{source}: nothing reads {scheme}:// here; register a storage of that scheme "
+            f"{shown_url(str(source))}: nothing reads {scheme}:// here; register a storage of that scheme "
             "(zerostart.checkpoint.storage.register_storage), install the package with which fsspec does, or "
             f"use {', '.join(known)}"
         )

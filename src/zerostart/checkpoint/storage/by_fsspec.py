@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from zerostart.checkpoint.paths import shown_url, without_secrets
 from zerostart.checkpoint.storage.objects import (
     Bucket,
     ChangedError,
@@ -15,7 +16,7 @@ from zerostart.checkpoint.storage.objects import (
     PassingError,
     RefusedError,
 )
-from zerostart.errors import ConfigError
+from zerostart.errors import ConfigError, ReadError
 
 #: Bytes of one request: fsspec gives an answer whole.
 REQUEST = 4 << 20
@@ -38,14 +39,22 @@ class FsspecFiles(ObjectFiles):
 
     @classmethod
     def places(cls, source: str) -> tuple[str, str, str]:
-        """See ``ObjectFiles``. Raises ConfigError where the package of the file system is not installed."""
+        """See ``ObjectFiles``.
+
+        Raises ConfigError where the package of the file system is not installed, and ReadError where its
+        server is not there.
+        """
         import fsspec
 
         scheme = source.partition("://")[0]
         try:
             _, path = fsspec.core.url_to_fs(source)
         except (ImportError, ValueError) as error:
-            raise ConfigError(f"{scheme}:// is read by fsspec, which says: {error}") from error
+            told = without_secrets(str(error))
+            raise ConfigError(f"{scheme}:// is read by fsspec, which says: {told}") from error
+        except OSError as error:
+            told = without_secrets(f"{error.strerror or error}")
+            raise ReadError(f"{shown_url(source)}: the store does not answer: {told}") from error
         begin = source[: source.index("://") + 3]
         key = path.rstrip("/")
         # A local path begins with the slash that the URL has as well.
@@ -124,7 +133,7 @@ class _Fsspec(Bucket):
 
 
 def _fault(error: Exception) -> PassingError | RefusedError:
-    words = f"{type(error).__name__}: {error}"
+    words = without_secrets(f"{type(error).__name__}: {error}")
     if isinstance(error, (PermissionError, TypeError, ValueError, ImportError, NotImplementedError)):
         return RefusedError(words)
     return PassingError(words)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit, urlunsplit
 
+from zerostart.checkpoint.paths import shown_url, without_secrets
 from zerostart.checkpoint.storage.objects import (
     PIECE,
     Bucket,
@@ -53,7 +54,14 @@ class ObstoreFiles(ObjectFiles):
         url = urlsplit(source)
         scheme, key = url.scheme.lower(), url.path.strip("/")
         if not url.netloc:
-            raise ConfigError(f"{source}: names no bucket or server; write {scheme}://NAME/DIRECTORY")
+            raise ConfigError(
+                f"{shown_url(source)}: names no bucket or server; write {scheme}://NAME/DIRECTORY"
+            )
+        if scheme not in _WEB and url.password is not None:
+            raise ConfigError(
+                f"{shown_url(source)}: credentials are not taken out of a URL; give them as the "
+                "provider's own tools take them (see docs/stores.md)"
+            )
         if scheme not in _WEB:
             # Not parsed further: what is after the bucket is a key, whatever signs it has.
             begin, _, key = source.partition("://")[2].partition("/")
@@ -75,8 +83,8 @@ class ObstoreFiles(ObjectFiles):
         # Stores and libraries make others of these: what is written would not be found again.
         if key and ({"", ".", ".."} & {*key.split("/")} or re.search(r"[\x00-\x1f\x7f\\]", key)):
             raise ConfigError(
-                f"{url}: the names of its directories cannot be empty, . or .., nor have a backslash or a "
-                "control character in them; name another directory"
+                f"{shown_url(url)}: the names of its directories cannot be empty, . or .., nor have a "
+                "backslash or a control character in them; name another directory"
             )
         if scheme in _AWS:
             return S3Uploads.of(f"{root}{key}")
@@ -237,9 +245,8 @@ def _found(meta: ObjectMeta) -> Found:
 
 
 def _told(error: Exception) -> str:
-    """What the library says, in one line, without the query of a URL, which may be a signature."""
-    text = str(error).partition("\n\nDebug source")[0]
-    return re.sub(r"(https?://[^\s?)]+)\?\S*", r"\1", " ".join(text.split()))[:400]
+    """What the library says, in one line, without what is secret."""
+    return without_secrets(" ".join(str(error).partition("\n\nDebug source")[0].split()))[:400]
 
 
 def _in_the_clear(settings: Mapping[str, str]) -> bool:

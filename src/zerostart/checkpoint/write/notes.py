@@ -13,12 +13,13 @@ import contextlib
 import functools
 import hashlib
 import json
+import logging
 import os
 import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import TypeVar
@@ -29,11 +30,13 @@ from zerostart.checkpoint.manifest import (
     MARKERS,
     is_inside,
 )
-from zerostart.checkpoint.storage.uploads import GoneError, Stored, TakenError, Uploads
-from zerostart.checkpoint.strict_json import JsonObject, load_json
+from zerostart.checkpoint.storage.base import Storage
+from zerostart.checkpoint.storage.uploads import GoneError, MayNotRemoveError, Stored, TakenError, Uploads
+from zerostart.checkpoint.strict_json import MAX_DOCUMENT_BYTES, JsonObject, load_json
 from zerostart.checkpoint.write.workers import all_of
-from zerostart.errors import WriteError, ZerostartError
+from zerostart.errors import CheckpointNotFoundError, WriteError, ZerostartError
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 #: Seconds after which a note that is not renewed is that of a killed save, and between two renewals.
 LEASE, RENEWED = 120.0, 30.0
@@ -78,7 +81,7 @@ class Note:
     """What a save leaves in the store for as long as it lasts."""
 
     def __init__(self, uploads: Uploads, token: str) -> None:
-        self._uploads, self._name = uploads, f"{HIDDEN}/{token}.json"
+        self._uploads, self._token, self.name = uploads, token, f"{HIDDEN}/{token}.json"
         #: Weights that are uploaded, and their lengths, or STAYS.
         self.files: dict[str, int] = {}
         self.plan: Plan | None = None
@@ -86,6 +89,8 @@ class Note:
         self.begun: list[str] = []
         #: Whether it is at the steps from its plan to the end, which one save at a time takes.
         self.publishing = False
+        #: Whether it has failed, and whoever comes next settles what it has left, though its process lives.
+        self.over = False
         self._since = 0.0
         self._tag: str | None = None
         self._lock = threading.Lock()
@@ -105,7 +110,7 @@ class Note:
     def now(self) -> float:
         """The moment of its last writing, by the store's own clock."""
         there = self._uploads.listed(HIDDEN)
-        return there[self._name].changed if self._name in there else time.time()
+        return there[self.name].changed if self.name in there else time.time()
 
     def write(self, **changes: object) -> None:
         """Make it what it is now, with ``changes``. Raises WriteError, and GoneError.
@@ -116,7 +121,7 @@ class Note:
             for name, value in changes.items():
                 setattr(self, name, value)
             try:
-                self._tag = self._uploads.put(self._name, json.dumps(self.content()).encode(), self._tag)
+                self._tag = self._uploads.put(self.name, json.dumps(self.content()).encode(), self._tag)
             except TakenError as error:
                 raise GoneError(
                     f"this save gave no sign of life for {LEASE:.0f} seconds, and another one has cleared it "
@@ -129,6 +134,20 @@ class Note:
         if self._thread.is_alive():
             self._thread.join()
 
+    def close(self) -> None:
+        """Settle the save, which is at its end: it has made its switch, or has failed.
+
+        Raises WriteError; what could not be done then is for whoever saves next.
+        """
+        self.end()
+        with told_of_what_stays(self._uploads, [self.name]):
+            try:
+                settle(self._uploads, self._token, self.content(), self.now())
+            except WriteError:
+                with contextlib.suppress(WriteError, GoneError):  # it may say so already
+                    self.write(over=True)
+                raise
+
     def content(self) -> JsonObject:
         """As it is written."""
         plan = None if self.plan is None else vars(self.plan)
@@ -139,6 +158,7 @@ class Note:
             "files": dict(self.files),
             "begun": list(self.begun),
             "publishing": self.publishing,
+            "over": self.over,
             "plan": plan,
         }
 
@@ -160,15 +180,32 @@ def finish(uploads: Uploads, token: str, plan: Plan) -> None:
                 uploads.put(name, data[0], before)
     if plan.document and (data := uploads.read(f"{own}/{plan.document}")) is not None:
         uploads.put(plan.document, data[0])
-    remove_known(uploads, plan.drop)
-    uploads.remove(list(uploads.listed(own)))
+    with told_of_what_stays(uploads, [*plan.drop, own]):
+        remove_known(uploads, plan.drop)
+        uploads.remove(list(uploads.listed(own)))
+
+
+@contextlib.contextmanager
+def told_of_what_stays(uploads: Uploads, names: Collection[str]) -> Iterator[None]:
+    """Where credentials do not allow to remove what nobody goes by any more, warn that it stays."""
+    try:
+        yield
+    except MayNotRemoveError as error:
+        few = ", ".join([*names][:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+        logger.warning(
+            "%s: what nobody goes by any more stays there (%s): %s. Remove it, or give credentials that may "
+            "delete objects",
+            uploads.url,
+            few,
+            error,
+        )
 
 
 def settle(uploads: Uploads, token: str, note: JsonObject, now: float) -> None:
     """Finish a save that has made its switch, take back one that has not; its note goes last.
 
     What a living save has noted for itself stays, and then the note stays, too. ``now`` is the store's time.
-    Raises WriteError.
+    Raises WriteError; where nothing may be removed, the note says that nothing is left to do.
     """
     files: dict[str, int] = note["files"]
     since = note["since"] - _GRAIN
@@ -209,9 +246,16 @@ def settle(uploads: Uploads, token: str, note: JsonObject, now: float) -> None:
         if found is not None and hashlib.sha256(found[0]).hexdigest() == digest:
             mine.append(name)
     unclear = unclear or bool(theirs & {*mine})
-    uploads.remove([*(name for name in mine if name not in theirs), *uploads.listed(f"{HIDDEN}/{token}")])
-    if not unclear:
-        uploads.remove([f"{HIDDEN}/{token}.json"])
+    own_name = f"{HIDDEN}/{token}.json"
+    try:
+        uploads.remove([*(name for name in mine if name not in theirs), *uploads.listed(f"{HIDDEN}/{token}")])
+        if not unclear:
+            uploads.remove([own_name])
+    except MayNotRemoveError:
+        if not mine:
+            ended = {**note, "files": {}, "begun": [], "plan": None, "publishing": False, "over": True}
+            uploads.put(own_name, json.dumps(ended).encode())
+        raise
 
 
 def living(uploads: Uploads, token: str, now: float) -> list[JsonObject]:
@@ -221,6 +265,35 @@ def living(uploads: Uploads, token: str, now: float) -> list[JsonObject]:
         for other, note, _, changed in _notes(uploads, token)
         if _lives(note, changed, now)
     ]
+
+
+def not_delivered(folder: Storage, weights: Storage) -> dict[str, str]:
+    """What a save has still to put beside ``weights``, to which it has made its switch: names, and places.
+
+    It may have been killed. ``weights`` are files of ``folder`` as a reader has opened them, who has not
+    looked at what is beside them yet. Raises ReadError.
+    """
+    marks = dict(zip(weights.names(), weights.identities, strict=True))
+    hidden = folder.within(HIDDEN)
+    for name in hidden.names() if hidden is not None else ():
+        if hidden is None or not _NOTE.fullmatch(f"{HIDDEN}/{name}"):
+            continue
+        try:
+            file = hidden.named([name])
+        except CheckpointNotFoundError:  # it has ended
+            continue
+        with file.opened(0) as (handle, size):
+            note = _well_formed(handle.read(min(size, MAX_DOCUMENT_BYTES), 0))
+        plan = None if note is None else note["plan"]
+        if not plan:
+            continue
+        if plan["switch"] in marks:  # a single file, which has the name of the one before
+            switched = str(marks[plan["switch"]]).strip('"') != str(plan["before"]).strip('"')
+        else:
+            switched = not marks.keys().isdisjoint(plan["weights"])
+        if switched:
+            return {one: f"{HIDDEN}/{PurePosixPath(name).stem}/{one}" for one in plan["deliver"]}
+    return {}
 
 
 def wanted(note: JsonObject) -> set[str]:
@@ -239,7 +312,7 @@ def _notes(uploads: Uploads, token: str) -> Iterator[tuple[str, JsonObject, str,
 
 
 def _lives(note: JsonObject, changed: float, now: float) -> bool:
-    here = _is_here(note["by"])
+    here = False if note.get("over") else _is_here(note["by"])
     return now - changed < LEASE if here is None else here
 
 
@@ -278,6 +351,10 @@ def clear_one(uploads: Uploads, token: str, now: float) -> None:
             continue
         # What cannot be done now, the next save tries again.
         with contextlib.suppress(WriteError, TakenError, GoneError):
+            if not note["files"] and not note["plan"]:
+                # Its own could not be removed then, or there is none yet.
+                uploads.remove([*uploads.listed(f"{HIDDEN}/{other}"), f"{HIDDEN}/{other}.json"])
+                continue
             # If it lives even so, it hears of this before its next step.
             taken = json.dumps({**note, "taken": token}).encode()
             uploads.put(f"{HIDDEN}/{other}.json", taken, tag)
@@ -392,17 +469,21 @@ def together(calls: Iterable[Callable[[], T]]) -> list[T]:
     return all_of(calls, _TOGETHER)
 
 
+class _ToldError(WriteError):
+    """One that says already what it means for the place."""
+
+
 @contextlib.contextmanager
 def store_errors(url: str, state: str = "nothing was saved") -> Iterator[None]:
     """Have what others did to the same names be a WriteError, and each say what that means."""
     try:
         yield
     except (TakenError, GoneError) as error:
-        raise WriteError(
+        raise _ToldError(
             f"{url}: somebody else saves to the same place, or removes what this save uploads ({error}); "
             f"{state}"
         ) from error
+    except _ToldError:  # further in, where more is known
+        raise
     except WriteError as error:
-        if state in str(error):
-            raise
-        raise WriteError(f"{error}; {state}") from error
+        raise _ToldError(f"{error}; {state}") from error

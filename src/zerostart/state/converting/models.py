@@ -29,6 +29,8 @@ class ModelForm:
     buffers: dict[str, Stored] = field(default_factory=dict)
     #: Other names of parameters.
     ties: dict[str, str] = field(default_factory=dict)
+    #: Whether weights are quantised in the source, and computed from that.
+    dequantised: bool = False
 
     @property
     def trained(self) -> dict[str, Stored]:
@@ -76,6 +78,7 @@ def as_model(contents: Contents) -> ModelForm:
     else:
         built, recipes = built_model(contents)
         own, buffers = _under_own_names(contents, built.model, recipes)
+        return replace(_form(own, buffers), dequantised=built.quantizer is not None)
     return _form(own, buffers)
 
 
