@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 import zerostart
-from benchmarks.stores import checkpoint
+from benchmarks.stores import LARGE, checkpoint, folder_of
 from tests.stores import servers
 from zerostart.testing.ranks import on_ranks
 
@@ -63,12 +63,11 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--layers", type=int, default=96)
     parser.add_argument("--arms", nargs="*", default=["client", "2", "4", "client", "4", "2", "client"])
     asked = parser.parse_args()
-    folder = asked.work / f"served-{asked.layers}"
+    folder = folder_of(asked.work, LARGE)
     if not folder.exists():
-        checkpoint(folder, asked.layers)
+        checkpoint(folder, *LARGE)
     os.environ["XDG_CACHE_HOME"] = str(asked.work / "cache")
     local = str(folder / "model")
     rows: list[dict[str, Any]] = []
@@ -97,7 +96,7 @@ def main() -> None:
     same = all(row["same"] for row in rows if row.get("same") is not None)
     asked.out.with_suffix(".md").write_text(
         f"# A save to a store\n\n{size / 1e9:.2f} GB in bf16, FSDP2, the CPU, SeaweedFS on loopback, 2 cores "
-        "that other programs and the server shared; `python -m benchmarks.store_uploads`, arms alternating "
+        "that the server shared; `python -m benchmarks.store_uploads`, arms alternating "
         f"in one run. Versions: {versions_said}. Read back, "
         f"the saved model has the same bits: {same}.\n\n" + "\n".join(lines) + "\n"
     )

@@ -61,6 +61,8 @@ def rclone(folder: Path, kind: str) -> Iterator[str]:
         address,
         "--dir-cache-time",
         "0s",
+        "--buffer-size",
+        "0",
         str(folder),
     ]
     with tempfile.TemporaryDirectory() as own, running(command, f"http://{address}/", own):

@@ -89,6 +89,9 @@ def test_a_plan_counts_the_requests_of_a_load(model: Path) -> None:
         source = f"{line.address}/some%20model"
         plan = zerostart.plan(source, 2, "fsdp2", request_price=0.4, gigabyte_price=90.0)
         opened, bodies = ranges_of(line)
+        # Each object is asked for once, with its first bytes, none for its length alone.
+        assert len({path for method, path in line.asked if method == "GET"}) == opened
+        assert not any(method == "HEAD" for method, _ in line.asked)
         run_ranks(digests, 2, source)
         requests, nbytes = ranges_of(line)
     assert plan.store is not None

@@ -5,12 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from zerostart.checkpoint.memory import MemoryStorage
-from zerostart.checkpoint.storage import page_cache
+from zerostart.checkpoint.memory import MemoryStorage, memory_catalog
+from zerostart.checkpoint.storage import RequestCost, page_cache
 from zerostart.checkpoint.storage.local import LocalFiles
 from zerostart.distributed import machine
 from zerostart.transfer import Tuning, tune
-from zerostart.transfer.tuning import DEVICE_RING, MIN_CHUNK, RING
+from zerostart.transfer.planning import Plan, Read
+from zerostart.transfer.tuning import DEVICE_RING, MIN_CHUNK, RING, STORE_RING
 
 MiB = 1 << 20
 COLD = 16 * MiB
@@ -151,3 +152,28 @@ def test_ranks_of_a_machine_know_it(tmp_path: Path) -> None:
     assert machine.machine_name(tmp_path) == "b0-b1"
     assert machine.machine_name(tmp_path / "nowhere")
     assert machine.machine_name() == machine.machine_name()
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "direct", "latency", "ranks", "threads"),
+    [
+        # 3.125 GB/s of a link of 25 Gbit/s: at 100 MB/s a stream less the latency's share.
+        (MiB, True, 0.2, 1, 64),
+        (MiB, True, 0.005, 2, 24),
+        (4 * MiB, False, 0.2, 1, 25),
+        (8 * MiB, False, 0.2, 1, 16),
+    ],
+)
+def test_short_requests_to_a_store_are_more_at_a_time(
+    nbytes: int, direct: bool, latency: float, ranks: int, threads: int
+) -> None:
+    """As many as fill the link, and as find room for what does not land in place."""
+    storage = memory_catalog({}).storage
+    reads = tuple(Read(0, number * nbytes, nbytes, (), direct) for number in range(99))
+    plan = Plan(storage, (), reads, 8 * MiB)
+    cost = RequestCost(latency, 100e6)
+    tuning = Tuning(16, 7 * MiB, limit=STORE_RING, ranks=ranks, buffer=MiB, cost=cost)
+    suited = tuning.suited(plan)
+    assert suited.threads == threads
+    assert suited.threads * (MiB + nbytes * (not direct)) <= max(STORE_RING, 16 * 9 * MiB)
+    assert Tuning(2, 8 * MiB).suited(plan).threads == 2

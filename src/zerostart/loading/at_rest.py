@@ -88,7 +88,7 @@ class InFiles(AtRest):
 
     def _run(self, plan: Plan, storages: list[torch.Tensor]) -> None:
         # Weights in memory are held weakly until here: this raises where they are gone.
-        storage, tuning = self._catalog.storage.recalled(_PURPOSE), self._tuning
+        storage, tuning = self._catalog.storage.recalled(_PURPOSE), self._tuning.suited(plan)
         reader = storage.reader(cold=tuning.cold)
         execute(plan, storages, Progress(plan.read_bytes, False), tuning.threads, reader, tuning.depth)
 

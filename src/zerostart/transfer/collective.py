@@ -192,6 +192,7 @@ def execute_together(
         reader = tuning.reader(plan)
         moved = _once(plan, storages, progress, tuning, reader, world, strategy.rounds)
     else:
+        tuning = tuning.suited(plan)
         gives = tuning.gives_away and not (strategy is not None and strategy.forced)
         moved = _own(plan, storages, progress, tuning, reader, world, gives)
     if moved.read != moved.planned or progress.done != plan.read_bytes:

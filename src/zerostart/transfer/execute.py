@@ -116,13 +116,16 @@ class _Reading:
         self._reader = reader
         self._progress = progress
         self._ahead, self._depth = ahead, depth
+        # No more room than what takes any: results of computations do as well.
+        staged = (read.nbytes for read in plan.reads if not read.direct)
+        self._room = plan.chunk_size if plan.computations else max(staged, default=0)
 
     def work(self, items: Iterator[tuple[int, Read | Computation]]) -> None:
         """Reads in order, then computations; each time the read after those in flight is announced."""
         # Announced ahead by as many as there are threads: the reader can have the system fetch what the
         # thread that is free next will ask for.
         reads = self._plan.reads
-        with make_staging(self._plan.chunk_size, self._depth, self._device) as staging:
+        with make_staging(self._room, self._depth, self._device) as staging:
             for number, item in items:
                 # ``number`` counts computations too, which come after all reads: what lies past the last read
                 # is not announced.

@@ -16,6 +16,7 @@ from rich.filesize import decimal
 from zerostart.checkpoint.storage import Reader, RequestCost, Storage
 from zerostart.checkpoint.storage.direct import BOUNCE_BYTES
 from zerostart.distributed.machine import available_memory, cores, cores_of_node, local_ranks
+from zerostart.distributed.network import network_rate
 from zerostart.transfer.buffers import rounds_up
 from zerostart.transfer.planning import Plan, PlanOptions, Rates
 
@@ -34,8 +35,9 @@ DISK_DEPTH, NETWORK_DEPTH = 16, 32
 EXCHANGE_CHUNKS = 8
 #: The same for reads that a slow rank gives away: two requests, and a message.
 GIVING_CHUNKS = 3
-#: Requests to a store that a rank has in flight, at least and at most.
-LEAST_DEPTH, MOST_DEPTH = 4, 16
+#: Requests to a store that a rank has in flight, at least and at most: each of a whole chunk, and of those
+#: that are shorter and need no room.
+LEAST_DEPTH, CHUNKS_DEPTH, MOST_DEPTH = 4, 16, 64
 #: Bytes a second that a network file system is taken to give to all its clients together.
 NETWORK_RATE = 10e9
 #: Most bytes of a rank's buffers for a store: what is in flight there is what hides its latency.
@@ -133,6 +135,23 @@ class Tuning:
             return Rates(shared=math.inf, link=stream * self.threads * self.ranks)
         return Rates(shared=NETWORK_RATE) if self.remote else Rates()
 
+    def suited(self, plan: Plan) -> Tuning:
+        """The setting with as many threads as it takes to fill the link with the requests of ``plan``.
+
+        Those for rows of a shard are short, and land in place: more of them find room within the limit.
+        """
+        reads = [read for read in plan.reads if read.nbytes]
+        if self.cost is None or not reads or plan.computations:
+            return self
+        staged = max((read.nbytes for read in reads if not read.direct), default=0)
+        if staged and rounds_up():
+            staged = 1 << (staged - 1).bit_length()
+        room = self.limit // max(1, self.depth * staged + self.buffer)
+        mean = sum(read.nbytes for read in reads) / len(reads)
+        stream = mean / (self.cost.latency + mean / self.cost.rate)
+        wanted = min(MOST_DEPTH, math.ceil((network_rate() or Rates().network) / self.ranks / stream))
+        return replace(self, threads=max(self.threads, min(wanted, room)))
+
     def reader(self, plan: Plan) -> Reader:
         """What the plan's reads are made with."""
         suits = LEAST_DIRECT <= plan.read_bytes * self.ranks <= MOST_OVER * sum(plan.sizes)
@@ -178,7 +197,7 @@ def tune(
         threads = max(4, min(8, (NETWORK_DEPTH if found.remote else DISK_DEPTH) // ranks))
     if found.depth:
         # 3. A store: as many requests as hide its latency, whatever the processors.
-        threads = max(LEAST_DEPTH, min(MOST_DEPTH, found.depth // ranks))
+        threads = max(LEAST_DEPTH, min(CHUNKS_DEPTH, found.depth // ranks))
     tuning = Tuning(
         threads=threads,
         chunk_size=chunk_size or CHUNK,

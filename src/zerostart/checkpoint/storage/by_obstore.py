@@ -141,6 +141,23 @@ class _Obstore(Bucket):
         except Exception as error:
             raise self._fault(error) from None
 
+    def begin(self, key: str, length: int) -> tuple[Found, bytes] | None:
+        """See ``Bucket``. Of an empty object there is no range, and its length has to be asked for."""
+        if not length:
+            return super().begin(key, length)
+        try:
+            answer = self._obstore.get(self._store, key, options={"range": (0, length)})
+            found, head = _found(answer.meta), bytes(answer.bytes())
+        except FileNotFoundError:
+            return None
+        except Exception as error:
+            if "416" in str(error):
+                return super().begin(key, length)
+            raise self._fault(error) from None
+        if left := min(length, found.size) - len(head):
+            raise PassingError(f"the answer broke off {left} bytes before its end")
+        return found, head
+
     def stream(self, key: str, begin: int, end: int, known: Found | None) -> Iterator[bytes]:
         """See ``Bucket``. The answer itself says what it is of: not every server knows conditions."""
         options: dict[str, Any] = {"range": (begin, end)}

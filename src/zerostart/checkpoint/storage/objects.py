@@ -30,6 +30,9 @@ PIECE, BUFFER = 256 << 10, 1 << 20
 DEPTH = 64
 #: Questions that are asked at once.
 QUESTIONS = 16
+#: Most bytes of an object that come with the answer to the first question, least, and most of all objects
+#: together: most headers of shards are within them.
+HEAD, LEAST_HEAD, HEADS = 256 << 10, 16 << 10, 16 << 20
 #: What a request takes where it is not worth measuring: seconds, and bytes a second of one stream.
 USUAL = RequestCost(latency=0.03, rate=100e6)
 #: Files that are shorter together are not worth it; bytes of the request that measures the rate.
@@ -74,6 +77,11 @@ class Bucket(ABC):
     def find(self, key: str) -> Found | None:
         """The object at ``key``, None if there is none."""
 
+    def begin(self, key: str, length: int) -> tuple[Found, bytes] | None:
+        """The same, and up to ``length`` of its first bytes, where one request asks for both."""
+        found = self.find(key)
+        return None if found is None else (found, b"")
+
     @abstractmethod
     def stream(self, key: str, begin: int, end: int, known: Found | None) -> Iterator[bytes]:
         """Bytes ``begin`` to ``end`` in pieces of about ``PIECE``; perhaps fewer than there are.
@@ -90,10 +98,16 @@ class ObjectFiles(Storage, ABC):
     root: str = field(default="", kw_only=True)
     #: The URL by which the library reaches the store; it may have secrets, which ``root`` has not.
     base: str = field(default="", repr=False, compare=False, kw_only=True)
+    #: First bytes of the files, as far as they are known: for opening alone.
+    heads: tuple[bytes, ...] = field(default=(), repr=False, compare=False, kw_only=True)
 
     cached = False
     #: Bytes of a reader's thread beside what it fills.
     buffer: ClassVar[int] = BUFFER
+
+    def __getstate__(self) -> dict[str, object]:
+        """Without the first bytes, which are for who opens."""
+        return {**self.__dict__, "heads": ()}
 
     @classmethod
     @abstractmethod
@@ -130,13 +144,16 @@ class ObjectFiles(Storage, ABC):
     def named(self, names: Sequence[str]) -> Storage:
         """See ``Storage``; each is asked for, so that a file's mark comes from where its bytes do."""
         keys = [self._key(f"{self.folder}/{name}") for name in names]
-        found = self._found(keys)
+        length = min(HEAD, HEADS // max(1, len(keys)))
+        length = length if length >= LEAST_HEAD else 0
+        begun = self._each(keys, lambda bucket, key: bucket.begin(key, length))
         for name, key in zip(names, keys, strict=True):
-            if key not in found:
+            if key not in begun:
                 raise CheckpointNotFoundError(
                     f"{self.folder}/{name}: this file of the checkpoint is missing; upload it again"
                 )
-        return self._of({key: found[key] for key in keys})
+        opened = self._of({key: begun[key][0] for key in keys})
+        return replace(opened, heads=tuple(begun[key][1] for key in dict.fromkeys(keys)))
 
     def directory(self) -> Storage:
         """See ``Storage``."""
@@ -157,13 +174,19 @@ class ObjectFiles(Storage, ABC):
 
     def measured(self) -> Storage:
         """See ``Storage``. A checkpoint that is soon read is read as is usual."""
+        opened = replace(self, heads=())
         if self.nbytes < MEASURED:
-            return replace(self, cost=USUAL)
+            return replace(opened, cost=USUAL)
         file = max(range(len(self.files)), key=lambda number: self.sizes[number])
-        latency = min(self._seconds(file, 1) for _ in range(2))
-        seconds = self._seconds(file, SAMPLE)
-        rate = SAMPLE / max(seconds - latency, seconds / 8)
-        return replace(self, cost=RequestCost(float(f"{latency:.2g}"), float(f"{rate:.2g}"), measured=True))
+        length = min(SAMPLE, self.sizes[file])
+        moments = [time.perf_counter()]
+        with ObjectReader(opened) as reader:
+            reader.fetch(file, 0, length, lambda at, piece: moments.append(time.perf_counter()))
+        # The first piece is of the first bytes that come; a fast store has sent more of them by then.
+        latency, seconds = moments[1] - moments[0], moments[-1] - moments[0]
+        rate = length / max(seconds - latency, seconds / 8)
+        cost = RequestCost(float(f"{latency:.2g}"), float(f"{rate:.2g}"), measured=True)
+        return replace(opened, cost=cost)
 
     def reader(self, *, cold: bool = False, direct: bool = False) -> Reader:
         """A reader by ranges; there is no cache to know of."""
@@ -193,12 +216,6 @@ class ObjectFiles(Storage, ABC):
         mark = self.identities[file] if self.identities else None
         return None if mark is None else Found(self.sizes[file], mark)
 
-    def _seconds(self, file: int, length: int) -> float:
-        begin = time.perf_counter()
-        with self.reader() as reader:
-            reader.read(file, 0, [memoryview(bytearray(min(length, self.sizes[file])))])
-        return time.perf_counter() - begin
-
     def _key(self, file: str) -> str:
         return file.removeprefix(self.root)
 
@@ -210,10 +227,19 @@ class ObjectFiles(Storage, ABC):
 
     def _found(self, keys: Iterable[str], refused: list[ReadError] | None = None) -> dict[str, Found]:
         """Those of ``keys`` that are there. One that is refused is not, if the list takes the refusal."""
+        return self._each(keys, lambda bucket, key: bucket.find(key), refused)
 
-        def find(key: str) -> Found | None:
+    def _each(
+        self,
+        keys: Iterable[str],
+        question: Callable[[Bucket, str], T | None],
+        refused: list[ReadError] | None = None,
+    ) -> dict[str, T]:
+        """The answers that the bucket gives for ``keys``, of which there may be none."""
+
+        def ask(key: str) -> T | None:
             try:
-                return self._find(key)
+                return self._asked(lambda: question(self.bucket(), key), key)
             except ReadError as error:
                 if refused is None or not isinstance(error.__cause__, RefusedError):
                     raise
@@ -222,8 +248,8 @@ class ObjectFiles(Storage, ABC):
 
         wanted = list(dict.fromkeys(keys))
         with ThreadPoolExecutor(max(1, min(QUESTIONS, len(wanted)))) as pool:
-            found = dict(zip(wanted, pool.map(find, wanted), strict=True))
-        return {key: one for key, one in found.items() if one is not None}
+            answers = dict(zip(wanted, pool.map(ask, wanted), strict=True))
+        return {key: one for key, one in answers.items() if one is not None}
 
     def _of(self, found: dict[str, Found]) -> Self:
         return replace(
@@ -231,6 +257,7 @@ class ObjectFiles(Storage, ABC):
             files=tuple(f"{self.root}{key}" for key in found),
             sizes=tuple(one.size for one in found.values()),
             identities=tuple(one.mark for one in found.values()),
+            heads=(),
         )
 
     def _below(self, folder: str, known: dict[str, Found] | None = None, asked: str = "") -> Storage:
@@ -281,7 +308,7 @@ class ObjectReader(Reader):
                 if not left[0]:
                     left.pop(0)
 
-        self._fetch(file, offset, sum(map(len, buffers)), fill)
+        self.fetch(file, offset, sum(map(len, buffers)), fill)
 
     def gather(self, file: int, offset: int, rows: Rows, target: memoryview, step: int) -> None:
         """See ``Reader``: one request for all, where what lies between them costs less than a request."""
@@ -298,13 +325,13 @@ class ObjectReader(Reader):
                     place = row * step + first - begin
                     target[place : place + last - first] = piece[first - at : last - at]
 
-        self._fetch(file, offset, rows.span, scatter)
+        self.fetch(file, offset, rows.span, scatter)
 
     def note(self) -> str:
         """How many requests were tried again."""
         return f"{self.retries} requests tried again" if self.retries else ""
 
-    def _fetch(self, file: int, offset: int, length: int, put: Callable[[int, memoryview], None]) -> None:
+    def fetch(self, file: int, offset: int, length: int, put: Callable[[int, memoryview], None]) -> None:
         """Give ``put`` all bytes of a range in their order, each piece with its distance from the start."""
         storage, name = self._storage, self._storage.files[file]
         if offset + length > storage.sizes[file]:
@@ -313,7 +340,10 @@ class ObjectReader(Reader):
                 "were expected; was it replaced during the load?"
             )
         key, known = storage._key(name), storage.found(file)
-        done = 0
+        head = storage.heads[file][offset : offset + length] if storage.heads else b""
+        if head:
+            put(0, memoryview(head))
+        done = len(head)
 
         def attempt() -> None:
             nonlocal done
