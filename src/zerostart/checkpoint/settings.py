@@ -77,8 +77,8 @@ class Settings:
         one. Where it has not come to that yet, or was killed before it, the new one is read from where it
         lies meanwhile. Raises as ``fetched`` does.
         """
-        if not self.names:
-            return ""
+        if not self.names or not self.storage.is_saved_to:
+            return self.place
         names = list(self.names)
         if waiting := not_delivered(self.storage, weights):
             with contextlib.suppress(CheckpointNotFoundError):  # it has been delivered since

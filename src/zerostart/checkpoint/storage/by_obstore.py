@@ -69,6 +69,11 @@ class ObstoreFiles(ObjectFiles):
         base = urlunsplit((scheme, url.netloc, "/", url.query, ""))
         return f"{scheme}://{url.netloc.rpartition('@')[2]}/", base, unquote(key)
 
+    @property
+    def is_saved_to(self) -> bool:
+        """See ``Storage``."""
+        return self.root.partition(":")[0] not in _WEB
+
     def bucket(self) -> Bucket:
         """See ``ObjectFiles``."""
         return _bucket(self.base, _settings())

@@ -34,7 +34,7 @@ from zerostart.checkpoint.storage.base import Storage
 from zerostart.checkpoint.storage.uploads import GoneError, MayNotRemoveError, Stored, TakenError, Uploads
 from zerostart.checkpoint.strict_json import MAX_DOCUMENT_BYTES, JsonObject, load_json
 from zerostart.checkpoint.write.workers import all_of
-from zerostart.errors import CheckpointNotFoundError, WriteError, ZerostartError
+from zerostart.errors import CheckpointNotFoundError, ReadError, WriteError, ZerostartError
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -48,6 +48,8 @@ _NOTE = re.compile(rf"{re.escape(HIDDEN)}/[0-9a-f]{{12}}\.json")
 _TOGETHER = 16
 #: Seconds by which a store's clock may tell two of its own moments in the wrong order.
 _GRAIN = 2.0
+#: How often a reader looks again at a note that is written anew meanwhile.
+_READINGS = 4
 #: The length in a note of what is not to be removed, of which uploads alone are aborted.
 STAYS = -1
 
@@ -252,9 +254,10 @@ def settle(uploads: Uploads, token: str, note: JsonObject, now: float) -> None:
         if not unclear:
             uploads.remove([own_name])
     except MayNotRemoveError:
-        if not mine:
-            ended = {**note, "files": {}, "begun": [], "plan": None, "publishing": False, "over": True}
-            uploads.put(own_name, json.dumps(ended).encode())
+        # Without its plan, by which readers would look for what it has not delivered.
+        names = note["files"] if mine else {}
+        ended = {**note, "files": names, "begun": [], "plan": None, "publishing": False, "over": True}
+        uploads.put(own_name, json.dumps(ended).encode())
         raise
 
 
@@ -278,13 +281,7 @@ def not_delivered(folder: Storage, weights: Storage) -> dict[str, str]:
     for name in hidden.names() if hidden is not None else ():
         if hidden is None or not _NOTE.fullmatch(f"{HIDDEN}/{name}"):
             continue
-        try:
-            file = hidden.named([name])
-        except CheckpointNotFoundError:  # it has ended
-            continue
-        with file.opened(0) as (handle, size):
-            note = _well_formed(handle.read(min(size, MAX_DOCUMENT_BYTES), 0))
-        plan = None if note is None else note["plan"]
+        plan = _plan_in(hidden, name)
         if not plan:
             continue
         if plan["switch"] in marks:  # a single file, which has the name of the one before
@@ -294,6 +291,21 @@ def not_delivered(folder: Storage, weights: Storage) -> dict[str, str]:
         if switched:
             return {one: f"{HIDDEN}/{PurePosixPath(name).stem}/{one}" for one in plan["deliver"]}
     return {}
+
+
+def _plan_in(hidden: Storage, name: str) -> JsonObject | None:
+    """The plan in a note, as a reader finds it; None for none, and where the save has ended meanwhile."""
+    for last in (False,) * _READINGS + (True,):
+        try:
+            with hidden.named([name]).opened(0) as (handle, size):
+                note = _well_formed(handle.read(min(size, MAX_DOCUMENT_BYTES), 0))
+            return None if note is None else note["plan"]
+        except CheckpointNotFoundError:
+            return None
+        except ReadError:  # it was written anew
+            if last:
+                raise
+    return None
 
 
 def wanted(note: JsonObject) -> set[str]:
@@ -469,21 +481,17 @@ def together(calls: Iterable[Callable[[], T]]) -> list[T]:
     return all_of(calls, _TOGETHER)
 
 
-class _ToldError(WriteError):
-    """One that says already what it means for the place."""
-
-
 @contextlib.contextmanager
 def store_errors(url: str, state: str = "nothing was saved") -> Iterator[None]:
     """Have what others did to the same names be a WriteError, and each say what that means."""
     try:
         yield
     except (TakenError, GoneError) as error:
-        raise _ToldError(
+        raise WriteError(
             f"{url}: somebody else saves to the same place, or removes what this save uploads ({error}); "
             f"{state}"
         ) from error
-    except _ToldError:  # further in, where more is known
-        raise
     except WriteError as error:
-        raise _ToldError(f"{error}; {state}") from error
+        if isinstance(error.__cause__, WriteError | TakenError | GoneError):
+            raise  # it was said further in, where more is known
+        raise WriteError(f"{error}; {state}") from error

@@ -52,6 +52,8 @@ class Target:
     layout: SaveLayout | None = None
     #: Whether weights that are quantised in the source are not here.
     dequantised: bool = False
+    #: Of a source without a configuration that of its model, by the names of files.
+    settings: dict[str, bytes] = field(default_factory=dict)
     #: Parts of the source that the format does not hold, in words.
     left_out: list[str] = field(default_factory=list)
     #: Tensors that are written, and the bytes of their elements.
@@ -147,7 +149,8 @@ class Asked:
 
     def beside(self, contents: Contents, target: Target) -> Iterator[tuple[str, Path | bytes]]:
         """What comes along with the weights, by name; see ``beside.py``."""
-        return beside(contents, self.options.dtype, target.dequantised)
+        yield from target.settings.items()
+        yield from beside(contents, self.options.dtype, target.dequantised)
 
     def check_free(
         self,

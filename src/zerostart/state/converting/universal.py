@@ -26,7 +26,8 @@ class Universal(TargetFormat):
         """A directory for the step with the folders, and ``latest_universal``, which names it."""
         check(options)
         form = as_model(contents)
-        target = Target(left_out=others_left_out(contents), dequantised=form.dequantised)
+        target = Target(left_out=others_left_out(contents))
+        target.dequantised, target.settings = form.dequantised, form.settings
         keys, left = state_keys(form)
         target.left_out += left
         tag = f"{tag_of(contents)}_universal"

@@ -49,7 +49,8 @@ class Zero(TargetFormat):
         """A directory for the step, with the files of each rank, and ``latest``, which names it."""
         check(options)
         form = as_model(contents)
-        target = Target(left_out=others_left_out(contents), dequantised=form.dequantised)
+        target = Target(left_out=others_left_out(contents))
+        target.dequantised, target.settings = form.dequantised, form.settings
         return _Checkpoint(form, options, scratch, target).target()
 
 
