@@ -50,7 +50,7 @@ def running(command: list[str], ready: str, folder: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def rclone(folder: Path, kind: str) -> Iterator[str]:
+def rclone(folder: Path, kind: str, *more: str) -> Iterator[str]:
     """The address of an rclone that serves ``folder`` by http or webdav, as it is at each moment."""
     address = f"127.0.0.1:{free_port()}"
     command = [
@@ -63,6 +63,7 @@ def rclone(folder: Path, kind: str) -> Iterator[str]:
         "0s",
         "--buffer-size",
         "0",
+        *more,
         str(folder),
     ]
     with tempfile.TemporaryDirectory() as own, running(command, f"http://{address}/", own):

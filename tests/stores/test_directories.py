@@ -1,16 +1,20 @@
 """A URL of a directory is a source as a local directory is, and faults of a store are lived with or told."""
 
 import itertools
+import json
 import os
 import random
 import subprocess
 import sys
+import tarfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import zerostart
 from tests.ranks import run_ranks
@@ -141,14 +145,34 @@ def test_what_is_not_there_is_told(url: str) -> None:
         zerostart.load_pipeline(url)
 
 
-def test_an_index_that_leads_out_of_its_directory_is_refused(tmp_path: Path) -> None:
+def test_names_in_an_index_lead_to_what_lies_below_it(tmp_path: Path) -> None:
+    """However they are spelled, and beside an empty file, of which no range can be asked for."""
     save(tmp_path / "x.safetensors")
-    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../x.safetensors"}}')
-    with (
-        servers.rclone(tmp_path, "http") as address,
-        pytest.raises(CheckpointError, match="outside the checkpoint's directory"),
-    ):
-        open_catalog(f"{address}/model.safetensors.index.json")
+    (tmp_path / "merges.txt").touch()
+    index = tmp_path / "model.safetensors.index.json"
+    with servers.rclone(tmp_path, "http") as address:
+        for file in ("x.safetensors", "./x.safetensors"):
+            index.write_text(json.dumps({"weight_map": {"scale": file}}))
+            catalog = open_catalog(f"{address}/{index.name}")
+            assert catalog.tensors
+            assert Path(catalog.root, "merges.txt").read_bytes() == b""
+        index.write_text('{"weight_map": {"a": "../x.safetensors"}}')
+        with pytest.raises(CheckpointError, match="outside the checkpoint's directory"):
+            open_catalog(f"{address}/{index.name}")
+
+
+def test_a_name_and_password_of_a_url_are_sent_and_never_told(tmp_path: Path) -> None:
+    save(tmp_path / "model.safetensors")
+    with servers.rclone(tmp_path, "webdav", "--user", "me", "--pass", "se cret") as address:
+        server = address.removeprefix("http://")
+        assert open_catalog(f"http://me:se%20cret@{server}").tensors
+        with pytest.raises(ReadError, match="give credentials") as caught:
+            open_catalog(f"http://me:wrong@{server}/model.safetensors")
+        assert "wrong" not in str(caught.value)
+    for url, error in ((f"http://me:wrong@{server}", ReadError), ("s3://me:wrong@bucket/x", ConfigError)):
+        with pytest.raises(error) as caught:
+            open_catalog(url)
+        assert "wrong" not in str(caught.value)
 
 
 @pytest.fixture
@@ -222,6 +246,57 @@ def test_a_change_in_the_middle_of_a_load_is_one_error_on_all_ranks(
     told = run_ranks(failing, 2, f"{store.address}/model.safetensors")
     assert told[0] == told[1]
     assert "model.safetensors was changed since the checkpoint was opened" in told[0]
+
+
+def test_a_server_that_knows_no_lists_may_say_so_in_any_way(store: proxy.Proxy) -> None:
+    store.fault = lambda method, path, number: 404 if method == "PROPFIND" else None
+    assert open_catalog(store.address).tensors
+
+
+def test_a_file_system_with_one_place_in_a_file_for_all_threads(tmp_path: Path) -> None:
+    """Threads that read a member of an archive at once would get each other's bytes."""
+    name, content = "model.safetensors", random.Random(5).randbytes(1 << 21)
+    save_file({"x": torch.frombuffer(bytearray(content), dtype=torch.uint8)}, tmp_path / name)
+    with tarfile.open(tmp_path / "a.tar", "w") as archive:
+        archive.add(tmp_path / name, name)
+    catalog = open_catalog(f"tar://{name}::file://{tmp_path}/a.tar")
+    begin, step = catalog.tensors["x"].offset, 1 << 14
+    found = bytearray(len(content))
+    with catalog.storage.reader() as reader, ThreadPoolExecutor(8) as pool:
+        places = range(0, len(content), step)
+        list(pool.map(lambda at: reader.read(0, begin + at, [memoryview(found)[at : at + step]]), places))
+    assert found == content
+
+
+@pytest.mark.parametrize("more", [-7, 7])
+def test_a_file_system_that_gives_another_range_than_it_was_asked_for(
+    more: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is short is asked for again, what is long refused: no byte comes to another's place."""
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    from zerostart.checkpoint.storage import by_fsspec
+
+    content = random.Random(5).randbytes(1000)
+    header = json.dumps({"x": {"dtype": "U8", "shape": [1000], "data_offsets": [0, 1000]}}).encode()
+    MemoryFileSystem().pipe("/some/x.safetensors", len(header).to_bytes(8, "little") + header + content)
+    storage = open_catalog("memory://some/x.safetensors").storage
+    whole, answers = MemoryFileSystem.cat_file, itertools.count()
+
+    def other(self: Any, path: str, start: int, end: int) -> bytes:
+        return bytes(whole(self, path, start, end + more * (next(answers) == 1)))
+
+    monkeypatch.setattr(MemoryFileSystem, "cat_file", other)
+    monkeypatch.setattr(by_fsspec, "REQUEST", 100)
+    found = bytearray(500)
+    begin = 8 + len(header)
+    with storage.reader() as reader:
+        if more > 0:
+            with pytest.raises(ReadError, match="no ranges"):
+                reader.read(0, begin, [memoryview(found)])
+        else:
+            reader.read(0, begin, [memoryview(found)])
+            assert found == content[:500]
 
 
 def failing(source: str) -> str:

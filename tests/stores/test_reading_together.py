@@ -163,13 +163,13 @@ def halved(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 def read_halved(url: str, inference: bool) -> tuple[dict[str, torch.Tensor], Any]:
     collective.BEHIND_SECONDS, collective.LEAST_BETWEEN = 0.1, 1 << 17
-    fetch = ObjectReader._fetch
+    fetch = ObjectReader.fetch
 
     def slowly(self: ObjectReader, *arguments: Any) -> None:
         time.sleep(0.4 if dist.get_rank() == 0 else 0.02)
         fetch(self, *arguments)
 
-    ObjectReader._fetch = slowly  # type: ignore[method-assign]
+    ObjectReader.fetch = slowly  # type: ignore[method-assign]
     with torch.inference_mode(inference):
         made = zerostart.load(
             f"{url}/model.safetensors",

@@ -54,7 +54,7 @@ def shown_url(path: str) -> str:
 
 def without_secrets(text: str) -> str:
     """Words of a library without what may be secret in their URLs: a password, and what signs a request."""
-    text = re.sub(r"://[^/\s@]*@", "://", text)
+    text = re.sub(r"://[^/\s]*@", "://", text)
     return re.sub(r"(\b[A-Za-z][A-Za-z0-9+.-]*://[^\s?)]+)\?\S*", r"\1", text)
 
 

@@ -217,7 +217,8 @@ def _own(
 ) -> TransferStats:
     """Each rank its own; one that stays far behind the others gives away what it has not begun, if it may."""
     before = progress.done
-    if world.size == 1 or not plan.storage.worth_exchanging:
+    # A read of a store may not come back for long: in a thread of its own it keeps no interrupt waiting.
+    if not plan.storage.worth_exchanging or (world.size == 1 and not tuning.remote):
         execute(plan, storages, progress, tuning.threads, reader, tuning.depth)
         return TransferStats(progress.done - before, plan.read_bytes)
     queue, begun = ReadQueue(plan), time.perf_counter()

@@ -221,7 +221,7 @@ def storage_catalog(storage: Storage) -> Catalog:
         fetched = pool.submit(Settings.fetched, storage)
         if INDEX_NAME.fullmatch(PurePosixPath(name).name):
             wanted = _listed(_document(storage.named([name])), index)
-            names = sorted(set(wanted.values()))
+            names = sorted({str(PurePosixPath(file)) for file in wanted.values()})
         weights = storage.named(names)
         measured = pool.submit(weights.measured)
         root = pool.submit(lambda: fetched.result().beside(weights))

@@ -179,8 +179,8 @@ class Storage(ABC):
     def uploads(cls, url: str) -> Uploads:
         """Where saves to the directory at a URL put their objects. Raises ConfigError where none can be."""
         raise ConfigError(
-            f"{shown_url(url)}: nothing saves to {scheme_of(url)}:// here; save to a local "
-            "directory, or to s3://, gs:// or az://"
+            f"{shown_url(url)}: nothing saves to {scheme_of(url)}:// here; save to a local directory, or to "
+            "s3://, gs:// or az://"
         )
 
     @abstractmethod

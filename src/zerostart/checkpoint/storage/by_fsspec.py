@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +31,10 @@ _TELLING = frozenset(
         *("modify", "modificationtime", "last_write_time"),
     )
 )
+#: File systems that several threads may ask at once, as all that are asynchronous within. Others have one
+#: connection, or one place in a file, for all threads, and give one the bytes that another has asked for.
+_CONCURRENT = frozenset(("file", "local", "memory", "hf", "hdfs", "arrow_hdfs", "webhdfs"))
+_in_turn = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -52,9 +58,8 @@ class FsspecFiles(ObjectFiles):
         except (ImportError, ValueError) as error:
             told = without_secrets(str(error))
             raise ConfigError(f"{scheme}:// is read by fsspec, which says: {told}") from error
-        except OSError as error:
-            told = without_secrets(f"{error.strerror or error}")
-            raise ReadError(f"{shown_url(source)}: the store does not answer: {told}") from error
+        except Exception as error:  # some ask the server at once
+            raise ReadError(f"{shown_url(source)}: the store does not answer: {_fault(error)}") from error
         begin = source[: source.index("://") + 3]
         key = path.rstrip("/")
         # A local path begins with the slash that the URL has as well.
@@ -73,15 +78,24 @@ class _Fsspec(Bucket):
         import fsspec
 
         try:
-            self._system: Any = fsspec.core.url_to_fs(base, use_listings_cache=False)[0]
-        except TypeError:  # handed on to a library that does not know it
-            self._system = fsspec.core.url_to_fs(base)[0]
+            try:
+                self._system: Any = fsspec.core.url_to_fs(base, use_listings_cache=False)[0]
+            except TypeError:  # handed on to a library that does not know it
+                self._system = fsspec.core.url_to_fs(base)[0]
+        except Exception as error:  # some ask the server at once
+            raise _fault(error) from error
         self._begin = begin
+        names = self._system.protocol
+        alone = not (
+            self._system.async_impl or _CONCURRENT & {*((names,) if isinstance(names, str) else names)}
+        )
+        self._turn = _in_turn if alone else contextlib.nullcontext()
 
     def list(self, folder: str) -> dict[str, int] | None:
         """See ``Bucket``."""
         try:
-            found = self._system.ls(self._begin + folder, detail=True, refresh=True)
+            with self._turn:
+                found = self._system.ls(self._begin + folder, detail=True, refresh=True)
         except (FileNotFoundError, NotADirectoryError):
             return {}
         except NotImplementedError:
@@ -94,10 +108,11 @@ class _Fsspec(Bucket):
     def find(self, key: str) -> Found | None:
         """See ``Bucket``. What a file system says of a file is what tells it from another."""
         try:
-            try:
-                told = self._system.info(self._begin + key, refresh=True)  # not from a list that it keeps
-            except TypeError:  # of those that keep none
-                told = self._system.info(self._begin + key)
+            with self._turn:
+                try:
+                    told = self._system.info(self._begin + key, refresh=True)  # not from a list that it keeps
+                except TypeError:  # of those that keep none
+                    told = self._system.info(self._begin + key)
         except FileNotFoundError:
             return None
         except Exception as error:
@@ -112,13 +127,20 @@ class _Fsspec(Bucket):
         for at in range(begin, end, REQUEST):
             self._check(key, known)
             try:
-                piece: bytes = self._system.cat_file(self._begin + key, start=at, end=min(end, at + REQUEST))
+                with self._turn:
+                    piece: bytes = self._system.cat_file(
+                        self._begin + key, start=at, end=min(end, at + REQUEST)
+                    )
             except FileNotFoundError:
                 raise
             except Exception as error:
                 raise _fault(error) from error
             self._check(key, known)
+            if len(piece) > (wanted := min(end, at + REQUEST) - at):
+                raise RefusedError("it gives no ranges of files; copy the checkpoint to a local directory")
             yield piece
+            if len(piece) < wanted:  # what follows does not belong behind it
+                return
 
     def _check(self, key: str, known: Found | None) -> None:
         found = self.find(key)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import configparser
 import functools
 import os
@@ -10,7 +11,7 @@ from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import unquote, urlsplit, urlunsplit
+from urllib.parse import unquote, unquote_to_bytes, urlsplit, urlunsplit
 
 from zerostart.checkpoint.paths import shown_url, without_secrets
 from zerostart.checkpoint.storage.objects import (
@@ -36,6 +37,8 @@ _PASSING = (408, 409, 425, 429)
 _STATUS = re.compile(r"status code: (\d{3})")
 #: What the crate says where it has nothing to do with the server's state.
 _FINAL = ("NotPartial", "MissingRegion", "InvalidUrl", "UnknownUrlScheme", "builder error", "MissingBucket")
+#: The same of an answer to the question for a list that is none: of a page, where any question gets one.
+_NO_LIST = "Error decoding PROPFIND response"
 #: An answer may take long, but not stand still.
 _CLIENT = {"timeout": "1h", "read_timeout": "60s", "connect_timeout": "10s"}
 _WEB = ("http", "https")
@@ -65,6 +68,11 @@ class ObstoreFiles(ObjectFiles):
         if scheme not in _WEB:
             # Not parsed further: what is after the bucket is a key, whatever signs it has.
             begin, _, key = source.partition("://")[2].partition("/")
+            if ":" in begin.rpartition("@")[0]:
+                raise ConfigError(
+                    f"{shown_url(source)}: keys are not taken out of a URL; give them as the provider's own "
+                    "tools take them (see docs/stores.md)"
+                )
             return f"{scheme}://{begin}/", f"{scheme}://{begin}", key.strip("/")
         base = urlunsplit((scheme, url.netloc, "/", url.query, ""))
         return f"{scheme}://{url.netloc.rpartition('@')[2]}/", base, unquote(key)
@@ -97,6 +105,10 @@ class ObstoreFiles(ObjectFiles):
         return ObstoreUploads(f"{root}{key}".rstrip("/"), root=root, reach=functools.partial(writable, base))
 
 
+class _NoRangeError(RefusedError):
+    """The server does not give a range of this object."""
+
+
 @functools.lru_cache(maxsize=8)
 def _bucket(base: str, settings: tuple[tuple[str, str], ...]) -> Bucket:
     # By the environment too: it has the credentials and the endpoint.
@@ -107,7 +119,8 @@ class _Obstore(Bucket):
     """A store; its connections are shared by all threads of the process."""
 
     def __init__(self, base: str, settings: Mapping[str, str]) -> None:
-        self._obstore = _require(base.partition(":")[0])
+        scheme = base.partition(":")[0]
+        self._obstore, self._web = _require(scheme), scheme in _WEB
         self._lists = not urlsplit(base).query
         # Attempts are counted and told by the reader: the crate makes one.
         self._store = _connected(base, settings, attempts=1)
@@ -117,15 +130,17 @@ class _Obstore(Bucket):
         if not self._lists:
             return None
         try:
-            listed = self._obstore.list_with_delimiter(self._store, f"{folder}/" if folder else None)
+            listed: Any = self._obstore.list_with_delimiter(self._store, f"{folder}/" if folder else None)
         except FileNotFoundError:
-            return {}
+            listed = {"objects": []}
         except Exception as error:
             fault = self._fault(error)
-            if isinstance(fault, RefusedError):
+            if isinstance(fault, RefusedError) or _NO_LIST in str(error):
                 return None
             raise fault from None
-        return {one["path"]: one["size"] for one in listed["objects"]}
+        found = {one["path"]: one["size"] for one in listed["objects"]}
+        # A web server that knows no such question may say that there is nothing.
+        return found if found or not self._web else None
 
     def find(self, key: str) -> Found | None:
         """See ``Bucket``. Where a URL is signed for reading alone, by a byte of the object."""
@@ -156,9 +171,11 @@ class _Obstore(Bucket):
         except FileNotFoundError:
             return None
         except Exception as error:
-            if "416" in str(error):
-                return super().begin(key, length)
-            raise self._fault(error) from None
+            fault = self._fault(error)
+            # Some servers say that there is no such range, others answer with all of it, which is nothing.
+            if isinstance(fault, _NoRangeError) and (empty := self.find(key)) and not empty.size:
+                return empty, b""
+            raise fault from None
         if left := min(length, found.size) - len(head):
             raise PassingError(f"the answer broke off {left} bytes before its end")
         return found, head
@@ -201,9 +218,9 @@ class _Obstore(Bucket):
                 "(see docs/stores.md)"
             )
         if status == 416:
-            return RefusedError(f"the object is shorter than it was, or empty (416): {_told(error)}")
+            return _NoRangeError(f"the object is shorter than it was, or empty (416): {_told(error)}")
         if isinstance(error, kinds.NotSupportedError) or "NotPartial" in text:
-            return RefusedError(
+            return _NoRangeError(
                 f"the server gives no ranges of files ({_told(error)}); copy the checkpoint to a local "
                 "directory"
             )
@@ -232,6 +249,14 @@ def _connected(base: str, settings: Mapping[str, str], attempts: int) -> ObjectS
     more: dict[str, Any] = {"client_options": dict(_CLIENT), "retry_config": {"max_retries": attempts - 1}}
     if scheme in _AWS:
         more |= _aws(settings)
+    url = urlsplit(base)
+    user, _, host = url.netloc.rpartition("@")
+    if scheme in _WEB and user:
+        # The crate sends none of a URL's, and has them in its errors.
+        name, _, password = user.partition(":")
+        pair = base64.b64encode(b":".join((unquote_to_bytes(name), unquote_to_bytes(password))))
+        more["client_options"]["default_headers"] = {"authorization": f"Basic {pair.decode()}"}
+        base = urlunsplit(url._replace(netloc=host))
     if scheme == "http" or _in_the_clear(settings):
         more["client_options"]["allow_http"] = True
     try:

@@ -84,7 +84,7 @@ class Bucket(ABC):
 
     @abstractmethod
     def stream(self, key: str, begin: int, end: int, known: Found | None) -> Iterator[bytes]:
-        """Bytes ``begin`` to ``end`` in pieces of about ``PIECE``; perhaps fewer than there are.
+        """Bytes ``begin`` to ``end`` in pieces of about ``PIECE``, without gaps; perhaps not up to the end.
 
         Raises ChangedError for another object than ``known``, FileNotFoundError where there is none.
         """
@@ -284,7 +284,7 @@ class ObjectFiles(Storage, ABC):
             found = found | self._found((key for key in names if key not in found), refused)
             if refused and not found:
                 raise refused[0]
-        return replace(self._of(found), folder=f"{self.root}{folder}".rstrip("/"), asked=asked)
+        return replace(self._of(found), folder=f"{self.root}{folder}".removesuffix("/"), asked=asked)
 
 
 class ObjectReader(Reader):
@@ -292,7 +292,7 @@ class ObjectReader(Reader):
 
     def __init__(self, storage: ObjectFiles) -> None:
         self._storage = storage
-        self._bucket = storage.bucket()
+        self._bucket = storage._asked(storage.bucket, "")
         self._lock = threading.Lock()
         self.retries = 0  #: attempts that met a passing fault of the store
 

@@ -577,7 +577,8 @@ class Refitter:
             self._transport.abort()
         self._opened = None
         if self._session is not None:
-            self._session.abort(version, str(error) or type(error).__name__)
+            lost = isinstance(error, WorkerLost)
+            self._session.abort(version, str(error) or type(error).__name__, lost)
         self._end_following()
 
     # The engine's own call, which has its workers follow.
@@ -688,7 +689,7 @@ def prepared(
         contents, _ = contents_to_save(model, live, SaveRequest(dtype=settings.dtype, merge_adapters=adapted))
         entries = tuple((name, dtype, tuple(shape)) for name, dtype, shape in wanted(contents.entries))
         image = before if before is not None and before.entries == entries else Image.of(entries)
-        plan, storages = planned(image.layout, contents.outgoing, CHUNK)
+        plan, storages = planned(image.layout, contents.outgoing, CHUNK, page=1)
     return Prepared(image, plan, storages)
 
 
