@@ -157,6 +157,11 @@ def test_names_in_an_index_lead_to_what_lies_below_it(tmp_path: Path) -> None:
 
 
 def test_a_name_and_password_of_a_url_are_sent_and_never_told(tmp_path: Path) -> None:
+    """Nor is what a store says that was signed."""
+    from zerostart.checkpoint.storage.by_obstore import _told
+
+    document = "<Error><Code>No</Code><Message>Not so.</Message><StringToSign>a token</StringToSign></Error>"
+    assert _told(Exception(f"403 Forbidden: <?xml?>\n{document}")) == "403 Forbidden: No: Not so."
     save(tmp_path / "model.safetensors")
     with servers.rclone(tmp_path, "webdav", "--user", "me", "--pass", "se cret") as address:
         server = address.removeprefix("http://")

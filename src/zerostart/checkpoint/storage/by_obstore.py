@@ -301,6 +301,8 @@ def _found(meta: ObjectMeta) -> Found:
 def _told(error: Exception) -> str:
     """What the library says, in one line; of URLs without user, password and query (a signature)."""
     text = str(error).partition("\n\nDebug source")[0]
+    if "<Code>" in text:  # the rest of a store's document may be what was signed, with a token
+        text = text.partition("<")[0] + ": ".join(re.findall(r"<(?:Code|Message)>([^<]*)", text))
     text = re.sub(r"(https?://)[^\s/?]*@", r"\1", " ".join(text.split()))
     return re.sub(r"(https?://[^\s?)]+)\?\S*", r"\1", text)[:400]
 
