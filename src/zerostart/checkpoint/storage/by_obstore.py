@@ -83,7 +83,8 @@ class ObstoreFiles(ObjectFiles):
         return self.root.partition(":")[0] not in _WEB
 
     def bucket(self) -> Bucket:
-        """See ``ObjectFiles``."""
+        """See ``ObjectFiles``. Raises ConfigError in a forked process, too."""
+        _check_process()
         return _bucket(self.base, _settings())
 
     @classmethod
@@ -242,6 +243,21 @@ def _require(scheme: str) -> Any:
     return obstore
 
 
+#: The process that has asked a store, or from which this one was forked after it had.
+_asking: list[int] = []
+
+
+def _check_process() -> None:
+    """Raise ConfigError in a process without the threads of the crate, which would wait for them for ever."""
+    if _asking and _asking[0] != os.getpid():
+        raise ConfigError(
+            "this process was forked from one that has asked a store before, and stores cannot be reached "
+            "from it: start it by spawn or forkserver (multiprocessing.set_start_method), or ask the store "
+            "in it alone"
+        )
+    _asking[:] = [os.getpid()]
+
+
 def _connected(base: str, settings: Mapping[str, str], attempts: int) -> ObjectStore:
     import obstore
 
@@ -275,6 +291,7 @@ def _settings() -> tuple[tuple[str, str], ...]:
 
 def writable(base: str) -> ObjectStore:
     """The store at ``base``, in whichever process asks, for requests that the crate itself tries again."""
+    _check_process()
     return _writable(base, _settings())
 
 
@@ -293,7 +310,10 @@ def _found(meta: ObjectMeta) -> Found:
 
 def _told(error: Exception) -> str:
     """What the library says, in one line, without what is secret."""
-    return without_secrets(" ".join(str(error).partition("\n\nDebug source")[0].split()))[:400]
+    text = str(error).partition("\n\nDebug source")[0]
+    if "<Code>" in text:  # the rest of a store's document may be what was signed, with a token
+        text = text.partition("<")[0] + ": ".join(re.findall(r"<(?:Code|Message)>([^<]*)", text))
+    return without_secrets(" ".join(text.split()))[:400]
 
 
 def _in_the_clear(settings: Mapping[str, str]) -> bool:
@@ -325,7 +345,15 @@ def _aws(settings: Mapping[str, str]) -> dict[str, Any]:
         ("AWS_SHARED_CREDENTIALS_FILE", "credentials", name),
     ):
         parser = configparser.RawConfigParser()
-        parser.read(Path(settings.get(variable, f"~/.aws/{file}")).expanduser(), encoding="utf-8")
+        path = Path(settings.get(variable, f"~/.aws/{file}"))
+        try:
+            parser.read(path.expanduser(), encoding="utf-8")
+        except RuntimeError:  # a user without a home, as in a container
+            continue
+        except (configparser.Error, UnicodeError):  # whose text may be a line with a key
+            raise ConfigError(
+                f"{path}: this is no file of AWS profiles; mend it, or unset {variable}"
+            ) from None
         if parser.has_section(section):
             profile |= dict(parser.items(section))
     if asked and not profile:

@@ -277,7 +277,9 @@ class ObjectFiles(Storage, ABC):
             listed = None
         found = known or {}
         if listed is not None:
-            # Without marks: those that are read are asked for by ``named``.
+            # Without marks: those that are read are asked for by ``named``. And no others than belong there:
+            # copies are written under these names.
+            listed = {key: size for key, size in listed.items() if _is_right_below(folder, key)}
             found = found | {key: Found(size, None) for key, size in listed.items() if key not in found}
         else:
             names = (f"{begin}{name}" for name in (*STANDARD_NAMES, *USUAL_SETTINGS))
@@ -285,6 +287,11 @@ class ObjectFiles(Storage, ABC):
             if refused and not found:
                 raise refused[0]
         return replace(self._of(found), folder=f"{self.root}{folder}".removesuffix("/"), asked=asked)
+
+
+def _is_right_below(folder: str, key: str) -> bool:
+    place, _, name = key.rpartition("/")
+    return place == folder and name not in ("", ".", "..")
 
 
 class ObjectReader(Reader):
