@@ -23,7 +23,14 @@ from tests.ranks import run_ranks
 from tests.stores import proxy, servers
 from zerostart.checkpoint.source import open_catalog
 from zerostart.cli import main
-from zerostart.errors import CheckpointError, CheckpointNotFoundError, ConfigError, ReadError, VerifyError
+from zerostart.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    ConfigError,
+    ReadError,
+    VerifyError,
+    ZerostartError,
+)
 from zerostart.testing.net import Net, save
 
 
@@ -405,3 +412,21 @@ def test_a_profile_gives_keys_region_and_endpoint(tmp_path: Path, monkeypatch: p
     monkeypatch.delenv("HOME")
     monkeypatch.setattr(os, "getuid", lambda: 3999999999)
     assert _aws({}) == {}
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        *(f"{scheme}://KEY:SECRET@bucket/x" for scheme in ("s3", "gs", "az", "nobody")),
+        *(f"{scheme}://KEY:SECRET@127.0.0.1:9/x" for scheme in ("http", "https", "ftp", "sftp", "peer")),
+        "http://127.0.0.1:9/x?signature=SECRET",
+    ],
+)
+def test_no_error_repeats_a_secret(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from zerostart.checkpoint.storage import objects, uploads_at
+
+    monkeypatch.setattr(objects, "DELAYS_OF_QUESTIONS", (0.01,))
+    for call in (open_catalog, uploads_at, zerostart.verify):
+        with pytest.raises(ZerostartError) as raised:
+            call(url)
+        assert "SECRET" not in str(raised.value)

@@ -159,6 +159,19 @@ class ObjectFiles(Storage, ABC):
         """See ``Storage``."""
         return self._below(self._key(f"{self.folder}/").rstrip("/"))
 
+    def within(self, name: str) -> Storage | None:
+        """See ``Storage``: by one request."""
+        folder = f"{self.folder}/{name}"
+        try:
+            listed = self._asked(lambda: self.bucket().list(self._key(folder)), folder)
+        except ReadError as error:
+            if not isinstance(error.__cause__, RefusedError):
+                raise
+            listed = None
+        if not listed:
+            return None
+        return replace(self._of({key: Found(size, None) for key, size in listed.items()}), folder=folder)
+
     def measured(self) -> Storage:
         """See ``Storage``. A checkpoint that is soon read is read as is usual."""
         opened = replace(self, heads=())
