@@ -688,7 +688,8 @@ def prepared(
         contents, _ = contents_to_save(model, live, SaveRequest(dtype=settings.dtype, merge_adapters=adapted))
         entries = tuple((name, dtype, tuple(shape)) for name, dtype, shape in wanted(contents.entries))
         image = before if before is not None and before.entries == entries else Image.of(entries)
-        plan, storages = planned(image.layout, contents.outgoing, CHUNK)
+        # Windows begin with the tensor and not with a page, and so with a row of its digest.
+        plan, storages = planned(image.layout, contents.outgoing, CHUNK, page=1)
     return Prepared(image, plan, storages)
 
 
