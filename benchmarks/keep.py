@@ -179,7 +179,8 @@ def write(
     page = f"""# Restart from memory
 
 `{command} --repeats {arguments.repeats}`, {versions}.
-A Qwen3 in bf16, {nbytes / 1e9:.2f} GB read by all ranks together, on 2 cores. The job before was ZeRO-3 on {arguments.ranks} ranks, and was killed. All arms alternate, each in
+A Qwen3 in bf16, {nbytes / 1e9:.2f} GB read by all ranks together, on 2 cores.
+The job before was ZeRO-3 on {arguments.ranks} ranks, and was killed. All arms alternate, each in
 fresh processes.
 *Peak* is `peak_host_bytes` of the load, the shards included.
 

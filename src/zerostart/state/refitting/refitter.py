@@ -408,7 +408,8 @@ class Refitter:
             self._transport.abort()
         self._opened = None
         if self._session is not None:
-            self._session.abort(version, str(error) or type(error).__name__)
+            lost = isinstance(error, WorkerLost)
+            self._session.abort(version, str(error) or type(error).__name__, lost)
         self._end_following()
 
     # The engine's own call, which has its workers follow.

@@ -35,6 +35,8 @@ from zerostart.transfer.planning.runs import Runs
 logger = logging.getLogger("zerostart")
 #: Connections whose owners have not said who they are, at a time.
 MOST_STRANGERS = 256
+#: Seconds in which the connection ends of a worker that could not be sent to any more, if it has died.
+DYING = 1.0
 
 
 @dataclass
@@ -173,10 +175,13 @@ class Session:
         return gone
 
     @staticmethod
-    def _is_there(worker: Worker) -> bool:
-        """Whether its connection lives. What it has still said to an earlier push is forgotten."""
+    def _is_there(worker: Worker, patience: float = 0.0) -> bool:
+        """Whether its connection lives, for ``patience`` seconds yet.
+
+        What it has still said to an earlier push is forgotten.
+        """
         try:
-            while worker.channel.waiting():
+            while worker.channel.waiting(patience):
                 worker.channel.receive("prepared", "failed", "serving")
         except PeerError:
             return False
@@ -251,14 +256,22 @@ class Session:
                     f"worker {worker.name} cannot take version {version}: {answer.body.get('why')}"
                 )
 
-    def abort(self, version: int, why: str) -> None:
-        """Tell all workers that ``version`` does not come; raises nothing."""
+    def abort(self, version: int, why: str, lost: bool = False) -> None:
+        """Tell all workers that ``version`` does not come; raises nothing.
+
+        Where one was ``lost``, as ``why`` says, the next push does not tell it once more.
+        """
+        # The connection of a process that dies may end a moment after that by which it was sent to.
+        until = time.monotonic() + DYING * lost
         for worker in [*self.workers.values()]:
             try:
                 worker.channel.send("abort", {"version": version, "why": why[:4000]})
             except PeerError:
                 self.drop(worker.name)
             worker.fresh = True
+        for worker in [*self.workers.values()]:
+            if lost and not self._is_there(worker, max(0.0, until - time.monotonic())):
+                self.drop(worker.name)
 
     def _answer(self, worker: Worker, version: int, *kinds: str) -> Message:
         """What a worker says about ``version``; raises PeerError where it does not, and what ``check`` "
