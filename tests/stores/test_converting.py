@@ -1,10 +1,7 @@
 """Conversions to a store are what conversions to a directory are, byte for byte: all is there, or nothing."""
 
 import os
-import signal
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,7 +9,8 @@ import torch
 
 import zerostart
 from tests.ranks import run_ranks
-from tests.stores import proxy, servers
+from tests.stores import servers
+from tests.stores.killed import worker
 from zerostart.checkpoint.storage import uploads_at
 from zerostart.errors import ConfigError
 from zerostart.state.converting.convert import convert
@@ -94,71 +92,37 @@ def test_other_formats_and_processes(model: Path, endpoint: str, tmp_path: Path)
     zerostart.verify(url)
 
 
-#: Converts in a process of its own, for each line that it is told.
-KILLED = """
-import os, sys
+CONVERTING = """
+import sys
 import torch
 torch.set_num_threads(1)
 from zerostart.state.converting.convert import convert
 import botocore.session, transformers
 source, place = sys.argv[1:3]
-for line in sys.stdin:
-    child = os.fork()
-    if child == 0:
-        os.environ["AWS_ENDPOINT_URL"] = line.strip()
-        code = 1
-        try:
-            convert(source, place, "dcp")
-            code = 0
-        finally:
-            os._exit(code)
-    print(child, flush=True)
-    print(os.waitpid(child, 0)[1], flush=True)
+def work(which):
+    convert(source, place, "dcp")
 """
+#: The requests at which a conversion is killed are dealt to so many tests.
+PARTS = 6
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_killed_at_every_request_in_turn(model: Path, endpoint: str, tmp_path: Path) -> None:
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("part", range(PARTS))
+def test_killed_at_every_request_in_turn(part: int, model: Path, endpoint: str, tmp_path: Path) -> None:
     """All is there, or nothing that a reader goes by, and the next one leaves nothing of a killed one."""
-    place = f"{PLACE}/killed"
+    place = f"{PLACE}/killed-{part}"
     key = place.removeprefix(f"s3://{servers.BUCKET}/")
     convert(model, tmp_path / "whole", "dcp")
     expected, bucket = local(tmp_path / "whole"), servers.store(endpoint)
     uploads = uploads_at(place)
     assert uploads is not None
-    with subprocess.Popen(
-        [sys.executable, "-c", KILLED, str(model), place],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
-        stdin, stdout = process.stdin, process.stdout
-        assert stdin is not None
-        assert stdout is not None
-
-        def begun(through: str) -> tuple[int, Callable[[], int]]:
-            stdin.write(f"{through}\n")
-            stdin.flush()
-            return int(stdout.readline()), lambda: int(stdout.readline())
-
-        at, done, seen = 0, False, set()
-        while not done:
-            pid: list[int] = []
-
-            def fault(method: str, path: str, number: int, at: int = at, pid: list[int] = pid) -> proxy.Fault:
-                if number < at:
-                    return None
-                if number == at and pid:
-                    os.kill(pid[0], signal.SIGKILL)
-                return "dead"
-
-            with proxy.before(proxy.Proxy(endpoint, 0.0, 0.0, fault)) as line:
-                line.latency = 0.02  # so that the id of the process is known before its first request
-                child, wait = begun(line.address)
-                pid.append(child)
-                done = wait() == 0
+    with worker(CONVERTING, [str(model), place], endpoint) as converting:
+        at, was_killed, seen = part, True, set()
+        while was_killed:
+            was_killed = converting.killed(at)
             whole = ".metadata" in uploads.listed()
+            assert whole or was_killed
             seen.add(whole)
             if whole:
                 there = {
@@ -166,13 +130,12 @@ def test_killed_at_every_request_in_turn(model: Path, endpoint: str, tmp_path: P
                 }
                 assert there == expected, at
                 # Whoever converts beside clears up, and leaves what is whole.
-                convert(model, f"{PLACE}/beside-{at}", "dcp")
+                convert(model, f"{PLACE}/beside-{part}-{at}", "dcp")
             else:
-                assert begun(endpoint)[1]() == 0, at
+                assert converting.done(), at
             assert files(place, endpoint) == expected, at
             for name in uploads.listed():
                 bucket.delete(f"{key}/{name}")
-            at += 1
-        stdin.close()
+            at += PARTS
     assert seen == {True, False}
-    assert at > 10
+    assert at > 2 * PARTS

@@ -4,6 +4,8 @@ import itertools
 import json
 import os
 import random
+import select
+import signal
 import subprocess
 import sys
 import tarfile
@@ -20,7 +22,15 @@ import zerostart
 from tests.ranks import run_ranks
 from tests.stores import proxy, servers
 from zerostart.checkpoint.source import open_catalog
-from zerostart.errors import CheckpointError, CheckpointNotFoundError, ConfigError, ReadError, VerifyError
+from zerostart.cli import main
+from zerostart.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    ConfigError,
+    ReadError,
+    VerifyError,
+    ZerostartError,
+)
 from zerostart.testing.net import Net, save
 
 
@@ -111,6 +121,9 @@ def test_a_saved_directory_is_verified_where_it_lies(model: Path, tmp_path: Path
     run_ranks(resave, 1, str(model), str(saved))
     with servers.rclone(tmp_path, "http") as address:
         assert zerostart.verify(f"{address}/saved") == zerostart.verify(saved)
+        with pytest.raises(SystemExit) as ended:
+            main(["verify", f"{address}/saved"])
+        assert not ended.value.code
         file = next(saved.glob("*.safetensors"))
         file.write_bytes(file.read_bytes()[:-1] + b"x")
         with pytest.raises(VerifyError, match=r"tensor .* has other contents"):
@@ -155,6 +168,11 @@ def test_names_in_an_index_lead_to_what_lies_below_it(tmp_path: Path) -> None:
 
 
 def test_a_name_and_password_of_a_url_are_sent_and_never_told(tmp_path: Path) -> None:
+    """Nor is what a store says that was signed."""
+    from zerostart.checkpoint.storage.by_obstore import _told
+
+    document = "<Error><Code>No</Code><Message>Not so.</Message><StringToSign>a token</StringToSign></Error>"
+    assert _told(Exception(f"403 Forbidden: <?xml?>\n{document}")) == "403 Forbidden: No: Not so."
     save(tmp_path / "model.safetensors")
     with servers.rclone(tmp_path, "webdav", "--user", "me", "--pass", "se cret") as address:
         server = address.removeprefix("http://")
@@ -162,7 +180,13 @@ def test_a_name_and_password_of_a_url_are_sent_and_never_told(tmp_path: Path) ->
         with pytest.raises(ReadError, match="give credentials") as caught:
             open_catalog(f"http://me:wrong@{server}/model.safetensors")
         assert "wrong" not in str(caught.value)
-    for url, error in ((f"http://me:wrong@{server}", ReadError), ("s3://me:wrong@bucket/x", ConfigError)):
+    asked: tuple[tuple[str, type[Exception]], ...] = (
+        (f"http://me:wrong@{server}", ReadError),
+        ("s3://me:wrong@bucket/x", ConfigError),
+        ("htps://me:wrong@server/x", ConfigError),
+        ("peer://me:wrong@server", ConfigError),
+    )
+    for url, error in asked:
         with pytest.raises(error) as caught:
             open_catalog(url)
         assert "wrong" not in str(caught.value)
@@ -246,6 +270,27 @@ def test_a_server_that_knows_no_lists_may_say_so_in_any_way(store: proxy.Proxy) 
     assert open_catalog(store.address).tensors
 
 
+def test_a_process_that_was_forked_after_a_store_was_asked_is_told(store: proxy.Proxy) -> None:
+    """In it the library would wait for ever for threads that it has not."""
+    assert open_catalog(store.address).tensors
+    told, tells = os.pipe()
+    if (child := os.fork()) == 0:
+        try:
+            open_catalog(store.address)
+        except ConfigError as error:
+            os.write(tells, str(error).encode())
+        finally:
+            os._exit(0)
+    os.close(tells)
+    with os.fdopen(told, "rb") as words:
+        # A child that waits for ever has nothing to say, and goes.
+        ready, _, _ = select.select([words], [], [], 20)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        assert ready
+        assert b"forked" in words.read()
+
+
 def test_a_file_system_with_one_place_in_a_file_for_all_threads(tmp_path: Path) -> None:
     """Threads that read a member of an archive at once would get each other's bytes."""
     name, content = "model.safetensors", random.Random(5).randbytes(1 << 21)
@@ -259,6 +304,24 @@ def test_a_file_system_with_one_place_in_a_file_for_all_threads(tmp_path: Path) 
         places = range(0, len(content), step)
         list(pool.map(lambda at: reader.read(0, begin + at, [memoryview(found)[at : at + step]]), places))
     assert found == content
+
+
+def test_names_that_a_server_makes_up_lead_nowhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Files beside weights are written under the names that a list has."""
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    system, kept = MemoryFileSystem(), Path(os.environ["XDG_CACHE_HOME"])
+    save(tmp_path / "x.safetensors")
+    for name in ("x.safetensors", "config.json"):
+        system.pipe(f"/listed/{name}", (tmp_path / "x.safetensors").read_bytes())
+    told, info = system.ls("/listed"), MemoryFileSystem.info
+    made_up = [{**told[0], "name": f"/listed/{up}evil.json"} for up in ("../", "../../", "/../", "a/../../")]
+    monkeypatch.setattr(MemoryFileSystem, "ls", lambda *_, **__: told + made_up)
+    monkeypatch.setattr(
+        MemoryFileSystem, "info", lambda s, path, **_: info(s, path.replace("evil", "config"))
+    )
+    assert open_catalog("memory://listed").tensors
+    assert [file.name for file in kept.rglob("*") if file.is_file()] == ["config.json"]
 
 
 @pytest.mark.parametrize("more", [-7, 7])
@@ -342,3 +405,28 @@ def test_a_profile_gives_keys_region_and_endpoint(tmp_path: Path, monkeypatch: p
     assert "access_key_id" not in _aws(given)
     with pytest.raises(ConfigError, match="no such profile"):
         _aws({**files, "AWS_PROFILE": "absent"})
+    (tmp_path / "credentials").write_text("[lab]\nsecret\n")
+    with pytest.raises(ConfigError, match="no file of AWS profiles") as caught:
+        _aws(files)
+    assert "secret" not in str(caught.value)
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(os, "getuid", lambda: 3999999999)
+    assert _aws({}) == {}
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        *(f"{scheme}://KEY:SECRET@bucket/x" for scheme in ("s3", "gs", "az", "nobody")),
+        *(f"{scheme}://KEY:SECRET@127.0.0.1:9/x" for scheme in ("http", "https", "ftp", "sftp", "peer")),
+        "http://127.0.0.1:9/x?signature=SECRET",
+    ],
+)
+def test_no_error_repeats_a_secret(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from zerostart.checkpoint.storage import objects, uploads_at
+
+    monkeypatch.setattr(objects, "DELAYS_OF_QUESTIONS", (0.01,))
+    for call in (open_catalog, uploads_at, zerostart.verify):
+        with pytest.raises(ZerostartError) as raised:
+            call(url)
+        assert "SECRET" not in str(raised.value)

@@ -3,7 +3,7 @@
 import contextlib
 import json
 import os
-import signal
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -16,6 +16,7 @@ import torch
 import zerostart
 from tests.ranks import run_ranks
 from tests.stores import proxy, servers
+from tests.stores.killed import worker
 from tests.training.conftest import tokenizer_path as tokenizer_path
 from tests.training.loop.test_resumed_runs import going_on, interrupted
 from tests.training.loop.test_run import losses, run
@@ -408,89 +409,49 @@ def test_places_that_nothing_would_find_again() -> None:
     assert uploads_at(f"s3://{servers.BUCKET}/") is not None
 
 
-KILLED = """
-import os, sys
+SAVING = """
+import sys
 import torch
 torch.set_num_threads(1)
 import zerostart
-from zerostart.state.saving.export import export
 import botocore.session, transformers
 kind, first, second, place = sys.argv[1:5]
-model, other = (zerostart.load(one, engine="fsdp2", progress=False) for one in (first, second))
-shard = "1MB" if kind == "shards" else "5GB"
-for line in sys.stdin:
-    endpoint, which = line.split()
-    child = os.fork()
-    if child == 0:
-        os.environ["AWS_ENDPOINT_URL"] = endpoint
-        code = 1
-        try:
-            chosen = (model, other)[int(which)]
-            if kind == "state":
-                zerostart.save_state(place, chosen, extra=which)
-            else:
-                zerostart.save(chosen, place, max_shard_size=shard)
-            code = 0
-        finally:
-            os._exit(code)
-    print(child, flush=True)
-    print(os.waitpid(child, 0)[1], flush=True)
+models = [zerostart.load(one, engine="fsdp2", progress=False) for one in (first, second)]
+def work(which):
+    if kind == "state":
+        zerostart.save_state(place, models[int(which)], extra=which)
+    else:
+        zerostart.save(models[int(which)], place, max_shard_size="1MB" if kind == "shards" else "5GB")
 """
+#: The requests at which a save is killed are dealt to so many tests.
+PARTS = 4
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1500)
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("kind", ["shards", "single", "state"])
-def test_killed_at_every_request_in_turn(kind: str, endpoint: str, small: list[str]) -> None:
+def test_killed_at_every_request_in_turn(kind: str, part: int, endpoint: str, small: list[str]) -> None:
     """The old checkpoint is whole, or the new one, and the next save leaves nothing of the killed one."""
-    place = f"{PLACE}/{kind}"
+    place = f"{PLACE}/{kind}-{part}"
     old, new = (files_digests(model) for model in small)
-    with subprocess.Popen(
-        [sys.executable, "-c", KILLED, kind, *small, place],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-
-        def save(through: str, which: int) -> tuple[int, Callable[[], int]]:
-            assert process.stdin is not None
-            assert process.stdout is not None
-            process.stdin.write(f"{through} {which}\n")
-            process.stdin.flush()
-            return int(process.stdout.readline()), lambda: int(process.stdout.readline())  # type: ignore[union-attr]
-
-        assert save(endpoint, 0)[1]() == 0
-        at, done = 0, False
-        seen = set()
-        while not done:
-            pid: list[int] = []
-
-            def fault(method: str, path: str, number: int, at: int = at, pid: list[int] = pid) -> proxy.Fault:
-                if number < at:
-                    return None
-                if number == at and pid:
-                    os.kill(pid[0], signal.SIGKILL)
-                return "dead"
-
-            with proxy.before(proxy.Proxy(endpoint, 0.0, 0.0, fault)) as line:
-                line.latency = 0.02  # so that the id of the process is known before its first request
-                child, wait = save(line.address, 1)
-                pid.append(child)
-                done = wait() == 0
+    with worker(SAVING, [kind, *small, place], endpoint) as saving:
+        assert saving.done("0")
+        at, was_killed, seen = part, True, set()
+        while was_killed:
+            was_killed = saving.killed(at, "1")
             now = files_digests(place)
             assert now in (old, new), at
+            assert now == new or was_killed
             seen.add(now == new)
             # Whoever saves next, on this machine, finds what is left.
-            assert save(endpoint, 0)[1]() == 0, at
+            assert saving.done("0"), at
             assert files_digests(place) == old
             assert left_over(place) == [], at
             zerostart.verify(place)
-            at += 1
-        process.stdin.close()
+            at += PARTS
     assert seen == {True, False}
-    assert at > 10
+    assert at > 2 * PARTS
 
 
 @pytest.mark.slow
@@ -516,3 +477,83 @@ def test_a_run_saves_to_a_url_and_goes_on_from_there(
         run({**given, "resume": None})
     with pytest.raises(ConfigError, match=r"output.overwrite is for a directory of a file system"):
         run({**given, "output": {"directory": PLACE, "overwrite": True}})
+
+
+@pytest.mark.parametrize("shard", ["1MB", "5GB"])
+def test_a_configuration_is_that_of_the_weights(
+    shard: str, small: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the switch and what follows, and after a kill there; expect that of the new ones."""
+    from zerostart.checkpoint.write import objects
+    from zerostart.state.saving.export import export
+
+    newer = tmp_path / "newer"
+    shutil.copytree(small[1], newer)
+    config = json.loads((newer / "config.json").read_text())
+    (newer / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.25}))
+
+    def read() -> tuple[float, dict[str, str]]:
+        catalog = open_catalog(PLACE)
+        config = json.loads(Path(catalog.root, "config.json").read_text())
+        return config["rms_norm_eps"], file_digests(catalog)
+
+    old, new = ((eps, files_digests(one)) for eps, one in ((1e-6, small[0]), (0.25, str(newer))))
+    finish, seen = objects.finish, list[tuple[float, dict[str, str]]]()
+
+    def late(*arguments: Any) -> None:
+        seen.append(read())
+        finish(*arguments)
+        seen.append(read())
+
+    def killed(*arguments: Any) -> None:
+        raise WriteError("killed")
+
+    export(small[0], PLACE, max_shard_size=shard)
+    assert read() == old
+    with monkeypatch.context() as patch:
+        patch.setattr(objects, "finish", late)
+        export(newer, PLACE, max_shard_size=shard)
+    assert [*seen, read()] == [new] * 3
+    assert left_over() == []
+    export(small[0], PLACE, max_shard_size=shard)
+    with monkeypatch.context() as patch:
+        patch.setattr(objects, "finish", killed)
+        patch.setattr(ObjectStaging, "discard", lambda self: self._note.end())
+        with pytest.raises(WriteError, match="killed"):
+            export(newer, PLACE, max_shard_size=shard)
+        assert read() == new
+
+
+def test_credentials_that_may_not_delete(
+    small: list[str], endpoint: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Saves and conversions succeed, name what stays, and later ones with other credentials remove notes."""
+    from zerostart.state.converting.convert import convert
+    from zerostart.state.saving.export import export
+
+    def fault(method: str, path: str, number: int) -> proxy.Fault:
+        return 403 if method == "DELETE" or path.endswith("?delete") else None
+
+    export(small[0], PLACE)
+    with disturbed(endpoint, fault):
+        export(small[1], PLACE)
+        assert ".zerostart/" in caplog.text
+        assert "may delete objects" in caplog.text
+        assert files_digests(PLACE) == files_digests(small[1])
+        caplog.clear()
+        # Where an index takes over from a single file, the removal of that is the switch.
+        for _ in range(2):
+            with pytest.raises(WriteError, match=r"go by what was there before, which is not removed(?!;)"):
+                export(small[0], PLACE, max_shard_size="1MB")
+            assert files_digests(PLACE) == files_digests(small[1])
+    export(small[0], PLACE, max_shard_size="1MB")
+    assert files_digests(PLACE) == files_digests(small[0])
+    caplog.clear()
+    with disturbed(endpoint, fault):
+        convert(small[0], f"{PLACE}/converted", "dcp")
+        assert ".zerostart/" in caplog.text
+    assert any(name.startswith(".zerostart/") for name in names(f"{PLACE}/converted"))
+    export(small[1], PLACE)
+    convert(small[1], f"{PLACE}/beside", "dcp")
+    assert files_digests(PLACE) == files_digests(small[1])
+    assert not [name for name in names(f"{PLACE}") if ".zerostart/" in name]

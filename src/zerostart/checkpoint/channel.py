@@ -85,7 +85,8 @@ class Address(NamedTuple):
         if (match := re.fullmatch(r"(?:tcp://)?([^:/\[\]]+):(\d{1,5})/?", text)) and int(match[2]) < 1 << 16:
             return cls("AF_INET", (match[1], int(match[2])))
         raise ConfigError(
-            f"{text!r} is no address of {purpose.listener}: give unix:///path/of/a/socket or tcp://HOST:PORT"
+            f"{text.rpartition('@')[2]!r} is no address of {purpose.listener}: give "
+            "unix:///path/of/a/socket or tcp://HOST:PORT"
         )
 
     def __str__(self) -> str:

@@ -49,7 +49,13 @@ def parent_of(place: Path | str) -> Path | str:
 
 def shown_url(path: str) -> str:
     """A path as it is; a URL without what may be secret in it."""
-    return re.sub(r"//[^/]*@", "//", path.partition("?")[0]) if scheme_of(path) else path
+    return without_secrets(path.partition("?")[0]) if scheme_of(path) else path
+
+
+def without_secrets(text: str) -> str:
+    """Words of a library without what may be secret in their URLs: a password, and what signs a request."""
+    text = re.sub(r"://[^/\s]*@", "://", text)
+    return re.sub(r"(\b[A-Za-z][A-Za-z0-9+.-]*://[^\s?)]+)\?\S*", r"\1", text)
 
 
 _URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://.+", re.DOTALL)

@@ -345,7 +345,8 @@ class World:
                 return [row[2:] for row in rows]
 
     def _raise_stalled(self, idle: Sequence[int], during: str) -> None:
-        calls = _roll_calls.get(self.group)
+        # A process alone has no group, and no time-out.
+        calls = None if self.group is None else _roll_calls.get(self.group)
         if calls is None or max(idle) < calls.timeout:
             return
         stalled = [rank for rank, seconds in enumerate(idle) if seconds >= calls.timeout]

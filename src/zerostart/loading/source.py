@@ -116,7 +116,7 @@ def _settings_here(catalog: Catalog, first: int, world: World) -> str:
     own = ""
     with world.phase(doing):
         if world.rank == first:
-            own = settings_here(catalog.storage.directory())
+            own = settings_here(catalog.storage.directory(), catalog.storage)
             # Called by what is in it.
             if Path(own).name != Path(catalog.root).name:
                 raise ReadError(

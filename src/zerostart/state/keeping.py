@@ -6,6 +6,7 @@ So a load reads it as a checkpoint, on any number of ranks (``checkpoint/storage
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -13,7 +14,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -45,6 +46,7 @@ from zerostart.checkpoint.kept.folder import (
 )
 from zerostart.checkpoint.kept.keeper import start
 from zerostart.checkpoint.kept.spans import Spans
+from zerostart.checkpoint.strict_json import JsonObject
 from zerostart.checkpoint.write.shards import SaveLayout, parse_size
 from zerostart.checkpoint.write.space import check_space
 from zerostart.distributed.machine import available_memory
@@ -127,6 +129,8 @@ class _Keeping:
     def __init__(self, model: nn.Module, request: KeepRequest, world: World) -> None:
         self._model, self._request, self._world = model, request, world
         self._path: Path | None = None
+        #: On the first rank of a memory, once the folder is its own: the terms that were there.
+        self._before: JsonObject | None = None
 
     def run(self) -> Kept:
         world, begin = self._world, time.perf_counter()
@@ -146,18 +150,18 @@ class _Keeping:
             kept_bytes += len(image.header)
             token, secret = world.broadcast_object(self._chosen, "keeping the model")
             served = self._address(len(set(memories)))
-            number = self._room(kept_bytes, secret, world)
             folder = folder_of(self._request.name)
             try:
+                number = self._room(kept_bytes, secret, world)
                 self._write(folder / f"{number:010d}-{token}", number, token)
                 # The reduction is also where the ranks meet: after it all bytes are there.
                 digests = self._digests.summed(world)
                 listening = self._complete(folder, served)
                 nodes = [node for node in world.all_gather_object(listening, "keeping") if node is not None]
-                with world.phase("making the version whole"):
+                with world.phase("making the version whole"), _memory_errors(folder):
                     self._publish(number, digests, nodes)
             except BaseException as error:
-                self._discard(error)
+                self._discard(folder, error)
                 raise
         # Whole everywhere: only now the versions before may go.
         if self._first:
@@ -204,10 +208,11 @@ class _Keeping:
     def _room(self, kept_bytes: int, secret: str, world: World) -> int:
         """The number of the version, for which there is room on every machine."""
         request, number = self._request, 0
-        with world.phase("finding memory for the model"):
+        folder = folder_of(request.name)
+        with world.phase("finding memory for the model"), _memory_errors(folder):
             if self._first:
-                folder = folder_of(request.name)
                 claim(folder)
+                self._before = terms_of(folder)
                 budget = None if request.budget is None else parse_size(request.budget)
                 check_budget(folder, kept_bytes, budget)
                 check_space(SHARED, kept_bytes, "a model that is to be kept")
@@ -228,24 +233,19 @@ class _Keeping:
         with world.phase("beginning a version in memory"):
             if self._first:
                 self._path = begun(path.parent, number, token, image.nbytes, image.header)
-        with world.phase("writing into memory"):
+        with world.phase("writing into memory"), _memory_errors(path):
+            writer = _Writer(path / WEIGHTS, image.layout)
             try:
-                writer = _Writer(path / WEIGHTS, image.layout)
-                try:
-                    write_out(self._plan, self._storages, writer, THREADS, self._digests.add_rows)
-                finally:
-                    writer.close()
-                runs = Runs.of_writes(self._plan, image.layout)
-                (path / f"{SPANS}-{world.rank}").write_bytes(runs.to_bytes())
-            except OSError as error:
-                if isinstance(error, ZerostartError):
-                    raise
-                raise WriteError(f"{path}: the model cannot be kept: {error.strerror or error}") from error
+                write_out(self._plan, self._storages, writer, THREADS, self._digests.add_rows)
+            finally:
+                writer.close()
+            runs = Runs.of_writes(self._plan, image.layout)
+            (path / f"{SPANS}-{world.rank}").write_bytes(runs.to_bytes())
 
     def _complete(self, folder: Path, served: str) -> str | None:
         """What a machine's first rank adds; gives where its guard listens ("": nowhere), None on others."""
         listening = None
-        with self._world.phase("completing the version"):
+        with self._world.phase("completing the version"), _memory_errors(folder):
             if self._first:
                 path = self._path
                 assert path is not None, "begun before"
@@ -286,15 +286,35 @@ class _Keeping:
         }
         write_json(path / DOCUMENT, document)
 
-    def _discard(self, error: BaseException) -> None:
+    def _discard(self, folder: Path, error: BaseException) -> None:
         """Remove what was begun, unless it may be whole on all machines by now."""
-        path = self._path
-        if path is None:
+        if self._before is None:
             return
+        path = self._path
         # Agreed on by all ranks: nobody has given up the version before. After a death that is not known.
         agreed = isinstance(error, ZerostartError) and not isinstance(error, PeerError)
-        if agreed or not (path / DOCUMENT).exists():
+        if path is not None and (agreed or not (path / DOCUMENT).exists()):
             shutil.rmtree(path, ignore_errors=True)
+        there = {version.path for version in versions(folder)}
+        if not there:  # it was the first one, of which nothing is to stay
+            remove(folder)
+        elif path not in there and terms_of(folder) != self._before:
+            # Of the version that stays the end and the secret are what they were.
+            with contextlib.suppress(OSError):
+                write_json(folder / TERMS, self._before)
+
+
+@contextlib.contextmanager
+def _memory_errors(path: Path) -> Iterator[None]:
+    """What the system answers, such as that memory has run out, as a WriteError."""
+    try:
+        yield
+    except ZerostartError:
+        raise
+    except OSError as error:
+        raise WriteError(
+            f"{path}: the model cannot be kept: {error.strerror or error}; what was kept before stays"
+        ) from error
 
 
 class _Writer:

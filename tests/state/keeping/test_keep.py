@@ -78,8 +78,30 @@ def keep_and_go_on(path: Path, name: str, options: dict[str, Any]) -> None:
     second = zerostart.keep(model, name)
     assert second.version == 2
     assert second.digests != first.digests
+    terms = (kept.folder_of(name) / kept.TERMS).read_bytes()
     with pytest.raises(WriteError, match="budget=1000 allows"):
-        zerostart.keep(model, name, budget=1000)
+        zerostart.keep(model, name, budget=1000, expires_after=1.0, secret="another")
+    with pytest.raises(WriteError, match="budget=1000 allows"):
+        zerostart.keep(model, f"{name}-first", budget=1000)
+    if current_world().rank == 0:  # which removes it
+        assert not kept.folder_of(f"{name}-first").exists()
+    # Fails on one rank, when the terms of the new version are there.
+    with pytest.MonkeyPatch.context() as patch:
+        from zerostart.state import keeping
+
+        def fail(*_: object) -> None:
+            raise OSError(28, "No space left on device")
+
+        if current_world().rank == 1:
+            patch.setattr(keeping._Writer, "_put", fail)
+        for tried in (name, f"{name}-first"):
+            with pytest.raises(
+                WriteError, match=r"rank 1: .*No space left on device; what was kept before stays"
+            ):
+                zerostart.keep(model, tried, expires_after=1.0, secret="another")
+    if current_world().rank == 0:
+        assert not kept.folder_of(f"{name}-first").exists()
+        assert (kept.folder_of(name) / kept.TERMS).read_bytes() == terms
     current_world().all_gather_object(None, "the end of the job")
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -98,6 +120,120 @@ def test_a_killed_job_starts_again_from_memory(name: str, checkpoints: TinyCheck
     pid = guard_of(name)
     kept.remove(kept.folder_of(name))
     assert ends(pid)
+
+
+def numbered(folder: Path) -> Path:
+    """A model with tied embeddings, of which each element is a number of its own."""
+    from safetensors.torch import load_file, save_file
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"vocab_size": 50, "hidden_size": 24, "intermediate_size": 36, "num_hidden_layers": 1}
+    config = LlamaConfig(**sizes, num_attention_heads=2, tie_word_embeddings=True)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    count, found = 0, {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        found[name] = torch.arange(count, count + tensor.numel()).reshape(tensor.shape).float()
+        count += tensor.numel()
+    save_file(found, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def keep_flat(path: Path, name: str) -> None:
+    import deepspeed
+
+    for stage in (1, 2):
+        model = zerostart.load(path, engine="deepspeed", zero_stage=stage, progress=False)
+        zerostart.keep(model, f"{name}-{stage}")
+        model.train()
+        settings = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage}}
+        settings |= {"zero_allow_untested_optimizer": True}
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
+        engine.backward(engine(input_ids=torch.arange(4)[None], labels=torch.arange(4)[None]).loss)
+        engine.step()
+        zerostart.keep(engine, f"{name}-{stage}-trained")
+
+
+@pytest.mark.slow
+def test_flat_buffers_and_tied_weights(name: str, tmp_path: Path) -> None:
+    """What is kept of ZeRO-1 and 2 are the numbers of all elements, tied ones once."""
+    from safetensors.torch import load_file
+
+    path = numbered(tmp_path)
+    wanted = load_file(path / "model.safetensors")
+    names = [f"{name}-{stage}{then}" for stage in (1, 2) for then in ("", "-trained")]
+    try:
+        run_ranks(keep_flat, 2, path, name, timeout=280)
+        for one in names:
+            (version,) = kept.versions(kept.folder_of(one))
+            found = load_file(version.path / kept.WEIGHTS)
+            assert found.keys() == wanted.keys()
+            assert all(torch.equal(found[n], wanted[n]) for n in wanted), one
+            run_ranks(restarted, 1, path, one, FSDP2, 1.0)
+    finally:
+        for one in names:
+            kept.remove(kept.folder_of(one))
+
+
+FULL = """
+import json, os, sys
+from pathlib import Path
+import torch
+import torch.distributed as dist
+dist.init_process_group("gloo")
+import zerostart
+from tests.state.keeping.test_keep import check
+from zerostart.checkpoint.kept import folder as kept
+from zerostart.errors import WriteError
+from zerostart.state import keeping
+path, name = json.loads(sys.argv[1])
+model = zerostart.load(path, engine="fsdp2", progress=False)
+first = zerostart.keep(model, name)
+# Somebody else takes what has been found free, but for so much.
+look = keeping.check_space
+def taken(place, nbytes, what):
+    look(place, nbytes, what)
+    free = os.statvfs("/dev/shm")
+    with open("/dev/shm/filled", "wb") as file:
+        os.posix_fallocate(file.fileno(), 0, max(4096, free.f_bavail * free.f_frsize - left))
+keeping.check_space = taken
+for left in (0, 4096, 12288, nbytes := first.kept_bytes // 2, first.kept_bytes, first.kept_bytes + 8192):
+    try:
+        zerostart.keep(model, name)
+    except WriteError as error:
+        assert "No space left on device" in str(error), error
+    else:
+        raise AssertionError(f"kept in {left} bytes")
+    dist.barrier()
+    if dist.get_rank() == 0:
+        os.unlink("/dev/shm/filled")
+        assert [version.number for version in kept.versions(kept.folder_of(name))] == [1]
+        assert len([*kept.folder_of(name).glob("0*")]) == 1
+    dist.barrier()
+    check(zerostart.load(f"peer:///{name}", engine="fsdp2", progress=False), Path(path), 1.0)
+keeping.check_space = look
+assert zerostart.keep(model, name).version >= 2
+if dist.get_rank() == 0:
+    kept.remove(kept.folder_of(name))
+print("WHOLE", flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_memory_that_runs_out_is_one_error_and_the_version_before_stays(
+    name: str, checkpoints: TinyCheckpoints
+) -> None:
+    """In a small /dev/shm of its own, filled by somebody else at each step of a version."""
+    path = checkpoints("qwen3", torch.bfloat16)
+    apart = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=4m none /dev/shm && exec "$@"', "sh"]
+    trial = subprocess.run([*apart, "true"], capture_output=True, text=True, check=False)
+    if trial.returncode:
+        pytest.skip(f"no mount namespaces here: {trial.stderr.strip()}")
+    launched = ["torchrun", "--nproc-per-node", "2", "--master-port", str(free_port()), "--no-python"]
+    command = [*apart, *launched, sys.executable, "-c", FULL, json.dumps([str(path), name])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    assert done.stdout.count("WHOLE") == 2, done.stdout + done.stderr
 
 
 @pytest.mark.slow

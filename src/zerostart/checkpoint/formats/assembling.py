@@ -19,9 +19,20 @@ from zerostart.geometry.boxes import row_major_strides
 STATE = ":"
 
 
+@dataclass(frozen=True, slots=True)
+class Scalar:
+    """A number that was saved as a tensor without dimensions, and its type in safetensors' spelling."""
+
+    value: float
+    dtype: str
+
+
 @dataclass(frozen=True)
 class ParameterGroup:
-    """One parameter group of an optimizer: its ``settings`` as they were pickled, and its parameters."""
+    """One parameter group of an optimizer: its ``settings`` as they were pickled, and its parameters.
+
+    A setting that was a tensor without dimensions is a ``Scalar``.
+    """
 
     settings: dict[str, Any]
     parameters: tuple[str, ...]

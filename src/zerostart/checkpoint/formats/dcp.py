@@ -7,7 +7,7 @@ to 2.13).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,8 +80,19 @@ def _read(directory: Path, files: PartFiles) -> TrainingContents:
             found.numbers.setdefault(kind, {})[parameter] = files.number(parts[0][0])
         else:
             found.assembled[name] = from_boxes(name, shape, dtype, parts)
+    # A setting of a group may be a tensor, such as the learning rate of what is captured in a graph.
+    for (key, _), entry in stored.items():
+        route = _route(_routes(value).get(key), key)
+        if _is_setting(route) and (setting := files.setting(entry)) is not None:
+            pickled[key] = setting
     _add_groups(value, pickled, found)
     return found
+
+
+def _is_setting(route: Sequence[str]) -> bool:
+    """Whether what lies on this way is one of a parameter group."""
+    flat = len(route) == 2 and _flat(route[1], _FLAT_GROUPS) is not None
+    return flat or (len(route) == 4 and route[1] == "param_groups")
 
 
 def _add_groups(value: InertObject, pickled: Mapping[str, Any], found: TrainingContents) -> None:

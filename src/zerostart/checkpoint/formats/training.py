@@ -9,11 +9,12 @@ from __future__ import annotations
 import contextlib
 import struct
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from zerostart.checkpoint.catalog import Assembled, Catalog, TensorEntry
-from zerostart.checkpoint.formats.assembling import STATE, TrainingContents, check_whole
+from zerostart.checkpoint.formats.assembling import STATE, Scalar, TrainingContents, check_whole
 from zerostart.checkpoint.formats.base import CONFIG_NAME, Format, formats
 from zerostart.checkpoint.formats.inert_pickle import InertObject, StoredTensor
 from zerostart.checkpoint.formats.torch_zip import TorchArchive
@@ -80,6 +81,20 @@ class PartFiles:
             raise CheckpointError(f"{self.reading}: {shown(entry.name)} is not a number")
         with open_regular(self.reading, "training") as (handle, _):
             return float(struct.unpack(form, handle.read(struct.calcsize(form), entry.offset))[0])
+
+    def settings(self, values: Mapping[Any, Any], place: Placing) -> dict[str, Any]:
+        """Settings of an optimizer's group, with the values of those numbers that are tensors."""
+        return {
+            str(key): self.setting(place(str(key), value)) or value
+            if type(value) is StoredTensor and value.shape == ()
+            else value
+            for key, value in values.items()
+        }
+
+    def setting(self, entry: TensorEntry) -> Scalar | None:
+        """The number that a tensor without dimensions is; None for one of another type, or another shape."""
+        known = entry.dtype in _NUMBERS and entry.shape == ()
+        return Scalar(self.number(entry), entry.dtype) if known else None
 
     def torch_file(self, path: Path) -> tuple[object, Placing]:
         """What a file of ``torch.save`` holds, and what places its tensors."""

@@ -78,7 +78,7 @@ def _add_groups(path: Path, states: ModelStates, found: TrainingContents, files:
     for settings, shapes in zip(groups, states.groups, strict=False):
         if isinstance(settings, dict):
             kept = {key: item for key, item in settings.items() if key != "params"}
-            found.groups.append(ParameterGroup(kept, tuple(shapes)))
+            found.groups.append(ParameterGroup(files.settings(kept, place), tuple(shapes)))
 
 
 def _shaped(key: str, entry: TensorEntry, shape: tuple[int, ...], path: Path) -> Assembled:

@@ -154,7 +154,8 @@ class Base:
                     found.numbers.setdefault(str(key), {}).update(dict.fromkeys(shapes, float(value)))
         for group, settings in enumerate(self.settings):
             held = [names for names, own in zip(states.groups, self.grouped, strict=False) if own == group]
-            found.groups.append(ParameterGroup(settings, tuple(name for names in held for name in names)))
+            names_of_group = tuple(name for names in held for name in names)
+            found.groups.append(ParameterGroup(files.settings(settings, self.place), names_of_group))
 
 
 @dataclass(frozen=True)

@@ -146,12 +146,16 @@ def terms_of(folder: Path) -> JsonObject:
 
 
 def write_json(path: Path, document: JsonObject) -> None:
-    """Whole or not at all, and readable by this user alone."""
+    """Whole or not at all, and readable by this user alone. Raises OSError."""
     part = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
     handle = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    with os.fdopen(handle, "w") as file:
-        json.dump(document, file)
-    part.rename(path)
+    try:
+        with os.fdopen(handle, "w") as file:
+            json.dump(document, file)
+        part.rename(path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
 
 
 # The owner.

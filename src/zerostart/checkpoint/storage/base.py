@@ -221,6 +221,18 @@ class Storage(ABC):
         """All files of ``folder``, as they are now. Raises ReadError."""
         raise NotImplementedError(f"{type(self).__name__} has no directories")
 
+    @property
+    def is_saved_to(self) -> bool:
+        """Whether saves put objects there, one by one in the place of others (``uploads``)."""
+        return False
+
+    def within(self, name: str) -> Storage | None:
+        """The files of the folder ``name`` in ``folder``; None where there are none, or none can be listed.
+
+        Raises ReadError.
+        """
+        return None
+
     def measured(self) -> Storage:
         """The same with ``cost``, as it is found to be by a few requests. Raises ReadError."""
         return self

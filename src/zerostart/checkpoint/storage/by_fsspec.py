@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from zerostart.checkpoint.paths import shown_url
+from zerostart.checkpoint.paths import shown_url, without_secrets
 from zerostart.checkpoint.storage.objects import (
     Bucket,
     ChangedError,
@@ -45,14 +45,19 @@ class FsspecFiles(ObjectFiles):
 
     @classmethod
     def places(cls, source: str) -> tuple[str, str, str]:
-        """See ``ObjectFiles``. Raises ConfigError where the package of the file system is not installed."""
+        """See ``ObjectFiles``.
+
+        Raises ConfigError where the package of the file system is not installed, and ReadError where its
+        server is not there.
+        """
         import fsspec
 
         scheme = source.partition("://")[0]
         try:
             _, path = fsspec.core.url_to_fs(source)
         except (ImportError, ValueError) as error:
-            raise ConfigError(f"{scheme}:// is read by fsspec, which says: {error}") from error
+            told = without_secrets(str(error))
+            raise ConfigError(f"{scheme}:// is read by fsspec, which says: {told}") from error
         except Exception as error:  # some ask the server at once
             raise ReadError(f"{shown_url(source)}: the store does not answer: {_fault(error)}") from error
         begin = source[: source.index("://") + 3]
@@ -150,7 +155,7 @@ class _Fsspec(Bucket):
 
 
 def _fault(error: Exception) -> PassingError | RefusedError:
-    words = f"{type(error).__name__}: {error}"
+    words = without_secrets(f"{type(error).__name__}: {error}")
     if isinstance(error, (PermissionError, TypeError, ValueError, ImportError, NotImplementedError)):
         return RefusedError(words)
     return PassingError(words)

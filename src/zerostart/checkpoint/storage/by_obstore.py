@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, unquote_to_bytes, urlsplit, urlunsplit
 
-from zerostart.checkpoint.paths import shown_url
+from zerostart.checkpoint.paths import shown_url, without_secrets
 from zerostart.checkpoint.storage.objects import (
     PIECE,
     Bucket,
@@ -60,6 +60,11 @@ class ObstoreFiles(ObjectFiles):
             raise ConfigError(
                 f"{shown_url(source)}: names no bucket or server; write {scheme}://NAME/DIRECTORY"
             )
+        if scheme not in _WEB and url.password is not None:
+            raise ConfigError(
+                f"{shown_url(source)}: credentials are not taken out of a URL; give them as the "
+                "provider's own tools take them (see docs/stores.md)"
+            )
         if scheme not in _WEB:
             # Not parsed further: what is after the bucket is a key, whatever signs it has.
             begin, _, key = source.partition("://")[2].partition("/")
@@ -72,8 +77,14 @@ class ObstoreFiles(ObjectFiles):
         base = urlunsplit((scheme, url.netloc, "/", url.query, ""))
         return f"{scheme}://{url.netloc.rpartition('@')[2]}/", base, unquote(key)
 
+    @property
+    def is_saved_to(self) -> bool:
+        """See ``Storage``."""
+        return self.root.partition(":")[0] not in _WEB
+
     def bucket(self) -> Bucket:
-        """See ``ObjectFiles``."""
+        """See ``ObjectFiles``. Raises ConfigError in a forked process, too."""
+        _check_process()
         return _bucket(self.base, _settings())
 
     @classmethod
@@ -86,8 +97,8 @@ class ObstoreFiles(ObjectFiles):
         # Stores and libraries make others of these: what is written would not be found again.
         if key and ({"", ".", ".."} & {*key.split("/")} or re.search(r"[\x00-\x1f\x7f\\]", key)):
             raise ConfigError(
-                f"{url}: the names of its directories cannot be empty, . or .., nor have a backslash or a "
-                "control character in them; name another directory"
+                f"{shown_url(url)}: the names of its directories cannot be empty, . or .., nor have a "
+                "backslash or a control character in them; name another directory"
             )
         if scheme in _AWS:
             return S3Uploads.of(f"{root}{key}")
@@ -232,6 +243,21 @@ def _require(scheme: str) -> Any:
     return obstore
 
 
+#: The process that has asked a store, or from which this one was forked after it had.
+_asking: list[int] = []
+
+
+def _check_process() -> None:
+    """Raise ConfigError in a process without the threads of the crate, which would wait for them for ever."""
+    if _asking and _asking[0] != os.getpid():
+        raise ConfigError(
+            "this process was forked from one that has asked a store before, and stores cannot be reached "
+            "from it: start it by spawn or forkserver (multiprocessing.set_start_method), or ask the store "
+            "in it alone"
+        )
+    _asking[:] = [os.getpid()]
+
+
 def _connected(base: str, settings: Mapping[str, str], attempts: int) -> ObjectStore:
     import obstore
 
@@ -265,6 +291,7 @@ def _settings() -> tuple[tuple[str, str], ...]:
 
 def writable(base: str) -> ObjectStore:
     """The store at ``base``, in whichever process asks, for requests that the crate itself tries again."""
+    _check_process()
     return _writable(base, _settings())
 
 
@@ -282,10 +309,11 @@ def _found(meta: ObjectMeta) -> Found:
 
 
 def _told(error: Exception) -> str:
-    """What the library says, in one line; of URLs without user, password and query (a signature)."""
+    """What the library says, in one line, without what is secret."""
     text = str(error).partition("\n\nDebug source")[0]
-    text = re.sub(r"(https?://)[^\s/?]*@", r"\1", " ".join(text.split()))
-    return re.sub(r"(https?://[^\s?)]+)\?\S*", r"\1", text)[:400]
+    if "<Code>" in text:  # the rest of a store's document may be what was signed, with a token
+        text = text.partition("<")[0] + ": ".join(re.findall(r"<(?:Code|Message)>([^<]*)", text))
+    return without_secrets(" ".join(text.split()))[:400]
 
 
 def _in_the_clear(settings: Mapping[str, str]) -> bool:
@@ -317,7 +345,15 @@ def _aws(settings: Mapping[str, str]) -> dict[str, Any]:
         ("AWS_SHARED_CREDENTIALS_FILE", "credentials", name),
     ):
         parser = configparser.RawConfigParser()
-        parser.read(Path(settings.get(variable, f"~/.aws/{file}")).expanduser(), encoding="utf-8")
+        path = Path(settings.get(variable, f"~/.aws/{file}"))
+        try:
+            parser.read(path.expanduser(), encoding="utf-8")
+        except RuntimeError:  # a user without a home, as in a container
+            continue
+        except (configparser.Error, UnicodeError):  # whose text may be a line with a key
+            raise ConfigError(
+                f"{path}: this is no file of AWS profiles; mend it, or unset {variable}"
+            ) from None
         if parser.has_section(section):
             profile |= dict(parser.items(section))
     if asked and not profile:

@@ -159,6 +159,19 @@ class ObjectFiles(Storage, ABC):
         """See ``Storage``."""
         return self._below(self._key(f"{self.folder}/").rstrip("/"))
 
+    def within(self, name: str) -> Storage | None:
+        """See ``Storage``: by one request."""
+        folder = f"{self.folder}/{name}"
+        try:
+            listed = self._asked(lambda: self.bucket().list(self._key(folder)), folder)
+        except ReadError as error:
+            if not isinstance(error.__cause__, RefusedError):
+                raise
+            listed = None
+        if not listed:
+            return None
+        return replace(self._of({key: Found(size, None) for key, size in listed.items()}), folder=folder)
+
     def measured(self) -> Storage:
         """See ``Storage``. A checkpoint that is soon read is read as is usual."""
         opened = replace(self, heads=())
@@ -264,7 +277,9 @@ class ObjectFiles(Storage, ABC):
             listed = None
         found = known or {}
         if listed is not None:
-            # Without marks: those that are read are asked for by ``named``.
+            # Without marks: those that are read are asked for by ``named``. And no others than belong there:
+            # copies are written under these names.
+            listed = {key: size for key, size in listed.items() if _is_right_below(folder, key)}
             found = found | {key: Found(size, None) for key, size in listed.items() if key not in found}
         else:
             names = (f"{begin}{name}" for name in (*STANDARD_NAMES, *USUAL_SETTINGS))
@@ -272,6 +287,11 @@ class ObjectFiles(Storage, ABC):
             if refused and not found:
                 raise refused[0]
         return replace(self._of(found), folder=f"{self.root}{folder}".removesuffix("/"), asked=asked)
+
+
+def _is_right_below(folder: str, key: str) -> bool:
+    place, _, name = key.rpartition("/")
+    return place == folder and name not in ("", ".", "..")
 
 
 class ObjectReader(Reader):

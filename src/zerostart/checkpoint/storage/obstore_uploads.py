@@ -16,7 +16,9 @@ from zerostart.checkpoint.storage.uploads import (
     ANYTHING,
     MARK,
     PART,
+    REMOVING,
     Before,
+    MayNotRemoveError,
     Stored,
     TakenError,
     Uploads,
@@ -107,7 +109,7 @@ class ObstoreUploads(Uploads):
         for name in names:
             try:
                 delete = functools.partial(self._obstore.delete, self.reach(), self._key(name))
-                self._asked(delete, name, "removing")
+                self._asked(delete, name, REMOVING)
             except FileNotFoundError:
                 continue
 
@@ -178,12 +180,14 @@ class ObstoreUploads(Uploads):
         except kinds.NotSupportedError as error:
             raise NotImplementedError(told(error)) from error
         except FileNotFoundError as error:
-            if doing == "removing":
+            if doing == REMOVING:
                 raise
             raise WriteError(f"{doing} {where} failed: {told(error)}") from error
         except (kinds.BaseError, OSError, ValueError, TypeError) as error:
+            denied = isinstance(error, (kinds.PermissionDeniedError, kinds.UnauthenticatedError))
+            kind = MayNotRemoveError if denied and doing == REMOVING else WriteError
             text = told(error).partition(" Debug source")[0].partition("?")[0]
-            raise WriteError(f"{doing} {where} failed: {text}") from error
+            raise kind(f"{doing} {where} failed: {text}") from error
 
 
 class Pieces:

@@ -12,8 +12,10 @@ from typing import Any
 from zerostart.checkpoint.storage.uploads import (
     ANYTHING,
     MARK,
+    REMOVING,
     Before,
     GoneError,
+    MayNotRemoveError,
     Stored,
     TakenError,
     Unfinished,
@@ -117,7 +119,7 @@ class S3Uploads(Uploads):
         keys = [self._key(name) for name in names]
         for at in range(0, len(keys), _TOGETHER):
             batch = keys[at : at + _TOGETHER]
-            with self._errors(next(iter(names)), "removing"):
+            with self._errors(next(iter(names)), REMOVING):
                 if len(batch) <= 16:
                     for key in batch:
                         self._client.delete_object(Bucket=self._bucket, Key=key)
@@ -125,7 +127,8 @@ class S3Uploads(Uploads):
                 wanted = {"Objects": [{"Key": key} for key in batch], "Quiet": True}
                 answer = self._client.delete_objects(Bucket=self._bucket, Delete=wanted)
             for failed in answer.get("Errors", ()):
-                raise WriteError(f"{failed['Key']}: cannot be removed: {failed.get('Message')}")
+                kind = MayNotRemoveError if failed.get("Code") == "AccessDenied" else WriteError
+                raise kind(f"{failed['Key']}: cannot be removed: {failed.get('Message')}")
 
     def begin(self, name: str, mark: str = "") -> str:
         """See ``Uploads``."""
@@ -250,12 +253,10 @@ class S3Uploads(Uploads):
                 raise TakenError(f"{where}: {told(error)}") from error
             if _code(error) == "NoSuchUpload":
                 raise GoneError(f"{where}: its upload was aborted by somebody else") from error
-            hint = (
-                "; give credentials that may write there, as AWS's own tools take them (see docs/stores.md)"
-                if error.response.get("ResponseMetadata", {}).get("HTTPStatusCode") in (401, 403)
-                else ""
-            )
-            raise WriteError(f"{doing} {where} failed: {told(error)}{hint}") from error
+            denied = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode") in (401, 403)
+            hint = "; give credentials that may, as AWS's own tools take them (see docs/stores.md)"
+            kind = MayNotRemoveError if denied and doing == REMOVING else WriteError
+            raise kind(f"{doing} {where} failed: {told(error)}{hint if denied else ''}") from error
         except (BotoCoreError, OSError) as error:
             raise WriteError(f"{doing} {where} failed: {told(error)}") from error
 

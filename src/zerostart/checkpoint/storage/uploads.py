@@ -11,7 +11,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Final
 
-from zerostart.errors import ZerostartError
+from zerostart.checkpoint.paths import without_secrets
+from zerostart.errors import WriteError, ZerostartError
 
 MiB = 1 << 20
 #: Bytes of a part: stores want 5 MiB at least of all but the last, and some want all others of one length.
@@ -22,12 +23,20 @@ MARK = "zerostart-save"
 MOST_PARTS = 10_000
 
 
+#: What is being done when an object is removed, in words.
+REMOVING: Final = "removing"
+
+
 class TakenError(Exception):
     """The object is not the one that was to be replaced, or there is one where there should be none."""
 
 
 class GoneError(Exception):
     """There is no such upload: it was aborted, or completed."""
+
+
+class MayNotRemoveError(WriteError):
+    """The credentials do not allow to remove objects."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +103,7 @@ class Uploads(ABC):
 
     @abstractmethod
     def remove(self, names: Collection[str]) -> None:
-        """Remove objects, those that are there."""
+        """Remove objects, those that are there. Raises MayNotRemoveError where that is not allowed."""
 
     @abstractmethod
     def at(self, url: str) -> Uploads:
@@ -158,4 +167,6 @@ def parts_of(size: int, part: int) -> Iterator[tuple[int, int]]:
 
 def told(error: BaseException) -> str:
     """What went wrong, in one line; of an error of ours as it is."""
-    return str(error) if isinstance(error, ZerostartError) else " ".join(f"{error}".split())[:400]
+    if isinstance(error, ZerostartError):
+        return str(error)
+    return without_secrets(" ".join(f"{error}".split()))[:400]

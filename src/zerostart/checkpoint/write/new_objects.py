@@ -20,7 +20,6 @@ from zerostart.checkpoint.write.notes import (
     Plan,
     clear_killed,
     living,
-    settle,
     store_errors,
     together,
     wanted,
@@ -112,8 +111,7 @@ class NewObjects:
         with contextlib.suppress(ZerostartError, TakenError, GoneError):
             was, self._open = self._open, False
             if was:
-                self._note.end()
-                settle(self.uploads, self._token, self._note.content(), self._note.now())
+                self._note.close()
 
 
 def cleared(uploads: Uploads) -> Mapping[str, Stored]:

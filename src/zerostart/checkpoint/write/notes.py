@@ -13,12 +13,13 @@ import contextlib
 import functools
 import hashlib
 import json
+import logging
 import os
 import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import TypeVar
@@ -29,11 +30,13 @@ from zerostart.checkpoint.manifest import (
     MARKERS,
     is_inside,
 )
-from zerostart.checkpoint.storage.uploads import GoneError, Stored, TakenError, Uploads
-from zerostart.checkpoint.strict_json import JsonObject, load_json
+from zerostart.checkpoint.storage.base import Storage
+from zerostart.checkpoint.storage.uploads import GoneError, MayNotRemoveError, Stored, TakenError, Uploads
+from zerostart.checkpoint.strict_json import MAX_DOCUMENT_BYTES, JsonObject, load_json
 from zerostart.checkpoint.write.workers import all_of
-from zerostart.errors import WriteError, ZerostartError
+from zerostart.errors import CheckpointNotFoundError, ReadError, WriteError, ZerostartError
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 #: Seconds after which a note that is not renewed is that of a killed save, and between two renewals.
 LEASE, RENEWED = 120.0, 30.0
@@ -45,6 +48,8 @@ _NOTE = re.compile(rf"{re.escape(HIDDEN)}/[0-9a-f]{{12}}\.json")
 _TOGETHER = 16
 #: Seconds by which a store's clock may tell two of its own moments in the wrong order.
 _GRAIN = 2.0
+#: How often a reader looks again at a note that is written anew meanwhile.
+_READINGS = 4
 #: The length in a note of what is not to be removed, of which uploads alone are aborted.
 STAYS = -1
 
@@ -78,7 +83,7 @@ class Note:
     """What a save leaves in the store for as long as it lasts."""
 
     def __init__(self, uploads: Uploads, token: str) -> None:
-        self._uploads, self._name = uploads, f"{HIDDEN}/{token}.json"
+        self._uploads, self._token, self.name = uploads, token, f"{HIDDEN}/{token}.json"
         #: Weights that are uploaded, and their lengths, or STAYS.
         self.files: dict[str, int] = {}
         self.plan: Plan | None = None
@@ -86,6 +91,8 @@ class Note:
         self.begun: list[str] = []
         #: Whether it is at the steps from its plan to the end, which one save at a time takes.
         self.publishing = False
+        #: Whether it has failed, and whoever comes next settles what it has left, though its process lives.
+        self.over = False
         self._since = 0.0
         self._tag: str | None = None
         self._lock = threading.Lock()
@@ -105,7 +112,7 @@ class Note:
     def now(self) -> float:
         """The moment of its last writing, by the store's own clock."""
         there = self._uploads.listed(HIDDEN)
-        return there[self._name].changed if self._name in there else time.time()
+        return there[self.name].changed if self.name in there else time.time()
 
     def write(self, **changes: object) -> None:
         """Make it what it is now, with ``changes``. Raises WriteError, and GoneError.
@@ -116,7 +123,7 @@ class Note:
             for name, value in changes.items():
                 setattr(self, name, value)
             try:
-                self._tag = self._uploads.put(self._name, json.dumps(self.content()).encode(), self._tag)
+                self._tag = self._uploads.put(self.name, json.dumps(self.content()).encode(), self._tag)
             except TakenError as error:
                 raise GoneError(
                     f"this save gave no sign of life for {LEASE:.0f} seconds, and another one has cleared it "
@@ -129,6 +136,20 @@ class Note:
         if self._thread.is_alive():
             self._thread.join()
 
+    def close(self) -> None:
+        """Settle the save, which is at its end: it has made its switch, or has failed.
+
+        Raises WriteError; what could not be done then is for whoever saves next.
+        """
+        self.end()
+        with told_of_what_stays(self._uploads, [self.name]):
+            try:
+                settle(self._uploads, self._token, self.content(), self.now())
+            except WriteError:
+                with contextlib.suppress(WriteError, GoneError):  # it may say so already
+                    self.write(over=True)
+                raise
+
     def content(self) -> JsonObject:
         """As it is written."""
         plan = None if self.plan is None else vars(self.plan)
@@ -139,6 +160,7 @@ class Note:
             "files": dict(self.files),
             "begun": list(self.begun),
             "publishing": self.publishing,
+            "over": self.over,
             "plan": plan,
         }
 
@@ -160,15 +182,32 @@ def finish(uploads: Uploads, token: str, plan: Plan) -> None:
                 uploads.put(name, data[0], before)
     if plan.document and (data := uploads.read(f"{own}/{plan.document}")) is not None:
         uploads.put(plan.document, data[0])
-    remove_known(uploads, plan.drop)
-    uploads.remove(list(uploads.listed(own)))
+    with told_of_what_stays(uploads, [*plan.drop, own]):
+        remove_known(uploads, plan.drop)
+        uploads.remove(list(uploads.listed(own)))
+
+
+@contextlib.contextmanager
+def told_of_what_stays(uploads: Uploads, names: Collection[str]) -> Iterator[None]:
+    """Where credentials do not allow to remove what nobody goes by any more, warn that it stays."""
+    try:
+        yield
+    except MayNotRemoveError as error:
+        few = ", ".join([*names][:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+        logger.warning(
+            "%s: what nobody goes by any more stays there (%s): %s. Remove it, or give credentials that may "
+            "delete objects",
+            uploads.url,
+            few,
+            error,
+        )
 
 
 def settle(uploads: Uploads, token: str, note: JsonObject, now: float) -> None:
     """Finish a save that has made its switch, take back one that has not; its note goes last.
 
     What a living save has noted for itself stays, and then the note stays, too. ``now`` is the store's time.
-    Raises WriteError.
+    Raises WriteError; where nothing may be removed, the note says that nothing is left to do.
     """
     files: dict[str, int] = note["files"]
     since = note["since"] - _GRAIN
@@ -209,9 +248,17 @@ def settle(uploads: Uploads, token: str, note: JsonObject, now: float) -> None:
         if found is not None and hashlib.sha256(found[0]).hexdigest() == digest:
             mine.append(name)
     unclear = unclear or bool(theirs & {*mine})
-    uploads.remove([*(name for name in mine if name not in theirs), *uploads.listed(f"{HIDDEN}/{token}")])
-    if not unclear:
-        uploads.remove([f"{HIDDEN}/{token}.json"])
+    own_name = f"{HIDDEN}/{token}.json"
+    try:
+        uploads.remove([*(name for name in mine if name not in theirs), *uploads.listed(f"{HIDDEN}/{token}")])
+        if not unclear:
+            uploads.remove([own_name])
+    except MayNotRemoveError:
+        # Without its plan, by which readers would look for what it has not delivered.
+        names = note["files"] if mine else {}
+        ended = {**note, "files": names, "begun": [], "plan": None, "publishing": False, "over": True}
+        uploads.put(own_name, json.dumps(ended).encode())
+        raise
 
 
 def living(uploads: Uploads, token: str, now: float) -> list[JsonObject]:
@@ -221,6 +268,44 @@ def living(uploads: Uploads, token: str, now: float) -> list[JsonObject]:
         for other, note, _, changed in _notes(uploads, token)
         if _lives(note, changed, now)
     ]
+
+
+def not_delivered(folder: Storage, weights: Storage) -> dict[str, str]:
+    """What a save has still to put beside ``weights``, to which it has made its switch: names, and places.
+
+    It may have been killed. ``weights`` are files of ``folder`` as a reader has opened them, who has not
+    looked at what is beside them yet. Raises ReadError.
+    """
+    marks = dict(zip(weights.names(), weights.identities, strict=True))
+    hidden = folder.within(HIDDEN)
+    for name in hidden.names() if hidden is not None else ():
+        if hidden is None or not _NOTE.fullmatch(f"{HIDDEN}/{name}"):
+            continue
+        plan = _plan_in(hidden, name)
+        if not plan:
+            continue
+        if plan["switch"] in marks:  # a single file, which has the name of the one before
+            switched = str(marks[plan["switch"]]).strip('"') != str(plan["before"]).strip('"')
+        else:
+            switched = not marks.keys().isdisjoint(plan["weights"])
+        if switched:
+            return {one: f"{HIDDEN}/{PurePosixPath(name).stem}/{one}" for one in plan["deliver"]}
+    return {}
+
+
+def _plan_in(hidden: Storage, name: str) -> JsonObject | None:
+    """The plan in a note, as a reader finds it; None for none, and where the save has ended meanwhile."""
+    for last in (False,) * _READINGS + (True,):
+        try:
+            with hidden.named([name]).opened(0) as (handle, size):
+                note = _well_formed(handle.read(min(size, MAX_DOCUMENT_BYTES), 0))
+            return None if note is None else note["plan"]
+        except CheckpointNotFoundError:
+            return None
+        except ReadError:  # it was written anew
+            if last:
+                raise
+    return None
 
 
 def wanted(note: JsonObject) -> set[str]:
@@ -239,7 +324,7 @@ def _notes(uploads: Uploads, token: str) -> Iterator[tuple[str, JsonObject, str,
 
 
 def _lives(note: JsonObject, changed: float, now: float) -> bool:
-    here = _is_here(note["by"])
+    here = False if note.get("over") else _is_here(note["by"])
     return now - changed < LEASE if here is None else here
 
 
@@ -278,6 +363,10 @@ def clear_one(uploads: Uploads, token: str, now: float) -> None:
             continue
         # What cannot be done now, the next save tries again.
         with contextlib.suppress(WriteError, TakenError, GoneError):
+            if not note["files"] and not note["plan"]:
+                # Its own could not be removed then, or there is none yet.
+                uploads.remove([*uploads.listed(f"{HIDDEN}/{other}"), f"{HIDDEN}/{other}.json"])
+                continue
             # If it lives even so, it hears of this before its next step.
             taken = json.dumps({**note, "taken": token}).encode()
             uploads.put(f"{HIDDEN}/{other}.json", taken, tag)
@@ -403,6 +492,6 @@ def store_errors(url: str, state: str = "nothing was saved") -> Iterator[None]:
             f"{state}"
         ) from error
     except WriteError as error:
-        if state in str(error):
-            raise
+        if isinstance(error.__cause__, WriteError | TakenError | GoneError):
+            raise  # it was said further in, where more is known
         raise WriteError(f"{error}; {state}") from error

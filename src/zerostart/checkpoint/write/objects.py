@@ -49,7 +49,6 @@ from zerostart.checkpoint.write.notes import (
     living,
     named_by,
     remove_known,
-    settle,
     store_errors,
     together,
     wanted,
@@ -259,7 +258,8 @@ class ObjectStaging:
         else:
             put(plan.switch, text if plan.switch == self._marker else beside[plan.switch], plan.before)
         # 4. The rest, which the next save does where this one cannot.
-        with store_errors(self.uploads.url, "all is there, but what was there before is not removed"):
+        before = "readers go by what was there before, which" if plan.over else "what was there before"
+        with store_errors(self.uploads.url, f"all is there, but {before} is not removed"):
             finish(self.uploads, self._token, plan)
         # Their lengths would have them removed as what was given up.
         self._note.write(
@@ -364,8 +364,7 @@ class ObjectStaging:
         if not was:
             return
         self._kept.cleanup()
-        self._note.end()
-        settle(self.uploads, self._token, self._note.content(), self._note.now())
+        self._note.close()
 
 
 def remove(uploads: Uploads, marker: str) -> None:

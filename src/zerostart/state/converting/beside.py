@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -26,8 +26,10 @@ _OF_THE_RUN = (
 )
 
 
-def beside(contents: Contents, dtype: torch.dtype | None) -> Iterator[tuple[str, Path | bytes]]:
-    """The files by name; in the configuration the dtype of the weights now."""
+def beside(
+    contents: Contents, dtype: torch.dtype | None, dequantised: bool
+) -> Iterator[tuple[str, Path | bytes]]:
+    """The files by name; the configuration says of dtype and quantisation what holds of the weights now."""
     root = Path(contents.root) if contents.root else None
     config = read_config(contents.root) if contents.root else None
     if root is None or config is None:
@@ -35,27 +37,29 @@ def beside(contents: Contents, dtype: torch.dtype | None) -> Iterator[tuple[str,
     for path in sorted(root.iterdir()):
         wanted = path.name.endswith(_ENDS) and not path.name.endswith(".index.json")
         if path.is_file() and wanted and path.name not in _OF_THE_RUN:
-            if path.name == "config.json" and dtype is not None and "_class_name" not in config:
-                yield path.name, _with_dtype(config, dtype)
+            if path.name == "config.json" and "_class_name" not in config and (dtype or dequantised):
+                yield path.name, _changed(config, dtype, dequantised)
             else:
                 yield path.name, path
 
 
-def _with_dtype(config: JsonObject, dtype: torch.dtype) -> bytes:
-    kept = {key: value for key, value in config.items() if key != "torch_dtype"}
-    text = json.dumps({**kept, "dtype": str(dtype).removeprefix("torch.")}, indent=2, ensure_ascii=False)
-    return (text + "\n").encode()
+def _changed(config: JsonObject, dtype: torch.dtype | None, dequantised: bool) -> bytes:
+    gone = {"torch_dtype"} if dtype is not None else set()
+    # Readers would look for scales that the weights have taken in.
+    gone |= {"quantization_config"} if dequantised else set()
+    kept = {key: value for key, value in config.items() if key not in gone}
+    if dtype is not None:
+        kept["dtype"] = str(dtype).removeprefix("torch.")
+    return (json.dumps(kept, indent=2, ensure_ascii=False) + "\n").encode()
 
 
-def copy_beside(
-    contents: Contents, out: Path, dtype: torch.dtype | None, but: Path | None = None
-) -> list[str]:
+def copy_beside(files: Iterable[tuple[str, Path | bytes]], out: Path, but: Path | None = None) -> list[str]:
     """Copy the files to the directory ``out``, except those whose names ``but`` has; gives their names.
 
     Raises OSError.
     """
     names = []
-    for name, item in beside(contents, dtype):
+    for name, item in files:
         if but is not None and (but / name).exists():
             continue
         if isinstance(item, bytes):

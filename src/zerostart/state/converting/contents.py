@@ -22,7 +22,7 @@ from zerostart.checkpoint.source import open_catalog
 from zerostart.checkpoint.storage import storage_at
 from zerostart.errors import CheckpointNotFoundError, ConfigError
 from zerostart.geometry import Piece
-from zerostart.state.resuming.document import read_document
+from zerostart.state.resuming.document import plain_settings, read_document
 from zerostart.state.resuming.retention import complete
 from zerostart.state.resuming.training_state import MODEL, STATE
 from zerostart.state.resuming.values import decoded
@@ -153,13 +153,13 @@ def _add_foreign(contents: Contents, place: Path) -> None:
     contents.weights = {n: Stored(n, t.dtype, t.shape, t.pieces) for n, t in model.weights.items()}
     _add_states(contents, state, 1)
     contents.numbers = found.numbers
-    contents.groups = [replace(group, settings=_plain(group.settings)) for group in found.groups]
+    contents.groups = [replace(group, settings=plain_settings(group.settings)) for group in found.groups]
     contents.ties, contents.buffers = found.ties, found.buffers
     contents.computing = found.computing
     contents.scale = _scale(found.engine.get("scale"))
     contents.counters = {key: value for key, value in found.engine.items() if type(value) is int}
     contents.counters.pop("stage", None)
-    contents.schedule = None if found.schedule is None else _plain(found.schedule)
+    contents.schedule = None if found.schedule is None else plain_settings(found.schedule)
 
 
 def _add_state(contents: Contents, place: Path | str) -> None:
@@ -206,20 +206,6 @@ def _add_states(contents: Contents, state: Catalog, number: int) -> None:
         elif kind == _OPTIMIZER and name:
             stored = Stored(path, tensor.dtype, tensor.shape, tensor.pieces, number)
             contents.states.setdefault(key, {})[name] = stored
-
-
-#: Settings and counters that other formats hold.
-_SIMPLE = (bool, int, float, str, type(None))
-
-
-def _plain(values: Mapping[Any, Any]) -> dict[str, Any]:
-    """The settings that are numbers, words, or tuples and lists of these."""
-    return {
-        str(key): value
-        for key, value in values.items()
-        if type(value) in _SIMPLE
-        or (type(value) in (tuple, list) and all(type(item) in _SIMPLE for item in value))
-    }
 
 
 def once(weights: Mapping[str, Stored], catalog: Catalog, tied: bool) -> dict[str, Stored]:

@@ -67,7 +67,8 @@ class Distributed(TargetFormat):
                 add(("optim", "state", name, key), value, torch.float32)
         for number, group in enumerate(contents.groups):
             for key, setting in {**group.settings, "params": list(group.parameters)}.items():
-                add(("optim", "param_groups", number, key), setting)
+                held = setting.dtype if isinstance(setting, torch.Tensor) else None
+                add(("optim", "param_groups", number, key), setting, held)
         described: dict[str, Described] = {}
         for number, parts in enumerate(_files([image for *_, image in found])):
             name = _FILE.format(number)

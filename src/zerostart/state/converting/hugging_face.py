@@ -71,7 +71,9 @@ class Original(TargetFormat):
                 value = tensor.value
                 shape = tuple(tensor.shape)
                 weights[name] = Stored(name, spelling(tensor.dtype, name), shape, value.pieces)
-        return _safetensors_files(contents, weights, options)
+        target = _safetensors_files(contents, weights, options)
+        target.dequantised = built.quantizer is not None
+        return target
 
 
 def _safetensors_files(contents: Contents, weights: Mapping[str, Stored], options: Options) -> Target:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import torch
 from torch import nn
 
 from zerostart import models
 from zerostart.checkpoint.formats.assembling import ParameterGroup
+from zerostart.checkpoint.source import read_config
 from zerostart.distributed.world import World
 from zerostart.errors import ConfigError
 from zerostart.loading.preparation import equal_in
@@ -29,6 +32,10 @@ class ModelForm:
     buffers: dict[str, Stored] = field(default_factory=dict)
     #: Other names of parameters.
     ties: dict[str, str] = field(default_factory=dict)
+    #: Whether weights are quantised in the source, and computed from that.
+    dequantised: bool = False
+    #: The configuration of the model that was built, by names of files, where the source has none.
+    settings: dict[str, bytes] = field(default_factory=dict)
 
     @property
     def trained(self) -> dict[str, Stored]:
@@ -76,7 +83,19 @@ def as_model(contents: Contents) -> ModelForm:
     else:
         built, recipes = built_model(contents)
         own, buffers = _under_own_names(contents, built.model, recipes)
+        return replace(
+            _form(own, buffers),
+            dequantised=built.quantizer is not None,
+            settings={} if contents.root and read_config(contents.root) else _settings(built),
+        )
     return _form(own, buffers)
+
+
+def _settings(built: Built) -> dict[str, bytes]:
+    """What the model's library writes of a configuration that it knows by the tensors alone."""
+    with tempfile.TemporaryDirectory(prefix="zerostart-") as folder:
+        built.library.save_settings(built.model, Path(folder), None)
+        return {file.name: file.read_bytes() for file in Path(folder).iterdir() if file.is_file()}
 
 
 def _with_kinds(contents: Contents) -> tuple[Contents, frozenset[str]]:

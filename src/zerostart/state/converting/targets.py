@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
@@ -50,6 +50,10 @@ class Target:
     entries: list[tuple[str, str, Sequence[int]]] = field(default_factory=list)
     #: The same as safetensors files, where the format is of these.
     layout: SaveLayout | None = None
+    #: Whether weights that are quantised in the source are not here.
+    dequantised: bool = False
+    #: Of a source without a configuration that of its model, by the names of files.
+    settings: dict[str, bytes] = field(default_factory=dict)
     #: Parts of the source that the format does not hold, in words.
     left_out: list[str] = field(default_factory=list)
     #: Tensors that are written, and the bytes of their elements.
@@ -143,6 +147,11 @@ class Asked:
             seen.add(name)
         return target
 
+    def beside(self, contents: Contents, target: Target) -> Iterator[tuple[str, Path | bytes]]:
+        """What comes along with the weights, by name; see ``beside.py``."""
+        yield from target.settings.items()
+        yield from beside(contents, self.options.dtype, target.dequantised)
+
     def check_free(
         self,
         contents: Contents,
@@ -161,7 +170,7 @@ class Asked:
         known = next((name for name in names if taken(name)), None) or next(
             (
                 name
-                for name, item in beside(contents, self.options.dtype)
+                for name, item in self.beside(contents, target)
                 if target.layout is not None and name in CONTENT and (there := taken(name))
                 if there() != (item if isinstance(item, bytes) else item.read_bytes())
             ),

@@ -16,6 +16,7 @@ from zerostart.checkpoint.storage.direct import PAGE
 from zerostart.checkpoint.write.images import Image
 from zerostart.checkpoint.write.space import check_space
 from zerostart.checkpoint.write.staging import write_errors
+from zerostart.checkpoint.write.switching import clear_killed
 from zerostart.distributed.machine import cores, local_ranks
 from zerostart.distributed.world import World
 from zerostart.errors import ConfigError
@@ -94,6 +95,8 @@ class ToDirectory:
                 asked.check_free(contents, target, str(root), functools.partial(self._taken, target))
                 left = sum(image.size for image in target.images) - work.allocated()
                 check_space(root, left, "what is converted")
+                # What a killed one was giving its names has them all after this, or none.
+                clear_killed(root)
                 return contents, target, work.plan, work.begin(target.images)
             except BaseException:
                 work.discard_empty()
@@ -135,18 +138,23 @@ class ToDirectory:
 
     def _name(self, target: Target, contents: Contents, digests: Digests) -> dict[str, str]:
         """Give the files their names, in which readers find all or nothing."""
-        world, work, dtype = self._world, self._work, self._asked.options.dtype
+        world, work = self._world, self._work
         names = {image.name: image.name for image in target.images}
         if target.layout is not None:
+            ended = world.broadcast_object(
+                lambda: work is not None and work.is_published(target.images), "looking for what is converted"
+            )
+            if ended:  # by one that was killed over what it had to remove
+                return names
             with publishing(self._root, world) as publication:
                 if work is not None:
-                    copy_beside(contents, publication.directory, dtype)
+                    copy_beside(self._asked.beside(contents, target), publication.directory)
                     work.link_into(publication.directory, target.images)
                 publication.add_digests(digests.summed(world))
             return names | publication.names
         with world.phase("giving the files their names"), write_errors(self._root, _GOES_ON):
             if work is not None:
-                made = copy_beside(contents, work.files, dtype, but=self._root)
+                made = copy_beside(self._asked.beside(contents, target), work.files, self._root)
                 beside = [Image(name, (work.files / name).stat().st_size) for name in made]
                 work.publish([*beside, *target.images])
         return names

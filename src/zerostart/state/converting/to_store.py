@@ -16,7 +16,7 @@ from zerostart.checkpoint.write.notes import store_errors
 from zerostart.checkpoint.write.objects import part_length
 from zerostart.checkpoint.write.parts import PartUploader, Receipts, Uploading
 from zerostart.distributed.world import World
-from zerostart.state.converting.beside import beside, copy_beside
+from zerostart.state.converting.beside import copy_beside
 from zerostart.state.converting.contents import Contents
 from zerostart.state.converting.targets import Asked, Target
 from zerostart.state.converting.units import Checksums, Filler, Span, bytes_of, put_literals, spans_of
@@ -52,7 +52,7 @@ class ToStore:
 
             def begin() -> list[Uploading]:
                 assert place.staging is not None, "the first rank has it"
-                copy_beside(contents, publication.directory, self._asked.options.dtype)
+                copy_beside(self._asked.beside(contents, target), publication.directory)
                 return place.staging.begin_files(".", layout)
 
             def end() -> None:
@@ -80,7 +80,7 @@ class ToStore:
             # Before the last one, by which readers go.
             target.images[-1:-1] = [
                 Image(name, len(data), ((0, data),))
-                for name, item in beside(contents, self._asked.options.dtype)
+                for name, item in self._asked.beside(contents, target)
                 for data in [item if isinstance(item, bytes) else item.read_bytes()]
                 if name not in there
             ]

@@ -27,6 +27,7 @@ class Universal(TargetFormat):
         check(options)
         form = as_model(contents)
         target = Target(left_out=others_left_out(contents))
+        target.dequantised, target.settings = form.dequantised, form.settings
         keys, left = state_keys(form)
         target.left_out += left
         tag = f"{tag_of(contents)}_universal"

@@ -19,14 +19,14 @@ import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 
-from zerostart.checkpoint.manifest import HIDDEN
+from zerostart.checkpoint.manifest import HIDDEN, MARKER, current
 from zerostart.checkpoint.storage.direct import open_direct, whole_pages
 from zerostart.checkpoint.storage.files import read_small
 from zerostart.checkpoint.storage.page_cache import direct_suits, file_system
 from zerostart.checkpoint.write.folders import NO_LINKS, Folder, begin_writeback, lock, sync, write_whole
 from zerostart.checkpoint.write.images import Image
 from zerostart.checkpoint.write.writer import DIRECT
-from zerostart.errors import ReadError, WriteError
+from zerostart.errors import ReadError, WriteError, ZerostartError
 
 #: The place of a conversion, in the directory that it makes; nothing else there has this name.
 PLACE = f"{HIDDEN}/converting"
@@ -105,13 +105,16 @@ class Work:
             known.unlink(missing_ok=True)
         for left in self.place.glob("archive-*"):  # of a process that was killed over them
             shutil.rmtree(left, ignore_errors=True)
-        done = self._done() if known.exists() else {}
-        if not done:
+        # Where the plan is the same, so are the bytes of all files, those too of which no journal tells yet:
+        # of a conversion without elements none ever does.
+        going_on = known.exists()
+        done = self._done() if going_on else {}
+        if not going_on:
             self._remove_all()
         self.files.mkdir(exist_ok=True)
         for image in images:
             path = self.files / image.name
-            if (self.root / image.name).exists() and not path.exists() and done:
+            if (self.root / image.name).exists() and not path.exists() and going_on:
                 continue  # given its name already
             path.parent.mkdir(parents=True, exist_ok=True)
             handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
@@ -177,6 +180,17 @@ class Work:
         for path in self._made:
             with contextlib.suppress(OSError):
                 path.rmdir()
+
+    def is_published(self, images: Sequence[Image]) -> bool:
+        """Whether the files have all their names, in a directory whose document says so. Raises OSError."""
+        with contextlib.suppress(ZerostartError):
+            document = current(self.root, MARKER)
+            files = {} if document is None else document["files"]
+            return all(
+                (self.root / image.name).exists() and image.name in files and self.has_given(image.name)
+                for image in images
+            )
+        return False
 
     def link_into(self, directory: Path, images: Sequence[Image]) -> None:
         """Give each file a second name in ``directory``; where none can have two, its own goes there."""

@@ -49,8 +49,9 @@ class Zero(TargetFormat):
         """A directory for the step, with the files of each rank, and ``latest``, which names it."""
         check(options)
         form = as_model(contents)
-        made = _Checkpoint(form, options, scratch, Target(left_out=others_left_out(contents)))
-        return made.target()
+        target = Target(left_out=others_left_out(contents))
+        target.dequantised, target.settings = form.dequantised, form.settings
+        return _Checkpoint(form, options, scratch, target).target()
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +153,7 @@ class _Checkpoint:
                 state[number] = held
         groups = [{**group.settings, "params": [number]} for number, group in enumerate(self._form.groups)]
         return {
-            "base_optimizer_state": {"state": state, "param_groups": groups if state else []},
+            "base_optimizer_state": {"state": state, "param_groups": self._kept(groups, state)},
             "single_partition_of_fp32_groups": buffers,
             "zero_stage": deepspeed.stage_of(self._options.zero_stage),
             "group_paddings": paddings,
@@ -188,16 +189,20 @@ class _Checkpoint:
             "zero_stage": deepspeed.stage_of(3),
             **deepspeed.scaling(stepped_dtype(self._form, self._options), self._form.contents.scale),
             "partition_count": self._world,
-            "optimizer_state_dict": {"state": state, "param_groups": groups if state else []},
+            "optimizer_state_dict": {"state": state, "param_groups": self._kept(groups, state)},
             "fp32_flat_groups": buffers,
         }
+
+    def _kept(self, groups: list[dict[str, Any]], state: object) -> list[dict[str, Any]]:
+        """The parameter groups of an optimizer; of weights alone there is none."""
+        return groups if state or any(group.settings for group in self._form.groups) else []
 
     def _held(self, names: Sequence[str], count: int, places: Places) -> dict[str, Any]:
         """The optimizer's state of one buffer: numbers, and tensors that lie as it does."""
         states = self._form.contents.states
         keys = [key for key in self._keys if any(name in states[key] for name in names)]
         tensors = {key: self._buffer(key, count, places) for key in keys}
-        return {**numbers_of(self._form, names), **tensors} if tensors else {}
+        return {**numbers_of(self._form, names), **tensors}
 
     def _buffer(self, key: Key, count: int, places: Places) -> Room:
         """A buffer of ``count`` elements."""

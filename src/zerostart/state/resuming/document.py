@@ -7,12 +7,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from zerostart.checkpoint.catalog import Catalog
-from zerostart.checkpoint.formats.assembling import TrainingContents
+from zerostart.checkpoint.formats.assembling import Scalar, TrainingContents
 from zerostart.checkpoint.formats.training import training_states
 from zerostart.checkpoint.manifest import check_seal
 from zerostart.checkpoint.strict_json import MAX_DOCUMENT_BYTES, is_too_much, read_json
 from zerostart.errors import CheckpointError, ConfigError
+from zerostart.recipe.dtypes import torch_dtype
 from zerostart.state.resuming.training_state import FORMAT, MARKER
 from zerostart.state.resuming.values import encoded
 from zerostart.state.saving.writing import Entry
@@ -110,7 +113,7 @@ def foreign_state(path: Path) -> tuple[dict[str, object], Catalog, Catalog] | No
 def _document(found: TrainingContents) -> dict[str, object]:
     engine: dict[str, object] = {"name": "deepspeed", **found.engine} if found.engine else {"name": "torch"}
     if found.schedule is not None:
-        engine["schedule"] = _simple(found.schedule)
+        engine["schedule"] = _encoded(found.schedule)
     return {
         "format": 1,
         "world_size": OTHERS,
@@ -123,7 +126,7 @@ def _document(found: TrainingContents) -> dict[str, object]:
                 for key, by_name in found.numbers.items()
             },
             "groups": [
-                {"settings": _simple(group.settings), "parameters": list(group.parameters)}
+                {"settings": _encoded(group.settings), "parameters": list(group.parameters)}
                 for group in found.groups
             ],
         }
@@ -134,11 +137,17 @@ def _document(found: TrainingContents) -> dict[str, object]:
     }
 
 
-def _simple(values: Mapping[Any, Any]) -> dict[str, object]:
-    """The settings that are numbers, words, or tuples and lists of these."""
+def plain_settings(values: Mapping[Any, Any]) -> dict[str, Any]:
+    """The settings that are numbers (in tensors, too), words, or tuples and lists of these."""
     return {
-        str(key): encoded(value, str(key), {})
+        str(key): torch.tensor(value.value, dtype=torch_dtype(value.dtype), device="cpu")
+        if isinstance(value, Scalar)
+        else value
         for key, value in values.items()
-        if type(value) in _SIMPLE
+        if type(value) in (*_SIMPLE, Scalar)
         or (type(value) in (tuple, list) and all(type(item) in _SIMPLE for item in value))
     }
+
+
+def _encoded(values: Mapping[Any, Any]) -> dict[str, object]:
+    return {key: encoded(value, key, {}) for key, value in plain_settings(values).items()}
