@@ -69,7 +69,10 @@ def _server(path: Path, *options: str) -> Iterator[str]:
     paths = [os.environ.get("PYTHONPATH", "")]
     if importlib.util.find_spec("sgl_kernel") is None:
         paths.append(str(WITHOUT_KERNELS))
+    # A processor for each worker: else it wants a memory node for each.
+    bound = "|".join(str(core) for core in sorted(os.sched_getaffinity(0)))
     environment = {"SGLANG_USE_CPU_ENGINE": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    environment |= {"SGLANG_CPU_OMP_THREADS_BIND": bound} if "--tp-size" in options else {}
     server = subprocess.Popen(command, env={**os.environ, **environment})
     try:
         while server.poll() is None:

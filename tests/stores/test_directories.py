@@ -22,6 +22,7 @@ import zerostart
 from tests.ranks import run_ranks
 from tests.stores import proxy, servers
 from zerostart.checkpoint.source import open_catalog
+from zerostart.cli import main
 from zerostart.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -120,6 +121,9 @@ def test_a_saved_directory_is_verified_where_it_lies(model: Path, tmp_path: Path
     run_ranks(resave, 1, str(model), str(saved))
     with servers.rclone(tmp_path, "http") as address:
         assert zerostart.verify(f"{address}/saved") == zerostart.verify(saved)
+        with pytest.raises(SystemExit) as ended:
+            main(["verify", f"{address}/saved"])
+        assert not ended.value.code
         file = next(saved.glob("*.safetensors"))
         file.write_bytes(file.read_bytes()[:-1] + b"x")
         with pytest.raises(VerifyError, match=r"tensor .* has other contents"):
@@ -176,7 +180,13 @@ def test_a_name_and_password_of_a_url_are_sent_and_never_told(tmp_path: Path) ->
         with pytest.raises(ReadError, match="give credentials") as caught:
             open_catalog(f"http://me:wrong@{server}/model.safetensors")
         assert "wrong" not in str(caught.value)
-    for url, error in ((f"http://me:wrong@{server}", ReadError), ("s3://me:wrong@bucket/x", ConfigError)):
+    asked: tuple[tuple[str, type[Exception]], ...] = (
+        (f"http://me:wrong@{server}", ReadError),
+        ("s3://me:wrong@bucket/x", ConfigError),
+        ("htps://me:wrong@server/x", ConfigError),
+        ("peer://me:wrong@server", ConfigError),
+    )
+    for url, error in asked:
         with pytest.raises(error) as caught:
             open_catalog(url)
         assert "wrong" not in str(caught.value)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -206,18 +205,21 @@ def _print_components(root: str, described: Sequence[dict[str, Any]]) -> None:
 
 
 def verify(
-    path: Annotated[Path, typer.Argument(metavar="PATH", help="A directory that zerostart has saved.")],
+    path: Annotated[
+        str, typer.Argument(metavar="PATH", help="A directory that zerostart has saved, or its URL.")
+    ],
 ) -> None:
     """Check a saved checkpoint by the digests beside it.
 
     Reads each file once. A file or tensor that is not as it was saved ends it with status 1.
     """
     import zerostart
+    from zerostart.checkpoint.paths import shown_url
     from zerostart.errors import printable
 
     found = zerostart.verify(path)
     what = f"{found.files:,} files, {found.tensors:,} tensors, {readable(found.bytes)}"
-    print(f"{printable(str(path))}: {what}, all as they were saved")
+    print(f"{printable(shown_url(path))}: {what}, all as they were saved")
 
 
 _DIFFERENT = 1

@@ -422,7 +422,7 @@ def refit(
     """
     with checked_arguments(refit, locals()):
         from zerostart.state.refitting.begin import begin
-        from zerostart.state.refitting.refitter import RefitSettings
+        from zerostart.state.refitting.pushes import RefitSettings
 
         floating = dtype_of(dtype)
     settings = RefitSettings(

@@ -14,6 +14,7 @@ from tests.state.refitting import workers
 from tests.state.refitting.test_refit import _change
 from tests.tiny import TINY, TinyCheckpoints
 from zerostart.errors import PeerError
+from zerostart.state.refitting import messages
 from zerostart.state.refitting.transports import group
 
 BF16 = torch.bfloat16
@@ -26,6 +27,8 @@ def _push_while_one_dies(
     model = zerostart.load(path, progress=False, engine="fsdp2")
     rank = torch.distributed.get_rank()
     options = {"timeout": 30, "transport": "group", "full_every": full_every}
+    if message == 3:  # what is cut in the middle goes from where it lies to where it belongs
+        messages.ALONE = 256
     with zerostart.refit(model, address, workers=2, **options) as refitter:
         refitter.push()
         _change(model, -0.5)

@@ -31,6 +31,7 @@ from zerostart.checkpoint.manifest import (
     is_state,
     saved_at,
 )
+from zerostart.checkpoint.paths import shown_url
 from zerostart.checkpoint.settings import copied
 from zerostart.checkpoint.storage import Storage, storage_at
 from zerostart.checkpoint.storage.files import read_small
@@ -150,8 +151,8 @@ class _Stored:
         """A directory of this machine with a copy of the document, as it is now."""
         if self._storage.asked or STATE_MARKER not in self._storage.names():
             raise CheckpointNotFoundError(
-                f"{self._url} is not a complete training state: {STATE_MARKER}, which zerostart.save_state "
-                "writes last, is missing"
+                f"{shown_url(self._url)} is not a complete training state: {STATE_MARKER}, which "
+                "zerostart.save_state writes last, is missing"
             )
         return copied(self._storage, [STATE_MARKER])
 

@@ -68,11 +68,6 @@ class ObstoreFiles(ObjectFiles):
         if scheme not in _WEB:
             # Not parsed further: what is after the bucket is a key, whatever signs it has.
             begin, _, key = source.partition("://")[2].partition("/")
-            if ":" in begin.rpartition("@")[0]:
-                raise ConfigError(
-                    f"{shown_url(source)}: keys are not taken out of a URL; give them as the provider's own "
-                    "tools take them (see docs/stores.md)"
-                )
             return f"{scheme}://{begin}/", f"{scheme}://{begin}", key.strip("/")
         base = urlunsplit((scheme, url.netloc, "/", url.query, ""))
         return f"{scheme}://{url.netloc.rpartition('@')[2]}/", base, unquote(key)

@@ -39,6 +39,7 @@ from zerostart.checkpoint.kept.folder import (
 )
 from zerostart.checkpoint.kept.keeper import MOST_BYTES, MOST_RANGES, PROTOCOL
 from zerostart.checkpoint.kept.spans import Spans, first_gap
+from zerostart.checkpoint.paths import shown_url
 from zerostart.checkpoint.source import open_catalog
 from zerostart.checkpoint.storage.base import Reader, Residency, Rows, Storage
 from zerostart.checkpoint.strict_json import JsonObject
@@ -131,8 +132,9 @@ class PeerFiles(Storage):
         query = parse_qs(match["query"] or "", strict_parsing=bool(match["query"])) if match else {}
         if match is None or not query.keys() <= {"instead"}:
             raise ConfigError(
-                f"{source}: a kept model is peer:///NAME on this machine, or peer://HOST:PORT/NAME, with "
-                "several machines divided by commas; ?instead=SOURCE names what is read without it"
+                f"{shown_url(source)}: a kept model is peer:///NAME on this machine, or "
+                "peer://HOST:PORT/NAME, with several machines divided by commas; ?instead=SOURCE names what "
+                "is read without it"
             )
         name, fallback = unquote(match["name"]), query.get("instead", [""])[0]
         addresses = [Address.of(host, PEERS) for host in match["hosts"].split(",") if host]

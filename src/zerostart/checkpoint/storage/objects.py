@@ -163,7 +163,7 @@ class ObjectFiles(Storage, ABC):
         """See ``Storage``: by one request."""
         folder = f"{self.folder}/{name}"
         try:
-            listed = self._asked(lambda: self.bucket().list(self._key(folder)), folder)
+            listed = self._listed(self._key(folder))
         except ReadError as error:
             if not isinstance(error.__cause__, RefusedError):
                 raise
@@ -225,6 +225,16 @@ class ObjectFiles(Storage, ABC):
     def _asked(self, question: Callable[[], T], key: str) -> T:
         return patiently(question, f"{self.root}{key}: the store does not answer", DELAYS_OF_QUESTIONS)
 
+    def _listed(self, folder: str) -> dict[str, int] | None:
+        """What the bucket lists right below ``folder``, and nothing else: copies have these names."""
+        listed = self._asked(lambda: self.bucket().list(folder), folder)
+
+        def belongs(key: str) -> bool:
+            place, _, name = key.rpartition("/")
+            return place == folder and name not in ("", ".", "..")
+
+        return None if listed is None else {key: size for key, size in listed.items() if belongs(key)}
+
     def _found(self, keys: Iterable[str], refused: list[ReadError] | None = None) -> dict[str, Found]:
         """Those of ``keys`` that are there. One that is refused is not, if the list takes the refusal."""
         return self._each(keys, lambda bucket, key: bucket.find(key), refused)
@@ -269,7 +279,7 @@ class ObjectFiles(Storage, ABC):
         begin = f"{folder}/" if folder else ""
         refused: list[ReadError] = []
         try:
-            listed = self._asked(lambda: self.bucket().list(folder), folder)
+            listed = self._listed(folder)
         except ReadError as error:
             if not isinstance(error.__cause__, RefusedError):
                 raise
@@ -277,9 +287,7 @@ class ObjectFiles(Storage, ABC):
             listed = None
         found = known or {}
         if listed is not None:
-            # Without marks: those that are read are asked for by ``named``. And no others than belong there:
-            # copies are written under these names.
-            listed = {key: size for key, size in listed.items() if _is_right_below(folder, key)}
+            # Without marks: those that are read are asked for by ``named``.
             found = found | {key: Found(size, None) for key, size in listed.items() if key not in found}
         else:
             names = (f"{begin}{name}" for name in (*STANDARD_NAMES, *USUAL_SETTINGS))
@@ -287,11 +295,6 @@ class ObjectFiles(Storage, ABC):
             if refused and not found:
                 raise refused[0]
         return replace(self._of(found), folder=f"{self.root}{folder}".removesuffix("/"), asked=asked)
-
-
-def _is_right_below(folder: str, key: str) -> bool:
-    place, _, name = key.rpartition("/")
-    return place == folder and name not in ("", ".", "..")
 
 
 class ObjectReader(Reader):

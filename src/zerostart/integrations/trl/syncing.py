@@ -19,7 +19,8 @@ from zerostart.integrations.vllm.driver import BACKEND
 from zerostart.state.refitting.begin import begin
 from zerostart.state.refitting.local import LocalRefitter
 from zerostart.state.refitting.publisher import DirectoryRefitter
-from zerostart.state.refitting.refitter import RefitSettings, Refitter
+from zerostart.state.refitting.pushes import RefitSettings
+from zerostart.state.refitting.refitter import Refitter
 from zerostart.upstream.trl.syncing import Client, Generation, WeightSyncs, backend_of, wake
 from zerostart.upstream.vllm import reload
 

@@ -21,7 +21,7 @@ from zerostart.checkpoint.write.shards import SaveLayout
 from zerostart.distributed.world import World
 from zerostart.recipe import torch_dtype
 from zerostart.state.refitting.image import Image
-from zerostart.state.refitting.refitter import CHUNK
+from zerostart.state.refitting.pushes import CHUNK
 from zerostart.state.refitting.sums import SetSums
 from zerostart.state.refitting.transports.base import ImageWriter
 from zerostart.transfer.planning.runs import Runs

@@ -10,8 +10,9 @@ from zerostart.state.refitting.directory import directory_of
 from zerostart.state.refitting.local import NAME as LOCAL
 from zerostart.state.refitting.local import LocalRefitter
 from zerostart.state.refitting.publisher import NAME, DirectoryRefitter
+from zerostart.state.refitting.pushes import RefitSettings
 from zerostart.state.refitting.receiver import Receiver
-from zerostart.state.refitting.refitter import RefitSettings, Refitter
+from zerostart.state.refitting.refitter import Refitter
 from zerostart.state.refitting.targets import Driver, Engines, driver_of
 
 

@@ -21,8 +21,7 @@ from zerostart.recipe import torch_dtype
 from zerostart.recipe.dtypes import holds
 from zerostart.state.refitting.bands import Rounds, Routes
 from zerostart.state.refitting.image import Entry, Image
-from zerostart.state.refitting.receiver import Receiver
-from zerostart.state.refitting.refitter import (
+from zerostart.state.refitting.pushes import (
     Prepared,
     Pushing,
     PushReport,
@@ -32,6 +31,7 @@ from zerostart.state.refitting.refitter import (
     timed,
     untaken,
 )
+from zerostart.state.refitting.receiver import Receiver
 from zerostart.state.refitting.sums import SetSums, digest_of
 from zerostart.state.refitting.takers import EngineTaker, ModelTaker, Taker
 from zerostart.state.refitting.targets import Driver

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from zerostart.checkpoint.memory import move_bytes
 from zerostart.state.refitting.changes import Blocks, Numbers, Packed, pack, places_in, unit_of, unpack
 from zerostart.state.refitting.image import Image
 from zerostart.state.refitting.transports.base import ImageWriter
@@ -22,6 +23,8 @@ from zerostart.transfer.planning.runs import Runs
 MiB = 1 << 20
 #: Most bytes of the rows of a message; of one of differences, to pack which takes memory beside them.
 MESSAGE, DIFFERENCES = 32 * MiB, 8 * MiB
+#: Least bytes of one run that are a message by themselves, from where they lie: a copy costs more than it.
+ALONE = 1 * MiB
 
 
 @dataclass(frozen=True)
@@ -53,15 +56,19 @@ class Packer:
         """Those bytes of ``met``, where ``source`` begins at byte ``place`` of the image."""
         with self._lock:
             for part in met.batches(self._limit):
+                if not self._differences and len(part.rows) == 1 and part.nbytes >= ALONE:
+                    start, width, _, count = part.rows[0].tolist()
+                    if count == 1:
+                        self._deliver(Message(part.rows, width, 0, source[start - place :][:width]))
+                        continue
                 if self._filled + part.nbytes > self._limit:
                     self._send()
                 if self._room is None:
                     self._room = torch.empty(self._limit, dtype=torch.uint8, device="cpu")
                 for start, width, stride, count in part.rows.tolist():
                     nbytes = width * count
-                    self._room[self._filled : self._filled + nbytes].view(count, width).copy_(
-                        source.as_strided((count, width), (stride or width, 1), start - place)
-                    )
+                    room = self._room[self._filled : self._filled + nbytes].view(count, width)
+                    _copy(room, source.as_strided((count, width), (stride or width, 1), start - place))
                     self._filled += nbytes
                 self._rows.append(part.rows)
 
@@ -156,8 +163,16 @@ def take(
         if differences:
             torch.bitwise_xor(there, given, out=there)
         else:
-            there.copy_(given)
+            _copy(there, given)
         blocks.note(start, start + (count - 1) * stride + width, version)
+
+
+def _copy(to: torch.Tensor, source: torch.Tensor) -> None:
+    """Rows of bytes."""
+    if to.is_contiguous() and source.is_contiguous():
+        move_bytes(to.view(-1), source.view(-1))
+    else:
+        to.copy_(source)
 
 
 def _wanted(places: Numbers, runs: Runs) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:

@@ -24,7 +24,7 @@ from zerostart.state.refitting.directory import (
 )
 from zerostart.state.refitting.image import Image
 from zerostart.state.refitting.messages import MESSAGE, Packer, Sender
-from zerostart.state.refitting.refitter import (
+from zerostart.state.refitting.pushes import (
     Prepared,
     Pushing,
     PushReport,

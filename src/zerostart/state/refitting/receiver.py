@@ -414,6 +414,7 @@ class Receiver:
                 placed = _layout(one.back, strides[name], one.whole and not one.rest.pieces)
                 back.setdefault(one.number, []).append((one.back, placed, _origin(one.back, host)))
         plans = {
+            # Windows begin with the tensor and not with a page, and so with a row of its digest.
             number: (plan_writes(layout, items, CHUNK, page=1), tuple(item[0].target.name for item in items))
             for number, items in back.items()
         }

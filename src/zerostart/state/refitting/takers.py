@@ -23,8 +23,8 @@ from zerostart.recipe import Recipe
 from zerostart.state.editing import differing_bits, master_of
 from zerostart.state.refitting.bands import Band, Rounds
 from zerostart.state.refitting.image import Entry, Image
+from zerostart.state.refitting.pushes import CHUNK
 from zerostart.state.refitting.receiver import Receiver, Wants, sum_read
-from zerostart.state.refitting.refitter import CHUNK
 from zerostart.state.refitting.sums import Sums, differing
 from zerostart.state.refitting.targets import Driver
 from zerostart.state.saving.contents import contents_of

@@ -432,6 +432,8 @@ class FromGroup:
                     )
                 table = torch.empty(rows * 32, dtype=torch.uint8, device="cpu")
                 peer.receive(table)
+                if not since and not gaps and self._receive_in_place(peer, table, size, version):
+                    continue
                 if room.numel() < size:
                     room = torch.empty(size, dtype=torch.uint8, device="cpu")
                 peer.receive(room[:size])
@@ -442,6 +444,18 @@ class FromGroup:
             )
         except BaseException as error:
             errors.append(error)
+
+    def _receive_in_place(self, peer: _Peer, table: torch.Tensor, size: int, version: int) -> bool:
+        """Receive the bytes of one run where they belong; False: it is something else."""
+        rows, memory = table.view(torch.int64).view(-1, 4), self._spool.data
+        if len(rows) != 1:
+            return False
+        start, width, _, count = rows[0].tolist()
+        if count != 1 or width != size or not 0 <= start <= memory.numel() - size:
+            return False
+        peer.receive(memory[start : start + size])
+        self._blocks.note(start, start + size, version)
+        return True
 
     def _put(
         self, table: torch.Tensor, content: torch.Tensor, version: int, base: int, nbytes: int, gaps: int
