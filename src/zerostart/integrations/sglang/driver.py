@@ -23,6 +23,8 @@ from zerostart.upstream.sglang import updating
 
 #: Seconds to find out whether an address is that of a server of SGLang.
 LOOK = 20.0
+#: What it tells of itself.
+_TOLD = {"tp_size", "custom_weight_loader"}
 _CALLS = ("update_weights_from_tensor", "begin_weight_update", "end_weight_update", "get_server_info")
 
 
@@ -30,11 +32,12 @@ def driver_of(target: object) -> SGLangDriver | None:
     """The driver of an SGLang engine; None for any other target."""
     if isinstance(target, str) and target.startswith(("http://", "https://")):
         server = Server(target)
-        with suppress(PeerError, ValueError):
+        try:
             info = server.get("server_info", LOOK)
-            if "tp_size" in info and "custom_weight_loader" in info:
-                return SGLangDriver(_Server(server), info)
-        return None
+        except (PeerError, ValueError):  # it may be anybody's
+            return None
+        # Outside: what is wrong with an SGLang is told, by an error that is a ValueError, too.
+        return SGLangDriver(_Server(server), info) if info.keys() >= _TOLD else None
     if all(callable(getattr(target, name, None)) for name in _CALLS) and hasattr(target, "tokenizer_manager"):
         engine: Any = target
         # Asked here, in the thread that has the engine: its event loop belongs to whoever calls it first.
