@@ -335,7 +335,7 @@ def test_a_kill_at_any_step_is_gone_on_from(
     if what == "no elements":
         folder = tmp_path / "empty"
         folder.mkdir()
-        save_file({"a": torch.empty(0, 2)}, folder / "model.safetensors")
+        save_file({"a": torch.empty(0, 2, dtype=BF16)}, folder / "model.safetensors")
         for name in ("config.json", "tokenizer.json"):
             (folder / name).write_text("{}")
 
