@@ -182,8 +182,8 @@ def test_short_requests_to_a_store_are_more_at_a_time(
     assert (suited.threads, suited.most_threads) == (16, threads)
     assert threads * (MiB + nbytes * (not direct)) <= max(STORE_RING, 16 * 9 * MiB)
     assert Tuning(2, 8 * MiB).suited(plan) == Tuning(2, 8 * MiB)
-    # What reads for others takes: three chunks and one of its own, and a buffer of each thread.
-    chunks = 4 * 7 * MiB
+    # What reads for others takes: four chunks and one of its own, and a buffer of each thread.
+    chunks = 5 * 7 * MiB
     giving = replace(tuning, cold=True, remote=True)
     assert replace(giving, limit=chunks + 16 * MiB).gives_away
     assert not replace(giving, limit=chunks + 16 * MiB - 1).gives_away

@@ -41,7 +41,7 @@ def unreachable() -> str:
     """Why ranks on other hosts cannot connect to this one, in words; empty if nothing speaks against it."""
     host = socket.gethostname()
     if named := os.environ.get(_INTERFACE):
-        there = {name for _, name in socket.if_nameindex()}
+        there = {"", *(name for _, name in socket.if_nameindex())}
         return "" if there.issuperset(named.split(",")) else f"{host}: {_no_interface()}"
     addresses = _addresses(host)
     if any(

@@ -33,8 +33,8 @@ DISK_DEPTH, NETWORK_DEPTH = 16, 32
 #: Chunks that an exchange takes beside one thread's staging: two extents of two chunks, one that is passed
 #: on, and a message of two.
 EXCHANGE_CHUNKS = 8
-#: The same for reads that a slow rank gives away: two requests, and a message.
-GIVING_CHUNKS = 3
+#: The same for reads that a slow rank gives away: two requests, one that is passed on, and a message.
+GIVING_CHUNKS = 4
 #: Requests to a store that a rank has in flight, at least and at most: each of a whole chunk, and of those
 #: that are shorter and need no room.
 LEAST_DEPTH, CHUNKS_DEPTH, MOST_DEPTH = 4, 16, 64

@@ -199,7 +199,7 @@ class _Obstore(Bucket):
                     raise ChangedError(f"its ETag is not {tag} any more") from None
                 # Tags are quoted (RFC 9110, 8.8.3); it gave one that is not, and compares the letters.
                 self._compares = False
-                del options["if_match"]
+                options.pop("if_match", None)
                 answer = self._obstore.get(self._store, key, options=options)
             found = _found(answer.meta)
             if known is not None and found != known:

@@ -447,8 +447,8 @@ def patiently(
             left = min(begun + MOST_PATIENCE * limit, max(begun, progressed()) + limit) - now
             if number > most or (number > 1 and left <= 0):
                 raise ReadError(
-                    f"{what}, {number} times in {now - begun:.0f} s: {error}; try again when the store and "
-                    f"the way to it are well, or wait for longer: {PATIENCE}={2 * limit:.0f} (seconds)"
+                    f"{what}, {number} times in {now - begun:.0f} s: {error}; try again when the store "
+                    f"answers, or wait for it longer: {PATIENCE}={2 * limit:.0f} (seconds)"
                 ) from error
         missed()
         delay = delays[min(number, len(delays)) - 1] * random.uniform(0.5, 1)
