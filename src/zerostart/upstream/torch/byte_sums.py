@@ -48,7 +48,7 @@ TOGETHER = 16 * BLOCK
 MANY, HOST_MANY = 4 * BLOCK, 1 << 17
 #: Most bytes that an accelerator sums up at a time.
 THERE_MANY = 64 * BLOCK
-#: Fewest rows of a product of bytes that CUDA has, and where in memory they begin.
+#: Fewest rows of a product of bytes on an accelerator (CUDA), and where in memory they begin.
 LEAST_THERE, ALIGNED = 17, 16
 #: Blocks for which an accelerator keeps B, at first: of tensors of 4 GiB.
 FIRST_BLOCKS = 1 << 12
@@ -168,7 +168,7 @@ def _row_sums(octets: torch.Tensor, inside: int) -> torch.Tensor:
     if octets.stride(1) != 1 or octets.stride(0) < length:
         octets = octets.contiguous()
     keys, device = slice(inside, inside + length), octets.device
-    if device.type == "cuda" and _has_products_of_bytes_there(device):
+    if not _is_host(device) and _has_products_of_bytes_there(device):
         rows = octets.shape[0]
         if octets.data_ptr() % ALIGNED:
             octets = octets.clone()
@@ -288,7 +288,7 @@ def _has_products_of_bytes() -> bool:
 
 @functools.cache
 def _has_products_of_bytes_there(device: torch.device) -> bool:
-    """Whether this device of CUDA's has them, without a bit lost."""
+    """Whether this accelerator has them, without a bit lost."""
     if misfit(TOUCHED):
         return False
     keys = _byte_keys(torch.device("cpu"))
