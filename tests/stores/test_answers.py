@@ -1,5 +1,6 @@
 """Stores that do not answer, answer slowly, or have rules of their own for tags, by a small server."""
 
+import os
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -90,7 +91,6 @@ class Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    monkeypatch.setenv(PATIENCE, "1")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     save(tmp_path / "model.safetensors")
     with Server(tmp_path / "model.safetensors") as made:
@@ -102,6 +102,12 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
         thread.join()
 
 
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not where ranks are started: the server that they come from would keep it for other tests."""
+    monkeypatch.setenv(PATIENCE, "1")
+
+
 def content(storage: Storage) -> tuple[bytes, str]:
     buffer = bytearray(storage.sizes[0])
     with storage.reader() as reader:
@@ -109,6 +115,7 @@ def content(storage: Storage) -> tuple[bytes, str]:
         return bytes(buffer), reader.note()
 
 
+@pytest.mark.usefixtures("hasty")
 @pytest.mark.parametrize("how", ["mute", pytest.param("half", marks=pytest.mark.slow)])
 def test_a_store_that_stands_still_is_told_when_its_time_is_over(server: Server, how: str) -> None:
     """With the range, and what to do; a range that came in part is gone on with."""
@@ -123,6 +130,7 @@ def test_a_store_that_stands_still_is_told_when_its_time_is_over(server: Server,
     assert f"{PATIENCE}=2 (seconds)" in str(caught.value)
 
 
+@pytest.mark.usefixtures("hasty")
 def test_a_store_that_never_answers_is_told_when_it_is_opened(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -147,10 +155,12 @@ def test_a_store_that_falls_silent_is_one_error_on_all_ranks(server: Server) -> 
 
 
 def load(url: str) -> None:
+    os.environ[PATIENCE] = "1"
     zerostart.load(url, model=Net, engine="fsdp2", progress=False)
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("hasty")
 def test_a_slow_answer_that_goes_on_is_waited_for(server: Server) -> None:
     """It takes twice as long as nothing may come for."""
     storage, begun = open_catalog(f"{server.address}/model.safetensors").storage, time.monotonic()
