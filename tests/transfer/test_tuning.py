@@ -208,12 +208,12 @@ class _Line(Reader):
             self._now -= 1
 
 
-@pytest.mark.parametrize(("shared", "most"), [(True, 4), (False, 12)])
+@pytest.mark.parametrize(("shared", "most"), [(True, 12), (False, 20)])
 def test_more_requests_are_in_flight_where_answers_say_that_there_is_room(shared: bool, most: int) -> None:
     """On a line that a few fill, more of them would keep others from taking over what is left."""
-    count, storage = 60, replace(memory_catalog({}).storage, cost=RequestCost(0.02, 1e9))
+    count, storage = 48, replace(memory_catalog({}).storage, cost=RequestCost(0.02, 1e9))
     reads = tuple(Read(0, n, 1, (Part(0, torch.uint8, 0, n, (), True),), True) for n in range(count))
     plan = Plan(storage, (Destination("x", count, count, torch.uint8, True),), reads, MiB)
     target, line = [torch.zeros(count, dtype=torch.uint8)], _Line(shared)
-    execute(plan, target, Progress(count, shown=False), 4, line, most_threads=12)
+    execute(plan, target, Progress(count, shown=False), 12, line, most_threads=20)
     assert line.most == most

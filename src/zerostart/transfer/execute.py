@@ -19,9 +19,9 @@ from zerostart.transfer.staging import Staging, bytes_view, make_staging
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
 
-#: A read of a store that took so many times what it takes alone has had the line to itself, nearly: beside
-#: others on a line that is full it takes as many times as they are.
-ROOM = 2.0
+#: While a read of a store takes at most so many times what it takes alone, a further one begins beside it: so
+#: no more is in flight than comes in that time, and ranks that share a line all come to as many as they may.
+ROOM = 8.0
 
 
 def execute(
@@ -170,7 +170,7 @@ class _Reading:
         self._progress.advance(read.nbytes)
 
     def _has_room(self, read: Read, seconds: float) -> bool:
-        """Whether the line to a store took no more than ``ROOM`` times what it takes for this read alone."""
+        """Whether the line to a store took no more than ``ROOM`` times what this read takes alone."""
         cost = self._plan.storage.cost
         if cost is None:
             return False
