@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
@@ -168,8 +169,15 @@ class DirectoryRefitter:
         """Say that no further version comes; collective. The newest one stays for those who come later."""
 
         def say() -> None:
-            if self._document is not None:
-                Document(self._document.version, self._document.chains, True).write(self._path)
+            try:
+                with alone(self._path):
+                    document = self._current()
+                    if document is not None:
+                        replace(document, over=True).write(self._path)
+            except ConfigError:
+                pass  # another trainer goes on there
+            except OSError as error:
+                raise WriteError(f"{self._path}: {error.strerror or error}") from error
 
         if not self._closed:
             self._closed = True
