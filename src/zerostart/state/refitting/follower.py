@@ -128,6 +128,12 @@ class Follower:
                     gone = isinstance(error, FileNotFoundError)
                     why = f"{error.filename} is missing, and no newer version is there" if gone else error
                     raise ReadError(f"{self._path}: {why}") from error
+                # Said, since it may be so each time.
+                logger.warning(
+                    "%s: version %s was removed before %s had read it, which goes on with version %s: push "
+                    "more rarely, or with full_every=, where it cannot keep up",
+                    *(self._path, document.version, self.name, again.version),
+                )
             except BaseException:
                 self._seen = newest
                 raise

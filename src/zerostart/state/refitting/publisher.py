@@ -169,13 +169,15 @@ class DirectoryRefitter:
         """Say that no further version comes; collective. The newest one stays for those who come later."""
 
         def say() -> None:
+            if self._document is None and self._tried is None:
+                return
             try:
                 with alone(self._path):
                     document = self._current()
                     if document is not None:
                         replace(document, over=True).write(self._path)
-            except ConfigError:
-                pass  # another trainer goes on there
+            except (ConfigError, FileNotFoundError):
+                pass  # another trainer goes on there, or nobody does
             except OSError as error:
                 raise WriteError(f"{self._path}: {error.strerror or error}") from error
 

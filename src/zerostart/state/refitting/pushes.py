@@ -159,7 +159,8 @@ class Pushing:
             self._settled = True
             failed = True
             try:
-                self._made = self._world.broadcast_object(self._joined, "waiting for a push")
+                # Workers may take longer than the ranks wait for each other.
+                self._made = self._world.broadcast_slow(self._joined, "waiting for a push")
                 failed = False
             except BaseException as error:
                 self._error = error
