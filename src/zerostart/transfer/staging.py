@@ -80,6 +80,8 @@ def own_stream(device: torch.device) -> Iterator[torch.Stream | None]:
         stream = torch.Stream(device)
     try:
         with stream:
+            # A thread has no context of the device before it first asks it for something; cuBLAS warns then.
+            stream.query()
             yield stream
     finally:
         idle.append(stream)
