@@ -104,7 +104,7 @@ class Follower:
         """
         if not self.pending(self._timeout if timeout is None else timeout):
             raise PeerError(f"no further version has come into {self._path}")
-        until = time.monotonic() + LOOKS
+        until: float | None = None  # of what cannot be read, from when that has been seen on
         while True:
             document = Document.read(self._path)
             if document is None:
@@ -121,6 +121,7 @@ class Follower:
                 # Old versions go when newer ones are there: on with these, from the beginning.
                 again = Document.read(self._path)
                 if again is None or again.chains == document.chains:
+                    until = until or time.monotonic() + LOOKS
                     if time.monotonic() < until:  # a file system that others share is late, or away
                         time.sleep(0.1)
                         continue

@@ -11,7 +11,7 @@ from types import TracebackType
 from torch import nn
 
 from zerostart.distributed.world import World, current_world, default_device
-from zerostart.errors import ConfigError, WriteError
+from zerostart.errors import CheckpointError, ConfigError, WriteError
 from zerostart.state.refitting.directory import (
     Document,
     PartWriter,
@@ -176,7 +176,7 @@ class DirectoryRefitter:
                     document = self._current()
                     if document is not None:
                         replace(document, over=True).write(self._path)
-            except (ConfigError, FileNotFoundError):
+            except (CheckpointError, ConfigError, FileNotFoundError):
                 pass  # another trainer goes on there, or nobody does
             except OSError as error:
                 raise WriteError(f"{self._path}: {error.strerror or error}") from error
