@@ -131,8 +131,8 @@ class Follower:
                     raise ReadError(f"{self._path}: {why}") from error
                 # Said, since it may be so each time.
                 logger.warning(
-                    "%s: version %s was removed before %s had read it, which goes on with version %s: push "
-                    "more rarely, or with full_every=, where it cannot keep up",
+                    "%s: version %s went before %s had read it, which goes on with version %s: push more "
+                    "rarely, or with full_every=, where it cannot keep up",
                     *(self._path, document.version, self.name, again.version),
                 )
             except BaseException:
