@@ -209,6 +209,7 @@ def _module() -> types.ModuleType:
         "Stream": Stream,
         "Event": Event,
         "BFloat16Tensor": torch.Tensor,
+        "FloatTensor": lambda values: torch.tensor(values, dtype=torch.float32, device=KIND),
         "current_device": current_device,
         "current_stream": current_stream,
         "default_stream": default_stream,
