@@ -21,6 +21,7 @@ import argparse
 import contextlib
 import faulthandler
 import gc
+import itertools
 import json
 import os
 import platform
@@ -173,6 +174,50 @@ def rates(path: Path, folder: Path, megabytes: int = 64) -> Result:
             rate = copied(to, source) / 1e9
             result[f"{name}, {way} the device"] = f"{rate:.1f} GB/s"
     return result
+
+
+def sums(path: Path, folder: Path, megabytes: int = 256) -> Result:
+    """Sums of digests on the device beside the host's, of any place and length; and how fast they are."""
+    from zerostart.checkpoint.digest import Digests
+
+    device, wrong = own_device(), []
+    torch.manual_seed(0)
+    data = torch.randint(-128, 128, (70 * MiB,), dtype=torch.int8)
+    data[: 2 * MiB] = -128
+    there = data.to(device)
+
+    def digest(given: torch.Tensor, cuts: Sequence[int]) -> str:
+        made = Digests([("t", "I8", given.shape)])
+        for low, high in itertools.pairwise(cuts):
+            made.add("t", low, given[low:high])
+        return made.summed()["t"]
+
+    expected = digest(data, [0, data.numel()])
+    every = [(n * 1024,) for n in range(1, 40)] + [(5, 1000, 1003), (1, 20_000, 3 * MiB), (MiB + 1024,)]
+    for cuts in every:
+        places = [0, *cuts, data.numel()]
+        if digest(there, places) != expected:
+            wrong.append(f"the digest of pieces that end at {cuts}")
+    square, found = data[: 64 * MiB].view(8192, 8192), {}
+    for name, given in (("host", square), ("device", square.to(device))):
+        made = Digests([("t", "I8", given.shape)])
+        for low, high in ((0, 300), (300, 4396), (4396, 8192)):
+            made.add_rows("t", low, 8192, given[:, low:high])
+        found[name] = made.summed()["t"]
+    wrong += [] if found["device"] == found["host"] else ["the digest of columns"]
+    torch.use_deterministic_algorithms(True)
+    try:
+        if digest(there, [0, data.numel()]) != expected:
+            wrong.append("the digest in deterministic mode")
+    finally:
+        torch.use_deterministic_algorithms(False)
+    many = torch.zeros(megabytes * MiB, dtype=torch.int8, device=device)
+    taken = []
+    for _ in range(3):
+        start = time.perf_counter()
+        digest(many, range(0, many.numel() + 1, 8 * MiB))
+        taken.append(time.perf_counter() - start)
+    return {"GB_per_second": many.numel() / min(taken) / 1e9, "wrong": wrong}
 
 
 def copied(to: torch.Tensor, source: torch.Tensor, times: int = 4) -> float:
@@ -459,6 +504,7 @@ def refit(path: Path, folder: Path, transport: str, layers: int = 0) -> Result:
     Of the checkpoint, where the engine has to have what its own loader makes of a save; or, with ``layers``,
     of so many layers of a Qwen3 of 1.7 billion parameters, whose digests the push compares by itself.
     """
+    from torch.distributed.fsdp import fully_shard
     from transformers import AutoConfig, AutoModelForCausalLM
 
     import zerostart
@@ -468,8 +514,12 @@ def refit(path: Path, folder: Path, transport: str, layers: int = 0) -> Result:
     if layers:
         config = AutoConfig.for_model("qwen3", num_hidden_layers=layers, **QWEN3)
         with torch.device("meta"):
-            given = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-        model: Any = zerostart.load(None, given, engine="fsdp2", progress=False)
+            model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model.to_empty(device=device)  # values are of no account: drawn where that takes no time
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.normal_(std=0.02)
+        fully_shard(model)
     else:
         model = zerostart.load(path, engine="fsdp2", dtype=torch.bfloat16, progress=False)
     sizes = {name: value for name, value in model.config.to_dict().items() if name != "dtype"}
@@ -696,6 +746,7 @@ def checks() -> Iterator[Check]:
     yield Check("fsdp2 3", "qwen3", verbs, {"engine": "fsdp2", "stage": 3}, tiny=True)
     yield Check("deepspeed 3", "qwen3", verbs, deepspeed(3), tiny=True)
     yield Check("rates", "qwen3", rates, tiny=True)
+    yield Check("sums", "qwen3", sums)
     yield Check("races", "qwen3", races, tiny=True)
     for transport in ("within", "shared_memory", "group", "device_group"):
         yield Check(f"refit {transport}", "qwen3", refit, {"transport": transport})

@@ -23,9 +23,12 @@ from zerostart.upstream.torch.byte_sums import (
     LANES,
     MANY,
     ROW,
+    Lanes,
+    added,
     lanes_of,
     lanes_of_elements,
     lanes_of_rows,
+    numbers_of,
 )
 
 #: What each digest begins with. Those of the definition before, sums over words, had nothing there.
@@ -34,6 +37,8 @@ DEFINITION = "02"
 ROOM = BLOCK
 #: Bytes that are summed up in the time of one call, and of one element by itself; and elements at a time.
 CALL, SINGLE, ELEMENTS = 200_000, 3_000, 1 << 14
+#: Sums on devices that are kept before they are waited for; each takes the least that is allocated there.
+MOST_THERE = 1 << 12
 
 
 class Ranks(Protocol):
@@ -57,6 +62,8 @@ class Digests:
         }
         self._sums: dict[str, list[int]] = {}
         self._counts: dict[str, int] = {}
+        #: What devices may still be summing up.
+        self._there: list[tuple[str, torch.Tensor]] = []
         self._lock = threading.Lock()
 
     def add(self, name: str, first: int, data: torch.Tensor | bytes | bytearray | memoryview) -> None:
@@ -75,7 +82,7 @@ class Digests:
 
         ``data`` may begin ``lead`` bytes within its first element, and end within its last one.
         """
-        return lanes_of(_octets(data), first * self._bits(name) // 8 + lead)
+        return added([lanes_of(_octets(data), first * self._bits(name) // 8 + lead)])
 
     def add_lanes(self, name: str, elements: int, lanes: Sequence[int]) -> None:
         """Add elements whose sums ``lanes`` gave."""
@@ -137,6 +144,8 @@ class Digests:
 
         Collective, one reduction; None: nobody else.
         """
+        with self._lock:
+            self._settle()
         # One row for each entry, in the order that all ranks have: sums and counts travel in one reduction.
         table = torch.tensor([self._row(name) for name in self._entries], dtype=torch.int64, device="cpu")
         total = table if world is None else world.all_reduce_sum(table.view(-1), "summing up digests")
@@ -154,11 +163,25 @@ class Digests:
         with self._lock:
             self._counts[name] = self._counts.get(name, 0) + elements
 
-    def _note(self, name: str, lanes: Sequence[int]) -> None:
+    def _note(self, name: str, lanes: Sequence[int] | torch.Tensor) -> None:
         with self._lock:
-            sums = self._sums.setdefault(name, [0] * LANES)
-            for lane, value in enumerate(lanes):
-                sums[lane] = (sums[lane] + value) & ALL
+            if not isinstance(lanes, torch.Tensor):
+                self._add(name, lanes)
+                return
+            self._there.append((name, lanes))
+            if len(self._there) == MOST_THERE:
+                self._settle()
+
+    def _settle(self) -> None:
+        """Wait for devices, and add their sums to the others; with the lock."""
+        there, self._there = self._there, []
+        for (name, _), lanes in zip(there, numbers_of([lanes for _, lanes in there]), strict=True):
+            self._add(name, lanes)
+
+    def _add(self, name: str, lanes: Sequence[int]) -> None:
+        sums = self._sums.setdefault(name, [0] * LANES)
+        for lane, value in enumerate(lanes):
+            sums[lane] = (sums[lane] + value) & ALL
 
     def _row(self, name: str) -> list[int]:
         """The lanes in halves, whose sum over ranks fits, and the elements."""
@@ -205,7 +228,7 @@ def _spread(data: torch.Tensor, step: int) -> torch.Tensor:
     return _octets(room.view(-1)[: (data.shape[0] - 1) * step + data.shape[1]])
 
 
-def _scattered(data: torch.Tensor, first: int, step: int, width: int) -> list[int]:
+def _scattered(data: torch.Tensor, first: int, step: int, width: int) -> Lanes:
     """The sums of both lanes over such rows, without room for what lies between."""
     rows, count = data.shape
     place = first + step * torch.arange(rows, device=data.device)[:, None]

@@ -10,7 +10,7 @@ on the pretend one (docs/configuring.md), whose copies happen late, so that a mi
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import product
 from typing import Any, Protocol
@@ -48,10 +48,43 @@ class Staging(Protocol):
         """The same for one part of the bytes ``data``, on the host, which the caller then forgets."""
         ...
 
+    def send(self, parts: Sequence[Part], data: torch.Tensor, storages: Sequence[torch.Tensor]) -> None:
+        """The same for parts of ``data`` that stays as it is: page-locked, where there is an accelerator."""
+        ...
+
 
 def make_staging(nbytes: int, depth: int, device: torch.device | None) -> Staging:
     """Staging in buffers of ``nbytes``: ``depth`` of them on the way to ``device``, one without a device."""
     return HostStaging(nbytes) if device is None else DeviceStaging(nbytes, depth, device)
+
+
+#: Streams that no thread uses now, by device.
+_idle: dict[torch.device, list[torch.Stream]] = {}
+
+
+@contextlib.contextmanager
+def own_stream(device: torch.device) -> Iterator[torch.Stream | None]:
+    """Inside, this thread works under a stream of ``device`` that no other uses; None: it has none.
+
+    What was asked of it must have been done on leaving. Streams are used again, since for each of them the
+    allocator keeps memory of its own.
+    """
+    if not has_streams(device):
+        yield None
+        return
+    index = torch.accelerator.current_device_index() if device.index is None else device.index
+    idle = _idle.setdefault(torch.device(device.type, index), [])
+    try:
+        stream = idle.pop()
+    except IndexError:
+        stream = torch.Stream(device)
+    try:
+        with stream:
+            # A thread has no context of the device before it first asks it for something; cuBLAS warns then.
+            stream.query()
+            yield stream
+    finally:
+        idle.append(stream)
 
 
 def bytes_view(tensor: torch.Tensor) -> memoryview:
@@ -93,6 +126,11 @@ class HostStaging:
             raw = raw.clone()
         copy_strided(storage, part.to, raw.view(part.dtype), part.loops)
 
+    def send(self, parts: Sequence[Part], data: torch.Tensor, storages: Sequence[torch.Tensor]) -> None:
+        """Copy the parts."""
+        for part in parts:
+            self.put(part, data, storages[part.target])
+
 
 class DeviceStaging:
     """Pinned buffers in turn, a stream, and as many bytes on the device.
@@ -110,15 +148,14 @@ class DeviceStaging:
         self._pinned = has_streams(device)
         self._turn = 0
         self._host_only = HostStaging(nbytes)
-        self._stream = torch.Stream(device) if self._pinned else None
+        self._stream: torch.Stream | None = None
         #: Of each buffer the event after its last copy; None before the first.
         self._sent: list[torch.Event | None] = [None] * depth
         self._within = contextlib.ExitStack()
 
     def __enter__(self) -> DeviceStaging:
         self._within.enter_context(torch.no_grad())
-        if self._stream is not None:
-            self._within.enter_context(self._stream)
+        self._stream = self._within.enter_context(own_stream(self._device))
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -168,6 +205,11 @@ class DeviceStaging:
         self._send(part, data, storage)
         self._wait()
 
+    def send(self, parts: Sequence[Part], data: torch.Tensor, storages: Sequence[torch.Tensor]) -> None:
+        """Send the parts on their way from where they lie."""
+        for part in parts:
+            self._send(part, data, storages[part.target])
+
     def _wait(self) -> None:
         if self._stream is not None:
             self._stream.synchronize()
@@ -178,7 +220,7 @@ class DeviceStaging:
             return
         source = data[part.at : part.at + part.nbytes]
         # As it is to be: from pinned memory straight to its place, without the buffer on the device.
-        if part.dtype == storage.dtype and _one_run(part):
+        if part.dtype == storage.dtype and is_one_run(part):
             place = storage[part.to : part.to + part.nbytes // part.dtype.itemsize]
             place.view(torch.uint8).copy_(source, non_blocking=self._pinned)
         elif part.nbytes <= self._nbytes:
@@ -192,7 +234,8 @@ class DeviceStaging:
             self._host_only.put(part, data, storage)
 
 
-def _one_run(part: Part) -> bool:
+def is_one_run(part: Part) -> bool:
+    """Whether its elements lie one behind the other, in what was read and where they go."""
     return not part.loops or (len(part.loops) == 1 and part.loops[0][1:] == (1, 1))
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -14,12 +15,13 @@ from zerostart.recipe import one_thread
 from zerostart.transfer.buffers import page_locked, release_locked
 from zerostart.transfer.execute import Crew
 from zerostart.transfer.planning.writes import Write, WritePlan
-from zerostart.transfer.staging import bytes_view, copy_strided
+from zerostart.transfer.staging import bytes_view, copy_strided, is_one_run, own_stream
 
 #: Bytes of a staging buffer beside a chunk, so that it can lie in its pages as the chunk does in the file's.
 SLACK = 2 * PAGE
 #: Told of all that is written: the tensor, the first element there, the distance from row to row, and rows of
-#: elements in the file's dtype, [rows, elements], which it must not keep. Called from several threads.
+#: elements in the file's dtype, [rows, elements], which it must not keep: on the accelerator, if they come
+#: from there. Called from several threads, under the stream that fills them.
 Noted = Callable[[str, int, int, torch.Tensor], None]
 #: Given the first element and elements of a storage from there on, gives what is written in their place.
 Change = Callable[[int, torch.Tensor], torch.Tensor]
@@ -40,6 +42,18 @@ class Writer(Protocol):
         """Take ``rows`` of ``length`` bytes, ``step`` bytes apart in ``data`` and in tensor ``name``.
 
         The first goes to byte ``offset`` of it. ``data`` must not be kept.
+        """
+        ...
+
+
+@runtime_checkable
+class LockedWriter(Writer, Protocol):
+    """One that may have page-locked memory, which an accelerator fills by itself."""
+
+    def locked(self, name: str, offset: int, nbytes: int) -> torch.Tensor | None:
+        """Where ``nbytes`` from byte ``offset`` of tensor ``name`` on go, which then count as taken.
+
+        They are there when ``write_out`` returns. None: ``write_rows`` is to be given them.
         """
         ...
 
@@ -67,7 +81,8 @@ def write_out(
     """Write what ``storages`` (one for each of the plan's origins) hold; returns the bytes written.
 
     Without a ``writer`` nothing is written, and ``noted`` alone is told of what would be.
-    Beside the storages this takes a buffer of the plan's ``chunk_size`` and ``SLACK`` for each thread. The
+    Beside the storages this takes a buffer of the plan's ``chunk_size`` and ``SLACK`` for each thread, and
+    one of ``chunk_size`` on an accelerator where elements do not lie there as they are to be written. The
     first error of any thread stops the others and is raised here.
     """
     device = next((s.storage.device for s in storages if s.storage.device.type != "cpu"), None)
@@ -98,32 +113,90 @@ class _Writing:
         self._plan = plan
         self._storages = storages
         self._writer = writer
+        self._locked = writer if isinstance(writer, LockedWriter) else None
         self._noted = noted
         self._device = device
 
     def work(self, writes: Iterator[Write]) -> None:
         """Make writes, one after the other."""
-        room = _Room(self._plan.chunk_size, self._device is not None)
-        for write in writes:
-            self._write(write, room)
+        no_stream = contextlib.nullcontext[torch.Stream | None](None)
+        with torch.no_grad(), no_stream if self._device is None else own_stream(self._device) as stream:
+            room = _Room(self._plan.chunk_size, self._device, stream)
+            try:
+                for write in writes:
+                    self._write(write, room)
+            finally:
+                # Copies may be under way, and what was noted last may still read what is given up here.
+                room.wait()
 
     def _write(self, write: Write, room: _Room) -> None:
         if self._writer is None and self._noted is not None and self._note_in_place(write):
             return
-        data = self._data(write, room)
+        if there := self._is_there(write):
+            # Put together, cast and summed up by the accelerator: fewer bytes to send, and less for the host.
+            data = self._data_there(write, room)
+            self._note(write, data)
+            if self._writer is None or self._sent(write, data, room):
+                return
+            lead = self._writer.lead(write.name, write.first * write.dtype.itemsize)
+            data = room.fetched(data, lead)
+        else:
+            data = self._data(write, room)
         view, width = bytes_view(data), write.dtype.itemsize
         for first, count, step, rows in write.rows():
             if self._writer is not None:
                 span = view[first * width : (first + (rows - 1) * step + count) * width]
                 place = (write.first + first) * width
                 self._writer.write_rows(write.name, span, place, count * width, step * width, rows)
-            if self._noted is not None:
-                # Rows as they are in the file, gaps left out, and without a copy.
-                seen = data.as_strided((rows, count), (step, 1), int(data.storage_offset()) + first)
-                self._noted(write.name, write.first + first, step, seen)
+        if not there:
+            self._note(write, data)
+
+    def _note(self, write: Write, data: torch.Tensor) -> None:
+        """Tell of rows as they are in the file, gaps left out, and without a copy."""
+        if self._noted is None:
+            return
+        for first, count, step, rows in write.rows():
+            seen = data.as_strided((rows, count), (step, 1), int(data.storage_offset()) + first)
+            self._noted(write.name, write.first + first, step, seen)
+
+    def _sent(self, write: Write, data: torch.Tensor, room: _Room) -> bool:
+        """Have the accelerator copy to where the writer wants it, waited for later; False if it does not."""
+        if self._locked is None or write.count != write.span:
+            return False
+        place = self._locked.locked(write.name, write.first * write.dtype.itemsize, data.nbytes)
+        if place is not None:
+            room.copy(place, data.view(torch.uint8))
+        return place is not None
+
+    def _is_there(self, write: Write) -> bool:
+        """Whether all of it is on the accelerator."""
+        kinds = {self._storages[part.target].storage.device.type for part in write.parts}
+        return self._device is not None and kinds == {self._device.type}
+
+    def _data_there(self, write: Write, room: _Room) -> torch.Tensor:
+        """What is written, on the accelerator: where it lies if it lies there as it is to be."""
+        if len(write.parts) == 1 and write.count == write.span and is_one_run(write.parts[0]):
+            (part,) = write.parts
+            held = self._storages[part.target].elements(part.to, write.count)
+            if held.dtype == write.dtype:
+                return held
+            return room.elements_there(write.span, write.dtype).copy_(held)
+        data = room.elements_there(write.span, write.dtype)
+        self._gather(write, data)
+        return data
+
+    def _gather(self, write: Write, data: torch.Tensor) -> None:
+        """Put the parts of a write where they belong in its window."""
+        for part in write.parts:
+            # A write is a read run backwards: the storage is the source here, the file's window the
+            # destination.
+            loops = [(size, local, far) for size, far, local in part.loops]
+            at = part.at // part.dtype.itemsize
+            count = 1 + sum((size - 1) * local for size, local, _ in loops)
+            copy_strided(data, at, self._storages[part.target].elements(part.to, count), loops)
 
     def _note_in_place(self, write: Write) -> bool:
-        """Tell of rows from where they lie in storages of the host; False if that is not what they are."""
+        """Tell of rows from where they lie in storages; False if that is not what they are."""
         found = []
         for part in write.parts:
             source, loops = self._storages[part.target], [*part.loops]
@@ -132,7 +205,7 @@ class _Writing:
             rows, far, local = loops.pop() if loops else (1, inner, inner)
             if loops or local < inner or source.change is not None:
                 return False
-            if held.dtype != write.dtype or held.device.type != "cpu":
+            if held.dtype != write.dtype:
                 return False
             seen = held.as_strided((rows, inner), (local, 1), int(held.storage_offset()) + part.to)
             found.append((write.first + part.at // write.dtype.itemsize, far, seen))
@@ -155,32 +228,54 @@ class _Writing:
                 return data
             return room.elements(write.span, write.dtype, lead).copy_(data)
         data = room.elements(write.span, write.dtype, lead)
-        with torch.no_grad():
-            for part in write.parts:
-                # A write is a read run backwards: the storage is the source here, the file's window the
-                # destination.
-                loops = [(size, local, far) for size, far, local in part.loops]
-                at = part.at // part.dtype.itemsize
-                count = 1 + sum((size - 1) * local for size, local, _ in loops)
-                copy_strided(data, at, self._storages[part.target].elements(part.to, count), loops)
+        self._gather(write, data)
         return data
 
 
 class _Room:
-    """One thread's staging buffer, made when it is first needed; pinned where an accelerator fills it."""
+    """One thread's staging: a buffer, pinned where an accelerator fills it, and one there; made when needed.
 
-    def __init__(self, nbytes: int, pinned: bool) -> None:
+    ``stream`` is the one that the thread works under, if it has one.
+    """
+
+    def __init__(self, nbytes: int, device: torch.device | None, stream: torch.Stream | None) -> None:
         self._nbytes = nbytes
-        self._pinned = pinned
+        self._device = device
+        self._stream = stream
 
     @cached_property
     def _buffer(self) -> torch.Tensor:
         """From the beginning of a page on."""
         nbytes = self._nbytes + SLACK
-        room = page_locked(nbytes) if self._pinned else torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        pinned = self._device is not None
+        room = page_locked(nbytes) if pinned else torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         return room[-room.data_ptr() % PAGE :]
+
+    @cached_property
+    def _there(self) -> torch.Tensor:
+        return torch.empty(self._nbytes, dtype=torch.uint8, device=self._device)
 
     def elements(self, count: int, dtype: torch.dtype, lead: int) -> torch.Tensor:
         """Room for ``count`` elements of ``dtype``, ``lead`` bytes after the beginning of a page."""
         begin = lead - lead % dtype.itemsize
         return self._buffer[begin : begin + count * dtype.itemsize].view(dtype)
+
+    def elements_there(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Room for as many on the accelerator."""
+        return self._there[: count * dtype.itemsize].view(dtype)
+
+    def fetched(self, data: torch.Tensor, lead: int) -> torch.Tensor:
+        """``data`` of the accelerator, here; waited for."""
+        here = self.elements(data.numel(), data.dtype, lead)
+        self.copy(here, data)
+        self.wait()
+        return here
+
+    def copy(self, here: torch.Tensor, data: torch.Tensor) -> None:
+        """Copy ``data`` of the accelerator to page-locked memory, which is done when ``wait`` returns."""
+        here.copy_(data, non_blocking=self._stream is not None)
+
+    def wait(self) -> None:
+        """Return when the accelerator has done what this thread has asked of it."""
+        if self._stream is not None:
+            self._stream.synchronize()

@@ -97,7 +97,7 @@ def test_the_formula_across_blocks() -> None:
 
 @pytest.mark.parametrize("place", [0, 3, 262_144])
 def test_as_other_devices_compute_it(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By products of fp32, all rows at once, from any place on: on the host, which has the same operators."""
+    """By products of fp32 and of bytes, from any place on: on the host, which has the same operators."""
     torch.manual_seed(6)
     tensor = torch.randn(600_000 + place)
     tensor.view(torch.int32)[:5000] = -1 ^ 0x7F7F7F7F  # every byte the lowest
@@ -121,7 +121,9 @@ def test_as_other_devices_compute_it(place: int, monkeypatch: pytest.MonkeyPatch
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert (found(), of_columns()) == (expected, of_square)
     monkeypatch.setattr(byte_sums, "_is_host", lambda device: False)
-    assert (found(), of_columns()) == (expected, of_square)
+    for products in (True, False):
+        monkeypatch.setattr(byte_sums, "_has_products_of_bytes_there", lambda device, has=products: has)
+        assert (found(), of_columns()) == (expected, of_square)
     # As CUDA refuses products in deterministic mode.
     monkeypatch.setattr(byte_sums, "_refuses_products", lambda device: True)
     assert (found(), of_columns()) == (expected, of_square)

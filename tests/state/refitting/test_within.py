@@ -138,6 +138,21 @@ def test_a_model_whose_tensors_change_between_pushes() -> None:
         assert torch.equal(engine.table.weight, model.table.weight)
 
 
+def test_tensors_of_several_bands() -> None:
+    """Larger than what is brought at a time, and behind each other at odd places."""
+    model, student, engine = nn.Module(), nn.Module(), _Rows(1_400_000).to(BF16)
+    for seed, each in enumerate((model, student)):
+        torch.manual_seed(seed)
+        each.bias = nn.Parameter(torch.randn(3, dtype=BF16))
+        each.table = nn.Embedding(1_400_000, 16, dtype=BF16)
+        each.head = nn.Linear(5, 7)
+    for target in (student, engine):
+        with zerostart.refit(model, target) as refitter:
+            assert refitter.push().version == 1
+        assert torch.equal(target.table.weight, model.table.weight)
+    assert all(torch.equal(a, b) for a, b in zip(student.parameters(), model.parameters(), strict=True))
+
+
 def test_values_that_the_dtype_of_a_target_cannot_hold() -> None:
     """Of as many bits, and others of them: what is filled in is what a cast gives, and no fault."""
     model, student = nn.Module(), nn.Module()

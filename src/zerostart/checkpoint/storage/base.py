@@ -84,6 +84,13 @@ class Reader(ABC):
         for row in range(rows.count):
             self.read(file, offset + row * rows.stride, [target[row * step : row * step + rows.width]])
 
+    def locked(self, file: int, offset: int, nbytes: int) -> memoryview | None:
+        """The bytes where they lie, in page-locked memory that stays as it is while the reader is open.
+
+        From there an accelerator copies by itself. None: they are read.
+        """
+        return None
+
     def announce(self, file: int, offset: int, rows: Rows) -> None:
         """Say what a later call will read, which may be fetched ahead."""
         return  # not abstract: most have no use for it

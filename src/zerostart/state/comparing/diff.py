@@ -257,7 +257,7 @@ def _model_and_files(model: nn.Module, path: str | os.PathLike[str]) -> Differen
 
             def compare(name: str, first: int, step: int, rows: torch.Tensor) -> None:
                 if _comparable(kinds[name], stored.tensors.get(name)):
-                    _compare_rows(tally, stored, name, first, step, rows)
+                    _compare_rows(tally, stored, name, first, step, rows.cpu())
 
             # The plan of a save, of which nothing is written: its chunks go to ``compare``, so that the model
             # is compared in the very layout that it would be saved in.

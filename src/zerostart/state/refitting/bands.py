@@ -16,12 +16,11 @@ import torch
 import torch.distributed as dist
 
 from zerostart.checkpoint.catalog import TensorEntry
-from zerostart.checkpoint.storage.direct import PAGE
 from zerostart.checkpoint.write.shards import SaveLayout
 from zerostart.distributed.world import World
 from zerostart.recipe import torch_dtype
 from zerostart.state.refitting.image import Image
-from zerostart.state.refitting.pushes import CHUNK
+from zerostart.state.refitting.pushes import CHUNK, PAGE
 from zerostart.state.refitting.sums import SetSums
 from zerostart.state.refitting.transports.base import ImageWriter
 from zerostart.transfer.planning.runs import Runs
@@ -88,7 +87,7 @@ class Windows:
 
 
 def _windows(entry: TensorEntry, chunk: int) -> list[int]:
-    """Where the windows of a tensor begin in the file."""
+    """Where the windows of a tensor begin in the image."""
     width = torch_dtype(entry.dtype, entry.name).itemsize
     size = max(1, chunk // width) * width
     lead = entry.offset % PAGE // width * width

@@ -50,8 +50,8 @@ class _Way:
     """How the image goes from the source to the target: the same for every push that finds both alike."""
 
     routes: Routes
-    #: Each set of elements that any rank sums up, once; and by rank the numbers of its sets.
-    sets: Sequence[Runs]
+    #: Of each set of elements that any rank sums up, once; and by rank the numbers of its sets.
+    sums: SetSums
     numbers: Sequence[Sequence[int]]
     untaken: tuple[str, ...]
 
@@ -135,7 +135,8 @@ class LocalRefitter:
                 settle_last()
                 ready, way = self._prepare()
                 device = self._device(ready)
-            sums = SetSums(ready.image, way.sets)
+            sums = way.sums
+            sums.begin()
             with timed(phases, "move"), world.phase("moving weights"):
                 rounds = Rounds(way.routes, ready.plan, ready.storages, sums, world, device)
                 if taker is not None:
@@ -256,7 +257,8 @@ class LocalRefitter:
             [sets.setdefault(each, (len(sets), Runs.from_bytes(each)))[0] for each in taken[1:]]
             for _, taken in told
         ]
-        return _Way(routes, [runs for _, runs in sets.values()], numbers, untaken(image, wanted))
+        sums = SetSums(image, [runs for _, runs in sets.values()])
+        return _Way(routes, sums, numbers, untaken(image, wanted))
 
 
 def _as_wanted(entries: Sequence[Entry], wanted: Mapping[str, Entry]) -> list[Entry]:

@@ -25,8 +25,9 @@ from zerostart.transfer.planning.writes import WritePlan
 from zerostart.transfer.writing import Source
 
 MiB = 1 << 20
-#: Bytes of a write of a push.
-CHUNK = 8 * MiB
+#: Bytes of a write of a push. Its windows are counted from the tensor, and not from a page as in files: each
+#: begins with a row of the digest's sums.
+CHUNK, PAGE = 8 * MiB, 1
 
 
 @dataclass(frozen=True)
@@ -220,8 +221,7 @@ def prepared(
         contents, _ = contents_to_save(model, live, SaveRequest(dtype=settings.dtype, merge_adapters=adapted))
         entries = tuple((name, dtype, tuple(shape)) for name, dtype, shape in wanted(contents.entries))
         image = before if before is not None and before.entries == entries else Image.of(entries)
-        # Windows begin with the tensor and not with a page, and so with a row of its digest.
-        plan, storages = planned(image.layout, contents.outgoing, CHUNK, page=1)
+        plan, storages = planned(image.layout, contents.outgoing, CHUNK, PAGE)
     return Prepared(image, plan, storages)
 
 

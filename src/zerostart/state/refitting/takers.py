@@ -23,7 +23,7 @@ from zerostart.recipe import Recipe
 from zerostart.state.editing import differing_bits, master_of
 from zerostart.state.refitting.bands import Band, Rounds
 from zerostart.state.refitting.image import Entry, Image
-from zerostart.state.refitting.pushes import CHUNK
+from zerostart.state.refitting.pushes import CHUNK, PAGE
 from zerostart.state.refitting.receiver import Receiver, Wants, sum_read
 from zerostart.state.refitting.sums import Sums, differing
 from zerostart.state.refitting.targets import Driver
@@ -117,7 +117,7 @@ class ModelTaker:
                 direct = storage.device.type == "cpu"
                 yield one.recipe, one.shard.layout, Origin(one.shard.name, storage.dtype, direct)
 
-        self._image, self._plan = image, plan_writes(image.layout, wanted(), CHUNK)
+        self._image, self._plan = image, plan_writes(image.layout, wanted(), CHUNK, PAGE)
         runs = Runs.of_writes(self._plan, image.layout)
         return Wants(runs, (runs,) if runs.nbytes else ())
 

@@ -13,13 +13,13 @@ hashing is fast, 2012): a product by a number of 64 bits loses as many of them a
 its end, which is few in one of eight columns. So two contents meet with a chance of some 2**-60, wherever
 they differ. It is linear in the bytes: shares of a tensor add up, in any order, on any ranks.
 
-The first sums are a product of matrices. Processors have it for bytes (``torch._int_mm``, a private name;
-CUDA's takes few shapes); other devices, and processors or releases without it, take that of fp32, which is
-exact as well: bytes and keys have eight bits, and no sum of products leaves the 24 of fp32, however it is put
-together, also with TF32.
+The first sums are a product of matrices. Processors and CUDA have it for bytes (``torch._int_mm``, a private
+name; CUDA's takes 17 rows at least, that begin at a multiple of 16 bytes). Other devices, and processors or
+releases without it, take that of fp32, which is exact as well: bytes and keys have eight bits, and no sum of
+products leaves the 24 of fp32, however it is put together, also with TF32.
 
-Run on the CPU and on the pretend accelerator (docs/configuring.md); on one H200 in parts of 4 MiB, before
-parts were larger and deterministic mode was served.
+An accelerator is not waited for: what it sums up are tensors of its own until somebody asks for the numbers.
+Run on the CPU, on the pretend accelerator (docs/configuring.md), and on one H200.
 """
 
 from __future__ import annotations
@@ -46,12 +46,19 @@ LANES = 2
 TOGETHER = 16 * BLOCK
 #: Most bytes that are multiplied at a time; as fp32 on the host, of what its cache holds.
 MANY, HOST_MANY = 4 * BLOCK, 1 << 17
-#: Most bytes that an accelerator sums up at a time: each time takes some fractions of a millisecond.
+#: Most bytes that an accelerator sums up at a time.
 THERE_MANY = 64 * BLOCK
+#: Fewest rows of a product of bytes on an accelerator (CUDA), and where in memory they begin.
+LEAST_THERE, ALIGNED = 17, 16
+#: Blocks for which an accelerator keeps B, at first: of tensors of 4 GiB.
+FIRST_BLOCKS = 1 << 12
 ALL = (1 << 64) - 1
 #: Seeds of the keys: W, A of both lanes, B of both.
 _SEEDS = tuple(number << 48 for number in range(1, 2 * LANES + 2))
 _STEP, _MIX, _MORE = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+
+#: The sums of both lanes: numbers, or a tensor [LANES] of what a device may still be summing up.
+Lanes = list[int] | torch.Tensor
 
 TOUCHED = (
     Use(
@@ -63,7 +70,7 @@ TOUCHED = (
 )
 
 
-def lanes_of(octets: torch.Tensor, position: int = 0) -> list[int]:
+def lanes_of(octets: torch.Tensor, position: int = 0) -> Lanes:
     """The sums of both lanes over the bytes ``octets``, which begin at byte ``position`` of the tensor."""
     parts = []
     octets, most = octets.view(torch.int8), MANY if _is_host(octets.device) else THERE_MANY
@@ -74,10 +81,10 @@ def lanes_of(octets: torch.Tensor, position: int = 0) -> list[int]:
         taken = whole * ROW or min(count, ROW - inside)
         parts.append(_weighed(_row_sums(octets[:taken].view(max(whole, 1), -1), inside), row))
         octets, position = octets[taken:], position + taken
-    return _added(parts)
+    return _together(parts)
 
 
-def lanes_of_rows(octets: torch.Tensor, position: int, step: int) -> list[int]:
+def lanes_of_rows(octets: torch.Tensor, position: int, step: int) -> Lanes:
     """The same over ``octets`` [number, length], of which ``k`` begins at byte ``position + k * step``."""
     number, length = octets.shape
     parts = []
@@ -92,7 +99,7 @@ def lanes_of_rows(octets: torch.Tensor, position: int, step: int) -> list[int]:
         sums = torch.zeros(last + 1 - row, COLUMNS, dtype=torch.int32, device=part.device)
         _sum_rows(sums, part.view(torch.int8), at - row * ROW, step)
         parts.append(_weighed(sums, row))
-    return _added(parts)
+    return _together(parts)
 
 
 def _sum_rows(sums: torch.Tensor, octets: torch.Tensor, position: int, step: int) -> None:
@@ -118,12 +125,32 @@ def _sum_rows(sums: torch.Tensor, octets: torch.Tensor, position: int, step: int
             row, at, inside = row + 1, at + taken, 0
 
 
-def lanes_of_elements(octets: torch.Tensor, positions: torch.Tensor) -> list[int]:
+def lanes_of_elements(octets: torch.Tensor, positions: torch.Tensor) -> Lanes:
     """The same over single elements: ``octets`` [number, width], and the byte at which each begins."""
     inside = (positions % ROW)[:, None] + torch.arange(octets.shape[1], device=octets.device)
     keys = _byte_keys(octets.device)[inside.view(-1)].view(*octets.shape, COLUMNS).to(torch.int32)
     sums = (octets.view(torch.int8)[:, :, None] * keys).sum(1)
-    return _added([_weighed_at(sums, positions // ROW)])
+    return _together([_weighed_at(sums, positions // ROW)])
+
+
+def numbers_of(parts: Sequence[torch.Tensor]) -> list[list[int]]:
+    """The numbers of lanes that are on devices, which are waited for, whatever streams make them."""
+    found: list[list[int]] = [[]] * len(parts)
+    for device in {part.device for part in parts}:
+        there = [number for number, part in enumerate(parts) if part.device == device]
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+        lanes = torch.stack([parts[number] for number in there]).tolist()
+        for number, each in zip(there, lanes, strict=True):
+            found[number] = each
+    return found
+
+
+def added(parts: Sequence[Lanes]) -> list[int]:
+    """The numbers of lanes together; those on devices are waited for."""
+    here = [part for part in parts if not isinstance(part, torch.Tensor)]
+    here += numbers_of([part for part in parts if isinstance(part, torch.Tensor)])
+    return [sum(part[lane] for part in here) & ALL for lane in range(LANES)]
 
 
 def signed(number: int) -> int:
@@ -141,6 +168,16 @@ def _row_sums(octets: torch.Tensor, inside: int) -> torch.Tensor:
     if octets.stride(1) != 1 or octets.stride(0) < length:
         octets = octets.contiguous()
     keys, device = slice(inside, inside + length), octets.device
+    if not _is_host(device) and _has_products_of_bytes_there(device):
+        rows = octets.shape[0]
+        if octets.data_ptr() % ALIGNED:
+            octets = octets.clone()
+        if length < ROW or rows < LEAST_THERE:
+            # Zeros around them: a product of floats would take room that stays taken, for each stream.
+            room = octets.new_zeros(max(rows, LEAST_THERE), ROW)
+            room[:rows, keys] = octets
+            octets = room
+        return torch._int_mm(octets, _byte_columns(device))[:rows]
     if _is_host(device) and _has_products_of_bytes():
         # It is asked for the number of threads so that torch, which does so lazily, sets it in this one.
         torch.get_num_threads()
@@ -169,13 +206,13 @@ def _by_floats(octets: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     for part, place in parts:
         # Into a place, where autocast leaves it as it is.
         torch.mm(part.to(torch.float32), keys, out=place)
-    return made.to(torch.int64)
+    return made.to(torch.int32)
 
 
-def _weighed(sums: torch.Tensor, row: int) -> list[int] | torch.Tensor:
+def _weighed(sums: torch.Tensor, row: int) -> Lanes:
     """The lanes of sums of rows that follow each other from ``row`` on."""
     if not _is_host(sums.device):
-        return _weighed_at(sums, torch.arange(row, row + sums.shape[0], device=sums.device))
+        return _weighed_there(sums, row)
     lanes = [0] * LANES
     values, keys = sums.view(-1).numpy().astype(np.int64), _host_keys()
     while len(values):
@@ -191,24 +228,40 @@ def _weighed(sums: torch.Tensor, row: int) -> list[int] | torch.Tensor:
     return lanes
 
 
+def _weighed_there(sums: torch.Tensor, row: int) -> torch.Tensor:
+    """The same on a device, in few calls: each costs more than it computes."""
+    block, first = divmod(row, ROWS)
+    count = sums.shape[0]
+    blocks = -(-(first + count) // ROWS)
+    if count == blocks * ROWS:
+        values = sums.to(torch.int64)
+    else:
+        values = torch.zeros(blocks * ROWS, COLUMNS, dtype=torch.int64, device=sums.device)
+        values[first : first + count] = sums
+    by_block = (values.view(blocks, 1, -1) * _row_keys(sums.device)).sum(2)
+    room = max(FIRST_BLOCKS, 1 << (block + blocks - 1).bit_length())
+    return (by_block * _block_keys(sums.device, room)[block : block + blocks]).sum(0)
+
+
 def _weighed_at(sums: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """The lanes of sums of any ``rows``, where the sums are."""
     blocks, inside = rows // ROWS, rows % ROWS
     keys, values = _row_keys(sums.device).view(LANES, ROWS, COLUMNS), sums.to(torch.int64)
-    found = []
-    for lane in range(LANES):
-        weighted = (values * keys[lane][inside]).sum(1)
-        found.append((weighted * (_mixed(blocks + signed(_SEEDS[1 + LANES + lane])) | 1)).sum())
-    return torch.stack(found)
+    weighted = torch.stack([(values * keys[lane][inside]).sum(1) for lane in range(LANES)], 1)
+    return (weighted * _weights(blocks)).sum(0)
 
 
-def _added(parts: Sequence[list[int] | torch.Tensor]) -> list[int]:
-    """Lanes together. Those on a device are waited for, once for all of them."""
+def _weights(blocks: torch.Tensor) -> torch.Tensor:
+    """B of ``blocks`` [number, LANES]."""
+    return torch.stack([_mixed(blocks + signed(seed)) | 1 for seed in _SEEDS[1 + LANES :]], 1)
+
+
+def _together(parts: Sequence[Lanes]) -> Lanes:
+    """Lanes of parts that are all of one device, where these are."""
     there = [part for part in parts if isinstance(part, torch.Tensor)]
-    here = [part for part in parts if not isinstance(part, torch.Tensor)]
     if there:
-        here.append(torch.stack(there).sum(0).tolist())
-    return [sum(part[lane] for part in here) & ALL for lane in range(LANES)]
+        return there[0] if len(there) == 1 else torch.stack(there).sum(0)
+    return added(parts)
 
 
 @functools.cache
@@ -230,7 +283,21 @@ def _has_products_of_bytes() -> bool:
         found = torch._int_mm(octets, keys)
     except RuntimeError:
         return False
-    return torch.equal(found.to(torch.int64), _by_floats(octets, _float_keys(keys.device)))
+    return torch.equal(found, _by_floats(octets, _float_keys(keys.device)))
+
+
+@functools.cache
+def _has_products_of_bytes_there(device: torch.device) -> bool:
+    """Whether this accelerator has them, without a bit lost."""
+    if misfit(TOUCHED):
+        return False
+    keys = _byte_keys(torch.device("cpu"))
+    octets = torch.where(keys.T > 0, -128, 127).to(torch.int8).repeat(LEAST_THERE, 1)
+    try:
+        found = torch._int_mm(octets.to(device), _byte_columns(device)).cpu()
+    except RuntimeError:
+        return False
+    return torch.equal(found.to(torch.int64), octets.to(torch.int64) @ keys.to(torch.int64))
 
 
 @functools.cache
@@ -238,19 +305,39 @@ def _byte_keys(device: torch.device) -> torch.Tensor:
     """W [ROW, COLUMNS]."""
     number = torch.arange(ROW * COLUMNS, dtype=torch.int64, device="cpu")
     drawn = _shifted(_mixed(number + _SEEDS[0]), 1) % 254 - 127
-    return (drawn + (drawn >= 0)).to(torch.int8).view(ROW, COLUMNS).to(device)
+    return _moved((drawn + (drawn >= 0)).to(torch.int8).view(ROW, COLUMNS), device)
+
+
+@functools.cache
+def _byte_columns(device: torch.device) -> torch.Tensor:
+    """W column by column, from which CUDA reads it twice as fast."""
+    return _moved(_byte_keys(torch.device("cpu")).T.contiguous(), device).T
 
 
 @functools.cache
 def _float_keys(device: torch.device) -> torch.Tensor:
-    return _byte_keys(torch.device("cpu")).to(torch.float32).to(device)
+    return _moved(_byte_keys(torch.device("cpu")).to(torch.float32), device)
 
 
 @functools.cache
 def _row_keys(device: torch.device) -> torch.Tensor:
     """A of both lanes [LANES, ROWS * COLUMNS]."""
     number = torch.arange(ROWS * COLUMNS, dtype=torch.int64, device="cpu")
-    return torch.stack([_mixed(number + seed) | 1 for seed in _SEEDS[1 : 1 + LANES]]).to(device)
+    return _moved(torch.stack([_mixed(number + seed) | 1 for seed in _SEEDS[1 : 1 + LANES]]), device)
+
+
+@functools.cache
+def _block_keys(device: torch.device, count: int) -> torch.Tensor:
+    """B of the first ``count`` blocks [count, LANES]."""
+    return _moved(_weights(torch.arange(count, dtype=torch.int64, device="cpu")), device)
+
+
+def _moved(keys: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """``keys`` on a device, for all of its streams."""
+    there = keys.to(device)
+    if device.type != "cpu":
+        torch.accelerator.current_stream(device).synchronize()
+    return there
 
 
 @functools.cache

@@ -1,7 +1,8 @@
 """Workers on the trainer's machine: the image is a file in memory that all have mapped.
 
 Trainer ranks write their elements to their places in it, workers read theirs out of it; each byte is copied
-twice, and nothing is sent. The file has its full size from the beginning, so that no write finds memory
+twice, and nothing is sent. Accelerators copy to and from it by themselves: what they need of it is
+page-locked when they first do. The file has its full size from the beginning, so that no write finds memory
 missing, and nobody but its owner's user can open it. For deltas trainer ranks compare what they write with
 what is there, and note in a second file in which version a block has last changed.
 """
@@ -23,7 +24,7 @@ import torch
 from zerostart.checkpoint.memory import MemoryReader, move_bytes
 from zerostart.checkpoint.storage import Reader
 from zerostart.checkpoint.strict_json import JsonObject
-from zerostart.distributed.world import World
+from zerostart.distributed.world import World, default_device
 from zerostart.errors import ConfigError, ReadError, WriteError
 from zerostart.state.refitting.changes import BLOCK, Blocks, Changed
 from zerostart.state.refitting.image import Image
@@ -35,27 +36,47 @@ from zerostart.state.refitting.transports.base import (
     WorkerInfo,
     register_transport,
 )
+from zerostart.transfer.buffers import LockedSpans
 from zerostart.transfer.planning.runs import Runs
+from zerostart.transfer.staging import bytes_view
 from zerostart.transfer.writing import Writer
 
 
 class _Mapped:
     """A file in memory as a row of bytes."""
 
-    def __init__(self, path: Path, nbytes: int, writable: bool) -> None:
-        flags = (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC | os.O_NOFOLLOW
-        handle = os.open(path, flags)
+    def __init__(self, path: Path, nbytes: int) -> None:
+        self._locked: LockedSpans | None = None
+        #: What has been asked to be locked.
+        self._asked: Runs | None = None
+        self._lock = threading.Lock()
+        handle = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             if os.fstat(handle).st_size != nbytes:
                 raise ReadError(
                     f"{path} has {os.fstat(handle).st_size} bytes and not {nbytes}: it is another image"
                 )
-            # Writable also where nobody writes, since torch knows no other memory; then of a copy of the
-            # page.
-            self._memory = mmap.mmap(handle, nbytes, mmap.MAP_SHARED if writable else mmap.MAP_PRIVATE)
+            # Shared and writable also where nobody writes: torch knows no other memory, and of private pages
+            # those that are locked would be copied.
+            self._memory = mmap.mmap(handle, nbytes, mmap.MAP_SHARED)
         finally:
             os.close(handle)
         self.data = torch.frombuffer(self._memory, dtype=torch.uint8)
+
+    def lock(self, runs: Runs) -> bool:
+        """Have page-locked all that this process copies to or from accelerators; False if it cannot be."""
+        with self._lock:
+            if self._asked is not runs:
+                self._unlock()
+                self._asked = runs
+                spans = [(low, high) for low, high in runs.spans.tolist()]
+                self._locked = LockedSpans.of(self.data, spans, default_device())
+            return self._locked is not None
+
+    def _unlock(self) -> None:
+        if self._locked is not None:
+            self._locked.release()
+        self._locked = None
 
     def blocks(self, nbytes: int) -> Blocks:
         """As those of an image of ``nbytes``."""
@@ -63,6 +84,7 @@ class _Mapped:
 
     def close(self) -> None:
         """Give the mapping up."""
+        self._unlock()
         self.data = torch.empty(0, dtype=torch.uint8, device="cpu")
         with contextlib.suppress(BufferError):  # somebody still reads: it goes with the last reference
             self._memory.close()
@@ -82,6 +104,7 @@ class SharedMemory:
         self._mapped: _Mapped | None = None
         self._noted: _Mapped | None = None
         self._image: Image | None = None
+        self._own = Runs.of([])
         self._moved = self._changed = 0
         self._lock = threading.Lock()
 
@@ -92,9 +115,9 @@ class SharedMemory:
             self._world.broadcast_object(lambda: self._make(image), "making an image in shared memory")
             with self._world.phase("mapping the image"):
                 try:
-                    self._mapped = _Mapped(self._path, image.nbytes, True)
+                    self._mapped = _Mapped(self._path, image.nbytes)
                     if self._deltas:
-                        self._noted = _Mapped(_noted(self._path), Blocks.room(image.nbytes), True)
+                        self._noted = _Mapped(_noted(self._path), Blocks.room(image.nbytes))
                 except OSError as error:
                     raise ConfigError(
                         f"{self._path} cannot be opened on rank {self._world.rank}: "
@@ -102,6 +125,8 @@ class SharedMemory:
                         "transport='shared_memory' is for one machine: use 'group' across machines"
                     ) from error
             self._image = image
+        if not np.array_equal(self._own.rows, own.rows):
+            self._own = own
         return {worker.name: {"path": str(self._path), "noted": self._deltas} for worker in workers}
 
     def writer(self, version: int, base: int | None) -> Writer:
@@ -110,7 +135,9 @@ class SharedMemory:
         assert self._image is not None, "opened before"
         self._moved = self._changed = 0
         blocks = None if self._noted is None else self._noted.blocks(self._image.nbytes)
-        return _MappedWriter(self._mapped.data, self._image, self._count, blocks, version, base is not None)
+        return _MappedWriter(
+            self._mapped, self._own, self._image, self._count, blocks, version, base is not None
+        )
 
     def finish(self) -> None:
         """What is written is there at once."""
@@ -173,7 +200,8 @@ class _MappedWriter(ImageWriter):
 
     def __init__(
         self,
-        memory: torch.Tensor,
+        mapped: _Mapped,
+        own: Runs,
         image: Image,
         count: Callable[[int, int], None],
         blocks: Blocks | None,
@@ -181,8 +209,19 @@ class _MappedWriter(ImageWriter):
         compared: bool,
     ) -> None:
         super().__init__(image.layout)
-        self._memory, self._count, self._blocks = memory, count, blocks
+        self._mapped, self._own, self._memory = mapped, own, mapped.data
+        self._count, self._blocks = count, blocks
         self._version, self._compared = version, compared
+
+    def locked(self, name: str, offset: int, nbytes: int) -> torch.Tensor | None:
+        """See ``LockedWriter``; what is compared with what was there comes by the host."""
+        if self._compared or not self._mapped.lock(self._own):
+            return None
+        low = self._tensors[name].offset + offset
+        if self._blocks is not None:
+            self._blocks.note(low, low + nbytes, self._version)
+        self._count(nbytes, nbytes)
+        return self._memory[low : low + nbytes]
 
     def put(self, place: int, data: torch.Tensor, length: int, step: int, rows: int) -> None:
         """Copy; torch lets other threads run meanwhile."""
@@ -216,17 +255,31 @@ class _MappedWriter(ImageWriter):
         self._count(now.numel(), changed)
 
 
+class _MappedReader(MemoryReader):
+    """Of a mapping."""
+
+    def __init__(self, mapped: _Mapped, wants: Runs) -> None:
+        super().__init__([mapped.data])
+        self._mapped, self._wants = mapped, wants
+
+    def locked(self, file: int, offset: int, nbytes: int) -> memoryview | None:
+        """Where they lie, which is within what the worker wants, if that can be locked."""
+        if not self._mapped.lock(self._wants):
+            return None
+        return bytes_view(self._mapped.data)[offset : offset + nbytes]
+
+
 class FromSharedMemory:
     """The side of a worker."""
 
-    def __init__(self, image: Image, path: Path, noted: bool) -> None:
+    def __init__(self, image: Image, wants: Runs, path: Path, noted: bool) -> None:
         """``noted``: blocks that change are noted. Raises ConfigError where the file cannot be seen."""
-        self._nbytes = image.nbytes
+        self._nbytes, self._wants = image.nbytes, wants
         self._noted: _Mapped | None = None
         try:
-            self._mapped = _Mapped(path, image.nbytes, False)
+            self._mapped = _Mapped(path, image.nbytes)
             if noted:
-                self._noted = _Mapped(_noted(path), Blocks.room(image.nbytes), False)
+                self._noted = _Mapped(_noted(path), Blocks.room(image.nbytes))
         except OSError as error:
             raise ConfigError(
                 f"{path} cannot be opened by this worker: {error.strerror or error}; "
@@ -239,7 +292,7 @@ class FromSharedMemory:
 
     def reader(self) -> Reader:
         """Of the mapping."""
-        return MemoryReader([self._mapped.data])
+        return _MappedReader(self._mapped, self._wants)
 
     def changed(self, since: int) -> Changed | None:
         """As the trainer has noted it."""
@@ -266,7 +319,9 @@ class _Kind:
 
     def incoming(self, image: Image, wants: Runs, parameters: JsonObject) -> Incoming:
         """Of the file that the trainer names."""
-        return FromSharedMemory(image, Path(str(parameters.get("path"))), bool(parameters.get("noted")))
+        return FromSharedMemory(
+            image, wants, Path(str(parameters.get("path"))), bool(parameters.get("noted"))
+        )
 
 
 register_transport(_Kind())

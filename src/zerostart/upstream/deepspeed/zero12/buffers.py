@@ -40,7 +40,7 @@ from zerostart.upstream.deepspeed.zero12.optimizers import enter_constructors
 from zerostart.upstream.patches import RefCountedPatches, replaced
 from zerostart.upstream.registry import Lasts, Otherwise, PatchPoint, misfit
 from zerostart.upstream.shapes import Shape
-from zerostart.upstream.torch.byte_sums import lanes_of, signed
+from zerostart.upstream.torch.byte_sums import added, lanes_of, signed
 from zerostart.upstream.versions import DEEPSPEED
 
 if TYPE_CHECKING:
@@ -247,4 +247,5 @@ def alike(parameters: Sequence[torch.Tensor], group: dist.ProcessGroup) -> list[
 
 def fingerprint(tensor: torch.Tensor) -> list[int]:
     """The sums over a tensor's bits in row-major order, wherever in memory they lie: two of 64 bits."""
-    return [signed(lane) for lane in lanes_of(tensor.detach().contiguous().view(-1).view(torch.uint8))]
+    octets = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    return [signed(lane) for lane in added([lanes_of(octets)])]
