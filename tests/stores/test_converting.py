@@ -128,6 +128,23 @@ def test_shares_of_ranks_are_read_from_a_url(to: str, model: Path, endpoint: str
         open_catalog(url)
 
 
+def loaded(own: dict[str, str], source: str) -> tuple[dict[str, str], bool]:
+    os.environ.update(own)
+    model = zerostart.load(source, engine="fsdp2", progress=False)
+    report = zerostart.report(model)
+    return zerostart.digest(model), report.read_bytes == report.planned_bytes
+
+
+@pytest.mark.slow
+def test_shares_of_ranks_are_loaded_from_a_url(model: Path, endpoint: str, tmp_path: Path) -> None:
+    own = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+    for to in ("dcp", "zero"):
+        convert(model, tmp_path / to, to, world_size=3)
+        servers.upload(tmp_path / to, endpoint, f"loaded/{to}")
+        expected = run_ranks(loaded, 1, own, str(tmp_path / to))[0]
+        assert run_ranks(loaded, 2, own, f"s3://{servers.BUCKET}/loaded/{to}") == [expected] * 2
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 3])
 def test_what_others_have_trained_is_converted_from_a_url(stage: int, endpoint: str, tmp_path: Path) -> None:

@@ -62,11 +62,13 @@ class FsspecFiles(ObjectFiles):
                 f"{shown_url(url)}: each file would be a commit of its own there; save to a directory with "
                 'push_to_hub="OWNER/NAME"'
             )
+        if "::" in url:
+            raise ConfigError(f"{shown_url(url)}: nothing is saved into archives; name a directory")
         root, base, key = cls.places(url)
-        if "::" in url or not key or {"", ".", ".."} & {*key.split("/")}:
+        if not key or {"", ".", ".."} & {*key.split("/")}:
             raise ConfigError(
-                f"{shown_url(url)}: nothing is saved into archives, to the top of a file system, nor to "
-                "names with . or ..; name another directory"
+                f"{shown_url(url)}: nothing is saved to the top of a file system, nor to names with . or ..; "
+                "name another directory"
             )
         return FsspecUploads(f"{root}{key}".rstrip("/"), root=root, base=base)
 

@@ -83,14 +83,15 @@ class StagedUploads(Uploads):
     def remove(self, names: Collection[str]) -> None:
         """See ``Uploads``; and folders that have nothing any more."""
         for name in names:
+            # The folder that a save has had to itself is called as its note is, by which it is found: first.
+            if name.startswith(f"{HIDDEN}/") and name.endswith(".json"):
+                self.delete_folder(name.removesuffix(".json"))
             try:
                 self.delete(name)
             except FileNotFoundError:
                 continue
         # The deepest first, so that those above have nothing any more either.
         folders = {str(folder) for name in names for folder in PurePosixPath(name).parents} - {"."}
-        # The folder that a save has had to itself is called as its note is.
-        folders |= {name.removesuffix(".json") for name in names if name.startswith(f"{HIDDEN}/")}
         for folder in sorted(folders, key=lambda one: one.count("/"), reverse=True):
             self.delete_folder(folder)
 
