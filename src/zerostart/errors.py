@@ -54,7 +54,12 @@ SITUATIONS: Mapping[str, tuple[str, ...]] = {
     "CheckpointNotFoundError": ("no such model in the local hub cache",),
     "BuildError": ("the model's class is code that lies beside the checkpoint",),
     "EngineError": ("needs DeepSpeed, which cannot be imported", "is offloaded"),
-    "ReadError": ("on this machine differs from", "was changed", "nobody who is there has bytes"),
+    "ReadError": (
+        "on this machine differs from",
+        "was changed",
+        "nobody who is there has bytes",
+        "try again when the store answers",
+    ),
     "WriteError": ("another process is saving to this directory",),
     "PeerError": ("the time-out of the process group",),
 }

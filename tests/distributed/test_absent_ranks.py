@@ -17,6 +17,7 @@ from torch import nn
 import zerostart
 from tests.ranks import rank_outcomes, run_ranks
 from zerostart.distributed import roll_call
+from zerostart.distributed.roll_call import RollCall
 from zerostart.distributed.world import current_world, group_beside, joined_world
 
 HOST = platform.node()
@@ -148,6 +149,58 @@ def test_every_verb_says_which_rank_is_late_and_goes_on(tmp_path: Path) -> None:
     for told in (first, second):
         assert {name: len(lines) for name, lines in told.items()} == dict.fromkeys(first, 1)
         assert all(f"for rank 2 (on {HOST}): it goes on waiting" in line for (line,) in told.values())
+
+
+class _Slow:
+    """A store that a rank reads late, under load."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def get(self, key: str) -> bytes:
+        time.sleep(0.3)
+        return bytes(self._store.get(key))
+
+    def check(self, keys: list[str]) -> bool:
+        time.sleep(0.1)
+        return bool(self._store.check(keys))
+
+
+def ending_first(how: str, folder: Path) -> None:
+    """Three ranks that fail alike; rank 0, whose process serves the store, ends at once. The last is slow."""
+    roll_call.LOOK = 0.5
+    rank, address, port = int(os.environ["RANK"]), "127.0.0.1", folder / "port"
+    if rank == 0:
+        store = dist.TCPStore(address, 0, 3, is_master=True, wait_for_workers=False)
+        (folder / "part").write_text(str(store.port))
+        (folder / "part").rename(port)
+    while not port.exists():
+        time.sleep(0.01)
+    if rank:
+        store = dist.TCPStore(address, int(port.read_text()), 3, is_master=False)
+    seen: Any = _Slow(store) if rank == 2 else store
+    # Each waits for as long, and for longer than the one before has still to wait: rank 0 gives up first.
+    calls = RollCall(seen, rank, 4 if how == "absent" else 3, timedelta(seconds=2))
+    time.sleep(0.3 * rank)
+    try:
+        told = calls.gather("'making'", f"host {rank}", lambda: "refused" if rank < 2 else "")
+    except zerostart.ZerostartError as error:
+        told = f"{type(error).__name__}: {error}"
+    (folder / f"told{rank}").write_text(told)
+    os._exit(0)
+
+
+@pytest.mark.parametrize("how", ["doubtful", pytest.param("absent", marks=pytest.mark.slow)])
+def test_the_rank_that_serves_the_store_leaves_last(how: str, tmp_path: Path) -> None:
+    """So that all have its error, and none that the store is gone."""
+    rank_outcomes(ending_first, 3, how, tmp_path, process_group=False, timeout=60)
+    told = {(tmp_path / f"told{rank}").read_text() for rank in range(3)}
+    assert len(told) == 1, told
+    start = "PeerError: rank 3 has not come to 'making' within 2 s" if how == "absent" else "rank "
+    assert told.pop().startswith(start)
 
 
 def dying() -> tuple[str, float]:

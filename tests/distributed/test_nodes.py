@@ -91,7 +91,8 @@ def test_a_node_that_is_ten_times_slower(count: int, replicas: bool, stored: Pat
             told[0]["skew"],
             slow["given"],
         )
-        assert seconds[1] < 1.5 * seconds[0], (seconds, told)
+        # What else a load does takes as long, and longer beside other programs.
+        assert reading[1] - reading[0] < 0.5 * seconds[0], (seconds, reading, told)
 
 
 @pytest.mark.slow

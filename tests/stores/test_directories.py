@@ -1,5 +1,6 @@
 """A URL of a directory is a source as a local directory is, and faults of a store are lived with or told."""
 
+import filecmp
 import itertools
 import json
 import os
@@ -32,6 +33,7 @@ from zerostart.errors import (
     ZerostartError,
 )
 from zerostart.testing.net import Net, save
+from zerostart.transfer.meter import PeakMeter
 
 
 @pytest.fixture(autouse=True)
@@ -165,6 +167,26 @@ def test_names_in_an_index_lead_to_what_lies_below_it(tmp_path: Path) -> None:
         index.write_text('{"weight_map": {"a": "../x.safetensors"}}')
         with pytest.raises(CheckpointError, match="outside the checkpoint's directory"):
             open_catalog(f"{address}/{index.name}")
+
+
+@pytest.mark.slow
+def test_files_beside_weights_are_bounded_together(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """In memory, and those that no library looks for on the disk as well."""
+    save(tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    lengths = {"vocab.txt": 100, "a.txt": 90, "b.txt": 80, "c.txt": 70, "d.txt": 60, "e.py": 0}
+    for name, length in lengths.items():
+        with (tmp_path / name).open("wb") as file:
+            file.write(name.encode())
+            file.truncate((length << 20) + 5)
+    with servers.rclone(tmp_path, "webdav") as address, PeakMeter(torch.device("cpu")) as meter:
+        root = Path(open_catalog(address).root)
+    assert {file.name for file in root.iterdir()} == {"config.json", *lengths} - {"a.txt"}
+    assert "1 files beside the weights are not fetched, a.txt among them" in caplog.text
+    for name in ("vocab.txt", "d.txt", "e.py"):
+        assert filecmp.cmp(root / name, tmp_path / name, shallow=False)
+    assert meter.host_bytes < 150 << 20
+    assert [place.name for place in root.parent.iterdir()] == [root.name]
 
 
 def test_a_name_and_password_of_a_url_are_sent_and_never_told(tmp_path: Path) -> None:

@@ -29,6 +29,8 @@ PROTOCOL = 1
 MAX_BYTES, MAX_PARTS = 256 << 20, 4096
 #: Seconds within which somebody who has connected must have proved that it knows the secret.
 HANDSHAKE = 20.0
+#: Most seconds that are waited at a time: the system counts milliseconds in 31 bits.
+LONGEST = 1e6
 #: A wire that has gone dead says nothing: after 30 seconds without a word the system asks whether the other
 #: machine is there, and after three more questions, 10 seconds apart, gives the connection up. Its own two
 #: hours would have a worker wait that long for a trainer that has long made another connection.
@@ -127,8 +129,8 @@ class Channel:
     def __init__(self, connection: Connection, who: str, timeout: float) -> None:
         self.who = who
         self._connection = connection
-        self._timeout = timeout
-        self._set_patience(timeout)
+        self._timeout = min(timeout, LONGEST)
+        self._set_patience(self._timeout)
 
     def prove(self, key: Key, asking: bool) -> None:
         """Both sides prove that they know ``key``; one of them is ``asking`` first."""
@@ -164,7 +166,7 @@ class Channel:
 
         None: those that the channel was made with.
         """
-        limit = self._timeout if timeout is None else timeout
+        limit = self._timeout if timeout is None else min(timeout, LONGEST)
         try:
             if not self._connection.poll(limit):
                 raise PeerError(f"{self.who} has not answered within {limit:.0f} s")
@@ -213,7 +215,8 @@ class Channel:
     def _set_patience(self, seconds: float) -> None:
         """Let a read or a write that stops in the middle of a message fail, and not wait for ever."""
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as raw:
-            limit = struct.pack("ll", int(seconds), 0)
+            # Nothing at all would be no limit.
+            limit = struct.pack("ll", *divmod(max(1, int(seconds * 1e6)), 1_000_000))
             raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
             raw.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
             raw.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -222,23 +225,26 @@ class Channel:
                     raw.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
-def connect(address: Address, key: Key, timeout: float, wait: bool = True) -> Channel:
+def connect(
+    address: Address, key: Key, timeout: float, wait: bool = True, patience: float | None = None
+) -> Channel:
     """A channel with who listens at ``address``, or with ``wait`` will within ``timeout`` seconds.
 
-    Raises PeerError.
+    It waits for ``patience`` seconds for what the other one says; None: for as many. Raises PeerError.
     """
     listener = key.purpose.listener
     until = time.monotonic() + timeout
     while True:
         try:
-            connection = _connected(address, max(0.1, until - time.monotonic()))
+            connection = _connected(address, min(max(0.1, until - time.monotonic()), LONGEST))
             break
         except OSError as error:
             if not wait or time.monotonic() > until:
                 who = "no" + listener[listener.index(" ") :]
                 raise PeerError(f"{who} listens at {address}: {error.strerror or error}") from error
             time.sleep(0.1)
-    channel = Channel(connection, f"the{listener[listener.index(' ') :]} at {address}", timeout)
+    who = f"the{listener[listener.index(' ') :]} at {address}"
+    channel = Channel(connection, who, timeout if patience is None else patience)
     channel.prove(key, asking=False)
     return channel
 

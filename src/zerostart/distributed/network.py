@@ -28,8 +28,7 @@ def explained(error: BaseException) -> str:
     if "Too many open files" in text:
         return f" The process may open {_file_limit()} files (RLIMIT_NOFILE): raise it (ulimit -n; {_PAGE})."
     if "Unable to find address for" in text or "Unable to find interface" in text:
-        named, there = os.environ.get(_INTERFACE, ""), ", ".join(n for _, n in socket.if_nameindex())
-        return f" {_INTERFACE}={named} names no interface with an address; this host has {there} ({_PAGE})."
+        return f" {_no_interface()}."
     if any(
         word in text.lower()
         for word in ("connect timeout", "connection refused", "no route", "connecttimeout")
@@ -40,9 +39,10 @@ def explained(error: BaseException) -> str:
 
 def unreachable() -> str:
     """Why ranks on other hosts cannot connect to this one, in words; empty if nothing speaks against it."""
-    if os.environ.get(_INTERFACE):
-        return ""
     host = socket.gethostname()
+    if named := os.environ.get(_INTERFACE):
+        there = {"", *(name for _, name in socket.if_nameindex())}
+        return "" if there.issuperset(named.split(",")) else f"{host}: {_no_interface()}"
     addresses = _addresses(host)
     if any(
         not (address.startswith("127.") or address == "::1") and _is_own(address) for address in addresses
@@ -89,6 +89,11 @@ def tell_file_limit(ranks: int) -> None:
             "exchange bytes with each other, each needs %d more: raise the limit (ulimit -n; %s)",
             *(limit, used, ranks, ranks + _OTHER_FILES, _PAGE),
         )
+
+
+def _no_interface() -> str:
+    named, there = os.environ.get(_INTERFACE, ""), ", ".join(name for _, name in socket.if_nameindex())
+    return f"{_INTERFACE}={named} names no interface with an address; this host has {there} ({_PAGE})"
 
 
 def _remedy() -> str:

@@ -32,6 +32,8 @@ SILENCE = 20.0
 LOOK = 1.0
 #: Seconds between two looks, at most, of a rank that waits by the store alone.
 _PAUSE = 0.25
+#: Looks for which rank 0 waits for others to learn an error, and these for what it has sent as it ended.
+_LAST = 5
 #: Ranks in one number of the store: its numbers have 63 bits and a sign.
 _BITS = 48
 _AGAIN = "What was under way is not complete: start all ranks again"
@@ -190,20 +192,30 @@ class RollCall:
             if own and self.store.add(f"{key}s", 1) == 1:
                 self.store.set(key, f"rank {self.rank}: {own}")
             # A second roll call: nobody may look for a doubt before all have had the time to write theirs.
-            self._gather(self._next(), call)
+            place = self._next()
+            self._gather(place, call)
             if not self.store.add(f"{key}s", 0):
                 return ""
             # It is counted before it is written: the rank that counted may still be writing.
             self._ask(lambda: self.store.wait([key]))
-            return str(self.store.get(key).decode())
+            text = str(self.store.get(key).decode())
+        # All raise it, and end: who has not read it yet would find no store.
+        self.leave(place)
+        return text
 
     def _gather(self, place: str, call: str) -> None:
         self.come(place)
         missing = self.await_ranks(
-            lambda: self.absent(place), call, "", all_here=lambda: self.all_here(place)
+            lambda: self.absent(place),
+            call,
+            "",
+            all_here=lambda: self.all_here(place),
+            elsewhere=lambda: self.store.check([f"{place}/verdict"]),
         )
         if missing:
-            raise beyond_telling(PeerError(self._overdue(missing, call)))
+            text = self._settled(place, lambda: self._overdue(missing, call), lambda: "")
+            self.leave(place)
+            raise beyond_telling(PeerError(text or self._overdue(missing, call)))
 
     def finish(self, work: dist.Work, call: str, lost: Callable[[str], str]) -> None:
         """Wait for a collective; says meanwhile who has not come to it.
@@ -212,6 +224,7 @@ class RollCall:
         first to notice that the collective is broken writes it down, and the others leave it.
         """
         place, begun, silent, here = self._next(), time.monotonic(), True, False
+        gone_for = 0  # looks in which the store was no more
         while True:
             # Asked before the wait: a RuntimeError of `wait` is its time-out (LOOK) if the collective goes
             # on, and the collective's own failure if it had ended by then.
@@ -228,15 +241,14 @@ class RollCall:
             try:
                 text = self._ask(functools.partial(self._look, place, call, seconds, reason, new, lost))
             except RuntimeError as gone:
-                # The store is slow, and the collective may still come to an end. Without its connection
-                # nobody will.
-                if not ended and not isinstance(gone, dist.DistNetworkError):
+                # The store is slow, and the collective may still come to an end; for some looks without its
+                # connection, too: rank 0 may have come to its own end of this call, and have ended.
+                gone_for += isinstance(gone, dist.DistNetworkError)
+                if not ended and gone_for < _LAST:
                     continue
                 text = lost("nor is the process group's store there, which rank 0 or its launcher serves")
             if text:
-                # The error is known already, and matters more than whether the others have heard of it.
-                with contextlib.suppress(RuntimeError):  # the store has gone meanwhile
-                    self._ask(lambda: self._hear(place))
+                self.leave(place)
                 raise beyond_telling(PeerError(text)) from failure
             if silent and seconds > SILENCE:
                 silent = False
@@ -294,35 +306,50 @@ class RollCall:
         self, place: str, call: str, seconds: float, failure: RuntimeError, lost: Callable[[str], str]
     ) -> str:
         """What is the matter, in the words of the first rank that has noticed it."""
-        key = f"{place}/verdict"
-        # The first to add is the one that writes the verdict; the others take it over, so that all ranks
-        # raise the same text. If the first dies meanwhile, each says what it knows by itself.
-        if self.store.add(f"{place}/noticed", 1) > 1:
-            begun = time.monotonic()
-            while not self.store.check([key]) and time.monotonic() - begun < 5 * LOOK:
-                time.sleep(LOOK / 10)
-            return str(self.store.get(key).decode()) if self.store.check([key]) else lost("")
-        if seconds < self.timeout:
-            time.sleep(1.5 * LOOK)  # whoever waits in it has written that down by then
-        missing = self.absent(place)
-        # At the time-out torch breaks the collective itself, on each rank a little earlier or later; sooner
-        # than that it can only have been a rank that has gone.
-        if missing and seconds > 0.9 * self.timeout:
-            text = self._overdue(missing, call)
-        else:
-            text = lost(f"not there: {self.named(missing)}" if missing else "") + explained(failure)
-        self.store.set(key, text)
-        return text
 
-    def _hear(self, place: str) -> None:
-        """Note that this rank knows what is the matter; rank 0, with which the store may go, leaves last."""
-        heard, begun = f"{place}/heard", time.monotonic()
-        self.store.add(heard, 1)
-        # Those that have come (`count`) are those that read the verdict; who never came is not waited for.
-        while self.rank == 0 and time.monotonic() - begun < 3 * LOOK:
-            if self.store.add(heard, 0) >= self.store.add(f"{place}/count", 0):
-                return
+        def text() -> str:
+            if seconds < self.timeout:
+                time.sleep(1.5 * LOOK)  # whoever waits in it has written that down by then
+            missing = self.absent(place)
+            # At the time-out torch breaks the collective itself, on each rank a little earlier or later;
+            # sooner than that it can only have been a rank that has gone.
+            if missing and seconds > 0.9 * self.timeout:
+                return self._overdue(missing, call)
+            return lost(f"not there: {self.named(missing)}" if missing else "") + explained(failure)
+
+        return self._settled(place, text, lambda: lost(""))
+
+    def _settled(self, place: str, text: Callable[[], str], otherwise: Callable[[], str]) -> str:
+        """What the first rank to ask says of ``place``, on all that ask."""
+        key = f"{place}/verdict"
+        # The first to add is the one that writes; the others take it over, so that all ranks raise the same
+        # text. If the first dies meanwhile, each says what it knows by itself.
+        if self.store.add(f"{place}/noticed", 1) == 1:
+            self.store.set(key, made := text())
+            return made
+        begun = time.monotonic()
+        while not self.store.check([key]) and time.monotonic() - begun < 5 * LOOK:
             time.sleep(LOOK / 10)
+        return str(self.store.get(key).decode()) if self.store.check([key]) else otherwise()
+
+    def leave(self, place: str) -> None:
+        """Note that this rank knows with what error all end at ``place``.
+
+        Rank 0, with which the store may go, leaves last, so that the others still find there what they raise.
+        """
+
+        def leave() -> None:
+            left, begun = f"{place}/left", time.monotonic()
+            self.store.add(left, 1)
+            # Who never came (`count`) is not waited for, nor for long who has died since.
+            while self.rank == 0 and time.monotonic() - begun < _LAST * LOOK:
+                if self.store.add(left, 0) >= self.store.add(f"{place}/count", 0):
+                    return
+                time.sleep(LOOK / 10)
+
+        # The error is known already, and matters more than whether the others have heard of it.
+        with contextlib.suppress(RuntimeError):  # the store has gone meanwhile
+            self._ask(leave)
 
     def _overdue(self, missing: Sequence[int], call: str) -> str:
         has = "has" if len(missing) == 1 else "have"

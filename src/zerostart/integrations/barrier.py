@@ -137,6 +137,7 @@ class _Calls:
             )
         self._number("loads", 1)
         if not self.roll.all_here(f"{place}/{call}"):
+            self.roll.leave(place)
             raise ConfigError(f"{call} was called on this rank, but something else on another rank: {_ALIKE}")
 
     def _is_elsewhere(self, rank: int) -> bool:

@@ -37,6 +37,7 @@ from zerostart.checkpoint.kept.folder import (
     check_budget,
     claim,
     folder_of,
+    is_owned,
     memory_name,
     remove,
     supersede,
@@ -111,11 +112,12 @@ class Kept:
     def drop(self) -> None:
         """Remove all versions under the name from the memory of the job's machines; collective.
 
-        Who reads one goes on to do so. Raises PeerError where a rank has died.
+        Who reads one goes on to do so. What another job keeps under the name since stays. Raises PeerError
+        where a rank has died.
         """
         with current_world().phase("dropping a kept model"):
-            if self._removes:
-                remove(folder_of(self.name))
+            if self._removes and is_owned(folder := folder_of(self.name)):
+                remove(folder)
 
 
 def keep_model(model: nn.Module, request: KeepRequest) -> Kept:

@@ -216,10 +216,10 @@ def _own(
     gives: bool,
 ) -> TransferStats:
     """Each rank its own; one that stays far behind the others gives away what it has not begun, if it may."""
-    before = progress.done
+    before, most = progress.done, tuning.most_threads
     # A read of a store may not come back for long: in a thread of its own it keeps no interrupt waiting.
     if not plan.storage.worth_exchanging or (world.size == 1 and not tuning.remote):
-        execute(plan, storages, progress, tuning.threads, reader, tuning.depth)
+        execute(plan, storages, progress, tuning.threads, reader, tuning.depth, most_threads=most)
         return TransferStats(progress.done - before, plan.read_bytes)
     queue, begun = ReadQueue(plan), time.perf_counter()
     device = next((storage.device for storage in storages if storage.device.type != "cpu"), None)
@@ -235,7 +235,7 @@ def _own(
             if device is not None and device.index is not None:
                 torch.accelerator.set_device_index(device.index)  # each thread has one of its own
             with torch.inference_mode(inference), torch.no_grad():
-                execute(plan, storages, progress, tuning.threads, reader, tuning.depth, queue)
+                execute(plan, storages, progress, tuning.threads, reader, tuning.depth, queue, most)
             ended.append(time.perf_counter() - begun)
         finally:
             over.set()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Generic, TypeVar
@@ -18,6 +19,10 @@ from zerostart.transfer.staging import Staging, bytes_view, make_staging
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
 
+#: While a read of a store takes at most so many times what it takes alone, a further one begins beside it: so
+#: no more is in flight than comes in that time, and ranks that share a line all come to as many as they may.
+ROOM = 8.0
+
 
 def execute(
     plan: Plan,
@@ -27,17 +32,20 @@ def execute(
     reader: Reader | None = None,
     depth: int = 2,
     queue: ReadQueue | None = None,
+    most_threads: int = 0,
 ) -> int:
     """Fill ``storages`` (1-D, one for each of the plan's destinations) and zero their padding.
 
     Returns the bytes read. ``reader`` replaces the one that the plan calls for, of its storage.
     ``depth`` is the number of a thread's staging buffers where storages are on an accelerator; ``queue`` has
-    the plan's reads, and may be closed by another thread, which then finds there what is left. The first
+    the plan's reads, and may be closed by another thread, which then finds there what is left. Of a store up
+    to ``most_threads`` read, further ones beginning while its answers say that there is room. The first
     error of any thread stops the others and is raised here; the storages are then partly filled and of no
     use.
     """
     # No more threads than there is work: each would take staging buffers of its own.
-    threads = min(threads or 2, max(1, len(plan.reads) + len(plan.computations)))
+    work = max(1, len(plan.reads) + len(plan.computations))
+    threads, most = min(threads or 2, work), min(most_threads, work)
     # The reader first: with one that gets its bytes from other ranks, these have to hear of whatever fails.
     with reader or plan.storage.reader() as source, progress, one_thread(bool(plan.computations)):
         _zero_padding(plan.destinations, storages)
@@ -46,7 +54,7 @@ def execute(
             # The padding was zeroed on a stream that the threads' own know nothing of.
             torch.accelerator.current_stream(device).synchronize()
         reading = _Reading(plan, storages, source, progress, device, threads, depth)
-        Crew(queue or ReadQueue(plan), reading.work, device, "zerostart-reader").run(threads)
+        reading.run(queue or ReadQueue(plan), threads, most)
     return progress.done
 
 
@@ -119,6 +127,17 @@ class _Reading:
         # No more room than what takes any: results of computations do as well.
         staged = (read.nbytes for read in plan.reads if not read.direct)
         self._room = plan.chunk_size if plan.computations else max(staged, default=0)
+        self._widen: Callable[[], object] = lambda: None
+
+    def run(self, queue: ReadQueue, threads: int, most: int) -> None:
+        """Work by so many threads, and further ones up to ``most``."""
+        crew = Crew(queue, self.work, self._device, "zerostart-reader")
+        if most > threads and self._plan.storage.cost is not None:
+            self._widen = lambda: crew.add(most)
+        try:
+            crew.run(threads)
+        finally:
+            self._widen = lambda: None  # else a circle keeps what was read alive
 
     def work(self, items: Iterator[tuple[int, Read | Computation]]) -> None:
         """Reads in order, then computations; each time the read after those in flight is announced."""
@@ -133,7 +152,10 @@ class _Reading:
                     following = reads[number + self._ahead]
                     self._reader.announce(following.file, following.offset, _rows(following))
                 if isinstance(item, Read):
+                    begun = time.perf_counter()
                     self._read(item, self._targets, staging)
+                    if self._has_room(item, time.perf_counter() - begun):
+                        self._widen()
                 else:
                     self._compute(item, self._targets, staging)
 
@@ -146,6 +168,14 @@ class _Reading:
             self._into(staging.view(read.nbytes), read)
             staging.deliver(read.parts, targets.storages)
         self._progress.advance(read.nbytes)
+
+    def _has_room(self, read: Read, seconds: float) -> bool:
+        """Whether the line to a store took no more than ``ROOM`` times what this read takes alone."""
+        cost = self._plan.storage.cost
+        if cost is None:
+            return False
+        requests = len(list(_rows(read).extents(cost.gap))) if read.rows > 1 else 1
+        return seconds <= ROOM * (requests * cost.latency + read.nbytes / cost.rate)
 
     def _lying(self, read: Read) -> torch.Tensor | None:
         """The bytes of a read where the accelerator itself can copy them from."""
@@ -243,6 +273,7 @@ class Crew(Generic[T]):
         # A mode of this thread, without which others may not fill what it has made.
         self._inference = torch.is_inference_mode_enabled()
         self._lock = threading.Lock()
+        self._started: list[threading.Thread] = []
         self._error: BaseException | None = None
 
     def run(self, threads: int) -> None:
@@ -250,23 +281,32 @@ class Crew(Generic[T]):
 
         The first error of any of them stops the others and is raised here.
         """
-        started: list[threading.Thread] = []
         try:
-            for number in range(threads - 1):
-                worker = threading.Thread(
-                    target=self._take_part_beside, name=f"{self._name}-{number}", daemon=True
-                )
-                worker.start()
-                started.append(worker)
+            for _ in range(threads - 1):
+                self.add(threads)
             self._take_part()
-            for worker in started:
-                worker.join()
+            self._join()
         except BaseException as error:  # an interrupt: what the others use is closed after they end
             self._error = self._error or error
-            for worker in started:
-                worker.join()
+            self._join()
         if self._error is not None:
             raise self._error
+
+    def add(self, most: int) -> None:
+        """Have one more thread take part, which may be called by those that do; up to ``most`` in all."""
+        with self._lock:
+            number = len(self._started)
+            if number + 1 >= most:
+                return
+            name = f"{self._name}-{number}"
+            worker = threading.Thread(target=self._take_part_beside, name=name, daemon=True)
+            worker.start()
+            self._started.append(worker)
+
+    def _join(self) -> None:
+        # Those too that are begun meanwhile: by one that has not ended, and so is waited for.
+        for worker in self._started:
+            worker.join()
 
     def _take_part(self) -> None:
         try:

@@ -33,8 +33,8 @@ DISK_DEPTH, NETWORK_DEPTH = 16, 32
 #: Chunks that an exchange takes beside one thread's staging: two extents of two chunks, one that is passed
 #: on, and a message of two.
 EXCHANGE_CHUNKS = 8
-#: The same for reads that a slow rank gives away: two requests, and a message.
-GIVING_CHUNKS = 3
+#: The same for reads that a slow rank gives away: two requests, one that is passed on, and a message.
+GIVING_CHUNKS = 4
 #: Requests to a store that a rank has in flight, at least and at most: each of a whole chunk, and of those
 #: that are shorter and need no room.
 LEAST_DEPTH, CHUNKS_DEPTH, MOST_DEPTH = 4, 16, 64
@@ -92,6 +92,10 @@ class Tuning:
     buffer: int = 0
     #: What a request to the storage takes; None where reads are no requests.
     cost: RequestCost | None = None
+    #: Threads that there may be, once answers say that the line has room for more; see ``suited``.
+    most_threads: int = 0
+    #: Bytes of a request on average, where that is known.
+    request_bytes: int = 0
 
     @property
     def ring_bytes(self) -> int:
@@ -108,7 +112,8 @@ class Tuning:
     @property
     def exchange_chunk(self) -> int:
         """Most bytes of a request where ranks read for each other; 0 if the limit leaves no room for that."""
-        most = min(self.chunk_size, self.limit // (self.depth + EXCHANGE_CHUNKS))
+        room = max(0, self.limit - self.threads * self.buffer)
+        most = min(self.chunk_size, room // (self.depth + EXCHANGE_CHUNKS))
         return most // MIN_CHUNK * MIN_CHUNK
 
     def exchanging(self, chunk_size: int) -> Tuning:
@@ -117,12 +122,14 @@ class Tuning:
 
     def exchange_bytes(self, chunk_size: int) -> int:
         """Most host memory beside the destinations then: the same threads first, and then the exchange."""
-        return chunk_size * max(self.threads * self.depth, self.depth + EXCHANGE_CHUNKS)
+        chunks = max(self.threads * self.depth, self.depth + EXCHANGE_CHUNKS)
+        return chunk_size * chunks + self.threads * self.buffer
 
     @property
     def gives_away(self) -> bool:
         """Whether others may read for this rank what it has not come to: of a storage that all have alike."""
-        return self.cold and self.remote and self.limit >= self.chunk_size * (self.depth + GIVING_CHUNKS)
+        needed = self.chunk_size * (self.depth + GIVING_CHUNKS) + self.threads * self.buffer
+        return self.cold and self.remote and self.limit >= needed
 
     @property
     def rates(self) -> Rates:
@@ -136,9 +143,11 @@ class Tuning:
         return Rates(shared=NETWORK_RATE) if self.remote else Rates()
 
     def suited(self, plan: Plan) -> Tuning:
-        """The setting with as many threads as it takes to fill the link with the requests of ``plan``.
+        """The setting with as many threads in ``most_threads`` as fill the link with the plan's requests.
 
-        Those for rows of a shard are short, and land in place: more of them find room within the limit.
+        Those for rows of a shard are short, and land in place: more of them find room within the limit. On a
+        slow line a few fill it, and what is in flight there no other rank can take over: so it begins with
+        ``threads``.
         """
         reads = [read for read in plan.reads if read.nbytes]
         if self.cost is None or not reads or plan.computations:
@@ -150,7 +159,7 @@ class Tuning:
         mean = sum(read.nbytes for read in reads) / len(reads)
         stream = mean / (self.cost.latency + mean / self.cost.rate)
         wanted = min(MOST_DEPTH, math.ceil((network_rate() or Rates().network) / self.ranks / stream))
-        return replace(self, threads=max(self.threads, min(wanted, room)))
+        return replace(self, most_threads=max(self.threads, min(wanted, room)), request_bytes=int(mean))
 
     def reader(self, plan: Plan) -> Reader:
         """What the plan's reads are made with."""
@@ -161,6 +170,12 @@ class Tuning:
         """What was set, and what a reader found that was used, in one line for a person."""
         chunk = decimal(self.chunk_size)
         words = [f"{self.threads} threads x {chunk}" + (f" x {self.depth}" if self.depth > 1 else "")]
+        if self.cost is not None:
+            # Threads with a request each, which may be much shorter than a chunk.
+            mean = (
+                f"of {decimal(self.request_bytes)} on average" if self.request_bytes else f"of up to {chunk}"
+            )
+            words = [f"up to {max(self.threads, self.most_threads)} requests {mean} in flight"]
         if self.file_system:
             cached = "" if self.resident is None else f", {self.resident:.0%} in the page cache"
             words.append(f"{self.file_system}{cached}")

@@ -155,6 +155,20 @@ def keep_flat(path: Path, name: str) -> None:
 
 
 @pytest.mark.slow
+def test_a_second_drop_leaves_what_another_job_keeps(name: str) -> None:
+    weights, folder = {"weight": torch.ones(2, 3)}, kept.folder_of(name)
+    model = zerostart.load(weights, lambda: torch.nn.Linear(3, 2, bias=False), progress=False, **FSDP2)
+    first = zerostart.keep(model, name)
+    first.drop()
+    assert not folder.exists()
+    folder.mkdir(mode=0o700)
+    first.drop()
+    assert folder.exists()
+    zerostart.keep(model, name).drop()
+    assert not folder.exists()
+
+
+@pytest.mark.slow
 def test_flat_buffers_and_tied_weights(name: str, tmp_path: Path) -> None:
     """What is kept of ZeRO-1 and 2 are the numbers of all elements, tied ones once."""
     from safetensors.torch import load_file

@@ -17,7 +17,7 @@ from tests.state.refitting.test_refit import _change
 from tests.tiny import TINY, TinyCheckpoints
 from zerostart import serving
 from zerostart.errors import ConfigError, PeerError, ReadError
-from zerostart.state.refitting import directory
+from zerostart.state.refitting import directory, follower
 from zerostart.state.refitting.follower import Follower
 
 BF16 = torch.bfloat16
@@ -120,10 +120,20 @@ def test_workers_follow_at_their_own_pace(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="only one can write"):
         other.push()
     assert not steady.follower.pending()
+    # Nor does it end what the other one writes, or make anew what somebody has emptied.
+    other.close()
+    assert not steady.follower.pending()
+    _step(model)
+    assert again.push().base == 8
+    assert steady.follower.follow() == 9
+    assert steady.has(model)
+    (path / directory.DOCUMENT).unlink()
+    again.close()
+    assert not (path / directory.DOCUMENT).exists()
 
 
 @pytest.mark.parametrize("victim", ["list", "messages"])
-def test_a_torn_version_is_not_served(tmp_path: Path, victim: str) -> None:
+def test_a_torn_version_is_not_served(victim: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = _model()
     with zerostart.refit(model, tmp_path.as_uri(), full_every=3) as refitter:
         refitter.push()
@@ -143,6 +153,7 @@ def test_a_torn_version_is_not_served(tmp_path: Path, victim: str) -> None:
         assert not worker.follower.pending()
         file.unlink()
         late = _Columns(tmp_path, "late")
+        monkeypatch.setattr(follower, "LOOKS", 0.3)
         with pytest.raises(ReadError, match="is missing"):
             late.follower.follow()
         # A write that ended half way is no version, and goes with the next.
@@ -226,6 +237,19 @@ def test_what_is_wrong_in_the_directory_ends_no_trainer(
         refitter.push()
     assert refitter.push().base is None
     assert worker.follower.follow() == 8
+    assert worker.has(model)
+    # A file system that is away for a moment is waited for: this may be the last version.
+    _step(model)
+    refitter.push()
+    away = iter([OSError(errno.ESTALE, "Stale file handle"), FileNotFoundError()])
+
+    def late(*given: Any) -> Any:
+        if error := next(away, None):
+            raise error
+        return directory.read_messages(*given)
+
+    monkeypatch.setattr(follower, "read_messages", late)
+    assert worker.follower.follow() == 9
     assert worker.has(model)
 
 

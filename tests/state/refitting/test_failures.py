@@ -4,6 +4,7 @@
 import json
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterable
 from contextlib import suppress
@@ -143,7 +144,6 @@ def test_a_worker_killed_at_each_message(tmp_path: Path, options: dict[str, Any]
         points.insert(0, "before wants")
     address = f"unix://{tmp_path}/workers"
     healthy = _start(address, "healthy", tmp_path, "")
-    import threading
 
     def doomed() -> None:
         for number, point in enumerate(points):
@@ -277,3 +277,36 @@ def _kill_a_trainer(tmp_path: Path, point: str, rank: int, new: bool, options: d
                 worker.kill()
     # What the killed trainer left in shared memory was removed by the next.
     assert not Path((tmp_path / "place").read_text()).exists()
+
+
+def _wait_long(address: str) -> list[int]:
+    from datetime import timedelta
+
+    from zerostart.upstream.torch.process_group import made_groups
+
+    model = _model()
+    for made in made_groups():
+        made._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=4))
+    Path(address.removeprefix("unix://")).with_name("begun").touch()
+    with zerostart.refit(model, address, workers=1, timeout=60) as refitter:
+        return [worker.version for worker in refitter.push().workers]
+
+
+@pytest.mark.slow
+def test_workers_are_waited_for_longer_than_ranks_for_each_other(tmp_path: Path) -> None:
+    address = f"unix://{tmp_path}/workers"
+    started: list[Any] = []
+
+    def late() -> None:
+        _await(tmp_path / "begun")
+        time.sleep(8)
+        started.append(_start(address, "late", tmp_path, ""))
+
+    thread = threading.Thread(target=late, daemon=True)
+    thread.start()
+    try:
+        assert run_ranks(_wait_long, 2, address, timeout=90) == [[1], [1]]
+    finally:
+        thread.join(60)
+        for worker in started:
+            worker.kill()

@@ -18,7 +18,9 @@ from torch import nn
 
 import zerostart
 from tests.state.refitting.test_failures import SIZE, _start
+from zerostart import serving
 from zerostart.errors import PeerError, ZerostartError
+from zerostart.state.refitting import refitter as refitter_module
 from zerostart.state.refitting.transports import group
 
 #: Seconds after which a wire that has stopped is taken for dead.
@@ -231,30 +233,38 @@ def test_a_worker_that_stops_is_named_and_comes_back(transport: str, tmp_path: P
 @pytest.mark.parametrize("transport", ["shared_memory", "group"])
 @pytest.mark.parametrize("first", [False, True], ids=["later", "first"])
 def test_pushes_go_on_without_a_worker_that_stops(first: bool, transport: str, tmp_path: Path) -> None:
-    """One of two, while the transport is ``first`` opened for it, or when it has been."""
-    address, names = f"unix://{tmp_path}/workers", ["goes-on", "stops"]
+    """Two of three at once, while the transport is ``first`` opened for them, or when it has been."""
+    address, names = f"unix://{tmp_path}/workers", ["goes-on", "stops", "stops-too"]
     model = zerostart.load(
         {"weight": torch.ones(SIZE), "bias": torch.zeros(SIZE[0])},
         lambda: nn.Linear(SIZE[1], SIZE[0]),
         engine="fsdp2",
         progress=False,
     )
-    refitter: Any = zerostart.refit(model, address, workers=2, transport=transport, timeout=5.0)
+    refitter: Any = zerostart.refit(model, address, workers=3, transport=transport, timeout=5.0)
     with refitter:
         workers = [_start(address, name, tmp_path, "", 1, 60.0) for name in names]
         try:
-            refitter._session.wait_for(2, 60)
+            refitter._session.wait_for(3, 60)
             if not first:
                 assert sorted(worker.name for worker in refitter.push().workers) == names
-            os.kill(workers[1].pid, signal.SIGSTOP)
-            with pytest.raises(PeerError, match=r"worker stops\b"):
+            for worker in workers[1:]:
+                os.kill(worker.pid, signal.SIGSTOP)
+            begun = time.monotonic()
+            with pytest.raises(PeerError, match=r"worker.* stops\b"):
                 refitter.push()
+            if transport == "group" and not first:  # the other one is absent from the next group
+                with pytest.raises(PeerError, match="worker stops"):
+                    refitter.push()
+            # They are waited for together, and not one after the other.
+            assert time.monotonic() - begun < (60 if transport == "group" else 9)
             begun = time.monotonic()
             assert [worker.name for worker in refitter.push().workers] == names[:1]
             assert time.monotonic() - begun < 10
-            os.kill(workers[1].pid, signal.SIGCONT)
+            for worker in workers[1:]:
+                os.kill(worker.pid, signal.SIGCONT)
             until, there = time.monotonic() + 60, 1
-            while there < 2:
+            while there < 3:
                 assert time.monotonic() < until
                 time.sleep(0.2)
                 there = len(refitter.push().workers)
@@ -262,6 +272,35 @@ def test_pushes_go_on_without_a_worker_that_stops(first: bool, transport: str, t
             for worker in workers:
                 os.kill(worker.pid, signal.SIGCONT)
                 worker.kill()
+
+
+def test_a_worker_that_found_the_trainer_late_waits_for_pushes_as_long_as_any(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As one does that waited for another trainer, and whose patience had nearly ended."""
+    weights = {"weight": torch.ones(SIZE), "bias": torch.zeros(SIZE[0])}
+    model = zerostart.load(weights, lambda: nn.Linear(SIZE[1], SIZE[0]), engine="fsdp2", progress=False)
+    engine, write_out = nn.Linear(SIZE[1], SIZE[0]), refitter_module.write_out
+
+    def slow(*given: Any) -> int:
+        time.sleep(0.6)
+        return write_out(*given)
+
+    monkeypatch.setattr(refitter_module, "write_out", slow)
+    receiver = serving.Receiver(engine, lambda pairs: engine.load_state_dict(dict(pairs)))
+    with zerostart.refit(model, timeout=20) as refitter:
+        connected: list[serving.Connection] = []
+
+        def follow() -> None:
+            connected.append(serving.Connection(receiver, refitter.address, timeout=20, within=0.3))
+            connected[0].follow()
+
+        thread = threading.Thread(target=follow, daemon=True)
+        thread.start()
+        refitter.push()
+        thread.join(20)
+        connected[0].close()
+    assert receiver.version == 1
 
 
 def _sockets() -> dict[str, int]:

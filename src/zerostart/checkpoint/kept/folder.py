@@ -179,7 +179,7 @@ def claim(folder: Path) -> None:
                     f"{folder} belongs to somebody else, or others can enter it: keep the model under "
                     "another name"
                 )
-            if _is_owned(folder):
+            if is_owned(folder):
                 return
             handle = os.open(folder / OWNER, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         except FileNotFoundError:  # removed between the two
@@ -202,12 +202,13 @@ def claim(folder: Path) -> None:
         os.ftruncate(handle, 0)
         os.pwrite(handle, str(os.getpid()).encode(), 0)
         _owned[folder] = (os.fstat(handle).st_ino, handle, os.getpid())
-        if _is_owned(folder):
+        if is_owned(folder):
             remove_unfinished(folder)
             return
 
 
-def _is_owned(folder: Path) -> bool:
+def is_owned(folder: Path) -> bool:
+    """Whether this process owns ``folder``."""
     inode, handle, process = _owned.get(folder, (0, -1, 0))
     if process != os.getpid():
         return False

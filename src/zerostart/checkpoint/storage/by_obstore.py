@@ -23,6 +23,7 @@ from zerostart.checkpoint.storage.objects import (
     ObjectFiles,
     PassingError,
     RefusedError,
+    patience,
 )
 from zerostart.checkpoint.storage.obstore_uploads import ObstoreUploads
 from zerostart.checkpoint.storage.s3_uploads import ATTEMPTS, S3Uploads
@@ -41,8 +42,9 @@ _STATUS = re.compile(r"status code: (\d{3})")
 _FINAL = ("NotPartial", "MissingRegion", "InvalidUrl", "UnknownUrlScheme", "builder error", "MissingBucket")
 #: The same of an answer to the question for a list that is none: of a page, where any question gets one.
 _NO_LIST = "Error decoding PROPFIND response"
-#: An answer may take long, but not stand still.
-_CLIENT = {"timeout": "1h", "read_timeout": "60s", "connect_timeout": "10s"}
+#: An answer may take long, but not stand still: for so many seconds, of a request that writes. Until that has
+#: been sent, nothing comes either.
+_LONGEST, _STILL, _UNREACHED = 3600.0, 60.0, 10.0
 _WEB = ("http", "https")
 _AWS = ("s3", "s3a")
 
@@ -82,7 +84,7 @@ class ObstoreFiles(ObjectFiles):
     def bucket(self) -> Bucket:
         """See ``ObjectFiles``. Raises ConfigError in a forked process, too."""
         _check_process()
-        return _bucket(self.base, _settings())
+        return _bucket(self.base, _settings(), patience() / 2)
 
     @classmethod
     def uploads(cls, url: str) -> Uploads:
@@ -115,20 +117,26 @@ class _NoRangeError(RefusedError):
 
 
 @functools.lru_cache(maxsize=8)
-def _bucket(base: str, settings: tuple[tuple[str, str], ...]) -> Bucket:
+def _bucket(base: str, settings: tuple[tuple[str, str], ...], still: float) -> Bucket:
     # By the environment too: it has the credentials and the endpoint.
-    return _Obstore(base, dict(settings))
+    return _Obstore(base, dict(settings), still)
 
 
 class _Obstore(Bucket):
-    """A store; its connections are shared by all threads of the process."""
+    """A store; its connections are shared by all threads of the process.
 
-    def __init__(self, base: str, settings: Mapping[str, str]) -> None:
+    A request ends that gets no byte for ``still`` seconds.
+    """
+
+    def __init__(self, base: str, settings: Mapping[str, str], still: float) -> None:
         scheme = base.partition(":")[0]
         self._obstore, self._web = _require(scheme), scheme in _WEB
         self._lists = not urlsplit(base).query
+        self._still = still
+        # Whether it compares tags as it should; see ``stream``.
+        self._compares = True
         # Attempts are counted and told by the reader: the crate makes one.
-        self._store = _connected(base, settings, attempts=1)
+        self._store = _connected(base, settings, 1, still)
 
     def list(self, folder: str) -> dict[str, int] | None:
         """See ``Bucket``. A server that signs URLs one by one, or forbids lists, has none."""
@@ -202,10 +210,18 @@ class _Obstore(Bucket):
         options: dict[str, Any] = {"range": (begin, end)}
         # A weak tag is equal to nothing, by the rules of such a condition.
         tag = known.mark if known is not None else None
-        if isinstance(tag, str) and tag.startswith('"'):
+        if isinstance(tag, str) and tag.startswith('"') and self._compares:
             options["if_match"] = tag
         try:
-            answer = self._obstore.get(self._store, key, options=options)
+            try:
+                answer = self._obstore.get(self._store, key, options=options)
+            except self._obstore.exceptions.PreconditionError:
+                if self.find(key) != known:
+                    raise ChangedError(f"its ETag is not {tag} any more") from None
+                # Tags are quoted (RFC 9110, 8.8.3); it gave one that is not, and compares the letters.
+                self._compares = False
+                options.pop("if_match", None)
+                answer = self._obstore.get(self._store, key, options=options)
             found = _found(answer.meta)
             if known is not None and found != known:
                 raise ChangedError(
@@ -214,10 +230,8 @@ class _Obstore(Bucket):
                     else f"its ETag is {found.mark} and was {known.mark}"
                 )
             yield from answer.stream(min_chunk_size=PIECE)
-        except (FileNotFoundError, ChangedError, GeneratorExit):
+        except (FileNotFoundError, ChangedError, PassingError, RefusedError, GeneratorExit):
             raise
-        except self._obstore.exceptions.PreconditionError:
-            raise ChangedError(f"its ETag is not {tag} any more") from None
         except Exception as error:
             raise self._fault(error) from None
 
@@ -246,6 +260,8 @@ class _Obstore(Bucket):
             return RefusedError(_told(error))
         if any(word in text for word in _FINAL):
             return RefusedError(_told(error))
+        if "kind: Timeout" in text:
+            return PassingError(f"no byte came for {self._still:g} s ({_told(error)})")
         return PassingError(_told(error))
 
 
@@ -274,18 +290,20 @@ def _check_process() -> None:
     _asking[:] = [os.getpid()]
 
 
-def _connected(
-    base: str, settings: Mapping[str, str], attempts: int, client: Mapping[str, str] | None = None
-) -> ObjectStore:
+def _connected(base: str, settings: Mapping[str, str], attempts: int, still: float) -> ObjectStore:
     import obstore
 
     scheme = base.partition(":")[0]
-    more: dict[str, Any] = {
-        "client_options": {**_CLIENT, **(client or {})},
-        "retry_config": {"max_retries": attempts - 1},
+    reached = f"{1000 * min(still, _UNREACHED):.0f}ms"
+    client: dict[str, Any] = {
+        "timeout": f"{max(_LONGEST, still):.0f}s",
+        "read_timeout": f"{1000 * still:.0f}ms",
+        "connect_timeout": reached,
     }
+    more: dict[str, Any] = {"retry_config": {"max_retries": attempts - 1}}
     if scheme in _AWS:
         more |= _aws(settings)
+    more["client_options"] = client | more.get("client_options", {})
     url = urlsplit(base)
     user, _, host = url.netloc.rpartition("@")
     if scheme in _WEB and user:
@@ -321,8 +339,7 @@ def writable(base: str, seconds: int = 0) -> ObjectStore:
 
 @functools.lru_cache(maxsize=8)
 def _writable(base: str, settings: tuple[tuple[str, str], ...], seconds: int) -> ObjectStore:
-    client = {"timeout": f"{seconds}s", "read_timeout": f"{seconds}s"} if seconds else {}
-    return _connected(base, dict(settings), ATTEMPTS, client)
+    return _connected(base, dict(settings), ATTEMPTS, seconds or _STILL)
 
 
 def _found(meta: ObjectMeta) -> Found:
@@ -389,7 +406,7 @@ def _aws(settings: Mapping[str, str]) -> dict[str, Any]:
     if "endpoint_url" in profile and not {"AWS_ENDPOINT_URL", "AWS_ENDPOINT"} & settings.keys():
         more["endpoint"] = profile["endpoint_url"]
         if profile["endpoint_url"].startswith("http://"):
-            more["client_options"] = {**_CLIENT, "allow_http": True}
+            more["client_options"] = {"allow_http": True}
     if any(given in settings for given in _GIVEN):
         return more
     if any(key in profile for key in _FOLLOWED):

@@ -6,6 +6,9 @@ a request costs are here, the same for all of them.
 
 from __future__ import annotations
 
+import itertools
+import math
+import os
 import random
 import threading
 import time
@@ -17,13 +20,19 @@ from typing import ClassVar, Self, TypeVar
 
 from zerostart.checkpoint.storage.base import Reader, RequestCost, Residency, Rows, Storage
 from zerostart.checkpoint.usual_names import STANDARD_NAMES, USUAL_SETTINGS
-from zerostart.errors import CheckpointNotFoundError, ReadError
+from zerostart.errors import CheckpointNotFoundError, ConfigError, ReadError
 
-#: Seconds before each further attempt: of a request for bytes, whose server may be away for half a minute,
-#: and of the first questions, where a wrong address should be told soon. At random up to half of it less,
-#: so that ranks which were refused together do not come back together.
-DELAYS = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 8.0, 8.0)
+#: Seconds before each further attempt, the last of them before all that follow: of a request for bytes, which
+#: is tried again until patience ends, and of the first questions, whose attempts are counted: a wrong address
+#: should be told soon. At random up to half of it less, so that ranks which were refused together do not come
+#: back together.
+DELAYS = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4)
 DELAYS_OF_QUESTIONS = DELAYS[:4]
+#: What says for how many seconds nothing may come from a store, and how many where it says nothing. A request
+#: is given up after half of them without a byte, and asked again.
+PATIENCE, USUAL_PATIENCE = "ZEROSTART_STORE_PATIENCE", 30.0
+#: Times the patience for which one range may stay away while others come.
+MOST_PATIENCE = 4
 #: Bytes that a reader has of an answer at a time, and those that it takes with what lies in its sockets.
 PIECE, BUFFER = 256 << 10, 1 << 20
 #: Requests that the ranks of a machine together have in flight.
@@ -35,8 +44,9 @@ QUESTIONS = 16
 HEAD, LEAST_HEAD, HEADS = 256 << 10, 16 << 10, 16 << 20
 #: What a request takes where it is not worth measuring: seconds, and bytes a second of one stream.
 USUAL = RequestCost(latency=0.03, rate=100e6)
-#: Files that are shorter together are not worth it; bytes of the request that measures the rate.
-MEASURED, SAMPLE = 64 << 20, 4 << 20
+#: Files that are shorter together are not worth it; bytes of the request that measures the rate, and how
+#: often it is made at most until one goes through at once.
+MEASURED, SAMPLE, SAMPLES = 64 << 20, 4 << 20, 3
 #: What names a file, and no directory.
 FILES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".json")
 
@@ -190,14 +200,22 @@ class ObjectFiles(Storage, ABC):
             return replace(opened, cost=USUAL)
         file = max(range(len(self.files)), key=lambda number: self.sizes[number])
         length = min(SAMPLE, self.sizes[file])
-        moments = [time.perf_counter()]
-        with ObjectReader(opened) as reader:
-            reader.fetch(file, 0, length, lambda at, piece: moments.append(time.perf_counter()))
+        samples = (opened._sample(file, length) for _ in range(SAMPLES))
+        moments = next((sample for sample in samples if sample), None)
+        if moments is None:
+            return replace(opened, cost=USUAL)
         # The first piece is of the first bytes that come; a fast store has sent more of them by then.
         latency, seconds = moments[1] - moments[0], moments[-1] - moments[0]
         rate = length / max(seconds - latency, seconds / 8)
         cost = RequestCost(float(f"{latency:.2g}"), float(f"{rate:.2g}"), measured=True)
         return replace(opened, cost=cost)
+
+    def _sample(self, file: int, length: int) -> list[float]:
+        """When a range was asked for and its pieces came; nothing where it was asked for again in between."""
+        moments = [time.perf_counter()]
+        with ObjectReader(self) as reader:
+            reader.fetch(file, 0, length, lambda at, piece: moments.append(time.perf_counter()))
+        return [] if reader.retries else moments
 
     def reader(self, *, cold: bool = False, direct: bool = False) -> Reader:
         """A reader by ranges; there is no cache to know of."""
@@ -234,7 +252,8 @@ class ObjectFiles(Storage, ABC):
         return self._asked(lambda: self.bucket().find(key), key)
 
     def _asked(self, question: Callable[[], T], key: str) -> T:
-        return patiently(question, f"{self.root}{key}: the store does not answer", DELAYS_OF_QUESTIONS)
+        delays = DELAYS_OF_QUESTIONS
+        return patiently(question, f"{self.root}{key}: the store does not answer", delays, len(delays))
 
     def _listed(self, folder: str) -> dict[str, int] | None:
         """What the bucket lists right below ``folder``, and nothing else: copies have these names."""
@@ -315,6 +334,7 @@ class ObjectReader(Reader):
         self._storage = storage
         self._bucket = storage._asked(storage.bucket, "")
         self._lock = threading.Lock()
+        self._last = 0.0  # when a piece came last
         self.retries = 0  #: attempts that met a passing fault of the store
 
     def read(self, file: int, offset: int, buffers: Sequence[memoryview]) -> None:
@@ -368,16 +388,27 @@ class ObjectReader(Reader):
 
         def attempt() -> None:
             nonlocal done
-            if done == length:
-                return
-            for piece in self._bucket.stream(key, offset + done, offset + length, known):
-                put(done, memoryview(piece)[: length - done])
-                done = min(length, done + len(piece))
-            if done < length:
-                raise PassingError(f"the answer broke off {length - done} bytes before its end")
+            before = done
+            try:
+                for piece in self._bucket.stream(key, offset + done, offset + length, known):
+                    put(done, memoryview(piece)[: length - done])
+                    done = min(length, done + len(piece))
+                    self._last = time.monotonic()
+                if done < length:
+                    raise PassingError(f"the answer broke off {length - done} bytes before its end")
+            except PassingError:
+                if done == before:
+                    raise
+                self._missed()  # what is left is another request, with all of the patience
 
         try:
-            patiently(attempt, f"reading {name} at offset {offset} failed", DELAYS, self._missed)
+            while done < length:
+                patiently(
+                    attempt,
+                    f"reading {length} bytes of {name} at offset {offset} failed",
+                    missed=self._missed,
+                    progressed=lambda: self._last,
+                )
         except FileNotFoundError as error:
             raise CheckpointNotFoundError(f"{name} was removed after the checkpoint was opened") from error
         except ChangedError as error:
@@ -391,21 +422,46 @@ class ObjectReader(Reader):
             self.retries += 1
 
 
-def patiently(
-    call: Callable[[], T], what: str, delays: Sequence[float], missed: Callable[[], None] = lambda: None
-) -> T:
-    """What ``call`` gives, tried again after each of ``delays`` while it meets a PassingError.
+def patience() -> float:
+    """Seconds for which nothing may come from a store. Raises ConfigError for what is no number of them."""
+    given = os.environ.get(PATIENCE, "")
+    try:
+        seconds = float(given or USUAL_PATIENCE)
+    except ValueError:
+        seconds = math.nan
+    if not 1 <= seconds < math.inf:
+        raise ConfigError(f"{PATIENCE}={given}: a number of seconds from 1 on is wanted")
+    return seconds
 
-    Raises ReadError that begins with ``what`` after the last of them, and for a RefusedError at once.
+
+def patiently(
+    call: Callable[[], T],
+    what: str,
+    delays: Sequence[float] = DELAYS,
+    most: float = math.inf,
+    missed: Callable[[], None] = lambda: None,
+    progressed: Callable[[], float] = lambda: 0.0,
+) -> T:
+    """What ``call`` gives, tried again after ``delays``, ``most`` times, while it meets a PassingError.
+
+    Raises ReadError that begins with ``what``: for a RefusedError at once, and after two attempts where
+    nothing has come for the patience, neither here nor, by the clock, from what has ``progressed`` beside it.
     """
-    for number, delay in enumerate((*delays, None)):
+    limit, begun = patience(), time.monotonic()
+    for number in itertools.count(1):
         try:
             return call()
         except RefusedError as error:
             raise ReadError(f"{what}: {error}") from error
         except PassingError as error:
-            if delay is None:
-                raise ReadError(f"{what}, {number + 1} times: {error}") from error
+            now = time.monotonic()
+            left = min(begun + MOST_PATIENCE * limit, max(begun, progressed()) + limit) - now
+            if number > most or (number > 1 and left <= 0):
+                raise ReadError(
+                    f"{what}, {number} times in {now - begun:.0f} s: {error}; try again when the store "
+                    f"answers, or wait for it longer: {PATIENCE}={2 * limit:.0f} (seconds)"
+                ) from error
         missed()
-        time.sleep(delay * random.uniform(0.5, 1))
+        delay = delays[min(number, len(delays)) - 1] * random.uniform(0.5, 1)
+        time.sleep(max(0.0, min(delay, left)))
     raise AssertionError("the last attempt returns or raises")

@@ -30,12 +30,19 @@ class Connection:
     """
 
     def __init__(
-        self, receiver: Receiver, address: str, *, secret: str | None = None, timeout: float = 300.0
+        self,
+        receiver: Receiver,
+        address: str,
+        *,
+        secret: str | None = None,
+        timeout: float = 300.0,
+        within: float | None = None,
     ) -> None:
-        """Connect with the trainer that listens at ``address``, or will within ``timeout`` seconds.
+        """Connect with the trainer that listens at ``address``, or will ``within`` so many seconds.
 
-        Then what the engine takes of the trainer's model is worked out and told. Raises ConfigError,
-        PeerError, and ConversionError where the engine's loader cannot be followed.
+        None: within ``timeout`` seconds, which all that it is to say is waited for. Then what the engine
+        takes of the trainer's model is worked out and told. Raises ConfigError, PeerError, and
+        ConversionError where the engine's loader cannot be followed.
         """
         self.receiver = receiver
         where = Address.of(address)
@@ -46,7 +53,8 @@ class Connection:
         self._since: int | None = None
         #: By fingerprint of the last image.
         self._known: tuple[str, Wants] | None = None
-        self._channel = connect(where, key_of(secret, where), timeout)
+        left = timeout if within is None else within
+        self._channel = connect(where, key_of(secret, where), left, patience=timeout)
         try:
             self._channel.send(
                 "hello",
@@ -248,7 +256,7 @@ def serve(
         left = timeout if until is None else max(0.0, until - time.monotonic())
         try:
             connection = (
-                Connection(receiver, address, secret=secret, timeout=left)
+                Connection(receiver, address, secret=secret, timeout=timeout, within=left)
                 if directory is None
                 else Follower(receiver, directory, left)
             )

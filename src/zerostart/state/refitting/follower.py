@@ -13,7 +13,7 @@ from pathlib import Path
 from zerostart.checkpoint.digest import Digests
 from zerostart.checkpoint.memory import MemoryReader
 from zerostart.checkpoint.storage import Reader
-from zerostart.errors import CheckpointError, PeerError, ReadError, VerifyError
+from zerostart.errors import CheckpointError, PeerError, ReadError, VerifyError, ZerostartError
 from zerostart.state.refitting.changes import Blocks, Changed
 from zerostart.state.refitting.directory import (
     LOOKS,
@@ -98,11 +98,13 @@ class Follower:
         """Serve the newest version, which is there within ``timeout`` seconds; gives it.
 
         Raises Closed where the trainer has ended and its last version is served, PeerError where none comes,
-        ReadError and VerifyError where what is there is not what was written, and what the engine raises; the
-        engine then has the version before, or none where ``receiver.version`` is None.
+        ReadError and VerifyError where what is there is not what was written, or cannot be read for ``LOOKS``
+        seconds, and what the engine raises; the engine then has the version before, or none where
+        ``receiver.version`` is None.
         """
         if not self.pending(self._timeout if timeout is None else timeout):
             raise PeerError(f"no further version has come into {self._path}")
+        until: float | None = None  # of what cannot be read, from when that has been seen on
         while True:
             document = Document.read(self._path)
             if document is None:
@@ -112,14 +114,27 @@ class Follower:
                 raise Closed(f"the trainer has closed the refit in {self._path}; no further version comes")
             try:
                 self._follow(document)
-            except FileNotFoundError as error:
+            except OSError as error:
+                if isinstance(error, ZerostartError):
+                    self._seen = newest
+                    raise
                 # Old versions go when newer ones are there: on with these, from the beginning.
                 again = Document.read(self._path)
                 if again is None or again.chains == document.chains:
+                    until = until or time.monotonic() + LOOKS
+                    if time.monotonic() < until:  # a file system that others share is late, or away
+                        time.sleep(0.1)
+                        continue
                     self._seen = newest
-                    raise ReadError(
-                        f"{self._path}: {error.filename} is missing, and no newer version is there"
-                    ) from error
+                    gone = isinstance(error, FileNotFoundError)
+                    why = f"{error.filename} is missing, and no newer version is there" if gone else error
+                    raise ReadError(f"{self._path}: {why}") from error
+                # Said, since it may be so each time.
+                logger.warning(
+                    "%s: version %s went before %s had read it, which goes on with version %s: push more "
+                    "rarely, or with full_every=, where it cannot keep up",
+                    *(self._path, document.version, self.name, again.version),
+                )
             except BaseException:
                 self._seen = newest
                 raise

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
 from torch import nn
 
 from zerostart.distributed.world import World, current_world, default_device
-from zerostart.errors import ConfigError, WriteError
+from zerostart.errors import CheckpointError, ConfigError, WriteError
 from zerostart.state.refitting.directory import (
     Document,
     PartWriter,
@@ -168,8 +169,17 @@ class DirectoryRefitter:
         """Say that no further version comes; collective. The newest one stays for those who come later."""
 
         def say() -> None:
-            if self._document is not None:
-                Document(self._document.version, self._document.chains, True).write(self._path)
+            if self._document is None and self._tried is None:
+                return
+            try:
+                with alone(self._path):
+                    document = self._current()
+                    if document is not None:
+                        replace(document, over=True).write(self._path)
+            except (CheckpointError, ConfigError, FileNotFoundError):
+                pass  # another trainer goes on there, or nobody does
+            except OSError as error:
+                raise WriteError(f"{self._path}: {error.strerror or error}") from error
 
         if not self._closed:
             self._closed = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -51,8 +52,8 @@ class RefitSettings:
             raise ConfigError(f"workers={self.workers} must be at least 1")
         if self.full_every < 1:
             raise ConfigError(f"full_every={self.full_every} must be at least 1: every push sends all then")
-        if not self.timeout > 0:
-            raise ConfigError(f"timeout={self.timeout} must be a number of seconds above 0")
+        if not 0 < self.timeout < math.inf:
+            raise ConfigError(f"timeout={self.timeout} must be a finite number of seconds above 0")
 
 
 @dataclass(frozen=True)
@@ -158,7 +159,8 @@ class Pushing:
             self._settled = True
             failed = True
             try:
-                self._made = self._world.broadcast_object(self._joined, "waiting for a push")
+                # Workers may take longer than the ranks wait for each other.
+                self._made = self._world.broadcast_slow(self._joined, "waiting for a push")
                 failed = False
             except BaseException as error:
                 self._error = error

@@ -345,7 +345,7 @@ class Refitter:
             with self._own_engines("having the engine within each rank connect"):
                 join()
         else:
-            world.broadcast_object(
+            world.broadcast_slow(
                 lambda: self._wait_for_engine(join, engines.workers), "having the engine connect"
             )
 
@@ -361,7 +361,7 @@ class Refitter:
         if image is not self._image or self._opened is None:
             # An engine's workers listen in its own call alone, and may be asked about another image.
             self._begin_following(version)
-        _, takers = self._world.broadcast_object(lambda: self._settle(image, back), "looking for workers")
+        _, takers = self._world.broadcast_slow(lambda: self._settle(image, back), "looking for workers")
         self._image = image
         if takers is not None:
             self._takers = takers

@@ -90,6 +90,8 @@ class Session:
         self._refused: dict[str, str] = {}
         self._strangers = 0
         self._closing = threading.Event()
+        #: Held while a decision is written down and told: all of a worker's connection is then told it.
+        self._deciding = threading.Lock()
         try:
             if isinstance(self.address.place, str):
                 _remove_socket(self.address.place)
@@ -115,6 +117,8 @@ class Session:
         self._accepting.join(1)
         with contextlib.suppress(OSError):
             self._listener.close()
+        with self._deciding:  # a push in the background may be about to tell some of them
+            pass
         with self._changed:
             everybody = [*self.workers.values(), *self._arrived.values()]
             self.workers, self._arrived = {}, {}
@@ -228,9 +232,10 @@ class Session:
             except PeerError as error:
                 lost.append(error)
         # All of them, whatever one says: an answer that is not heard would be taken for one to what comes.
+        until = time.monotonic() + self.timeout
         for worker in asked:
             try:
-                worker.wants, worker.sets, worker.device = self._wants(worker.name, worker.channel)
+                worker.wants, worker.sets, worker.device = self._wants(worker.name, worker.channel, until)
                 worker.fresh, worker.fingerprint = True, image.fingerprint
             except ConversionError:
                 worker.fingerprint = ""  # raised below
@@ -260,13 +265,24 @@ class Session:
 
     def prepared(self, version: int) -> None:
         """Return when all workers have the bytes of ``version``; raises what one of them failed with."""
+        until = time.monotonic() + self.timeout
+        silent: list[str] = []
         for worker in self.workers.values():
-            answer = self._answer(worker, version, "prepared", "failed")
+            try:
+                answer = self._answer(worker, version, until, "prepared", "failed")
+            except PeerError:
+                if time.monotonic() < until:
+                    raise
+                silent.append(worker.name)  # perhaps with others, of which each push would find one
+                continue
             if answer.kind == "failed":
                 worker.fresh = True
                 raise PeerError(
                     f"worker {worker.name} cannot take version {version}: {answer.body.get('why')}"
                 )
+        if silent:
+            who = f"worker {silent[0]} has" if len(silent) == 1 else f"workers {', '.join(silent)} have"
+            raise PeerError(f"{who} not answered within {self.timeout:.0f} s")
 
     def abort(self, version: int, why: str, lost: Sequence[str] | None = None) -> None:
         """Tell all workers that ``version`` does not come; raises nothing.
@@ -287,12 +303,15 @@ class Session:
             if not self._gives_up(self.workers[name], version, until):
                 self.drop(name)
 
-    def _answer(self, worker: Worker, version: int, *kinds: str) -> Message:
-        """What a worker says about ``version``; raises PeerError where it does not, and what ``check`` "
-        "raises."""
-        until = time.monotonic() + self.timeout
+    def _answer(self, worker: Worker, version: int, until: float, *kinds: str) -> Message:
+        """What a worker says about ``version``. Raises PeerError where it does not, and as ``check``.
+
+        ``until`` is the same for all workers: those that have stopped take the time of one.
+        """
         while True:
-            while not worker.channel.waiting(0.5) and time.monotonic() < until:
+            while not worker.channel.waiting(min(0.5, max(0.0, until - time.monotonic()))):
+                if time.monotonic() >= until:
+                    break
                 self.check()
             if not worker.channel.waiting():
                 worker.channel.close()  # so that the next push goes on without it
@@ -305,14 +324,27 @@ class Session:
     def decide(self, version: int, sums: Mapping[str, Sequence[Sums]]) -> None:
         """Write down that ``version`` is to be served, then tell the workers."""
         each = {name: list(found) for name, found in sums.items()}
-        part = self.decision.with_suffix(".part")
-        part.write_text(json.dumps({"version": version, "sums": each}))
-        part.chmod(0o600)
-        part.replace(self.decision)
-        for worker in [*self.workers.values()]:
+
+        def tell(worker: Worker) -> None:
             # One that is lost now looks at what was written down.
             with contextlib.suppress(PeerError):
                 worker.channel.send("commit", {"version": version, "sums": each[worker.name]})
+
+        # At once: sums of many tensors are long, and one that takes nothing is not to hold up the others.
+        telling = [
+            threading.Thread(target=tell, args=(worker,), daemon=True) for worker in self.workers.values()
+        ]
+        with self._deciding:
+            if self._closing.is_set():
+                raise PeerError("the refit was closed before the version was decided")
+            part = self.decision.with_suffix(".part")
+            part.write_text(json.dumps({"version": version, "sums": each}))
+            part.chmod(0o600)
+            part.replace(self.decision)
+            for thread in telling:
+                thread.start()
+            for thread in telling:
+                thread.join()
 
     def served(self, version: int) -> None:
         """Return when all workers serve ``version``.
@@ -324,7 +356,7 @@ class Session:
         failed: list[str] = []
         for worker in [*self.workers.values()]:
             try:
-                answer = self._answer(worker, version, "serving", "failed")
+                answer = self._answer(worker, version, begun + self.timeout, "serving", "failed")
             except PeerError:
                 self.drop(worker.name)
                 lost.append(worker.name)
@@ -396,7 +428,7 @@ class Session:
             raise ConfigError(why)
         channel.send("image", {"strict": self.strict}, image.to_bytes())
         try:
-            wants, sets, device = self._wants(name, channel)
+            wants, sets, device = self._wants(name, channel, time.monotonic() + self.timeout)
         except ConversionError:
             with self._changed:
                 self._changed.notify_all()
@@ -418,10 +450,14 @@ class Session:
             self._arrived[name] = worker
             self._changed.notify_all()
 
-    def _wants(self, name: str, channel: Channel) -> tuple[Runs, tuple[Runs, ...], tuple[str, str]]:
+    def _wants(
+        self, name: str, channel: Channel, until: float
+    ) -> tuple[Runs, tuple[Runs, ...], tuple[str, str]]:
+        answer = None
         # It may have answered to a version that was given up since.
-        while (answer := channel.receive("wants", "refused", *IN_A_PUSH)).kind in IN_A_PUSH:
-            pass
+        while answer is None or answer.kind in IN_A_PUSH:
+            left = max(0.0, until - time.monotonic())
+            answer = channel.receive("wants", "refused", *IN_A_PUSH, timeout=left)
         if answer.kind == "refused":
             with self._changed:
                 self._refused[name] = str(answer.body.get("why"))

@@ -1,0 +1,201 @@
+"""Stores that do not answer, answer slowly, or have rules of their own for tags, by a small server."""
+
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Event, Thread
+
+import pytest
+
+import zerostart
+from tests.ranks import rank_outcomes
+from zerostart.checkpoint.source import open_catalog
+from zerostart.checkpoint.storage import Storage
+from zerostart.checkpoint.storage.objects import PATIENCE, ObjectReader
+from zerostart.errors import ConfigError, ReadError
+from zerostart.testing.net import Net, save
+
+
+class Server(ThreadingHTTPServer):
+    """Serves one file; ``how`` says how a request with such a Range is answered."""
+
+    daemon_threads = True
+    request_queue_size = 64
+
+    def __init__(self, file: Path) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.file, self.tag = file, '"one"'
+        self.how: Callable[[str], str] = lambda wanted: "whole"
+        self.over = Event()
+        self.asked: list[tuple[str, str]] = []  #: method, and what If-Match says
+
+    @property
+    def address(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Server
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def do_HEAD(self) -> None:
+        self.answer()
+
+    def do_GET(self) -> None:
+        self.answer()
+
+    def answer(self) -> None:
+        server, wanted = self.server, self.headers.get("If-Match", "")
+        server.asked.append((self.command, wanted))
+        how = server.how(self.headers.get("Range", ""))
+        if how == "mute":
+            server.over.wait(60)
+            self.close_connection = True
+            return
+        data = server.file.read_bytes() if self.path == f"/{server.file.name}" else b""
+        status = 404 if not data else 200
+        if how == "refused":
+            status = 503
+        # By its letters, as it was given.
+        elif wanted and wanted != server.tag:
+            status = 412
+        self.send_response(206 if status == 200 and "Range" in self.headers else status)
+        if status != 200:
+            data = b""
+        elif found := re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", "")):
+            first, last = int(found[1]), min(int(found[2]), len(data) - 1)
+            self.send_header("Content-Range", f"bytes {first}-{last}/{len(data)}")
+            data = data[first : last + 1]
+        self.send_header("ETag", server.tag)
+        self.send_header("Last-Modified", "Wed, 21 Oct 2015 07:28:00 GMT")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        if self.command == "HEAD":
+            return
+        if how == "drip":
+            for at in range(0, len(data), max(1, len(data) // 10)):
+                self.wfile.write(data[at : at + max(1, len(data) // 10)])
+                server.over.wait(0.2)
+            return
+        self.wfile.write(data[: len(data) // 2] if how == "half" else data)
+        if how == "half":
+            server.over.wait(60)
+            self.close_connection = True
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    save(tmp_path / "model.safetensors")
+    with Server(tmp_path / "model.safetensors") as made:
+        thread = Thread(target=made.serve_forever)
+        thread.start()
+        yield made
+        made.over.set()
+        made.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not where ranks are started: the server that they come from would keep it for other tests."""
+    monkeypatch.setenv(PATIENCE, "1")
+
+
+def content(storage: Storage) -> tuple[bytes, str]:
+    buffer = bytearray(storage.sizes[0])
+    with storage.reader() as reader:
+        reader.read(0, 0, [memoryview(buffer)])
+        return bytes(buffer), reader.note()
+
+
+@pytest.mark.usefixtures("hasty")
+@pytest.mark.parametrize("how", ["mute", pytest.param("half", marks=pytest.mark.slow)])
+def test_a_store_that_stands_still_is_told_when_its_time_is_over(server: Server, how: str) -> None:
+    """With the range, and what to do; a range that came in part is gone on with."""
+    url = f"{server.address}/model.safetensors"
+    storage, begun = open_catalog(url).storage, time.monotonic()
+    server.how = lambda wanted: how
+    with pytest.raises(ReadError) as caught:
+        content(storage)
+    assert 0.9 < time.monotonic() - begun < 10
+    told = rf"reading {storage.sizes[0]} bytes of {url} at offset 0 failed, \d+ times in \d s: "
+    assert re.match(f"{told}no byte came for 0.5 s", str(caught.value)), caught.value
+    assert f"{PATIENCE}=2 (seconds)" in str(caught.value)
+
+
+@pytest.mark.usefixtures("hasty")
+def test_a_store_that_never_answers_is_told_when_it_is_opened(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.how = lambda wanted: "mute"
+    with pytest.raises(ReadError, match=r"\.safetensors: the store does not answer, \d+ times in [12] s"):
+        open_catalog(f"{server.address}/model.safetensors")
+    for wrong in ("0", "soon", "nan", "inf"):
+        monkeypatch.setenv(PATIENCE, wrong)
+        with pytest.raises(ConfigError, match=f"{PATIENCE}={wrong}: a number of seconds"):
+            open_catalog(f"{server.address}/model.safetensors")
+
+
+@pytest.mark.slow
+def test_a_store_that_falls_silent_is_one_error_on_all_ranks(server: Server) -> None:
+    # The header comes, and what is asked for then does not.
+    server.how = lambda wanted: "whole" if not wanted or wanted.startswith("bytes=0-") else "mute"
+    outcomes = rank_outcomes(load, 2, f"{server.address}/model.safetensors", timeout=60)
+    assert {outcome.error for outcome in outcomes} == {"zerostart.errors.ReadError"}, outcomes
+    assert len({outcome.message for outcome in outcomes}) == 1
+    assert re.search(r"bytes of http://\S+/model\.safetensors at offset \d+ failed", outcomes[0].message)
+    assert max(outcome.seconds for outcome in outcomes) < 20
+
+
+def load(url: str) -> None:
+    os.environ[PATIENCE] = "1"
+    zerostart.load(url, model=Net, engine="fsdp2", progress=False)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("hasty")
+def test_a_slow_answer_that_goes_on_is_waited_for(server: Server) -> None:
+    """It takes twice as long as nothing may come for."""
+    storage, begun = open_catalog(f"{server.address}/model.safetensors").storage, time.monotonic()
+    server.how = lambda wanted: "drip"
+    assert content(storage) == (server.file.read_bytes(), "")
+    assert time.monotonic() - begun > 1.5
+
+
+def test_a_tag_without_quotes_is_no_change(server: Server) -> None:
+    """The condition has the quotes that the rules want; a server that compares letters is asked without."""
+    server.tag = "one"
+    storage = open_catalog(f"{server.address}/model.safetensors").storage
+    assert content(storage)[0] == server.file.read_bytes()
+    assert [wanted for method, wanted in server.asked if method == "GET"][-2:] == ['"one"', ""]
+    assert content(storage)[0] == server.file.read_bytes()
+    assert server.asked[-1] == ("GET", "")
+    server.tag = "two"
+    with pytest.raises(ReadError, match='its ETag is "two" and was "one"'):
+        content(storage)
+
+
+def test_a_request_that_was_refused_is_no_latency(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    from zerostart.checkpoint.storage import objects
+
+    monkeypatch.setattr(objects, "MEASURED", 1)
+    monkeypatch.setattr(objects, "DELAYS", (1.0,))
+    storage = open_catalog(f"{server.address}/model.safetensors").storage
+    asked = len(server.asked)
+    server.how = lambda wanted: "refused" if len(server.asked) == asked + 1 else "whole"
+    cost = storage.measured().cost
+    assert cost is not None
+    assert cost.measured
+    assert cost.latency < 0.4  # it was waited for half a second, at least
+    server.how = lambda wanted: "refused" if len(server.asked) % 2 else "whole"
+    if len(server.asked) % 2:
+        server.asked.append(("", ""))
+    assert storage.measured().cost == objects.USUAL
+    assert isinstance(storage.reader(), ObjectReader)
