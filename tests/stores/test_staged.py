@@ -154,6 +154,28 @@ def test_one_error_on_all_ranks_and_the_old_one_stays(models: list[str], served:
     assert not list(folder.rglob(".zerostart/*"))
 
 
+def test_moves_whose_answers_are_lost(tmp_path: Path) -> None:
+    """rclone's server removes what is at the new name first: another attempt would remove what was moved."""
+    moves: list[int] = []
+
+    def fault(method: str, path: str, number: int) -> proxy.Fault:
+        if method == "MOVE":
+            moves.append(number)
+        return ("lost", 503, None)[len(moves) % 3] if method == "MOVE" else None
+
+    with (
+        servers.rclone(tmp_path, "webdav", "--dir-cache-time", "5m") as address,
+        proxy.before(proxy.Proxy(address, fault=fault)) as line,
+    ):
+        found = uploads_at(f"{line.address}/place")
+        assert found is not None
+        uploads = found.aside(".zerostart/0123456789ab")
+        for number in range(4):
+            uploads.put("inner/a.json", b"x" * (number + 1))
+            assert (tmp_path / "place/inner/a.json").stat().st_size == number + 1
+    assert len(moves) > 4
+
+
 def test_servers_that_take_nothing_are_told(models: list[str], tmp_path: Path) -> None:
     refused = pytest.raises(WriteError, match="saves need a WebDAV server")
     with servers.rclone(tmp_path, "http") as address, refused:

@@ -82,12 +82,7 @@ class WebDavUploads(StagedUploads):
 
     def move(self, name: str, to: str) -> None:
         """See ``StagedUploads``. Not by obstore, which would copy, so that readers would meet half a file."""
-        try:
-            self._asked(lambda: self._moved(name, to), to, "moving into its place")
-        except FileNotFoundError as error:
-            # An attempt whose answer was lost has moved it: whoever asked looks at what is there.
-            if self.found(to) is None:
-                raise WriteError(f"{self.url}/{name}: was removed by somebody else") from error
+        self._asked(lambda: self._moved(name, to), to, "moving into its place")
 
     def _moved(self, name: str, to: str) -> None:
         made = False
@@ -97,12 +92,9 @@ class WebDavUploads(StagedUploads):
                 return
             except urllib.error.HTTPError as error:
                 error.close()
-                if error.code == 404:
-                    raise FileNotFoundError(name) from error
                 if error.code in (403, 409) and not made:  # the folder may not be there
                     made = True
-                    folders = [str(one) for one in PurePosixPath(to).parents][-2::-1]
-                    for folder in folders:
+                    for folder in [str(one) for one in PurePosixPath(to).parents][-2::-1]:
                         with contextlib.suppress(urllib.error.HTTPError):  # it is there
                             self._request("MKCOL", folder, {})
                 elif error.code < 500 and error.code not in (408, 423, 425, 429):
@@ -113,6 +105,12 @@ class WebDavUploads(StagedUploads):
             if delay is None:
                 raise failed
             time.sleep(delay * random.uniform(0.5, 1))
+            # Servers may remove what is at the new name before they look for the old one: where an attempt
+            # has moved it whose answer was lost, another one would remove it.
+            if self.found(name) is None:
+                if self.found(to) is None:
+                    raise WriteError(f"{self.url}/{name}: was removed by somebody else")
+                return
 
     def _request(self, method: str, name: str, fields: Mapping[str, str]) -> None:
         request = urllib.request.Request(self._address(name), method=method, headers={**fields})
@@ -178,7 +176,7 @@ class WebDavUploads(StagedUploads):
         kinds = self._obstore.exceptions
         try:
             return ask()
-        except FileNotFoundError:
+        except (FileNotFoundError, WriteError):
             raise
         except (kinds.BaseError, OSError, ValueError, TypeError) as error:
             text = told(error).partition(" Debug source")[0].partition("?")[0]
