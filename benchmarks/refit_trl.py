@@ -106,7 +106,7 @@ def part(arm: str, number: str, folder: str, layers: int) -> None:
     for _ in range(SYNCS):
         dist.barrier()
         begun = time.perf_counter()
-        beside = max(beside, peak(sync) - before)
+        beside = max(beside, peak(sync)[0] - before)
         dist.barrier()
         seconds.append(time.perf_counter() - begun)
     digest = sum(int(tensor.data.view(-1).view(torch.int16).long().sum()) for tensor in engine.parameters())

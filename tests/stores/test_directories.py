@@ -136,6 +136,7 @@ def resave(source: str, out: str) -> None:
     zerostart.save(zerostart.load(source, engine="fsdp2", progress=False), out)
 
 
+@pytest.mark.slow
 def test_a_rehearsal_is_compared_with_a_whole_copy(url: str, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "zerostart", "load", url, "--nproc", "1", "--verify", "--engine", "fsdp2"],

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.filesize import decimal
 
 from zerostart.checkpoint.memory import MemoryStorage, memory_catalog
 from zerostart.checkpoint.storage import RequestCost, page_cache
@@ -181,6 +182,8 @@ def test_short_requests_to_a_store_are_more_at_a_time(
     suited = tuning.suited(plan)
     assert (suited.threads, suited.most_threads) == (16, threads)
     assert threads * (MiB + nbytes * (not direct)) <= max(STORE_RING, 16 * 9 * MiB)
+    told = f"up to {threads} requests of {decimal(nbytes)} on average in flight"
+    assert suited.describe() == told
     assert Tuning(2, 8 * MiB).suited(plan) == Tuning(2, 8 * MiB)
     # What reads for others takes: four chunks and one of its own, and a buffer of each thread.
     chunks = 5 * 7 * MiB

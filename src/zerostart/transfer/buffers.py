@@ -103,6 +103,7 @@ class _Pages(mmap.mmap):
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self))
         with torch.accelerator.device_index(device):
             if int(register(self._address, len(self))):  # type: ignore[call-overload]  # an enumeration or a number
+                _forget_error(device)
                 return False
         self._device, self._process, self._unregister = device, os.getpid(), unregister
         _taken[self._address] = len(self)
@@ -154,6 +155,7 @@ class LockedSpans:
         with torch.accelerator.device_index(made._index):
             for low, high in joined:
                 if int(register(begin + low, high - low)):  # type: ignore[call-overload]  # an enumeration or a number
+                    _forget_error(made._index)
                     made.release()
                     return None
                 made._addresses.append(begin + low)
@@ -174,6 +176,14 @@ class LockedSpans:
     def _index(self) -> int:
         index = self._device.index
         return torch.accelerator.current_device_index() if index is None else index
+
+
+def _forget_error(index: int) -> None:
+    """CUDA's runtime keeps the error of a call, and torch raises it at the next kernel, whatever that is."""
+    kind = torch.accelerator.current_accelerator()
+    assert kind is not None, "it has refused something"
+    with contextlib.suppress(RuntimeError):
+        torch.zeros(1, device=torch.device(kind.type, index))
 
 
 #: Bytes between two spans that are locked rather than left out.

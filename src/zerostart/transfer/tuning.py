@@ -172,10 +172,9 @@ class Tuning:
         words = [f"{self.threads} threads x {chunk}" + (f" x {self.depth}" if self.depth > 1 else "")]
         if self.cost is not None:
             # Threads with a request each, which may be much shorter than a chunk.
-            mean = (
-                f"of {decimal(self.request_bytes)} on average" if self.request_bytes else f"of up to {chunk}"
-            )
-            words = [f"up to {max(self.threads, self.most_threads)} requests {mean} in flight"]
+            mean = self.request_bytes
+            each = f"{decimal(mean)} on average" if mean else f"up to {chunk}"
+            words = [f"up to {max(self.threads, self.most_threads)} requests of {each} in flight"]
         if self.file_system:
             cached = "" if self.resident is None else f", {self.resident:.0%} in the page cache"
             words.append(f"{self.file_system}{cached}")

@@ -170,8 +170,11 @@ class _Writing:
 
     def _is_there(self, write: Write) -> bool:
         """Whether all of it is on the accelerator."""
-        kinds = {self._storages[part.target].storage.device.type for part in write.parts}
-        return self._device is not None and kinds == {self._device.type}
+        if self._device is None:
+            return False
+        return all(
+            self._storages[part.target].storage.device.type == self._device.type for part in write.parts
+        )
 
     def _data_there(self, write: Write, room: _Room) -> torch.Tensor:
         """What is written, on the accelerator: where it lies if it lies there as it is to be."""

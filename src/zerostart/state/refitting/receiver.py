@@ -552,6 +552,6 @@ def sum_read(image: Image, runs: Runs, reader: Reader, digests: Digests) -> None
             place = entry.offset + first * width
             wanted = Rows(rows, count * width, step * width if rows > 1 else count * width)
             reader.gather(0, place, wanted, memoryview(data), count * width)
-            for row in range(rows):
-                begin = row * count * width
-                digests.add(name, first + row * step, memoryview(data)[begin : begin + count * width])
+            # As elements, so that rows that begin at the same place of a digest's are summed up together.
+            elements = torch.frombuffer(data, dtype=torch_dtype(entry.dtype, name)).view(rows, count)
+            digests.add_rows(name, first, step, elements)

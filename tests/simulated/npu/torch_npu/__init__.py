@@ -277,6 +277,9 @@ def _attention(
             query, key, value, 0.0, is_causal, False, scale=scale
         )
     else:
+        if attn_mask is not None and attn_mask.dtype == torch.bool:
+            # The operator that this one stands for does so, and math adds what it is given.
+            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(~attn_mask, -torch.inf)
         found, *_ = aten._scaled_dot_product_attention_math(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
