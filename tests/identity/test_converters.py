@@ -1,5 +1,6 @@
 """A converter of the caller's that calculates, from files and from a mapping that one rank holds."""
 
+import threading
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -86,8 +87,25 @@ def test_a_converter_that_draws_random_numbers_is_refused() -> None:
     def noisy(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {name: tensor + torch.randn(tensor.shape) for name, tensor in state.items()}
 
+    def beside(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        drawing = threading.Thread(target=torch.randn, args=(3,))
+        drawing.start()
+        drawing.join()
+        return dict(state)
+
+    stored, ended = Small().state_dict(), threading.Event()
     with pytest.raises(zerostart.ZerostartError, match="noisy draws random numbers"):
-        zerostart.load(Small().state_dict(), Small, engine="fsdp2", converter=noisy, progress=False)
+        zerostart.load(stored, Small, engine="fsdp2", converter=noisy, progress=False)
+    # Those of another thread, as of an engine that generates meanwhile, are not its own.
+    other = threading.Thread(target=ended.wait)
+    other.start()
+    try:
+        with pytest.raises(zerostart.ZerostartError, match="noisy draws random numbers"):
+            zerostart.load(stored, Small, engine="fsdp2", converter=noisy, progress=False)
+        zerostart.load(stored, Small, engine="fsdp2", converter=beside, progress=False)
+    finally:
+        ended.set()
+        other.join()
 
 
 def test_the_plan_says_what_is_computed_whole_and_what_it_costs() -> None:

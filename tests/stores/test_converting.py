@@ -9,10 +9,13 @@ import torch
 
 import zerostart
 from tests.ranks import run_ranks
-from tests.stores import servers
+from tests.stores import proxy, servers
 from tests.stores.killed import worker
+from tests.trained import config, write_deepspeed
+from zerostart.checkpoint.source import open_catalog
 from zerostart.checkpoint.storage import uploads_at
-from zerostart.errors import ConfigError
+from zerostart.errors import CheckpointError, CheckpointNotFoundError, ConfigError
+from zerostart.state.converting.contents import Contents, opened
 from zerostart.state.converting.convert import convert
 
 pytestmark = pytest.mark.skipif(not servers.has("weed"), reason="SeaweedFS is not installed")
@@ -90,6 +93,77 @@ def test_other_formats_and_processes(model: Path, endpoint: str, tmp_path: Path)
     convert(model, tmp_path / "hf", "hf", max_shard_size="12MB")
     assert files(url, endpoint) == local(tmp_path / "hf")
     zerostart.verify(url)
+
+
+def alike(url: str, folder: Path, out: Path) -> Contents:
+    """What lies at a URL is what lies in a directory, and becomes the same files in each format."""
+    stored, here = (opened(place) for place in (url, folder))
+    for name in ("weights", "masters", "states"):
+        there, own = ({**getattr(one, name)} for one in (stored, here))
+        assert there == own, name
+    for name in ("numbers", "groups", "ties", "buffers", "computing", "scale", "counters", "schedule"):
+        assert getattr(stored, name) == getattr(here, name), name
+    for to in ("hf", "dcp"):
+        made = [convert(place, out / kind / to, to) for kind, place in (("url", url), ("disk", folder))]
+        assert made[0].tensors == made[1].tensors > 0
+        assert local(out / "url" / to) == local(out / "disk" / to), to
+    return stored
+
+
+@pytest.mark.parametrize("to", ["dcp", "zero", pytest.param("universal", marks=pytest.mark.slow)])
+def test_shares_of_ranks_are_read_from_a_url(to: str, model: Path, endpoint: str, tmp_path: Path) -> None:
+    """By ranges alone: less is read than the files have, and nothing is written beside."""
+    convert(model, tmp_path / "made", to, world_size=2)
+    prefix = f"sources/{to}"
+    servers.upload(tmp_path / "made", endpoint, prefix)
+    url = f"s3://{servers.BUCKET}/{prefix}"
+    with proxy.before(proxy.Proxy(endpoint)) as line, servers.environed(servers.environment(line.address)):
+        catalog = open_catalog(url)
+        assert catalog.nbytes > 19_000_000
+        assert sum(line.sent_of.values()) < catalog.nbytes / 2
+        assert zerostart.diff(url, model).same == (to == "dcp")
+    alike(url, tmp_path / "made", tmp_path / "out")
+    servers.store(endpoint).delete(catalog.files[-1].partition(f"{servers.BUCKET}/")[2])
+    with pytest.raises((CheckpointError, CheckpointNotFoundError), match=r"missing|no such file"):
+        open_catalog(url)
+
+
+def loaded(own: dict[str, str], source: str) -> tuple[dict[str, str], bool]:
+    os.environ.update(own)
+    model = zerostart.load(source, engine="fsdp2", progress=False)
+    report = zerostart.report(model)
+    return zerostart.digest(model), report.read_bytes == report.planned_bytes
+
+
+@pytest.mark.slow
+def test_shares_of_ranks_are_loaded_from_a_url(model: Path, endpoint: str, tmp_path: Path) -> None:
+    own = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+    for to in ("dcp", "zero"):
+        convert(model, tmp_path / to, to, world_size=3)
+        servers.upload(tmp_path / to, endpoint, f"loaded/{to}")
+        expected = run_ranks(loaded, 1, own, str(tmp_path / to))[0]
+        assert run_ranks(loaded, 2, own, f"s3://{servers.BUCKET}/loaded/{to}") == [expected] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_others_have_trained_is_converted_from_a_url(stage: int, endpoint: str, tmp_path: Path) -> None:
+    """Checkpoints of DeepSpeed's own and of torch's: masters, moments, steps and groups."""
+    run_ranks(write_deepspeed, 2, str(tmp_path / "zero"), stage, True, True, True, timeout=400)
+    config(True).save_pretrained(tmp_path / "zero")
+    servers.upload(tmp_path / "zero", endpoint, f"trained/zero-{stage}")
+    url = f"s3://{servers.BUCKET}/trained/zero-{stage}"
+    found = alike(url, tmp_path / "zero", tmp_path / "out")
+    assert {"exp_avg", "exp_avg_sq"} <= found.states.keys()
+    assert found.groups
+    assert found.numbers["step"]
+    for place in (url, tmp_path / "zero"):
+        convert(place, tmp_path / f"universal-{place == url}", "universal")
+    assert local(tmp_path / "universal-True") == local(tmp_path / "universal-False")
+    # And from what that was converted to, optimizer states too.
+    servers.upload(tmp_path / "out/url/dcp", endpoint, f"trained/dcp-{stage}")
+    again = alike(f"s3://{servers.BUCKET}/trained/dcp-{stage}", tmp_path / "out/disk/dcp", tmp_path / "more")
+    assert again.states.keys() == found.states.keys()
 
 
 CONVERTING = """

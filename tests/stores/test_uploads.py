@@ -1,9 +1,11 @@
 """What saves to a URL go to passes what it has to pass, by real servers of this machine."""
 
 import functools
+import tempfile
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -56,6 +58,37 @@ class TestStreams(S3):
 @pytest.mark.skipif(not servers.has("moto_server"), reason="moto's server is not installed")
 class TestMoto(S3):
     kind = "moto"
+
+
+class TestWebDAV(UploadsConformance):
+    @contextmanager
+    def place(self) -> Iterator[Uploads]:
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            servers.rclone(Path(folder), "webdav", "--dir-cache-time", "5m") as address,
+        ):
+            found = uploads_at(f"{address}/a b/place/")
+            assert found is not None
+            yield found
+
+
+class TestFsspec(UploadsConformance):
+    @contextmanager
+    def place(self) -> Iterator[Uploads]:
+        with tempfile.TemporaryDirectory() as folder:
+            found = uploads_at(f"file://{folder}/a b/place")
+            assert found is not None
+            yield found
+
+
+class TestMemory(UploadsConformance):
+    """A file system of fsspec that knows no times but that of making."""
+
+    @contextmanager
+    def place(self) -> Iterator[Uploads]:
+        found = uploads_at(f"memory://{uuid.uuid4().hex}/place")
+        assert found is not None
+        yield found
 
 
 del S3

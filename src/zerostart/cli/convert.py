@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from zerostart.checkpoint.paths import shown_url
 from zerostart.cli.launch import join_group, leave_group, run_local_ranks, worker_main
 
 
@@ -79,9 +80,11 @@ def command(
         made = run_local_ranks("zerostart.cli.convert", [json.dumps(options)], nproc)[0]
     count = len(made["files"])
     files = f"{count} {'file' if count == 1 else 'files'}"
-    typer.echo(f"{made['path']}: {made['tensors']} tensors, {decimal(made['bytes'])} in {files}")
+    typer.echo(f"{shown_url(made['path'])}: {made['tensors']} tensors, {decimal(made['bytes'])} in {files}")
     if made["kept_bytes"]:
         typer.echo(f"{decimal(made['kept_bytes'])} were there already, and are as they were written")
+    if made["staged_bytes"]:
+        typer.echo(f"{decimal(made['staged_bytes'])} were staged on disk first: the store takes files whole")
     if made["left_out"]:
         typer.echo(f"Left out, since {to.value} does not hold it: {'; '.join(made['left_out'])}")
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from zerostart.checkpoint.paths import scheme_of
+from zerostart.checkpoint.paths import scheme_of, shown_url
 from zerostart.cli.convert import Dtype
 
 
@@ -68,7 +68,7 @@ def command(
     else:
         made = export(run, out, chosen, max_shard_size)
     files = f"{len(made.files)} {'file' if len(made.files) == 1 else 'files'}"
-    typer.echo(f"{made.path}: {made.tensors} tensors, {decimal(made.bytes)} in {files}")
+    typer.echo(f"{shown_url(str(made.path))}: {made.tensors} tensors, {decimal(made.bytes)} in {files}")
     if push_to_hub is not None:
         from zerostart.distributed.world import current_world
         from zerostart.state.saving.hub import push

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
@@ -24,6 +25,9 @@ T = TypeVar("T")
 class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
     """Inside, what a factory of torch makes is a symbolic constant, into which weights may be written."""
 
+    #: Whether random numbers were asked for.
+    draws = False
+
     def __torch_dispatch__(
         self,
         func: OpOverload,
@@ -32,6 +36,7 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch l
         kwargs: Keywords | None = None,
     ) -> Any:
         """Record one operator."""
+        self.draws |= torch.Tag.nondeterministic_seeded in func.tags
         return record(SymbolicTensor, func, args, kwargs or {})
 
 
@@ -68,7 +73,8 @@ def recorded(name: str, function: Callable[[], T]) -> T:
     # From outside in: refusals are raised even where the converter catches them; constants that it keeps get
     # their elements when no mode watches any more; then what torch makes, and methods that go past the
     # dispatcher.
-    with refusals_count(), constants_become_real(), _Recording(), _Sealing():  # type: ignore[no-untyped-call]
+    recording = _Recording()  # type: ignore[no-untyped-call]
+    with refusals_count(), constants_become_real(), recording, _Sealing():
         try:
             made = function()
         except RuntimeError as error:
@@ -79,7 +85,9 @@ def recorded(name: str, function: Callable[[], T]) -> T:
                 f"{name} asks for the memory of a tensor, but a conversion is traced with tensors that "
                 f"have no data; leave this out of the conversion ({first})"
             ) from error
-    if not torch.equal(randomness, torch.get_rng_state()):
+    # Other threads draw from the same generator: an engine that generates while its loader is followed.
+    alone = threading.active_count() == 1
+    if (recording.draws or alone) and not torch.equal(randomness, torch.get_rng_state()):
         torch.set_rng_state(randomness)
         raise ConversionError(
             f"{name} draws random numbers, which would differ from rank to rank; leave out the "

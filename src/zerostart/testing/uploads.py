@@ -10,6 +10,7 @@ class TestMine(UploadsConformance):
 from __future__ import annotations
 
 import pickle
+import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -64,12 +65,20 @@ class UploadsConformance(ABC):
         """Upload several parts; expect nothing there until the last step, and then the bytes."""
         parts = [bytes([number]) * PART for number in range(2)] + [b"end"]
         if not uploads.shared:
-            uploads.stream("a", iter(parts), "mine")
-            uploads.copy("a", "b", None)
-            assert uploads.mark_of("b") == "mine"
+            for name in ("a", "c"):
+                if uploads.staged:
+                    with tempfile.TemporaryFile() as file:
+                        file.write(b"".join(parts))
+                        uploads.put_file(name, file)
+                else:
+                    uploads.stream(name, iter(parts), "mine")
+            uploads.give_name("a", "b", None)
+            assert uploads.staged or uploads.mark_of("b") == "mine"
             assert (uploads.read("b") or (b"", ""))[0] == b"".join(parts)
             with pytest.raises(TakenError):
-                uploads.copy("a", "b", None)
+                uploads.give_name("c", "b", None)
+            uploads.give_name("c", "b", uploads.listed()["b"].tag)
+            assert not uploads.staged or uploads.listed().keys() == {"b"}
             return
         other: Uploads = pickle.loads(pickle.dumps(uploads))
         upload = uploads.begin("a", "mine")
@@ -92,6 +101,8 @@ class UploadsConformance(ABC):
 
     def test_nothing_is_left_of_what_is_given_up(self, uploads: Uploads) -> None:
         """Give an upload up; expect no object, and no parts of one."""
+        if uploads.staged:  # one that was not put yet lies on this machine
+            return
         if not uploads.shared:
 
             def broken() -> Iterator[bytes]:

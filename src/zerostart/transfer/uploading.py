@@ -5,26 +5,36 @@ So each part goes to a rank that has some of it: the one that holds the byte at 
 each part, alike on all ranks. Who has most of a part is likely to get it, and every rank gets as many as it
 has bytes. What other ranks have of it they send, in rounds: in each every rank puts together the next of its
 own parts. Nothing is sent in rounds whose parts are whole where they are.
+
+Where a store takes a file from one process, a rank gets all parts of it; where it takes it whole, the rank
+puts these together on its disk first.
 """
 
 from __future__ import annotations
 
+import logging
+import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from rich.filesize import decimal
 
 from zerostart.checkpoint.storage.uploads import Uploads, parts_of
 from zerostart.checkpoint.write.parts import PartUploader, Receipts, Uploading
 from zerostart.checkpoint.write.shards import SaveLayout
+from zerostart.checkpoint.write.space import free_space
+from zerostart.distributed.machine import machine_name
 from zerostart.distributed.world import World
-from zerostart.errors import CheckpointError
+from zerostart.errors import CheckpointError, WriteError
 from zerostart.transfer.planning.writes import Write, WritePlan
 from zerostart.transfer.writing import Noted, Source, write_out
 
+logger = logging.getLogger(__name__)
 Integers = npt.NDArray[np.int64]
 #: The fractional part of the golden ratio: its multiples lie evenly between 0 and 1, however many there are.
 _GOLDEN = 0.6180339887498949
@@ -88,15 +98,54 @@ def upload_together(
     WriteError, and CheckpointError where an element is on no rank, or on two; inside a phase, as a rank may
     fail by itself.
     """
+    sizes = [file.size for file in plan.layout.files]
+    if uploads.staged:
+        check_disk(sum(sizes[world.rank :: world.size]), uploads, world)
     parts = Parts.of(plan.layout, part)
     mine = _Schedule.of(plan, parts, uploads.shared, world)
     uploader = PartUploader(uploads, files, part, depth)
     try:
         for number in range(mine.rounds):
             _round(plan, storages, parts, mine, number, uploader, world, threads, noted)
-        return uploader.close()
+        return uploaded(uploader, uploads, world)
     finally:
         uploader.abandon()
+
+
+def check_disk(nbytes: int, uploads: Uploads, world: World) -> None:
+    """Look whether each rank has room for ``nbytes`` of its own, which it stages; collective.
+
+    Ranks of one machine stage on one disk. Raises WriteError, on all ranks alike.
+    """
+    place = tempfile.gettempdir()
+    own = (machine_name(), Path(place).stat().st_dev, nbytes, free_space(place), place)
+    every = world.all_gather_object(own, "looking at what is free for staging")
+    if world.rank == 0:
+        total = sum(of for *_, of, _, _ in every)
+        logger.info("%s takes files whole: %s are staged on disk (%s)", uploads.url, decimal(total), place)
+    for machine, device in dict.fromkeys(one[:2] for one in every):
+        sharing = [one for one in every if one[:2] == (machine, device)]
+        wanted, free = sum(one[2] for one in sharing), min((one[3] or 0 for one in sharing), default=0)
+        if wanted > free and all(one[3] is not None for one in sharing):
+            ranks = [rank for rank, one in enumerate(every) if one[:2] == (machine, device)]
+            raise WriteError(
+                f"{uploads.url}: the store takes files whole, and to put them together first takes "
+                f"{decimal(wanted)} in {sharing[0][4]} on the machine of rank {ranks[0]}, where "
+                f"{decimal(free)} are free; no weights were sent. Set TMPDIR to a directory with room, "
+                "or save from more machines"
+            )
+
+
+def uploaded(uploader: PartUploader, uploads: Uploads, world: World) -> Receipts:
+    """End an upload, and give this rank's receipts; collective.
+
+    Where files are staged, all of the upload is now, and takes as long as it takes. Raises WriteError.
+    """
+    if not uploads.staged:
+        return uploader.close()
+    receipts: Receipts = {}
+    world.while_working(lambda: receipts.update(uploader.close()), "uploading what is staged")
+    return receipts
 
 
 @dataclass(frozen=True)

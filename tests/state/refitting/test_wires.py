@@ -21,6 +21,7 @@ from tests.state.refitting.test_failures import SIZE, _start
 from zerostart import serving
 from zerostart.errors import PeerError, ZerostartError
 from zerostart.state.refitting import refitter as refitter_module
+from zerostart.state.refitting import session
 from zerostart.state.refitting.transports import group
 
 #: Seconds after which a wire that has stopped is taken for dead.
@@ -272,6 +273,34 @@ def test_pushes_go_on_without_a_worker_that_stops(first: bool, transport: str, t
             for worker in workers:
                 os.kill(worker.pid, signal.SIGCONT)
                 worker.kill()
+
+
+def test_more_workers_come_at_once_than_are_welcomed_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = {"weight": torch.ones(SIZE), "bias": torch.zeros(SIZE[0])}
+    model = zerostart.load(weights, lambda: nn.Linear(SIZE[1], SIZE[0]), engine="fsdp2", progress=False)
+    monkeypatch.setattr(session, "MOST_STRANGERS", 1)
+    served: list[int | None] = []
+
+    def worker(number: int, address: str) -> None:
+        engine = nn.Linear(SIZE[1], SIZE[0])
+
+        def load(pairs: Any) -> None:
+            time.sleep(0.3)
+            engine.load_state_dict(dict(pairs))
+
+        served.append(serving.serve(serving.Receiver(engine, load, name=f"{number}"), address, timeout=20))
+
+    with zerostart.refit(model, workers=6, timeout=20) as refitter:
+        threads = [
+            threading.Thread(target=worker, args=(number, refitter.address), daemon=True)
+            for number in range(6)
+        ]
+        for thread in threads:
+            thread.start()
+        assert len(refitter.push().workers) == 6
+    for thread in threads:
+        thread.join(20)
+    assert served == [1] * 6
 
 
 def test_a_worker_that_found_the_trainer_late_waits_for_pushes_as_long_as_any(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from zerostart.checkpoint.catalog import TensorEntry
@@ -22,6 +21,7 @@ from zerostart.checkpoint.formats.assembling import (
     names_of,
 )
 from zerostart.checkpoint.formats.inert_pickle import InertObject, StoredTensor
+from zerostart.checkpoint.formats.located import Located
 from zerostart.checkpoint.formats.training import PartFiles, Placing, TrainingFormat, local_tensor
 from zerostart.checkpoint.strict_json import DAMAGED, shown
 from zerostart.errors import CheckpointError
@@ -36,17 +36,18 @@ class RankFiles(TrainingFormat):
     """What accelerate writes of FSDP2, each rank into a file of its own."""
 
     name = "rank_files"
+    stored = True
 
-    def holds(self, directory: Path) -> bool:
+    def holds(self, directory: Located) -> bool:
         """Whether there is the file of the first rank's weights."""
         return (directory / f"{_WEIGHTS}0.bin").is_file()
 
-    def read(self, directory: Path, files: PartFiles) -> TrainingContents:
+    def read(self, directory: Located, files: PartFiles) -> TrainingContents:
         """The files of all ranks."""
         return _read(directory, files)
 
 
-def _read(directory: Path, files: PartFiles) -> TrainingContents:
+def _read(directory: Located, files: PartFiles) -> TrainingContents:
     """What the files of all ranks hold together; ``files`` takes what is read.
 
     Raises CheckpointError for what is not whole, or was cut by a
@@ -72,7 +73,9 @@ def _read(directory: Path, files: PartFiles) -> TrainingContents:
     return found
 
 
-def _opened(directory: Path, stem: str, files: PartFiles) -> Iterator[tuple[dict[object, Any], Placing, str]]:
+def _opened(
+    directory: Located, stem: str, files: PartFiles
+) -> Iterator[tuple[dict[object, Any], Placing, str]]:
     """The dictionaries in the files of all ranks, in the ranks' order."""
     pattern = re.compile(rf"{stem}(\d+)\.bin")
     ranks = sorted(int(m[1]) for entry in directory.iterdir() if (m := pattern.fullmatch(entry.name)))

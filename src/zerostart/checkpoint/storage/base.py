@@ -240,6 +240,13 @@ class Storage(ABC):
         """
         return None
 
+    def folders(self, name: str = "") -> Sequence[str]:
+        """The names of the folders right in ``folder``, or in the folder ``name`` there; () where none tells.
+
+        Raises ReadError.
+        """
+        return ()
+
     def measured(self) -> Storage:
         """The same with ``cost``, as it is found to be by a few requests. Raises ReadError."""
         return self

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from zerostart.checkpoint.manifest import MARKERS
 from zerostart.checkpoint.paths import shown_url, without_secrets
+from zerostart.checkpoint.storage.fsspec_uploads import FsspecUploads, connected, mark_of
 from zerostart.checkpoint.storage.objects import (
     Bucket,
     ChangedError,
@@ -18,23 +17,11 @@ from zerostart.checkpoint.storage.objects import (
     PassingError,
     RefusedError,
 )
+from zerostart.checkpoint.storage.uploads import Uploads
 from zerostart.errors import ConfigError, ReadError
 
 #: Bytes of one request: fsspec gives an answer whole.
 REQUEST = 4 << 20
-#: What file systems call what tells a file from another, and from itself once it is written to. A time of
-#: the last access does not.
-_TELLING = frozenset(
-    (
-        *("etag", "e_tag", "mtime", "modified", "last_modified", "lastmodified", "updated", "ino"),
-        *("generation", "version", "md5", "sha", "sha256", "blob_id"),
-        *("modify", "modificationtime", "last_write_time"),
-    )
-)
-#: File systems that several threads may ask at once, as all that are asynchronous within. Others have one
-#: connection, or one place in a file, for all threads, and give one the bytes that another has asked for.
-_CONCURRENT = frozenset(("file", "local", "memory", "hf", "hdfs", "arrow_hdfs", "webhdfs"))
-_in_turn = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -66,6 +53,30 @@ class FsspecFiles(ObjectFiles):
         # The base is the whole URL: it says the server and the user, which paths do not.
         return (f"{begin}/", source, key.lstrip("/")) if key.startswith("/") else (begin, source, key)
 
+    @classmethod
+    def uploads(cls, url: str) -> Uploads:
+        """See ``Storage``."""
+        scheme = url.partition("://")[0].lower()
+        if scheme == "hf":
+            raise ConfigError(
+                f"{shown_url(url)}: each file would be a commit of its own there; save to a directory with "
+                'push_to_hub="OWNER/NAME"'
+            )
+        if "::" in url:
+            raise ConfigError(f"{shown_url(url)}: nothing is saved into archives; name a directory")
+        root, base, key = cls.places(url)
+        if not key or {"", ".", ".."} & {*key.split("/")}:
+            raise ConfigError(
+                f"{shown_url(url)}: nothing is saved to the top of a file system, nor to names with . or ..; "
+                "name another directory"
+            )
+        return FsspecUploads(f"{root}{key}".rstrip("/"), root=root, base=base)
+
+    @property
+    def is_saved_to(self) -> bool:
+        """See ``Storage``: by what saves leave there."""
+        return bool({*MARKERS} & {*self.names()})
+
     def bucket(self) -> Bucket:
         """See ``ObjectFiles``."""
         return _Fsspec(self.base, "/" if self.root.endswith(":///") else "")
@@ -75,35 +86,36 @@ class _Fsspec(Bucket):
     """A file system; ``begin`` is what its paths begin with and keys do not."""
 
     def __init__(self, base: str, begin: str) -> None:
-        import fsspec
-
         try:
-            try:
-                self._system: Any = fsspec.core.url_to_fs(base, use_listings_cache=False)[0]
-            except TypeError:  # handed on to a library that does not know it
-                self._system = fsspec.core.url_to_fs(base)[0]
+            self._system, self._turn = connected(base)
         except Exception as error:  # some ask the server at once
             raise _fault(error) from error
         self._begin = begin
-        names = self._system.protocol
-        alone = not (
-            self._system.async_impl or _CONCURRENT & {*((names,) if isinstance(names, str) else names)}
-        )
-        self._turn = _in_turn if alone else contextlib.nullcontext()
 
     def list(self, folder: str) -> dict[str, int] | None:
         """See ``Bucket``."""
+        found = self._listed(folder)
+        if found is None:
+            return None
+        files = {str(one["name"]).removeprefix(self._begin): one for one in found if one["type"] == "file"}
+        return {name: int(one["size"]) for name, one in files.items() if name != folder}
+
+    def folders(self, folder: str) -> Sequence[str]:
+        """See ``Bucket``."""
+        found = [str(one["name"]) for one in self._listed(folder) or () if one["type"] == "directory"]
+        return [name.removeprefix(self._begin).rstrip("/") for name in found]
+
+    def _listed(self, folder: str) -> Any:
+        """What lies right below a folder; None where the file system tells nobody."""
         try:
             with self._turn:
-                found = self._system.ls(self._begin + folder, detail=True, refresh=True)
+                return self._system.ls(self._begin + folder, detail=True, refresh=True)
         except (FileNotFoundError, NotADirectoryError):
-            return {}
+            return ()
         except NotImplementedError:
             return None
         except Exception as error:
             raise _fault(error) from error
-        files = {str(one["name"]).removeprefix(self._begin): one for one in found if one["type"] == "file"}
-        return {name: int(one["size"]) for name, one in files.items() if name != folder}
 
     def find(self, key: str) -> Found | None:
         """See ``Bucket``. What a file system says of a file is what tells it from another."""
@@ -119,8 +131,7 @@ class _Fsspec(Bucket):
             raise _fault(error) from error
         if told["type"] != "file":
             return None
-        text = repr(sorted((name, str(value)) for name, value in told.items() if name.lower() in _TELLING))
-        return Found(int(told["size"]), hashlib.blake2b(text.encode(), digest_size=8).hexdigest())
+        return Found(int(told["size"]), mark_of(told))
 
     def stream(self, key: str, begin: int, end: int, known: Found | None) -> Iterator[bytes]:
         """See ``Bucket``. There are no conditions: it is looked at before and after."""

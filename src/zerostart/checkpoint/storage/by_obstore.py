@@ -7,12 +7,13 @@ import configparser
 import functools
 import os
 import re
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, unquote_to_bytes, urlsplit, urlunsplit
 
+from zerostart.checkpoint.manifest import MARKERS
 from zerostart.checkpoint.paths import shown_url, without_secrets
 from zerostart.checkpoint.storage.objects import (
     PIECE,
@@ -27,6 +28,7 @@ from zerostart.checkpoint.storage.objects import (
 from zerostart.checkpoint.storage.obstore_uploads import ObstoreUploads
 from zerostart.checkpoint.storage.s3_uploads import ATTEMPTS, S3Uploads
 from zerostart.checkpoint.storage.uploads import Uploads
+from zerostart.checkpoint.storage.webdav_uploads import WebDavUploads
 from zerostart.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -42,7 +44,7 @@ _FINAL = ("NotPartial", "MissingRegion", "InvalidUrl", "UnknownUrlScheme", "buil
 _NO_LIST = "Error decoding PROPFIND response"
 #: An answer may take long, but not stand still: for so many seconds, of a request that writes. Until that has
 #: been sent, nothing comes either.
-_LONGEST, _STILL, _UNREACHED = "1h", 60.0, 10.0
+_LONGEST, _STILL, _UNREACHED = 3600.0, 60.0, 10.0
 _WEB = ("http", "https")
 _AWS = ("s3", "s3a")
 
@@ -76,8 +78,8 @@ class ObstoreFiles(ObjectFiles):
 
     @property
     def is_saved_to(self) -> bool:
-        """See ``Storage``."""
-        return self.root.partition(":")[0] not in _WEB
+        """See ``Storage``: on the web by what saves leave there."""
+        return self.root.partition(":")[0] not in _WEB or bool({*MARKERS} & {*self.names()})
 
     def bucket(self) -> Bucket:
         """See ``ObjectFiles``. Raises ConfigError in a forked process, too."""
@@ -86,11 +88,9 @@ class ObstoreFiles(ObjectFiles):
 
     @classmethod
     def uploads(cls, url: str) -> Uploads:
-        """See ``Storage``. A web server has no steps by which one object takes the place of others."""
+        """See ``Storage``. Of web servers those that speak WebDAV."""
         root, base, key = cls.places(url)
         scheme = root.partition(":")[0]
-        if scheme in _WEB:
-            return super().uploads(url)
         # Stores and libraries make others of these: what is written would not be found again.
         if key and ({"", ".", ".."} & {*key.split("/")} or re.search(r"[\x00-\x1f\x7f\\]", key)):
             raise ConfigError(
@@ -100,6 +100,15 @@ class ObstoreFiles(ObjectFiles):
         if scheme in _AWS:
             return S3Uploads.of(f"{root}{key}")
         _require(scheme)
+        if scheme in _WEB:
+            if urlsplit(base).query:
+                raise ConfigError(
+                    f"{shown_url(url)}: a URL that is signed is of one file, and a save makes several; "
+                    "save to a local directory, or to s3://, gs:// or az://"
+                )
+            reach = functools.partial(writable, base)
+            password = unquote(urlsplit(base).netloc.rpartition("@")[0])
+            return WebDavUploads(f"{root}{key}".rstrip("/"), root=root, reach=reach, password=password)
         return ObstoreUploads(f"{root}{key}".rstrip("/"), root=root, reach=functools.partial(writable, base))
 
 
@@ -131,20 +140,32 @@ class _Obstore(Bucket):
 
     def list(self, folder: str) -> dict[str, int] | None:
         """See ``Bucket``. A server that signs URLs one by one, or forbids lists, has none."""
+        listed = self._listed(folder)
+        if listed is None:
+            return None
+        found = {one["path"]: one["size"] for one in listed["objects"]}
+        # A web server that knows no such question may say that there is nothing.
+        return found if found or not self._web else None
+
+    def folders(self, folder: str) -> Sequence[str]:
+        """See ``Bucket``."""
+        listed = self._listed(folder)
+        return [] if listed is None else [one.rstrip("/") for one in listed["common_prefixes"]]
+
+    def _listed(self, folder: str) -> Any:
+        """What lies right below a folder; None where nobody is told."""
         if not self._lists:
             return None
         try:
             listed: Any = self._obstore.list_with_delimiter(self._store, f"{folder}/" if folder else None)
         except FileNotFoundError:
-            listed = {"objects": []}
+            listed = {"objects": [], "common_prefixes": []}
         except Exception as error:
             fault = self._fault(error)
             if isinstance(fault, RefusedError) or _NO_LIST in str(error):
                 return None
             raise fault from None
-        found = {one["path"]: one["size"] for one in listed["objects"]}
-        # A web server that knows no such question may say that there is nothing.
-        return found if found or not self._web else None
+        return listed
 
     def find(self, key: str) -> Found | None:
         """See ``Bucket``. Where a URL is signed for reading alone, by a byte of the object."""
@@ -275,7 +296,7 @@ def _connected(base: str, settings: Mapping[str, str], attempts: int, still: flo
     scheme = base.partition(":")[0]
     reached = f"{1000 * min(still, _UNREACHED):.0f}ms"
     client: dict[str, Any] = {
-        "timeout": _LONGEST,
+        "timeout": f"{max(_LONGEST, still):.0f}s",
         "read_timeout": f"{1000 * still:.0f}ms",
         "connect_timeout": reached,
     }
@@ -307,15 +328,18 @@ def _settings() -> tuple[tuple[str, str], ...]:
     )
 
 
-def writable(base: str) -> ObjectStore:
-    """The store at ``base``, in whichever process asks, for requests that the crate itself tries again."""
+def writable(base: str, seconds: int = 0) -> ObjectStore:
+    """The store at ``base``, in whichever process asks, for requests that the crate itself tries again.
+
+    Each may take ``seconds`` until its answer, where that comes when all of a body has been sent.
+    """
     _check_process()
-    return _writable(base, _settings())
+    return _writable(base, _settings(), seconds)
 
 
-@functools.lru_cache(maxsize=4)
-def _writable(base: str, settings: tuple[tuple[str, str], ...]) -> ObjectStore:
-    return _connected(base, dict(settings), ATTEMPTS, _STILL)
+@functools.lru_cache(maxsize=8)
+def _writable(base: str, settings: tuple[tuple[str, str], ...], seconds: int) -> ObjectStore:
+    return _connected(base, dict(settings), ATTEMPTS, seconds or _STILL)
 
 
 def _found(meta: ObjectMeta) -> Found:

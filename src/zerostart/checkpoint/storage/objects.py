@@ -83,6 +83,10 @@ class Bucket(ABC):
     def list(self, folder: str) -> dict[str, int] | None:
         """Keys and lengths of the objects right below ``folder``; None where the store tells nobody."""
 
+    def folders(self, folder: str) -> Iterable[str]:
+        """Keys of the folders right below ``folder``, without slashes at their ends; () where none tells."""
+        return ()
+
     @abstractmethod
     def find(self, key: str) -> Found | None:
         """The object at ``key``, None if there is none."""
@@ -181,6 +185,13 @@ class ObjectFiles(Storage, ABC):
         if not listed:
             return None
         return replace(self._of({key: Found(size, None) for key, size in listed.items()}), folder=folder)
+
+    def folders(self, name: str = "") -> Sequence[str]:
+        """See ``Storage``: by one request."""
+        place = self._key(f"{self.folder}/{name}").strip("/")
+        found = self._asked(lambda: self.bucket().folders(place), place)
+        names = [key.rpartition("/")[2] for key in found if key.rpartition("/")[0] == place]
+        return [name for name in names if name not in ("", ".", "..")]
 
     def measured(self) -> Storage:
         """See ``Storage``. A checkpoint that is soon read is read as is usual."""

@@ -129,8 +129,8 @@ class ObstoreUploads(Uploads):
             "uploading",
         )
 
-    def copy(self, name: str, to: str, before: Before = ANYTHING) -> None:
-        """See ``Uploads``. Where there is no condition for it, what is replaced is looked at right before."""
+    def give_name(self, name: str, to: str, before: Before = ANYTHING) -> None:
+        """See ``Uploads``: a copy. Without a condition for it, what is replaced is looked at before."""
         copy = functools.partial(self._obstore.copy, self.reach(), self._key(name), self._key(to))
         if before is None:
             try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Final
+from typing import BinaryIO, ClassVar, Final
 
 from zerostart.checkpoint.paths import without_secrets
 from zerostart.errors import WriteError, ZerostartError
@@ -78,8 +78,14 @@ class Uploads(ABC):
     #: Of the directory, without a slash at its end.
     url: str
 
-    #: Whether several processes may upload the parts of one object, in any order; else one streams it.
+    #: Whether several processes may upload the parts of one object, in any order; else one has all of it.
     shared: ClassVar[bool] = False
+    #: Whether that one puts it together on its disk, since the store takes it whole; else it streams it.
+    staged: ClassVar[bool] = False
+
+    def aside(self, folder: str) -> Uploads:
+        """The same for a save that has ``folder`` to itself, where objects may lie until they are whole."""
+        return self
 
     @abstractmethod
     def listed(self, folder: str = "") -> dict[str, Stored]:
@@ -98,16 +104,19 @@ class Uploads(ABC):
         """Make a small object, in one step, and give its tag. Raises TakenError (see ``Before``)."""
 
     @abstractmethod
-    def mark_of(self, name: str) -> str:
-        """The mark of the large object at a name; empty where there is none, or none of ours."""
-
-    @abstractmethod
     def remove(self, names: Collection[str]) -> None:
         """Remove objects, those that are there. Raises MayNotRemoveError where that is not allowed."""
 
     @abstractmethod
     def at(self, url: str) -> Uploads:
         """Another directory of the same store."""
+
+    def mark_of(self, name: str) -> str:
+        """The mark of the large object at a name; empty where there is none, or none of ours.
+
+        A store that is ``staged`` keeps none.
+        """
+        raise NotImplementedError(f"{type(self).__name__} keeps no marks")
 
     # In parts, by several processes: what a store with ``shared`` has.
 
@@ -137,18 +146,25 @@ class Uploads(ABC):
         """Uploads below this directory that were neither completed nor aborted."""
         return []
 
-    # By one process: what a store without ``shared`` has.
+    # By one process: what a store without ``shared`` has, the first or, where it is ``staged``, the second.
 
     def stream(self, name: str, pieces: Iterable[bytes | bytearray], mark: str = "") -> None:
         """Make a large object of pieces that come one after the other; none where ``pieces`` raises.
 
         It gets ``mark``, and so do its copies.
         """
-        raise NotImplementedError(f"{type(self).__name__} takes parts, and no stream")
+        raise NotImplementedError(f"{type(self).__name__} takes no streams")
 
-    def copy(self, name: str, to: str, before: Before = ANYTHING) -> None:
-        """Have the store itself copy an object, in one step. Raises TakenError (see ``Before``)."""
-        raise NotImplementedError(f"{type(self).__name__} takes parts, and copies nothing")
+    def put_file(self, name: str, file: BinaryIO) -> None:
+        """Make a large object of a whole file of this machine, in memory that does not grow with it."""
+        raise NotImplementedError(f"{type(self).__name__} takes no whole files")
+
+    def give_name(self, name: str, to: str, before: Before = ANYTHING) -> None:
+        """Have a large object be at ``to``, by one request. Raises TakenError (see ``Before``).
+
+        Where it is ``staged`` it is not at ``name`` any more, else it may be.
+        """
+        raise NotImplementedError(f"{type(self).__name__} takes parts, and gives no names")
 
 
 def part_bytes(largest: int) -> int:

@@ -13,6 +13,7 @@ import hashlib
 import uuid
 from collections.abc import Mapping
 
+from zerostart.checkpoint.manifest import HIDDEN
 from zerostart.checkpoint.storage.uploads import GoneError, Stored, TakenError, Uploads
 from zerostart.checkpoint.write.notes import (
     STAYS,
@@ -37,8 +38,8 @@ class NewObjects:
 
     def __init__(self, uploads: Uploads) -> None:
         """Leave a note, after settling what killed saves have left. Raises WriteError."""
-        self.uploads = uploads
         self._token = uuid.uuid4().hex[:12]
+        self.uploads = uploads = uploads.aside(f"{HIDDEN}/{self._token}")
         self._note = Note(uploads, self._token)
         self._open = True
         self._files: list[Uploading] = []

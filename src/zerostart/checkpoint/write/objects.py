@@ -84,9 +84,10 @@ class ObjectStaging:
 
         ``marker`` and ``by_document`` are those of ``Staging``.
         """
-        self.uploads, self._marker = uploads, marker
-        self._by_document = marker not in (MARKER, "") if by_document is None else by_document
         self._token = uuid.uuid4().hex[:12]
+        self.uploads = uploads = uploads.aside(f"{HIDDEN}/{self._token}")
+        self._marker = marker
+        self._by_document = marker not in (MARKER, "") if by_document is None else by_document
         self._groups: dict[str, _Group] = {}
         self._kept = tempfile.TemporaryDirectory(prefix="zerostart-save-")
         self.directory = Path(self._kept.name)
@@ -134,7 +135,7 @@ class ObjectStaging:
                 kept = {name: size for name, size in self._note.files.items() if name not in of}
                 self._note.write(files={**kept, **sizes})
         shared = self.uploads.shared
-        # What one process streams is there when it has all its parts: the switch copies it.
+        # What one process uploads is there when it has all its parts: the switch gives it its name.
         keys = [f"{HIDDEN}/{self._token}/{name}" if alone and not shared else name for name in sizes]
         ids = [self._token] * len(keys)
         if shared:
@@ -254,7 +255,7 @@ class ObjectStaging:
         if group is not None and self.uploads.shared:
             self._complete(group, 0, plan.before)
         elif group is not None:
-            self.uploads.copy(group.files[0].name, plan.switch, plan.before)
+            self.uploads.give_name(group.files[0].name, plan.switch, plan.before)
         else:
             put(plan.switch, text if plan.switch == self._marker else beside[plan.switch], plan.before)
         # 4. The rest, which the next save does where this one cannot.

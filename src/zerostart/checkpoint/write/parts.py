@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import queue
+import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import BinaryIO
 
 from zerostart.checkpoint.storage.obstore_uploads import Pieces
 from zerostart.checkpoint.storage.uploads import Uploads
@@ -21,8 +25,8 @@ Receipts = dict[tuple[int, int], str]
 class Uploading:
     """A file of a layout that is being uploaded: its name there, and what its upload is called.
 
-    Where a store takes streams, ``upload`` is the mark that the object gets. One without is made
-    whole, by its only part, where nothing has its name.
+    Where a store takes no parts of several processes, ``upload`` is the mark that the object gets. One
+    without is made whole, by its only part, where nothing has its name.
     """
 
     name: str
@@ -38,7 +42,9 @@ class PartUploader:
         self._free: queue.Queue[bytearray] = queue.Queue()
         self._pool = Workers(depth, "zerostart-upload")
         self._under_way: list[Future[None]] = []
+        self._part = part
         self._streams: dict[int, Pieces] = {}
+        self._staged: dict[int, BinaryIO] = {}
         self._receipts: Receipts = {}
         self._failed: list[BaseException] = []
         self._over = threading.Event()
@@ -64,6 +70,10 @@ class PartUploader:
             self._start(lambda: self._upload(file, number, data), buffer)
             return
         # In the order of the parts, which all are this process's own.
+        if self._uploads.staged:
+            self._stage(file, number * self._part, data)
+            self._free.put(buffer)
+            return
         if file not in self._streams:
             self._streams[file] = pieces = Pieces(1)
             self._start(lambda: self._stream(file, pieces))
@@ -76,7 +86,12 @@ class PartUploader:
             self._streams[file].give(None)
 
     def close(self) -> Receipts:
-        """Wait until all is uploaded, and give the receipts; raises what an upload failed with."""
+        """Wait until all is uploaded, and give the receipts; raises what an upload failed with.
+
+        What is put together on a disk is uploaded now.
+        """
+        for file in list(self._staged):
+            self._start(functools.partial(self._put_file, file))
         for future in self._under_way:
             future.result()
         self._check()
@@ -89,6 +104,8 @@ class PartUploader:
         for pieces in self._streams.values():
             pieces.fail(WriteError("the save was given up"))
         self._pool.end(cancel=True)
+        for staged in self._staged.values():
+            staged.close()
 
     def _check(self) -> None:
         if self._failed:
@@ -114,6 +131,26 @@ class PartUploader:
             self._uploads.put(of.name, bytes(data), None)
             return
         self._receipts[file, number] = self._uploads.part(of.name, of.upload, number, data)
+
+    def _stage(self, file: int, offset: int, data: bytes | bytearray) -> None:
+        try:
+            if file not in self._staged:
+                # Without a name: it goes with this process, however that ends.
+                self._staged[file] = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
+            left = memoryview(data)
+            while left:
+                done = os.pwrite(self._staged[file].fileno(), left, offset)
+                left, offset = left[done:], offset + done
+        except OSError as error:
+            raise WriteError(
+                f"{self._uploads.url}/{self._files[file].name}: the store takes files whole, and this one "
+                f"cannot be put together in {tempfile.gettempdir()}: {error.strerror}; set TMPDIR to a "
+                "directory with room"
+            ) from error
+
+    def _put_file(self, file: int) -> None:
+        self._uploads.put_file(self._files[file].name, self._staged[file])
+        self._staged.pop(file).close()  # its disk is free again
 
     def _stream(self, file: int, pieces: Pieces) -> None:
         try:

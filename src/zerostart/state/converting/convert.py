@@ -22,7 +22,8 @@ class Converted:
     """What was written: the directory or URL, its files of tensors, tensors, and bytes of tensors.
 
     ``left_out`` names what the source has and the format does not hold. ``kept_bytes`` were there of a
-    conversion that was killed.
+    conversion that was killed. ``staged_bytes`` were on the disks of the ranks' machines first, where a store
+    takes files whole.
     """
 
     path: Path | str
@@ -31,6 +32,7 @@ class Converted:
     bytes: int
     left_out: tuple[str, ...] = ()
     kept_bytes: int = 0
+    staged_bytes: int = 0
 
 
 def convert(
@@ -75,8 +77,10 @@ def converted(asked: Asked, out: str | os.PathLike[str]) -> Converted:
         place = agreed_place(out, world, "converting to")
         uploads = uploads_at(place)
         if uploads is not None:
-            target, names, kept = ToStore(uploads, asked, world).write()
+            target, names, kept = ToStore(str(place), uploads, asked, world).write()
+            staged = sum(image.size for image in target.images if image.rows) if uploads.staged else 0
         else:
+            staged = 0
             target, names, kept = ToDirectory(Path(os.path.realpath(place)), asked, world).write()
     files = tuple(names[image.name] for image in target.images if image.rows)
-    return Converted(located(out), files, target.tensors, target.nbytes, tuple(target.left_out), kept)
+    return Converted(located(out), files, target.tensors, target.nbytes, tuple(target.left_out), kept, staged)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -22,17 +22,21 @@ from zerostart.state.converting.targets import Asked, Target
 from zerostart.state.converting.units import Checksums, Filler, Span, bytes_of, put_literals, spans_of
 from zerostart.state.saving.output import DEPTH, Objects
 from zerostart.state.saving.writing import publishing
+from zerostart.transfer.uploading import check_disk, uploaded
+
+#: What is uploaded by, as the save that has begun has it, and the files.
+Begun = tuple[Uploads, list[Uploading]]
 
 
 class ToStore:
-    """Converts to the directory ``uploads`` of a store, where all appears or nothing; collective.
+    """Converts to ``url``, the directory ``uploads`` of a store, where all appears or nothing; collective.
 
     Each rank reads and uploads some of the files from their beginning to their end. A conversion that was
     killed begins anew.
     """
 
-    def __init__(self, uploads: Uploads, asked: Asked, world: World) -> None:
-        self._uploads, self._asked, self._world = uploads, asked, world
+    def __init__(self, url: str, uploads: Uploads, asked: Asked, world: World) -> None:
+        self._url, self._uploads, self._asked, self._world = url, uploads, asked, world
 
     def write(self) -> tuple[Target, dict[str, str], int]:
         """What is written, the names that files get by those in the target, and no bytes that were there.
@@ -45,22 +49,22 @@ class ToStore:
             self._upload_new(contents, target)
             return target, names, 0
         digests = Digests(target.entries)
-        with publishing(self._uploads.url, self._world) as publication:
+        with publishing(self._url, self._world) as publication:
             place = publication.place
             assert isinstance(place, Objects), "what is published at a URL is objects"
             layout = target.layout
 
-            def begin() -> list[Uploading]:
+            def begin() -> Begun:
                 assert place.staging is not None, "the first rank has it"
                 copy_beside(self._asked.beside(contents, target), publication.directory)
-                return place.staging.begin_files(".", layout)
+                return place.staging.uploads, place.staging.begin_files(".", layout)
 
             def end() -> None:
                 assert place.staging is not None, "the first rank has it"
                 place.staging.end_files(".", layout, receipts)
 
-            files = self._world.broadcast_object(begin, "beginning to upload")
-            receipts = self._upload(contents, target, files, part_length(layout), digests)
+            begun = self._world.broadcast_object(begin, "beginning to upload")
+            receipts = self._upload(contents, target, begun, part_length(layout), digests)
             self._world.broadcast_object(end, "completing the files")
             publication.add_digests(digests.summed(self._world))
         return target, names | publication.names, 0
@@ -92,38 +96,47 @@ class ToStore:
         sizes = {image.name: image.size for image in images}
         new: NewObjects | None = None
 
-        def begin() -> list[Uploading]:
+        def begin() -> Begun:
             nonlocal new
             new = NewObjects(self._uploads)
-            return new.begin(sizes, part)
+            return new.uploads, new.begin(sizes, part)
 
         def end() -> None:
             assert new is not None, "the first rank has it"
             new.complete(receipts, last.name, b"".join(data for _, data in last.literals))
 
         try:
-            files = self._world.broadcast_object(begin, "beginning to upload")
-            receipts = self._upload(contents, target, files, part, Digests(()))
+            begun = self._world.broadcast_object(begin, "beginning to upload")
+            receipts = self._upload(contents, target, begun, part, Digests(()))
             self._world.broadcast_object(end, "completing the files")
         finally:
             if new is not None:
                 new.discard()
 
     def _upload(
-        self, contents: Contents, target: Target, files: Sequence[Uploading], part: int, digests: Digests
+        self,
+        contents: Contents,
+        target: Target,
+        begun: Begun,
+        part: int,
+        digests: Digests,
     ) -> Receipts:
         """Upload this rank's files, and give the receipts of all ranks."""
         world = self._world
+        uploads, files = begun
         filler = Filler(target, contents.catalogs, digests, 1)
-        with world.phase("uploading the files"), store_errors(self._uploads.url):
-            uploader = PartUploader(self._uploads, files, part, DEPTH)
+        with world.phase("uploading the files"), store_errors(uploads.url):
+            own = range(world.rank, len(files), world.size)
+            if uploads.staged:
+                check_disk(sum(target.images[n].size for n in own if files[n].upload), uploads, world)
+            uploader = PartUploader(uploads, files, part, DEPTH)
             try:
-                for number in range(world.rank, len(files), world.size):
+                for number in own:
                     self._upload_one(number, target.images[number], filler, uploader, part)
-                own = uploader.close()
+                receipts = uploaded(uploader, uploads, world)
             finally:
                 uploader.abandon()
-        every = world.all_gather_object(own, "telling what was uploaded")
+        every = world.all_gather_object(receipts, "telling what was uploaded")
         return {place: one for told in every for place, one in told.items()}
 
     def _upload_one(

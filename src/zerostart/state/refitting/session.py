@@ -388,13 +388,14 @@ class Session:
                     return
                 time.sleep(0.05)
                 continue
+            # Others wait for their turn: to be turned away would end a worker.
+            while self._strangers >= MOST_STRANGERS and not self._closing.is_set():
+                time.sleep(0.01)
             if self._closing.is_set():
                 connection.close()
                 return
-            if self._strangers >= MOST_STRANGERS:
-                connection.close()
-                continue
-            self._strangers += 1
+            with self._changed:
+                self._strangers += 1
             threading.Thread(
                 target=self._welcome, args=(connection,), name="zerostart-refit-hello", daemon=True
             ).start()
@@ -402,13 +403,16 @@ class Session:
     def _welcome(self, connection: Connection) -> None:
         channel = Channel(connection, "somebody who has connected", self.timeout)
         try:
-            channel.prove(self._key, asking=True)
-            self._greet(channel, channel.receive("hello", timeout=HANDSHAKE))
+            try:
+                channel.prove(self._key, asking=True)
+                hello = channel.receive("hello", timeout=HANDSHAKE)
+            finally:
+                with self._changed:
+                    self._strangers -= 1
+            self._greet(channel, hello)
         except ZerostartError as error:
             channel.close()
             logger.warning("a worker could not join: %s", error)
-        finally:
-            self._strangers -= 1
 
     def _greet(self, channel: Channel, hello: Message) -> None:
         body = hello.body

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from zerostart.checkpoint.manifest import SAVED_AT, saved_at
-from zerostart.checkpoint.paths import name_of
+from zerostart.checkpoint.paths import inside, name_of
 from zerostart.checkpoint.storage import uploads_at
 from zerostart.checkpoint.strict_json import MAX_DOCUMENT_BYTES, JsonObject, load_json, read_json
 from zerostart.checkpoint.write.staging import remove
@@ -39,9 +39,10 @@ def saved_below(directory: Path | str) -> Iterator[tuple[Path | str, JsonObject,
         for name in uploads.folders():
             found = None if name.startswith(".") else uploads.read(f"{name}/{MARKER}")
             if found is not None:
-                path = f"{uploads.url}/{name}"
+                path = inside(directory, name)
+                where = f"{uploads.url}/{name}/{MARKER}"  # without a password, which the other may have
                 with contextlib.suppress(CheckpointError):  # damaged: no marker of a complete one
-                    document = load_json(found[0], f"{path}/{MARKER}", "training state", any_number=True)
+                    document = load_json(found[0], where, "training state", any_number=True)
                     when = document.get(SAVED_AT)
                     yield path, document, when if type(when) is int else 0
         return

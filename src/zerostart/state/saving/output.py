@@ -51,6 +51,8 @@ class Place(ABC):
     name: str
     #: On the first rank what is written, and has no names yet.
     staging: Staging | ObjectStaging | None
+    #: Whether files are put together on the disks of the ranks' machines first.
+    staged: bool = False
 
     @abstractmethod
     def check_visible(self, world: World) -> None:
@@ -120,7 +122,7 @@ def begin_place(
     uploads = uploads_at(path)
     if uploads is not None:
         objects = ObjectStaging(uploads, marker, by_document)
-        return Objects(objects.directory, uploads, objects), ("", uploads)
+        return Objects(objects.directory, objects.uploads, objects), ("", objects.uploads)
     staging = Staging(path, marker, by_document)
     return Files(staging.directory, staging), (str(staging.directory), None)
 
@@ -208,7 +210,7 @@ class Objects(Place):
 
     def __init__(self, directory: Path, uploads: Uploads, staging: ObjectStaging | None) -> None:
         self.directory, self._uploads, self.staging = directory, uploads, staging
-        self.name = uploads.url
+        self.name, self.staged = uploads.url, uploads.staged
 
     def check_visible(self, world: World) -> None:
         """See ``Place``: each request tells."""

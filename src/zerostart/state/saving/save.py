@@ -16,6 +16,7 @@ from rich.filesize import decimal
 from torch import nn
 
 from zerostart.checkpoint.manifest import group_of
+from zerostart.checkpoint.paths import shown_url
 from zerostart.checkpoint.strict_json import JsonObject
 from zerostart.checkpoint.write.shards import parse_size
 from zerostart.distributed.world import World, current_world
@@ -93,14 +94,19 @@ class SaveReport:
     own_names: dict[str, str]
     #: Names of tensors that are saved under another.
     tied: dict[str, str]
+    #: Bytes of files that were put together on the disks of the ranks' machines, at most at a time: where a
+    #: store takes files whole.
+    staged_bytes: int = 0
 
     def __str__(self) -> str:
         rate = int(self.total_bytes / max(self.seconds, 1e-9))
         lines = [
             f"saved {len(self.tensors)} tensors, {decimal(self.total_bytes)}, in {len(self.files)} "
-            f"files to {self.path} in {self.seconds:.1f} s ({decimal(rate)}/s); this rank "
+            f"files to {shown_url(self.path)} in {self.seconds:.1f} s ({decimal(rate)}/s); this rank "
             f"{decimal(self.written_bytes)}"
         ]
+        if self.staged_bytes:
+            lines.append(f"  staged on the ranks' disks first: {decimal(self.staged_bytes)}")
         lines += [f"  {name} under the model's own name: {why}" for name, why in self.own_names.items()]
         return "\n".join(lines)
 
@@ -310,6 +316,7 @@ def _report(
         seconds=seconds,
         own_names=own,
         tied=tied,
+        staged_bytes=max((written.staged_bytes for _, written, _ in done), default=0),
     )
 
 

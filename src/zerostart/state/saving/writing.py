@@ -52,13 +52,15 @@ class Outgoing:
 class Written:
     """What a save has put where: ``bytes`` are those of this rank, ``seconds`` from its call to its return.
 
-    ``digests`` has the digest of each tensor of the files by its name.
+    ``digests`` has the digest of each tensor of the files by its name. ``staged_bytes`` are those of all
+    ranks on their disks meanwhile.
     """
 
     layout: SaveLayout
     bytes: int
     seconds: float
     digests: Mapping[str, str] = field(default_factory=dict)
+    staged_bytes: int = 0
 
 
 def plain(name: str, shard: Shard, dtype: torch.dtype | None = None) -> Outgoing:
@@ -120,7 +122,8 @@ def write_tensors(
         if output is not None:
             output.discard()
         raise
-    return Written(layout, plan.nbytes, time.perf_counter() - begun, known)
+    staged = sum(file.size for file in layout.files) if publication.place.staged else 0
+    return Written(layout, plan.nbytes, time.perf_counter() - begun, known, staged)
 
 
 def share(shard: Shard) -> tuple[Layout, tuple[int, int], int]:

@@ -21,7 +21,7 @@ from torch import nn
 
 from zerostart.checkpoint.manifest import MARKER as MODEL_MARKER
 from zerostart.checkpoint.manifest import is_inside, saved_at
-from zerostart.checkpoint.paths import expanded, inside, is_same, name_of, parent_of
+from zerostart.checkpoint.paths import expanded, inside, is_same, name_of, parent_of, shown_url
 from zerostart.checkpoint.source import resolve_source
 from zerostart.checkpoint.storage import uploads_at
 from zerostart.checkpoint.storage.uploads import Uploads
@@ -89,7 +89,7 @@ def claim_output(config: TrainConfig, world: World) -> Iterator[RunPlace]:
     def claim() -> RunPlace:
         given = config.output.directory
         if (uploads := uploads_at(given)) is not None:
-            return claim_url(uploads)
+            return claim_url(uploads, given.rstrip("/"))
         directory = expanded(given).absolute()
         _check_outside(config, directory)
         try:
@@ -108,9 +108,9 @@ def claim_output(config: TrainConfig, world: World) -> Iterator[RunPlace]:
         hold(stack, directory / _LOCK, refusal)
         return RunPlace(directory, directory)
 
-    def claim_url(uploads: Uploads) -> RunPlace:
-        _check_url(config, uploads.url)
-        directory = _kept_here(uploads.url)
+    def claim_url(uploads: Uploads, url: str) -> RunPlace:
+        _check_url(config, url)
+        directory = _kept_here(url)
         refusal = f"another run of this machine is at work in {uploads.url}: wait for its end"
         try:
             directory.mkdir(parents=True, exist_ok=True)
@@ -131,7 +131,7 @@ def claim_output(config: TrainConfig, world: World) -> Iterator[RunPlace]:
                 (directory / METRICS).write_bytes(known[0])
         except OSError as error:
             raise ConfigError(f"{directory}: {error.strerror}") from error
-        return RunPlace(directory, uploads.url)
+        return RunPlace(directory, url)
 
     # The lock lasts for the body, and ends with rank 0's process where that is killed.
     with stack:
@@ -140,6 +140,11 @@ def claim_output(config: TrainConfig, world: World) -> Iterator[RunPlace]:
 
 def _check_url(config: TrainConfig, url: str) -> None:
     """Raise ConfigError for what is done with files of this machine alone."""
+    if shown_url(url) != url:
+        raise ConfigError(
+            f"output.directory {shown_url(url)}: a run writes where it saves into its files and messages, "
+            "and this URL has a user or a password in it: name one without"
+        )
     for key, given in (
         ("overwrite", config.output.overwrite),
         ("pipeline", config.output.pipeline),
