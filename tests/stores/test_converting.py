@@ -123,7 +123,9 @@ def test_shares_of_ranks_are_read_from_a_url(to: str, model: Path, endpoint: str
         assert sum(line.sent_of.values()) < catalog.nbytes / 2
         assert zerostart.diff(url, model).same == (to == "dcp")
     alike(url, tmp_path / "made", tmp_path / "out")
-    servers.store(endpoint).delete(catalog.files[-1].partition(f"{servers.BUCKET}/")[2])
+    # Not every file is needed: a universal checkpoint may be without its optimizer's groups.
+    needed = next(file for file in catalog.files if file.endswith((".distcp", "model_states.pt")))
+    servers.store(endpoint).delete(needed.partition(f"{servers.BUCKET}/")[2])
     with pytest.raises((CheckpointError, CheckpointNotFoundError), match=r"missing|no such file"):
         open_catalog(url)
 
