@@ -46,6 +46,7 @@ def said(folder: Path, **environment: str) -> str:
     return "".join(rank.communicate(timeout=120)[1] for rank in ranks)
 
 
+@pytest.mark.slow
 def test_each_warning_of_a_library_is_shown_once(tmp_path: Path) -> None:
     text = said(tmp_path)
     assert text.count("FutureWarning: all_gather is deprecated") == 1

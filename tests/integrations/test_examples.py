@@ -69,7 +69,8 @@ def run(script: str, config: str, folder: Path, by: str) -> tuple[list[float], d
 SLOW = pytest.mark.slow
 
 
-OTHERS = [
+SCRIPTS = [
+    pytest.param("accelerate", "zero2", marks=SLOW),
     pytest.param("trainer", "fsdp2", marks=SLOW),
     pytest.param("accelerate", "zero3", marks=SLOW),
     pytest.param("accelerate", "fsdp2", marks=SLOW),
@@ -78,7 +79,7 @@ OTHERS = [
 ]
 
 
-@pytest.mark.parametrize(("script", "config"), [pytest.param("accelerate", "zero2", marks=SLOW), *OTHERS])
+@pytest.mark.parametrize(("script", "config"), SCRIPTS)
 def test_by_the_command_as_by_the_line(script: str, config: str, folder: Path) -> None:
     losses, found = run(script, config, folder, "line")
     started_losses, started = run(script, config, folder, "run")
@@ -87,7 +88,7 @@ def test_by_the_command_as_by_the_line(script: str, config: str, folder: Path) -
     assert [name for name in started if not torch.equal(started[name], found[name])] == []
 
 
-@pytest.mark.parametrize(("script", "config"), [("accelerate", "zero2"), *OTHERS])
+@pytest.mark.parametrize(("script", "config"), SCRIPTS)
 def test_with_and_without_the_line(script: str, config: str, folder: Path) -> None:
     losses, found = run(script, config, folder, "line")
     expected_losses, expected = run(script, config, folder, "stock")
@@ -105,6 +106,7 @@ def test_with_and_without_the_line(script: str, config: str, folder: Path) -> No
         assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
 
 
+@pytest.mark.slow
 def test_a_driver_calls_trainers_and_a_rollout_engine(folder: Path) -> None:
     command = [sys.executable, str(EXAMPLES.parent / "rollout.py"), "model", "2"]
     output = finished(command, folder, {**os.environ, "OMP_NUM_THREADS": "1"}, seconds=200, name="rollout.py")

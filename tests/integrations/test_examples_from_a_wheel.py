@@ -85,6 +85,7 @@ def test_the_trainer(environment: Mapping[str, str], checkpoints: TinyCheckpoint
     assert any(not torch.equal(before[name].float(), after[name].float()) for name in before)
 
 
+@pytest.mark.slow
 def test_several_nodes_and_a_preemption(
     environment: Mapping[str, str], checkpoints: TinyCheckpoints, tmp_path: Path
 ) -> None:
@@ -131,6 +132,7 @@ def test_several_nodes_and_a_preemption(
     AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
 
 
+@pytest.mark.slow
 def test_a_module_of_ones_own(environment: Mapping[str, str], tmp_path: Path) -> None:
     draw = torch.Generator().manual_seed(0)
     names = [f"layers.{n}.attention.w{part}.weight" for n in range(2) for part in "qkvo"]
@@ -147,6 +149,7 @@ def test_a_module_of_ones_own(environment: Mapping[str, str], tmp_path: Path) ->
     assert not (tmp_path / "out" / "data.txt").exists()
 
 
+@pytest.mark.slow
 def test_a_pipeline(environment: Mapping[str, str], checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
     make_folders(tmp_path, {"Qwen/Qwen-Image": "pipeline:qwen_image", "pictures": "pictures:2"}, checkpoints)
     text = (ROLES / "lora.yaml").read_text().replace("512", "16")

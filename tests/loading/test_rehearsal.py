@@ -133,6 +133,7 @@ def test_who_loads_is_said_once(arguments: list[str], checkpoints: TinyCheckpoin
     assert left.value.code == 2
 
 
+@pytest.mark.slow
 def test_the_command_plays_a_rank(checkpoints: TinyCheckpoints, capsys: pytest.CaptureFixture[str]) -> None:
     path = str(checkpoints("qwen3", torch.float32))
     with pytest.raises(SystemExit) as left:

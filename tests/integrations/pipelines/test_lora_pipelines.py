@@ -200,6 +200,7 @@ def everything(path: Path, loras: tuple[Path, Path], out: Path) -> tuple[list[st
     return wrong, [train(path, out / way, way) for way in ("ZeRO-3", "FSDP2")]
 
 
+@pytest.mark.slow
 def test_loras_of_a_pipeline_in_shards(tmp_path: Path) -> None:
     path = make_pipeline("wan", tmp_path / "wan")
     loras = make_loras(path, tmp_path)

@@ -53,7 +53,7 @@ def _train(path: Path, out: Path, address: str, options: dict[str, Any]) -> list
     [
         {"engine": "fsdp2"},
         {"engine": "deepspeed", "zero_stage": 3},
-        {"engine": "fsdp2", "transport": "group"},
+        pytest.param({"engine": "fsdp2", "transport": "group"}, marks=pytest.mark.slow),
     ],
     ids=["fsdp2", "zero3", "group"],
 )

@@ -117,6 +117,7 @@ def test_two_ranks_grow_a_cache_to_the_same_bytes(own: dict[str, Any], tmp_path:
     assert first == second == cached(other)
 
 
+@pytest.mark.slow
 def test_bad_pictures_are_told_at_once_and_cost_nothing_else(
     pipeline: Path, media: dict[str, Any], own: dict[str, Any], tmp_path: Path
 ) -> None:
