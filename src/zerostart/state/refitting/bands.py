@@ -20,7 +20,7 @@ from zerostart.checkpoint.write.shards import SaveLayout
 from zerostart.distributed.world import World
 from zerostart.recipe import torch_dtype
 from zerostart.state.refitting.image import Image
-from zerostart.state.refitting.pushes import CHUNK, PAGE
+from zerostart.state.refitting.pushes import CHUNK
 from zerostart.state.refitting.sums import SetSums
 from zerostart.state.refitting.transports.base import ImageWriter
 from zerostart.transfer.planning.runs import Runs
@@ -90,8 +90,7 @@ def _windows(entry: TensorEntry, chunk: int) -> list[int]:
     """Where the windows of a tensor begin in the image."""
     width = torch_dtype(entry.dtype, entry.name).itemsize
     size = max(1, chunk // width) * width
-    lead = entry.offset % PAGE // width * width
-    return [entry.offset, *range(entry.offset + size - lead, entry.offset + entry.nbytes, size)]
+    return list(range(entry.offset, entry.offset + entry.nbytes, size))
 
 
 class Band(ImageWriter):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import mmap
 import os
 import threading
@@ -20,6 +21,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from rich.filesize import decimal
 
 from zerostart.checkpoint.memory import MemoryReader, move_bytes
 from zerostart.checkpoint.storage import Reader
@@ -40,6 +42,8 @@ from zerostart.transfer.buffers import LockedSpans
 from zerostart.transfer.planning.runs import Runs
 from zerostart.transfer.staging import bytes_view
 from zerostart.transfer.writing import Writer
+
+logger = logging.getLogger("zerostart")
 
 
 class _Mapped:
@@ -71,6 +75,12 @@ class _Mapped:
                 self._asked = runs
                 spans = [(low, high) for low, high in runs.spans.tolist()]
                 self._locked = LockedSpans.of(self.data, spans, default_device())
+                if self._locked is None:
+                    logger.warning(
+                        "an image of %s in shared memory cannot be page-locked here: what accelerators copy "
+                        "to and from it goes through buffers, and takes longer",
+                        decimal(runs.nbytes),
+                    )
             return self._locked is not None
 
     def _unlock(self) -> None:
