@@ -272,7 +272,7 @@ def test_a_run_goes_on_from_there(
     path, folder = checkpoints("qwen3"), tmp_path / "served"
     folder.mkdir()
     straight = on(run, 2, values(path, "fsdp2", "straight", steps=6))[0]
-    given = going_on(values(path, "fsdp2", steps=6), background=True, keep=1)
+    given = going_on(values(path, "fsdp2", steps=6), background=False, keep=1)
     with servers.rclone(folder, "webdav", "--dir-cache-time", "5m") as address:
         place = f"{address}/the run" if kind == "webdav" else f"file://{folder}/the run"
         given["output"] = {"directory": place}

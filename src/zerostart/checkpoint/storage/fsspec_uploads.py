@@ -164,6 +164,8 @@ class FsspecUploads(StagedUploads):
         def write(fs: Any) -> None:
             fs.makedirs(path.rpartition("/")[0], exist_ok=True)
             with fs.open(path, "wb") as file:
+                if hasattr(file, "set_pipelined"):  # else paramiko waits for an answer every 32 KiB
+                    file.set_pipelined(True)
                 for at in range(0, len(data), _STEP):
                     file.write(bytes(data[at : at + _STEP]))
 
