@@ -105,7 +105,7 @@ def weights_among(of_directory: Iterable[str], directory: str) -> str:
             raise CheckpointNotFoundError(
                 f"{directory}: holds shards of a checkpoint ({shown(found[0])}) and no index of them: a save "
                 "or a copy that is under way makes it last, and one that was broken off never; wait for it, "
-                "or save again"
+                "save again, or add the index"
             )
         if len(found) == 1:
             return found[0]
