@@ -2,7 +2,7 @@
 #
 #   make demo            fine-tune a real pretrained model on two local ranks (ENGINE=fsdp2 for FSDP2)
 #   make demo-diffusion  train a small diffusion model on two local ranks, and look at what it draws
-#   make test            the tests (SHUFFLE=7: in another order)
+#   make test            the tests (SHUFFLE=7: in another order; JOBS=4: so many files at a time)
 #   make conformance     the long ones, and a search at random for cases that fail: nightly
 #   make constraints     constraints/torch-*.txt anew, by pip: what is installed beside each torch that is known
 #   make next            identity, adoption, state and upstream with the newest releases, in .venv-next
@@ -21,6 +21,7 @@ PYTHON ?= python3
 PIP_ARGS ?=
 ENGINE ?= deepspeed
 OUT ?=
+JOBS ?= 2
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -49,8 +50,9 @@ demo: $(STAMP)
 demo-diffusion: $(STAMP)
 	@PATH="$(CURDIR)/$(BIN):$$PATH" python examples/demo_diffusion.py --engine $(ENGINE) --out $(or $(OUT),out/demo-diffusion)
 
+# Two at a time, each its own files: most tests wait for ranks to start or are bound by one processor.
 test: $(STAMP)
-	$(BIN)/python -m pytest -m "not slow" $(if $(SHUFFLE),--shuffle $(SHUFFLE))
+	$(BIN)/python -m pytest -m "not slow" --numprocesses $(JOBS) --dist loadfile $(if $(SHUFFLE),--shuffle $(SHUFFLE))
 
 conformance: $(STAMP) build/diffsynth
 	$(BIN)/python -m pytest -m slow

@@ -9,8 +9,9 @@ import pytest
 
 import zerostart
 from tests.parity import checkpoint
-from tests.ranks import run_ranks
+from tests.ranks import RankError, run_ranks
 from tests.state.resuming.trainings import Case, Run
+from tests.stores import servers
 from zerostart.checkpoint.source import open_catalog
 from zerostart.errors import CheckpointError
 
@@ -74,7 +75,7 @@ def uninterrupted(path: Path, cases: dict[str, Case], folder: Path, how: str) ->
     return out
 
 
-def resumed(path: Path, case: Case, source: Path) -> list[float]:
+def resumed(path: Path, case: Case, source: Path | str) -> list[float]:
     run = Run(path, case)
     assert zerostart.load_state(source, *run.state) is None
     losses = [loss for number in range(FIRST, FIRST + MORE) for loss in run.step(number)]
@@ -153,3 +154,18 @@ def test_a_universal_checkpoint_goes_on(path: Path, tmp_path: Path, stage: int) 
     assert run_ranks(resumed, 2, path, case, tmp_path / "universal")[0] == wanted
     other = Case("fsdp2", groups="turned")
     assert run_ranks(resumed, 3, path, other, tmp_path / "universal")[0] == pytest.approx(wanted, rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not servers.has("rclone"), reason="rclone is not installed")
+@pytest.mark.parametrize("how", ["deepspeed", *SLOW, "ranks"])
+def test_what_others_saved_goes_on_from_a_url(path: Path, tmp_path: Path, how: str) -> None:
+    case = STOCK["zero2"] if how == "deepspeed" else Case("fsdp2", groups="two", stock=True)
+    wanted = run_ranks(uninterrupted, 2, path, {"run": case}, tmp_path / "runs", how)[0]["run"]
+    own = Case(**{**case.__dict__, "stock": False})
+    with servers.rclone(tmp_path / "runs", "webdav") as address:
+        for url in (f"{address}/run", f"{address}/run/"):
+            assert run_ranks(resumed, 2, path, own, url)[0] == wanted
+        for wrong in ("run/hybrid/none", "none"):
+            with pytest.raises(RankError, match=wrong):
+                run_ranks(resumed, 1, path, own, f"{address}/{wrong}")

@@ -16,8 +16,16 @@ import torch
 from torch import nn
 
 from zerostart.checkpoint.catalog import Catalog
-from zerostart.checkpoint.formats.saved_state import open_saved_state, state_in, tell_of_newer
+from zerostart.checkpoint.formats.located import Located, StoredPath
+from zerostart.checkpoint.formats.saved_state import (
+    is_stored_state,
+    open_saved_state,
+    state_in,
+    tell_of_newer,
+)
 from zerostart.checkpoint.manifest import SAVED_AT
+from zerostart.checkpoint.paths import shown_url
+from zerostart.checkpoint.storage import storage_at
 from zerostart.checkpoint.strict_json import JsonObject
 from zerostart.distributed.world import World, current_world
 from zerostart.engines import Shard, plain_name, whole_shard
@@ -91,33 +99,39 @@ def opened(path: Path | str, world: World) -> Saved:
 
 def _described(path: Path | str) -> Saved:
     """The training state at ``path``, or in what accelerate or the Trainer has made there."""
-    if isinstance(path, str):
-        document, (weights, state) = open_saved_state(path, (MODEL, STATE), read_document)
-        return Saved(path, document, weights, state)
     # Ours first, which may lie in a directory of accelerate's or the Trainer's; then theirs, by formats that
     # are read in parts; then what is there and cannot be.
-    own = state_in(path)
+    own: Path | str | None
+    place: Located
+    if isinstance(path, str):
+        storage = storage_at(path)
+        assert storage is not None, "it is a URL"
+        own = path if is_stored_state(storage) else None
+        place, among = StoredPath.of(storage), bool(storage.folder) and not storage.asked
+    else:
+        own, place, among = state_in(path), path, True
     if own is None:
-        foreign = foreign_state(path)
+        foreign = foreign_state(place) if among else None
         if foreign is not None:
             return Saved(path, *foreign)
-        for name in _WHOLE_OPTIMIZERS:
-            if (path / name).is_file():
+        for name in _WHOLE_OPTIMIZERS if among else ():
+            if (place / name).is_file():
                 raise CheckpointNotFoundError(
-                    f"{path / name} has the optimizer of all ranks in one pickle, which cannot be read in "
+                    f"{place / name} has the optimizer of all ranks in one pickle, which cannot be read in "
                     "parts: resume it once with the library that saved it, and save again with "
                     "zerostart.save_state, or with accelerate and fsdp_state_dict_type: "
                     "SHARDED_STATE_DICT; zerostart.load can load the weights alone"
                 )
         raise CheckpointNotFoundError(
-            f"{path} is not a complete training state: {MARKER}, which zerostart.save_state writes "
-            "last, is missing"
+            f"{shown_url(str(path))} is not a complete training state: {MARKER}, which "
+            "zerostart.save_state writes last, is missing"
         )
-    tell_of_newer(path, own)
-    path = own
-    document, (weights, state) = open_saved_state(path, (MODEL, STATE), read_document)
-    check_unchanged(path, MODEL, document.get(SAVED_AT))
-    return Saved(path, document, weights, state)
+    if isinstance(own, Path):
+        tell_of_newer(Path(path), own)
+    document, (weights, state) = open_saved_state(own, (MODEL, STATE), read_document)
+    if isinstance(own, Path):
+        check_unchanged(own, MODEL, document.get(SAVED_AT))
+    return Saved(own, document, weights, state)
 
 
 def restore_state(
