@@ -135,7 +135,7 @@ def test_a_store_that_never_answers_is_told_when_it_is_opened(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server.how = lambda wanted: "mute"
-    with pytest.raises(ReadError, match=r"\.safetensors: the store does not answer, \d+ times in [12] s"):
+    with pytest.raises(ReadError, match=r"\.safetensors: asking the store failed, \d+ times in [12] s"):
         open_catalog(f"{server.address}/model.safetensors")
     for wrong in ("0", "soon", "nan", "inf"):
         monkeypatch.setenv(PATIENCE, wrong)

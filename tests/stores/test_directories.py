@@ -154,6 +154,48 @@ def test_what_is_not_there_is_told(url: str) -> None:
         zerostart.load_pipeline(url)
 
 
+def test_a_url_that_has_lost_a_slash_is_no_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for lost in (Path("s3://bucket/x"), "s3:/bucket/x"):
+        for call in (
+            open_catalog,
+            zerostart.verify,
+            lambda path: zerostart.save(torch.nn.Linear(1, 1), path),
+        ):
+            with pytest.raises(ConfigError, match=r"give the text 's3://bucket/x'"):
+                call(lost)
+    with pytest.raises(ConfigError, match="https://NAME"):
+        open_catalog("https://")
+    assert not any(tmp_path.iterdir())
+    (tmp_path / "s3:").mkdir()
+    save(tmp_path / "s3:" / "x.safetensors")
+    assert open_catalog(Path("s3://x.safetensors")).tensors
+
+
+def test_why_a_server_is_not_reached_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where, through a proxy too; and of a certificate that nobody trusts what to give, at once."""
+    from zerostart.checkpoint.storage import objects
+
+    monkeypatch.setattr(objects, "DELAYS_OF_QUESTIONS", (0.01,))
+    with pytest.raises(ReadError, match=r"127\.0\.0\.1:9: Connection refused"):
+        open_catalog("http://127.0.0.1:9/x")
+    save(tmp_path / "model.safetensors")
+    key, certificate = tmp_path / "key", tmp_path / "certificate"
+    made = ["-keyout", str(key), "-out", str(certificate), "-subj", "/CN=127.0.0.1", "-days", "1"]
+    more = ["-addext", "subjectAltName=IP:127.0.0.1", "-addext", "basicConstraints=critical,CA:FALSE"]
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", *made, *more],
+        check=True,
+        capture_output=True,
+    )
+    with servers.rclone(tmp_path, "webdav", "--cert", str(certificate), "--key", str(key)) as address:
+        url = address.replace("http://", "https://")
+        with pytest.raises(ReadError, match=r"certificate: UnknownIssuer\); give .* SSL_CERT_FILE=FILE"):
+            open_catalog(url)
+        monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+        assert open_catalog(url).tensors
+
+
 def test_names_in_an_index_lead_to_what_lies_below_it(tmp_path: Path) -> None:
     """However they are spelled, and beside an empty file, of which no range can be asked for."""
     save(tmp_path / "x.safetensors")
@@ -408,33 +450,38 @@ def test_a_library_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatc
 
 def test_a_profile_gives_keys_region_and_endpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the command line of the provider writes them; what only its own library follows is named."""
-    from zerostart.checkpoint.storage.by_obstore import _aws
+    from zerostart.checkpoint.storage.aws_profiles import has_endpoint, settings_of
 
     (tmp_path / "config").write_text(
         "[default]\nregion = eu-central-1\n[profile lab]\nregion = us-west-2\nendpoint_url = http://store:9000\n"
         "[profile role]\nrole_arn = arn:aws:iam::1:role/reader\n"
+        "[profile own]\nservices = ours\n[services ours]\nsqs =\n  endpoint_url = http://queue\n"
+        "s3 =\n  endpoint_url = https://own:9000\n"
     )
     (tmp_path / "credentials").write_text("[lab]\naws_access_key_id = one\naws_secret_access_key = two\n")
     files: dict[str, Any] = {
         "AWS_CONFIG_FILE": str(tmp_path / "config"),
         "AWS_SHARED_CREDENTIALS_FILE": str(tmp_path / "credentials"),
     }
-    assert _aws(files) == {"region": "eu-central-1"}
-    found = _aws({**files, "AWS_PROFILE": "lab"})
+    assert settings_of(files) == {"region": "eu-central-1"}
+    found = settings_of({**files, "AWS_PROFILE": "lab"})
     assert (found["access_key_id"], found["secret_access_key"]) == ("one", "two")
     assert (found["region"], found["endpoint"]) == ("us-west-2", "http://store:9000")
+    assert settings_of({**files, "AWS_PROFILE": "own"}) == {"endpoint": "https://own:9000"}
+    assert has_endpoint({**files, "AWS_PROFILE": "own"})
+    assert not has_endpoint(files)
     # Keys of the environment go before a profile's.
     given = {**files, "AWS_PROFILE": "lab", "AWS_ACCESS_KEY_ID": "three"}
-    assert "access_key_id" not in _aws(given)
+    assert "access_key_id" not in settings_of(given)
     with pytest.raises(ConfigError, match="no such profile"):
-        _aws({**files, "AWS_PROFILE": "absent"})
+        settings_of({**files, "AWS_PROFILE": "absent"})
     (tmp_path / "credentials").write_text("[lab]\nsecret\n")
     with pytest.raises(ConfigError, match="no file of AWS profiles") as caught:
-        _aws(files)
+        settings_of(files)
     assert "secret" not in str(caught.value)
     monkeypatch.delenv("HOME")
     monkeypatch.setattr(os, "getuid", lambda: 3999999999)
-    assert _aws({}) == {}
+    assert settings_of({}) == {}
 
 
 @pytest.mark.parametrize(

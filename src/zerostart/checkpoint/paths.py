@@ -13,7 +13,8 @@ from zerostart.errors import ConfigError
 def expanded(path: str | os.PathLike[str]) -> Path:
     """``path`` with the home directory that ``~`` or ``~user`` stands for.
 
-    Raises ConfigError where no user has that name, and for a text that no system takes for a path.
+    Raises ConfigError where no user has that name, for a text that no system takes for a path, and for a URL
+    without its slashes or its name, which would be a directory of this machine.
     """
     try:
         found = Path(path).expanduser()
@@ -21,7 +22,17 @@ def expanded(path: str | os.PathLike[str]) -> Path:
         raise ConfigError(f"{os.fspath(path)}: no user of that name has a home directory") from None
     if "\0" in str(found):
         raise ConfigError(f"{os.fspath(path)!r} is not a path: it contains a NUL character")
+    if (lost := _LOST.fullmatch(str(found))) and not Path(f"{lost['scheme']}:").exists():
+        url = shown_url(f"{lost['scheme']}://{lost['rest'] or 'NAME'}")
+        raise ConfigError(
+            f"{lost['scheme']}:/ is no directory here, and no URL, which has two slashes and a name after "
+            f"them (pathlib.Path makes one slash of two); give the text {url!r}"
+        )
     return found
+
+
+#: What a path makes of a URL; drives of other systems have one letter.
+_LOST = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):(?:/(?P<rest>.*))?", re.DOTALL)
 
 
 def located(path: str | os.PathLike[str]) -> Path | str:

@@ -25,13 +25,13 @@ from zerostart.checkpoint.formats.weights import (
     shards_of,
     storage_catalog,
 )
-from zerostart.checkpoint.paths import expanded, shown_url, wait_for
+from zerostart.checkpoint.paths import expanded, shown_url, wait_for, without_secrets
 from zerostart.checkpoint.storage import scheme_of, storage_at
 from zerostart.checkpoint.storage.files import FileState
 from zerostart.checkpoint.storage.local import LocalFiles
 from zerostart.checkpoint.strict_json import MAX_CONFIG_BYTES, JsonObject, read_json
 from zerostart.checkpoint.usual_names import PIPELINE_INDEX, SETTINGS, STANDARD_NAMES
-from zerostart.errors import CheckpointError, CheckpointNotFoundError, ReadError
+from zerostart.errors import CheckpointError, CheckpointNotFoundError, ReadError, ZerostartError
 
 #: Samples of a file, and bytes of each.
 _SAMPLES, _SAMPLED = 9, 1 << 12
@@ -148,7 +148,8 @@ def download(source: str, classes: Collection[str] = ()) -> Path:
     """Fetch a hub id, optionally ``id@revision``, into the local cache, unless it is there or is no hub id.
 
     Of the weights those alone that a load takes, all of one revision. Raises CheckpointNotFoundError where
-    the hub has no such model or gives it not to everybody, and where it cannot be reached.
+    the hub has no such model or gives it not to everybody, and where it cannot be reached, ReadError for a
+    download that breaks off.
     """
     with contextlib.suppress(CheckpointNotFoundError):
         found = resolve_source(source)
@@ -165,10 +166,14 @@ def download(source: str, classes: Collection[str] = ()) -> Path:
     try:
         return _snapshot(identifier, revision)
     except LocalEntryNotFoundError as error:
+        answer = error.__cause__
+        fault = (
+            f"says {_line(answer)}" if isinstance(answer, HfHubHTTPError) else "cannot be reached from here"
+        )
         raise CheckpointNotFoundError(
-            f"{missing} ({huggingface_hub.constants.HF_HUB_CACHE}), and {where} "
-            "cannot be reached from here; fetch it where there is a network (hf download "
-            f"{identifier}), and copy the cache or name the directory"
+            f"{missing} ({huggingface_hub.constants.HF_HUB_CACHE}), and {where} {fault}; "
+            f"fetch it where there is a network (hf download {identifier}), and copy the cache or name "
+            "the directory"
         ) from error
     except GatedRepoError as error:
         raise CheckpointNotFoundError(
@@ -176,11 +181,22 @@ def download(source: str, classes: Collection[str] = ()) -> Path:
             "model's page, and log in with hf auth login"
         ) from error
     except HfHubHTTPError as error:
-        told = str(error).strip().splitlines()
         raise CheckpointNotFoundError(
-            f"{missing}, and {where} does not give this model ({told[0] if told else type(error).__name__}); "
+            f"{missing}, and {where} does not give this model ({_line(error)}); "
             "look for a mistake in its name, or log in with hf auth login where it is private"
         ) from error
+    except (ZerostartError, ImportError):
+        raise
+    except Exception as error:  # a connection that breaks off, by whatever client it is; a disk that is full
+        raise ReadError(
+            f"fetching {source} from {where} broke off ({type(error).__name__}: {_line(error)}); start "
+            "again: what has come stays in the local hub cache"
+        ) from error
+
+
+def _line(error: BaseException) -> str:
+    """The first line of what an error says, without what may be secret in it."""
+    return without_secrets(next(iter(str(error).strip().splitlines()), type(error).__name__))
 
 
 def _snapshot(identifier: str, revision: str) -> Path:

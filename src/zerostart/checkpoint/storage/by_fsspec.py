@@ -46,7 +46,7 @@ class FsspecFiles(ObjectFiles):
             told = without_secrets(str(error))
             raise ConfigError(f"{scheme}:// is read by fsspec, which says: {told}") from error
         except Exception as error:  # some ask the server at once
-            raise ReadError(f"{shown_url(source)}: the store does not answer: {_fault(error)}") from error
+            raise ReadError(f"{shown_url(source)}: asking the store failed: {_fault(error)}") from error
         begin = source[: source.index("://") + 3]
         key = path.rstrip("/")
         # A local path begins with the slash that the URL has as well.

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import base64
-import configparser
 import functools
 import os
 import re
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, unquote_to_bytes, urlsplit, urlunsplit
 
 from zerostart.checkpoint.manifest import MARKERS
 from zerostart.checkpoint.paths import shown_url, without_secrets
+from zerostart.checkpoint.storage.aws_profiles import settings_of
 from zerostart.checkpoint.storage.objects import (
     PIECE,
     Bucket,
@@ -42,6 +41,12 @@ _STATUS = re.compile(r"status code: (\d{3})")
 _FINAL = ("NotPartial", "MissingRegion", "InvalidUrl", "UnknownUrlScheme", "builder error", "MissingBucket")
 #: The same of an answer to the question for a list that is none: of a page, where any question gets one.
 _NO_LIST = "Error decoding PROPFIND response"
+#: What its errors say of a TLS certificate that is not trusted, has expired or is of another server; and, of
+#: a request that was not sent, to which address and why, which only their debugging text has.
+_UNTRUSTED = "InvalidCertificate("
+_UNSENT = "error sending request"
+_WHERE = re.compile(r'"tcp connect error",\s*([^\s,]+),')
+_WHY = re.compile(r'(?:message|error): "([^"]+)"|Invalid(Certificate|Message)\(\s*(\w+)')
 #: An answer may take long, but not stand still: for so many seconds, of a request that writes. Until that has
 #: been sent, nothing comes either.
 _LONGEST, _STILL, _UNREACHED = 3600.0, 60.0, 10.0
@@ -258,6 +263,11 @@ class _Obstore(Bucket):
         refused = status == 501 or (400 <= status < 500 and status not in _PASSING)
         if refused or isinstance(error, (kinds.InvalidPathError, TypeError, ValueError)):
             return RefusedError(_told(error))
+        if _UNTRUSTED in text:
+            return RefusedError(
+                f"{_told(error)}; give the certificate of its authority: SSL_CERT_FILE=FILE, which is taken "
+                "instead of the system's"
+            )
         if any(word in text for word in _FINAL):
             return RefusedError(_told(error))
         if "kind: Timeout" in text:
@@ -302,7 +312,7 @@ def _connected(base: str, settings: Mapping[str, str], attempts: int, still: flo
     }
     more: dict[str, Any] = {"retry_config": {"max_retries": attempts - 1}}
     if scheme in _AWS:
-        more |= _aws(settings)
+        more |= settings_of(settings)
     more["client_options"] = client | more.get("client_options", {})
     url = urlsplit(base)
     user, _, host = url.netloc.rpartition("@")
@@ -317,15 +327,17 @@ def _connected(base: str, settings: Mapping[str, str], attempts: int, still: flo
     try:
         store: ObjectStore = obstore.store.from_url(base, **more)
     except (obstore.exceptions.BaseError, ValueError) as error:
-        raise ConfigError(f"{scheme}://: the store cannot be reached: {_told(error)}") from None
+        raise ConfigError(
+            f"{shown_url(base)}: the store cannot be reached: {_told(error)}; give what its provider's own "
+            "tools take (see docs/stores.md)"
+        ) from None
     return store
 
 
 def _settings() -> tuple[tuple[str, str], ...]:
-    """What the environment has of credentials and endpoints."""
-    return tuple(
-        sorted(item for item in os.environ.items() if item[0].startswith(("AWS_", "GOOGLE_", "AZURE_")))
-    )
+    """What the environment has of credentials, endpoints and authorities."""
+    taken = ("AWS_", "GOOGLE_", "AZURE_", "SSL_CERT_")
+    return tuple(sorted(item for item in os.environ.items() if item[0].startswith(taken)))
 
 
 def writable(base: str, seconds: int = 0) -> ObjectStore:
@@ -352,7 +364,11 @@ def _found(meta: ObjectMeta) -> Found:
 
 def _told(error: Exception) -> str:
     """What the library says, in one line, without what is secret."""
-    text = str(error).partition("\n\nDebug source")[0]
+    text, _, debugging = str(error).partition("\n\nDebug source")
+    if _UNSENT in text and (why := [*_WHY.finditer(debugging)]):
+        address = _WHERE.search(debugging)
+        words = why[-1][1] or f"{'certificate' if why[-1][2] == 'Certificate' else 'no TLS'}: {why[-1][3]}"
+        text += f" ({address[1] + ': ' if address else ''}{words})"
     if "<Code>" in text:  # the rest of a store's document may be what was signed, with a token
         text = text.partition("<")[0] + ": ".join(re.findall(r"<(?:Code|Message)>([^<]*)", text))
     return without_secrets(" ".join(text.split()))[:400]
@@ -361,62 +377,3 @@ def _told(error: Exception) -> str:
 def _in_the_clear(settings: Mapping[str, str]) -> bool:
     """Whether the user has named an endpoint without TLS."""
     return any("ENDPOINT" in name and value.startswith("http://") for name, value in settings.items())
-
-
-#: What says where credentials of AWS come from, other than a profile.
-_GIVEN = (
-    *("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_SKIP_SIGNATURE"),
-    *("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "AWS_CONTAINER_CREDENTIALS_FULL_URI"),
-)
-_KEYS = ("aws_access_key_id", "aws_secret_access_key", "aws_session_token")
-#: What of a profile only AWS's own library follows.
-_FOLLOWED = ("role_arn", "sso_session", "sso_start_url", "credential_process", "login_session")
-
-
-def _aws(settings: Mapping[str, str]) -> dict[str, Any]:
-    """Credentials, region and endpoint of the user's profile, which the crate does not read.
-
-    Raises ConfigError for a profile that is not there, or that only boto3 follows, where that is not
-    installed.
-    """
-    name = settings.get("AWS_PROFILE") or settings.get("AWS_DEFAULT_PROFILE") or "default"
-    asked = name != "default"
-    profile: dict[str, str] = {}
-    for variable, file, section in (
-        ("AWS_CONFIG_FILE", "config", f"profile {name}" if asked else name),
-        ("AWS_SHARED_CREDENTIALS_FILE", "credentials", name),
-    ):
-        parser = configparser.RawConfigParser()
-        path = Path(settings.get(variable, f"~/.aws/{file}"))
-        try:
-            parser.read(path.expanduser(), encoding="utf-8")
-        except RuntimeError:  # a user without a home, as in a container
-            continue
-        except (configparser.Error, UnicodeError):  # whose text may be a line with a key
-            raise ConfigError(
-                f"{path}: this is no file of AWS profiles; mend it, or unset {variable}"
-            ) from None
-        if parser.has_section(section):
-            profile |= dict(parser.items(section))
-    if asked and not profile:
-        raise ConfigError(f"AWS_PROFILE={name}: there is no such profile in ~/.aws/config or credentials")
-    more: dict[str, Any] = {}
-    if "region" in profile and not {"AWS_REGION", "AWS_DEFAULT_REGION"} & settings.keys():
-        more["region"] = profile["region"]
-    if "endpoint_url" in profile and not {"AWS_ENDPOINT_URL", "AWS_ENDPOINT"} & settings.keys():
-        more["endpoint"] = profile["endpoint_url"]
-        if profile["endpoint_url"].startswith("http://"):
-            more["client_options"] = {"allow_http": True}
-    if any(given in settings for given in _GIVEN):
-        return more
-    if any(key in profile for key in _FOLLOWED):
-        try:
-            from obstore.auth.boto3 import Boto3CredentialProvider
-        except ImportError as error:
-            raise ConfigError(
-                f"the AWS profile {name} gets its credentials by "
-                f"{next(key for key in _FOLLOWED if key in profile)}, which boto3 does: pip install boto3, "
-                "or give AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
-            ) from error
-        return {**more, "credential_provider": Boto3CredentialProvider()}
-    return more | {key.removeprefix("aws_"): profile[key] for key in _KEYS if key in profile}

@@ -253,7 +253,7 @@ class ObjectFiles(Storage, ABC):
 
     def _asked(self, question: Callable[[], T], key: str) -> T:
         delays = DELAYS_OF_QUESTIONS
-        return patiently(question, f"{self.root}{key}: the store does not answer", delays, len(delays))
+        return patiently(question, f"{self.root}{key}: asking the store failed", delays, len(delays))
 
     def _listed(self, folder: str) -> dict[str, int] | None:
         """What the bucket lists right below ``folder``, and nothing else: copies have these names."""

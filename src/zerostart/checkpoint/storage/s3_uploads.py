@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+from zerostart.checkpoint.storage.aws_profiles import has_endpoint
 from zerostart.checkpoint.storage.uploads import (
     ANYTHING,
     MARK,
@@ -211,7 +212,8 @@ class S3Uploads(Uploads):
 
     @property
     def _client(self) -> Any:
-        return _client(tuple(sorted(item for item in os.environ.items() if item[0].startswith("AWS_"))))
+        taken = ("AWS_", "SSL_CERT_FILE")
+        return _client(tuple(sorted(item for item in os.environ.items() if item[0].startswith(taken))))
 
     def _pages(self, call: str, token: str, **asked: str) -> Iterator[dict[str, Any]]:
         more: dict[str, str] = {}
@@ -291,14 +293,16 @@ def _client(settings: tuple[tuple[str, str], ...]) -> Any:
         # Stores of others do not know the newer checksums; TLS or the signature covers the bytes.
         "request_checksum_calculation": "when_required",
         "response_checksum_validation": "when_required",
-        **({"s3": {"addressing_style": "path"}} if endpoint and own else {}),
+        **({"s3": {"addressing_style": "path"}} if has_endpoint(known) and own else {}),
         **({"signature_version": UNSIGNED} if unsigned else {}),
     }
     session = botocore.session.Session()
     try:
         region = known.get("AWS_REGION") or session.get_config_variable("region") or "us-east-1"
+        # The authorities that reads trust, where AWS's own setting names none.
+        trusted = session.get_config_variable("ca_bundle") or known.get("SSL_CERT_FILE")
         return session.create_client(
-            "s3", region_name=region, endpoint_url=endpoint or None, config=Config(**options)
+            "s3", region_name=region, endpoint_url=endpoint or None, verify=trusted, config=Config(**options)
         )
     except (BotoCoreError, ValueError) as error:
         raise ConfigError(f"s3://: the store cannot be reached: {told(error)}") from error
