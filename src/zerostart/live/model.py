@@ -9,6 +9,7 @@ from functools import cached_property
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from zerostart.checkpoint.catalog import Catalog
 from zerostart.distributed.world import World
@@ -77,7 +78,7 @@ def bare_model(model: nn.Module) -> nn.Module:
     inner = loaded_model(model)
     # Only libraries' own classes are opened: a script's class with a child called ``module`` is a model, not
     # a wrapper.
-    while inner not in _records and type(inner).__module__.partition(".")[0] in _WRAPPERS:
+    while inner not in _records and _library(inner) in _WRAPPERS:
         inside = wrapped(inner)
         if inside is None:
             break
@@ -88,12 +89,18 @@ def bare_model(model: nn.Module) -> nn.Module:
 def wrapped(wrapper: nn.Module) -> nn.Module | None:
     """What a wrapper wraps; None for a module that is none."""
     names: tuple[str, ...] = ("module", "_orig_mod")
-    if type(wrapper).__module__.partition(".")[0] == "peft":
+    if _library(wrapper) == "peft":
         # PeftModel has the tuner in ``base_model``, and the tuner the model in ``model``. In other libraries
         # these are names of parts of a model.
         names += ("base_model", "model")
     found = (wrapper._modules.get(name) for name in names)
     return next((module for module in found if module is not None), None)
+
+
+def _library(module: nn.Module) -> str:
+    """The package that ``module``'s class is of, also where ``fully_shard`` has made another out of that."""
+    kind = next(kind for kind in type(module).__mro__ if not issubclass(kind, FSDPModule))
+    return kind.__module__.partition(".")[0]
 
 
 def loaded_models(model: nn.Module) -> Iterator[nn.Module]:
@@ -221,7 +228,7 @@ class LiveModel:
         self.record: LoadRecord | None = find_record(self.module)
         self._wrapper = model
         self._outer = model
-        while type(self._outer).__module__.partition(".")[0] in _AROUND:
+        while _library(self._outer) in _AROUND:
             if (inner := wrapped(self._outer)) is None:
                 break
             self._outer = inner
@@ -327,7 +334,7 @@ class LiveModel:
         """Parameters and persistent buffers in the order of the state dict, and which name follows which.
 
         A tied tensor has the name that it was loaded under, so that it goes back to where it was. Raises
-        EngineError as ``shard_of``.
+        EngineError as ``shard_of``, and ConfigError for a tensor without values.
         """
         recipes = self.record.recipes if self.record is not None else {}
         followers = set(library_of(self.module).ties(self.module))
@@ -353,6 +360,11 @@ class LiveModel:
             shard = (
                 self.shard_of(name, tensor) if is_parameter else first_rank_shard(name, tensor, self.world)
             )
+            if shard.storage.is_meta:
+                raise ConfigError(
+                    f"{plain_name(name)} is on the meta device, where tensors have no values: load the "
+                    "model, or give it values (to_empty, and its own initialiser), first"
+                )
             trained = is_parameter and tensor.requires_grad
             found.append(LogicalTensor(plain_name(name), name, shard, is_parameter, trained))
         return found, tied

@@ -375,7 +375,7 @@ def refit(
 
     Args:
         model: what ``load``, ``deepspeed.initialize`` or ``accelerator.prepare`` returned, or any model that
-            DeepSpeed's ZeRO or FSDP2 shards. Adapters of PEFT are merged on the way.
+            DeepSpeed's ZeRO or FSDP2 shards. Adapters of PEFT are merged on the way, or sent alone.
         target: an address to listen at for workers (``unix:///path`` or ``tcp://HOST:PORT``), which connect
             by ``zerostart.serving.serve``; None: a Unix socket of its own, see ``address`` of the result.
             ``file:///directory``, into which versions are written for workers that follow at their own pace.
@@ -390,14 +390,15 @@ def refit(
             ``"file"`` where the target is a directory, ``"local"`` where it lives in the ranks.
         workers: how many the first push waits for; None: those of the engine, or one.
         dtype: floating dtype of what is pushed; None keeps the parameters' own.
-        merge_adapters: has to be true where the model has adapters.
+        merge_adapters: False: push the model's one adapter alone, under the names of
+            ``save(adapters_only=True)``.
         secret: what workers have to know; None: the environment variable ``ZEROSTART_REFIT_SECRET``. Needed
             where other machines can connect.
         timeout: seconds within which workers have to connect, and to answer.
         full_every: every so many pushes all bytes are sent; those between send what has changed alone, for
             which a rank keeps a copy of what it sent (``docs/refit.md`` says where). One: every push.
         strict: refuse an engine with parameters that no tensor of the model fills, which would go on as they
-            are. False: it is pushed to all the same.
+            are, and a model as target that has not all tensors of ``model``. False: push all the same.
 
     Returns:
         Refitter: ``push(wait=True)``, ``close()``, ``address`` and ``version``; a context manager.
@@ -457,7 +458,7 @@ def weight_source(
         model: as for ``save``.
         rank: who gets the tensors, in host memory; the others get tensors on the meta device. None: all.
         dtype: floating dtype of the tensors; None keeps the parameters' own.
-        merge_adapters: has to be true where the model has adapters.
+        merge_adapters: False: the model's one adapter alone, as ``save(adapters_only=True)`` writes it.
 
     Returns:
         WeightSource: the stream. The model may be trained between two passes.

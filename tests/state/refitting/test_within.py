@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import nn
 
 import zerostart
@@ -16,7 +17,7 @@ from tests.state.refitting import workers
 from tests.state.refitting.test_refit import _change
 from tests.tiny import TINY, TinyCheckpoints
 from zerostart import serving
-from zerostart.errors import ConversionError, PeerError
+from zerostart.errors import ConfigError, ConversionError, PeerError, ZerostartError
 
 BF16 = torch.bfloat16
 
@@ -164,6 +165,96 @@ def test_values_that_the_dtype_of_a_target_cannot_hold() -> None:
         with zerostart.refit(model, target) as refitter:
             refitter.push()
         assert torch.equal(target.table.weight, model.table.weight.half())
+
+
+def test_a_target_without_some_of_the_weights_is_refused_or_told() -> None:
+    """It would compute something else: as a load of a save into it raises, so does a push."""
+    model, tied = nn.Module(), nn.Module()
+    for each in (model, tied):
+        each.table = nn.Embedding(10, 16)
+        each.head = nn.Linear(16, 10, bias=False)
+    tied.head.weight = tied.table.weight
+    before = tied.table.weight.clone()
+    with pytest.raises(ConfigError, match=r"1 tensors that the target has not \(head.weight\)"):
+        zerostart.refit(model, tied)
+    assert torch.equal(tied.table.weight, before)
+    with zerostart.refit(model, tied, strict=False) as refitter:
+        assert refitter.push().untaken == ("head.weight",)
+    assert torch.equal(tied.table.weight, model.table.weight)
+
+
+def test_a_model_without_values_is_told() -> None:
+    model = nn.Module()
+    model.table = nn.Embedding(10, 16, device="meta")
+    with pytest.raises(ZerostartError, match=r"table\.weight is on the meta device"):
+        zerostart.refit(model, _Rows(10))
+
+
+class _Adapter(nn.Module):
+    """An engine's place for an adapter: by PEFT's names, with both factors of a layer in one tensor."""
+
+    def __init__(self, rank: int, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.inputs, self.factors = inputs, nn.Parameter(torch.zeros(rank, inputs + outputs))
+
+    def load_weights(self, weights: Any) -> None:
+        for name, tensor in weights:
+            if name == "base_model.model.head.lora_A.weight":
+                self.factors.data[:, : self.inputs].copy_(tensor)
+            else:
+                assert name == "base_model.model.head.lora_B.weight", name
+                self.factors.data[:, self.inputs :].copy_(tensor.T)
+
+
+def test_an_adapter_is_sent_alone(tmp_path: Path) -> None:
+    """What PEFT itself saves of it, and none of the weights that it is for."""
+    peft = pytest.importorskip("peft")
+    model = nn.Module()
+    model.table, model.head = nn.Embedding(10, 16), nn.Linear(5, 7)
+    config = peft.LoraConfig(r=2, target_modules=["head"], init_lora_weights=False)
+    adapted, engine = peft.get_peft_model(model, config), _Adapter(2, 5, 7)
+    adapted.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "adapter_model.safetensors")
+    with zerostart.refit(adapted, engine, merge_adapters=False) as refitter:
+        report = refitter.push()
+    assert report.owned_bytes == report.moved_bytes + report.wanted_bytes == engine.factors.nbytes
+    expected = torch.cat(
+        [saved["base_model.model.head.lora_A.weight"], saved["base_model.model.head.lora_B.weight"].T], 1
+    )
+    assert torch.equal(engine.factors, expected)
+    given = dict(zerostart.weight_source(adapted, merge_adapters=False))
+    assert given.keys() == saved.keys()
+    assert all(torch.equal(given[name], saved[name]) for name in saved)
+    adapted.add_adapter("other", config)
+    with pytest.raises(ConfigError, match=r"one adapter alone, and this Module has 2 \(default, other\)"):
+        zerostart.refit(adapted, engine, merge_adapters=False)
+    with pytest.raises(ConfigError, match=r"one adapter alone, and this Linear has none"):
+        zerostart.refit(nn.Linear(2, 2), engine, merge_adapters=False)
+
+
+def _other_arguments(given: dict[str, list[Any]]) -> list[str]:
+    """What each argument of refit that differs between the ranks is refused with."""
+    model, found = nn.Linear(3, 2), []
+    for name, values in given.items():
+        with pytest.raises(ConfigError) as error:
+            zerostart.refit(model, **{name: values[dist.get_rank()]})
+        found.append(str(error.value))
+    return found
+
+
+def test_ranks_that_are_given_different_arguments_are_told_so() -> None:
+    given = {
+        "dtype": [None, BF16],
+        "full_every": [4, 5],
+        "strict": [True, False],
+        "transport": [None, "group"],
+    }
+    first, second = run_ranks(_other_arguments, 2, given, timeout=60)
+    assert first == second
+    assert first[1].startswith(
+        "full_every=4 on rank 0, but full_every=5 on rank 1: call zerostart.refit with the same"
+    )
+    assert [text.partition("=")[0] for text in first] == [*given]
 
 
 def test_trainers_of_different_models_share_an_engine(tmp_path: Path) -> None:

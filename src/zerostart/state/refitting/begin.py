@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 from torch import nn
 
-from zerostart.distributed.world import current_world
+from zerostart.distributed.world import World, current_world
 from zerostart.errors import ConfigError
 from zerostart.state.refitting.directory import directory_of
 from zerostart.state.refitting.local import NAME as LOCAL
@@ -21,6 +23,7 @@ def begin(
 ) -> Refitter | LocalRefitter | DirectoryRefitter:
     """The refitter of ``model`` for ``target``; collective. Raises as ``zerostart.refit``."""
     world = current_world()
+    _compare(settings, world)
     directory = directory_of(target)
     if directory is not None and settings.transport in (None, NAME):
         return DirectoryRefitter(model, directory, settings, world)
@@ -55,6 +58,20 @@ def begin(
         "to connect with by zerostart.serving.serve, register it with zerostart.serving.register_target, or "
         "pass a module with load_weights, a zerostart.serving.Receiver of it, or another sharded model"
     )
+
+
+def _compare(settings: RefitSettings, world: World) -> None:
+    """Raise ConfigError where ranks were given different arguments; collective."""
+    # The secret is rank 0's affair, and told nobody.
+    names = [field.name for field in fields(settings) if field.name != "secret"]
+    ranks = world.all_gather_object([getattr(settings, name) for name in names], "comparing the arguments")
+    for rank, given in enumerate(ranks):
+        for name, first, other in zip(names, ranks[0], given, strict=True):
+            if first != other:
+                raise ConfigError(
+                    f"{name}={first!r} on rank 0, but {name}={other!r} on rank {rank}: call zerostart.refit "
+                    "with the same arguments on every rank"
+                )
 
 
 def _within(target: object, driver: Driver | None, settings: RefitSettings) -> nn.Module | Receiver | None:

@@ -203,7 +203,7 @@ class LocalRefitter:
             max(each[1] for each in figures),
             max(each[2] for each in figures),
             workers,
-            way.untaken if workers else (),
+            way.untaken,
         )
 
     def _device(self, ready: Prepared) -> torch.device:
@@ -232,7 +232,11 @@ class LocalRefitter:
         listed = world.all_gather_object(list(entries.values()), "looking at the target")
         known = {entry[0]: entry for entry in next((each for each in listed if each), [])}
         ready = prepared(
-            self._model, self._settings, world, self._image, lambda found: _as_wanted(found, known)
+            self._model,
+            self._settings,
+            world,
+            self._image,
+            lambda found: _as_wanted(found, known, self._settings.strict),
         )
         self._image = image = ready.image
         with world.phase("planning"):
@@ -261,17 +265,26 @@ class LocalRefitter:
         return _Way(routes, sums, numbers, untaken(image, wanted))
 
 
-def _as_wanted(entries: Sequence[Entry], wanted: Mapping[str, Entry]) -> list[Entry]:
+def _as_wanted(entries: Sequence[Entry], wanted: Mapping[str, Entry], strict: bool) -> list[Entry]:
     """The source's ``entries``, in the target's dtypes where these cannot hold all that the source's can.
 
-    Raises ConfigError for what the target has and the source has not, or has in another shape.
+    ``wanted`` are those of a target that is a model, none where it is an engine. Raises ConfigError for what
+    the target has and the source has not, or has in another shape, and with ``strict`` for what the target
+    has not.
     """
     shapes = {name: tuple(shape) for name, _, shape in entries}
     missing = [name for name in wanted if name not in shapes]
     if missing:
         raise ConfigError(
             f"the target has {len(missing)} tensors that the model has not ({', '.join(missing[:3])}): pass "
-            "two models of one architecture"
+            "two models of one architecture, or as an engine what has load_weights"
+        )
+    lost = [name for name in shapes if name not in wanted] if wanted and strict else []
+    if lost:
+        raise ConfigError(
+            f"the model has {len(lost)} tensors that the target has not ({', '.join(lost[:3])}), and the "
+            "target would not compute what the model does: pass two models of one architecture (weights tied "
+            "in both or in neither), or strict=False to zerostart.refit if that is as it should be"
         )
     found: list[Entry] = []
     for name, dtype, shape in entries:

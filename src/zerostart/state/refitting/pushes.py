@@ -18,8 +18,7 @@ from zerostart.errors import ConfigError
 from zerostart.live.model import LiveModel
 from zerostart.state.refitting.image import Entry, Image
 from zerostart.state.refitting.sums import Tensors
-from zerostart.state.saving.adapters import has_adapters
-from zerostart.state.saving.save import SaveRequest, contents_to_save
+from zerostart.state.saving.save import contents_to_serve
 from zerostart.state.saving.writing import planned
 from zerostart.transfer.planning.runs import Runs
 from zerostart.transfer.planning.writes import WritePlan
@@ -214,13 +213,7 @@ def prepared(
     """
     with world.phase("looking at the model"):
         live = LiveModel(model, world)
-        adapted = has_adapters(live.module)
-        if adapted and not settings.merge_adapters:
-            raise ConfigError(
-                "merge_adapters=False: adapters are not sent by themselves; pass True, or save them with "
-                "adapters_only=True and have the engine load that"
-            )
-        contents, _ = contents_to_save(model, live, SaveRequest(dtype=settings.dtype, merge_adapters=adapted))
+        contents = contents_to_serve(model, live, settings.dtype, settings.merge_adapters)
         entries = tuple((name, dtype, tuple(shape)) for name, dtype, shape in wanted(contents.entries))
         image = before if before is not None and before.entries == entries else Image.of(entries)
         plan, storages = planned(image.layout, contents.outgoing, CHUNK, PAGE)

@@ -16,8 +16,7 @@ from zerostart.live.full_tensors import carried
 from zerostart.live.model import LiveModel
 from zerostart.recipe import torch_dtype
 from zerostart.state.refitting.image import Image
-from zerostart.state.saving.adapters import has_adapters
-from zerostart.state.saving.save import SaveRequest, contents_to_save
+from zerostart.state.saving.save import contents_to_serve
 from zerostart.state.saving.writing import planned
 from zerostart.transfer.planning.writes import Write, WritePlan
 from zerostart.transfer.writing import Source, write_out
@@ -85,13 +84,7 @@ class WeightSource:
         world = self._world
         with world.phase("looking at the model"):
             live = LiveModel(self._model, world)
-            merged = has_adapters(live.module)
-            if merged and not self._merge:
-                raise ConfigError(
-                    "merge_adapters=False: adapters are no tensors of the checkpoint; pass True"
-                )
-            request = SaveRequest(dtype=self._dtype, merge_adapters=merged)
-            contents, _ = contents_to_save(self._model, live, request)
+            contents = contents_to_serve(self._model, live, self._dtype, self._merge)
             image = Image.of(contents.entries)
             plan, storages = planned(image.layout, contents.outgoing, CHUNK)
         return image, plan, storages

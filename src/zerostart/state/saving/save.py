@@ -29,6 +29,7 @@ from zerostart.state.saving.adapter_formats import adapter_format
 from zerostart.state.saving.adapters import (
     PEFT_FORMAT,
     Adapted,
+    AdapterFile,
     AdapterFormat,
     adapted_model,
     adapter_files,
@@ -240,14 +241,9 @@ def _adapters(
     live: LiveModel, adapted: Adapted, publication: Publication, request: SaveRequest
 ) -> list[Done]:
     """The files of all adapters, and their configurations."""
-    world = live.world
+    world, written_as = live.world, request.adapter_format
     with world.phase("looking at the adapters"):
-        tensors, _ = live.tensors()
-        if request.overrides is not None:
-            tensors = overridden(tensors, request.overrides, world)
-        shards = _by_identity(live.module, tensors)
-        written_as = request.adapter_format
-        files = adapter_files(adapted, shards, request.dtype, written_as, world)
+        files = _adapter_files(live, adapted, request)
     done = []
     for file in files:
         directory = publication.directory / file.folder
@@ -271,6 +267,38 @@ def _adapters(
                 adapted.save_config(file.name, directory)
         done.append((file.folder, written, file.contents))
     return done
+
+
+def _adapter_files(live: LiveModel, adapted: Adapted, request: SaveRequest) -> list[AdapterFile]:
+    """What each adapter's file has."""
+    tensors, _ = live.tensors()
+    if request.overrides is not None:
+        tensors = overridden(tensors, request.overrides, live.world)
+    shards = _by_identity(live.module, tensors)
+    return adapter_files(adapted, shards, request.dtype, request.adapter_format, live.world)
+
+
+def contents_to_serve(
+    model: nn.Module, live: LiveModel, dtype: torch.dtype | None, merge_adapters: bool
+) -> Contents:
+    """What an engine is given: the model with its adapters merged, or an adapter alone, as saved; collective.
+
+    ``live`` is that of ``model``. Raises ConfigError for adapters that cannot be merged, and alone for none
+    or several.
+    """
+    if merge_adapters:
+        request = SaveRequest(dtype=dtype, merge_adapters=has_adapters(live.module))
+        return contents_to_save(model, live, request)[0]
+    adapted = adapted_model(model, within=True)
+    request = SaveRequest(dtype=dtype, adapters_only=True)
+    files = [] if adapted is None else _adapter_files(live, adapted, request)
+    if len(files) != 1:
+        names = f"{len(files)} ({', '.join(file.name for file in files)})" if files else "none"
+        raise ConfigError(
+            f"merge_adapters=False gives an engine one adapter alone, and this {type(live.module).__name__} "
+            f"has {names}: leave it out, or the other adapters"
+        )
+    return files[0].contents
 
 
 def _masters(model: nn.Module, world: World) -> TensorOverrides:
