@@ -129,7 +129,10 @@ class _Fsspec(Bucket):
         """What lies right below a folder; None where the file system tells nobody."""
         try:
             with self._asked() as system:
-                return system.ls(self._begin + folder, detail=True, refresh=True)
+                try:
+                    return system.ls(self._begin + folder, detail=True, refresh=True)
+                except TypeError:  # of those that keep no lists, as sftp's
+                    return system.ls(self._begin + folder, detail=True)
         except (FileNotFoundError, NotADirectoryError):
             return ()
         except RefusedError as error:
