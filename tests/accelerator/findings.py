@@ -258,3 +258,84 @@ def waits_of_dispatch() -> tuple[int, bool]:
     waits = pretend().waits() - before
     expected = (index + 1).sum(dim=1, keepdim=True).expand(6, 3).to(out.dtype)
     return waits, torch.equal(out, expected)
+
+
+def refitted_in_part_there() -> tuple[list[int], list[str], int, int]:
+    """Versions of an engine of which one tensor is on the host, and what it has not got of them.
+
+    And bytes that are page-locked meanwhile, and when nobody has closed anything, but all of it is gone.
+    """
+    import gc
+    import tempfile
+    import threading
+
+    from torch import nn
+
+    from zerostart import serving
+
+    device = join(None, True)
+
+    class Part(nn.Module):
+        def __init__(self, *places: Any) -> None:
+            super().__init__()
+            for name, place in zip("abc", places, strict=True):
+                setattr(self, name, nn.Parameter(torch.rand(300, 100, device="cpu").to(place)))
+
+        def load_weights(self, weights: Any) -> None:
+            for name, tensor in weights:
+                getattr(self, name).data.copy_(tensor)
+
+    model, engine = Part(device, "cpu", device), Part("cpu", device, device)
+    versions: list[int] = []
+
+    def pushed() -> int:
+        with tempfile.TemporaryDirectory() as folder:
+            address = f"unix://{folder}/worker"
+
+            def follow() -> None:
+                connection = serving.Connection(serving.Receiver(engine), address, timeout=30)
+                versions.extend(connection.follow() for _ in range(2))
+
+            worker = threading.Thread(target=follow)
+            worker.start()
+            refitter = zerostart.refit(model, address, workers=1, timeout=30)
+            for _ in range(2):
+                for parameter in model.parameters():
+                    parameter.data.mul_(-2)
+                refitter.push()
+            worker.join()
+            return int(pretend().registered_bytes())
+
+    before = pretend().registered_bytes()
+    locked = pushed() - before
+    gc.collect()
+    pairs = zip(model.named_parameters(), engine.parameters(), strict=True)
+    wrong = [name for (name, mine), its in pairs if not torch.equal(mine.cpu(), its.cpu())]
+    dist.destroy_process_group()
+    return versions, wrong, locked, pretend().registered_bytes() - before
+
+
+def moved_between_two_devices(folder: Path) -> tuple[list[str], list[str]]:
+    """What a save of a model on two devices has not, and what another one, refitted, has not."""
+    from safetensors.torch import load_file
+    from torch import nn
+
+    def spread(*devices: int) -> nn.Module:
+        model = nn.Module()
+        for number in range(8):
+            values = torch.rand(500, 1000, device="cpu").to(f"npu:{devices[number % len(devices)]}")
+            model.register_parameter(f"p{number}", nn.Parameter(values))
+        return model
+
+    def differing(others: Any) -> list[str]:
+        return [name for name, mine in values.items() if not torch.equal(mine, others[name].cpu())]
+
+    join(None, True)
+    model, other = spread(0, 1), spread(1, 0, 0)
+    values = {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
+    zerostart.save(model, folder)
+    saved = differing(load_file(folder / "model.safetensors"))
+    with zerostart.refit(model, other) as refitter:
+        refitter.push()
+    dist.destroy_process_group()
+    return saved, differing(dict(other.named_parameters()))

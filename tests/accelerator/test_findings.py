@@ -136,3 +136,16 @@ def test_the_users_own_peak_figures_stay(checkpoints: TinyCheckpoints) -> None:
 def test_an_exchange_of_tokens_waits_for_the_device_once() -> None:
     """For the numbers of tokens, which the host needs to receive them."""
     assert run_npu_ranks(findings.waits_of_dispatch, 2) == [(1, True)] * 2
+
+
+def test_an_engine_may_have_a_part_on_the_host_and_nothing_stays_page_locked() -> None:
+    """Of pages that are unmapped while they are locked an accelerator copies, whatever lies there later."""
+    for versions, wrong, locked, left in run_npu_ranks(findings.refitted_in_part_there, 1):
+        assert (versions, wrong) == ([1, 2], [])
+        assert locked >= 3 * 300 * 100 * 4  # the trainer's
+        assert left == 0
+
+
+def test_a_model_on_two_devices_is_saved_as_it_is(tmp_path: Path) -> None:
+    """Copies off the second one were not waited for: buffers were written with what was in them before."""
+    assert run_npu_ranks(findings.moved_between_two_devices, 1, tmp_path / "saved") == [([], [])]

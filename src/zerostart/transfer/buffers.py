@@ -128,7 +128,10 @@ class LockedSpans:
     They are not counted in ``locked_bytes``: the memory is there without being locked.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, memory: torch.Tensor, device: torch.device) -> None:
+        # Kept for as long: of memory that goes while it is locked the accelerator goes on using the pages,
+        # also for what lies at its address later.
+        self._memory: torch.Tensor | None = memory
         self._device = device
         self._addresses: list[int] = []
         self._process = os.getpid()
@@ -144,7 +147,7 @@ class LockedSpans:
         runtime = _runtime()
         if runtime is None:
             return None
-        register, made, page = runtime[0], cls(device), mmap.PAGESIZE
+        register, made, page = runtime[0], cls(memory, device), mmap.PAGESIZE
         begin, joined = memory.data_ptr(), list[tuple[int, int]]()
         for low, high in spans:
             # What lies near each other together: each call takes a while, and no page is locked twice.
@@ -165,12 +168,19 @@ class LockedSpans:
         """Wait for copies that are under way, and let the pages go; what was forked has not locked them."""
         addresses, self._addresses = self._addresses, []
         runtime = _runtime()
-        if not addresses or runtime is None or os.getpid() != self._process:
-            return
-        with torch.accelerator.device_index(self._index):
-            torch.accelerator.synchronize(self._index)
-            for address in addresses:
-                runtime[1](address)
+        if addresses and runtime is not None and os.getpid() == self._process:
+            with torch.accelerator.device_index(self._index):
+                # What has failed there is told to whoever uses it next; the pages go all the same.
+                with contextlib.suppress(RuntimeError):
+                    torch.accelerator.synchronize(self._index)
+                for address in addresses:
+                    runtime[1](address)
+        self._memory = None
+
+    def __del__(self, ends: Callable[[], bool] = sys.is_finalizing) -> None:
+        # A script may forget to close what they are of; nothing is left to do at the end of Python.
+        if self._addresses and not ends():
+            self.release()
 
     @property
     def _index(self) -> int:

@@ -49,10 +49,11 @@ def execute(
     # The reader first: with one that gets its bytes from other ranks, these have to hear of whatever fails.
     with reader or plan.storage.reader() as source, progress, one_thread(bool(plan.computations)):
         _zero_padding(plan.destinations, storages)
-        device = next((storage.device for storage in storages if storage.device.type != "cpu"), None)
-        if device is not None:
+        devices = dict.fromkeys(storage.device for storage in storages if storage.device.type != "cpu")
+        for each in devices:
             # The padding was zeroed on a stream that the threads' own know nothing of.
-            torch.accelerator.current_stream(device).synchronize()
+            torch.accelerator.current_stream(each).synchronize()
+        device = next(iter(devices), None)
         reading = _Reading(plan, storages, source, progress, device, threads, depth)
         reading.run(queue or ReadQueue(plan), threads, most)
     return progress.done

@@ -215,7 +215,8 @@ class DeviceStaging:
             self._stream.synchronize()
 
     def _send(self, part: Part, data: torch.Tensor, storage: torch.Tensor) -> None:
-        if storage.device.type != self._device.type:  # a register, or a tensor that stays on the host
+        # A register, a tensor that stays on the host, or one on a device whose streams are not waited for.
+        if storage.device != self._device:
             self._host_only.put(part, data, storage)
             return
         source = data[part.at : part.at + part.nbytes]

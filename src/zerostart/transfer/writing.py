@@ -85,10 +85,11 @@ def write_out(
     one of ``chunk_size`` on an accelerator where elements do not lie there as they are to be written. The
     first error of any thread stops the others and is raised here.
     """
-    device = next((s.storage.device for s in storages if s.storage.device.type != "cpu"), None)
-    if device is not None:
+    devices = dict.fromkeys(s.storage.device for s in storages if s.storage.device.type != "cpu")
+    for each in devices:
         # What was computed last may still be under way, on a stream that the threads know nothing of.
-        torch.accelerator.synchronize(device)
+        torch.accelerator.synchronize(each)
+    device = next(iter(devices), None)
     writing = _Writing(plan, storages, writer, noted, device)
     # Operators on one thread each: those that write are as many as there is work for.
     with one_thread():
@@ -169,12 +170,10 @@ class _Writing:
         return place is not None
 
     def _is_there(self, write: Write) -> bool:
-        """Whether all of it is on the accelerator."""
+        """Whether all of it is on the accelerator, whose stream alone is waited for."""
         if self._device is None:
             return False
-        return all(
-            self._storages[part.target].storage.device.type == self._device.type for part in write.parts
-        )
+        return all(self._storages[part.target].storage.device == self._device for part in write.parts)
 
     def _data_there(self, write: Write, room: _Room) -> torch.Tensor:
         """What is written, on the accelerator: where it lies if it lies there as it is to be."""

@@ -4,6 +4,7 @@ import hashlib
 import itertools
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -112,8 +113,8 @@ def test_as_other_devices_compute_it(place: int, monkeypatch: pytest.MonkeyPatch
     def of_columns() -> str:
         square = tensor[: 512 * 1024].view(512, 1024)
         sums = Digests([("t", "F32", square.shape)])
-        sums.add_rows("t", 300, 1024, square[:, 300:])
-        sums.add_rows("t", 0, 1024, square[:, :300])
+        sums.add_rows("t", 301, 1024, square[:, 301:])
+        sums.add_rows("t", 0, 1024, square[:, :301].contiguous())  # at odd distances in memory
         return sums.summed()["t"]
 
     of_square = digest(tensor[: 512 * 1024].view(512, 1024))
@@ -121,12 +122,25 @@ def test_as_other_devices_compute_it(place: int, monkeypatch: pytest.MonkeyPatch
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert (found(), of_columns()) == (expected, of_square)
     monkeypatch.setattr(byte_sums, "_is_host", lambda device: False)
+    monkeypatch.setattr(torch, "_int_mm", _of_cuda(torch._int_mm))
     for products in (True, False):
         monkeypatch.setattr(byte_sums, "_has_products_of_bytes_there", lambda device, has=products: has)
         assert (found(), of_columns()) == (expected, of_square)
     # As CUDA refuses products in deterministic mode.
     monkeypatch.setattr(byte_sums, "_refuses_products", lambda device: True)
     assert (found(), of_columns()) == (expected, of_square)
+
+
+def _of_cuda(product: Any) -> Any:
+    """A product of bytes that takes what CUDA's takes: 17 rows at least, at multiples of 16 bytes."""
+
+    def multiplied(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        assert one.shape[0] > 16
+        assert not one.data_ptr() % 16
+        assert not any(stride % 16 for stride in one.stride() if stride != 1)
+        return product(one, other)  # type: ignore[no-any-return]
+
+    return multiplied
 
 
 def test_products_that_lose_bits_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -182,6 +182,9 @@ class Rounds:
         self.windows = Windows(routes.image.layout)
         self._routes, self._source, self._storages = routes, source, storages
         self._sums, self._world, self._device = sums, world, device
+        if device.type != "cpu":
+            # What was computed last may still be under way, on another stream than the current one.
+            torch.accelerator.synchronize(device)
         tensors = routes.image.layout.tensors
         self._places = [tensors[w.name].offset + w.first * w.dtype.itemsize for w in source.writes]
         self._summed = bytearray(len(source.writes))

@@ -17,7 +17,7 @@ import logging
 import os
 import re
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from urllib.parse import unquote
@@ -209,11 +209,21 @@ def remove_old(directory: Path, document: Document) -> None:
     Raises nothing: the version is there, and what is left goes with the next one.
     """
     kept = {stem for chain in document.chains for stem in chain}
+    _remove(directory, lambda stem: stem not in kept and number_of(stem) <= document.version)
+
+
+def remove_unfinished(directory: Path, stem: str, document: Document | None) -> None:
+    """Remove what there is of a version, unless ``document`` names it; raises nothing."""
+    if document is None or not any(stem in chain for chain in document.chains):
+        _remove(directory, lambda each: each == stem)
+
+
+def _remove(directory: Path, unwanted: Callable[[str], bool]) -> None:
     left = []
     try:
         for path in [*directory.iterdir()]:
             match = _OURS.fullmatch(path.name.removeprefix("."))
-            if match and match["stem"] not in kept and number_of(match["stem"]) <= document.version:
+            if match and unwanted(match["stem"]):
                 try:
                     path.unlink(missing_ok=True)
                 except OSError as error:

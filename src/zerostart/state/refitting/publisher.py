@@ -21,6 +21,7 @@ from zerostart.state.refitting.directory import (
     is_whole,
     new_stem,
     remove_old,
+    remove_unfinished,
     write_version,
 )
 from zerostart.state.refitting.image import Image
@@ -63,6 +64,8 @@ class DirectoryRefitter:
         self._closed = False
         #: On rank 0 the document of the last push, which may be there though the push has failed.
         self._tried: Document | None = None
+        #: On rank 0 the files of a push that is under way or has failed: they take room that others need.
+        self._stem: str | None = None
         with world.phase("beginning a refit"):
             settings.check()
             if settings.workers is not None:
@@ -174,6 +177,7 @@ class DirectoryRefitter:
             try:
                 with alone(self._path):
                     document = self._current()
+                    self._clear(document)
                     if document is not None:
                         replace(document, over=True).write(self._path)
             except (CheckpointError, ConfigError, FileNotFoundError):
@@ -219,6 +223,7 @@ class DirectoryRefitter:
         """On rank 0: number and name of the next version, and whether it can be a ``delta``."""
         try:
             before = self._current()
+            self._clear(before)
             number = 1 + max(self.version, 0 if before is None else before.version)
             if before is None or number != before.version + 1:
                 delta = False
@@ -226,7 +231,14 @@ class DirectoryRefitter:
                 delta = delta and is_whole(self._path, before.chains[-1], self._world.size)
         except OSError as error:
             raise WriteError(f"{self._path}: {error.strerror or error}") from error
-        return number, new_stem(number), delta
+        self._stem = new_stem(number)
+        return number, self._stem, delta
+
+    def _clear(self, document: Document | None) -> None:
+        """On rank 0: remove what a push has left that failed when all ranks had written."""
+        if self._stem is not None:
+            remove_unfinished(self._path, self._stem, document)
+        self._stem = None
 
     def _keep(self, ready: Prepared) -> tuple[Runs, bool]:
         """Have room for what this rank writes, where deltas are asked for.
@@ -270,6 +282,7 @@ class DirectoryRefitter:
                     chains = (*chains[:-1], (*chains[-1], stem))
                 self._tried = document = Document(version.version, chains)
                 document.write(self._path)
+                self._stem = None
                 remove_old(self._path, document)
         except OSError as error:
             raise WriteError(f"{self._path}: {error.strerror or error}") from error

@@ -229,7 +229,7 @@ class Receiver:
             self._check_all_filled(tensors, recipes.by_name)
         self._image, self._plans, self._wants = image, {}, None
         self._filled = self._divided(image, recipes.by_name, strides, recipes.partial)
-        whole = self._stage_plan(tuple(self._filled), strides, None)
+        whole = self._stage_plan(tuple(self._filled), strides, frozenset(self._filled))
         rest = [
             (one.rest, _layout(one.rest, strides[name], False), _destination(one.rest))
             for name, one in self._filled.items()
@@ -391,22 +391,23 @@ class Receiver:
         return found
 
     def _stage_plan(
-        self, names: tuple[str, ...], strides: Mapping[str, tuple[int, ...]], device: torch.device | None
+        self, names: tuple[str, ...], strides: Mapping[str, tuple[int, ...]], hosted: frozenset[str]
     ) -> _StagePlan:
-        key = (names, tuple(strides[name] for name in names), device)
+        """``hosted`` are those on the host, where an engine may have some alone."""
+        key = (names, tuple(strides[name] for name in names), hosted)
         if key not in self._plans:
-            self._plans[key] = self._planned(names, strides, device is None or device.type == "cpu")
+            self._plans[key] = self._planned(names, strides, hosted)
         return self._plans[key]
 
     def _planned(
-        self, names: tuple[str, ...], strides: Mapping[str, tuple[int, ...]], host: bool
+        self, names: tuple[str, ...], strides: Mapping[str, tuple[int, ...]], hosted: frozenset[str]
     ) -> _StagePlan:
         assert self._image is not None, "planned before"
         catalog, layout = self._image.catalog(), self._image.layout
         wanted = []
         back: dict[int, list[tuple[Recipe, Layout, Origin]]] = {}
         for name in names:
-            one = self._filled[name]
+            one, host = self._filled[name], name in hosted
             wanted.append(
                 (one.recipe, _layout(one.recipe, strides[name], one.whole), _destination(one.recipe, host))
             )
@@ -436,8 +437,8 @@ class Receiver:
                     f"{target.dtype} {list(target.shape)} when its loader was followed"
                 )
         strides = {name: tensor.stride() for name, tensor in tensors.items()}
-        device = next(iter(tensors.values())).device
-        stage = self._stage_plan(tuple(tensors), strides, device)
+        hosted = frozenset(name for name, tensor in tensors.items() if tensor.device.type == "cpu")
+        stage = self._stage_plan(tuple(tensors), strides, hosted)
         storages = {name: _storage(tensor) for name, tensor in tensors.items()}
         with torch.no_grad():
             each = [storages[name] for name in stage.names]

@@ -14,9 +14,9 @@ its end, which is few in one of eight columns. So two contents meet with a chanc
 they differ. It is linear in the bytes: shares of a tensor add up, in any order, on any ranks.
 
 The first sums are a product of matrices. Processors and CUDA have it for bytes (``torch._int_mm``, a private
-name; CUDA's takes 17 rows at least, that begin at a multiple of 16 bytes). Other devices, and processors or
-releases without it, take that of fp32, which is exact as well: bytes and keys have eight bits, and no sum of
-products leaves the 24 of fp32, however it is put together, also with TF32.
+name; CUDA's takes 17 rows at least, each of which begins at a multiple of 16 bytes). Other devices, and
+processors or releases without it, take that of fp32, which is exact as well: bytes and keys have eight bits,
+and no sum of products leaves the 24 of fp32, however it is put together, also with TF32.
 
 An accelerator is not waited for: what it sums up are tensors of its own until somebody asks for the numbers.
 Run on the CPU, on the pretend accelerator (docs/configuring.md), and on one H200.
@@ -48,7 +48,7 @@ TOGETHER = 16 * BLOCK
 MANY, HOST_MANY = 4 * BLOCK, 1 << 17
 #: Most bytes that an accelerator sums up at a time.
 THERE_MANY = 64 * BLOCK
-#: Fewest rows of a product of bytes on an accelerator (CUDA), and where in memory they begin.
+#: Fewest rows of a product of bytes on an accelerator (CUDA), and where in memory each begins.
 LEAST_THERE, ALIGNED = 17, 16
 #: Blocks for which an accelerator keeps B, at first: of tensors of 4 GiB.
 FIRST_BLOCKS = 1 << 12
@@ -170,13 +170,13 @@ def _row_sums(octets: torch.Tensor, inside: int) -> torch.Tensor:
     keys, device = slice(inside, inside + length), octets.device
     if not _is_host(device) and _has_products_of_bytes_there(device):
         rows = octets.shape[0]
-        if octets.data_ptr() % ALIGNED:
-            octets = octets.clone()
         if length < ROW or rows < LEAST_THERE:
             # Zeros around them: a product of floats would take room that stays taken, for each stream.
             room = octets.new_zeros(max(rows, LEAST_THERE), ROW)
             room[:rows, keys] = octets
             octets = room
+        elif octets.data_ptr() % ALIGNED or octets.stride(0) % ALIGNED:
+            octets = octets.clone(memory_format=torch.contiguous_format)
         return torch._int_mm(octets, _byte_columns(device))[:rows]
     if _is_host(device) and _has_products_of_bytes():
         # It is asked for the number of threads so that torch, which does so lazily, sets it in this one.
