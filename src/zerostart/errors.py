@@ -84,20 +84,29 @@ def printable_lines(text: str) -> str:
     return "\n".join(map(printable, text.split("\n")))
 
 
+def without_passwords(text: str) -> str:
+    """``text`` with URLs that have no user and no password in them."""
+    return re.sub(r"://[^/\s]*@", "://", text)
+
+
 def printable_record(record: logging.LogRecord) -> bool:
-    """Filter of a logger: make the text of a record harmless (``printable_lines``), and let it pass."""
-    record.msg, record.args = printable_lines(record.getMessage()), ()
+    """Filter of a logger: make the text of a record harmless, and let it pass.
+
+    ``printable_lines`` and ``without_passwords`` do it.
+    """
+    record.msg, record.args = printable_lines(without_passwords(record.getMessage())), ()
     return True
 
 
 class ZerostartError(Exception):
     """Root of all errors that zerostart raises; as a text it is fit for a terminal (``printable``).
 
-    ``str(error)`` is the message alone. A note (``__notes__``) below it in a traceback has ``help_url``.
+    ``str(error)`` is the message alone, and no URL in it has a password. A note (``__notes__``) below it in a
+    traceback has ``help_url``.
     """
 
     def __init__(self, *args: object) -> None:
-        super().__init__(*args)
+        super().__init__(*(without_passwords(one) if isinstance(one, str) else one for one in args))
         self.add_note(f"See {self.help_url}")
 
     def __str__(self) -> str:

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tarfile
+import tracemalloc
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,7 +23,10 @@ from safetensors.torch import save_file
 import zerostart
 from tests.ranks import run_ranks
 from tests.stores import proxy, servers
+from zerostart.checkpoint.formats.located import StoredPath
+from zerostart.checkpoint.formats.training import PartFiles
 from zerostart.checkpoint.source import open_catalog
+from zerostart.checkpoint.storage import storage_at
 from zerostart.cli import main
 from zerostart.errors import (
     CheckpointError,
@@ -32,6 +36,9 @@ from zerostart.errors import (
     VerifyError,
     ZerostartError,
 )
+from zerostart.state.converting.convert import Converted
+from zerostart.state.resuming.background import Saving
+from zerostart.state.saving.save import SaveReport
 from zerostart.testing.net import Net, save
 from zerostart.transfer.meter import PeakMeter
 
@@ -154,6 +161,26 @@ def test_what_is_not_there_is_told(url: str) -> None:
         open_catalog(f"{url}/absent")
     with pytest.raises(CheckpointNotFoundError, match="this needs files of this machine"):
         zerostart.load_pipeline(url)
+
+
+def test_of_many_files_of_ranks_few_bytes_are_kept(tmp_path: Path) -> None:
+    """However many there are: neither the blocks that were looked at, nor what came with the opening."""
+    for rank in range(40):
+        torch.save({str(number): torch.ones(100_000) for number in range(3)}, tmp_path / f"{rank}.bin")
+    files = PartFiles()
+    with servers.rclone(tmp_path, "webdav") as address:
+        storage = storage_at(address)
+        assert storage is not None
+        folder = StoredPath.of(storage)
+        tracemalloc.start()
+        try:
+            for rank in range(40):
+                files.torch_file(folder / f"{rank}.bin")
+            kept, _ = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+    assert len(files.paths) == 40
+    assert kept < 5 << 20
 
 
 def test_a_url_that_has_lost_a_slash_is_no_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -508,3 +535,11 @@ def test_no_error_repeats_a_secret(url: str, monkeypatch: pytest.MonkeyPatch) ->
         with pytest.raises(ZerostartError) as raised:
             call(url)
         assert "SECRET" not in str(raised.value)
+
+
+def test_no_report_and_no_error_of_any_kind_has_a_password() -> None:
+    url = "http://me:SECRET@server/model"
+    save = SaveReport(url, (), (), 0, 0, 0.0, {}, {})
+    assert (save.path, eval(repr(save)).path) == (url, "http://server/model")
+    for told in (save, Converted(url, (), 0, 0), Saving(_place=url), ZerostartError(f"{url}: no")):
+        assert "SECRET" not in f"{told!r} {told}"

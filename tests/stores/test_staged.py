@@ -1,5 +1,7 @@
 """Saves to stores that take a file whole, from one process: staged on disk, and whole there or not at all."""
 
+import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,10 +13,15 @@ import zerostart
 from tests.ranks import run_ranks
 from tests.stores import proxy, servers
 from tests.stores.killed import worker
+from tests.stores.test_saving import on
+from tests.training.conftest import tokenizer_path as tokenizer_path
+from tests.training.loop.test_resumed_runs import going_on, interrupted
+from tests.training.loop.test_run import losses, run
+from tests.training.loop.test_run import values as values
 from zerostart.checkpoint.source import open_catalog
-from zerostart.checkpoint.storage import uploads_at
+from zerostart.checkpoint.storage import uploads_at, webdav_uploads
 from zerostart.checkpoint.verifying import file_digests
-from zerostart.errors import ConfigError, WriteError
+from zerostart.errors import CheckpointNotFoundError, ConfigError, WriteError
 from zerostart.state.converting.convert import convert
 from zerostart.state.saving.export import export
 
@@ -154,7 +161,7 @@ def test_one_error_on_all_ranks_and_the_old_one_stays(models: list[str], served:
     assert not list(folder.rglob(".zerostart/*"))
 
 
-def test_moves_whose_answers_are_lost(tmp_path: Path) -> None:
+def test_moves_whose_answers_are_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """rclone's server removes what is at the new name first: another attempt would remove what was moved."""
     moves: list[int] = []
 
@@ -173,7 +180,17 @@ def test_moves_whose_answers_are_lost(tmp_path: Path) -> None:
         for number in range(4):
             uploads.put("inner/a.json", b"x" * (number + 1))
             assert (tmp_path / "place/inner/a.json").stat().st_size == number + 1
-    assert len(moves) > 4
+        assert len(moves) > 4
+        # Of one that is answered and not done: what is there is as long as what should be.
+        monkeypatch.setattr(webdav_uploads, "DELAYS", (0.01,))
+        uploads.put("inner/b.json", b"y" * number)
+        for answer, words in ((207, "answered 207"), (204, "where it was uploaded to")):
+            line.fault = lambda method, path, _, answer=answer: answer if method == "MOVE" else None
+            with pytest.raises(WriteError, match=words):
+                uploads.put("inner/b.json", b"x" * number)
+            with pytest.raises(WriteError, match=words):
+                uploads.give_name("inner/a.json", "inner/b.json")
+        assert (tmp_path / "place/inner/b.json").read_bytes() == b"y" * number
 
 
 def test_servers_that_take_nothing_are_told(models: list[str], tmp_path: Path) -> None:
@@ -231,9 +248,66 @@ def test_killed_in_the_middle(kind: str, models: list[str], tmp_path: Path) -> N
 
 def test_a_conversion_is_what_a_local_one_is(models: list[str], tmp_path: Path) -> None:
     """Into files of other names, the largest of which is staged, and the small ones are not."""
+    # One that was killed before its first note was in its place has left that, and one that lives may have.
+    parts = [tmp_path / f"beside/.zerostart/{token * 12}/{'5' * 32}.part" for token in "ab"]
+    for part in parts:
+        part.parent.mkdir(parents=True)
+        part.touch()
+    os.utime(parts[0], (0, 0))
     made = convert(models[0], f"file://{tmp_path}/stored", "dcp")
     convert(models[0], tmp_path / "here", "dcp")
     assert content(tmp_path / "stored") == content(tmp_path / "here")
     assert made.staged_bytes > 19_000_000
+    assert [part.parent.exists() for part in parts] == [False, True]
     with pytest.raises(ConfigError, match="is there already"):
         convert(models[0], f"file://{tmp_path}/stored", "dcp")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["webdav", "file"])
+def test_a_run_goes_on_from_there(
+    kind: str, checkpoints: Any, values: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On another machine, which has nothing of the run: its losses are those of a run that never stopped."""
+    path, folder = checkpoints("qwen3"), tmp_path / "served"
+    folder.mkdir()
+    straight = on(run, 2, values(path, "fsdp2", "straight", steps=6))[0]
+    given = going_on(values(path, "fsdp2", steps=6), background=False, keep=1)
+    with servers.rclone(folder, "webdav", "--dir-cache-time", "5m") as address:
+        place = f"{address}/the run" if kind == "webdav" else f"file://{folder}/the run"
+        given["output"] = {"directory": place}
+        on(interrupted, 2, given, 4)
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "elsewhere"))
+        assert on(run, 2, given)[0].directory == place
+        assert digests(place) == digests(straight.directory)
+        told = (folder / "the run/metrics.jsonl").read_text().splitlines()
+        found = [json.loads(line) for line in told]
+        assert [entry["loss"] for entry in found if "loss" in entry] == losses(straight)
+        assert [path.parent.name for path in folder.rglob("state.json")] == ["step-00000006"]
+        assert not [path for path in folder.rglob(".zerostart/**/*") if path.is_file()]
+        with pytest.raises(ConfigError, match="is not empty"):
+            run({**given, "resume": None})
+
+
+def test_names_are_no_patterns_and_no_marks() -> None:
+    """Of a file system that copies and removes, and in a URL."""
+    for name in ("run[1]", "st*r", "q?z"):
+        found = uploads_at(f"memory://staged/{name}")
+        assert found is not None
+        uploads = found.aside(".zerostart/0123456789ab")
+        for content in (b"one", b"another"):
+            uploads.put("a.json", content)
+        assert uploads.read("a.json") is not None
+        assert uploads.listed().keys() == {"a.json"}
+    with pytest.raises(ConfigError, match="write %23"):
+        uploads_at("http://127.0.0.1:9/run#1")
+
+
+def test_shards_alone_are_no_checkpoint() -> None:
+    """A reader during the first save to a store is not given a part of it."""
+    found = uploads_at("memory://shards/model")
+    assert found is not None
+    for number in (1, 2):
+        found.put(f"model-0000{number}-of-00003.safetensors", b"")
+        with pytest.raises(CheckpointNotFoundError, match="no index of them: a save"):
+            open_catalog("memory://shards/model")

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import re
 import threading
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
-from zerostart.errors import ConfigError
+from zerostart.errors import ConfigError, without_passwords
 
 
 def expanded(path: str | os.PathLike[str]) -> Path:
@@ -65,8 +67,14 @@ def shown_url(path: str) -> str:
 
 def without_secrets(text: str) -> str:
     """Words of a library without what may be secret in their URLs: a password, and what signs a request."""
-    text = re.sub(r"://[^/\s]*@", "://", text)
-    return re.sub(r"(\b[A-Za-z][A-Za-z0-9+.-]*://[^\s?)]+)\?\S*", r"\1", text)
+    return re.sub(r"(\b[A-Za-z][A-Za-z0-9+.-]*://[^\s?)]+)\?\S*", r"\1", without_passwords(text))
+
+
+def shown_record(record: Any) -> str:
+    """The ``repr`` of a dataclass that names a place: URLs in it without what may be secret in them."""
+    named = ((one.name, getattr(record, one.name)) for one in fields(record))
+    told = (f"{name}={(shown_url(value) if isinstance(value, str) else value)!r}" for name, value in named)
+    return f"{type(record).__name__}({', '.join(told)})"
 
 
 _URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://.+", re.DOTALL)

@@ -10,6 +10,7 @@ from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
+from zerostart.checkpoint.paths import shown_url
 from zerostart.loading.drawing import spans
 from zerostart.training.loop.terminal import duration, say
 
@@ -48,7 +49,7 @@ def show_plan(made: WorldPlan, source: str, console: Console | None = None) -> N
     console = console or Console()
     say(
         console,
-        f"{source}: {decimal(made.checkpoint_bytes)}, {made.parameters:,} elements, "
+        f"{shown_url(source)}: {decimal(made.checkpoint_bytes)}, {made.parameters:,} elements, "
         f"largest tensor {decimal(made.largest_tensor_bytes)}; planned in {made.planning_seconds:.2f} s",
     )
     say(console, _job(made))

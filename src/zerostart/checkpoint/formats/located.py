@@ -6,6 +6,7 @@ blocks are fetched and kept that headers, directories of archives and pickles li
 
 from __future__ import annotations
 
+import copy
 import fnmatch
 import threading
 from collections import OrderedDict
@@ -16,8 +17,9 @@ from typing import Protocol, Self
 from zerostart.checkpoint.storage import Storage
 from zerostart.errors import CheckpointError, CheckpointNotFoundError
 
-#: Bytes of a block, and most blocks of one file that are kept: a box of ``torch.distributed.checkpoint`` has
-#: its header and its directory at its ends, and boxes follow each other.
+#: Bytes of a block, and most blocks that are kept, of all files together, which are read one after the other:
+#: a box of ``torch.distributed.checkpoint`` has its header and its directory at its ends, and boxes follow
+#: each other.
 BLOCK, KEPT = 64 << 10, 64
 
 
@@ -64,13 +66,17 @@ class Located(Protocol):
 
 
 class StoredFile:
-    """One file of a store, by blocks: see ``HeaderBytes``."""
+    """One file of a store, by blocks, which it has from ``kept``: see ``HeaderBytes``."""
 
-    def __init__(self, storage: Storage) -> None:
+    def __init__(self, storage: Storage, kept: Blocks) -> None:
         self.storage, self.size = storage, storage.sizes[0]
         self._reader = storage.reader()
-        self._blocks: OrderedDict[int, bytes] = OrderedDict()
-        self._lock = threading.Lock()
+        self._kept = kept
+
+    def let_go(self) -> None:
+        """Keep nothing of what came with the opening: what is asked for from now on is fetched."""
+        self.storage = copy.copy(self.storage)  # as it travels: see ``ObjectFiles.__getstate__``
+        self._reader = self.storage.reader()
 
     def read(self, length: int, offset: int) -> bytes:
         """See ``HeaderBytes``."""
@@ -80,22 +86,36 @@ class StoredFile:
         first, last = offset // BLOCK, (end - 1) // BLOCK
         if last - first >= KEPT // 2:  # a long pickle, which is asked for once
             return self._fetched(offset, end)
-        with self._lock:
-            data = b"".join(self._block(number) for number in range(first, last + 1))
+        data = b"".join(self._kept.block(self, number) for number in range(first, last + 1))
         return data[offset - first * BLOCK : end - first * BLOCK]
 
-    def _block(self, number: int) -> bytes:
-        if number not in self._blocks:
-            self._blocks[number] = self._fetched(number * BLOCK, min((number + 1) * BLOCK, self.size))
-            if len(self._blocks) > KEPT:
-                self._blocks.popitem(last=False)
-        self._blocks.move_to_end(number)
-        return self._blocks[number]
+    def block(self, number: int) -> bytes:
+        """Fetch a block."""
+        return self._fetched(number * BLOCK, min((number + 1) * BLOCK, self.size))
 
     def _fetched(self, begin: int, end: int) -> bytes:
         buffer = bytearray(end - begin)
         self._reader.read(0, begin, [memoryview(buffer)])
         return bytes(buffer)
+
+
+class Blocks:
+    """Blocks of the files of one tree that were fetched last."""
+
+    def __init__(self) -> None:
+        self._blocks: OrderedDict[tuple[int, int], bytes] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def block(self, file: StoredFile, number: int) -> bytes:
+        """A block of a file. Raises ReadError where a store does not answer."""
+        key = id(file), number  # which the tree keeps
+        with self._lock:
+            if key not in self._blocks:
+                self._blocks[key] = file.block(number)
+                if len(self._blocks) > KEPT:
+                    self._blocks.popitem(last=False)
+            self._blocks.move_to_end(key)
+            return self._blocks[key]
 
 
 class _Tree:
@@ -106,6 +126,7 @@ class _Tree:
         self._storages: dict[str, Storage | None] = {"": top}
         self._folders: dict[str, frozenset[str]] = {}
         self._files: dict[str, StoredFile] = {}
+        self._kept = Blocks()
 
     def storage(self, folder: str) -> Storage | None:
         """The files right in a folder."""
@@ -127,7 +148,7 @@ class _Tree:
     def file(self, name: str) -> StoredFile:
         """A file, opened once."""
         if name not in self._files:
-            self._files[name] = StoredFile(self.top.named([name]))
+            self._files[name] = StoredFile(self.top.named([name]), self._kept)
         return self._files[name]
 
 

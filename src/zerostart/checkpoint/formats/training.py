@@ -90,6 +90,7 @@ class PartFiles:
         if isinstance(path, StoredPath):  # each range of which is of the object that was found first
             file = path.file()
             yield file, file.size, number
+            file.let_go()
             self._stored.append(file)
             self.paths.append(str(path))
             return

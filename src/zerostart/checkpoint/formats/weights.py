@@ -33,6 +33,8 @@ SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".index.json"
 #: How an index is called; diffusers puts the name of a variant before the last dot.
 INDEX_NAME = re.compile(r"(?P<weights>.+\.(safetensors|bin))\.index(\.[\w-]+)?\.json")
+#: One of several files of a checkpoint, by its name.
+_SHARD = re.compile(r".+-\d{5}-of-(?!00001)\d{5}\.\w+")
 #: Suffixes of files that torch.save writes; an index is written for the first kind only.
 TORCH_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 #: What training leaves beside weights, by the names of transformers' Trainer and of accelerate.
@@ -98,6 +100,13 @@ def weights_among(of_directory: Iterable[str], directory: str) -> str:
     for suffix in (SUFFIX, TORCH_SUFFIXES):
         found = [name for name, weights in indexes.items() if weights.endswith(suffix)]
         found = found or [name for name in names if name.endswith(suffix)]
+        # Of a first save to a store the shards come before the index that leads to them.
+        if found and all(map(_SHARD.fullmatch, found)):
+            raise CheckpointNotFoundError(
+                f"{directory}: holds shards of a checkpoint ({shown(found[0])}) and no index of them: a save "
+                "or a copy that is under way makes it last, and one that was broken off never; wait for it, "
+                "save again, or add the index"
+            )
         if len(found) == 1:
             return found[0]
         if found:

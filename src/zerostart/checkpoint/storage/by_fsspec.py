@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from zerostart.checkpoint.manifest import MARKERS
 from zerostart.checkpoint.paths import shown_url, without_secrets
-from zerostart.checkpoint.storage.fsspec_uploads import FsspecUploads, connected, mark_of
+from zerostart.checkpoint.storage.fsspec_uploads import (
+    LASTING,
+    FsspecUploads,
+    connected,
+    forget_connections,
+    mark_of,
+)
 from zerostart.checkpoint.storage.objects import (
     Bucket,
     ChangedError,
@@ -86,11 +93,24 @@ class _Fsspec(Bucket):
     """A file system; ``begin`` is what its paths begin with and keys do not."""
 
     def __init__(self, base: str, begin: str) -> None:
+        self._base, self._begin = base, begin
+
+    @contextlib.contextmanager
+    def _asked(self) -> Iterator[Any]:
+        """The file system, in this thread's turn; what it says of a file is another fault than its own.
+
+        Raises FileNotFoundError, NotADirectoryError, PassingError and RefusedError.
+        """
         try:
-            self._system, self._turn = connected(base)
-        except Exception as error:  # some ask the server at once
-            raise _fault(error) from error
-        self._begin = begin
+            connection = connected(self._base)
+            with connection.turn:
+                yield connection.system
+        except (FileNotFoundError, NotADirectoryError):
+            raise
+        except Exception as error:  # of any library
+            if isinstance(fault := _fault(error), PassingError):
+                forget_connections()
+            raise fault from error
 
     def list(self, folder: str) -> dict[str, int] | None:
         """See ``Bucket``."""
@@ -108,27 +128,25 @@ class _Fsspec(Bucket):
     def _listed(self, folder: str) -> Any:
         """What lies right below a folder; None where the file system tells nobody."""
         try:
-            with self._turn:
-                return self._system.ls(self._begin + folder, detail=True, refresh=True)
+            with self._asked() as system:
+                return system.ls(self._begin + folder, detail=True, refresh=True)
         except (FileNotFoundError, NotADirectoryError):
             return ()
-        except NotImplementedError:
-            return None
-        except Exception as error:
-            raise _fault(error) from error
+        except RefusedError as error:
+            if isinstance(error.__cause__, NotImplementedError):
+                return None
+            raise
 
     def find(self, key: str) -> Found | None:
         """See ``Bucket``. What a file system says of a file is what tells it from another."""
         try:
-            with self._turn:
+            with self._asked() as system:
                 try:
-                    told = self._system.info(self._begin + key, refresh=True)  # not from a list that it keeps
+                    told = system.info(self._begin + key, refresh=True)  # not from a list that it keeps
                 except TypeError:  # of those that keep none
-                    told = self._system.info(self._begin + key)
-        except FileNotFoundError:
+                    told = system.info(self._begin + key)
+        except (FileNotFoundError, NotADirectoryError):
             return None
-        except Exception as error:
-            raise _fault(error) from error
         if told["type"] != "file":
             return None
         return Found(int(told["size"]), mark_of(told))
@@ -137,15 +155,8 @@ class _Fsspec(Bucket):
         """See ``Bucket``. There are no conditions: it is looked at before and after."""
         for at in range(begin, end, REQUEST):
             self._check(key, known)
-            try:
-                with self._turn:
-                    piece: bytes = self._system.cat_file(
-                        self._begin + key, start=at, end=min(end, at + REQUEST)
-                    )
-            except FileNotFoundError:
-                raise
-            except Exception as error:
-                raise _fault(error) from error
+            with self._asked() as system:
+                piece: bytes = system.cat_file(self._begin + key, start=at, end=min(end, at + REQUEST))
             self._check(key, known)
             if len(piece) > (wanted := min(end, at + REQUEST) - at):
                 raise RefusedError("it gives no ranges of files; copy the checkpoint to a local directory")
@@ -167,6 +178,6 @@ class _Fsspec(Bucket):
 
 def _fault(error: Exception) -> PassingError | RefusedError:
     words = without_secrets(f"{type(error).__name__}: {error}")
-    if isinstance(error, (PermissionError, TypeError, ValueError, ImportError, NotImplementedError)):
+    if isinstance(error, LASTING):
         return RefusedError(words)
     return PassingError(words)

@@ -78,6 +78,12 @@ class ObstoreFiles(ObjectFiles):
             # Not parsed further: what is after the bucket is a key, whatever signs it has.
             begin, _, key = source.partition("://")[2].partition("/")
             return f"{scheme}://{begin}/", f"{scheme}://{begin}", key.strip("/")
+        # What follows a # is no part of what a URL names, and a line's end is dropped where one is parsed.
+        if "#" in source or re.search(r"[\t\r\n]", source):
+            raise ConfigError(
+                f"{shown_url(source)}: has a #, or the end of a line, in it, and would name something else; "
+                "write %23 for a # in a name"
+            )
         base = urlunsplit((scheme, url.netloc, "/", url.query, ""))
         return f"{scheme}://{url.netloc.rpartition('@')[2]}/", base, unquote(key)
 

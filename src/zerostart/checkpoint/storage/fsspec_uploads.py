@@ -5,7 +5,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import itertools
+import os
+import random
+import re
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -35,22 +40,59 @@ _MOMENTS = (
 #: File systems that several threads may ask at once, as all that are asynchronous within. Others have one
 #: connection, or one place in a file, for all threads, and give one the bytes that another has asked for.
 _CONCURRENT = frozenset(("file", "local", "memory", "hf", "hdfs", "arrow_hdfs", "webhdfs"))
-_in_turn = threading.Lock()
-#: Bytes that are written at a time.
-_STEP = 4 << 20
+#: Those of which an error is one at once: nothing is between them and this process.
+_HERE = frozenset(("file", "local", "memory"))
+#: Errors of which a further attempt would be another one.
+LASTING = (
+    *(PermissionError, FileExistsError, IsADirectoryError),
+    *(TypeError, ValueError, ImportError, NotImplementedError),
+)
+#: Seconds before each further attempt of what a server did not answer.
+DELAYS = (0.2, 1.0, 5.0)
+#: Bytes that are written at a time, and most of what is sent at once, such as a note.
+_STEP, _SHORT = 4 << 20, 64 << 10
 
 
-def connected(base: str) -> tuple[Any, contextlib.AbstractContextManager[Any]]:
-    """The file system of a URL, and what to hold while it is asked. Raises what fsspec raises."""
+@dataclass(frozen=True)
+class Connection:
+    """A file system of fsspec, and what to hold while it is asked."""
+
+    system: Any
+    turn: contextlib.AbstractContextManager[Any]
+    #: Whether there is a server, which may have let go of the connection since it was asked last.
+    is_remote: bool
+
+
+def connected(base: str, sending: bool = False) -> Connection:
+    """The file system of a URL, the same until ``forget_connections``. Raises what fsspec raises.
+
+    One that is asked by one thread at a time has another connection to send long files by, so that a note
+    is renewed meanwhile.
+    """
+    if "::" not in base:  # of several directories of one server it is one
+        base = re.sub(r"(?<=://)([^/]*).*", r"\1/", base, count=1, flags=re.DOTALL)
+    return _connected(base, sending, os.getpid())
+
+
+@functools.lru_cache(maxsize=8)
+def _connected(base: str, sending: bool, process: int) -> Connection:
     import fsspec
 
+    # Of fsspec's own cache would come a connection that was found dead.
+    known = {"use_listings_cache": False, "skip_instance_cache": True}
     try:
-        system: Any = fsspec.core.url_to_fs(base, use_listings_cache=False)[0]
+        system: Any = fsspec.core.url_to_fs(base, **known)[0]
     except TypeError:  # handed on to a library that does not know it
-        system = fsspec.core.url_to_fs(base)[0]
-    names = system.protocol
-    alone = not (system.async_impl or _CONCURRENT & {*((names,) if isinstance(names, str) else names)})
-    return system, _in_turn if alone else contextlib.nullcontext()
+        del known["use_listings_cache"]
+        system = fsspec.core.url_to_fs(base, **known)[0]
+    names = {*((system.protocol,) if isinstance(system.protocol, str) else system.protocol)}
+    alone = not (system.async_impl or _CONCURRENT & names)
+    turn = threading.Lock() if alone else contextlib.nullcontext()
+    return Connection(system, turn, not _HERE & names)
+
+
+#: Has the next one who asks connect anew: a server ends connections of which nothing has come for long.
+forget_connections = _connected.cache_clear
 
 
 def mark_of(described: Mapping[str, Any]) -> str:
@@ -75,11 +117,6 @@ def _moment(described: Mapping[str, Any]) -> float:
         if isinstance(value, int | float):
             return value / 1000 if value > 1e11 else float(value)  # some count milliseconds
     return datetime.now(UTC).timestamp()
-
-
-@functools.lru_cache(maxsize=4)
-def _system(base: str) -> tuple[Any, contextlib.AbstractContextManager[Any]]:
-    return connected(base)
 
 
 @dataclass(frozen=True)
@@ -127,18 +164,29 @@ class FsspecUploads(StagedUploads):
         def write(fs: Any) -> None:
             fs.makedirs(path.rpartition("/")[0], exist_ok=True)
             with fs.open(path, "wb") as file:
+                if hasattr(file, "set_pipelined"):  # else paramiko waits for an answer every 32 KiB
+                    file.set_pipelined(True)
                 for at in range(0, len(data), _STEP):
                     file.write(bytes(data[at : at + _STEP]))
 
-        self._asked(write, name, "uploading")
+        self._asked(write, name, "uploading", sending=len(data) > _SHORT)
 
     def move(self, name: str, to: str) -> None:
         """See ``StagedUploads``."""
-        path = self._path(to)
+        import fsspec
+
+        path, attempts = self._path(to), itertools.count()
 
         def rename(fs: Any) -> None:
+            if next(attempts) and not fs.exists(self._path(name)) and fs.exists(path):
+                return  # it was done, and the answer lost
             fs.makedirs(path.rpartition("/")[0], exist_ok=True)
-            fs.mv(self._path(name), path)
+            if type(fs).mv is not fsspec.AbstractFileSystem.mv:
+                fs.mv(self._path(name), path)
+                return
+            # It would take signs in a name for those of a pattern.
+            fs.cp_file(self._path(name), path)
+            fs.rm_file(self._path(name))
 
         self._asked(rename, to, "moving into its place")
 
@@ -148,21 +196,22 @@ class FsspecUploads(StagedUploads):
 
     def delete_folder(self, folder: str) -> None:
         """See ``StagedUploads``: a file system refuses it for one that has something."""
-        system, turn = _system(self.base)
-        with turn, contextlib.suppress(Exception):  # or has no folders, or none that are removed
-            system.rmdir(self._path(folder))
+        with contextlib.suppress(Exception):  # or has no folders, or none that are removed
+            connection = connected(self.base)
+            with connection.turn:
+                connection.system.rmdir(self._path(folder))
 
     def _path(self, name: str) -> str:
         begin = "/" if self.root.endswith(":///") else ""
         return begin + "/".join(filter(None, (self.url[len(self.root) :].strip("/"), name)))
 
-    def _asked(self, ask: Callable[[Any], T], name: str, doing: str, absent: Any = ...) -> T:
+    def _asked(
+        self, ask: Callable[[Any], T], name: str, doing: str, absent: Any = ..., sending: bool = False
+    ) -> T:
         """What the file system answers; ``absent``, if that is given, where nothing is there."""
         where = f"{self.url}/{name}".rstrip("/")
         try:
-            system, turn = _system(self.base)
-            with turn:
-                return ask(system)
+            return self._answer(ask, sending)
         except (FileNotFoundError, NotADirectoryError) as error:
             if absent is not ...:
                 return absent  # type: ignore[no-any-return]
@@ -179,3 +228,19 @@ class FsspecUploads(StagedUploads):
                 MayNotRemoveError if isinstance(error, PermissionError) and doing == REMOVING else WriteError
             )
             raise kind(f"{doing} {where} failed: {type(error).__name__}: {told(error)}") from error
+
+    def _answer(self, ask: Callable[[Any], T], sending: bool) -> T:
+        for delay in (*DELAYS, None):
+            connection: Connection | None = None
+            try:
+                connection = connected(self.base, sending)
+                with connection.turn:
+                    return ask(connection.system)
+            except (FileNotFoundError, NotADirectoryError, *LASTING):
+                raise
+            except Exception:  # of any library
+                if delay is None or (connection is not None and not connection.is_remote):
+                    raise
+                forget_connections()
+            time.sleep(delay * random.uniform(0.5, 1))
+        raise AssertionError("the last attempt returns or raises")

@@ -144,7 +144,8 @@ class ObjectFiles(Storage, ABC):
         # A file may be called anything: it is asked for where there is no directory of the name.
         if not below.files and not key.endswith(FILES) and key and (found := here._find(key)):
             return here._below(folder, {key: found}, name)
-        if not below.files:
+        # What accelerate saves of DeepSpeed lies in a folder within.
+        if not below.files and not below.folders():
             raise CheckpointNotFoundError(
                 f"{root}{key}: there is no such file, and no directory of that name with files of a "
                 "checkpoint; look for a mistake in the URL, or for credentials: of what one may not see some "

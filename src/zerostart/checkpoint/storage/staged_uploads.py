@@ -78,7 +78,10 @@ class StagedUploads(Uploads):
     def give_name(self, name: str, to: str, before: Before = ANYTHING) -> None:
         """See ``Uploads``."""
         self._check(to, before)
-        self.move(name, to)
+        if (there := self.found(name)) is None:
+            raise WriteError(f"{self.url}/{name}: was removed by somebody else")
+        self._move(name, to)
+        self._made(to, there.size)
 
     def remove(self, names: Collection[str]) -> None:
         """See ``Uploads``; and folders that have nothing any more."""
@@ -108,7 +111,16 @@ class StagedUploads(Uploads):
             return
         part = f"{self.own}/{uuid.uuid4().hex}.part"
         self.send(part, data)
-        self.move(part, name)
+        self._move(part, name)
+
+    def _move(self, name: str, to: str) -> None:
+        """``move``, looked at: some stores answer that it is done, and keep what is at the new name."""
+        self.move(name, to)
+        if self.found(name) is not None:
+            raise WriteError(
+                f"moving {self.url}/{to} into its place failed: the store said that it is there, and it lies "
+                "where it was uploaded to; saves need a store that moves files in the place of others"
+            )
 
     def _made(self, name: str, size: int) -> Stored:
         """What a request has made. Raises WriteError where it has made something else."""

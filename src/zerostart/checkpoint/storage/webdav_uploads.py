@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import random
+import re
 import time
 import urllib.error
 import urllib.parse
@@ -20,10 +21,13 @@ from zerostart.checkpoint.storage.uploads import REMOVING, MayNotRemoveError, St
 from zerostart.errors import WriteError
 
 T = TypeVar("T")
-#: Seconds that a request may take, and bytes a second that it may be expected to send.
-PATIENCE, LEAST_RATE = 600, 1 << 20
+#: Seconds that a request may take which sends or moves a file, and bytes a second that it may be expected to
+#: send; seconds after which what has failed is not tried again.
+PATIENCE, LEAST_RATE, AGAIN = 600, 1 << 20, 180
 #: Seconds before each further attempt of what the library does not try again itself.
 DELAYS = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4)
+#: The answer to what was done in part.
+MULTI_STATUS = 207
 _HINT = (
     "saves need a WebDAV server that lists, takes, moves and removes files (PROPFIND, PUT, MOVE, DELETE), as "
     "rclone serve webdav is; save to a local directory, or to s3://, gs:// or az://"
@@ -75,7 +79,8 @@ class WebDavUploads(StagedUploads):
 
     def send(self, name: str, data: bytes | memoryview) -> None:
         """See ``StagedUploads``."""
-        store = self._store(len(data))
+        # In steps, so that few connections to one server are kept.
+        store = self.reach(PATIENCE * (1 + len(data) // (LEAST_RATE * PATIENCE)))
         self._asked(
             lambda: self._obstore.put(store, self._key(name), data, use_multipart=False), name, "uploading"
         )
@@ -85,7 +90,7 @@ class WebDavUploads(StagedUploads):
         self._asked(lambda: self._moved(name, to), to, "moving into its place")
 
     def _moved(self, name: str, to: str) -> None:
-        made = False
+        made, begun = False, time.monotonic()
         for delay in (*DELAYS, None):
             try:
                 self._request("MOVE", name, {"Destination": self._address(to), "Overwrite": "T"})
@@ -102,7 +107,7 @@ class WebDavUploads(StagedUploads):
                 failed: OSError = error
             except OSError as error:
                 failed = error
-            if delay is None:
+            if delay is None or time.monotonic() > begun + AGAIN:
                 raise failed
             time.sleep(delay * random.uniform(0.5, 1))
             # Servers may remove what is at the new name before they look for the old one: where an attempt
@@ -117,7 +122,11 @@ class WebDavUploads(StagedUploads):
         if self.password:
             pair = base64.b64encode(self.password.encode()).decode()
             request.add_header("Authorization", f"Basic {pair}")
-        urllib.request.urlopen(request, timeout=PATIENCE).close()
+        with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
+            if answer.status == MULTI_STATUS:  # of a file: it is not done (RFC 4918, 9.9.4)
+                text = answer.read(1 << 16).decode("utf-8", "replace")
+                statuses = re.findall(r"HTTP/1\.\d (\d{3}[^<]{0,40})", text)
+                raise OSError(f"the server answered 207: {', '.join(statuses[:3]) or 'with no status'}")
 
     def _address(self, name: str) -> str:
         return self.root + urllib.parse.quote(self._key(name))
@@ -143,9 +152,8 @@ class WebDavUploads(StagedUploads):
 
         return obstore
 
-    def _store(self, nbytes: int = 0) -> Any:
-        # In steps, so that few connections to one server are kept.
-        return self.reach(PATIENCE * (1 + nbytes // (LEAST_RATE * PATIENCE)))
+    def _store(self) -> Any:
+        return self.reach(0)  # what is soon answered, or not at all
 
     def _key(self, name: str) -> str:
         return "/".join(filter(None, (self.url[len(self.root) :].strip("/"), name)))

@@ -44,6 +44,9 @@ LEASE, RENEWED = 120.0, 30.0
 _NEIGHBOURS = 100
 #: What a note is called.
 _NOTE = re.compile(rf"{re.escape(HIDDEN)}/[0-9a-f]{{12}}\.json")
+#: What a note, or another small object, is called until it is moved into its place, and its most bytes.
+_PART = re.compile(rf"{re.escape(HIDDEN)}/(?P<token>[0-9a-f]{{12}})/[0-9a-f]{{32}}\.part")
+_SMALL_PART = 1 << 16
 #: Requests at once.
 _TOGETHER = 16
 #: Seconds by which a store's clock may tell two of its own moments in the wrong order.
@@ -265,7 +268,7 @@ def living(uploads: Uploads, token: str, now: float) -> list[JsonObject]:
     """The notes of other saves to a directory that are not killed, each with its "token"."""
     return [
         {**note, "token": other}
-        for other, note, _, changed in _notes(uploads, token)
+        for other, note, _, changed in _notes(uploads, token, uploads.listed(HIDDEN))
         if _lives(note, changed, now)
     ]
 
@@ -313,9 +316,11 @@ def wanted(note: JsonObject) -> set[str]:
     return {*note["files"], *((note["plan"] or {}).get("names", ()))}
 
 
-def _notes(uploads: Uploads, token: str) -> Iterator[tuple[str, JsonObject, str, float]]:
+def _notes(
+    uploads: Uploads, token: str, listed: Mapping[str, Stored]
+) -> Iterator[tuple[str, JsonObject, str, float]]:
     """The token of each save to a directory but one, its note, the tag of that, and when it was written."""
-    for name, stored in uploads.listed(HIDDEN).items():
+    for name, stored in listed.items():
         path = PurePosixPath(name)
         found = uploads.read(name) if _NOTE.fullmatch(path.as_posix()) and path.stem != token else None
         note = None if found is None else _well_formed(found[0])
@@ -360,7 +365,19 @@ def clear_killed(uploads: Uploads, token: str, now: float) -> None:
 
 def clear_one(uploads: Uploads, token: str, now: float) -> None:
     """The same for one directory."""
-    for other, note, tag, changed in _notes(uploads, token):
+    listed = uploads.listed(HIDDEN)
+    # A save may be killed before its first note is in its place. Of one that lives no such object is as old,
+    # though its note may be missing for the moment in which a server moves a new one there.
+    unnoted = [
+        name
+        for name, stored in listed.items()
+        if (match := _PART.fullmatch(name)) and f"{HIDDEN}/{match['token']}.json" not in listed
+        if stored.size <= _SMALL_PART and now - stored.changed > LEASE
+    ]
+    if unnoted:
+        with contextlib.suppress(WriteError):  # the next save tries again
+            uploads.remove(unnoted)
+    for other, note, tag, changed in _notes(uploads, token, listed):
         if _lives(note, changed, now):
             continue
         # What cannot be done now, the next save tries again.

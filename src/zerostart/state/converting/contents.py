@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -21,7 +22,7 @@ from zerostart.checkpoint.manifest import STATE_MARKER
 from zerostart.checkpoint.paths import inside, located, shown_url
 from zerostart.checkpoint.source import open_catalog
 from zerostart.checkpoint.storage import storage_at
-from zerostart.errors import CheckpointNotFoundError, ConfigError
+from zerostart.errors import CheckpointNotFoundError, ConfigError, WriteError
 from zerostart.geometry import Piece
 from zerostart.state.resuming.document import plain_settings, read_document
 from zerostart.state.resuming.retention import complete
@@ -135,7 +136,9 @@ def _located(source: str | os.PathLike[str]) -> tuple[Path | str, Catalog]:
         return place, open_catalog(source)
     except CheckpointNotFoundError:
         folders = [place, inside(place, "checkpoints")]
-        states = [state for folder in folders for state in complete(folder)]
+        states = list[Path | str]()
+        with contextlib.suppress(ConfigError, WriteError):  # of a server that lists nothing
+            states = [state for folder in folders for state in complete(folder)]
         steps = {}
         if isinstance(place, Path):
             steps = {int(m[1]): entry for entry in place.glob("*") if (m := _STEP.fullmatch(entry.name))}

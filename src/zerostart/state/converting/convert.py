@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from zerostart.checkpoint.paths import located
+from zerostart.checkpoint.paths import located, shown_record
 from zerostart.checkpoint.storage import uploads_at
 from zerostart.distributed.world import current_world
 from zerostart.state.converting.targets import Asked, Options, check_dtype, target_format
@@ -33,6 +33,9 @@ class Converted:
     left_out: tuple[str, ...] = ()
     kept_bytes: int = 0
     staged_bytes: int = 0
+
+    def __repr__(self) -> str:
+        return shown_record(self)
 
 
 def convert(

@@ -72,7 +72,7 @@ class Saving:
     seconds: Seconds = field(default_factory=lambda: Seconds(blocked=0.0, written=0.0))
     _thread: threading.Thread | None = None
     _error: BaseException | None = None
-    _place: Path | str | None = None
+    _place: Path | str | None = field(default=None, repr=False)  # a URL may have a password
     #: Whether the end of the process group waits for it.
     _open: bool = False
     #: Set when nothing is read any more of what training changes.

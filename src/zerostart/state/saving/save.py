@@ -16,7 +16,7 @@ from rich.filesize import decimal
 from torch import nn
 
 from zerostart.checkpoint.manifest import group_of
-from zerostart.checkpoint.paths import shown_url
+from zerostart.checkpoint.paths import shown_record, shown_url
 from zerostart.checkpoint.strict_json import JsonObject
 from zerostart.checkpoint.write.shards import parse_size
 from zerostart.distributed.world import World, current_world
@@ -98,6 +98,9 @@ class SaveReport:
     #: Bytes of files that were put together on the disks of the ranks' machines, at most at a time: where a
     #: store takes files whole.
     staged_bytes: int = 0
+
+    def __repr__(self) -> str:
+        return shown_record(self)
 
     def __str__(self) -> str:
         rate = int(self.total_bytes / max(self.seconds, 1e-9))
