@@ -167,8 +167,9 @@ class LockedSpans:
     def release(self) -> None:
         """Wait for copies that are under way, and let the pages go; what was forked has not locked them."""
         addresses, self._addresses = self._addresses, []
-        runtime = _runtime()
-        if addresses and runtime is not None and os.getpid() == self._process:
+        # Asked in this order: a forked process cannot begin to use the runtime.
+        runtime = _runtime() if addresses and os.getpid() == self._process else None
+        if runtime is not None:
             with torch.accelerator.device_index(self._index):
                 # What has failed there is told to whoever uses it next; the pages go all the same.
                 with contextlib.suppress(RuntimeError):

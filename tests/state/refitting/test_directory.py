@@ -205,7 +205,9 @@ def test_what_is_wrong_in_the_directory_ends_no_trainer(
     assert (report.version, report.base) == (3, None)
     assert [each.version for each in report.workers] == [2]
     # What nobody can read, or remove, is passed over.
-    (path / "followers" / "junk.json").write_text('{"name": "x", "version": 1, "wanted_bytes": null}')
+    for number, given in enumerate(("null", "NaN", "1e999", "9" * 400)):
+        said = f'{{"name": "x", "version": 1, "wanted_bytes": 1, "seconds": {given}}}'
+        (path / "followers" / f"junk{number}.json").write_text(said)
     (path / "00000001-0123abcd.list").mkdir()
     (path / ".00000001-0123abcd.part").touch()
     report = refitter.push()

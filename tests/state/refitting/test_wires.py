@@ -382,3 +382,23 @@ def test_the_groups_own_wire_is_cut_at_each_message(
             while _push(refitter, model, 10.0 * message + 2):
                 assert time.monotonic() < until
             _holds(tmp_path, lambda found, value=10.0 * message + 2: found["weight"] == value)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("message", ["image", "wants"])
+def test_a_trainer_that_goes_while_a_worker_joins_is_waited_for(message: str) -> None:
+    """Though it is the first that the worker has found."""
+    model, engine, wire = nn.Linear(3, 2), nn.Linear(3, 2), Wire()
+    receiver = serving.Receiver(engine, lambda pairs: engine.load_state_dict(dict(pairs)))
+    served = list[int | None]()
+    worker = threading.Thread(
+        target=lambda: served.append(serving.serve(receiver, wire.address, timeout=10, patience=10))
+    )
+    with zerostart.refit(model, "tcp://127.0.0.1:0", timeout=10) as refitter:
+        wire.to, wire.cut = ("127.0.0.1", int(refitter.address.rpartition(":")[2])), (message, "all")
+        worker.start()
+        assert wire.was_cut.wait(10)
+        refitter.push()
+    worker.join(10)
+    wire.close()
+    assert served == [1]
+    assert torch.equal(engine.weight, model.weight)

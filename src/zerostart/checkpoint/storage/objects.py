@@ -148,7 +148,8 @@ class ObjectFiles(Storage, ABC):
         if not below.files and not below.folders():
             raise CheckpointNotFoundError(
                 f"{root}{key}: there is no such file, and no directory of that name with files of a "
-                "checkpoint; look for a mistake in the URL"
+                "checkpoint; look for a mistake in the URL, or for credentials: of what one may not see some "
+                "stores say this, too"
             )
         return below
 

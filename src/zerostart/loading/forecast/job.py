@@ -113,7 +113,7 @@ def foresee(
     stored = storage.nbytes if storage.cached else math.inf
     return replace(
         made,
-        ranks=timed(made, stored, rates),
+        ranks=timed(made, stored, rates, storage.cost),
         zero_stage=engine.zero_stage,
         tier=placed.residence,
         optimizer=optimizer.name,

@@ -12,6 +12,7 @@ import numpy as np
 from torch import nn
 
 from zerostart.checkpoint.catalog import Catalog
+from zerostart.checkpoint.storage import RequestCost
 from zerostart.engines.forecast import Array
 from zerostart.engines.placements import DEVICE, RANKS_OF_A_MACHINE, Placements
 from zerostart.errors import ConfigError
@@ -44,6 +45,7 @@ from zerostart.transfer.planning import (
     spans_within,
     table_of,
 )
+from zerostart.transfer.tuning import MOST_DEPTH
 
 
 @dataclass(frozen=True)
@@ -307,9 +309,17 @@ class _Machine:
         )
 
 
-def timed(made: WorldPlan, stored: float, rates: Rates) -> tuple[RankForecast, ...]:
+def _answered(rank: RankForecast, cost: RequestCost | None) -> float:
+    """Seconds that the requests of a rank to a store take on the widest line, as many at once as may be."""
+    if cost is None or not rank.get_requests:
+        return 0.0
+    at_once = min(rank.get_requests, MOST_DEPTH)
+    return (rank.get_requests * cost.latency + rank.get_bytes / cost.rate) / at_once
+
+
+def timed(made: WorldPlan, stored: float, rates: Rates, cost: RequestCost | None) -> tuple[RankForecast, ...]:
     """The ranks of a plan with the seconds that each reads; ``stored``: bytes of the files, of which a
-    machine's page cache keeps each; infinite where there is none.
+    machine's page cache keeps each; infinite where there is none. ``cost``: of a request, in a store.
     """
     ranks, local = made.ranks, min(made.world_size, RANKS_OF_A_MACHINE)
     # Of one machine: its page cache gives bytes that several of its ranks want only once from storage.
@@ -318,6 +328,6 @@ def timed(made: WorldPlan, stored: float, rates: Rates) -> tuple[RankForecast, .
     machine = _Machine(rates, local, differ, made.most_crossing_bytes)
     got = made.exchanged_bytes or [0] * len(ranks)
     return tuple(
-        replace(rank, read_seconds=machine.seconds(rank.read_bytes, more))
+        replace(rank, read_seconds=max(machine.seconds(rank.read_bytes, more), _answered(rank, cost)))
         for rank, more in zip(ranks, got, strict=True)
     )

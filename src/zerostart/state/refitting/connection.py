@@ -67,6 +67,9 @@ class Connection:
                 },
             )
             self._take_image(self._channel.receive("image", "refused"))
+        except PeerError as error:
+            self.close()
+            raise _LeftJoining(str(error)) from error
         except BaseException:
             self.close()
             raise
@@ -220,6 +223,10 @@ class Connection:
         return f"version {version} was given up ({why}): {self.name} serves {serves}"
 
 
+class _LeftJoining(PeerError):
+    """The trainer was there, and went before this worker had joined it."""
+
+
 class _GivenUp(Exception):
     """The version that a worker prepares for does not come."""
 
@@ -262,7 +269,10 @@ def serve(
             )
         except PeerError as error:
             if until is None:
-                raise
+                if not isinstance(error, _LeftJoining):
+                    raise
+                logger.warning("PeerError: %s", error)
+                until = time.monotonic() + patience
             if time.monotonic() < until:
                 time.sleep(0.1)  # a trainer that was about to die may still have answered
                 continue

@@ -382,8 +382,12 @@ def followers(directory: Path) -> list[JsonObject]:
             if gone and isinstance(said.get("name"), str) and _note(directory, said["name"]) == path:
                 path.unlink()
                 continue
-            given = [said.get(key) for key in ("version", "wanted_bytes", "seconds")]
-            if isinstance(said.get("name"), str) and all(type(number) in (int, float) for number in given):
+            numbers = {"version": (int,), "wanted_bytes": (int,), "seconds": (int, float)}
+            # Finite, and of 64 bits at most: what they are added to and converted to has room for them.
+            sound = all(
+                type(said.get(key)) in types and 0 <= said[key] < 1 << 63 for key, types in numbers.items()
+            )
+            if isinstance(said.get("name"), str) and sound:
                 found.append(said)
     return found
 
