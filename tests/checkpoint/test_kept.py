@@ -100,7 +100,8 @@ def made(
     listening = start(folder, address)
     document = {
         "format": kept.FORMAT,
-        "name": name,
+        # Machines keep under one name; here two of them are in one memory.
+        "name": "model" if address else name,
         "number": number,
         "content": "c0ffee",
         # So that it is asked for, and not looked at.
@@ -153,6 +154,8 @@ def test_in_this_memory_and_by_guards_of_other_machines(
     # Without one of them the checkpoint that is named stands in, if it has the same values.
     same = tmp_path / "weights.safetensors"
     assert read_all(f"peer://{first}/model?instead={same}", monkeypatch) == whole
+    with pytest.raises(CheckpointNotFoundError, match=r"keeps 'model', not 'modle'"):
+        open_catalog(f"peer://{first},{second}/modle")
     monkeypatch.setenv(PEERS.variable, "another secret")
     with pytest.raises(CheckpointNotFoundError, match="does not know the secret"):
         open_catalog(f"peer://{first}/model")

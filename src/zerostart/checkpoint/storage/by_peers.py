@@ -42,7 +42,7 @@ from zerostart.checkpoint.kept.spans import Spans, first_gap
 from zerostart.checkpoint.paths import shown_url
 from zerostart.checkpoint.source import open_catalog
 from zerostart.checkpoint.storage.base import Reader, Residency, Rows, Storage
-from zerostart.checkpoint.strict_json import JsonObject
+from zerostart.checkpoint.strict_json import JsonObject, shown
 from zerostart.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -149,7 +149,8 @@ class PeerFiles(Storage):
     @classmethod
     def _found(cls, name: str, addresses: Sequence[Address], fallback: str) -> PeerFiles:
         folder, secret = folder_of(name), os.environ.get(PEERS.variable, "")
-        asked = _Asked(secret or str(terms_of(folder).get("secret", "")) if is_own(folder) else secret)
+        own_secret = str(terms_of(folder).get("secret", "")) if is_own(folder) else ""
+        asked = _Asked(name, secret or own_secret)
         if not addresses:
             if not is_own(folder) or not (own := versions(folder)):
                 raise CheckpointNotFoundError(
@@ -242,10 +243,10 @@ class FarPeerFiles(PeerFiles):
 
 
 class _Asked:
-    """What machines have said of the versions that they have."""
+    """What machines have said of the versions that they have of the model ``name``."""
 
-    def __init__(self, secret: str) -> None:
-        self.secret = secret
+    def __init__(self, name: str, secret: str) -> None:
+        self._name, self.secret = name, secret
         #: By content: the holders of a version, and its document.
         self._found: dict[str, tuple[list[Holder], JsonObject]] = {}
         self._silent: dict[str, str] = {}
@@ -284,6 +285,8 @@ class _Asked:
             found = []
             for document, spans in zip(documents, answer.parts, strict=True):
                 if isinstance(document, dict):
+                    if (other := document.get("name")) != self._name:
+                        raise CheckpointError(f"{address} keeps {shown(str(other))}, not {self._name!r}")
                     Spans.from_bytes(spans)
                     path, memory = str(document.get("path")), str(document.get("memory"))
                     found.append((Holder(path, memory, str(address), spans), checked(document)))
