@@ -1,5 +1,6 @@
 """Saves to stores that take a file whole, from one process: staged on disk, and whole there or not at all."""
 
+import itertools
 import json
 import os
 from collections.abc import Iterator
@@ -19,7 +20,9 @@ from tests.training.loop.test_resumed_runs import going_on, interrupted
 from tests.training.loop.test_run import losses, run
 from tests.training.loop.test_run import values as values
 from zerostart.checkpoint.source import open_catalog
-from zerostart.checkpoint.storage import uploads_at, webdav_uploads
+from zerostart.checkpoint.storage import staged_uploads, uploads_at, webdav_uploads
+from zerostart.checkpoint.storage.staged_uploads import StagedUploads
+from zerostart.checkpoint.storage.uploads import Stored, TakenError
 from zerostart.checkpoint.verifying import file_digests
 from zerostart.errors import CheckpointNotFoundError, ConfigError, WriteError
 from zerostart.state.converting.convert import convert
@@ -311,3 +314,25 @@ def test_shards_alone_are_no_checkpoint() -> None:
         found.put(f"model-0000{number}-of-00003.safetensors", b"")
         with pytest.raises(CheckpointNotFoundError, match="no index of them: a save"):
             open_catalog("memory://shards/model")
+
+
+def test_a_list_that_leaves_out_a_name_is_looked_at_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a server while something else is moved out of the folder; and what is not there is still told."""
+    uploads = uploads_at(f"file://{tmp_path}")
+    assert isinstance(uploads, StagedUploads)
+    uploads = uploads.aside(".zerostart/save")
+    left_out, found = itertools.cycle((True, False)), type(uploads).found
+
+    def look(self: StagedUploads, name: str) -> Stored | None:
+        return None if name == "model" and next(left_out) else found(self, name)
+
+    monkeypatch.setattr(type(uploads), "found", look)
+    monkeypatch.setattr(staged_uploads, "LOOKS", (0.0, 0.0, 0.0))
+    tag = uploads.put("model", b"first", None)
+    assert uploads.put("model", b"second", tag) != tag
+    assert (tmp_path / "model").read_bytes() == b"second"
+    with pytest.raises(TakenError):
+        uploads.put("model", b"third", tag)
+    assert (tmp_path / "model").read_bytes() == b"second"

@@ -9,9 +9,10 @@ place, which the store does by itself. How whole a name is while something is mo
 from __future__ import annotations
 
 import mmap
+import time
 import uuid
 from abc import abstractmethod
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
 from typing import BinaryIO, Self
@@ -19,6 +20,9 @@ from typing import BinaryIO, Self
 from zerostart.checkpoint.manifest import HIDDEN
 from zerostart.checkpoint.storage.uploads import ANYTHING, Anything, Before, Stored, TakenError, Uploads
 from zerostart.errors import WriteError
+
+#: Seconds before each further look at what is not as it should be.
+LOOKS = (0.1, 0.3, 1.0)
 
 
 @dataclass(frozen=True)
@@ -78,7 +82,7 @@ class StagedUploads(Uploads):
     def give_name(self, name: str, to: str, before: Before = ANYTHING) -> None:
         """See ``Uploads``."""
         self._check(to, before)
-        if (there := self.found(name)) is None:
+        if (there := self.seen(name, lambda found: found is not None)) is None:
             raise WriteError(f"{self.url}/{name}: was removed by somebody else")
         self._move(name, to)
         self._made(to, there.size)
@@ -98,10 +102,21 @@ class StagedUploads(Uploads):
         for folder in sorted(folders, key=lambda one: one.count("/"), reverse=True):
             self.delete_folder(folder)
 
+    def seen(self, name: str, expected: Callable[[Stored | None], bool]) -> Stored | None:
+        """``found``, asked again where that is not as ``expected``.
+
+        rclone's servers leave names out of a list while something else in the folder is moved.
+        """
+        for delay in LOOKS:
+            if expected(there := self.found(name)):
+                return there
+            time.sleep(delay)
+        return self.found(name)
+
     def _check(self, name: str, before: Before) -> None:
         if isinstance(before, Anything):
             return
-        there = self.found(name)
+        there = self.seen(name, lambda found: (None if found is None else found.tag) == before)
         if (None if there is None else there.tag) != before:
             raise TakenError(f"{self.url}/{name}: was {'removed' if there is None else 'replaced'} meanwhile")
 
@@ -116,7 +131,7 @@ class StagedUploads(Uploads):
     def _move(self, name: str, to: str) -> None:
         """``move``, looked at: some stores answer that it is done, and keep what is at the new name."""
         self.move(name, to)
-        if self.found(name) is not None:
+        if self.seen(name, lambda found: found is None) is not None:
             raise WriteError(
                 f"moving {self.url}/{to} into its place failed: the store said that it is there, and it lies "
                 "where it was uploaded to; saves need a store that moves files in the place of others"
@@ -124,7 +139,7 @@ class StagedUploads(Uploads):
 
     def _made(self, name: str, size: int) -> Stored:
         """What a request has made. Raises WriteError where it has made something else."""
-        there = self.found(name)
+        there = self.seen(name, lambda found: found is not None and found.size == size)
         if there is None or there.size != size:
             has = "is not there" if there is None else f"has {there.size} of {size} bytes"
             raise WriteError(

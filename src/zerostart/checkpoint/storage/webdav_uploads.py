@@ -97,12 +97,13 @@ class WebDavUploads(StagedUploads):
                 return
             except urllib.error.HTTPError as error:
                 error.close()
-                if error.code in (403, 409) and not made:  # the folder may not be there
+                if error.code in (403, 409) and not made and delay is not None:  # no folder, perhaps
                     made = True
                     for folder in [str(one) for one in PurePosixPath(to).parents][-2::-1]:
                         with contextlib.suppress(urllib.error.HTTPError):  # it is there
                             self._request("MKCOL", folder, {})
-                elif error.code < 500 and error.code not in (408, 423, 425, 429):
+                    continue  # it was refused: nothing has been moved
+                if error.code < 500 and error.code not in (408, 423, 425, 429):
                     raise
                 failed: OSError = error
             except OSError as error:
@@ -112,7 +113,7 @@ class WebDavUploads(StagedUploads):
             time.sleep(delay * random.uniform(0.5, 1))
             # Servers may remove what is at the new name before they look for the old one: where an attempt
             # has moved it whose answer was lost, another one would remove it.
-            if self.found(name) is None:
+            if self.seen(name, lambda found: found is not None) is None:
                 if self.found(to) is None:
                     raise WriteError(f"{self.url}/{name}: was removed by somebody else")
                 return
