@@ -335,4 +335,7 @@ def test_a_list_that_leaves_out_a_name_is_looked_at_again(
     assert (tmp_path / "model").read_bytes() == b"second"
     with pytest.raises(TakenError):
         uploads.put("model", b"third", tag)
+    next(left_out)  # the next look is one that sees it: looking again for its absence would miss it
+    with pytest.raises(TakenError):
+        uploads.put("model", b"third", None)
     assert (tmp_path / "model").read_bytes() == b"second"

@@ -14,6 +14,7 @@ from tests.state.resuming.trainings import Case, Run
 from tests.stores import servers
 from zerostart.checkpoint.source import open_catalog
 from zerostart.errors import CheckpointError
+from zerostart.state.resuming.training_state import MARKER
 
 FIRST, MORE = 2, 3
 
@@ -169,3 +170,9 @@ def test_what_others_saved_goes_on_from_a_url(path: Path, tmp_path: Path, how: s
         for wrong in ("run/hybrid/none", "none"):
             with pytest.raises(RankError, match=wrong):
                 run_ranks(resumed, 1, path, own, f"{address}/{wrong}")
+        # Ours within: not passed over for theirs.
+        inner = tmp_path / "runs" / "run" / "inner"
+        inner.mkdir()
+        (inner / MARKER).write_text("{}")
+        with pytest.raises(RankError, match=r"has training states of zerostart in folders of its own.*inner"):
+            run_ranks(resumed, 1, path, own, f"{address}/run")

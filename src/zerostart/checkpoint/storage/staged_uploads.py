@@ -103,9 +103,10 @@ class StagedUploads(Uploads):
             self.delete_folder(folder)
 
     def seen(self, name: str, expected: Callable[[Stored | None], bool]) -> Stored | None:
-        """``found``, asked again where that is not as ``expected``.
+        """``found``, asked again where what has to be there is not, or is not as ``expected``.
 
-        rclone's servers leave names out of a list while something else in the folder is moved.
+        rclone's servers leave names out of a list while something else in the folder is moved: of absence
+        this is no proof.
         """
         for delay in LOOKS:
             if expected(there := self.found(name)):
@@ -116,7 +117,8 @@ class StagedUploads(Uploads):
     def _check(self, name: str, before: Before) -> None:
         if isinstance(before, Anything):
             return
-        there = self.seen(name, lambda found: (None if found is None else found.tag) == before)
+        # Looked at once where nothing is to be there: a second look could only miss what is.
+        there = self.seen(name, lambda found: before is None or (found is not None and found.tag == before))
         if (None if there is None else there.tag) != before:
             raise TakenError(f"{self.url}/{name}: was {'removed' if there is None else 'replaced'} meanwhile")
 
@@ -131,7 +133,7 @@ class StagedUploads(Uploads):
     def _move(self, name: str, to: str) -> None:
         """``move``, looked at: some stores answer that it is done, and keep what is at the new name."""
         self.move(name, to)
-        if self.seen(name, lambda found: found is None) is not None:
+        if self.found(name) is not None:
             raise WriteError(
                 f"moving {self.url}/{to} into its place failed: the store said that it is there, and it lies "
                 "where it was uploaded to; saves need a store that moves files in the place of others"

@@ -90,7 +90,7 @@ class WebDavUploads(StagedUploads):
         self._asked(lambda: self._moved(name, to), to, "moving into its place")
 
     def _moved(self, name: str, to: str) -> None:
-        made, begun = False, time.monotonic()
+        made, unclear, begun = False, False, time.monotonic()
         for delay in (*DELAYS, None):
             try:
                 self._request("MOVE", name, {"Destination": self._address(to), "Overwrite": "T"})
@@ -102,19 +102,21 @@ class WebDavUploads(StagedUploads):
                     for folder in [str(one) for one in PurePosixPath(to).parents][-2::-1]:
                         with contextlib.suppress(urllib.error.HTTPError):  # it is there
                             self._request("MKCOL", folder, {})
-                    continue  # it was refused: nothing has been moved
-                if error.code < 500 and error.code not in (408, 423, 425, 429):
+                    if not unclear:
+                        continue  # each attempt was refused: nothing has been moved
+                elif error.code < 500 and error.code not in (408, 423, 425, 429):
                     raise
                 failed: OSError = error
             except OSError as error:
                 failed = error
+            unclear = True
             if delay is None or time.monotonic() > begun + AGAIN:
                 raise failed
             time.sleep(delay * random.uniform(0.5, 1))
             # Servers may remove what is at the new name before they look for the old one: where an attempt
             # has moved it whose answer was lost, another one would remove it.
             if self.seen(name, lambda found: found is not None) is None:
-                if self.found(to) is None:
+                if self.seen(to, lambda found: found is not None) is None:
                     raise WriteError(f"{self.url}/{name}: was removed by somebody else")
                 return
 

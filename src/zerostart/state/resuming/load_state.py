@@ -111,6 +111,14 @@ def _described(path: Path | str) -> Saved:
     else:
         own, place, among = state_in(path), path, True
     if own is None:
+        if isinstance(place, StoredPath) and among:
+            # Ours in a folder of accelerate's or DeepSpeed's counts before theirs: not taken for the other.
+            inner = [folder for folder in place.iterdir() if (folder / MARKER).is_file()]
+            if inner:
+                raise CheckpointNotFoundError(
+                    f"{place} has training states of zerostart in folders of its own: name one, as "
+                    f"{inner[-1]}"
+                )
         foreign = foreign_state(place) if among else None
         if foreign is not None:
             return Saved(path, *foreign)
