@@ -6,7 +6,7 @@
 #   make conformance     the long ones, and a search at random for cases that fail: nightly
 #   make constraints     constraints/torch-*.txt anew, by pip: what is installed beside each torch that is known
 #   make next            identity, adoption, state and upstream with the newest releases, in .venv-next
-#   make check           ruff, mypy, import-linter
+#   make check           ruff, mypy, import-linter, the limit of code lines
 #   make docs            the documentation site, in build/site
 #   make bench           the load benchmark beside other routes
 #   make serving         real inference engines that take pushed weights (tests/serving), in an environment of their own
@@ -63,6 +63,7 @@ check: $(STAMP)
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python .ci/code_lines.py
 
 # What is generated on it (commands, keys, figures) is made anew every time; a warning is an error.
 docs: $(STAMP)
