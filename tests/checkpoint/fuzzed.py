@@ -190,30 +190,6 @@ def dcp() -> Files:
     return {**files, ".metadata": pickle.dumps(Metadata(described, routes, places))}
 
 
-def rank_files() -> Files:
-    """As two ranks of FSDP2 write them, made by a group of one."""
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Shard
-
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        mesh, whole = init_device_mesh("cpu", (1,)), torch.arange(12.0).view(4, 3)
-        files = {}
-        for rank in range(2):
-            half = whole[2 * rank : 2 * rank + 2].clone()
-            box = DTensor.from_local(
-                half, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
-            )
-            moments = {"w": {"exp_avg": box, "step": torch.tensor(2.0)}}
-            optimizer = {"state": moments, "param_groups": [{"lr": 0.1, "params": ["w"]}]}
-            files[f"pytorch_model_fsdp_0_rank{rank}.bin"] = saved({"w": box, "seen": torch.ones(2)})
-            files[f"optimizer_0_rank{rank}.bin"] = saved(optimizer)
-        return files
-    finally:
-        dist.destroy_process_group()
-
-
 def config() -> Files:
     text = """
 model: &m {source: some/where, dtype: bfloat16, layers: [1, 2, {a: b}]}
@@ -236,7 +212,6 @@ FORMATS: dict[str, Callable[[], Files]] = {
     "ZeRO-2": lambda: zero(2),
     "ZeRO-3": lambda: zero(3),
     "universal": universal,
-    "rank files": rank_files,
     "state": state,
     "adapter": adapter,
     "YAML": config,

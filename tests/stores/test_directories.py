@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import tarfile
-import tracemalloc
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,10 +22,7 @@ from safetensors.torch import save_file
 import zerostart
 from tests.ranks import run_ranks
 from tests.stores import proxy, servers
-from zerostart.checkpoint.formats.located import StoredPath
-from zerostart.checkpoint.formats.training import PartFiles
 from zerostart.checkpoint.source import open_catalog
-from zerostart.checkpoint.storage import storage_at
 from zerostart.cli import main
 from zerostart.errors import (
     CheckpointError,
@@ -161,26 +157,6 @@ def test_what_is_not_there_is_told(url: str) -> None:
         open_catalog(f"{url}/absent")
     with pytest.raises(CheckpointNotFoundError, match="this needs files of this machine"):
         zerostart.load_pipeline(url)
-
-
-def test_of_many_files_of_ranks_few_bytes_are_kept(tmp_path: Path) -> None:
-    """However many there are: neither the blocks that were looked at, nor what came with the opening."""
-    for rank in range(40):
-        torch.save({str(number): torch.ones(100_000) for number in range(3)}, tmp_path / f"{rank}.bin")
-    files = PartFiles()
-    with servers.rclone(tmp_path, "webdav") as address:
-        storage = storage_at(address)
-        assert storage is not None
-        folder = StoredPath.of(storage)
-        tracemalloc.start()
-        try:
-            for rank in range(40):
-                files.torch_file(folder / f"{rank}.bin")
-            kept, _ = tracemalloc.get_traced_memory()
-        finally:
-            tracemalloc.stop()
-    assert len(files.paths) == 40
-    assert kept < 5 << 20
 
 
 def test_a_url_that_has_lost_a_slash_is_no_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,6 @@ from pathlib import Path
 from zerostart.checkpoint.catalog import Catalog, TensorEntry
 from zerostart.checkpoint.formats.base import CONFIG_NAME, MODEL_FOLDER, catalog_at
 from zerostart.checkpoint.formats.saved_state import is_state_alone
-from zerostart.checkpoint.formats.training import stored_catalog
 from zerostart.checkpoint.formats.weights import (
     INDEX_SUFFIX,
     SUFFIX,
@@ -75,7 +74,7 @@ def open_catalog(source: str | os.PathLike[str] | Files, classes: Collection[str
             return open_catalog(storage.instead, classes)
         if is_state_alone(storage):
             return open_catalog(f"{os.fspath(str(source)).rstrip('/')}/{MODEL_FOLDER}", classes)
-        return stored_catalog(storage) or storage_catalog(storage)
+        return storage_catalog(storage)
     if isinstance(source, Files):
         return replace(catalog_of(Path(), [Path(path) for path in source.paths]), root="")
     return catalog_at(resolve_source(source), classes)

@@ -61,7 +61,6 @@ _OWN = {
     "pipeline": ("zerostart.checkpoint.formats.pipeline", "Pipeline"),
     "dcp": ("zerostart.checkpoint.formats.dcp", "TorchDistributed"),
     "universal": ("zerostart.checkpoint.formats.universal", "Universal"),
-    "rank_files": ("zerostart.checkpoint.formats.rank_files", "RankFiles"),
     "zero": ("zerostart.checkpoint.formats.zero", "Zero"),
     "weights": ("zerostart.checkpoint.formats.weights", "Weights"),
 }

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from zerostart.checkpoint.catalog import TORCH_NAMES, TensorEntry
@@ -21,7 +22,6 @@ from zerostart.checkpoint.formats.assembling import (
     names_of,
 )
 from zerostart.checkpoint.formats.inert_pickle import InertObject, Opaque, StoredTensor, read_inert_pickle
-from zerostart.checkpoint.formats.located import Located
 from zerostart.checkpoint.formats.torch_zip import WRAPPERS, TorchArchive
 from zerostart.checkpoint.formats.training import PartFiles, TrainingFormat, Window
 from zerostart.checkpoint.strict_json import DAMAGED, shown
@@ -38,18 +38,17 @@ class TorchDistributed(TrainingFormat):
     """What ``torch.distributed.checkpoint`` writes, by itself or for accelerate."""
 
     name = "dcp"
-    stored = True
 
-    def holds(self, directory: Located) -> bool:
+    def holds(self, directory: Path) -> bool:
         """Whether there is its description."""
         return (directory / METADATA).is_file()
 
-    def read(self, directory: Located, files: PartFiles) -> TrainingContents:
+    def read(self, directory: Path, files: PartFiles) -> TrainingContents:
         """The tensors that the description speaks of."""
         return _read(directory, files)
 
 
-def _read(directory: Located, files: PartFiles) -> TrainingContents:
+def _read(directory: Path, files: PartFiles) -> TrainingContents:
     """What the files of all ranks hold together; ``files`` takes what is read.
 
     Weights are at the top, or one of several entries (``{"model": ..., "optim": ...}``); the states of an
@@ -125,7 +124,7 @@ def _flat(name: str, kind: str) -> tuple[str, str] | None:
 Described = tuple[tuple[int, ...], str, list[tuple[int, ...]]]
 
 
-def _described(value: object, path: Located) -> dict[str, Described]:
+def _described(value: object, path: Path) -> dict[str, Described]:
     """The tensors that the description speaks of."""
     entries = value.get("state_dict_metadata") if isinstance(value, InertObject) else None
     if not isinstance(entries, dict):
@@ -158,7 +157,7 @@ class _Place:
 
 
 def _stored(
-    directory: Located, value: InertObject, described: Mapping[str, Described], files: PartFiles
+    directory: Path, value: InertObject, described: Mapping[str, Described], files: PartFiles
 ) -> tuple[dict[tuple[str, tuple[int, ...]], TensorEntry], dict[str, Any]]:
     """The boxes, by the tensor's key and the box's origin, and what is no tensor, by its key."""
     by_file: dict[str, list[_Place]] = {}
@@ -198,7 +197,7 @@ def _stored(
     return out, pickled
 
 
-def _places(value: InertObject, path: Located) -> Iterator[tuple[str, _Place]]:
+def _places(value: InertObject, path: Path) -> Iterator[tuple[str, _Place]]:
     storage = value.get("storage_data")
     if not isinstance(storage, dict):
         raise CheckpointError(f"{path}: does not say where tensors are stored: {DAMAGED}")
@@ -217,7 +216,7 @@ def _places(value: InertObject, path: Located) -> Iterator[tuple[str, _Place]]:
         yield file, _Place(index.get("fqn"), _sizes(origin, path), offset, length)
 
 
-def _names(described: Mapping[str, Described], value: InertObject, path: Located) -> dict[str, str]:
+def _names(described: Mapping[str, Described], value: InertObject, path: Path) -> dict[str, str]:
     """What each tensor is called here: weights by their names, an optimizer's states by theirs before it."""
     routes = _routes(value)
     keyed = {key: _route(routes.get(key), key) for key in described}
@@ -256,7 +255,7 @@ def _route(route: Any, key: str) -> tuple[str, ...]:
     return tuple(map(str, route)) if named else (key,)
 
 
-def _sizes(value: object, path: Located) -> tuple[int, ...]:
+def _sizes(value: object, path: Path) -> tuple[int, ...]:
     if not is_shape(value):
         raise CheckpointError(f"{path}: a shape is not a list of sizes: {DAMAGED}")
     return value

@@ -10,24 +10,20 @@ import contextlib
 import struct
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any
 
 from zerostart.checkpoint.catalog import Assembled, Catalog, TensorEntry
 from zerostart.checkpoint.formats.assembling import STATE, Scalar, TrainingContents, check_whole
 from zerostart.checkpoint.formats.base import CONFIG_NAME, Format, formats
-from zerostart.checkpoint.formats.inert_pickle import InertObject, StoredTensor
-from zerostart.checkpoint.formats.located import Located, StoredFile, StoredPath
+from zerostart.checkpoint.formats.inert_pickle import StoredTensor
 from zerostart.checkpoint.formats.torch_zip import TorchArchive
 from zerostart.checkpoint.formats.weights import has_weights
-from zerostart.checkpoint.settings import Settings
 from zerostart.checkpoint.storage import Storage
 from zerostart.checkpoint.storage.base import HeaderBytes
 from zerostart.checkpoint.storage.files import FileState, open_regular, read_small
 from zerostart.checkpoint.storage.local import LocalFiles
 from zerostart.checkpoint.strict_json import DAMAGED, shown
-from zerostart.checkpoint.usual_names import STANDARD_NAMES
 from zerostart.errors import CheckpointError, CheckpointNotFoundError, ReadError, ZerostartError
 
 #: The folders in which accelerate's ``save_state`` leaves a sharded model's weights, and FSDP2's optimizer.
@@ -40,7 +36,6 @@ _DEEPEST = 8
 
 #: How a number of a type is packed.
 _NUMBERS = {"F32": "<f", "F64": "<d", "I64": "<q", "I32": "<i"}
-P = TypeVar("P", bound=Located)
 #: Makes the entry of a tensor (of the name given) that a pickle in a file speaks of.
 Placing = Callable[[str, StoredTensor], TensorEntry]
 
@@ -53,7 +48,7 @@ _STUMBLES = (
 
 
 class PartFiles:
-    """Files of this machine, or of a store, by the numbers that entries call them by.
+    """Files by the numbers that entries call them by.
 
     ``reading`` is the file that was opened last and ``record`` what of it is looked at: for messages.
     """
@@ -61,39 +56,22 @@ class PartFiles:
     def __init__(self) -> None:
         self.paths: list[str] = []
         self._states: list[FileState] = []
-        self._stored: list[StoredFile] = []
         self.reading = self.record = ""
 
     @property
     def sizes(self) -> list[int]:
         """The lengths of the files, in bytes."""
-        return [one.size for one in self._states] + [one.size for one in self._stored]
+        return [one.size for one in self._states]
 
     def storage(self) -> Storage:
         """What the files are read by. Raises ReadError."""
-        if not self._stored:
-            return LocalFiles.known(self.paths, self._states)
-        parts = [file.storage for file in self._stored]
-        together = replace(
-            parts[0],
-            files=tuple(part.files[0] for part in parts),
-            sizes=tuple(part.sizes[0] for part in parts),
-            identities=tuple(identity for part in parts for identity in part.identities[:1]),
-        )
-        return together.measured()
+        return LocalFiles.known(self.paths, self._states)
 
     @contextlib.contextmanager
-    def opened(self, path: Located) -> Iterator[tuple[HeaderBytes, int, int]]:
+    def opened(self, path: Path) -> Iterator[tuple[HeaderBytes, int, int]]:
         """Bytes, size and number of a file; raises ReadError if somebody writes to it meanwhile."""
         self.reading, self.record = str(path), ""
         number = len(self.paths)
-        if isinstance(path, StoredPath):  # each range of which is of the object that was found first
-            file = path.file()
-            yield file, file.size, number
-            file.let_go()
-            self._stored.append(file)
-            self.paths.append(str(path))
-            return
         # Compared at the end: a file that somebody writes to while it is read may be a mixture of two.
         before = FileState.at(str(path))
         with open_regular(str(path), "training") as (handle, size):
@@ -112,8 +90,6 @@ class PartFiles:
         if form is None or entry.numel != 1:
             raise CheckpointError(f"{self.reading}: {shown(entry.name)} is not a number")
         length = struct.calcsize(form)
-        if self._stored:
-            return float(struct.unpack(form, self._stored[entry.file].read(length, entry.offset))[0])
         with open_regular(self.reading, "training") as (handle, _):
             return float(struct.unpack(form, handle.read(length, entry.offset))[0])
 
@@ -131,7 +107,7 @@ class PartFiles:
         known = entry.dtype in _NUMBERS and entry.shape == ()
         return Scalar(self.number(entry), entry.dtype) if known else None
 
-    def torch_file(self, path: Located) -> tuple[object, Placing]:
+    def torch_file(self, path: Path) -> tuple[object, Placing]:
         """What a file of ``torch.save`` holds, and what places its tensors."""
         with self.opened(path) as (handle, size, number):
             archive = TorchArchive(handle, size, str(path))
@@ -172,12 +148,6 @@ def _entry(archive: TorchArchive, tensor: StoredTensor, number: int) -> TensorEn
         return error
 
 
-def local_tensor(made: InertObject) -> StoredTensor | None:
-    """The part of a DTensor that its rank has; None for an object that is none."""
-    local = made.get("_local_tensor")
-    return local if type(local) is StoredTensor else None
-
-
 def _tensors(value: object) -> Iterator[StoredTensor]:
     """Every tensor in what a pickle holds, in containers of any depth."""
     seen: set[int] = set()
@@ -187,8 +157,6 @@ def _tensors(value: object) -> Iterator[StoredTensor]:
         item = open_ones.pop()
         if type(item) is StoredTensor:
             yield item
-        elif isinstance(item, InertObject) and (local := local_tensor(item)) is not None:
-            yield local
         elif isinstance(item, (dict, list, tuple)) and id(item) not in seen:
             seen.add(id(item))
             open_ones += item.values() if isinstance(item, dict) else item
@@ -197,15 +165,12 @@ def _tensors(value: object) -> Iterator[StoredTensor]:
 class TrainingFormat(Format):
     """A format of directories in which each rank of a job has its share of weights and optimizer."""
 
-    #: Whether it asks of directories no more than ``Located`` has, and so opens those in stores, too.
-    stored: ClassVar[bool] = False
-
     @abstractmethod
-    def holds(self, directory: Located) -> bool:
+    def holds(self, directory: Path) -> bool:
         """Whether the files of the ranks lie in ``directory`` itself."""
 
     @abstractmethod
-    def read(self, directory: Located, files: PartFiles) -> TrainingContents:
+    def read(self, directory: Path, files: PartFiles) -> TrainingContents:
         """What the files of all ranks hold together; ``files`` takes note of each that is read.
 
         Raises CheckpointError and CheckpointNotFoundError where they are not whole, ReadError if reading
@@ -232,26 +197,11 @@ class TrainingFormat(Format):
             return _catalog(contents, files, _weights(contents), _root(path, located[0]))
 
 
-def stored_catalog(storage: Storage) -> Catalog | None:
-    """The weights of such a directory in a store; None where it is none of these.
-
-    Raises as ``training_states``.
-    """
-    if not storage.folder or storage.asked or {*STANDARD_NAMES} & {*storage.names()}:
-        return None
-    directory, files = StoredPath.of(storage), PartFiles()
-    with _damage_named(directory, files):
-        if (located := _locate(directory)) is None:
-            return None
-        contents = _read(*located, files)
-        return _catalog(contents, files, _weights(contents), _root(directory, located[0]))
-
-
 def _weights(contents: TrainingContents) -> dict[str, Assembled]:
     return {name: tensor for name, tensor in contents.assembled.items() if STATE not in name}
 
 
-def training_states(directory: Located) -> tuple[TrainingContents, Catalog, Catalog] | None:
+def training_states(directory: Path) -> tuple[TrainingContents, Catalog, Catalog] | None:
     """All that such a directory holds, with the catalogs of weights and of an optimizer's states.
 
     In the second a state has the name ``optimizer/KEY/NAME``. None where the directory is none of these.
@@ -293,7 +243,7 @@ def stock_time(directory: Path) -> tuple[Path, float] | None:
     return place, max((entry.stat().st_mtime for entry in files), default=place.stat().st_mtime)
 
 
-def _read(place: Located, format_: TrainingFormat, files: PartFiles) -> TrainingContents:
+def _read(place: Path, format_: TrainingFormat, files: PartFiles) -> TrainingContents:
     """What the files hold, all of it proved to be there."""
     contents = format_.read(place, files)
     # From here on what is wrong is of the directory, and of no one file.
@@ -303,7 +253,7 @@ def _read(place: Located, format_: TrainingFormat, files: PartFiles) -> Training
 
 
 @contextlib.contextmanager
-def _damage_named(directory: Located, files: PartFiles) -> Iterator[None]:
+def _damage_named(directory: Path, files: PartFiles) -> Iterator[None]:
     """What is wrong in the files of others, as an error with the file and the record that it was found in.
 
     The readers check what they know can be wrong. A damaged pickle has more ways than that, and each is the
@@ -340,16 +290,15 @@ def _catalog(
     return Catalog(root, storage, stored, {"format": "pt"}, assembled=tensors)
 
 
-def _held_by(directory: Located) -> TrainingFormat | None:
+def _held_by(directory: Path) -> TrainingFormat | None:
     """The format whose files lie in ``directory`` itself."""
     if not directory.is_dir():
         return None
     training = (format_ for format_ in formats() if isinstance(format_, TrainingFormat))
-    here = isinstance(directory, Path)
-    return next((one for one in training if (here or one.stored) and one.holds(directory)), None)
+    return next((one for one in training if one.holds(directory)), None)
 
 
-def _locate(directory: P, depth: int = 0) -> tuple[P, TrainingFormat] | None:
+def _locate(directory: Path, depth: int = 0) -> tuple[Path, TrainingFormat] | None:
     """The directory itself, the newest one that it names, or the one within that accelerate makes."""
     # Files that name folders may name each other.
     if depth > _DEEPEST:
@@ -360,9 +309,7 @@ def _locate(directory: P, depth: int = 0) -> tuple[P, TrainingFormat] | None:
         return directory, format_
     for name in _LATEST:
         if (directory / name).is_file():
-            file: Located = directory / name
-            data = file.read_small() if isinstance(file, StoredPath) else read_small(str(file))
-            tag = data.decode("utf-8", "replace").strip()
+            tag = read_small(str(directory / name)).decode("utf-8", "replace").strip()
             # A name out of a file, which nobody vouches for: it must not lead out of the directory.
             if not tag or "/" in tag or "\\" in tag or "\0" in tag or tag in (".", ".."):
                 raise CheckpointError(
@@ -377,11 +324,7 @@ def _locate(directory: P, depth: int = 0) -> tuple[P, TrainingFormat] | None:
     return None
 
 
-def _root(directory: P, located: P) -> str:
-    """Where the configuration is: beside the weights, or above them; of a store a copy here, if any."""
+def _root(directory: Path, located: Path) -> str:
+    """Find the directory with the configuration: that of the weights, or one above it."""
     places = [directory, located, *located.parents[:2]]
-    found = next((place for place in places if (place / CONFIG_NAME).is_file()), directory)
-    if not isinstance(found, StoredPath):
-        return str(found)
-    folder = found.folder()
-    return "" if folder is None else Settings.fetched(folder).place
+    return str(next((place for place in places if (place / CONFIG_NAME).is_file()), directory))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import prod
+from pathlib import Path
 
 from zerostart.checkpoint.catalog import Assembled, TensorEntry
 from zerostart.checkpoint.formats.assembling import (
@@ -13,7 +14,6 @@ from zerostart.checkpoint.formats.assembling import (
     from_runs,
 )
 from zerostart.checkpoint.formats.inert_pickle import StoredTensor
-from zerostart.checkpoint.formats.located import Located
 from zerostart.checkpoint.formats.training import PartFiles, TrainingFormat
 from zerostart.checkpoint.formats.zero import MASTERS, Base, ModelStates, read_model_states
 from zerostart.checkpoint.strict_json import DAMAGED
@@ -24,32 +24,27 @@ class Universal(TrainingFormat):
     """What DeepSpeed's ds_to_universal.py writes."""
 
     name = "universal"
-    stored = True
 
-    def holds(self, directory: Located) -> bool:
+    def holds(self, directory: Path) -> bool:
         """Whether a parameter has a folder with its masters."""
         zero = directory / "zero"
         return zero.is_dir() and any((entry / f"{MASTERS}.pt").is_file() for entry in zero.iterdir())
 
-    def read(self, directory: Located, files: PartFiles) -> TrainingContents:
+    def read(self, directory: Path, files: PartFiles) -> TrainingContents:
         """The folders of all parameters."""
         return _read(directory, files)
 
 
-def _name(entry: Located) -> str:
-    return entry.name
-
-
-def _read(directory: Located, files: PartFiles) -> TrainingContents:
+def _read(directory: Path, files: PartFiles) -> TrainingContents:
     """What the folders of all parameters hold; ``files`` takes what is read.
 
     Raises CheckpointError for files that are not as ds_to_universal.py writes them.
     """
     states = read_model_states(directory, files)
     found, shapes = states.begun(), states.shapes
-    for folder in sorted((entry for entry in (directory / "zero").iterdir() if entry.is_dir()), key=_name):
+    for folder in sorted(entry for entry in (directory / "zero").iterdir() if entry.is_dir()):
         name = folder.name
-        for path in sorted(folder.glob("*.pt"), key=_name):
+        for path in sorted(folder.glob("*.pt")):
             kind = path.stem
             value, place = files.torch_file(path)
             tensor = value.get("param") if isinstance(value, dict) else value
@@ -72,7 +67,7 @@ def _read(directory: Located, files: PartFiles) -> TrainingContents:
     return states.ended(found)
 
 
-def _add_groups(path: Located, states: ModelStates, found: TrainingContents, files: PartFiles) -> None:
+def _add_groups(path: Path, states: ModelStates, found: TrainingContents, files: PartFiles) -> None:
     """The settings of the parameter groups, which one file has for all; at stage 3 numbers of theirs, too."""
     value, place = files.torch_file(path) if path.is_file() else (None, None)
     if not isinstance(value, dict) or place is None:
@@ -86,7 +81,7 @@ def _add_groups(path: Located, states: ModelStates, found: TrainingContents, fil
             found.groups.append(ParameterGroup(files.settings(kept, place), tuple(shapes)))
 
 
-def _shaped(key: str, entry: TensorEntry, shape: tuple[int, ...], path: Located) -> Assembled:
+def _shaped(key: str, entry: TensorEntry, shape: tuple[int, ...], path: Path) -> Assembled:
     """The state of a parameter of ``shape``: as it is, or as one row, which stage 3 leaves, or a number."""
     if entry.shape in (shape, ()):
         return from_boxes(key, entry.shape, entry.dtype, [(entry, (0,) * len(entry.shape))])

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from math import prod
+from pathlib import Path
 from typing import Any
 
 from zerostart.checkpoint.catalog import TORCH_NAMES, TensorEntry
@@ -25,7 +26,6 @@ from zerostart.checkpoint.formats.assembling import (
     is_shape,
 )
 from zerostart.checkpoint.formats.inert_pickle import InertObject, StoredTensor
-from zerostart.checkpoint.formats.located import Located
 from zerostart.checkpoint.formats.training import PartFiles, Placing, TrainingFormat
 from zerostart.checkpoint.strict_json import DAMAGED, shown
 from zerostart.errors import CheckpointError
@@ -44,18 +44,17 @@ class Zero(TrainingFormat):
     """What DeepSpeed writes at ZeRO stages 1 to 3."""
 
     name = "zero"
-    stored = True
 
-    def holds(self, directory: Located) -> bool:
+    def holds(self, directory: Path) -> bool:
         """Whether a rank's optimizer states are there."""
         return any(_OPTIMIZER.fullmatch(entry.name) for entry in directory.iterdir())
 
-    def read(self, directory: Located, files: PartFiles) -> TrainingContents:
+    def read(self, directory: Path, files: PartFiles) -> TrainingContents:
         """The files of all ranks."""
         return _read(directory, files)
 
 
-def _read(directory: Located, files: PartFiles) -> TrainingContents:
+def _read(directory: Path, files: PartFiles) -> TrainingContents:
     """What the files of all ranks hold together; ``files`` takes what is read.
 
     Raises CheckpointError for files that are not whole, or not of one job.
@@ -163,7 +162,7 @@ class Base:
 class _Rank:
     """One rank's file: its buffers by what they are (the masters, an optimizer state) and their number."""
 
-    path: Located
+    path: Path
     stage: int
     #: Whether each parameter is cut, as at stage 3, and not the buffer of a group.
     partitioned: bool
@@ -185,7 +184,7 @@ class _Rank:
         return [buffer.numel for buffer in self.buffers[MASTERS]]
 
     @classmethod
-    def read(cls, path: Located, number: int, files: PartFiles) -> _Rank:
+    def read(cls, path: Path, number: int, files: PartFiles) -> _Rank:
         value, place = files.torch_file(path)
         states = value.get("optimizer_state_dict") if isinstance(value, dict) else None
         if not isinstance(states, dict) or "zero_stage" not in states:
@@ -365,7 +364,7 @@ class ModelStates:
         return found
 
 
-def read_model_states(directory: Located, files: PartFiles) -> ModelStates:
+def read_model_states(directory: Path, files: PartFiles) -> ModelStates:
     """The states of the model beside the optimizer's; raises CheckpointError where they are not whole."""
     found = []
     for path in by_rank(directory, _MODEL):
@@ -416,7 +415,7 @@ def _computing(module: Mapping[str, object], groups: Sequence[Mapping[str, objec
     return TORCH_NAMES.get(first.dtype, "") if type(first) is StoredTensor else ""
 
 
-def by_rank(directory: Located, pattern: re.Pattern[str]) -> list[Located]:
+def by_rank(directory: Path, pattern: re.Pattern[str]) -> list[Path]:
     """The files of one kind in the order of the ranks; raises CheckpointError where one is missing."""
     names = sorted(entry.name for entry in directory.iterdir())
     if cut := next((name for name in names if _CUT.fullmatch(name)), None):
@@ -440,7 +439,7 @@ def by_rank(directory: Located, pattern: re.Pattern[str]) -> list[Located]:
     return [found[rank] for rank in range(len(found))]
 
 
-def _refuse_experts(value: Mapping[str, object], path: Located) -> None:
+def _refuse_experts(value: Mapping[str, object], path: Path) -> None:
     if any("autoep" in key.lower() and value[key] for key in value if type(key) is str):
         raise CheckpointError(f"{path}: experts are sharded over ranks (AutoEP); {INSTEAD}")
 

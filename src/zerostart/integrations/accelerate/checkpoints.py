@@ -56,7 +56,7 @@ def save_checkpoint(
     path, world = Path(save_dir), current_world()
     extra = _client_states(client_state, engine, world)
     frozen = not exclude_frozen_parameters
-    write_state(path / name, engine, None, extra, wait=True, frozen=frozen, saved=path)
+    write_state(path / name, engine, None, extra, wait=True, frozen=frozen)
     # Named last, when all is there: whoever looks for the newest finds the one before until then.
     with (
         world.phase("naming the last checkpoint"),
@@ -170,7 +170,7 @@ def save_fsdp_model(
         # is written by the second call, which is not told of adapters.
         _adapters_alone[path] = adapter_only
     else:
-        write_state(path, model, None, None, wait=True, frozen=not adapter_only, saved=path.parent)
+        write_state(path, model, None, None, wait=True, frozen=not adapter_only)
     return None
 
 
@@ -189,7 +189,7 @@ def save_fsdp_optimizer(
         return original()
     path = _fsdp_path(output_dir, optimizer_index)
     alone = _adapters_alone.pop(path, False)
-    write_state(path, model, optimizer, None, wait=True, frozen=not alone, saved=path.parent)
+    write_state(path, model, optimizer, None, wait=True, frozen=not alone)
     return None
 
 

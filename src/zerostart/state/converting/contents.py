@@ -15,7 +15,6 @@ import torch
 
 from zerostart.checkpoint.catalog import Catalog, TensorEntry
 from zerostart.checkpoint.formats.assembling import ParameterGroup
-from zerostart.checkpoint.formats.located import Located, StoredPath
 from zerostart.checkpoint.formats.saved_state import is_state_alone, open_saved_state
 from zerostart.checkpoint.formats.training import training_states
 from zerostart.checkpoint.manifest import STATE_MARKER
@@ -115,8 +114,7 @@ def opened(source: str | os.PathLike[str], weights_alone: bool = False) -> Conte
         if not weights_alone:
             _add_state(contents, state)
     elif catalog.assembled is not None and not weights_alone:
-        storage = storage_at(place)
-        _add_foreign(contents, Path(place) if storage is None else StoredPath.of(storage))
+        _add_foreign(contents, Path(place))
     return contents
 
 
@@ -148,7 +146,7 @@ def _located(source: str | os.PathLike[str]) -> tuple[Path | str, Catalog]:
         return newest, open_catalog(newest)
 
 
-def _add_foreign(contents: Contents, place: Located) -> None:
+def _add_foreign(contents: Contents, place: Path) -> None:
     """Add what DeepSpeed, torch or accelerate keep of an optimizer."""
     read = training_states(place)
     if read is None:  # shares of ranks that are no training checkpoint

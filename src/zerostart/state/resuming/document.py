@@ -11,7 +11,6 @@ import torch
 
 from zerostart.checkpoint.catalog import Catalog
 from zerostart.checkpoint.formats.assembling import Scalar, TrainingContents
-from zerostart.checkpoint.formats.located import Located
 from zerostart.checkpoint.formats.training import training_states
 from zerostart.checkpoint.manifest import check_seal
 from zerostart.checkpoint.strict_json import MAX_DOCUMENT_BYTES, is_too_much, read_json
@@ -99,11 +98,11 @@ OTHERS = 0
 _SIMPLE = (bool, int, float, str, type(None))
 
 
-def foreign_state(place: Located) -> tuple[dict[str, object], Catalog, Catalog] | None:
+def foreign_state(place: Path) -> tuple[dict[str, object], Catalog, Catalog] | None:
     """The document and the catalogs of a state of DeepSpeed's, torch's or accelerate's.
 
     It has what these save of a model and its optimizer; random states, schedules and the positions in the
-    data are left to who saved them. None where ``place``, here or in a store, is no such directory.
+    data are left to who saved them. None where ``place`` is no such directory.
     """
     if not place.is_dir() or (read := training_states(place)) is None:
         return None

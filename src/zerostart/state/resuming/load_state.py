@@ -16,14 +16,12 @@ import torch
 from torch import nn
 
 from zerostart.checkpoint.catalog import Catalog
-from zerostart.checkpoint.formats.located import Located, StoredPath
 from zerostart.checkpoint.formats.saved_state import (
     is_stored_state,
     open_saved_state,
     state_in,
     tell_of_newer,
 )
-from zerostart.checkpoint.manifest import SAVED_AT
 from zerostart.checkpoint.paths import shown_url
 from zerostart.checkpoint.storage import storage_at
 from zerostart.checkpoint.strict_json import JsonObject
@@ -37,7 +35,6 @@ from zerostart.loading.source import open_source
 from zerostart.recipe import Recipe, Target
 from zerostart.state.resuming.background import finish_last
 from zerostart.state.resuming.document import OTHERS, foreign_state, read_document
-from zerostart.state.resuming.linking import check_unchanged
 from zerostart.state.resuming.local_states import LOCAL, check_local, restored_local
 from zerostart.state.resuming.optimizer import (
     check_own,
@@ -98,48 +95,42 @@ def opened(path: Path | str, world: World) -> Saved:
 
 
 def _described(path: Path | str) -> Saved:
-    """The training state at ``path``, or in what accelerate or the Trainer has made there."""
-    # Ours first, which may lie in a directory of accelerate's or the Trainer's; then theirs, by formats that
-    # are read in parts; then what is there and cannot be.
-    own: Path | str | None
-    place: Located
+    """Open the training state at ``path``, ours first, then one of another library."""
     if isinstance(path, str):
         storage = storage_at(path)
         assert storage is not None, "it is a URL"
-        own = path if is_stored_state(storage) else None
-        place, among = StoredPath.of(storage), bool(storage.folder) and not storage.asked
+        if not is_stored_state(storage):
+            raise CheckpointNotFoundError(
+                f"{shown_url(path)} is not a complete training state: {MARKER}, which zerostart.save_state "
+                "writes last, is missing. A checkpoint of another library is not read at a URL: copy its "
+                "directory to this machine first"
+            )
+        own: Path | str | None = path
     else:
-        own, place, among = state_in(path), path, True
-    if own is None:
-        if isinstance(place, StoredPath) and among:
-            # Ours in a folder of accelerate's or DeepSpeed's counts before theirs: not taken for the other.
-            inner = [folder for folder in place.iterdir() if (folder / MARKER).is_file()]
-            if inner:
-                raise CheckpointNotFoundError(
-                    f"{place} has training states of zerostart in folders of its own: name one, as "
-                    f"{inner[-1]}"
-                )
-        foreign = foreign_state(place) if among else None
-        if foreign is not None:
-            return Saved(path, *foreign)
-        for name in _WHOLE_OPTIMIZERS if among else ():
-            if (place / name).is_file():
-                raise CheckpointNotFoundError(
-                    f"{place / name} has the optimizer of all ranks in one pickle, which cannot be read in "
-                    "parts: resume it once with the library that saved it, and save again with "
-                    "zerostart.save_state, or with accelerate and fsdp_state_dict_type: "
-                    "SHARDED_STATE_DICT; zerostart.load can load the weights alone"
-                )
-        raise CheckpointNotFoundError(
-            f"{shown_url(str(path))} is not a complete training state: {MARKER}, which "
-            "zerostart.save_state writes last, is missing"
-        )
-    if isinstance(own, Path):
-        tell_of_newer(Path(path), own)
+        own = state_in(path)
+        if own is None:
+            return _foreign(path)
+        tell_of_newer(path, own)
     document, (weights, state) = open_saved_state(own, (MODEL, STATE), read_document)
-    if isinstance(own, Path):
-        check_unchanged(own, MODEL, document.get(SAVED_AT))
     return Saved(own, document, weights, state)
+
+
+def _foreign(path: Path) -> Saved:
+    """Open what DeepSpeed, torch or accelerate saved in ``path``."""
+    if (found := foreign_state(path)) is not None:
+        return Saved(path, *found)
+    for name in _WHOLE_OPTIMIZERS:
+        if (path / name).is_file():
+            raise CheckpointNotFoundError(
+                f"{path / name} has the optimizer of all ranks in one pickle, which cannot be read in "
+                "parts: resume it once with the library that saved it, and save again with "
+                "zerostart.save_state, or with accelerate and fsdp_state_dict_type: "
+                "SHARDED_STATE_DICT; zerostart.load can load the weights alone"
+            )
+    raise CheckpointNotFoundError(
+        f"{path} is not a complete training state: {MARKER}, which zerostart.save_state writes last, is "
+        "missing"
+    )
 
 
 def restore_state(

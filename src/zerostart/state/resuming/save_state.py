@@ -6,7 +6,8 @@ import logging
 import os
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,7 +20,6 @@ from zerostart.errors import ConfigError, WriteError
 from zerostart.live.training import StateTensor
 from zerostart.state.resuming.background import Saving, begin, copied_to_host, finish_last
 from zerostart.state.resuming.document import check_size
-from zerostart.state.resuming.linking import linked
 from zerostart.state.resuming.training_state import MARKER, MODEL, STATE, Content, collected
 from zerostart.state.resuming.values import checksum
 from zerostart.state.saving.save import save_settings
@@ -38,7 +38,6 @@ def write_state(
     frozen: bool = True,
     beside: Sequence[StateTensor] = (),
     copy_later: bool = False,
-    saved: Path | None = None,
 ) -> Saving:
     """See ``zerostart.save_state``. ``budget``: most bytes of host memory for the copies; None: what is free.
 
@@ -46,8 +45,6 @@ def write_state(
     ``beside`` are further tensors that are kept for parameters, by a key that nothing else here has.
     ``copy_later`` copies parameters, masters and states of the optimizer that lie on the host while training
     goes on: nothing but the next step of the optimizer, which waits for it, may change them.
-    ``saved`` is a directory that ``save`` may just have written: where its files hold the very tensors of
-    ``model/``, they are linked there, and not written again.
     Raises InsufficientMemoryError, on every rank, where they do not fit, and ConfigError where ranks save
     other things than each other.
     """
@@ -63,15 +60,14 @@ def write_state(
         place = agreed_place(path, world)
         with world.phase("looking at the free space"):
             if world.rank == 0 and isinstance(place, Path):  # a store has room
-                # What is linked takes no space; which it is, is told when it is written.
-                parts = content.state[0] if saved is not None else [*content.model[0], *content.state[0]]
+                parts = [*content.model[0], *content.state[0]]
                 check_space(place, sum(entry_bytes(entry) for entry in parts), "the training state")
         if wait:
-            _write(place, content, saved, world)
+            _write(place, content, world)
             return Saving.finished(time.perf_counter() - begun)
         # Nothing that the thread writes may lie where training goes on: from here on content has copies.
         content, copy = copied_to_host(content, world, budget, copy_later)
-        return begin(_writer(place, content, saved), place, world, begun, copy)
+        return begin(partial(_write, place, content), place, world, begun, copy)
 
 
 def _check_alike(content: Content, world: World) -> None:
@@ -93,10 +89,6 @@ def _check_alike(content: Content, world: World) -> None:
         )
 
 
-def _writer(place: Path | str, content: Content, saved: Path | None) -> Callable[[World], None]:
-    return lambda world: _write(place, content, saved, world)
-
-
 def _save_settings(content: Content, folder: Path) -> None:
     """Write what is beside the model's weights; a training goes on without what its library refuses."""
     try:
@@ -112,13 +104,10 @@ def _save_settings(content: Content, folder: Path) -> None:
         )
 
 
-def _write(place: Path | str, content: Content, saved: Path | None, world: World) -> None:
+def _write(place: Path | str, content: Content, world: World) -> None:
     with publishing(place, world, marker=MARKER) as publication:
         folder = publication.directory / MODEL
-        # Links are of files in one file system.
-        known = linked(saved if isinstance(place, Path) else None, folder, *content.model, world)
-        if known is None:
-            known = write_tensors(publication, *content.model, world, folder=MODEL).digests
+        known = write_tensors(publication, *content.model, world, folder=MODEL).digests
         if world.rank == 0:
             _save_settings(content, folder)
         # The model before the state, and the document last: readers go by it.
