@@ -10,10 +10,8 @@ from tests.drawn import examples
 from zerostart.geometry import (
     Copy,
     Region,
-    block_regions,
     regions,
     row_major_strides,
-    split_loop,
     split_region,
 )
 
@@ -70,40 +68,6 @@ def test_regions_address_what_the_copy_does(case: tuple[tuple[int, ...], Copy], 
             assert not here.keys() & found.keys(), "two regions write one element"
             found |= here
     assert found == addresses(copy.start, copy.to, copy.loops)
-
-
-@settings(max_examples=examples(150, 5000))
-@given(copies())
-def test_halves_of_any_loop_address_what_the_whole_does(case: tuple[tuple[int, ...], Copy]) -> None:
-    shape, copy = case
-    for region in regions(shape, copy):
-        for number, (_, stride, _) in enumerate(region.loops):
-            if stride:
-                found: dict[int, int] = {}
-                for part in split_loop(region, number):
-                    found |= in_tensor(part)
-                assert found == in_tensor(region)
-
-
-@settings(max_examples=examples(200, 15000))
-@given(copies(), copies(), st.integers(1, 9), st.integers(1, 40))
-def test_runs_of_blocks_address_what_the_copies_do(
-    case: tuple[tuple[int, ...], Copy], other: tuple[tuple[int, ...], Copy], block: int, limit: int
-) -> None:
-    numel = max(prod(shape) for shape, _ in (case, other))
-    first = case[1]
-    second = Copy("x", other[1].start, 100_000, other[1].loops)
-    edges = {*(number * block for number in range(max(1, numel // block))), numel}
-    found: dict[int, int] = {}
-    for taken in block_regions(numel, [first, second], block, limit):
-        (box,) = {region.box for region in taken}
-        assert {box.origin[0], box.origin[0] + box.extent[0]} <= edges, "a run ends within a block"
-        assert box.numel <= max(limit, 2 * block - 1)
-        for region in taken:
-            here = in_tensor(region)
-            assert not here.keys() & found.keys(), "two regions write one element"
-            found |= here
-    assert found == addresses(first.start, 0, first.loops) | addresses(second.start, 100_000, second.loops)
 
 
 def test_a_transposed_run_holds_nothing_that_it_does_not_want() -> None:

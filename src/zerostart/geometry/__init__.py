@@ -16,7 +16,7 @@ from zerostart.geometry.pieces import (
     stack,
     whole,
 )
-from zerostart.geometry.regions import Region, block_regions, regions, split_loop, split_region
+from zerostart.geometry.regions import Region, regions, split_region
 from zerostart.geometry.strided import View, view_within, without
 
 __all__ = [
@@ -28,7 +28,6 @@ __all__ = [
     "Piece",
     "Region",
     "View",
-    "block_regions",
     "broadcast",
     "concatenate",
     "copies_between",
@@ -46,7 +45,6 @@ __all__ = [
     "shift",
     "simplify",
     "split_at",
-    "split_loop",
     "split_region",
     "stack",
     "view_within",

@@ -7,7 +7,7 @@ so that a box holds little or nothing that the copy does not want.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from zerostart.geometry.boxes import Box, row_major_strides
@@ -56,14 +56,13 @@ def split_region(region: Region, limit: int) -> Iterator[Region]:
     # Of this dimension what the other loops reach beyond the last step: each part keeps it.
     others = region.box.extent[dim] - 1 - (size - 1) * step
     most = max(1, (limit // inside[dim] - others - 1) // step + 1)
-    for part in split_loop(region, number, most):
+    for part in _split_loop(region, number, most):
         yield from split_region(part, limit)
 
 
-def split_loop(region: Region, number: int, most: int | None = None) -> Iterator[Region]:
-    """``region``, one of ``regions``, in parts of ``most`` steps (half of them) of its loop ``number``."""
+def _split_loop(region: Region, number: int, most: int) -> Iterator[Region]:
+    """Split ``region`` into parts of ``most`` steps of its loop ``number``."""
     size, _, place = region.loops[number]
-    most = most or -(-size // 2)
     old = row_major_strides(region.box.extent)
     steps = [_dimension(region.box.extent, old, loop[1]) if loop[1] else (0, 0) for loop in region.loops]
     dim, step = steps[number]
@@ -78,82 +77,6 @@ def split_loop(region: Region, number: int, most: int | None = None) -> Iterator
         loops[number : number + 1] = [(count, new[dim] * step, place)] if count > 1 else []
         box = Box(tuple(origin), tuple(extent))
         yield Region(region.factors, box, region.to + first * place, tuple(loops))
-
-
-def block_regions(numel: int, copies: Iterable[Copy], block: int, limit: int) -> Iterator[tuple[Region, ...]]:
-    """Runs of whole blocks of a row-major order of ``numel`` elements, each with what is copied out of it.
-
-    The last block has what is left over as well. A run has at most ``limit`` elements, or one block. What
-    lies between is left out where it is most of a run; what several copies want is in one run.
-    """
-    count = max(1, numel // block)
-    # One less than fits: the last block takes what is left over, up to a block more.
-    most = max(1, limit // block - 1)
-    ends = _Blocks(numel, block, count)
-    parts = sorted(
-        (part for copy in copies for part in _within(copy, ends, most)),
-        key=lambda part: (part.start, part.to),
-    )
-    low = high = 0
-    taken: list[Copy] = []
-    for part in parts:
-        first, last = ends.of(part.start), ends.of(part.start + part.span - 1) + 1
-        if taken and (first > high or max(high, last) - low > most):
-            yield _run(taken, ends, low, high)
-            taken = []
-        low, high = (low, max(high, last)) if taken else (first, last)
-        taken.append(part)
-    if taken:
-        yield _run(taken, ends, low, high)
-
-
-@dataclass(frozen=True, slots=True)
-class _Blocks:
-    """Where ``count`` blocks begin and end; the last takes the rest."""
-
-    numel: int
-    block: int
-    count: int
-
-    def of(self, element: int) -> int:
-        return min(element // self.block, self.count - 1)
-
-    def edge(self, number: int) -> int:
-        return self.numel if number >= self.count else number * self.block
-
-
-def _run(copies: Sequence[Copy], blocks: _Blocks, low: int, high: int) -> tuple[Region, ...]:
-    begin = blocks.edge(low)
-    box = Box((begin,), (blocks.edge(high) - begin,))
-    factors = ((blocks.numel,),)
-    return tuple(Region(factors, box, copy.to, copy.loops, copy.start - begin) for copy in copies)
-
-
-def _within(copy: Copy, blocks: _Blocks, most: int) -> Iterator[Copy]:
-    """``copy`` in parts of at most ``most`` blocks, cut where windows of as many begin, and at wide gaps."""
-    number = next((n for n, loop in enumerate(copy.loops) if loop[1]), None)
-    if number is None:
-        yield copy
-        return
-    size, stride, place = copy.loops[number]
-    inner = copy.span - (size - 1) * stride
-    # So far apart that more than half of what lies between would be computed for nothing.
-    sparse = stride > 2 * (inner + 2 * blocks.block)
-    first, last = blocks.of(copy.start), blocks.of(copy.start + copy.span - 1)
-    if not sparse and first // most == last // most:
-        yield copy
-        return
-    begin = 0
-    while begin < size:
-        at = copy.start + begin * stride
-        # Windows of ``most`` blocks begin at multiples of it, for every copy alike, so that what several
-        # copies want of one window is computed once.
-        end = blocks.edge((blocks.of(at) // most + 1) * most)
-        steps = 1 if sparse else min(size - begin, max(1, (end - at - inner) // stride + 1))
-        loop = ((steps, stride, place),) if steps > 1 else ()
-        loops = (*copy.loops[:number], *loop, *copy.loops[number + 1 :])
-        yield from _within(Copy(copy.source, at, copy.to + begin * place, loops), blocks, most)
-        begin += steps
 
 
 def _refine(factors: list[tuple[int, ...]], stride: int) -> None:

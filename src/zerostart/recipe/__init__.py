@@ -1,7 +1,7 @@
 """Recipes: which checkpoint elements make up each model parameter, and what neither side accounts for."""
 
 from zerostart.recipe import operators as _operators  # noqa: F401  # registers the operators
-from zerostart.recipe.computed import BLOCK, Computed, Cut, Operand
+from zerostart.recipe.computed import Computed, Operand
 from zerostart.recipe.dtypes import main_dtype, spelling, torch_dtype
 from zerostart.recipe.loaders import trace_loader
 from zerostart.recipe.recipe import Coverage, Recipe, Recipes, Target
@@ -11,10 +11,8 @@ from zerostart.recipe.symbolic import SymbolicTensor, settled
 from zerostart.recipe.trace import assembled, loaded_into, matched, one_thread, run_converter
 
 __all__ = [
-    "BLOCK",
     "Computed",
     "Coverage",
-    "Cut",
     "Operand",
     "Recipe",
     "Recipes",

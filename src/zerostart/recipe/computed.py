@@ -1,15 +1,9 @@
-"""Computed tensors: what a conversion calculates, and does not only move.
-
-A computed tensor is one operator with its operands. ``Cut`` tells which parts of the result can be had
-without the rest and have the bits that eager torch gives them; how an operator is classed is in ``bits``.
-"""
+"""Computed tensors: the result of an operator that does more than move elements."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
-from itertools import pairwise
 from math import prod
 from typing import Any
 
@@ -18,22 +12,6 @@ from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from zerostart.geometry import Box, Piece, reshape
 from zerostart.upstream.torch.types import Arguments
-
-#: Elements of a block. torch's loops take full vectors, two at a time, and give what is left at the end to
-#: another routine, which may round otherwise. A block is a multiple of any such step (two vectors of bytes,
-#: of the 2048 bits that no processor exceeds), so that its elements are in the vectors they are in eagerly.
-BLOCK = 1024
-
-
-class Cut(Enum):
-    """Which parts of a result can be computed without the rest, bit for bit."""
-
-    #: In whatever box, from the same box of the operands.
-    BOXES = "boxes"
-    #: Runs of the memory order that begin and end where blocks do, from the same runs of the operands.
-    BLOCKS = "blocks"
-    #: Nothing less than all of it, from whole operands in the strides that they have in eager torch.
-    WHOLE = "whole"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,19 +35,6 @@ class Operand:
     def computed(self) -> set[Computed]:
         """What its elements are computed by, as far as they are."""
         return {s for piece in self.pieces for s in piece.source if isinstance(s, Computed)}
-
-    @property
-    def from_blocks(self) -> bool:
-        """Whether any of it is computed in blocks, or made from what is."""
-        return any(source.cut is Cut.BLOCKS or source.from_blocks for source in self.computed)
-
-    @property
-    def across_blocks(self) -> bool:
-        """Whether a run of it takes parts of many blocks, as where it is transposed."""
-        return self.from_blocks and (
-            any(source.across_blocks for source in self.computed)
-            or not all(_ascends(piece) for piece in self.pieces)
-        )
 
     def split(self, factors: Sequence[Sequence[int]]) -> Operand:
         """The operand, row-major, with its dimensions split like those of the result it is broadcast to."""
@@ -98,30 +63,24 @@ class Computed:
     spec: TreeSpec | None = None
     #: Which of several results it is; None where there is one.
     output: int | None = None
-    cut: Cut = Cut.BOXES
-    #: If given, the dimensions of what the function gives in the order in which they lie in memory, which is
-    #: that of ``shape``.
-    order: tuple[int, ...] | None = None
+    #: True if each box of the result can be computed by itself, bit for bit. All else is computed whole, from
+    #: operands in the strides of eager torch.
+    exact: bool = True
     value: torch.Tensor | None = field(default=None, repr=False)
     #: Whether any part of the result needs an operator that has to be computed whole.
     whole: bool = field(init=False)
-    #: Whether anything that the result is made from is computed in blocks, and whether these lie across it.
-    from_blocks: bool = field(init=False)
-    across_blocks: bool = field(init=False)
     #: Memory that evaluating one element takes: its own, and that of everything it is made from.
     element_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
         """Sum up what it is made from, once: a chain of computations may be long, and share its parts."""
-        whole, nbytes = self.cut is Cut.WHOLE, self.dtype.itemsize
+        whole, nbytes = not self.exact, self.dtype.itemsize
         for operand, aligned in zip(self.operands, self.aligned, strict=True):
             made = operand.computed
             whole |= any(source.whole for source in made)
             if aligned and operand.numel > 1:
                 nbytes += operand.dtype.itemsize + max((source.element_bytes for source in made), default=0)
         object.__setattr__(self, "whole", whole)
-        object.__setattr__(self, "from_blocks", any(operand.from_blocks for operand in self.operands))
-        object.__setattr__(self, "across_blocks", any(operand.across_blocks for operand in self.operands))
         object.__setattr__(self, "element_bytes", nbytes)
 
     def __str__(self) -> str:
@@ -151,13 +110,7 @@ class Computed:
         with torch.no_grad():
             made = self.function(*args, **kwargs)
         result: torch.Tensor = made if self.output is None else made[self.output]
-        return result if self.order is None else result.permute(self.order)
-
-
-def _ascends(piece: Piece) -> bool:
-    """Whether the addresses of a piece ascend in the order of its elements; repetition aside."""
-    digits = [digit for axis in piece.axes for digit in axis if digit[0] > 1 and digit[1]]
-    return all(outer[1] >= inner[0] * inner[1] for outer, inner in pairwise(digits))
+        return result
 
 
 def leaves_of(pieces: Sequence[Piece]) -> set[str]:

@@ -7,7 +7,6 @@ by changing pieces (``operators``); all others make a computed one, whose elemen
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 from zerostart import geometry
 from zerostart.checkpoint.catalog import contiguous_strides
 from zerostart.errors import ConversionError
-from zerostart.recipe.computed import Computed, Cut, Operand, leaves_of
+from zerostart.recipe.computed import Computed, Operand, leaves_of
 from zerostart.recipe.dtypes import holds
 from zerostart.recipe.refusals import refusal
 from zerostart.recipe.strides import as_on_cpu
@@ -166,66 +165,26 @@ _MOVES = {
 #: Rounded once, as IEEE 754 has it; the sums only where nothing is multiplied before.
 _ROUNDED = {aten.abs, aten.neg, aten.mul, aten.reciprocal, aten.div.Tensor, aten.div.Scalar, aten.true_divide}
 _SUMS = {aten.add, aten.sub, aten.rsub}
-#: Computed otherwise where operands are contiguous (by another library, or by way of one that always is),
-#: so that what lies otherwise has other bits than the same elements in a row.
-_BY_CONTIGUITY = {aten.gelu, aten.gelu_backward, aten.ldexp}
 
 
-@dataclass(frozen=True, slots=True)
-class Regions:
-    """How a result may be cut, with the operands as the parts need them."""
-
-    cut: Cut
-    operands: tuple[Operand, ...]
-    #: Of which operands a part of the result needs the same part only.
-    aligned: tuple[bool, ...]
-    #: Dimensions of the result as they lie in memory; None for row-major.
-    order: tuple[int, ...] | None = None
-
-
-def regions_of(
+def _aligned_operands(
     func: OpOverload,
     args: Sequence[object],
     kwargs: Mapping[str, object],
     operands: Sequence[Operand],
     made: torch.Tensor,
-) -> Regions:
-    """The class of ``func`` with these arguments, whose result has dtype, shape and strides of ``made``."""
-    # torch's CPU loops walk over memory. They put full vectors through one routine and what is left at the
-    # end of a row through another, and the two round alike only where IEEE 754 says how: sums, products and
-    # quotients, but not exponentials, roots of reciprocals, or a product and a sum in one. Hence three
-    # classes:
-    #
-    # BOXES   exact, element by element: the lists above, which hold what no processor and no compiler may
-    #         round otherwise.
-    # BLOCKS  all operands lie in memory as the result does (or are one element): torch then sees one long
-    #         row, and a run of whole blocks, the last with what is left over, has every element in the place
-    #         that it has eagerly. Exact operators too where they follow such a one, or where a NaN may come
-    #         in: the routines differ in what they make of it.
-    # WHOLE   in the strides of eager torch: everything else, and all that is not done element by element.
-    #
-    # Bits that depend on the number of threads are those of one thread.
-    every = (True,) * len(operands)
-    plain = tuple(operands)
+) -> tuple[bool, ...] | None:
+    """For each operand, True if a box of the result needs only the same box of it; None if computed whole.
+
+    torch's loops put full vectors through one routine and what is left over through another. Both give the
+    same bits only where IEEE 754 says how an element is rounded. Everything else is computed whole.
+    """
     if func is aten.view.dtype and made.dtype.itemsize == operands[0].dtype.itemsize:
-        return Regions(Cut.BOXES, plain, every)
+        return (True,)
     if func is aten.index.Tensor and len(operands) == 2 and len(operands[0].shape) == 1:
-        return Regions(Cut.BOXES, plain, (False, True))  # a table, looked up element by element
-    order = memory_order(made.shape, made.stride())
-    if torch.Tag.pointwise in func.tags or func in _POINTWISE:
-        # An exact operator is among the blocks where an operand is made of blocks: a small box of it
-        # would take the same blocks again and again.
-        exact = _exact(func, args, kwargs, operands, made)
-        if order is not None and all(_lies_as(operand, made, order) for operand in operands):
-            ordered = tuple(_in_order(operand, order) for operand in operands)
-            asked = not exact or _told_by_nan(func, operands, made) or any(o.from_blocks for o in operands)
-            in_a_row = _turned(order) is None or func._overloadpacket not in _BY_CONTIGUITY
-            if asked and in_a_row and not any(operand.across_blocks for operand in ordered):
-                aligned = tuple(operand.numel > 1 for operand in operands)
-                return Regions(Cut.BLOCKS, ordered, aligned, _turned(order))
-        if exact:
-            return Regions(Cut.BOXES, plain, every)
-    return Regions(Cut.WHOLE, plain, (False,) * len(operands), None if order is None else _turned(order))
+        return (False, True)  # a table, looked up element by element
+    pointwise = torch.Tag.pointwise in func.tags or func in _POINTWISE
+    return (True,) * len(operands) if pointwise and _exact(func, args, kwargs, operands, made) else None
 
 
 def _exact(
@@ -245,57 +204,11 @@ def _exact(
         return True
     if any(dtype.is_complex for dtype in dtypes) or any(isinstance(value, complex) for value in scalars):
         return False
+    if aten.ldexp in names:
+        return not operands[-1].dtype.is_floating_point
     if names & _SUMS:
         return len(args) <= 2 and kwargs.get("alpha", 1) in (1, -1)
     return bool(names & _ROUNDED)
-
-
-def _told_by_nan(func: OpOverload, operands: Sequence[Operand], made: torch.Tensor) -> bool:
-    """Whether torch's routines give a NaN different bits."""
-    return func._overloadpacket not in _MOVES and torch.bfloat16 in {made.dtype, *(o.dtype for o in operands)}
-
-
-def memory_order(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...] | None:
-    """The dimensions of a tensor from the largest stride to the smallest; None if its memory has gaps.
-
-    Dimensions of one element lie anywhere: they stay where they are in a row-major tensor, and come first in
-    any other.
-    """
-    inside = [d for d, size in enumerate(shape) if size != 1]
-    moving = sorted(inside, key=lambda d: -strides[d])
-    below = 1
-    for dim in reversed(moving):
-        if strides[dim] != below:
-            return None
-        below *= shape[dim]
-    if moving == inside:
-        return tuple(range(len(shape)))
-    return (*(d for d, size in enumerate(shape) if size == 1), *moving)
-
-
-def _turned(order: tuple[int, ...]) -> tuple[int, ...] | None:
-    return None if order == tuple(range(len(order))) else order
-
-
-def _lies_as(operand: Operand, made: torch.Tensor, order: tuple[int, ...]) -> bool:
-    """Whether the operand is one element, or lies in memory as a result with ``order``."""
-    if operand.numel == 1:
-        return True
-    if operand.shape != tuple(made.shape):
-        return False
-    # None stands for row-major.
-    strides = operand.strides or geometry.row_major_strides(operand.shape)
-    return memory_order(operand.shape, strides) == order
-
-
-def _in_order(operand: Operand, order: tuple[int, ...]) -> Operand:
-    """The operand with its dimensions as they lie in memory; one element keeps its shape."""
-    if operand.numel == 1:
-        return operand
-    if _turned(order) is None:
-        return replace(operand, strides=None)
-    pieces = geometry.permute(operand.pieces, order)
-    return Operand(pieces, tuple(operand.shape[d] for d in order), operand.dtype)
 
 
 def computed(
@@ -312,21 +225,18 @@ def computed(
     """
     flat, spec = tree_flatten((tuple(args), dict(kwargs)))
     at = tuple(i for i, value in enumerate(flat) if isinstance(value, Operand))
-    found = regions_of(func, args, kwargs, tuple(flat[i] for i in at), made)
+    operands = tuple(value for value in flat if isinstance(value, Operand))
+    aligned = _aligned_operands(func, args, kwargs, operands, made)
     source = Computed(
         function=func,
-        shape=tuple(made.shape if found.order is None else (made.shape[dim] for dim in found.order)),
+        shape=tuple(made.shape),
         dtype=made.dtype,
-        operands=found.operands,
+        operands=operands,
         at=at,
-        aligned=found.aligned,
+        aligned=(False,) * len(operands) if aligned is None else aligned,
         rest=tuple(None if i in at else value for i, value in enumerate(flat)),
         spec=spec,
         output=output,
-        cut=found.cut,
-        order=found.order if found.cut is Cut.WHOLE else None,
+        exact=aligned is not None,
     )
-    pieces = geometry.whole(source, source.shape)
-    if found.order is None:
-        return pieces
-    return geometry.permute(pieces, [found.order.index(dim) for dim in range(made.dim())])
+    return geometry.whole(source, source.shape)

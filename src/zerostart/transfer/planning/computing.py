@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 
 from zerostart.checkpoint.catalog import TensorEntry
@@ -12,21 +12,17 @@ from zerostart.geometry import (
     Copy,
     Piece,
     Region,
-    block_regions,
     copies_between,
     merge_runs,
     regions,
-    row_major_boxes,
     row_major_strides,
-    split_loop,
     split_region,
 )
-from zerostart.recipe import BLOCK, Computed, Cut, Operand
+from zerostart.recipe import Computed, Operand
 from zerostart.transfer.planning.plan import Computation, Destination, OperandView, Part, Step
 from zerostart.transfer.planning.reads import PlanOptions, Segment, merged_reads, segments
 
 Tensors = Mapping[str, TensorEntry]
-Maker = Callable[[Sequence[Region]], Computation]
 
 
 def computations(
@@ -34,8 +30,8 @@ def computations(
 ) -> Iterator[Computation]:
     """The computations that give destination ``target`` what ``copies`` take from computed tensors.
 
-    One that can be evaluated in boxes or in blocks is cut until it takes no more memory than a chunk (or is
-    one block); one that needs an operand whole is evaluated once, for all copies out of it.
+    One that can be evaluated in boxes is cut until it takes no more memory than a chunk; one that needs an
+    operand whole is evaluated once, for all copies out of it.
     """
     operands = Operands()
     by_source: dict[Computed, list[Copy]] = {}
@@ -44,17 +40,8 @@ def computations(
         by_source.setdefault(copy.source, []).append(copy)
     for source, taken in by_source.items():
         limit = max(1, options.chunk_size // source.element_bytes)
-
-        def made(regions: Sequence[Region], source: Computed = source) -> Computation:
-            return _Builder(tensors, options, operands).computation(source, regions, target)
-
-        # Whole, in boxes, or in blocks of plain operands: what a part takes is known from its size alone.
-        if source.whole or not source.from_blocks:
-            yield from map(made, _regions(source, taken, limit))
-        else:
-            # Less than some blocks would have every computation cut to its smallest size, for nothing.
-            budget = max(options.chunk_size, 4 * BLOCK * source.element_bytes)
-            yield from _from_blocks(source, taken, limit, budget, made)
+        for regions_of_box in _regions(source, taken, limit):
+            yield _Builder(tensors, options, operands).computation(source, regions_of_box, target)
 
 
 def _regions(
@@ -63,61 +50,13 @@ def _regions(
     """What ``copies`` take, as regions of one box at a time, of ``limit`` elements if it can be cut."""
     if source.whole:
         factors = tuple((size,) for size in source.shape)
-        if source.cut is Cut.BLOCKS:
-            # As one long row: where a result depends on where its elements lie in it, it is evaluated as
-            # torch does it eagerly.
-            factors = ((source.numel,),)
-        shape = tuple(size for (size,) in factors)
-        box = Box((0,) * len(shape), shape)
+        box = Box((0,) * len(source.shape), source.shape)
         yield [Region(factors, box, copy.to, copy.loops, copy.start) for copy in copies]
-    elif source.cut is Cut.BLOCKS:
-        yield from block_regions(source.numel, copies, BLOCK, limit or source.numel)
-    else:
-        for copy in copies:
-            for found in regions(source.shape, copy):
-                parts = [found] if limit is None else split_region(found, limit)
-                yield from ([part] for part in parts)
-
-
-def _from_blocks(
-    source: Computed, copies: Sequence[Copy], limit: int, budget: int, made: Maker
-) -> Iterator[Computation]:
-    """Computations out of what is itself made from blocks, of which a part may take more than its own size.
-
-    They are cut until each takes at most ``budget`` bytes, or is as small as can be.
-    """
-    while source.cut is Cut.BLOCKS:
-        runs = [made(taken) for taken in _regions(source, copies, limit)]
-        if limit <= BLOCK or all(run.nbytes <= budget for run in runs):
-            yield from runs
-            return
-        # What one block needs of the operands is only known once it is laid out: so tried, and halved.
-        limit //= 2
-    for (region,) in _regions(source, copies):
-        parts = list(split_region(region, limit))
-        if made(parts[:1]).nbytes <= budget:
-            yield from (made([part]) for part in parts)
-        else:
-            yield from _halved(region, budget, made)
-
-
-def _halved(region: Region, budget: int, made: Maker) -> Iterator[Computation]:
-    """``region`` where blocks lie across it: small boxes would take the same blocks again and again.
-
-    So it is halved in the direction that saves most, and no more than memory asks for.
-    """
-    todo = [region]
-    while todo:
-        part = todo.pop()
-        computation = made([part])
-        halves = [list(split_loop(part, n)) for n, (_, stride, _) in enumerate(part.loops) if stride]
-        if computation.nbytes > budget and halves:
-            # A trial lays the half out without reading anything; it costs planning time only.
-            best = min(halves, key=lambda half: made(half[:1]).nbytes)
-            if made(best[:1]).nbytes <= 0.8 * computation.nbytes:
-                todo += best
-                continue
-        yield computation
+        return
+    for copy in copies:
+        for found in regions(source.shape, copy):
+            parts = [found] if limit is None else split_region(found, limit)
+            yield from ([part] for part in parts)
 
 
 class _Builder:
@@ -144,14 +83,11 @@ class _Builder:
         factors, box = taken[0].factors, taken[0].box
         operands = []
         for operand, aligned in zip(source.operands, source.aligned, strict=True):
-            if aligned and source.cut is Cut.BLOCKS:
-                # An operand that lies as the result does: the same run of its own row-major order.
-                operands.append(self._run(operand, box))
-            elif aligned:
+            if aligned:
                 # Boxes are of the split shape, so the operand's dimensions are split alike first.
                 operand = self._operands.split(operand, factors)
                 region = _aligned(operand.shape, box)
-                operands.append(self._register(operand, region, (region,), region.extent))
+                operands.append(self._register(operand, region, region.extent))
             else:
                 operands.append(self._whole(operand))
         width = source.dtype.itemsize
@@ -161,34 +97,26 @@ class _Builder:
         )
         self._steps.append(Step(source, factors, box, tuple(operands), parts))
 
-    def _run(self, operand: Operand, run: Box) -> OperandView:
-        """A run of the operand's row-major order."""
-        (start,), (count,) = run.origin, run.extent
-        return self._register(operand, run, row_major_boxes(operand.shape, start, start + count), run.extent)
-
     def _whole(self, operand: Operand) -> OperandView:
         """All of the operand, in the strides that it has in eager torch."""
         box = Box((0,) * len(operand.shape), operand.shape)
         # Row-major, as registers are.
         if operand.strides is None or not operand.numel:
-            return self._register(operand, box, (box,), operand.shape)
+            return self._register(operand, box, operand.shape)
         # What is expanded is in memory once.
         there = tuple(
             size if stride else 1 for size, stride in zip(operand.shape, operand.strides, strict=True)
         )
-        return self._register(
-            operand, Box(box.origin, there), (Box(box.origin, there),), operand.shape, operand.strides
-        )
+        return self._register(operand, Box(box.origin, there), operand.shape, operand.strides)
 
     def _register(
         self,
         operand: Operand,
         region: Box,
-        boxes: Sequence[Box],
         shape: tuple[int, ...],
         strides: tuple[int, ...] | None = None,
     ) -> OperandView:
-        """The register with ``region`` of ``operand``, filled by then: ``boxes``, one after the other."""
+        """The register with ``region`` of ``operand``, filled by then."""
         # Equal operands are one object, by whose identity registers are known.
         operand = self._operands.one(operand)
         known = self._known.get((id(operand), region))
@@ -203,7 +131,7 @@ class _Builder:
         storage = Destination(f"register {number}", size, owned, operand.dtype, direct=True)
         self._registers.append(storage)
         computed: dict[Computed, list[Copy]] = {}
-        for copy in self._operands.copies(operand, boxes, strides):
+        for copy in self._operands.copies(operand, region, strides):
             if isinstance(copy.source, Computed):
                 computed.setdefault(copy.source, []).append(copy)
             else:
@@ -254,21 +182,16 @@ class Operands:
             self._split[key] = self.one(operand.split(factors))
         return self._split[key]
 
-    def copies(self, operand: Operand, boxes: Iterable[Box], strides: Sequence[int] | None) -> list[Copy]:
-        """The copies that lay ``boxes`` down one after the other, each row-major or with ``strides``."""
+    def copies(self, operand: Operand, box: Box, strides: Sequence[int] | None) -> list[Copy]:
+        """The copies that lay ``box`` down row-major, or with ``strides``."""
         operand = self.one(operand)
         if id(operand) not in self._sorted:
             self._sorted[id(operand)] = _Sorted(operand.pieces)
-        pieces = self._sorted[id(operand)]
-        found: list[Copy] = []
-        to = 0
-        for box in boxes:
-            if box.numel:
-                steps = row_major_strides(box.extent) if strides is None else strides
-                for piece in pieces.meeting(box):
-                    found += copies_between(piece, box, to, steps)
-            to += box.numel
-        return merge_runs(found)
+        if not box.numel:
+            return []
+        steps = row_major_strides(box.extent) if strides is None else strides
+        pieces = self._sorted[id(operand)].meeting(box)
+        return merge_runs([copy for piece in pieces for copy in copies_between(piece, box, 0, steps)])
 
 
 class _Sorted:
