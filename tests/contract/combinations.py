@@ -77,7 +77,6 @@ ENGINES: Mapping[str, Mapping[str, Setting]] = {
         "`offload_param` to NVMe": Setting(_NVME, zero={"offload_param": NVME}, stages=(3,)),
         "`zero_hpz_partition_size: 2`": Setting(_MATRIX, zero={"zero_hpz_partition_size": 2}, stages=(3,)),
         "`zero_hpz_partition_size: 3`": Setting(zero={"zero_hpz_partition_size": 3}, stages=(3,)),
-        "`mics_shard_size`": Setting(zero={"mics_shard_size": 2}, stages=(3,)),
         "bf16, `grad_accum_dtype` fp32": Setting("tests/engines/zero12/test_flat_masters.py", FP32_SUMS),
         "`reduce_scatter: false`": Setting(zero={"reduce_scatter": False}),
         "`contiguous_gradients: false`": Setting(zero={"contiguous_gradients": False}),

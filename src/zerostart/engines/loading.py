@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -72,10 +72,7 @@ class LoadingEngine(EngineBase):
         return dict(self.config or {})
 
     def check(self) -> None:  # nothing to refuse, unless an engine says so
-        """Raise ConfigError or EngineError for settings that no load can serve, or not at this stage."""
-
-    def check_mesh(self) -> None:
-        """Raise ConfigError for a mesh that cannot be trained, or not with these settings."""
+        """Raise ConfigError or EngineError for settings that no load at this stage and mesh serves."""
 
     def require(self) -> None:
         """Import what the engine needs. Raises EngineError or UnsupportedVersionError where that fails."""
@@ -115,9 +112,9 @@ class LoadingEngine(EngineBase):
 
     # A model on the meta device.
 
-    def parallel_plans(self) -> tuple[Mapping[str, str] | None, Mapping[str, str] | None, Any]:
-        """Plans for experts and for tensors that come before the model's own, and DeepSpeed's section."""
-        return None, None, None
+    def parallel_plans(self) -> tuple[Mapping[str, str] | None, Mapping[str, str] | None]:
+        """Return plans for experts and for tensors that come before the model's own."""
+        return None, None
 
     def parallelism(self, model: nn.Module) -> Parallelism:
         """What the mesh does to the parameters of ``model``, with their true shapes; raises ConfigError."""

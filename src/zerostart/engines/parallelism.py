@@ -7,10 +7,8 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from zerostart.engines.base import EngineConfig
 from zerostart.errors import ConfigError
 from zerostart.geometry.layout import Mesh, Parallelism, ParallelPlan, expert_plan, tensor_plan
-from zerostart.geometry.layout.partition_config import Linear, partition_plan
 from zerostart.models import library_of
 
 if TYPE_CHECKING:
@@ -22,13 +20,12 @@ def resolve(
     mesh: Mesh,
     experts_given: Mapping[str, str] | None = None,
     tensors_given: Mapping[str, str] | None = None,
-    section: EngineConfig | None = None,
     decide: Callable[[ParallelPlan], ParallelPlan] | None = None,
 ) -> Parallelism:
     """What ``mesh`` does to the parameters of ``model`` (on meta, with its true shapes).
 
-    Plans that are given (module or parameter names to transformers' styles; ``section``: DeepSpeed's
-    ``tensor_parallel``) come before what the model declares. An engine that cuts tensors by rules of its own
+    Plans that are given (module or parameter names to transformers' styles) come before what the model
+    declares. An engine that cuts tensors by rules of its own
     gives ``decide``, which gets the experts' plan. Raises ConfigError, in one sentence with the remedy.
     """
     if not mesh.parallel:
@@ -42,7 +39,7 @@ def resolve(
         if decide is not None:
             tensors = decide(experts)
         else:
-            tensors = _tensors(model, mesh, shapes, tensors_given, section)
+            tensors = _tensors(model, mesh, shapes, tensors_given)
         tensors = _without_experts(tensors, experts)
     return Parallelism(mesh, experts, tensors, shapes)
 
@@ -96,16 +93,10 @@ def _tensors(
     mesh: Mesh,
     shapes: Mapping[str, tuple[int, ...]],
     given: Mapping[str, str] | None,
-    section: EngineConfig | None = None,
 ) -> ParallelPlan:
     kind, size = type(model).__name__, mesh.tensor_parallel
-    if section is not None:
-        if given is not None:
-            raise ConfigError("engine_config has both tp_plan and tensor_parallel; leave one of them out")
-        plan = _partitioned(model, size, section)
-    else:
-        rules = library_of(model).parallel_rules(model, "tp") if given is None else given
-        plan = tensor_plan(rules, {name: len(shape) for name, shape in shapes.items()}, _modules(model))
+    rules = library_of(model).parallel_rules(model, "tp") if given is None else given
+    plan = tensor_plan(rules, {name: len(shape) for name, shape in shapes.items()}, _modules(model))
     if not plan.cuts:
         raise ConfigError(
             f"tensor_parallel={size}, but {kind} declares no tensor-parallel plan; use tensor_parallel=1, or "
@@ -127,27 +118,6 @@ def _without_experts(tensors: ParallelPlan, experts: ParallelPlan) -> ParallelPl
     return ParallelPlan(
         {name: cut for name, cut in tensors.cuts.items() if name not in experts.cuts},
         {name: style for name, style in tensors.modules.items() if name not in owners},
-    )
-
-
-def _partitioned(model: nn.Module, size: int, section: EngineConfig) -> ParallelPlan:
-    """The plan that DeepSpeed's ``tensor_parallel`` section makes for the linear layers of ``model``."""
-    linears = {
-        name: Linear((module.out_features, module.in_features), module.bias is not None)
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear)
-    }
-    # Both ends of a tie: DeepSpeed leaves a head whole that is the embedding and whose output is gathered.
-    tied = library_of(model).ties(model)
-    names = {*tied, *tied.values()}
-    config: PreTrainedConfig = getattr(model, "config", None)
-    return partition_plan(
-        section,
-        linears,
-        size,
-        getattr(config, "model_type", None),
-        _modules(model),
-        [name for name in linears if f"{name}.weight" in names],
     )
 
 

@@ -130,7 +130,6 @@ def resolve_engine(
     """The engine of a job, its settings checked. Raises ConfigError or EngineError."""
     engine = check_choice(name, zero_stage).for_stage(zero_stage, config, mesh, exchange)
     engine.check()
-    engine.check_mesh()
     return engine
 
 

@@ -104,18 +104,12 @@ class DeepSpeed(DeepSpeedStateEngine, Engine):
 
     def check(self) -> None:
         """See ``Engine``."""
-        self.settings.check_stage(self.zero_stage, self.mesh.expert_parallel > 1)
-        self.settings.check_sequences(self.zero_stage, self.mesh.sequence_parallel)
-        self.settings.check_scaling(self.zero_stage, self.mesh.data(0)[1])
+        self.settings.check(self.zero_stage, self.mesh)
 
     @classmethod
     def configured_tensor_parallel(cls, config: EngineConfig) -> int:
         """See ``Engine``; it is ``autotp_size``."""
         return DeepSpeedSettings.of(config).autotp_size or 1
-
-    def check_mesh(self) -> None:
-        """See ``Engine``."""
-        self.settings.check_mesh(self.mesh)
 
     def parallelism(self, model: nn.Module) -> Parallelism:
         """See ``Engine``; what is cut over ranks that share tensors, DeepSpeed itself says."""
@@ -157,9 +151,9 @@ class DeepSpeed(DeepSpeedStateEngine, Engine):
             join_group()  # which Ulysses makes its groups of
             mask_sequences(model)
 
-    def parallel_plans(self) -> tuple[Mapping[str, str] | None, Mapping[str, str] | None, Any]:
+    def parallel_plans(self) -> tuple[Mapping[str, str] | None, Mapping[str, str] | None]:
         """See ``Engine``."""
-        return self.settings.ep_plan, self.settings.tp_plan, None
+        return self.settings.ep_plan, self.settings.tp_plan
 
     def training_dtype(self, mixed_precision: str) -> torch.dtype | None:
         """See ``Engine``; the masters are copies of its own."""
@@ -344,9 +338,9 @@ class FlatBuffers(DeepSpeed):
 
     replicates_parameters = True
 
-    def check_mesh(self) -> None:
+    def check(self) -> None:
         """See ``Engine``; raises ConfigError for an exchange of slices, too."""
-        super().check_mesh()
+        super().check()
         if self.exchange and self.mesh.tensor_parallel > 1:
             raise ConfigError(
                 f"exchange=True with tensor_parallel={self.mesh.tensor_parallel} is not available on "

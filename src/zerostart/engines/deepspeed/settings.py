@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,85 +51,6 @@ def device_of(section: DeepSpeedConfig, key: str, outdated: object) -> str:
     return device
 
 
-# The keys of a DeepSpeed configuration, and what a load refuses of them.
-# Every key of it has a row in ``docs/deepspeed-config.md``: obeyed, without effect on a load, or refused.
-
-#: What DeepSpeed 0.19.8 reads at the top, and ``ep_plan`` and ``tp_plan``, which are zerostart's.
-TOP_LEVEL = frozenset(
-    {
-        "activation_checkpointing",
-        "aio",
-        "autotuning",
-        "bf16",
-        "bfloat16",
-        "checkpoint",
-        "comet",
-        "comms_logger",
-        "communication_data_type",
-        "compile",
-        "csv_monitor",
-        "data_efficiency",
-        "data_parallel_size",
-        "data_types",
-        "dataloader_drop_last",
-        "datastates_ckpt",
-        "disable_allgather",
-        "disable_python_gc",
-        "dump_state",
-        "ep_plan",
-        "expert_parallel",
-        "flops_profiler",
-        "fp16",
-        "gradient_accumulation_steps",
-        "gradient_allreduce_op",
-        "gradient_clipping",
-        "gradient_predivide_factor",
-        "hybrid_engine",
-        "log_level",
-        "managed_gradient_accumulation",
-        "memory_breakdown",
-        "optimizer",
-        "pipeline",
-        "prescale_gradients",
-        "scheduler",
-        "seq_parallel_communication_data_type",
-        "sequence_parallel_size",
-        "steps_per_print",
-        "tensor_parallel",
-        "tensorboard",
-        "timers",
-        "torch_autocast",
-        "tp_plan",
-        "train_batch_size",
-        "train_micro_batch_size_per_gpu",
-        "use_data_before_expert_parallelism",
-        "vocabulary_size",
-        "wall_clock_breakdown",
-        "wandb",
-        "weight_quantization",
-        "zero_allow_untested_optimizer",
-        "zero_force_ds_cpu_optimizer",
-        "zero_optimization",
-    }
-)
-
-#: What DeepSpeed has removed, and refuses when the engine starts.
-REMOVED = frozenset(
-    {
-        "amp",
-        "compression_training",
-        "curriculum_learning",
-        "eigenvalue",
-        "elasticity",
-        "graph_harvesting",
-        "nebula",
-        "progressive_layer_drop",
-        "quantize_training",
-        "sparse_attention",
-        "sparse_gradients",
-    }
-)
-
 #: What of ``expert_parallel`` says how tokens are routed, or experts cut further, and its defaults.
 ROUTING: Mapping[str, object] = {
     "expert_activation": None,
@@ -145,33 +65,6 @@ ROUTING: Mapping[str, object] = {
     "score_func": "auto",
     "top_k": "auto",
 }
-
-#: How alike an unknown key and a known one are, at least, where one is a slip of the other.
-_ALIKE = 0.85
-
-
-def check_keys(config: DeepSpeedConfig) -> None:
-    """Raise ConfigError for what ``deepspeed.initialize`` would obey and a load cannot, or would refuse.
-
-    Raises EngineError for what DeepSpeed has given up.
-    """
-    for key in config:
-        if key in REMOVED:
-            raise ConfigError(f"engine_config has {key!r}, which DeepSpeed has removed; leave it out")
-        if key not in TOP_LEVEL:
-            near = difflib.get_close_matches(str(key), TOP_LEVEL, 1, _ALIKE)
-            if near:
-                raise ConfigError(
-                    f"engine_config has {key!r}, which DeepSpeed does not know and would silently "
-                    "ignore; did "
-                    f"you mean {near[0]!r}?"
-                )
-    if section_of(config, "weight_quantization").get("quantized_initialization"):
-        raise ConfigError(
-            "engine_config['weight_quantization'] has quantized_initialization, which would store "
-            "weights in other bits than the checkpoint holds; leave it out"
-        )
-    _refuse_removed(section_of(config, "zero_optimization"))
 
 
 def autoep_size(config: DeepSpeedConfig) -> int:
@@ -197,22 +90,6 @@ def autoep_size(config: DeepSpeedConfig) -> int:
         )
     return size
 
-
-def _refuse_removed(zero: DeepSpeedConfig) -> None:
-    named = [key for key in ("mics_shard_size", "mics_hierarchical_params_gather") if key in zero]
-    if "zeropp_loco_param" in zero:
-        raise EngineError(
-            "zeropp_loco_param asks for LoCo, which DeepSpeed removed in 0.19; leave it out of "
-            "engine_config['zero_optimization']"
-        )
-    if named:
-        raise EngineError(
-            f"{named[0]} asks for MiCS, which DeepSpeed removed in 0.19; use zero_hpz_partition_size for "
-            "hierarchical partitions, or engine='fsdp2' with replicate= for shard groups with replicas"
-        )
-
-
-# The settings that a load goes by, from sections whose keys are known.
 
 #: Smallest partition, in bytes, that DeepSpeed swaps (MIN_AIO_BYTES).
 MIN_SWAP = 1 << 20
@@ -273,18 +150,14 @@ class DeepSpeedSettings:
     optimizer: str | None = None
     #: Ranks that share sequences.
     sequence_parallel: int = 1
-    #: Settings with which the gradients of ranks that share sequences have no one mean.
-    unaveraged: tuple[str, ...] = ()
-    #: Settings that DeepSpeed refuses at stages 2 and 3, where it scatters gradients.
-    scaled: tuple[str, ...] = ()
     #: What DeepSpeed divides gradients by before it reduces them.
     predivide: float = 1.0
     #: Settings with which DeepSpeed handles trainable parameters of one dtype only.
     one_dtype: tuple[str, ...] = ()
-    #: Settings at the top with which experts cannot be shared over ranks.
-    unshared: tuple[str, ...] = ()
     #: Settings of ``zero_optimization`` with which stages 1 and 2 do not reduce the gradients of experts.
     unreduced: tuple[str, ...] = ()
+    #: True if groups of ranks with the same data come before those that share experts.
+    data_before_experts: bool = False
     #: zerostart's own setting, which comes before the model's own plan.
     ep_plan: Mapping[str, str] | None = None
     #: The same for tensors.
@@ -306,12 +179,13 @@ class DeepSpeedSettings:
                 f"engine_config is a {type(config).__name__}; DeepSpeed takes its configuration as a dict"
             )
         known: DeepSpeedConfig = config or {}
-        check_keys(known)
+        if section_of(known, "weight_quantization").get("quantized_initialization"):
+            raise ConfigError(
+                "engine_config['weight_quantization'] has quantized_initialization, which would store "
+                "weights in other bits than the checkpoint holds; leave it out"
+            )
         zero = section_of(known, "zero_optimization")
         accumulated = section_of(known, "data_types").get("grad_accum_dtype")
-        unshared = {
-            "use_data_before_expert_parallelism": known.get("use_data_before_expert_parallelism") is True,
-        }
         return cls(
             stage=number(zero, "stage", 0) if zero.get("stage") not in (None, "auto") else None,
             dtype=_dtype(known),
@@ -325,10 +199,8 @@ class DeepSpeedSettings:
             accumulates=_DTYPES.get(str(accumulated)),
             optimizer=_optimizer(known),
             sequence_parallel=number(known, "sequence_parallel_size", 1),
-            unaveraged=_unaveraged(known, zero),
-            predivide=_predivide(known),
-            scaled=_scaled(known) if zero.get("reduce_scatter", True) is not False else (),
-            unshared=tuple(setting for setting, there in unshared.items() if there),
+            predivide=1.0 if (factor := known.get("gradient_predivide_factor", 1.0)) == "auto" else factor,
+            data_before_experts=known.get("use_data_before_expert_parallelism") is True,
             unreduced=tuple(key for key in _REDUCING if zero.get(key, True) is False),
             ep_plan=known.get("ep_plan"),
             tp_plan=known.get("tp_plan"),
@@ -345,121 +217,111 @@ class DeepSpeedSettings:
         """Whether the optimizer's states are in host memory."""
         return self.optimizer_home == "cpu"
 
-    def check_stage(self, zero_stage: int, parallel: bool) -> None:
+    def check(self, zero_stage: int, mesh: Mesh) -> None:
         """Raise EngineError for a configuration of another stage.
 
-        Raises ConfigError for what stages 1 and 2 do not serve.
+        Raises ConfigError for what is known not to train right with these settings.
         """
-        if parallel and zero_stage < 1:
-            raise ConfigError(
-                f"expert_parallel with zero_stage={zero_stage} is not available: DeepSpeed reduces gradients "
-                "of experts at stages 1 to 3; use one of these, or engine='fsdp2'"
-            )
-        if parallel and zero_stage < 3 and self.unreduced:
-            raise ConfigError(
-                "DeepSpeed reduces the gradients of experts at stages 1 and 2 only with "
-                f"{self.unreduced[0]}, which engine_config['zero_optimization'] sets to False; leave it "
-                "out, or use zero_stage=3"
-            )
-        # Which optimizer DeepSpeed takes follows from several settings at once: this combination alone gets
-        # the one that knows no experts.
-        if parallel and zero_stage == 1 and self.dtype == torch.bfloat16 and self._plain_bf16(zero_stage):
-            raise ConfigError(
-                "expert_parallel at stage 1 in bf16 with grad_accum_dtype fp32 is not available: it "
-                "selects DeepSpeed's BF16_Optimizer, which reduces gradients of experts only in "
-                "DeepSpeed's own layers; use zero_stage=2 or 3, or leave grad_accum_dtype out of "
-                "engine_config['data_types']"
-            )
         if self.stage not in (None, zero_stage):
             raise EngineError(
                 f"engine_config asks for ZeRO stage {self.stage}, but the load for stage {zero_stage}; use "
                 "the same stage in both"
             )
+        for refusal in self._refusals(zero_stage, mesh):
+            raise ConfigError(refusal)
 
-    def check_sequences(self, zero_stage: int, size: int) -> None:
-        """Raise ConfigError for a configuration with which ``size`` ranks cannot share sequences."""
-        if self.sequence_parallel not in (1, size):
-            raise ConfigError(
+    def _refusals(self, zero_stage: int, mesh: Mesh) -> Iterator[str]:
+        """Yield what does not work, each with its remedy."""
+        experts, tensors, sequences = mesh.expert_parallel, mesh.tensor_parallel, mesh.sequence_parallel
+        for axis, key, size in (
+            ("expert_parallel", "autoep_size", self.autoep_size),
+            ("tensor_parallel", "autotp_size", self.autotp_size),
+        ):
+            if size > 1 and size != getattr(mesh, axis):
+                yield (
+                    f"{axis}={getattr(mesh, axis)}, but engine_config[{axis!r}] has {key}={size}; use one "
+                    "number for both, or leave one out"
+                )
+        if self.sequence_parallel not in (1, sequences):
+            yield (
                 f"engine_config asks for sequence_parallel_size={self.sequence_parallel}, but the load for "
-                f"sequence_parallel={size}; pass sequence_parallel={self.sequence_parallel}"
+                f"sequence_parallel={sequences}; pass sequence_parallel={self.sequence_parallel}"
             )
-        if size > 1 and zero_stage == 0:
-            raise ConfigError(
-                f"sequence_parallel={size} with zero_stage=0 is not available in this version; use stage 1, "
-                "2 or 3"
+        if mesh.world_size % min(self.secondary, mesh.world_size):
+            yield (
+                f"zero_hpz_partition_size={self.secondary} does not divide the {mesh.world_size} ranks; "
+                "choose a divisor"
             )
-        for setting in self.unaveraged if size > 1 else ():
-            raise ConfigError(
-                f"sequence_parallel={size} with {setting} is not available in this version: DeepSpeed then "
-                "averages some gradients over all ranks, and others only over ranks with different "
+        if zero_stage == 3 and self.predivide == mesh.data(0)[1] > 1:
+            yield (
+                f"gradient_predivide_factor={self.predivide} for the mean of {mesh.data(0)[1]} ranks at "
+                "stage 3 is not available: DeepSpeed divides gradients by it, and does not multiply them by "
+                "it again; use another factor"
+            )
+        if experts > 1:
+            yield from self._expert_refusals(zero_stage)
+        if tensors > 1:
+            yield from self._tensor_refusals(mesh)
+        if sequences > 1 and zero_stage == 0:
+            yield (
+                f"sequence_parallel={sequences} with zero_stage=0 is not available in this version; use "
+                "stage 1, 2 or 3"
+            )
+        uneven = {
+            f"gradient_predivide_factor={self.predivide}": self.predivide != 1.0,
+            "reduce_scatter=False": "reduce_scatter" in self.unreduced,
+        }
+        for setting in (name for name, there in uneven.items() if there and sequences > 1):
+            yield (
+                f"sequence_parallel={sequences} with {setting} is not available in this version: DeepSpeed "
+                "then averages some gradients over all ranks, and others only over ranks with different "
                 f"batches; leave {setting.split('=')[0]} out of engine_config, or use sequence_parallel=1"
             )
-
-    def check_scaling(self, zero_stage: int, averaging: int) -> None:
-        """Raise ConfigError for gradients of ``averaging`` ranks that DeepSpeed scales wrongly, or not."""
-        if zero_stage == 3 and self.predivide == averaging > 1 and not self.scaled:
-            raise ConfigError(
-                f"gradient_predivide_factor={self.predivide} for the mean of {averaging} ranks at stage 3 is "
-                "not available: DeepSpeed divides gradients by it, and does not multiply them by it again; "
-                "use another factor"
-            )
-        for setting in self.scaled if zero_stage > 1 else ():
-            raise ConfigError(
-                f"{setting} at stage {zero_stage} is not available: DeepSpeed does not support it with "
-                "reduce_scatter; leave it out of engine_config, or set reduce_scatter to False in "
-                "engine_config['zero_optimization']"
+        uncut = {
+            f"zero_hpz_partition_size={self.secondary}": self.secondary > 1 and (experts > 1 or tensors > 1),
+            "offload_param to nvme": self.offload == "nvme" and tensors > 1,
+            "use_data_before_expert_parallelism": self.data_before_experts and (experts > 1 or tensors > 1),
+        }
+        for setting in (name for name, there in uncut.items() if there):
+            axis = "tensor_parallel" if tensors > 1 else "expert_parallel"
+            yield (
+                f"{axis}={getattr(mesh, axis)} with {setting} is not available in this version; use "
+                f"{axis}=1, or leave {setting.split('=')[0]} out of engine_config"
             )
 
-    def check_mesh(self, mesh: Mesh) -> None:
-        """Raise ConfigError for a mesh that cannot be trained, or not with these settings."""
-        world_size = mesh.world_size
-        self._check_tensors(mesh)
-        if self.autoep_size and self.autoep_size != mesh.expert_parallel:
-            raise ConfigError(
-                f"expert_parallel={mesh.expert_parallel}, but engine_config['expert_parallel'] has "
-                f"autoep_size={self.autoep_size}; use one number for both, or leave one out"
+    def _expert_refusals(self, zero_stage: int) -> Iterator[str]:
+        if zero_stage < 1:
+            yield (
+                f"expert_parallel with zero_stage={zero_stage} is not available: DeepSpeed reduces gradients "
+                "of experts at stages 1 to 3; use one of these, or engine='fsdp2'"
             )
-        both = ("expert_parallel", "tensor_parallel")
-        # Of each: the axes that it excludes, whether it is set, its name, and where the user finds it.
-        for axes, there, setting, section in (
-            (("tensor_parallel",), self.offload == "nvme", "offload_param to nvme", _ZERO),
-            (both, self.secondary > 1, f"zero_hpz_partition_size={self.secondary}", _ZERO),
-            *((both, True, setting, "engine_config") for setting in self.unshared),
-        ):
-            for shared in axes:
-                if there and getattr(mesh, shared) > 1:
-                    raise ConfigError(
-                        f"{shared}={getattr(mesh, shared)} with {setting} is not available in this "
-                        f"version; use {shared}=1, or leave {setting.split('=')[0]} out of {section}"
-                    )
-        if world_size % min(self.secondary, world_size):
-            raise ConfigError(
-                f"zero_hpz_partition_size={self.secondary} does not divide the {world_size} ranks; choose a "
-                "divisor"
+        if zero_stage < 3 and self.unreduced:
+            yield (
+                "DeepSpeed reduces the gradients of experts at stages 1 and 2 only with "
+                f"{self.unreduced[0]}, which engine_config['zero_optimization'] sets to False; leave it "
+                "out, or use zero_stage=3"
+            )
+        if self.dtype == torch.bfloat16 and self._plain_bf16(zero_stage):
+            yield (
+                "expert_parallel at stage 1 in bf16 with grad_accum_dtype fp32 is not available: it "
+                "selects DeepSpeed's BF16_Optimizer, which reduces gradients of experts only in "
+                "DeepSpeed's own layers; use zero_stage=2 or 3, or leave grad_accum_dtype out of "
+                "engine_config['data_types']"
             )
 
-    def _check_tensors(self, mesh: Mesh) -> None:
+    def _tensor_refusals(self, mesh: Mesh) -> Iterator[str]:
         size = mesh.tensor_parallel
-        if self.autotp_size > 1 and self.autotp_size != size:
-            raise ConfigError(
-                f"tensor_parallel={size}, but engine_config['tensor_parallel'] has "
-                f"autotp_size={self.autotp_size}; use one number for both, or leave one out"
-            )
-        if size == 1:
-            return
         if mesh.sequence_parallel > 1:
-            raise ConfigError(
+            yield (
                 f"tensor_parallel={size} with sequence_parallel={mesh.sequence_parallel} is not available "
                 "with DeepSpeed, where ranks that share tensors must have the same tokens of a sequence; "
                 "use one of them, or engine='fsdp2'"
             )
         ruled = [key for key in TENSOR_RULES if self.tensors.get(key)]
         if ruled and self.tp_plan is not None:
-            raise ConfigError(
-                f"engine_config has both tp_plan and a {ruled[0]} in tensor_parallel; use one of them"
-            )
+            yield f"engine_config has both tp_plan and a {ruled[0]} in tensor_parallel; use one of them"
         if self.compiles_tensors:
-            raise ConfigError(
+            yield (
                 f"tensor_parallel={size} with the pass 'autotp' of engine_config['compile'] is not "
                 "available in this version; remove that pass, or use tensor_parallel=1"
             )
@@ -498,26 +360,6 @@ class DeepSpeedSettings:
             else:
                 found[name] = "cpu"
         return found
-
-
-def _unaveraged(config: DeepSpeedConfig, zero: DeepSpeedConfig) -> tuple[str, ...]:
-    whole = ("reduce_scatter=False",) if zero.get("reduce_scatter") is False else ()
-    return (*_predivided(config), *whole)
-
-
-def _scaled(config: DeepSpeedConfig) -> tuple[str, ...]:
-    before = ("prescale_gradients",) if config.get("prescale_gradients") is True else ()
-    return (*_predivided(config), *before)
-
-
-def _predivided(config: DeepSpeedConfig) -> tuple[str, ...]:
-    factor = _predivide(config)
-    return () if factor == 1.0 else (f"gradient_predivide_factor={factor}",)
-
-
-def _predivide(config: DeepSpeedConfig) -> float:
-    factor = config.get("gradient_predivide_factor", 1.0)
-    return 1.0 if factor == "auto" else factor
 
 
 def _dtype(config: DeepSpeedConfig) -> torch.dtype | None:

@@ -79,15 +79,6 @@ class FSDP2(FSDP2StateEngine, Engine):
         return FSDP2Settings.of(self.config).at_stage(self.zero_stage, self.mesh.parallel)
 
     def check(self) -> None:
-        """See ``Engine``."""
-        _ = self.settings
-
-    @classmethod
-    def configured_tensor_parallel(cls, config: EngineConfig) -> int:
-        """See ``Engine``; it is ``autotp_size``, as in DeepSpeed's section."""
-        return FSDP2Settings.of(config).autotp_size
-
-    def check_mesh(self) -> None:
         """See ``Engine``; raises ConfigError."""
         self.settings.check_mesh(self.mesh)
         size = self.mesh.sequence_parallel
@@ -96,6 +87,11 @@ class FSDP2(FSDP2StateEngine, Engine):
                 f"sequence_parallel={size} with zero_stage=0 is not available in this version; use stage 1, "
                 "2 or 3"
             )
+
+    @classmethod
+    def configured_tensor_parallel(cls, config: EngineConfig) -> int:
+        """See ``Engine``; it is ``autotp_size``, as in DeepSpeed's section."""
+        return FSDP2Settings.of(config).autotp_size
 
     def require(self) -> None:
         """See ``Engine``."""
@@ -125,9 +121,9 @@ class FSDP2(FSDP2StateEngine, Engine):
             if default_device().type == "cpu":
                 ring_on_cpu(model)
 
-    def parallel_plans(self) -> tuple[Mapping[str, str] | None, Mapping[str, str] | None, Any]:
+    def parallel_plans(self) -> tuple[Mapping[str, str] | None, Mapping[str, str] | None]:
         """See ``Engine``."""
-        return self.settings.ep_plan, self.settings.tp_plan, self.settings.rules
+        return self.settings.ep_plan, self.settings.tp_plan
 
     def allow_cast(self, parameter: nn.Parameter, dtype: torch.dtype) -> None:
         """See ``Engine``."""

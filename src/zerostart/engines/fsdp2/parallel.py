@@ -206,9 +206,8 @@ def _beside_a_cut(name: str, parallelism: Parallelism) -> bool:
 def _placement(cut: ShardSpec | Ranges, dimensions: int) -> Placement:
     """DTensor's name for a cut."""
     dim = cut.dim % dimensions
-    if isinstance(cut, Ranges) or isinstance(cut.parts, tuple):
-        what = "cuts at any places" if isinstance(cut, Ranges) else f"fused parts of the sizes {cut.parts}"
-        raise EngineError(f"DTensor has no placement for {what}")
+    if isinstance(cut, Ranges):
+        raise EngineError("DTensor has no placement for cuts at any places")
     return ShardPlacement(dim) if cut.parts == 1 else _StridedShard(dim, split_factor=cut.parts)
 
 

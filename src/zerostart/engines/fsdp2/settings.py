@@ -50,7 +50,7 @@ class FSDP2Settings:
     ep_plan: Mapping[str, str] | None = None
     #: Comes before the model's own tensor-parallel plan.
     tp_plan: Mapping[str, str] | None = None
-    #: DeepSpeed's section of that name, which comes before the model's own plan as well.
+    #: DeepSpeed's section of that name, of which only ``autotp_size`` is obeyed.
     tensor_parallel: EngineConfig | None = None
 
     @classmethod
@@ -90,6 +90,12 @@ class FSDP2Settings:
         if self.mesh is not None and self.replicate != 1:
             raise ConfigError(
                 "engine_config has both mesh and replicate; a mesh says how many replicas it has"
+            )
+        if other := [key for key in self.tensor_parallel or {} if key != "autotp_size"]:
+            raise ConfigError(
+                f"engine_config['tensor_parallel'] has {other[0]}, which only DeepSpeed obeys; give the "
+                "rules as engine_config={'tp_plan': {'model.layers.*.self_attn.q_proj': 'colwise', ...}}, "
+                "or use engine='deepspeed'"
             )
         if isinstance(self.wrap, (str, type)):
             raise ConfigError(f"engine_config['wrap']={self.wrap!r} is not a list")
@@ -140,13 +146,6 @@ class FSDP2Settings:
     def autotp_size(self) -> int:
         """How many ranks the section ``tensor_parallel`` has share tensors; 1 where it says nothing of it."""
         return int((self.tensor_parallel or {}).get("autotp_size") or 1)
-
-    @property
-    def rules(self) -> EngineConfig | None:
-        """The section ``tensor_parallel``, if it says more than how many ranks."""
-        # Only a number of ranks: the model's own plan is then cut for as many.
-        section = self.tensor_parallel
-        return None if section is not None and section.keys() == {"autotp_size"} else section
 
     def check_mesh(self, mesh: Mesh) -> None:
         """Raise ConfigError for a mesh that cannot be trained with these settings."""

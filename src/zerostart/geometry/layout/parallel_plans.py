@@ -1,8 +1,7 @@
 """Expert and tensor parallel plans in one form: for each parameter, how a mesh axis cuts it.
 
-Whatever declares a plan (transformers' styles, DeepSpeed's ``partition_config``, the caller's mapping), it
-becomes a ``ParallelPlan``: parameter names with a ``ShardSpec``, and module names with the style in which
-they run.
+Whatever declares a plan (transformers' styles, the caller's mapping), it becomes a ``ParallelPlan``:
+parameter names with a ``ShardSpec``, and module names with the style in which they run.
 """
 
 from __future__ import annotations
@@ -18,16 +17,14 @@ from zerostart.geometry.layout.section import Section, entire, packed, ranged
 
 @dataclass(frozen=True, slots=True)
 class ShardSpec:
-    """A cut along ``dim``, which may be negative; ``parts`` fused parts of equal or of given sizes."""
+    """A cut along ``dim``, which may be negative, of ``parts`` equal fused parts."""
 
     dim: int
-    parts: int | tuple[int, ...] = 1
+    parts: int = 1
 
     def section(self, shape: Sequence[int], rank: int, size: int) -> Section:
         """What ``rank`` of ``size`` gets. Raises ValueError where the shape does not fit."""
         dim = self.dim % len(shape)
-        if isinstance(self.parts, tuple):
-            return packed(shape, dim, self.parts, rank, size)
         each, rest = divmod(shape[dim], self.parts)
         if rest:
             raise ValueError(

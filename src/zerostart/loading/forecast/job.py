@@ -254,7 +254,6 @@ def _attempted(
         # What an engine's library would say of a setting that nobody has asked for.
         with _unlogged():
             changed.check()
-            changed.check_mesh()
             parallelism = changed.parallelism(model)
             placed = changed.placements(model, parallelism)
             # Rank 0 stands for all.

@@ -1,0 +1,108 @@
+"""What is refused of a DeepSpeed configuration, on every rank and before anything is read."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import zerostart
+from tests.ranks import run_ranks
+from tests.tiny import TinyCheckpoints
+from zerostart.engines.deepspeed.settings import DeepSpeedSettings
+from zerostart.errors import ConfigError
+from zerostart.integrations.engine_setup import EngineSetup
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "tensors": (
+        {"tensor_parallel": {"autotp_size": 3}},
+        "tensor_parallel=3 does not divide the 2 ranks",
+    ),
+    "AutoEP": ({"expert_parallel": {"enabled": True}}, "autoep_size=1, so that no ranks share experts"),
+    "another router": (
+        {"expert_parallel": {"enabled": True, "autoep_size": 2, "top_k": 1}},
+        "top_k=1, but the model itself decides how its experts run",
+    ),
+    "quantised": (
+        {"weight_quantization": {"quantized_initialization": {"num_bits": 8}}},
+        "quantized_initialization",
+    ),
+    "no section": ({"tensor_parallel": 2}, r"\['tensor_parallel'\] is not a dict"),
+}
+ACCEPTED: dict[str, dict[str, Any]] = {
+    "one rank": {"tensor_parallel": {"autotp_size": 1, "tp": {"tp_size": 1}}},
+    "switched off": {"expert_parallel": {"enabled": False, "autoep_size": 2}},
+    "a note": {"owner": "someone", "comment": "of the user's own"},
+}
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_plan_refuses_what_no_load_serves(case: str, stage: int, checkpoints: TinyCheckpoints) -> None:
+    config, text = REFUSED[case]
+    with pytest.raises(zerostart.ZerostartError, match=text):
+        zerostart.plan(checkpoints("qwen3"), world_size=2, zero_stage=stage, engine_config=config)
+
+
+def refused_by_loads(path: Path) -> None:
+    for config, text in REFUSED.values():
+        for stage in (0, 2, 3):
+            with pytest.raises(zerostart.ZerostartError, match=text):
+                zerostart.load(path, zero_stage=stage, engine_config=config, progress=False)
+    before = {"use_data_before_expert_parallelism": True}
+    with pytest.raises(zerostart.ZerostartError, match="expert_parallel=2 with use_data_before_expert"):
+        zerostart.load(path, expert_parallel=2, engine_config=before, progress=False)
+    with pytest.raises(zerostart.ZerostartError, match="sequence_parallel_size=2, but the load for"):
+        zerostart.load(path, engine_config={"sequence_parallel_size": 2}, progress=False)
+    for stage in (1, 2, 3):
+        unknown = {"zero_optimization": {"stage": stage, "round_robin_gradient": True}}
+        with pytest.raises(zerostart.ZerostartError, match=r"(?s)DeepSpeed rejects.*round_robin_gradient"):
+            zerostart.load(path, zero_stage=stage, engine_config=unknown, progress=False)
+        for config in ACCEPTED.values():
+            zerostart.load(path, zero_stage=stage, engine_config=config, progress=False)
+
+
+def test_loads_refuse_it_on_every_rank(checkpoints: TinyCheckpoints) -> None:
+    run_ranks(refused_by_loads, 2, checkpoints("mixtral"))
+
+
+# A wrong value of a DeepSpeed configuration is the same error wherever the configuration is read.
+
+
+WRONG = {
+    "a size of groups": ({"zero_hpz_partition_size": "two"}, "zero_hpz_partition_size='two'"),
+    "a bucket": ({"reduce_bucket_size": -1}, "reduce_bucket_size=-1"),
+    "an offload that is no section": ({"offload_optimizer": "cpu"}, "'offload_optimizer'.* is not a dict"),
+    "a device": ({"offload_optimizer": {"device": "disk"}}, "offload_optimizer to 'disk' is unknown"),
+}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("settings") / "model.safetensors"
+    save_file({"weight": torch.randn(4, 4), "bias": torch.zeros(4)}, file)
+    return file
+
+
+@pytest.mark.parametrize(("zero", "message"), WRONG.values(), ids=WRONG)
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_wrong_value_is_told_alike(path: Path, stage: int, zero: dict[str, Any], message: str) -> None:
+    config = {"zero_optimization": zero}
+    model = torch.nn.Linear(4, 4, device="meta")
+    given: dict[str, Any] = {"model": model, "zero_stage": stage, "engine_config": config}
+    with pytest.raises(ConfigError, match=message):
+        zerostart.plan(path, 2, **given)
+    with pytest.raises(ConfigError, match=message):
+        zerostart.load(path, progress=False, **given)
+    with pytest.raises(ConfigError, match=message):
+        EngineSetup.of("deepspeed", stage, config)
+
+
+def test_what_a_trainer_fills_in_is_left_to_it(path: Path) -> None:
+    zero = dict.fromkeys(("stage", "zero_hpz_partition_size", "reduce_bucket_size", "sub_group_size"), "auto")
+    config = {"zero_optimization": zero}
+    assert DeepSpeedSettings.of(config) == DeepSpeedSettings.of({})
+    model = torch.nn.Linear(4, 4, device="meta")
+    loaded = zerostart.load(path, model=model, engine_config=config, progress=False)
+    assert dict(zerostart.full_tensors(loaded)).keys() == {"weight", "bias"}
