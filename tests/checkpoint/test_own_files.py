@@ -31,8 +31,8 @@ from tests.syscalls import Calls
 from zerostart.checkpoint.source import open_catalog
 from zerostart.checkpoint.write import folders
 from zerostart.errors import CheckpointError, WriteError
+from zerostart.state.converting.convert import export
 from zerostart.state.resuming.retention import complete, prune
-from zerostart.state.saving.export import export
 from zerostart.state.saving.writing import publishing
 
 

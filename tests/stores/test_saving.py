@@ -208,7 +208,7 @@ def test_training_states(models: list[str], tmp_path: Path) -> None:
     with pytest.raises(CheckpointNotFoundError):
         zerostart.load_state(f"{PLACE}/states/step-1", torch.nn.Linear(1, 1))
     # From files to files, and from a run's URL to a directory.
-    from zerostart.state.saving.export import export
+    from zerostart.state.converting.convert import export
 
     done = export(f"{PLACE}/states", f"{PLACE}/exported", dtype=torch.bfloat16, max_shard_size="10MB")
     assert len(done.files) > 1
@@ -266,7 +266,7 @@ def test_one_error_on_all_ranks_and_nothing_left(models: list[str]) -> None:
 
 def test_only_its_own_objects(models: list[str], endpoint: str) -> None:
     """Objects that somebody else has put there stay, and a newer one under the name of the switch counts."""
-    from zerostart.state.saving.export import export
+    from zerostart.state.converting.convert import export
 
     bucket = servers.store(endpoint)
     bucket.put("run/README.md", b"mine")
@@ -483,7 +483,7 @@ def test_a_configuration_is_that_of_the_weights(
 ) -> None:
     """Between the switch and what follows, and after a kill there; expect that of the new ones."""
     from zerostart.checkpoint.write import objects
-    from zerostart.state.saving.export import export
+    from zerostart.state.converting.convert import export
 
     newer = tmp_path / "newer"
     shutil.copytree(small[1], newer)
@@ -526,8 +526,7 @@ def test_credentials_that_may_not_delete(
     small: list[str], endpoint: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Saves and conversions succeed, name what stays, and later ones with other credentials remove notes."""
-    from zerostart.state.converting.convert import convert
-    from zerostart.state.saving.export import export
+    from zerostart.state.converting.convert import convert, export
 
     def fault(method: str, path: str, number: int) -> proxy.Fault:
         return 403 if method == "DELETE" or path.endswith("?delete") else None

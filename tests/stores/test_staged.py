@@ -25,8 +25,7 @@ from zerostart.checkpoint.storage.staged_uploads import StagedUploads
 from zerostart.checkpoint.storage.uploads import Stored, TakenError
 from zerostart.checkpoint.verifying import file_digests
 from zerostart.errors import CheckpointNotFoundError, ConfigError, WriteError
-from zerostart.state.converting.convert import convert
-from zerostart.state.saving.export import export
+from zerostart.state.converting.convert import convert, export
 
 pytestmark = pytest.mark.skipif(not servers.has("rclone"), reason="rclone is not installed")
 

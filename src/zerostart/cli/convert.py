@@ -18,8 +18,6 @@ from zerostart.cli.launch import join_group, leave_group, run_local_ranks, worke
 class _Format(enum.StrEnum):
     hf = "hf"
     dcp = "dcp"
-    zero = "zero"
-    universal = "universal"
     original = "original"
 
 
@@ -46,21 +44,11 @@ def command(
     max_shard_size: Annotated[
         str, typer.Option(metavar="SIZE", help="hf, original: most bytes of one file.")
     ] = "5GB",
-    world_size: Annotated[
-        int, typer.Option(metavar="N", min=1, help="zero, universal: ranks that will load it.")
-    ] = 1,
-    zero_stage: Annotated[
-        int, typer.Option(metavar="S", min=1, max=3, help="zero, universal: stage of the engine that will.")
-    ] = 3,
-    strict: Annotated[
-        bool, typer.Option("--strict", help="Fail where B cannot hold all that A has.")
-    ] = False,
     nproc: Annotated[int, typer.Option("--nproc", metavar="N", min=1, help="Local processes.")] = 1,
 ) -> None:
-    """Write a checkpoint in another format, files to files.
+    """Write the weights of a checkpoint in another format, in bounded memory.
 
-    In bounded memory, whatever the size of the model. What was killed goes on where it stopped when the same
-    command is given again; B appears whole or not at all.
+    B appears whole or not at all. The states of an optimizer are left out.
     """
     from rich.filesize import decimal
 
@@ -70,9 +58,6 @@ def command(
         "to": to.value,
         "dtype": None if dtype is None else dtype.value,
         "max_shard_size": max_shard_size,
-        "world_size": world_size,
-        "zero_stage": zero_stage,
-        "strict": strict,
     }
     if nproc == 1:
         made = _converted(options)
@@ -81,12 +66,6 @@ def command(
     count = len(made["files"])
     files = f"{count} {'file' if count == 1 else 'files'}"
     typer.echo(f"{shown_url(made['path'])}: {made['tensors']} tensors, {decimal(made['bytes'])} in {files}")
-    if made["kept_bytes"]:
-        typer.echo(f"{decimal(made['kept_bytes'])} were there already, and are as they were written")
-    if made["staged_bytes"]:
-        typer.echo(f"{decimal(made['staged_bytes'])} were staged on disk first: the store takes files whole")
-    if made["left_out"]:
-        typer.echo(f"Left out, since {to.value} does not hold it: {'; '.join(made['left_out'])}")
 
 
 def _converted(options: dict[str, Any]) -> dict[str, Any]:

@@ -56,7 +56,7 @@ def command(
     import torch
     from rich.filesize import decimal
 
-    from zerostart.state.saving.export import export
+    from zerostart.state.converting.convert import export
 
     chosen = None if dtype is None else getattr(torch, dtype.value)
     if adapter_format is not None:

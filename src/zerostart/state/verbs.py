@@ -272,32 +272,25 @@ def convert(
     *,
     dtype: torch.dtype | str | None = None,
     max_shard_size: int | str = "5GB",
-    world_size: int = 1,
-    zero_stage: int = 3,
-    strict: bool = False,
 ) -> Converted:
-    """Write a checkpoint of any format that is read in another one, in bounded memory; no model is loaded.
+    """Write the weights of a checkpoint of any readable format in another one, in bounded memory.
 
-    One process does it, or the ranks of a job together. ``out`` appears whole or not at all; one that was
-    killed goes on where it stopped when the same call is made again. See ``docs/convert.md``.
+    One process does it, or the ranks of a job together. No model is loaded. ``out`` appears whole or not at
+    all. See ``docs/convert.md``.
 
     Args:
         source: a directory, a file, a hub id or a URL, of a model, a training checkpoint or a run.
-        out: a directory that has nothing of the names that are needed, or the URL of one in a store.
-        to: "hf", "dcp", "zero", "universal" or "original".
-        dtype: floating type of the weights; None keeps that of each. Masters are fp32.
-        max_shard_size: "hf" and "original": most bytes of one file.
-        world_size: "zero" and "universal": how many ranks will load it.
-        zero_stage: "zero" and "universal": the stage of the engine that will.
-        strict: whether it is an error that the format does not hold all that ``source`` has.
+        out: an empty or new directory; for "hf" and "original" also the URL of one in a store.
+        to: "hf", "dcp" or "original".
+        dtype: floating type of the weights; None keeps that of each.
+        max_shard_size: maximum size of one file of "hf" and "original", in bytes.
 
     Returns:
-        ``path``, its ``files`` of tensors, how many ``tensors`` and ``bytes``, what was ``left_out``, and
-        ``kept_bytes`` of a call that was killed.
+        ``path``, its ``files`` of tensors, and how many ``tensors`` and ``bytes``.
 
     Raises:
-        ZerostartError: the same type and text on every rank. ConfigError for a name that is taken, for what
-            ``strict`` refuses, and for what ``to`` cannot hold; WriteError and ReadError.
+        ZerostartError: the same type and text on every rank. ConfigError for a directory that is not empty,
+            and for what ``to`` cannot hold; WriteError and ReadError.
 
     Example:
         >>> import tempfile, torch, zerostart
@@ -312,16 +305,7 @@ def convert(
         from zerostart.state.converting.convert import convert as convert_files
 
         floating = dtype_of(dtype)
-    return convert_files(
-        source,
-        out,
-        to,
-        dtype=floating,
-        max_shard_size=max_shard_size,
-        world_size=world_size,
-        zero_stage=zero_stage,
-        strict=strict,
-    )
+    return convert_files(source, out, to, dtype=floating, max_shard_size=max_shard_size)
 
 
 def diff(a: Comparable, b: Comparable) -> Difference:

@@ -13,7 +13,7 @@ from tests.ranks import run_ranks
 from tests.tiny import TinyCheckpoints
 from tests.trained import write_dcp, write_deepspeed
 from zerostart.cli import main
-from zerostart.state.saving.export import export
+from zerostart.state.converting.convert import export
 
 
 def run(*arguments: str) -> int:

@@ -18,8 +18,8 @@ from tests.state.saving.traced_calls import Point, points_in, traced, tracing_wo
 from tests.tiny import TinyCheckpoints
 from zerostart.checkpoint.manifest import documents
 from zerostart.distributed.world import current_world
+from zerostart.state.converting.convert import export
 from zerostart.state.resuming.retention import complete, prune
-from zerostart.state.saving.export import export
 
 pytestmark = [
     pytest.mark.slow,

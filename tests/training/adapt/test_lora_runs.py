@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from tests.ranks import rank_outcomes, run_ranks
 from tests.training.loop.test_run import losses, run
 from zerostart.errors import ConfigError
-from zerostart.state.saving.export import export
+from zerostart.state.converting.convert import export
 from zerostart.state.saving.export_adapters import export_adapters
 
 TARGETS = ["q_proj", "v_proj", "down_proj"]

@@ -1,38 +1,47 @@
-"""``zerostart convert``: a checkpoint of any format that is read, written in another; collective."""
+"""Convert a checkpoint of any readable format to safetensors or to ``torch.distributed.checkpoint``."""
 
 from __future__ import annotations
 
+import json
 import os
-from dataclasses import dataclass
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from zerostart.checkpoint.paths import located, shown_record
-from zerostart.checkpoint.storage import uploads_at
-from zerostart.distributed.world import current_world
-from zerostart.state.converting.targets import Asked, Options, check_dtype, target_format
-from zerostart.state.converting.to_directory import ToDirectory
-from zerostart.state.converting.to_store import ToStore
-from zerostart.state.saving.writing import agreed_place
+from zerostart import geometry, models
+from zerostart.checkpoint.catalog import Catalog, TensorEntry
+from zerostart.checkpoint.paths import located, scheme_of, shown_record, shown_url
+from zerostart.checkpoint.source import read_config
+from zerostart.checkpoint.write.shards import parse_size
+from zerostart.distributed.world import World, current_world
+from zerostart.engines import Shard
+from zerostart.errors import ConfigError
+from zerostart.geometry.layout.flat import flat_run
+from zerostart.loading.preparation import equal_in
+from zerostart.models import Built, ModelLibrary
+from zerostart.recipe import Recipe, SymbolicTensor, Target, main_dtype, one_thread
+from zerostart.recipe.dtypes import spelling, torch_dtype
+from zerostart.state.converting.distributed import save_distributed
+from zerostart.state.converting.source import SourceReader, SourceTensor, open_source
+from zerostart.state.saving.save import copy_beside
+from zerostart.state.saving.writing import Outgoing, agreed_place, publishing, write_tensors
+
+#: Floating types that may be cast to each other; the others are quantised.
+PLAIN_FLOATS = ("F64", "F32", "BF16", "F16")
+FORMATS = ("hf", "dcp", "original")
 
 
 @dataclass(frozen=True)
 class Converted:
-    """What was written: the directory or URL, its files of tensors, tensors, and bytes of tensors.
-
-    ``left_out`` names what the source has and the format does not hold. ``kept_bytes`` were there of a
-    conversion that was killed. ``staged_bytes`` were on the disks of the ranks' machines first, where a store
-    takes files whole.
-    """
+    """The written directory or URL, its files of tensors, and the number and bytes of the tensors."""
 
     path: Path | str
     files: tuple[str, ...]
     tensors: int
     bytes: int
-    left_out: tuple[str, ...] = ()
-    kept_bytes: int = 0
-    staged_bytes: int = 0
 
     def __repr__(self) -> str:
         return shown_record(self)
@@ -45,45 +54,198 @@ def convert(
     *,
     dtype: torch.dtype | None = None,
     max_shard_size: int | str = "5GB",
-    world_size: int = 1,
-    zero_stage: int = 3,
-    strict: bool = False,
 ) -> Converted:
-    """Write the checkpoint at ``source`` as the format ``to`` to ``out``; collective.
+    """Write the weights at ``source`` as "hf", "dcp" or "original" to the empty ``out``; collective.
 
-    ``source`` is whatever ``zerostart.load`` takes that lies in files or behind a URL, or a run's
-    directory, whose newest checkpoint counts where no model lies in it. ``to`` is one of "hf", "dcp",
-    "zero", "universal" and "original". Masters, states and numbers of an optimizer, and settings of its
-    groups, go along where both formats have them; ``strict`` makes an error of what is left out. ``dtype``
-    is for floating weights that are not quantised, None leaves each as it is stored; masters are fp32.
-    ``max_shard_size`` is for "hf" and "original", ``world_size`` and ``zero_stage`` for "zero" and
-    "universal". Configuration, tokenizer and code beside the weights come along. ``out`` is a directory, or
-    the URL of one in a store.
-
-    Each rank of the job, or one process alone, does a share of the work, in some 100 MiB of memory. ``out``
-    appears whole or not at all. A conversion to a directory that was killed goes on where it stopped when it
-    is called again with the same arguments, after what it had written has been read and compared with its
-    journal; one to a store begins anew. Raises what opening a source raises; ConfigError for options that
-    do not fit, for what ``strict`` refuses, for a name in ``out`` that is taken, and for a training state
-    without its frozen weights; what building the model raises where the configuration has to say what is
-    trained ("zero", "universal") or how a release lays it out ("original"); ReadError and WriteError.
+    See ``zerostart.convert``, which raises what this raises.
     """
-    check_dtype(dtype)
-    options = Options(dtype, max_shard_size, world_size, zero_stage)
-    return converted(Asked(source, target_format(to), options, strict), out)
+    if to not in FORMATS:
+        raise ConfigError(f"to={to!r} is none of the formats that are written: {', '.join(FORMATS)}")
+    return _convert(source, out, to, dtype, max_shard_size, replaces=False)
 
 
-def converted(asked: Asked, out: str | os.PathLike[str]) -> Converted:
-    """Write what is ``asked`` for to ``out``; see ``convert``. Raises what that raises."""
+def export(
+    source: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    dtype: torch.dtype | None = None,
+    max_shard_size: int | str = "5GB",
+) -> Converted:
+    """Write the weights at ``source`` as a Hugging Face directory, replacing a model in ``out``; collective.
+
+    Raises what ``convert`` raises.
+    """
+    return _convert(source, out, "hf", dtype, max_shard_size, replaces=True)
+
+
+def _convert(
+    source: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    to: str,
+    dtype: torch.dtype | None,
+    max_shard_size: int | str,
+    *,
+    replaces: bool,
+) -> Converted:
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and spelling(dtype) in PLAIN_FLOATS):
+        raise ConfigError(f"dtype={dtype!r} is not a floating type that weights are stored in")
+    parse_size(max_shard_size)
     world = current_world()
     with world.phase("converting"):
         place = agreed_place(out, world, "converting to")
-        uploads = uploads_at(place)
-        if uploads is not None:
-            target, names, kept = ToStore(str(place), uploads, asked, world).write()
-            staged = sum(image.size for image in target.images if image.rows) if uploads.staged else 0
-        else:
-            staged = 0
-            target, names, kept = ToDirectory(Path(os.path.realpath(place)), asked, world).write()
-    files = tuple(names[image.name] for image in target.images if image.rows)
-    return Converted(located(out), files, target.tensors, target.nbytes, tuple(target.left_out), kept, staged)
+        with world.phase("opening the source"):
+            catalog = open_source(source)
+            _check_free(place, catalog, replaces)
+            weights, dequantised = _weights(catalog, to)
+            tensors = {name: _cast(tensor, dtype) for name, tensor in weights.items()}
+        reader = SourceReader(catalog)
+        if to == "dcp":
+            if scheme_of(place):
+                raise ConfigError(f"dcp cannot be written to {shown_url(str(place))}: convert to a directory")
+            directory = Path(place)
+            files = save_distributed(
+                reader, tensors, directory, world, lambda to: _copy_settings(catalog, to, dtype, dequantised)
+            )
+            nbytes = sum(tensor.nbytes for tensor in tensors.values())
+            return Converted(located(out), files, len(tensors), nbytes)
+        config = _config(catalog)
+        with publishing(place, world) as publication:
+            written = write_tensors(
+                publication,
+                [(name, spelling(tensor.dtype, name), tensor.shape) for name, tensor in tensors.items()],
+                [_outgoing(reader, name, tensor, world) for name, tensor in tensors.items()],
+                world,
+                stem="diffusion_pytorch_model" if "_class_name" in config else "model",
+                max_shard_size=max_shard_size,
+                parameters=sum(tensor.numel for tensor in tensors.values()),
+            )
+            with publication.written(world, "copying the configuration"):
+                if world.rank == 0:
+                    _copy_settings(catalog, publication.directory, dtype, dequantised)
+            publication.add_digests(written.digests)
+    names = [publication.names.get(file.name, file.name) for file in written.layout.files]
+    return Converted(located(out), tuple(names), len(tensors), written.layout.total_size)
+
+
+def _check_free(place: Path | str, catalog: Catalog, replaces: bool) -> None:
+    """Raise ConfigError if ``place`` has the source, or any file that a conversion must not replace."""
+    folders = {file.rpartition("/")[0] for file in catalog.files}
+    if isinstance(place, str):
+        taken = place in folders
+    else:
+        taken = os.path.realpath(place) in map(os.path.realpath, folders)
+    if taken:
+        raise ConfigError(f"{shown_url(str(place))} has the checkpoint to convert: name another directory")
+    if isinstance(place, Path) and not replaces and place.exists():
+        if not place.is_dir():
+            raise ConfigError(f"{place} is a file: name a directory")
+        found = next((path.name for path in sorted(place.iterdir()) if path.name != ".zerostart"), None)
+        if found is not None:
+            raise ConfigError(f"{place}/{found} is there already: convert to an empty or a new directory")
+
+
+def _config(catalog: Catalog) -> Mapping[str, object]:
+    return (read_config(catalog.root) if catalog.root else None) or {}
+
+
+def _cast(tensor: SourceTensor, dtype: torch.dtype | None) -> SourceTensor:
+    plain = spelling(tensor.dtype) in PLAIN_FLOATS
+    return tensor if dtype is None or not plain else replace(tensor, dtype=dtype)
+
+
+def _weights(catalog: Catalog, to: str) -> tuple[dict[str, SourceTensor], bool]:
+    """Return the tensors to write by name, and whether they are dequantised."""
+    if to == "original":
+        return _original(catalog)
+    stored = {
+        name: SourceTensor(name, torch_dtype(entry.dtype, name), entry.shape, entry.pieces)
+        for name, entry in catalog.weights.items()
+    }
+    if to == "hf" and catalog.assembled is not None and _config(catalog).get("tie_word_embeddings"):
+        stored = _without_ties(stored, catalog)
+    return stored, False
+
+
+def _without_ties(stored: Mapping[str, SourceTensor], catalog: Catalog) -> dict[str, SourceTensor]:
+    """Keep the first name of each tensor: equal file ranges in rank files are one tied tensor."""
+    found: dict[object, str] = {}
+    for name, tensor in stored.items():
+        key = (tuple(_ranges(tensor, catalog.tensors)), tensor.shape) if tensor.numel else name
+        found.setdefault(key, name)
+    return {name: stored[name] for name in found.values()}
+
+
+def _ranges(tensor: SourceTensor, stored: Mapping[str, TensorEntry]) -> Iterator[object]:
+    for piece in tensor.pieces:
+        where = [(e.file, e.offset, e.dtype, e.strides) for s in piece.source if (e := stored.get(str(s)))]
+        yield piece.origin, piece.axes, tuple(where), piece.unit, piece.offset
+
+
+def _original(catalog: Catalog) -> tuple[dict[str, SourceTensor], bool]:
+    """Revert the conversions of the model's library, by running its own code on symbolic tensors."""
+    built, by_name = _built_model(catalog)
+    if type(built.library).revert is ModelLibrary.revert:
+        raise ConfigError(
+            f"{type(built.model).__name__} is of {built.library.name}, which has no way back to the "
+            "layout of a release: convert to hf, which keeps the names that the source has"
+        )
+    with one_thread():
+        symbols = {
+            name: SymbolicTensor.filled(recipe.pieces, recipe.target.shape, recipe.target.dtype)
+            for name, recipe in by_name.items()
+        }
+        reverted = built.library.revert(built.model, dict(symbols))
+    weights = {}
+    for name, tensor in reverted.items():
+        if not isinstance(tensor, SymbolicTensor):
+            raise ConfigError(f"{built.library.name} computes {name} when it reverts its conversions")
+        weights[name] = SourceTensor(name, tensor.dtype, tuple(tensor.shape), tensor.value.pieces)
+    return weights, built.quantizer is not None
+
+
+def _built_model(catalog: Catalog) -> tuple[Built, Mapping[str, Recipe]]:
+    """Build the configured model on meta, and trace where its tensors come from.
+
+    Raises BuildError if the configuration names no class, and CoverageError if names do not match.
+    """
+    shapes = {name: entry.shape for name, entry in catalog.weights.items()}
+    stored = {name: torch_dtype(entry.dtype, name) for name, entry in catalog.weights.items()}
+    first = next((d for d in stored.values() if d.is_floating_point and d.itemsize > 1), None)
+    main = main_dtype(catalog.weights.values())
+    models.require(None, catalog.root, shapes)
+    built = models.build(None, catalog.root, None, first, main, False, shapes)
+    models.set_dtypes(built, stored)
+    recipes = built.recipes(catalog, built.library.expectations(built))
+    coverage = models.tie_names(built, recipes, equal_in(catalog, World(0, 1, None)))
+    coverage.check(catalog.place, type(built.model).__name__, True)
+    return built, recipes.by_name
+
+
+def _outgoing(reader: SourceReader, name: str, tensor: SourceTensor, world: World) -> Outgoing:
+    """Describe a tensor whose elements are read from the source while it is written."""
+    layout = flat_run(tensor.shape, 0, tensor.numel)
+    # One element that stands for all: the writer only asks `change` for what it writes.
+    storage = torch.empty(1, dtype=tensor.dtype, device="cpu").expand(tensor.numel)
+    shard = Shard(name, layout, storage, lambda _: layout, (world.rank, world.size))
+    recipe = Recipe(Target(name, tensor.shape, tensor.dtype), geometry.whole(name, tensor.shape))
+    return Outgoing(recipe, shard, lambda first, data: reader.read(tensor, first, data.numel()))
+
+
+def _copy_settings(catalog: Catalog, to: Path, dtype: torch.dtype | None, dequantised: bool) -> None:
+    """Copy configuration, tokenizer and code, with the dtype and quantisation that the weights have now."""
+    config, root = dict(_config(catalog)), Path(catalog.root)
+    if not config:
+        return
+    copy_beside(root, to)
+    for name in ("generation_config.json", "adapter_config.json"):
+        if (root / name).is_file():
+            shutil.copyfile(root / name, to / name)
+    if "_class_name" in config or not (dtype or dequantised):
+        shutil.copyfile(root / "config.json", to / "config.json")
+        return
+    if dequantised:
+        config.pop("quantization_config", None)
+    if dtype is not None:
+        config.pop("torch_dtype", None)
+        config["dtype"] = str(dtype).removeprefix("torch.")
+    text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
+    (to / "config.json").write_text(text, encoding="utf-8")

@@ -1,100 +1,120 @@
-"""Directories of ``torch.distributed.checkpoint``, as one process of torch's own would have saved them.
-
-Source: ``metadata.py`` and ``filesystem.py`` of ``torch/distributed/checkpoint`` (torch 2.13).
-"""
+"""Write a directory of ``torch.distributed.checkpoint``, reading each tensor only while it is written."""
 
 from __future__ import annotations
 
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from zerostart.checkpoint.formats.dcp import METADATA
-from zerostart.checkpoint.write.images import Image, archived, joined
-from zerostart.state.converting.contents import Contents
-from zerostart.state.converting.targets import (
-    Options,
-    Target,
-    TargetFormat,
-    kept_torch_dtype,
-    others_left_out,
-)
-from zerostart.upstream.torch.archives import Described, distributed_metadata
+from zerostart.checkpoint.write.folders import sync_directory
+from zerostart.checkpoint.write.space import check_space
+from zerostart.checkpoint.write.staging import write_errors
+from zerostart.distributed.world import World
+from zerostart.state.converting.source import SourceReader, SourceTensor
 
-#: The names of the files that one process writes begin so; a new one after so many bytes.
-_FILE, _FILE_BYTES = "__0_{}.distcp", 5_000_000_000
+#: Maximum size of the rows that are in memory at once, in bytes.
+_CHUNK_BYTES = 32 << 20
 
 
-class Distributed(TargetFormat):
-    """What ``torch.distributed.checkpoint.load`` opens.
+def save_distributed(
+    reader: SourceReader,
+    tensors: Mapping[str, SourceTensor],
+    directory: Path,
+    world: World,
+    copy_settings: Callable[[Path], None],
+) -> tuple[str, ...]:
+    """Write ``tensors`` to ``directory``, which appears whole or not at all; collective.
 
-    Without an optimizer weights are at the top, under the names of the source. With one they are under
-    ``model``, in the precision in which they are stepped, and its states under ``optim``, as
-    ``get_state_dict`` has both.
+    Returns the names of the files. Raises ReadError and WriteError.
     """
+    target = Path(os.path.realpath(directory))
+    part = target.with_name(f".{target.name}.zerostart-part")
 
-    name = "dcp"
+    def make() -> None:
+        with write_errors(target, "nothing was converted"):
+            shutil.rmtree(part, ignore_errors=True)
+            part.mkdir(parents=True)
+            check_space(part, sum(tensor.nbytes for tensor in tensors.values()), "the checkpoint")
+            copy_settings(part)
 
-    def target(self, contents: Contents, options: Options, scratch: Path) -> Target:
-        """Each tensor is one archive in a file, and ``.metadata`` says where."""
-        target = Target(left_out=others_left_out(contents))
-        if contents.schedule is not None:
-            target.left_out.append("state of the schedule of learning rates")
-        training = bool(contents.groups)
-        # Key, dtype and shape, way through the state dict, and archive.
-        found: list[tuple[str, torch.dtype | None, tuple[int, ...], tuple[str | int, ...], Image]] = []
+    def publish() -> tuple[str, ...]:
+        with write_errors(target, "nothing was converted"):
+            sync_directory(part)
+            part.rename(target)
+            sync_directory(target.parent)
+            return tuple(sorted(path.name for path in target.glob("*.distcp")))
 
-        def add(
-            route: tuple[str | int, ...],
-            value: object,
-            dtype: torch.dtype | None = None,
-            shape: tuple[int, ...] = (),
-        ) -> None:
-            key = ".".join(map(str, route))
-            found.append((key, dtype, shape, route, archived("", value, scratch)))
-
-        for name in contents.weights:
-            stored = contents.best(name) if training else contents.weights[name]
-            dtype = kept_torch_dtype(stored, options.dtype)
-            add(("model", name) if training else (name,), target.room(stored, dtype), dtype, stored.shape)
-        for key, by_name in contents.states.items():
-            for name, stored in by_name.items():
-                dtype = kept_torch_dtype(stored, None)
-                add(("optim", "state", name, key), target.room(stored, dtype), dtype, stored.shape)
-        for key, numbers in contents.numbers.items():
-            for name, number in numbers.items():
-                value = torch.tensor(number, dtype=torch.float32, device="cpu")
-                add(("optim", "state", name, key), value, torch.float32)
-        for number, group in enumerate(contents.groups):
-            for key, setting in {**group.settings, "params": list(group.parameters)}.items():
-                held = setting.dtype if isinstance(setting, torch.Tensor) else None
-                add(("optim", "param_groups", number, key), setting, held)
-        described: dict[str, Described] = {}
-        for number, parts in enumerate(_files([image for *_, image in found])):
-            name = _FILE.format(number)
-            image, places = joined(name, [found[at][-1] for at in parts])
-            target.images.append(image)
-            for at, (offset, length) in zip(parts, places, strict=True):
-                key, kind, shape, route, _ = found[at]
-                described[key] = (kind, shape, route, (name, offset, length))
-        for name, other in contents.ties.items():  # which has no bytes of its own
-            if name not in contents.weights and other in contents.weights:
-                above = ("model",) if training else ()
-                known = described[".".join((*above, other))]
-                described[".".join((*above, name))] = (*known[:2], (*above, name), known[3])
-        data = distributed_metadata(described)
-        target.images.append(Image(METADATA, len(data), ((0, data),)))
-        return target
+    try:
+        world.broadcast_object(make, "making the directory")
+        with world.phase("writing the tensors"), write_errors(target, "nothing was converted"):
+            _save(reader, tensors, part, world)
+        return world.broadcast_object(publish, "naming the directory")
+    except BaseException:
+        if world.rank == 0:
+            shutil.rmtree(part, ignore_errors=True)
+        raise
 
 
-def _files(images: list[Image]) -> list[list[int]]:
-    """The numbers of the archives that go into each file."""
-    files: list[list[int]] = []
-    size = _FILE_BYTES
-    for number, image in enumerate(images):
-        if size >= _FILE_BYTES:
-            files.append([])
-            size = 0
-        files[-1].append(number)
-        size += image.size
-    return files
+def _save(reader: SourceReader, tensors: Mapping[str, SourceTensor], part: Path, world: World) -> None:
+    try:
+        dcp.save(
+            {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in tensors.items()},
+            storage_writer=dcp.FileSystemWriter(part, per_thread_copy_ahead=0),
+            planner=_StreamingPlanner(reader, tensors, world),
+            no_dist=world.size == 1,
+        )
+    except CheckpointException as error:  # every rank has the failures of all
+        rank = min(error.failures)
+        raise error.failures[rank][0] from error
+
+
+class _StreamingPlanner(dcp.DefaultSavePlanner):
+    """Saves tensors in runs of rows, each of which is read when the writer asks for it."""
+
+    def __init__(self, reader: SourceReader, tensors: Mapping[str, SourceTensor], world: World) -> None:
+        super().__init__()
+        self._reader, self._tensors, self._world = reader, tensors, world
+        self._last: torch.Tensor | None = None
+
+    def create_local_plan(self) -> SavePlan:
+        """Give every rank its share of the row runs."""
+        items = [item for tensor in self._tensors.values() for item in _items(tensor)]
+        self.plan = SavePlan(items[self._world.rank :: self._world.size], planner_data=self.mappings)
+        return self.plan
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
+        """Read the rows of one item."""
+        # The writer keeps all tensors of a file until its end, but has written the last one by now.
+        if self._last is not None:
+            self._last.untyped_storage().resize_(0)
+        data = write_item.tensor_data
+        assert data is not None, "all items are tensors"
+        tensor, chunk = self._tensors[write_item.index.fqn], data.chunk
+        first = chunk.offsets[0] * (tensor.numel // tensor.shape[0]) if tensor.numel and tensor.shape else 0
+        # A copy, since memory that numpy has seen cannot be given back by `resize_`.
+        self._last = self._reader.read(tensor, first, chunk.sizes.numel()).view(chunk.sizes).clone()
+        return self._last
+
+
+def _items(tensor: SourceTensor) -> Iterator[WriteItem]:
+    shape = torch.Size(tensor.shape)
+    rows = shape[0] if shape and tensor.numel else 1
+    step = max(1, _CHUNK_BYTES * rows // max(1, tensor.nbytes))
+    for first in range(0, rows, step):
+        offsets, sizes = list[int]([0] * len(shape)), list(shape)
+        if step < rows:
+            offsets[0], sizes[0] = first, min(step, rows - first)
+        chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+        properties = TensorProperties(dtype=tensor.dtype)
+        yield WriteItem(
+            MetadataIndex(tensor.name, chunk.offsets),
+            WriteItemType.SHARD,
+            tensor_data=TensorWriteData(chunk, properties, shape),
+        )
