@@ -8,10 +8,12 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from zerostart.checkpoint.write.folders import sync_directory
 from zerostart.checkpoint.write.space import check_space
@@ -64,9 +66,9 @@ def save_distributed(
 
 def _save(reader: SourceReader, tensors: Mapping[str, SourceTensor], part: Path, world: World) -> None:
     try:
-        dcp.save(
+        save(
             {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in tensors.items()},
-            storage_writer=dcp.FileSystemWriter(part, per_thread_copy_ahead=0),
+            storage_writer=FileSystemWriter(part, per_thread_copy_ahead=0),
             planner=_StreamingPlanner(reader, tensors, world),
             no_dist=world.size == 1,
         )
@@ -75,7 +77,7 @@ def _save(reader: SourceReader, tensors: Mapping[str, SourceTensor], part: Path,
         raise error.failures[rank][0] from error
 
 
-class _StreamingPlanner(dcp.DefaultSavePlanner):
+class _StreamingPlanner(DefaultSavePlanner):
     """Saves tensors in runs of rows, each of which is read when the writer asks for it."""
 
     def __init__(self, reader: SourceReader, tensors: Mapping[str, SourceTensor], world: World) -> None:
