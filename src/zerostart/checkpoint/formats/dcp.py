@@ -23,15 +23,15 @@ from zerostart.checkpoint.formats.assembling import (
 )
 from zerostart.checkpoint.formats.inert_pickle import InertObject, Opaque, StoredTensor, read_inert_pickle
 from zerostart.checkpoint.formats.torch_zip import WRAPPERS, TorchArchive
-from zerostart.checkpoint.formats.training import PartFiles, TrainingFormat, Window
+from zerostart.checkpoint.formats.training import PartFiles, TrainingFormat
 from zerostart.checkpoint.strict_json import DAMAGED, shown
 from zerostart.errors import CheckpointError
 
 METADATA = ".metadata"
 #: What names of an optimizer begin with that was saved with ``flatten_optimizer_state_dict=True``.
 _FLAT_STATE, _FLAT_GROUPS = "state.", "param_groups."
-#: A box takes about 300 bytes and 40 instructions: as many as a pickle may have of these.
-MAX_METADATA_BYTES = 1 << 29
+#: Maximum size of the description, in bytes; a box takes about 300.
+MAX_METADATA_BYTES = 1 << 28
 
 
 class TorchDistributed(TrainingFormat):
@@ -182,8 +182,7 @@ def _stored(
                     )
                 # Each part is an archive of its own (`torch.save` into a stream), at an offset of the rank's
                 # file.
-                window = Window(handle, place.offset, place.length)
-                archive = TorchArchive(window, place.length, str(path), place.offset)
+                archive = TorchArchive(handle, place.length, str(path), place.offset)
                 tensor = archive.value()
                 if place.key not in described:
                     pickled[place.key] = tensor

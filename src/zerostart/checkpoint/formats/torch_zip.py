@@ -1,4 +1,4 @@
-"""Files that ``torch.save`` writes (zip format, since torch 1.6), as catalogs: no code of theirs is run.
+"""Read files of ``torch.save`` (zip format, since torch 1.6) as catalogs: no code of theirs is run.
 
 The archive holds one record for each storage, uncompressed, and a pickle that says which tensors are views of
 which storages. The pickle is read as data (``inert_pickle``); the tensors' bytes stay where they are, and
@@ -6,8 +6,7 @@ an entry points into the file. A transposed, sliced or expanded tensor is an ent
 tensors are entries with the same bytes.
 
 The weights are the tensors of a state dict at the top, or one level below under one of the names that
-training frameworks use (``WRAPPERS``). What else the file holds (counters, optimizer state) is left alone
-and named in the catalog's metadata.
+training frameworks use (``WRAPPERS``). Whatever else the file holds is named in the catalog's metadata.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import struct
 import zipfile
 from typing import Any, NoReturn
 
@@ -28,14 +26,10 @@ from zerostart.errors import CheckpointError
 
 #: Keys that frameworks put the weights under: Lightning and timm, fairseq, DeepSpeed, tutorials, Wan.
 WRAPPERS = ("state_dict", "model", "module", "model_state_dict", "model_state")
-#: A tensor takes about 200 bytes of the pickle.
-MAX_PICKLE_BYTES = 1 << 26
-#: A record takes about 100 bytes of the directory: enough for half a million tensors in one file.
-MAX_DIRECTORY_BYTES, MAX_RECORDS = 1 << 26, 600_000
-#: Of a record's own header the lengths at its end: of the name, and of what is between that and the data.
-_LOCAL = struct.Struct("<26x2H")
-#: Sizes follow the data, and the name is UTF-8: the flags that torch sets.
-_ENCRYPTED, _KNOWN_FLAGS = 0x0001, 0x0808
+#: Maximum size of the pickle and of the archive's directory, in bytes: a tensor takes 200 and 100.
+MAX_READ_BYTES = 1 << 25
+#: The key of a file's notes under which is, as JSON, what torch noted of its modules.
+NOTED_VERSIONS = "_metadata"
 _MAX_COUNT = 2**63 - 1
 _CONVERT = (
     "if you trust where it comes from, load it once with torch.load(..., weights_only=False) and save its "
@@ -43,16 +37,10 @@ _CONVERT = (
 )
 
 
-#: The key of a file's notes under which is, as JSON, what torch noted of its modules.
-NOTED_VERSIONS = "_metadata"
-
-
 def read_torch_file(
     path: str | os.PathLike[str], file_index: int = 0, opened: Opener = open_regular
 ) -> tuple[list[TensorEntry], dict[str, str], int]:
-    """Entries of one torch file in the order of its state dict, notes about the rest, and its size in bytes.
-
-    ``opened`` opens it, a local file if nothing else is said.
+    """Return the entries of one torch file in the order of its state dict, notes, and its size in bytes.
 
     Raises CheckpointNotFoundError if there is no such file, CheckpointError if it is no zip archive of
     torch's, holds anything but plain tensors and containers, or contradicts itself, ReadError if reading
@@ -70,35 +58,75 @@ def read_torch_file(
     return entries, {"format": "pt", **metadata}, size
 
 
+class _Bytes(io.RawIOBase):
+    """A part of an open file, for ``zipfile``: one read returns at most ``MAX_READ_BYTES``."""
+
+    def __init__(self, handle: HeaderBytes, base: int, size: int, path: str) -> None:
+        self._handle, self._base, self._size, self._path, self._at = handle, base, size, path, 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = max(0, offset + (0, self._at, self._size)[whence])
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def read(self, length: int = -1) -> bytes:
+        left = max(0, self._size - self._at)
+        length = left if length < 0 else min(length, left)
+        if length > MAX_READ_BYTES:
+            raise CheckpointError(
+                f"{self._path}: a part of {length} bytes is beyond the limit of {MAX_READ_BYTES}: {DAMAGED}"
+            )
+        data = self._handle.read(length, self._base + self._at)
+        self._at += length
+        return data
+
+
 class TorchArchive:
     """One open archive of ``size`` bytes: what its pickle says, and where its storages lie.
 
-    ``handle`` may show a part of a larger file, which begins at byte ``base`` of that. Raises
-    CheckpointError if it is none of torch's.
+    It may be a part of a file, from byte ``base`` on. Raises CheckpointError if it is none of torch's.
     """
 
     def __init__(self, handle: HeaderBytes, size: int, path: str, base: int = 0) -> None:
-        self._handle, self._path, self._base = handle, path, base
-        _check_format(handle.read(512, 0), path)
-        self._records = _records(handle, size, path)
-        self._prefix = self._folder()
+        self._path, self._base, self._size = path, base, size
+        self._file = _Bytes(handle, base, size, path)
+        _check_format(self._file.read(512), path)
+        self._records = self._directory()
+        pickles = [name for name in self._records if name.count("/") == 1 and name.endswith("/data.pkl")]
+        if len(pickles) != 1:
+            raise CheckpointError(
+                f"{path}: the archive has no data.pkl, so torch.save did not write it: {DAMAGED}"
+            )
+        self._prefix = pickles[0].removesuffix("data.pkl")
+        if f"{self._prefix}constants.pkl" in self._records:
+            raise CheckpointError(
+                f"{path}: a TorchScript program, not a state dict; {_CONVERT}, from torch.jit.load(...)"
+            )
+        order = f"{self._prefix}byteorder"
+        if order in self._records and self._read(order) != b"little":
+            raise CheckpointError(
+                f"{path}: written on a big-endian machine; load it with torch.load and save it again here"
+            )
         self._found: dict[str, tuple[int, int]] = {}
 
     def value(self, weights: bool = False) -> Any:
-        """What the pickle holds; of a file of ``weights``, nothing but tensors and plain containers.
+        """Return what the pickle holds; a file of ``weights`` has only tensors and plain containers.
 
         Raises CheckpointError where it is refused, damaged, or too large.
         """
-        raw = self._read(f"{self._prefix}data.pkl", MAX_PICKLE_BYTES)
-        return read_inert_pickle(raw, self._path, weights)
+        return read_inert_pickle(self._read(f"{self._prefix}data.pkl"), self._path, weights)
 
     def entry(self, name: str, tensor: StoredTensor, file_index: int, first: str = "") -> TensorEntry:
-        """The entry of one tensor, which is also called ``first``, if that is given.
+        """Return the entry of one tensor, which may also be called ``first``.
 
         Raises CheckpointError unless it lies inside its storage.
         """
-        dtype = TORCH_NAMES.get(tensor.dtype)
-        unit = TORCH_NAMES.get(tensor.storage.dtype)
+        dtype, unit = TORCH_NAMES.get(tensor.dtype), TORCH_NAMES.get(tensor.storage.dtype)
         if dtype is None or unit is None:
             self._refuse(name, f"has elements of type {tensor.dtype}, which this version does not read")
         if tensor.bits:
@@ -111,8 +139,7 @@ class TorchArchive:
             self._refuse(
                 name, f"has a storage of {length} bytes where the pickle says {tensor.storage.numel} {unit}"
             )
-        count = 1
-        last = tensor.offset
+        count, last = 1, tensor.offset
         for size, stride in zip(tensor.shape, tensor.strides, strict=True):
             count *= size
             last += max(0, size - 1) * stride
@@ -121,14 +148,16 @@ class TorchArchive:
         if count and (last + 1) * width > length:
             self._refuse(name, f"reaches beyond its storage of {length} bytes")
         plain = count == 0 or contiguous_strides(tensor.shape, tensor.strides)
-        offset = self._base + start + (tensor.offset * width if count else 0)
+        before = tensor.offset if count else 0
+        offset = self._base + start + before * width
         strides = None if plain else tensor.strides
-        nbytes, before = count * width, tensor.offset if count else 0
         same_as = "" if first == name else first
-        return TensorEntry(name, dtype, tensor.shape, file_index, offset, nbytes, strides, before, same_as)
+        return TensorEntry(
+            name, dtype, tensor.shape, file_index, offset, count * width, strides, before, same_as
+        )
 
     def storages(self, count: int) -> list[tuple[int, int]]:
-        """Offset and bytes of each of the first ``count`` storages, as ``torch.save`` numbers them."""
+        """Return offset and bytes of the first ``count`` storages, as ``torch.save`` numbers them."""
         return [self._storage(f"number {number}", str(number)) for number in range(count)]
 
     def _storage(self, name: str, key: str) -> tuple[int, int]:
@@ -139,107 +168,41 @@ class TorchArchive:
             self._found[key] = self._locate(record)
         return self._found[key]
 
+    def _directory(self) -> dict[str, zipfile.ZipInfo]:
+        try:
+            with zipfile.ZipFile(self._file) as archive:
+                infos = archive.infolist()
+        except (zipfile.BadZipFile, NotImplementedError, ArithmeticError, ValueError) as error:
+            raise CheckpointError(
+                f"{self._path}: the archive is truncated or damaged ({error}): download it again"
+            ) from error
+        records = {info.orig_filename: info for info in infos}
+        if len(records) != len(infos):
+            raise CheckpointError(f"{self._path}: a record of the archive is there twice: {DAMAGED}")
+        return records
+
     def _locate(self, name: str) -> tuple[int, int]:
-        """Offset in the file and length of a record's data, in bytes, if its own header says the same."""
-        header, nbytes, end = self._records[name]
-        named = name.encode()
-        raw = self._handle.read(_LOCAL.size + len(named), header)
-        if raw[:4] + raw[8:10] != b"PK\3\4\0\0" or raw[_LOCAL.size :] != named:
-            _refuse(self._path, name, "has a header that contradicts the directory")
-        length, extra = _LOCAL.unpack_from(raw)
-        offset = header + _LOCAL.size + length + extra
-        if offset + nbytes > end or length != len(named):
-            _refuse(self._path, name, "reaches into what follows it")
-        return offset, nbytes
+        """Return the offset in the archive and the length of a record's data, in bytes."""
+        info = self._records[name]
+        self._file.seek(info.header_offset)
+        head = self._file.read(30)
+        offset = info.header_offset + 30 + sum(int.from_bytes(head[at : at + 2], "little") for at in (26, 28))
+        if info.flag_bits & 1 or info.compress_type or info.compress_size != info.file_size:
+            reason = "is compressed or encrypted, as TorchScript does it; save the state dict by torch.save"
+        elif head[:4] != b"PK\3\4" or info.header_offset < 0 or offset + info.file_size > self._size:
+            reason = f"reaches beyond the file: {DAMAGED}"
+        else:
+            return offset, info.file_size
+        raise CheckpointError(f"{self._path}: record {shown(name)} {reason}")
 
-    def _read(self, name: str, limit: int) -> bytes:
-        """A record's data. Unlike ``zipfile`` without its checksum, which torch can be told not to write."""
+    def _read(self, name: str) -> bytes:
+        """Return a record's data, without its checksum, which torch can be told not to write."""
         offset, length = self._locate(name)
-        if length > limit:
-            _refuse(self._path, name, f"has {length} bytes, beyond the limit of {limit}: {DAMAGED}")
-        return self._handle.read(length, offset)
-
-    def _folder(self) -> str:
-        """The folder in the archive that everything lies in, with its slash."""
-        pickles = [name for name in self._records if name.count("/") == 1 and name.endswith("/data.pkl")]
-        if len(pickles) != 1:
-            raise CheckpointError(
-                f"{self._path}: the archive has no data.pkl, so torch.save did not write it: {DAMAGED}"
-            )
-        prefix = pickles[0].removesuffix("data.pkl")
-        if f"{prefix}constants.pkl" in self._records:
-            raise CheckpointError(
-                f"{self._path}: a TorchScript program, not a state dict; {_CONVERT}, from torch.jit.load(...)"
-            )
-        order = f"{prefix}byteorder"
-        if order in self._records and self._read(order, 64) != b"little":
-            raise CheckpointError(
-                f"{self._path}: written on a big-endian machine; load it with torch.load and save it again "
-                "here"
-            )
-        return prefix
+        self._file.seek(offset)
+        return self._file.read(length)
 
     def _refuse(self, name: str, reason: str) -> NoReturn:
         raise CheckpointError(f"{self._path}: tensor {shown(name)} {reason}: {DAMAGED}")
-
-
-def _records(handle: HeaderBytes, size: int, path: str) -> dict[str, tuple[int, int, int]]:
-    """Of each record of the archive the places of its header and of what follows it, and its bytes between.
-
-    The directory is parsed by ``zipfile``. It is stricter here: one archive from the first byte to the last,
-    nothing compressed, encrypted, twice there, or overlapping.
-    """
-    tail = handle.read(98, max(0, size - 98)).rjust(98, b"\0")  # the end record, and those of 64 bits
-    if tail[76:80] != b"PK\5\6" or tail[96:] != b"\0\0":
-        raise CheckpointError(f"{path}: the archive is truncated: no end record; download it again")
-    (disks, here, count, length, start), stop = struct.unpack_from("<L2H2L", tail, 80), size - 22
-    if tail[:4] == b"PK\6\6" and tail[56:60] == b"PK\6\7" and tail[64:72] == struct.pack("<Q", size - 98):
-        (disks, here, count, length, start), stop = struct.unpack_from("<5Q", tail, 16), size - 98
-    elif start == 0xFFFFFFFF or count == 0xFFFF:
-        raise CheckpointError(f"{path}: the archive has no valid 64-bit end record: {DAMAGED}")
-    if length > MAX_DIRECTORY_BYTES:
-        raise CheckpointError(
-            f"{path}: a directory of {length} bytes is beyond the limit of {MAX_DIRECTORY_BYTES}: {DAMAGED}"
-        )
-    if disks or here != count or start + length != stop:
-        raise CheckpointError(f"{path}: the archive's end record contradicts itself: {DAMAGED}")
-    raw = handle.read(length, start)
-    if raw.count(b"PK\1\2") > MAX_RECORDS:
-        raise CheckpointError(f"{path}: the archive has more than {MAX_RECORDS} records: {DAMAGED}")
-    # An archive of nothing else, which begins with its directory: places of headers stay as they are.
-    alone = raw + struct.pack("<4s8xL4xH", b"PK\5\6", len(raw), 0)
-    try:
-        with zipfile.ZipFile(io.BytesIO(alone)) as archive:
-            infos = archive.infolist()
-    except (zipfile.BadZipFile, NotImplementedError, struct.error, ValueError) as error:
-        raise CheckpointError(f"{path}: the archive's directory is damaged ({error}): {DAMAGED}") from error
-    # Its last entry may not pose as an end record of 64 bits, which zipfile would go by.
-    if not infos or len(infos) != count or raw[-20:-16] == b"PK\6\7":
-        raise CheckpointError(f"{path}: the archive's directory contradicts its end record: {DAMAGED}")
-    records: dict[str, tuple[int, int, int]] = {}
-    infos.sort(key=lambda info: info.header_offset)
-    for info, end in zip(infos, [*(info.header_offset for info in infos[1:]), start], strict=True):
-        name, header = info.orig_filename, info.header_offset
-        if not name or name.startswith("/") or ".." in name.split("/") or "\\" in name or "\0" in name:
-            _refuse(path, name, "has a name that leads elsewhere; do not load this checkpoint")
-        if name in records:
-            _refuse(path, name, "is there twice")
-        if header == end:
-            _refuse(path, name, f"and another one lie in one place: {DAMAGED}")
-        if info.flag_bits & _ENCRYPTED:
-            _refuse(path, name, "is encrypted; save the weights again without")
-        if info.compress_type or info.compress_size != info.file_size:
-            _refuse(path, name, "is compressed, as TorchScript does it; save the state dict by torch.save")
-        if info.flag_bits & ~_KNOWN_FLAGS or info.volume:
-            _refuse(path, name, "has properties that torch.save never gives")
-        if header + _LOCAL.size + len(name.encode()) + info.file_size > end:
-            _refuse(path, name, "overlaps with another, or reaches beyond the data")
-        records[name] = (header, info.file_size, end)
-    return records
-
-
-def _refuse(path: str, name: str, reason: str) -> NoReturn:
-    raise CheckpointError(f"{path}: record {shown(name)} {reason}")
 
 
 def _check_format(head: bytes, path: str) -> None:

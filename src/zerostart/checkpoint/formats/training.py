@@ -129,17 +129,6 @@ class PartFiles:
         return value, place
 
 
-class Window:
-    """``length`` bytes of an open file from ``base`` on, as a file of their own."""
-
-    def __init__(self, handle: HeaderBytes, base: int, length: int) -> None:
-        self._handle, self._base, self._length = handle, base, length
-
-    def read(self, length: int, offset: int) -> bytes:
-        """As of a file that has no more than the window."""
-        return self._handle.read(max(0, min(length, self._length - offset)), self._base + offset)
-
-
 def _entry(archive: TorchArchive, tensor: StoredTensor, number: int) -> TensorEntry | CheckpointError:
     """Where a tensor lies, or why it cannot be read, which matters only if somebody wants it."""
     try:
