@@ -116,7 +116,7 @@ def tried(folder: str) -> dict[str, Any]:
         found["nested headers"] = file.load_keys_dict(str(root / "nested.pth"))
         torch.load = original
     found["nested"] = file.load_keys_dict(str(root / "nested.pth"))
-    left = {name for point in active() for name in point.names}
+    left = {name.rpartition(".")[2] for name in active()}
     found["restored"] = model.load_model is stock and "load_model" not in left
     return found | {"files": tried_files(root / "files")}
 

@@ -18,11 +18,8 @@ import zerostart
 from tests.ranks import run_ranks
 from tests.tiny import TinyCheckpoints
 from zerostart.errors import UnsupportedVersionError
-from zerostart.upstream.patches import RefCountedPatches, active, fits, note, replaced
-from zerostart.upstream.registry import Lasts, PatchPoint, touched
-from zerostart.upstream.versions import TORCH
-
-POINT = PatchPoint(library=TORCH, owner="somewhere", names=("name",), why="a test", lasts=Lasts.CALL)
+from zerostart.upstream.guard import Use, declared_uses, resolve
+from zerostart.upstream.patches import RefCountedPatches, active, fits, replaced
 
 
 class Something:
@@ -32,26 +29,26 @@ class Something:
         return "called"
 
 
-def listed() -> tuple[PatchPoint, ...]:
+def listed() -> list[str]:
     """What these tests replace, of all that is in place: a model of another test may still live here."""
-    return tuple(point for point in active() if point == POINT)
+    return [name for name in active() if name.startswith("Something.") or name.endswith("Namespace.name")]
 
 
 def test_what_was_there_comes_back() -> None:
     module = SimpleNamespace(name="module")
     thing = Something()
-    with replaced(POINT, module, "name", "ours"), replaced(POINT, thing, "name", "ours"):
+    with replaced(module, "name", "ours"), replaced(thing, "name", "ours"):
         assert (module.name, thing.name) == ("ours", "ours")
-        assert listed() == (POINT,)
+        assert sorted(listed()) == ["SimpleNamespace.name", "Something.name"]
     assert (module.name, thing.name, vars(thing)) == ("module", "class", {})
-    with pytest.raises(KeyError), replaced(POINT, Something, "name", "ours"):
+    with pytest.raises(KeyError), replaced(Something, "name", "ours"):
         raise KeyError
     assert Something.name == "class"
-    assert listed() == ()
+    assert listed() == []
 
 
 def test_what_somebody_has_put_over_ours_stays() -> None:
-    with replaced(POINT, Something, "name", "ours"):
+    with replaced(Something, "name", "ours"):
         Something.name = "theirs"
     assert Something.name == "theirs"
     Something.name = "class"
@@ -61,8 +58,8 @@ def test_of_two_of_ours_the_first_may_end_first() -> None:
     """As models of two kinds do, for which one method of an engine is replaced twice."""
     thing = Something()
     below, above = ExitStack(), ExitStack()
-    below.enter_context(replaced(POINT, thing, "name", "below"))
-    above.enter_context(replaced(POINT, thing, "name", "above"))
+    below.enter_context(replaced(thing, "name", "below"))
+    above.enter_context(replaced(thing, "name", "above"))
     below.close()
     assert thing.name == "above"
     above.close()
@@ -71,7 +68,7 @@ def test_of_two_of_ours_the_first_may_end_first() -> None:
 
 def test_held_while_one_of_the_holders_lives() -> None:
     def put(stack: ExitStack) -> None:
-        stack.enter_context(replaced(POINT, Something, "name", "ours"))
+        stack.enter_context(replaced(Something, "name", "ours"))
 
     held = RefCountedPatches(put)
     one, two = Something(), Something()
@@ -80,9 +77,9 @@ def test_held_while_one_of_the_holders_lives() -> None:
     held.open()
     del one
     held.close()
-    assert (Something.name, listed()) == ("ours", (POINT,))
+    assert (Something.name, listed()) == ("ours", ["Something.name"])
     del two
-    assert (Something.name, listed()) == ("class", ())
+    assert (Something.name, listed()) == ("class", [])
     held.open()
     assert Something.name == "ours"
     held.close()
@@ -93,7 +90,7 @@ def test_held_while_a_ticket_goes_round() -> None:
     """A mark may outlive the parameter that it was made for, as an attribute of the next."""
 
     def put(stack: ExitStack) -> None:
-        stack.enter_context(replaced(POINT, Something, "name", "ours"))
+        stack.enter_context(replaced(Something, "name", "ours"))
 
     held = RefCountedPatches(put)
     first, second = torch.nn.Parameter(torch.ones(1)), torch.nn.Parameter(torch.ones(1))
@@ -105,33 +102,29 @@ def test_held_while_a_ticket_goes_round() -> None:
     del first
     assert Something.name == "ours"
     del second
-    assert (Something.name, listed()) == ("class", ())
+    assert (Something.name, listed()) == ("class", [])
 
 
 def test_what_cannot_be_put_leaves_nothing() -> None:
     def put(stack: ExitStack) -> None:
-        stack.enter_context(replaced(POINT, Something, "name", "ours"))
+        stack.enter_context(replaced(Something, "name", "ours"))
         raise OSError("no room")
 
     held = RefCountedPatches(put)
     for _ in range(2):
         with pytest.raises(OSError, match="no room"):
             held.open()
-        assert (Something.name, listed()) == ("class", ())
+        assert (Something.name, listed()) == ("class", [])
 
 
-def test_calls_that_do_not_fit_are_refused_for_loaded_models_alone() -> None:
-    point = PatchPoint(
-        library=TORCH,
-        owner=f"{__name__}:Something",
-        names=("call",),
-        attributes=("absent",),
-        why="a test",
-        lasts=Lasts.CALL,
-    )
+def test_calls_that_do_not_fit_are_refused_for_loaded_models_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch.made_up", SimpleNamespace(Something=Something))  # type: ignore[arg-type]
+    use = Use("torch.made_up:Something", "call, .absent", "a test")
 
     def put(stack: ExitStack) -> None:
-        assert not fits(stack, held, (point,), "Do otherwise")
+        assert not fits(stack, held, (use,), "Do otherwise")
 
     held = RefCountedPatches(put)
     ours, others = torch.nn.Sequential(torch.nn.Linear(1, 1)), torch.nn.Linear(1, 1)
@@ -147,29 +140,18 @@ def test_calls_that_do_not_fit_are_refused_for_loaded_models_alone() -> None:
     assert pipeline.call() == "called"
 
 
-def test_an_object_that_is_changed_for_good_is_listed_while_it_lives() -> None:
-    thing = Something()
-    note(POINT, thing)
-    assert listed() == (POINT,)
-    del thing
-    assert listed() == ()
-
-
 def originals() -> dict[tuple[str, str], Any]:
     """What is now at every place where something may be replaced."""
-    from zerostart.upstream.shapes import resolve
-
     return {
-        (point.owner, name): vars(resolve(point.owner)).get(name)
-        for points in touched().values()
-        for point in points
-        if isinstance(point, PatchPoint) and point.library.installed()
-        for name in point.names
+        (use.owner, name): vars(resolve(use.owner)).get(name)
+        for use in declared_uses()
+        if use.library.installed() and not use.owner.startswith("torch:_C")
+        for name in use.functions
     }
 
 
-def names_of(points: tuple[PatchPoint, ...]) -> set[str]:
-    return {name for point in points for name in point.names}
+def names_of(replaced: list[str]) -> set[str]:
+    return {name.rpartition(".")[2] for name in replaced}
 
 
 def engine_of(model: Any, stage: int) -> Any:
@@ -210,7 +192,7 @@ def test_nothing_is_left_of_a_model_and_its_engine(stage: int, checkpoints: Tiny
     path = checkpoints("qwen3", torch.bfloat16)
     (((loaded, started, gone), same),) = run_ranks(through_an_engine, 1, path, stage)
     saving = {"save_pretrained", "push_to_hub", "get_peft_model_state_dict", "_setup_prompt_encoder"}
-    saving |= {"inject_adapter", "merge", "unmerge", "enable_adapters"}
+    saving |= {"inject_adapter", "enable_adapters"}
     saving |= {"check_deepspeed_zero3_enabled", "_collect_token_weights"}
     saving |= {"_maybe_expand_transformer_param_shape_or_error_", "_maybe_expand_lora_state_dict"}
     saving |= {"_get_in_out_features", "jit_load"}
@@ -223,13 +205,10 @@ def test_nothing_is_left_of_a_model_and_its_engine(stage: int, checkpoints: Tiny
             "_no_gather_coalesced",
             "_exit",
             "module_state_dict",
-            "resize_token_embeddings",
         }
         assert started > loaded
     else:
-        # A point is listed with all its names: here of the two optimizers of ZeRO-1 and 2.
-        starts = {"__init__", "flatten_dense_tensors_aligned", "initialize_optimizer_states"}
-        starts |= {"_flatten_dense_tensors_aligned", "_broadcast_model", "_configure_optimizer"}
+        starts = {"__init__", "_broadcast_model", "_configure_optimizer"}
         assert loaded == started == saving | starts
     assert gone == set()
     assert same
@@ -264,7 +243,7 @@ def test_nothing_is_left_of_a_block(checkpoints: TinyCheckpoints) -> None:
     inside, kept, gone, failed = found
     assert {"from_pretrained", "get_init_context", "_prepare_deepspeed"} <= inside
     assert "from_pretrained" not in kept
-    assert {"fsdp2_prepare_model", "resize_token_embeddings"} <= kept
+    assert "fsdp2_prepare_model" in kept
     assert gone == failed == set()
     assert same
     assert waiting == 0

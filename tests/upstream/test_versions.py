@@ -19,7 +19,7 @@ import zerostart
 from tests.ranks import run_ranks
 from tests.tiny import TinyCheckpoints
 from zerostart.errors import UnsupportedVersionError
-from zerostart.upstream import patches, registry
+from zerostart.upstream import guard, patches
 
 NEWER = [
     {"torch": "2.16.0", "transformers": "5.24.0"},
@@ -136,39 +136,42 @@ def test_an_older_release_is_refused(plain: Path) -> None:
 
 @dataclass
 class Broken:
-    """What of ``file`` is otherwise (the owner ends so), and what is refused for that, if anything."""
+    """The owner whose names are missing, and what is refused for that, if anything."""
 
-    file: str
     owner: str
+    name: str
     refused: str | None = None
 
 
 BROKEN = [
-    Broken("saving_calls", ":PreTrainedModel", "save_pretrained"),
-    Broken("peft.adapters", ":BaseTuner", "get_peft_model"),
-    Broken("torch.fsdp2", ":FSDPParamGroup", "resize_token_embeddings"),
-    Broken("torch.tensors", "torch._C"),
-    Broken("torch.extensions", ":OpBuilder"),
-    Broken("deepspeed.zero3.partitions", "deepspeed.utils.groups", "hierarchical"),
-    Broken("deepspeed.state_dicts", ":DeepSpeedEngine", "module_state_dict"),
-    Broken("deepspeed.construction", ":DeepSpeedEngine"),
-    Broken("deepspeed.state.engine", ":DynamicLossScaler"),
-    Broken("deepspeed.zero12.optimizers", ":DeepSpeedZeroOptimizer"),
-    Broken("deepspeed.zero3.start", ":DeepSpeedZeroOptimizer_Stage3"),
-    Broken("transformers.models", "transformers.initialization", "transformers"),
+    Broken("transformers.modeling_utils:PreTrainedModel", "save_pretrained", "save_pretrained"),
+    Broken("peft.tuners.tuners_utils:BaseTuner", "inject_adapter", "get_peft_model"),
+    Broken(
+        "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup",
+        ".modules",
+        "resize_token_embeddings",
+    ),
+    Broken("torch._C", "_storage_Use_Count"),
+    Broken("deepspeed.utils.groups", "_create_zero_param_parallel_group", "hierarchical"),
+    Broken("deepspeed.runtime.engine:DeepSpeedEngine", "_configure_expert_parallel"),
+    Broken("deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer", "__init__"),
+    Broken("deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3", "_create_fp32_partitions"),
+    Broken("transformers.initialization", "no_tie_weights", "transformers"),
 ]
 
 
-def break_one(case: Broken) -> registry.Touched:
-    """The point, which is not as declared, in this process."""
-    (point, *_) = [p for p in registry.touched()[case.file] if p.owner.endswith(case.owner)]
-    original = registry.Touched.misfit
-    registry.Touched.misfit = lambda self: "X is otherwise" if self == point else original(self)  # type: ignore[method-assign]
-    return point
+def break_one(case: Broken) -> guard.Use:
+    """Have the use that names ``case.name`` first misfit in this process."""
+    (use, *_) = [
+        use for use in guard.declared_uses() if use.owner == case.owner and use.names.startswith(case.name)
+    ]
+    original = guard.Use.misfit
+    guard.Use.misfit = lambda self: "X is otherwise" if self == use else original(self)  # type: ignore[method-assign]
+    return use
 
 
 def refused_alone(case: Broken, plain: Path, pretrained: Path, out: Path) -> None:
-    point = break_one(case)
+    break_one(case)
     engines = [("fsdp2", 3), ("deepspeed", 3), ("deepspeed", 1)]
     for engine, stage in engines:
         through(plain, Plain, engine, stage, out / f"{engine}{stage}")
@@ -179,7 +182,8 @@ def refused_alone(case: Broken, plain: Path, pretrained: Path, out: Path) -> Non
     for engine, stage in engines[:2]:
         through(pretrained, None, engine, stage, out / f"pretrained-{engine}")
     loaded = zerostart.load(plain, Plain, engine="deepspeed", progress=False)
-    assert case.refused is not None or point not in patches.active()
+    name = f"{case.owner.rpartition(':')[2]}.{case.name}"
+    assert case.refused is not None or name not in patches.active()
     del loaded
     if case.refused is not None:
         model: Any = zerostart.load(pretrained, engine="fsdp2", progress=False)
@@ -198,27 +202,21 @@ def hierarchical(_: Any, path: Path) -> None:
     zerostart.load(path, engine="deepspeed", engine_config=settings, progress=False)
 
 
-def own_state_dict(_: Any, path: Path) -> None:
-    loaded = zerostart.load(path, engine="deepspeed", progress=False)
-    engine_of(loaded, 3)[0].module_state_dict()
-
-
 REFUSED = {
     "save_pretrained": lambda model, path: model.save_pretrained(path / "again"),
     "get_peft_model": adapt,
     "resize_token_embeddings": lambda model, _: model.resize_token_embeddings(77),
     "hierarchical": hierarchical,
-    "module_state_dict": own_state_dict,
 }
 
 
-FAST = ("saving_calls", "transformers.models")
+FAST = ("save_pretrained", "transformers")
 
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, marks=[pytest.mark.slow] * (case.file not in FAST)) for case in BROKEN],
-    ids=lambda case: case.file,
+    [pytest.param(case, marks=[pytest.mark.slow] * (case.refused not in FAST)) for case in BROKEN],
+    ids=lambda case: case.name,
 )
 def test_what_does_not_fit_refuses_its_feature_alone(
     case: Broken, plain: Path, checkpoints: TinyCheckpoints, tmp_path: Path

@@ -1,4 +1,4 @@
-"""``zerostart env``: what is installed, which versions are known, and what of other libraries is touched."""
+"""``zerostart env``: installed and known versions, and whether the libraries fit."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ import typer
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from zerostart.upstream.registry import Touched
+    from zerostart.upstream.guard import Use
 
 #: Beside the libraries that the registry knows versions of: what users combine zerostart with.
 _OTHERS = ("huggingface-hub", "safetensors", "numpy", "trl", "datasets")
-_MORE = "All names: --json; the reasons: docs/upstream.md; whether they fit: --check."
 _GPUS = Path("/proc/driver/nvidia/gpus")
 
 
@@ -37,17 +36,14 @@ def command(
         ),
     ] = False,
 ) -> None:
-    """Show versions, devices, and what is replaced of other libraries.
-
-    With --check, the first line says whether this installation works.
-    """
+    """Show versions and devices; with --check, whether this installation works."""
     with _uncollected() if check else contextlib.nullcontext():
         found = _found(check)
     if as_json:
         print(json.dumps(found, indent=1))
     else:
         _print(found, check)
-    if any(patch["misfit"] for patch in found["patches"]):
+    if any(use["misfit"] for use in found["uses"]):
         raise typer.Exit(1)
 
 
@@ -67,16 +63,12 @@ def _uncollected() -> Iterator[None]:
 
 def _found(check: bool) -> dict[str, Any]:
     """The document of ``--json``; plain values, read without importing what is described unless ``check``."""
-    from zerostart.upstream.registry import touched
+    from zerostart.upstream.guard import declared_uses
     from zerostart.upstream.versions import LIBRARIES
 
     # By metadata: an import of all libraries takes seconds, and may fail.
     installed = {library.name: library.installed() for library in LIBRARIES}
-    patches = []
-    for file, points in touched().items():
-        for point in points:
-            testable = check and installed[point.library.name] is not None
-            patches.append({**_patch(file, point), "misfit": _misfit(point) if testable else None})
+    uses = [use for use in declared_uses() if installed[use.library.name]] if check else []
     return {
         "installed": {"zerostart": _version("zerostart"), **installed}
         | {name: _version(name) for name in _OTHERS},
@@ -88,7 +80,9 @@ def _found(check: bool) -> dict[str, Any]:
             }
             for library in LIBRARIES
         },
-        "patches": patches,
+        "uses": [
+            {"owner": use.owner, "names": use.names, "why": use.why, "misfit": _misfit(use)} for use in uses
+        ],
         "devices": _devices(check),
         "left_locks": _left_locks() if check else None,
         "python": platform.python_version(),
@@ -103,40 +97,20 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _patch(file: str, point: Touched) -> dict[str, Any]:
-    from zerostart.upstream.registry import PatchPoint
-
-    override = point if isinstance(point, PatchPoint) else None
-    kind = "used" if override is None else "replaced" if override.names else "written"
-    return {
-        "library": point.library.name,
-        "owner": point.place,
-        "names": list(point.names),
-        "attributes": list(point.attributes),
-        "writes": [] if override is None else list(override.writes),
-        "kind": kind,
-        "why": point.why,
-        "lasts": None if override is None else str(override.lasts),
-        "otherwise": "refused" if override is None else str(override.otherwise),
-        "file": f"zerostart/upstream/{file.replace('.', '/')}.py",
-        "checks": [shape.of.replace(":", ".") for shape in point.shapes],
-    }
-
-
-def _misfit(point: Touched) -> str:
-    """What the installed library has otherwise than declared; empty for nothing."""
+def _misfit(use: Use) -> str:
+    """Describe what the installed library lacks; empty if it fits."""
     from zerostart.upstream.versions import DEEPSPEED
 
     with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed says there what it found.
         try:
-            if point.library is DEEPSPEED:
+            if use.library is DEEPSPEED:
                 from zerostart.upstream.deepspeed.zero3.partitions import import_deepspeed
 
                 import_deepspeed()
-            importlib.import_module(point.library.name)
-            return point.misfit()
+            importlib.import_module(use.library.name)
+            return use.misfit()
         except Exception as error:  # An import may fail with anything; it is what is asked for.
-            return f"{point.library.name} cannot be imported: {error}"
+            return f"{use.library.name} cannot be imported: {error}"
 
 
 def _left_locks() -> list[str]:
@@ -172,15 +146,15 @@ def _model(information: Path) -> str:
 def _verdict(found: dict[str, Any]) -> str:
     """Whether this installation works, in one line."""
     versions = {name: version for name, version in found["installed"].items() if version is not None}
-    misfits = [patch for patch in found["patches"] if patch["misfit"]]
-    compared = sum(patch["misfit"] is not None for patch in found["patches"])
+    misfits = [use for use in found["uses"] if use["misfit"]]
+    compared = len(found["uses"])
     if not misfits:
         unknown = [name for name, supported in found["supported"].items() if supported["known"] is False]
         news = ", ".join(f"{name} {versions[name]}" for name in unknown)
         untried = f", though it was not tried with {news}" if news else ""
         return f"zerostart works here: all {compared} places that it builds on are as known{untried}"
     libraries = ", ".join(
-        f"{name} {versions[name]}" for name in dict.fromkeys(patch["library"] for patch in misfits)
+        f"{name} {versions[name]}" for name in dict.fromkeys(_library(use) for use in misfits)
     )
     return f"zerostart does not fit {libraries}: {len(misfits)} of {compared} places differ, named at the end"
 
@@ -197,20 +171,22 @@ def _print(found: dict[str, Any], check: bool) -> None:
         accelerators += f" (torch can use {devices['usable']})"
     memory = f"{decimal(devices['available_memory_bytes'])} of memory left"
     if check:
-        wrong = any(patch["misfit"] for patch in found["patches"])
+        wrong = any(use["misfit"] for use in found["uses"])
         console.print(Text(_verdict(found), style="red" if wrong else "green"))
     console.print(Text(f"Python {found['python']}, {found['platform']}"))
     console.print(Text(f"{devices['cores']:g} cores, {memory}, {accelerators}"))
     console.print(_libraries(found))
-    console.print(_touched(found["patches"]))
-    used = sum(patch["kind"] == "used" for patch in found["patches"])
-    console.print(Text(f"Besides, private parts are read or called at {used} places. {_MORE}"))
     for lock in found["left_locks"] or ():
         remark = "nobody compiles there, but without zerostart DeepSpeed waits for this file without end"
         console.print(Text(f"{lock}: {remark}; remove it", style="red"))
-    for patch in found["patches"]:
-        if patch["misfit"]:
-            console.print(Text(f"{patch['file']}: {patch['misfit']} ({patch['otherwise']})", style="red"))
+    for use in found["uses"]:
+        if use["misfit"]:
+            console.print(Text(f"{use['misfit']} ({use['why']})", style="red"))
+
+
+def _library(use: dict[str, Any]) -> str:
+    owner: str = use["owner"]
+    return owner.replace(":", ".").partition(".")[0]
 
 
 def _libraries(found: dict[str, Any]) -> Table:
@@ -228,22 +204,4 @@ def _libraries(found: dict[str, Any]) -> Table:
     for name in _OTHERS:
         if found["installed"][name]:
             table.add_row(name, found["installed"][name])
-    return table
-
-
-def _touched(patches: list[dict[str, Any]]) -> Table:
-    """How many names are replaced or written, and of what: one row for each library and duration."""
-    from rich.table import Table
-    from rich.text import Text
-
-    rows: dict[tuple[str, str], dict[str, list[str]]] = {}
-    for patch in patches:
-        if patch["kind"] != "used":
-            owners = rows.setdefault((patch["library"], patch["lasts"]), {})
-            names = owners.setdefault(patch["owner"].rpartition(".")[2], [])
-            names += [name for name in (*patch["names"], *patch["writes"]) if name not in names]
-    table = Table("touched", "for", "replaced or written", box=None, padding=(0, 2, 0, 0))
-    for (library, lasts), owners in sorted(rows.items()):
-        count = sum(map(len, owners.values()))
-        table.add_row(library, lasts, Text(f"{count} of {', '.join(sorted(owners))}", overflow="fold"))
     return table

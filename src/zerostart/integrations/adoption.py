@@ -42,7 +42,7 @@ from zerostart.upstream.accelerate.types import Accelerator
 from zerostart.upstream.deepspeed.state_dicts import Consolidation
 from zerostart.upstream.diffsynth.loading import DiffSynthSeam
 from zerostart.upstream.diffusers.loading import DiffusersSeam
-from zerostart.upstream.registry import is_first_rank
+from zerostart.upstream.guard import is_first_rank
 from zerostart.upstream.saving_calls import SavingCalls
 from zerostart.upstream.torch.stepped import adopted_steps
 from zerostart.upstream.transformers.distributed import Noting

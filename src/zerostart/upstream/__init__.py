@@ -1,7 +1,5 @@
-"""The package's contacts with private parts of other libraries, a folder for each, and their registry.
+"""Contacts with private parts of other libraries, one folder for each library.
 
-Nothing else reaches below a library's public surface. What a file touches it declares in ``TOUCHED``
-(``registry.py``): the versions that are known (``versions.py``), what the library's code has to look like
-(``shapes.py``), what follows where it does not, and how long it lasts. What is replaced is put in place and
-put back by ``patches.py``. ``tests/upstream`` fails when upstream moves.
+Nothing else reaches below a library's public surface. ``guard.py`` declares and checks the names that are
+used, ``patches.py`` replaces them and puts them back. ``tests/upstream`` fails when a library changes them.
 """

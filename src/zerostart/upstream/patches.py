@@ -1,38 +1,40 @@
-"""Putting something in the place of a name of another library, for a time, with a list of what is in place.
+"""Replace names of other libraries for a time.
 
-Nothing of another library is replaced but by :func:`replaced`, which ends with its block, or by
-:class:`RefCountedPatches`, which end with the last of what asked for them. :func:`active` tells what is in
-place now.
+:func:`replaced` ends with its block, :class:`RefCountedPatches` with the last object that asked for them.
+Nothing else changes another library. :func:`active` lists the names that are replaced now.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.abc
+import importlib.machinery
+import importlib.util
 import inspect
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from types import ModuleType
 from typing import Any
 
 from torch import nn
 
 from zerostart.errors import UnsupportedVersionError
-from zerostart.upstream.registry import PatchPoint, Touched, misfit
-from zerostart.upstream.shapes import Function, resolve
+from zerostart.upstream.guard import Function, Use, misfit, resolve
 
 # Reentrant: a garbage collection inside a locked section may run a finalizer, which closes patches here.
 _lock = threading.RLock()
-_active: list[PatchPoint] = []
 _ABSENT = object()
 
 
 class _Layer:
     """Something of ours in the place of a name, and what was there ``before``."""
 
-    def __init__(self, before: object) -> None:
+    def __init__(self, owner: object, before: object) -> None:
+        self.owner = getattr(owner, "__name__", type(owner).__name__)
         self.before = before
 
 
@@ -40,24 +42,23 @@ class _Layer:
 _layers: dict[tuple[int, str], list[_Layer]] = {}
 
 
-def active() -> tuple[PatchPoint, ...]:
-    """What of other libraries is replaced in this process at this moment, each point once."""
+def active() -> list[str]:
+    """List the names of other libraries that are replaced in this process now."""
     with _lock:
-        return tuple(dict.fromkeys(_active))
+        return [f"{layers[0].owner}.{name}" for (_, name), layers in _layers.items()]
 
 
 @contextlib.contextmanager
-def replaced(point: PatchPoint, owner: object, name: str, new: object) -> Iterator[None]:
+def replaced(owner: object, name: str, new: object) -> Iterator[None]:
     """Inside, ``owner.name`` is ``new``: of a module, a class, or a single object.
 
     What somebody else has put over ours by the end stays. Of several of ours the first may end first: what it
     has replaced is there again when the last one ends.
     """
     # Only what the owner itself has: what it inherits is found again when ours is deleted.
-    layer = _Layer(vars(owner).get(name, _ABSENT))
+    layer = _Layer(owner, vars(owner).get(name, _ABSENT))
     with _lock:
         setattr(owner, name, new)
-        _active.append(point)
         layers = _layers.setdefault((id(owner), name), [])
         # The stack of one name; its order is that in which we came, not that in which we go.
         layers.append(layer)
@@ -65,7 +66,6 @@ def replaced(point: PatchPoint, owner: object, name: str, new: object) -> Iterat
         yield
     finally:
         with _lock:
-            _active.remove(point)
             at = layers.index(layer)
             del layers[at]
             # Not the topmost of ours: the one above it goes back to what was below this one. The topmost:
@@ -83,7 +83,7 @@ def replaced(point: PatchPoint, owner: object, name: str, new: object) -> Iterat
 
 
 @contextlib.contextmanager
-def replaced_wherever_imported(point: PatchPoint, name: str, original: object, new: object) -> Iterator[None]:
+def replaced_everywhere(name: str, original: object, new: object) -> Iterator[None]:
     """Inside, ``new`` is what every module has under ``name`` that had ``original`` there.
 
     A module that imports it meanwhile gets ``new``, which goes from there at the end, too.
@@ -91,7 +91,7 @@ def replaced_wherever_imported(point: PatchPoint, name: str, original: object, n
     with ExitStack() as stack:
         for module in list(sys.modules.values()):
             if getattr(module, "__dict__", {}).get(name) is original:
-                stack.enter_context(replaced(point, module, name, new))
+                stack.enter_context(replaced(module, name, new))
         try:
             yield
         finally:
@@ -99,19 +99,6 @@ def replaced_wherever_imported(point: PatchPoint, name: str, original: object, n
             for module in list(sys.modules.values()):
                 if getattr(module, "__dict__", {}).get(name) is new:
                     setattr(module, name, original)
-
-
-def note(point: PatchPoint, target: object) -> None:
-    """Have ``point`` listed for as long as ``target``, an object that is changed for good, lives."""
-    with _lock:
-        _active.append(point)
-    # At exit the interpreter takes all down anyway, and half of what would be called is gone.
-    weakref.finalize(target, _forget, point).atexit = False
-
-
-def _forget(point: PatchPoint) -> None:
-    with _lock:
-        _active.remove(point)
 
 
 class Ticket:
@@ -189,47 +176,35 @@ class RefCountedPatches:
             return found
 
 
-def fits(
-    stack: ExitStack,
-    patches: RefCountedPatches,
-    points: Sequence[Touched],
-    remedy: str,
-    calls: Iterable[PatchPoint] | None = None,
-) -> bool:
-    """Whether the installed libraries fit ``points``.
+def fits(stack: ExitStack, patches: RefCountedPatches, uses: Sequence[Use], remedy: str) -> bool:
+    """Return whether the installed libraries fit ``uses``, whose first one is about to be replaced.
 
-    A load puts replacements in place for calls that may come later, or never. So what does not fit is an
-    error when it is called, not when it is put.
-
-    Where they do not, ``calls`` (the patches among the points) are refused until ``stack`` ends, for models
-    that ``patches`` is open for: UnsupportedVersionError, with the ``remedy``. Other models' are let through.
+    If not, its functions raise UnsupportedVersionError until ``stack`` ends, for models that hold
+    ``patches``: a load that never calls them goes on.
     """
-    wrong = misfit(points)
-    if not wrong:
-        return True
-    for point in calls if calls is not None else points:
-        if isinstance(point, PatchPoint):
-            _refuse(stack, patches, point, f"{wrong}. {remedy}")
-    return False
+    wrong = misfit(uses)
+    if wrong:
+        _refuse(stack, patches, uses[0], f"{wrong}. {remedy}")
+    return not wrong
 
 
-def _refuse(stack: ExitStack, patches: RefCountedPatches, point: PatchPoint, text: str) -> None:
+def _refuse(stack: ExitStack, patches: RefCountedPatches, use: Use, text: str) -> None:
     try:
-        owner = resolve(point.owner)
+        owner = resolve(use.owner)
     except (ImportError, AttributeError):
         return  # and nobody calls it
-    for name in point.names:
+    for name in use.functions:
         original = inspect.getattr_static(owner, name, None)
         inner = getattr(original, "__func__", original)
         if not callable(inner):
             continue
         new: object = _refusing(inner, patches, text, of_object=not inspect.ismodule(owner))
         if inspect.ismodule(owner):
-            stack.enter_context(replaced_wherever_imported(point, name, original, new))
+            stack.enter_context(replaced_everywhere(name, original, new))
         else:
             # What a class has is wrapped again in its kind, or the call would get one argument too many.
             bound = isinstance(original, classmethod | staticmethod)
-            stack.enter_context(replaced(point, owner, name, type(original)(new) if bound else new))
+            stack.enter_context(replaced(owner, name, type(original)(new) if bound else new))
 
 
 def _refusing(original: Function, patches: RefCountedPatches, text: str, of_object: bool) -> Function:
@@ -265,3 +240,69 @@ def _models(argument: object) -> Iterator[nn.Module]:
         # A Trainer has ``model``, an Accelerator ``_models``, a pipeline each part as an attribute.
         candidates = (getattr(argument, "model", None), *(getattr(argument, "_models", None) or ()), *own)
         yield from (model for model in candidates if isinstance(model, nn.Module))
+
+
+def when_imported(name: str, then: Callable[[ModuleType], None]) -> Callable[[], None]:
+    """Call ``then`` with the module ``name``: now, or once its import is done.
+
+    What is returned gives the waiting up, if it still goes on.
+    """
+    if name in sys.modules:
+        then(sys.modules[name])
+        return _nothing
+    finder = _Finder(name, then)
+    sys.meta_path.insert(0, finder)
+    return finder.leave
+
+
+def enter_when_imported(stack: ExitStack, name: str, enter: Callable[[ExitStack, ModuleType], None]) -> None:
+    """Call ``enter(later, module)`` as ``when_imported``; ``later`` and the waiting end with ``stack``."""
+    later = stack.enter_context(ExitStack())
+    stack.callback(when_imported(name, functools.partial(enter, later)))
+
+
+def _nothing() -> None:
+    pass
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds one module by the other finders, for its loader to be followed; then leaves."""
+
+    def __init__(self, name: str, then: Callable[[ModuleType], None]) -> None:
+        self._name = name
+        self._then = then
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name != self._name:
+            return None
+        self.leave()  # First: the search that follows would come here again.
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader, self._then)
+        return spec
+
+    def leave(self) -> None:
+        """Look no further."""
+        with contextlib.suppress(ValueError):
+            sys.meta_path.remove(self)
+
+
+class _Loader(importlib.abc.Loader):
+    """A loader that is followed by a call."""
+
+    def __init__(self, loader: Any, then: Callable[[ModuleType], None]) -> None:
+        self._loader = loader
+        self._then = then
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        made: ModuleType | None = self._loader.create_module(spec)
+        return made
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._loader.exec_module(module)
+        # The module shows its own loader again, which importlib.resources and reload ask.
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
+        self._then(module)

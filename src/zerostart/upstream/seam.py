@@ -21,8 +21,8 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 
 from zerostart.errors import BuildError
+from zerostart.upstream.guard import Function
 from zerostart.upstream.patches import RefCountedPatches
-from zerostart.upstream.shapes import Function
 
 #: Missing and unexpected names, and (name, shape in the checkpoint, shape in the model) of mismatched ones.
 Findings = tuple[set[str], set[str], set[tuple[str, tuple[int, ...], tuple[int, ...]]]]

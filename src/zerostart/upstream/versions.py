@@ -1,8 +1,7 @@
-"""The libraries that zerostart works with below their public surface, and the versions that it knows."""
+"""Known versions of the libraries whose private parts zerostart uses."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib.metadata
 import sys
@@ -13,12 +12,12 @@ from packaging.version import InvalidVersion, Version
 
 @dataclass(frozen=True)
 class Library:
-    """A package, its first known version, and the first that is not known."""
+    """A package, its first known version, and the first unknown one."""
 
     name: str
     first: tuple[int, ...]
     before: tuple[int, ...]
-    #: What a user installs to have it, if zerostart itself does not need it.
+    #: The extra of zerostart that installs it, if zerostart does not require it.
     extra: str | None = None
 
     @property
@@ -29,52 +28,48 @@ class Library:
 
     @property
     def specifier(self) -> str:
-        """The known versions as a requirement has them."""
+        """The known versions as a requirement."""
         first, before = (".".join(map(str, version)) for version in (self.first, self.before))
         return f">={first},<{before}"
 
     def installed(self) -> str | None:
-        """The installed version by the package's metadata, None if there is none; imports nothing."""
+        """Return the version in the package's metadata, or None; imports nothing."""
         try:
             return importlib.metadata.version(self.name)
         except importlib.metadata.PackageNotFoundError:
             return None
 
     def running(self) -> str | None:
-        """The version of the module that is imported, or else the installed one; imports nothing."""
-        # A library that is being imported may not have come to its version yet.
+        """Return the version of the imported module, or the installed one; imports nothing."""
+        # A library that is being imported may not have set its version yet.
         return getattr(sys.modules.get(self.name), "__version__", None) or _installed(self)
 
     def knows(self, version: str) -> bool:
-        """Whether ``version`` is a known one; a pre-release of a known version is."""
+        """Return whether ``version`` is known; a pre-release of a known version is."""
         return self.first <= Version(version).release < self.before
 
     def is_old(self) -> bool:
-        """Whether what runs is older than the first known version."""
-        release = self._release()
+        """Return whether the running version is older than the first known one."""
+        release = _release(self.running())
         return release is not None and release < self.first
 
     def is_new(self) -> bool:
-        """Whether what runs is newer than the last known version."""
-        release = self._release()
+        """Return whether the running version is newer than the last known one."""
+        release = _release(self.running())
         return release is not None and release >= self.before
-
-    def _release(self) -> tuple[int, ...] | None:
-        """The numbers of what runs; None where nothing is there, or its version is not a number (a build)."""
-        version = self.running()
-        return None if version is None else _numbers(version)
 
 
 @functools.cache
-def _numbers(version: str) -> tuple[int, ...] | None:
-    with contextlib.suppress(InvalidVersion):
-        return Version(version).release
-    return None
+def _release(version: str | None) -> tuple[int, ...] | None:
+    """Parse the numbers of a version; None for a build without a number."""
+    try:
+        return None if version is None else Version(version).release
+    except InvalidVersion:
+        return None
 
 
 @functools.cache
 def _installed(library: Library) -> str | None:
-    """As ``installed``, read once a process: each load asks, and metadata is a file of some kilobytes."""
     return library.installed()
 
 

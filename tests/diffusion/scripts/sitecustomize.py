@@ -10,7 +10,7 @@ from types import ModuleType
 from tests.diffusion.script_memory import watch
 from tests.diffusion.script_precision import PATCHED, in_fp32
 from tests.diffusion.script_rows import append_rows
-from zerostart.upstream.on_import import when_imported
+from zerostart.upstream.patches import when_imported
 
 
 def _declare(module: ModuleType) -> None:

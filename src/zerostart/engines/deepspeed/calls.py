@@ -18,7 +18,7 @@ from zerostart.engines.calls import OutsideInferenceMode, has_containers, leave_
 from zerostart.errors import EngineError
 from zerostart.upstream.deepspeed.state_dicts import check_called
 from zerostart.upstream.deepspeed.types import DeepSpeedConfig
-from zerostart.upstream.shapes import Function
+from zerostart.upstream.guard import Function
 from zerostart.upstream.torch.types import Arguments, Keywords
 
 

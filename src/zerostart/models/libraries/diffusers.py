@@ -19,10 +19,10 @@ from zerostart.errors import BuildError, ConversionError, UnsupportedVersionErro
 from zerostart.models.library import Built, Construction, ModelLibrary, OwnLoading, Stored
 from zerostart.models.tensors import state_names
 from zerostart.recipe import Recipes, SymbolicTensor, Target, matched, run_converter, symbols_of
-from zerostart.upstream.bars import without_bars
 from zerostart.upstream.diffusers import weights as upstream
 from zerostart.upstream.diffusers.weights import fix_names, model_class, original_layout, require
-from zerostart.upstream.shapes import Function
+from zerostart.upstream.guard import Function
+from zerostart.upstream.transformers.code import without_bars
 
 if TYPE_CHECKING:
     from diffusers import ModelMixin

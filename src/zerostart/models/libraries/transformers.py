@@ -32,10 +32,9 @@ from zerostart.recipe import (
     settled,
     symbols_of,
 )
-from zerostart.upstream.bars import without_bars
 from zerostart.upstream.transformers import attention as attention_parts
 from zerostart.upstream.transformers import models as upstream
-from zerostart.upstream.transformers.code import class_beside, unasked
+from zerostart.upstream.transformers.code import class_beside, unasked, without_bars
 from zerostart.upstream.transformers.models import is_configuration, loading_core
 from zerostart.upstream.transformers.quantizers import dequantizer, method_of, prepare
 

@@ -13,28 +13,14 @@ from contextlib import contextmanager
 
 from zerostart.upstream.accelerate.plugins import FSDP2Plugin, is_set, launched_fsdp_version
 from zerostart.upstream.accelerate.plugins import require as require_plugin
-from zerostart.upstream.registry import Use, demand
-from zerostart.upstream.shapes import Shape
-from zerostart.upstream.versions import ACCELERATE
+from zerostart.upstream.guard import Use, demand
 
 _DEEPSPEED = "accelerate.utils.dataclasses:DeepSpeedPlugin"
 TOUCHED = (
     Use(
-        library=ACCELERATE,
-        owner=_DEEPSPEED,
-        names=("_deepspeed_config_checks",),
-        why="zerostart train takes over what accelerate launch has set up for its engine",
-        shapes=(
-            Shape(
-                f"{_DEEPSPEED}.__post_init__",
-                has=(
-                    "gas = os.environ.get('ACCELERATE_GRADIENT_ACCUMULATION_STEPS', 'auto')",
-                    "gradient_clipping = os.environ.get('ACCELERATE_GRADIENT_CLIPPING', 'auto')",
-                    "self.zero_stage = int(os.environ.get('ACCELERATE_DEEPSPEED_ZERO_STAGE', 2))",
-                    "os.environ.get('ACCELERATE_DEEPSPEED_CONFIG_FILE', 'none')",
-                ),
-            ),
-        ),
+        _DEEPSPEED,
+        "_deepspeed_config_checks, __post_init__",
+        "zerostart train takes over what accelerate launch has set up for its engine",
     ),
 )
 #: What a launcher's file says of DeepSpeed in words of its own, and the key of DeepSpeed's configuration.

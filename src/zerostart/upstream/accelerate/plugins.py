@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 
 from zerostart.upstream.accelerate.types import FSDPPlugin, Parallelism
-from zerostart.upstream.registry import Use, demand
-from zerostart.upstream.versions import ACCELERATE
+from zerostart.upstream.guard import Use, demand
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -24,26 +23,15 @@ _PLUGIN = "accelerate.utils.dataclasses:FullyShardedDataParallelPlugin"
 _ACCELERATOR_STATE = "accelerate.state:AcceleratorState"
 TOUCHED = (
     Use(
-        library=ACCELERATE,
-        owner=_ACCELERATOR_STATE,
-        names=("_shared_state", "is_fsdp2"),
-        attributes=("_mixed_precision", "parallelism_config"),
-        why="whether an Accelerator has an FSDP plugin or parallelism, and its mixed precision",
+        _ACCELERATOR_STATE,
+        "_shared_state, is_fsdp2, ._mixed_precision, .parallelism_config",
+        "whether an Accelerator has an FSDP plugin or parallelism, and its mixed precision",
     ),
     Use(
-        library=ACCELERATE,
-        owner=_PLUGIN,
-        names=(
-            "auto_wrap_policy",
-            "cpu_offload",
-            "fsdp_version",
-            "ignored_modules",
-            "mixed_precision_policy",
-            "reshard_after_forward",
-            "set_mixed_precision",
-            "transformer_cls_names_to_wrap",
-        ),
-        why="the settings of FSDP2",
+        _PLUGIN,
+        "auto_wrap_policy, cpu_offload, fsdp_version, ignored_modules, mixed_precision_policy, "
+        "reshard_after_forward, set_mixed_precision, transformer_cls_names_to_wrap",
+        "the settings of FSDP2",
     ),
 )
 

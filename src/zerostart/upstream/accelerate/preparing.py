@@ -19,10 +19,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from zerostart.upstream.accelerate.plugins import SHARDED, is_set, remember, remember_parallelism, require
+from zerostart.upstream.guard import Function, Use, misfit, resolve
 from zerostart.upstream.patches import RefCountedPatches, fits, replaced
-from zerostart.upstream.registry import Lasts, Otherwise, PatchPoint, misfit
-from zerostart.upstream.shapes import Function, Shape, resolve
-from zerostart.upstream.versions import ACCELERATE, TRANSFORMERS
 
 if TYPE_CHECKING:
     import accelerate
@@ -36,80 +34,33 @@ logger = logging.getLogger("zerostart")
 _ACCELERATOR = "accelerate.accelerator:Accelerator"
 _PLUGIN = "accelerate.utils.dataclasses:FullyShardedDataParallelPlugin"
 _ACCELERATOR_STATE = "accelerate.state:AcceleratorState"
-_PREPARE_FSDP2 = PatchPoint(
-    library=ACCELERATE,
-    owner="accelerate.accelerator",
-    names=("fsdp2_prepare_model",),
-    why="a model that is sharded already is left as it is",
-    lasts=Lasts.MODEL,
-    shapes=(Shape("accelerate.accelerator:fsdp2_prepare_model", leads=("accelerator", "model")),),
+_PREPARE_FSDP2 = Use(
+    "accelerate.accelerator",
+    "fsdp2_prepare_model(accelerator, model)",
+    "a model that is sharded already is left as it is",
 )
-_PREPARE = PatchPoint(
-    library=ACCELERATE,
-    owner=_ACCELERATOR,
-    names=("_prepare_fsdp2", "_prepare_tp", "_prepare_deepspeed"),
-    why="a model in shards is left as it is, by whichever names fully_shard gives its classes, or refused if "
-    "it was loaded for another engine; its optimizer keeps parameters that stay, though an empty shard has "
-    "no address",
-    lasts=Lasts.MODEL,
-    shapes=(
-        Shape(
-            f"{_ACCELERATOR}._prepare_fsdp2",
-            has=(
-                "self.state.fsdp_plugin.set_auto_wrap_policy(M)",
-                "fsdp2_prepare_model(self, M)",
-                "fsdp2_switch_optimizer_parameters(O, M)",
-            ),
-        ),
-        Shape(
-            f"{_PLUGIN}.set_auto_wrap_policy",
-            leads=("model",),
-            has=("get_module_class_from_name(model, N)",),
-        ),
-        Shape(f"{_ACCELERATOR}.prepare", has=("self._prepare_tp(*args)",)),
-    ),
+_PREPARE = Use(
+    _ACCELERATOR,
+    "_prepare_fsdp2, _prepare_tp, _prepare_deepspeed, "
+    "accelerate.utils.dataclasses:FullyShardedDataParallelPlugin.set_auto_wrap_policy(model)",
+    "a model in shards is left as it is, by whichever names fully_shard gives its classes, or "
+    "refused if it was loaded for another engine; its optimizer keeps parameters that stay, though "
+    "an empty shard has no address",
 )
-_BACKEND = PatchPoint(
-    library=ACCELERATE,
-    owner="accelerate.state:PartialState",
-    names=("_prepare_backend",),
-    why="ranks of DeepSpeed or FSDP2 on hosts without an accelerator get a backend, gloo",
-    lasts=Lasts.MODEL,
-    otherwise=Otherwise.STOCK,
-    shapes=(
-        Shape("accelerate.state:PartialState.__init__", has=("self._prepare_backend(...)",)),
-        Shape("accelerate.state:PartialState._prepare_backend", has=("(backend, distributed_type)",)),
-    ),
+_BACKEND = Use(
+    "accelerate.state:PartialState",
+    "_prepare_backend",
+    "ranks of DeepSpeed or FSDP2 on hosts without an accelerator get a backend, gloo",
 )
-_STATE = PatchPoint(
-    library=ACCELERATE,
-    owner=_ACCELERATOR_STATE,
-    names=("__init__",),
-    writes=("distributed_type", "fsdp_plugin"),
-    why="there the state says FSDP, which was asked for, and not DDP on CPUs",
-    lasts=Lasts.MODEL,
-    otherwise=Otherwise.STOCK,
-    shapes=(
-        Shape(
-            f"{_ACCELERATOR_STATE}.__init__",
-            takes=("fsdp_plugin",),
-            lacks=("DistributedType.MULTI_CPU",),
-        ),
-    ),
+_STATE = Use(
+    _ACCELERATOR_STATE,
+    "__init__(*, fsdp_plugin)",
+    "there the state says FSDP, which was asked for, and not DDP on CPUs",
 )
-_ARGUMENTS = PatchPoint(
-    library=TRANSFORMERS,
-    owner="transformers.training_args:TrainingArguments",
-    names=("_process_fsdp_args",),
-    why="arguments are remembered while they live, since a Trainer makes its Accelerator after the model",
-    lasts=Lasts.MODEL,
-    otherwise=Otherwise.STOCK,
-    shapes=(
-        Shape(
-            "transformers.training_args:TrainingArguments.__post_init__",
-            has=("self.fsdp_plugin_args = self._process_fsdp_args()",),
-        ),
-    ),
+_ARGUMENTS = Use(
+    "transformers.training_args:TrainingArguments",
+    "_process_fsdp_args",
+    "arguments are remembered while they live, since a Trainer makes its Accelerator after the model",
 )
 TOUCHED = (
     _PREPARE_FSDP2,
@@ -146,18 +97,18 @@ class AcceleratorPatches(RefCountedPatches):
             _STATE: (_knows_fsdp2_everywhere,),
             _ARGUMENTS: (_remembers_fsdp,),
         }
-        for point, makers in replacements.items():
-            # A patch that only makes something possible may be missing; one that keeps a model whole may not.
-            if point.otherwise is Otherwise.STOCK and (wrong := misfit((point,))):
+        for use, makers in replacements.items():
+            # These only make something possible; the others keep a model whole.
+            if use in (_BACKEND, _STATE, _ARGUMENTS) and (wrong := misfit((use,))):
                 logger.warning("%s. It stays as it is", wrong)
                 continue
-            if not fits(stack, self, (point,), _REMEDY):
+            if not fits(stack, self, (use,), _REMEDY):
                 continue
-            owner = resolve(point.owner)
-            for name, make in zip(point.names, makers, strict=True):
+            owner = resolve(use.owner)
+            for name, make in zip(use.functions, makers, strict=True):
                 original = vars(owner)[name]
                 new = functools.wraps(original)(make(original))
-                stack.enter_context(replaced(point, owner, name, new))
+                stack.enter_context(replaced(owner, name, new))
 
     def _fsdp2_prepare_model(self, original: Function) -> Function:
         def fsdp2_prepare_model(accelerator: Accelerator, model: nn.Module) -> object:

@@ -16,9 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from zerostart.upstream.deepspeed.types import DeepSpeedConfig
-from zerostart.upstream.registry import Use, demand
-from zerostart.upstream.shapes import Shape
-from zerostart.upstream.versions import ACCELERATE, DEEPSPEED, TRANSFORMERS
+from zerostart.upstream.guard import Use, demand
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -27,35 +25,24 @@ if TYPE_CHECKING:
 
 TOUCHED = (
     Use(
-        library=DEEPSPEED,
-        owner="deepspeed.runtime.zero.partition_parameters",
-        names=("zero_init_context", "top_level_context"),
-        why="whether a zero.Init is open, and for which dtype",
+        "deepspeed.runtime.zero.partition_parameters",
+        "zero_init_context, top_level_context",
+        "whether a zero.Init is open, and for which dtype",
     ),
     Use(
-        library=TRANSFORMERS,
-        owner="transformers.integrations.deepspeed",
-        names=("deepspeed_config",),
-        why="the DeepSpeed configuration that TrainingArguments or HfDeepSpeedConfig keep",
-        shapes=(
-            Shape(
-                "transformers.integrations.deepspeed:deepspeed_config",
-                has=("_hf_deepspeed_config_weak_ref()",),
-            ),
-        ),
+        "transformers.integrations.deepspeed",
+        "deepspeed_config",
+        "the DeepSpeed configuration that TrainingArguments or HfDeepSpeedConfig keep",
     ),
     Use(
-        library=ACCELERATE,
-        owner="accelerate.state:AcceleratorState",
-        names=("_shared_state", "deepspeed_plugin"),
-        why="the DeepSpeed plugin of an Accelerator, if there is one",
+        "accelerate.state:AcceleratorState",
+        "_shared_state, deepspeed_plugin",
+        "the DeepSpeed plugin of an Accelerator, if there is one",
     ),
     Use(
-        library=ACCELERATE,
-        owner="accelerate.utils:DeepSpeedPlugin",
-        names=("set_mixed_precision", "zero3_init_flag"),
-        attributes=("deepspeed_config",),
-        why="the plugin that an Accelerator will make of the launcher's environment",
+        "accelerate.utils:DeepSpeedPlugin",
+        "set_mixed_precision, zero3_init_flag, .deepspeed_config",
+        "the plugin that an Accelerator will make of the launcher's environment",
     ),
 )
 _MODULE = "deepspeed.runtime.zero.partition_parameters"

@@ -7,32 +7,27 @@ from typing import Any
 
 import torch
 
-from zerostart.upstream.registry import Use, need
-from zerostart.upstream.versions import DEEPSPEED
+from zerostart.upstream.guard import Use, need
 
 _SCALER = Use(
-    library=DEEPSPEED,
-    owner="deepspeed.runtime.fp16.loss_scaler",
-    names=("LossScaler", "DynamicLossScaler"),
-    why="a ZeRO checkpoint has the loss scaler as an object",
+    "deepspeed.runtime.fp16.loss_scaler",
+    "LossScaler, DynamicLossScaler",
+    "a ZeRO checkpoint has the loss scaler as an object",
 )
 _STAGE = Use(
-    library=DEEPSPEED,
-    owner="deepspeed.runtime.zero.config",
-    names=("ZeroStageEnum",),
-    why="a ZeRO checkpoint has its stage as an object",
+    "deepspeed.runtime.zero.config",
+    "ZeroStageEnum",
+    "a ZeRO checkpoint has its stage as an object",
 )
 _SLICE = Use(
-    library=DEEPSPEED,
-    owner="deepspeed.utils.tensor_fragment",
-    names=("fragment_address",),
-    why="a ZeRO checkpoint says where parameters lie in a rank's buffer, for ds_to_universal.py",
+    "deepspeed.utils.tensor_fragment",
+    "fragment_address",
+    "a ZeRO checkpoint says where parameters lie in a rank's buffer, for ds_to_universal.py",
 )
 _SCRIPT = Use(
-    library=DEEPSPEED,
-    owner="deepspeed.utils.zero_to_fp32",
-    names=("get_fp32_state_dict_from_zero_checkpoint",),
-    why="a ZeRO checkpoint has the script beside it",
+    "deepspeed.utils.zero_to_fp32",
+    "get_fp32_state_dict_from_zero_checkpoint",
+    "a ZeRO checkpoint has the script beside it",
 )
 TOUCHED = (_SCALER, _STAGE, _SLICE, _SCRIPT)
 

@@ -30,10 +30,8 @@ from zerostart.errors import EngineError
 from zerostart.upstream.deepspeed.parallel.tensors import slices_of
 from zerostart.upstream.deepspeed.types import DeepSpeedConfig
 from zerostart.upstream.deepspeed.zero3 import partitions as upstream
+from zerostart.upstream.guard import Use, demand, misfit
 from zerostart.upstream.patches import RefCountedPatches, Ticket, replaced
-from zerostart.upstream.registry import Lasts, Otherwise, PatchPoint, Use, demand, misfit
-from zerostart.upstream.shapes import Shape
-from zerostart.upstream.versions import DEEPSPEED
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -44,68 +42,36 @@ if TYPE_CHECKING:
 logger = logging.getLogger("zerostart")
 
 _ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
-_CONSTRUCTION = PatchPoint(
-    library=DEEPSPEED,
-    owner=_ENGINE,
-    names=("_configure_expert_parallel",),
-    why="the first step that gets the model: an engine of another stage is refused, one of a model in slices "
-    "shares tensors as if configured, and experts that are shared out already stay as they are",
-    lasts=Lasts.MODEL,
-    otherwise=Otherwise.STOCK,
-    shapes=(
-        Shape(f"{_ENGINE}._configure_expert_parallel", leads=("model",)),
-        Shape(f"{_ENGINE}.__init__", has=("self._configure_expert_parallel(model, ...)",)),
-    ),
+_CONSTRUCTION = Use(
+    _ENGINE,
+    "_configure_expert_parallel(model), __init__",
+    "the first step that gets the model: an engine of another stage is refused, one of a model in "
+    "slices shares tensors as if configured, and experts that are shared out already stay as they are",
 )
 _STAGE = Use(
-    library=DEEPSPEED,
-    owner=_ENGINE,
-    names=("zero_optimization_stage",),
-    why="the stage of an engine, as its configuration has it",
+    _ENGINE,
+    "zero_optimization_stage",
+    "the stage of an engine, as its configuration has it",
 )
 _EXPERTS = Use(
-    library=DEEPSPEED,
-    owner=_ENGINE,
-    attributes=("_config",),
-    why="the section expert_parallel, and what the step gives back where it does nothing",
-    shapes=(
-        Shape(
-            f"{_ENGINE}._configure_expert_parallel",
-            has=("X = self._config.expert_parallel_config", "return ReplacementSourceMap()"),
-        ),
-        Shape("deepspeed.module_inject.auto_ep_layer:ReplacementSourceMap", leads=()),
-    ),
+    _ENGINE,
+    "_configure_expert_parallel, ._config",
+    "the section expert_parallel, and what the step gives back where it does nothing",
 )
 _SHARED = Use(
-    library=DEEPSPEED,
-    owner=_ENGINE,
-    attributes=("_config",),
-    why="the section tensor_parallel says afterwards how many ranks share tensors",
-    shapes=(
-        Shape(
-            f"{_ENGINE}.__init__",
-            has=("self._configure_expert_parallel(model, ...)", "if self.autotp_size() > 1: ..."),
-        ),
-        Shape(f"{_ENGINE}.autotp_size", has=("return self._config.tensor_parallel_config.autotp_size",)),
-    ),
+    _ENGINE,
+    "__init__, autotp_size, ._config",
+    "the section tensor_parallel says afterwards how many ranks share tensors",
 )
 _GROUPS = Use(
-    library=DEEPSPEED,
-    owner="deepspeed.utils.groups",
-    names=("_init_tp_mesh_device", "get_data_parallel_group"),
-    why="DeepSpeed's own groups of ranks that share tensors, which a process makes once",
+    "deepspeed.utils.groups",
+    "_init_tp_mesh_device, get_data_parallel_group",
+    "DeepSpeed's own groups of ranks that share tensors, which a process makes once",
 )
 _SUMS = Use(
-    library=DEEPSPEED,
-    owner="deepspeed.module_inject.auto_tp:AutoTP",
-    names=("register_replicated_grad_hooks",),
-    why="its mark tells which whole parameters have gradients that ranks add up",
-    shapes=(
-        Shape(
-            "deepspeed.module_inject.auto_tp:AutoTP.register_replicated_grad_hooks",
-            has=("param.register_hook(...)", "param._ds_grad_allreduce_registered = True"),
-        ),
-    ),
+    "deepspeed.module_inject.auto_tp:AutoTP",
+    "register_replicated_grad_hooks",
+    "its mark tells which whole parameters have gradients that ranks add up",
 )
 TOUCHED = (_CONSTRUCTION, _STAGE, _EXPERTS, _SHARED, _GROUPS, _SUMS)
 
@@ -210,7 +176,7 @@ def _enter(stack: ExitStack) -> None:
         return
     from deepspeed.runtime.engine import DeepSpeedEngine
 
-    (name,) = _CONSTRUCTION.names
+    name = "_configure_expert_parallel"
     original = getattr(DeepSpeedEngine, name)
 
     @functools.wraps(original)
@@ -227,7 +193,7 @@ def _enter(stack: ExitStack) -> None:
             return ReplacementSourceMap()
         return original(self, model, *args, **kwargs)
 
-    stack.enter_context(replaced(_CONSTRUCTION, DeepSpeedEngine, name, configure_expert_parallel))
+    stack.enter_context(replaced(DeepSpeedEngine, name, configure_expert_parallel))
 
 
 _seam = RefCountedPatches(_enter)

@@ -22,73 +22,35 @@ from torch import nn
 
 from zerostart.errors import ConfigError, EngineError
 from zerostart.upstream.deepspeed.zero12.marks import expert_of
-from zerostart.upstream.patches import RefCountedPatches, fits, note, replaced
-from zerostart.upstream.registry import Lasts, PatchPoint, Use, demand, misfit
-from zerostart.upstream.shapes import Shape
-from zerostart.upstream.versions import DEEPSPEED, TORCH
+from zerostart.upstream.guard import Use, demand, misfit
+from zerostart.upstream.patches import RefCountedPatches, fits, replaced
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
 
 
 _ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
-OWN_STATE_DICT = PatchPoint(
-    library=DEEPSPEED,
-    owner=_ENGINE,
-    names=("module_state_dict",),
-    why="DeepSpeed's checkpoints have its partitions beside tensors without elements, as without zerostart; "
-    "one with the experts of one rank as if they were all is refused",
-    lasts=Lasts.MODEL,
-    shapes=(
-        Shape(
-            f"{_ENGINE}.module_state_dict",
-            leads=("destination", "prefix", "keep_vars", "exclude_frozen_parameters"),
-        ),
-        Shape(
-            f"{_ENGINE}._save_checkpoint",
-            has=("X = self.module_state_dict(...)",),
-        ),
-        Shape(
-            f"{_ENGINE}.save_16bit_model",
-            has=("X = self.module_state_dict(...)",),
-        ),
-    ),
+OWN_STATE_DICT = Use(
+    _ENGINE,
+    "module_state_dict(destination, prefix, keep_vars, exclude_frozen_parameters), _save_checkpoint, "
+    "save_16bit_model",
+    "DeepSpeed's checkpoints have its partitions beside tensors without elements, as without "
+    "zerostart; one with the experts of one rank as if they were all is refused",
 )
-_COPIES = PatchPoint(
-    library=TORCH,
-    owner="torch.nn:Parameter",
-    writes=("__deepcopy__", "__reduce_ex__"),
-    why="a parameter that ZeRO-3 has partitioned is not copied or saved without its elements",
-    lasts=Lasts.MODEL,
+_COPIES = Use(
+    "torch.nn:Parameter",
+    "",
+    "a parameter that ZeRO-3 has partitioned is not copied or saved without its elements",
 )
 _REGISTERED = Use(
-    library=DEEPSPEED,
-    owner="deepspeed.runtime.zero.parameter_offload:DeepSpeedZeRoOffload",
-    names=("_register_deepspeed_module",),
-    why="a module whose partitions are gathered for its calls has a number",
-    shapes=(
-        Shape(
-            "deepspeed.runtime.zero.parameter_offload:DeepSpeedZeRoOffload._register_deepspeed_module",
-            has=("module.ds_id = X",),
-        ),
-    ),
+    "deepspeed.runtime.zero.parameter_offload:DeepSpeedZeRoOffload",
+    "_register_deepspeed_module",
+    "a module whose partitions are gathered for its calls has a number",
 )
-_CONSOLIDATED = PatchPoint(
-    library=DEEPSPEED,
-    owner="deepspeed.runtime.engine:DeepSpeedEngine",
-    names=("_zero3_consolidated_16bit_state_dict",),
-    why="experts that several ranks share are put together before they are saved",
-    lasts=Lasts.MODEL,
-    shapes=(
-        Shape(
-            "deepspeed.runtime.engine:DeepSpeedEngine._zero3_consolidated_16bit_state_dict",
-            leads=("exclude_frozen_parameters",),
-        ),
-        Shape(
-            "deepspeed.runtime.engine:DeepSpeedEngine.save_16bit_model",
-            has=("self._zero3_consolidated_16bit_state_dict(...)",),
-        ),
-    ),
+_CONSOLIDATED = Use(
+    "deepspeed.runtime.engine:DeepSpeedEngine",
+    "_zero3_consolidated_16bit_state_dict(exclude_frozen_parameters), save_16bit_model",
+    "experts that several ranks share are put together before they are saved",
 )
 TOUCHED = (OWN_STATE_DICT, _COPIES, _REGISTERED, _CONSOLIDATED)
 #: Modules whose state dicts say so.
@@ -132,7 +94,6 @@ def keep_from_loss(model: nn.Module, parameters: Iterable[nn.Parameter]) -> None
     DeepSpeed that is not known.
     """
     own_state_dicts.hold(model)
-    note(_COPIES, model)
     for module in set(model.modules()).difference(_marked):
         module.register_state_dict_post_hook(_mark)  # type: ignore[no-untyped-call]
         _marked.add(module)
@@ -196,7 +157,7 @@ def _enter(stack: ExitStack) -> None:
         return
     from deepspeed.runtime.engine import DeepSpeedEngine
 
-    (name,) = OWN_STATE_DICT.names
+    name = "module_state_dict"
     original = getattr(DeepSpeedEngine, name)
 
     @functools.wraps(original)
@@ -216,7 +177,7 @@ def _enter(stack: ExitStack) -> None:
                 state[key] = tensor.as_subclass(torch.Tensor)
         return state
 
-    stack.enter_context(replaced(OWN_STATE_DICT, DeepSpeedEngine, name, module_state_dict))
+    stack.enter_context(replaced(DeepSpeedEngine, name, module_state_dict))
 
 
 #: In place while a model lives whose own state dict is not all of it.
@@ -241,7 +202,7 @@ class Consolidation(RefCountedPatches):
         )
         from deepspeed.runtime.engine import DeepSpeedEngine
 
-        (name,) = _CONSOLIDATED.names
+        name = "_zero3_consolidated_16bit_state_dict"
         original = getattr(DeepSpeedEngine, name)
 
         @functools.wraps(original)
@@ -249,4 +210,4 @@ class Consolidation(RefCountedPatches):
             found = self._whole(engine.module, exclude_frozen_parameters)
             return original(engine, exclude_frozen_parameters) if found is NotImplemented else found
 
-        stack.enter_context(replaced(_CONSOLIDATED, DeepSpeedEngine, name, consolidated))
+        stack.enter_context(replaced(DeepSpeedEngine, name, consolidated))

@@ -17,75 +17,30 @@ from contextlib import ExitStack
 from types import ModuleType
 from typing import Any, Protocol
 
-from zerostart.upstream.on_import import enter_when_imported
-from zerostart.upstream.patches import RefCountedPatches, replaced, replaced_wherever_imported
-from zerostart.upstream.registry import Lasts, PatchPoint, Use, demand
-from zerostart.upstream.shapes import Function, Shape
+from zerostart.upstream.guard import Function, Use, demand
+from zerostart.upstream.patches import RefCountedPatches, enter_when_imported, replaced, replaced_everywhere
 from zerostart.upstream.transformers.loading import without_zero3
-from zerostart.upstream.versions import DIFFSYNTH
 
 _MODEL = "diffsynth.core.loader.model"
 _FILE = "diffsynth.core.loader.file"
-_LOADING = PatchPoint(
-    library=DIFFSYNTH,
-    owner="diffsynth.core.loader.model",
-    names=("load_model",),
-    why="builds and fills every model; in every module that has imported it",
-    lasts=Lasts.BLOCK,
-    shapes=(
-        Shape(
-            "diffsynth.core.loader.model:load_model",
-            leads=(
-                "model_class",
-                "path",
-                "config",
-                "torch_dtype",
-                "device",
-                "state_dict_converter",
-                "use_disk_map",
-                "module_map",
-                "vram_config",
-                "vram_limit",
-                "state_dict",
-                "quantize",
-            ),
-            has=(
-                "model = model_class(**config)",
-                "model.load_state_dict(state_dict, assign=True)",
-                "model = model.to(dtype=torch_dtype, device=device)",
-                "model = model.eval()",
-            ),
-        ),
-    ),
+_LOADING = Use(
+    "diffsynth.core.loader.model",
+    "load_model(model_class, path, config, torch_dtype, device, state_dict_converter, "
+    "use_disk_map, module_map, vram_config, vram_limit, state_dict, quantize)",
+    "builds and fills every model; in every module that has imported it",
 )
-_KEYS = PatchPoint(
-    library=DIFFSYNTH,
-    owner="diffsynth.core.loader.file",
-    names=("load_keys_dict_from_bin",),
-    why="reads a whole torch file on every rank to recognise it by its names and shapes",
-    lasts=Lasts.BLOCK,
-    shapes=(
-        Shape("diffsynth.core.loader.file:load_keys_dict_from_bin", leads=("file_path",)),
-        Shape(
-            "diffsynth.core.loader.file:load_state_dict_from_bin",
-            has=("state_dict = torch.load(file_path, map_location=device, weights_only=True)",),
-        ),
-    ),
+_KEYS = Use(
+    "diffsynth.core.loader.file",
+    "load_keys_dict_from_bin(file_path), load_state_dict_from_bin",
+    "reads a whole torch file on every rank to recognise it by its names and shapes",
 )
 TOUCHED = (
     _LOADING,
     _KEYS,
     Use(
-        library=DIFFSYNTH,
-        owner="diffsynth.core.loader.model",
-        names=("is_deepspeed_zero3_enabled",),
-        why="what DiffSynth keeps in its own way is built without zero.Init, which transformers tells it of",
-        shapes=(
-            Shape(
-                "diffsynth.core.loader.model:get_init_context",
-                has=("if is_deepspeed_zero3_enabled(): ...",),
-            ),
-        ),
+        "diffsynth.core.loader.model",
+        "is_deepspeed_zero3_enabled, get_init_context",
+        "what DiffSynth keeps in its own way is built without zero.Init, which transformers tells it of",
     ),
 )
 
@@ -130,7 +85,7 @@ class DiffSynthSeam(RefCountedPatches):
     def _with_loading(self, stack: ExitStack, module: ModuleType) -> None:
         original = module.load_model
         new = self._load_model(original)
-        stack.enter_context(replaced_wherever_imported(_LOADING, "load_model", original, new))
+        stack.enter_context(replaced_everywhere("load_model", original, new))
 
     def _with_keys(self, stack: ExitStack, module: ModuleType) -> None:
         original: Function = module.load_keys_dict_from_bin
@@ -140,7 +95,7 @@ class DiffSynthSeam(RefCountedPatches):
             found = self._keys(file_path)
             return original(file_path) if found is None else found
 
-        stack.enter_context(replaced(_KEYS, module, "load_keys_dict_from_bin", load_keys_dict_from_bin))
+        stack.enter_context(replaced(module, "load_keys_dict_from_bin", load_keys_dict_from_bin))
 
     def _load_model(self, original: Function) -> Function:
         signature = inspect.signature(original)

@@ -22,55 +22,26 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from zerostart.upstream.diffusers.weights import require as require_version
-from zerostart.upstream.on_import import enter_when_imported
-from zerostart.upstream.patches import replaced
-from zerostart.upstream.registry import Lasts, PatchPoint, demand
+from zerostart.upstream.guard import Function, Use, demand
+from zerostart.upstream.patches import enter_when_imported, replaced
 from zerostart.upstream.seam import Findings, InterceptedCall, LoadingSeam
-from zerostart.upstream.shapes import Function, Shape
-from zerostart.upstream.versions import DIFFUSERS
 
 if TYPE_CHECKING:
     from diffusers import ModelMixin
 
 _MODULE = "diffusers.models.modeling_utils"
 _MIXIN = "diffusers.models.modeling_utils:ModelMixin"
-_FROM_PRETRAINED = PatchPoint(
-    library=DIFFUSERS,
-    owner=_MIXIN,
-    names=("from_pretrained", "_load_pretrained_model"),
-    why="zerostart reads the weights of calls that it serves; of the library's reading its warnings are left",
-    lasts=Lasts.BLOCK,
-    shapes=(
-        Shape(
-            f"{_MIXIN}.from_pretrained",
-            has=(
-                "cls._set_default_torch_dtype(torch_dtype)",
-                "with ContextManagers(init_contexts): ...",
-                "model = cls.from_config(config, ...)",
-                "state_dict = load_state_dict(resolved_model_file[0], ...)",
-                "cls._load_pretrained_model(...)",
-                "model.register_to_config(..., _name_or_path=N)",
-                "model.eval()",
-            ),
-        ),
-        Shape(
-            f"{_MIXIN}._load_pretrained_model",
-            leads=(
-                "model",
-                "state_dict",
-                "resolved_model_file",
-                "pretrained_model_name_or_path",
-                "loaded_keys",
-            ),
-        ),
-    ),
+_FROM_PRETRAINED = Use(
+    _MIXIN,
+    "from_pretrained, "
+    "_load_pretrained_model(model, state_dict, resolved_model_file, pretrained_model_name_or_path, "
+    "loaded_keys)",
+    "zerostart reads the weights of calls that it serves; of the library's reading its warnings are left",
 )
-_WITHIN = PatchPoint(
-    library=DIFFUSERS,
-    owner="diffusers.models.modeling_utils",
-    names=("ContextManagers", "load_state_dict"),
-    why="within from_pretrained a model is built in contexts of ours, and its only file is not read whole",
-    lasts=Lasts.BLOCK,
+_WITHIN = Use(
+    "diffusers.models.modeling_utils",
+    "ContextManagers, load_state_dict",
+    "within from_pretrained a model is built in contexts of ours, and its only file is not read whole",
 )
 TOUCHED = (_FROM_PRETRAINED, _WITHIN)
 
@@ -105,16 +76,16 @@ class DiffusersSeam(LoadingSeam[DiffusersCall]):
     def _imported(self, stack: ExitStack, module: ModuleType) -> None:
         require()
         mixin: type[ModelMixin] = module.ModelMixin
-        for point, owner, name, make in (
-            (_FROM_PRETRAINED, mixin, "from_pretrained", self.from_pretrained),
-            (_FROM_PRETRAINED, mixin, "_load_pretrained_model", self._load_pretrained_model),
-            (_WITHIN, module, "ContextManagers", self._contexts),
-            (_WITHIN, module, "load_state_dict", self._load_state_dict),
+        for owner, name, make in (
+            (mixin, "from_pretrained", self.from_pretrained),
+            (mixin, "_load_pretrained_model", self._load_pretrained_model),
+            (module, "ContextManagers", self._contexts),
+            (module, "load_state_dict", self._load_state_dict),
         ):
             original = vars(owner)[name]
             # Two are class methods, two are functions of the module.
             new = make(getattr(original, "__func__", original))
-            stack.enter_context(replaced(point, owner, name, new))
+            stack.enter_context(replaced(owner, name, new))
 
     def _contexts(self, original: Function) -> Function:
         @functools.wraps(original)

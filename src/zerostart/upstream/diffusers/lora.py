@@ -10,29 +10,14 @@ from typing import Any
 
 from torch import nn
 
-from zerostart.upstream.on_import import enter_when_imported
-from zerostart.upstream.patches import RefCountedPatches, replaced
-from zerostart.upstream.registry import Lasts, PatchPoint, demand
-from zerostart.upstream.shapes import Function, Shape
-from zerostart.upstream.versions import DIFFUSERS
+from zerostart.upstream.guard import Function, Use, demand
+from zerostart.upstream.patches import RefCountedPatches, enter_when_imported, replaced
 
-_FLUX = PatchPoint(
-    library=DIFFUSERS,
-    owner="diffusers.loaders.lora_pipeline:FluxLoraLoaderMixin",
-    names=("_maybe_expand_transformer_param_shape_or_error_", "_maybe_expand_lora_state_dict"),
-    why="a LoRA is compared with the shapes of whole weights, where ZeRO-3 shows none",
-    lasts=Lasts.MODEL,
-    shapes=(
-        Shape(
-            "diffusers.loaders.lora_pipeline:FluxLoraLoaderMixin"
-            "._maybe_expand_transformer_param_shape_or_error_",
-            leads=("transformer", "lora_state_dict", "norm_state_dict"),
-        ),
-        Shape(
-            "diffusers.loaders.lora_pipeline:FluxLoraLoaderMixin._maybe_expand_lora_state_dict",
-            leads=("transformer", "lora_state_dict"),
-        ),
-    ),
+_FLUX = Use(
+    "diffusers.loaders.lora_pipeline:FluxLoraLoaderMixin",
+    "_maybe_expand_transformer_param_shape_or_error_(transformer, lora_state_dict, norm_state_dict), "
+    "_maybe_expand_lora_state_dict(transformer, lora_state_dict)",
+    "a LoRA is compared with the shapes of whole weights, where ZeRO-3 shows none",
 )
 TOUCHED = (_FLUX,)
 
@@ -53,9 +38,9 @@ class LoraShapes(RefCountedPatches):
     def _imported(self, stack: ExitStack, module: ModuleType) -> None:
         demand(TOUCHED, "zerostart cannot have LoRAs loaded into a Flux in shards")
         owner = module.FluxLoraLoaderMixin
-        for name in _FLUX.names:
+        for name in _FLUX.functions:
             new: Any = classmethod(self._sent(vars(owner)[name].__func__))
-            stack.enter_context(replaced(_FLUX, owner, name, new))
+            stack.enter_context(replaced(owner, name, new))
 
     def _sent(self, original: Function) -> Function:
         @functools.wraps(original)

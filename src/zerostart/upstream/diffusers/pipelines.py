@@ -12,27 +12,23 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from zerostart.errors import BuildError
-from zerostart.upstream.bars import without_bars
 from zerostart.upstream.diffusers.weights import require
-from zerostart.upstream.registry import Use, demand
-from zerostart.upstream.transformers.code import unasked
-from zerostart.upstream.versions import DIFFUSERS
+from zerostart.upstream.guard import Use, demand
+from zerostart.upstream.transformers.code import unasked, without_bars
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
 
 TOUCHED = (
     Use(
-        library=DIFFUSERS,
-        owner="diffusers.pipelines.pipeline_utils:DiffusionPipeline",
-        names=("from_pretrained", "register_modules", "components", "register_to_config"),
-        why="a pipeline is made of models that are loaded already, and of the rest by diffusers",
+        "diffusers.pipelines.pipeline_utils:DiffusionPipeline",
+        "from_pretrained, register_modules, components, register_to_config",
+        "a pipeline is made of models that are loaded already, and of the rest by diffusers",
     ),
     Use(
-        library=DIFFUSERS,
-        owner="diffusers.pipelines.pipeline_loading_utils",
-        names=("_fetch_class_library_tuple",),
-        why="what a pipeline's index calls the class of a model",
+        "diffusers.pipelines.pipeline_loading_utils",
+        "_fetch_class_library_tuple",
+        "what a pipeline's index calls the class of a model",
     ),
 )
 

@@ -11,49 +11,27 @@ import torch
 from torch import nn
 
 from zerostart.errors import UnsupportedVersionError
-from zerostart.upstream.registry import Use, demand
-from zerostart.upstream.shapes import Shape
-from zerostart.upstream.versions import DIFFUSERS
+from zerostart.upstream.guard import Use, demand
 
 if TYPE_CHECKING:
     from diffusers import ModelMixin
 
 TOUCHED = (
     Use(
-        library=DIFFUSERS,
-        owner="diffusers.loaders.single_file_model",
-        names=("SINGLE_FILE_LOADABLE_CLASSES",),
-        why="the converters of single files, by class name",
+        "diffusers.loaders.single_file_model",
+        "SINGLE_FILE_LOADABLE_CLASSES",
+        "the converters of single files, by class name",
     ),
     Use(
-        library=DIFFUSERS,
-        owner="diffusers.loaders.single_file_utils",
-        names=(
-            "LDM_UNET_KEY",
-            "LDM_VAE_KEYS",
-            "infer_diffusers_model_type",
-            "DIFFUSERS_DEFAULT_PIPELINE_PATHS",
-        ),
-        why="prefixes of a component's keys in a file with several, and which release a file is of",
-        shapes=(
-            Shape(
-                "diffusers.loaders.single_file_utils:fetch_diffusers_config",
-                leads=("checkpoint",),
-                has=("infer_diffusers_model_type(checkpoint)",),
-            ),
-        ),
+        "diffusers.loaders.single_file_utils",
+        "LDM_UNET_KEY, LDM_VAE_KEYS, infer_diffusers_model_type, DIFFUSERS_DEFAULT_PIPELINE_PATHS, "
+        "fetch_diffusers_config(checkpoint)",
+        "prefixes of a component's keys in a file with several, and which release a file is of",
     ),
     Use(
-        library=DIFFUSERS,
-        owner="diffusers.models.modeling_utils:ModelMixin",
-        names=("_keep_in_fp32_modules", "_keys_to_ignore_on_load_unexpected"),
-        why="what a model declares of its tensors",
-        shapes=(
-            Shape(
-                "diffusers.models.modeling_utils:ModelMixin._fix_state_dict_keys_on_load",
-                leads=("state_dict",),
-            ),
-        ),
+        "diffusers.models.modeling_utils:ModelMixin",
+        "_keep_in_fp32_modules, _keys_to_ignore_on_load_unexpected, _fix_state_dict_keys_on_load(state_dict)",
+        "what a model declares of its tensors",
     ),
 )
 

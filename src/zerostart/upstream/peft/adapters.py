@@ -12,11 +12,14 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from zerostart.upstream.on_import import enter_when_imported
-from zerostart.upstream.patches import RefCountedPatches, fits, replaced, replaced_wherever_imported
-from zerostart.upstream.registry import Lasts, PatchPoint
-from zerostart.upstream.shapes import Function, Shape
-from zerostart.upstream.versions import PEFT
+from zerostart.upstream.guard import Function, Use
+from zerostart.upstream.patches import (
+    RefCountedPatches,
+    enter_when_imported,
+    fits,
+    replaced,
+    replaced_everywhere,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -25,80 +28,41 @@ if TYPE_CHECKING:
 
 _LAYERS = "peft.tuners.tuners_utils"
 _FILES = "peft.utils.save_and_load"
-_INJECTED = PatchPoint(
-    library=PEFT,
-    owner="peft.tuners.tuners_utils:BaseTuner",
-    names=("inject_adapter",),
-    why="adapters that are put into a model in shards are the same on every rank, and stay so",
-    lasts=Lasts.MODEL,
-    shapes=(Shape("peft.tuners.tuners_utils:BaseTuner.inject_adapter", leads=("model", "adapter_name")),),
+_INJECTED = Use(
+    "peft.tuners.tuners_utils:BaseTuner",
+    "inject_adapter(model, adapter_name)",
+    "adapters that are put into a model in shards are the same on every rank, and stay so",
 )
-_SIZES = PatchPoint(
-    library=PEFT,
-    owner=_LAYERS,
-    names=("_get_in_out_features",),
-    why="a layer in shards computes with its whole weight, whatever the dimensions of their mesh are called",
-    lasts=Lasts.MODEL,
-    shapes=(Shape(f"{_LAYERS}:_get_in_out_features", leads=("module",)),),
+_SIZES = Use(
+    _LAYERS,
+    "_get_in_out_features(module)",
+    "a layer in shards computes with its whole weight, whatever the dimensions of their mesh are called",
 )
-_MERGED = PatchPoint(
-    library=PEFT,
-    owner="peft.tuners.tuners_utils:BaseTunerLayer",
-    names=("merge", "unmerge", "enable_adapters"),
-    why="a weight in shards is whole while PEFT adds an adapter to it, or takes it out: before a layer is "
-    "switched off, and not in the midst of a forward",
-    lasts=Lasts.MODEL,
-    shapes=(Shape("peft.tuners.tuners_utils:BaseTunerLayer.enable_adapters", leads=("enabled",)),),
+_MERGED = Use(
+    "peft.tuners.tuners_utils:BaseTunerLayer",
+    "merge, unmerge, enable_adapters(enabled)",
+    "a weight in shards is whole while PEFT adds an adapter to it, or takes it out: before a layer "
+    "is switched off, and not in the midst of a forward",
 )
-_READ = PatchPoint(
-    library=PEFT,
-    owner="peft.utils.save_and_load",
-    names=("get_peft_model_state_dict",),
-    why="adapters in shards are put together, where PEFT would give what a rank has",
-    lasts=Lasts.MODEL,
-    shapes=(
-        Shape(
-            "peft.utils.save_and_load:get_peft_model_state_dict",
-            leads=("model", "state_dict", "adapter_name"),
-        ),
-    ),
+_READ = Use(
+    "peft.utils.save_and_load",
+    "get_peft_model_state_dict(model, state_dict, adapter_name)",
+    "adapters in shards are put together, where PEFT would give what a rank has",
 )
-_GATHERED = PatchPoint(
-    library=PEFT,
-    owner="peft.utils.integrations",
-    names=("check_deepspeed_zero3_enabled",),
-    why="adapters that begin with values of a weight gather it, where transformers knows of no ZeRO-3, too",
-    lasts=Lasts.MODEL,
-    shapes=(
-        Shape(
-            "peft.utils.integrations:gather_params_ctx", has=("if not check_deepspeed_zero3_enabled(): ...",)
-        ),
-    ),
+_GATHERED = Use(
+    "peft.utils.integrations",
+    "check_deepspeed_zero3_enabled",
+    "adapters that begin with values of a weight gather it, where transformers knows of no ZeRO-3, too",
 )
-_TOKENS = PatchPoint(
-    library=PEFT,
-    owner="peft.tuners.trainable_tokens.layer:TrainableTokensLayer",
-    names=("_collect_token_weights",),
-    why="rows of what is not partitioned are at hand, though partitions of another model are gathered",
-    lasts=Lasts.MODEL,
-    shapes=(
-        Shape(
-            "peft.tuners.trainable_tokens.layer:TrainableTokensLayer._collect_token_weights",
-            leads=("weight", "rows", "embed_dim"),
-        ),
-        Shape(
-            "peft.tuners.trainable_tokens.layer:TrainableTokensLayer.update_layer",
-            has=("X = self.weight[self.token_indices[adapter_name]]",),
-        ),
-    ),
+_TOKENS = Use(
+    "peft.tuners.trainable_tokens.layer:TrainableTokensLayer",
+    "_collect_token_weights(weight, rows, embed_dim)",
+    "rows of what is not partitioned are at hand, though partitions of another model are gathered",
 )
-_PROMPTS = PatchPoint(
-    library=PEFT,
-    owner="peft.peft_model:PeftModel",
-    names=("_setup_prompt_encoder",),
-    why="what stands around a model in shards is the same on every rank, and is trained alike",
-    lasts=Lasts.MODEL,
-    shapes=(Shape("peft.peft_model:PeftModel._setup_prompt_encoder", leads=("adapter_name",)),),
+_PROMPTS = Use(
+    "peft.peft_model:PeftModel",
+    "_setup_prompt_encoder(adapter_name)",
+    "what stands around a model in shards is the same on every rank, and is trained alike",
 )
 TOUCHED = (_INJECTED, _SIZES, _MERGED, _GATHERED, _TOKENS, _READ, _PROMPTS)
 _REMEDY = "zerostart cannot take over adapters of models in shards"
@@ -161,11 +125,11 @@ class AdapterCalls(RefCountedPatches):
             enter_when_imported(stack, name, imported)
 
     def _layers_imported(self, stack: ExitStack, module: ModuleType) -> None:
-        if not fits(stack, self, (_INJECTED, _SIZES, _MERGED), _REMEDY, (_INJECTED,)):
+        if not fits(stack, self, (_INJECTED, _SIZES, _MERGED), _REMEDY):
             return
-        (name,) = _SIZES.names
+        name = "_get_in_out_features"
         measured = getattr(module, name)
-        stack.enter_context(replaced_wherever_imported(_SIZES, name, measured, _measures(measured)))
+        stack.enter_context(replaced_everywhere(name, measured, _measures(measured)))
         original = module.BaseTuner.inject_adapter
 
         @functools.wraps(original)
@@ -184,7 +148,7 @@ class AdapterCalls(RefCountedPatches):
                 self._serve(stack, kind)
             return found
 
-        stack.enter_context(replaced(_INJECTED, module.BaseTuner, "inject_adapter", inject))
+        stack.enter_context(replaced(module.BaseTuner, "inject_adapter", inject))
         switched = module.BaseTunerLayer.enable_adapters
 
         @functools.wraps(switched)
@@ -193,13 +157,13 @@ class AdapterCalls(RefCountedPatches):
                 self._disabling(layer)
             return switched(layer, enabled)
 
-        stack.enter_context(replaced(_MERGED, module.BaseTunerLayer, "enable_adapters", switch))
+        stack.enter_context(replaced(module.BaseTunerLayer, "enable_adapters", switch))
 
     def _serve(self, stack: ExitStack, kind: type) -> None:
         """Replace what a class of layers, or what it is made of, has under the two names."""
         for owner, name in self._own(kind):
             self._classes.add((owner, name))
-            stack.enter_context(replaced(_MERGED, owner, name, self._sent(vars(owner)[name], name)))
+            stack.enter_context(replaced(owner, name, self._sent(vars(owner)[name], name)))
 
     def _own(self, kind: type) -> Iterator[tuple[type, str]]:
         for owner in kind.__mro__:
@@ -217,7 +181,7 @@ class AdapterCalls(RefCountedPatches):
     def _gathers(self, stack: ExitStack, module: ModuleType) -> None:
         if not fits(stack, self, (_GATHERED,), _REMEDY):
             return
-        (name,) = _GATHERED.names
+        name = "check_deepspeed_zero3_enabled"
         original = getattr(module, name)
 
         @functools.wraps(original)
@@ -226,36 +190,36 @@ class AdapterCalls(RefCountedPatches):
             # PEFT asks transformers whether ZeRO-3 is configured, which it is not where zerostart has loaded.
             return original() or "deepspeed" in sys.modules
 
-        stack.enter_context(replaced_wherever_imported(_GATHERED, name, original, enabled))
+        stack.enter_context(replaced_everywhere(name, original, enabled))
 
     def _prompts(self, stack: ExitStack, module: ModuleType) -> None:
         if not fits(stack, self, (_PROMPTS,), _REMEDY):
             return
-        (name,) = _PROMPTS.names
+        name = "_setup_prompt_encoder"
         original = getattr(module.PeftModel, name)
 
         @functools.wraps(original)
         def set_up(model: nn.Module, adapter_name: str) -> Any:
             return self._surrounding(functools.partial(original, model, adapter_name), model)
 
-        stack.enter_context(replaced(_PROMPTS, module.PeftModel, name, set_up))
+        stack.enter_context(replaced(module.PeftModel, name, set_up))
 
     def _files_imported(self, stack: ExitStack, module: ModuleType) -> None:
         if not fits(stack, self, (_READ,), _REMEDY):
             return
-        (name,) = _READ.names
+        name = "get_peft_model_state_dict"
         original = getattr(module, name)
 
         @functools.wraps(original)
         def read(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
             return self._reading(original, model, *args, **kwargs)
 
-        stack.enter_context(replaced_wherever_imported(_READ, name, original, read))
+        stack.enter_context(replaced_everywhere(name, original, read))
 
     def _collects(self, stack: ExitStack, module: ModuleType) -> None:
         if not fits(stack, self, (_TOKENS,), _REMEDY):
             return
-        (name,) = _TOKENS.names
+        name = "_collect_token_weights"
         original = getattr(module.TrainableTokensLayer, name)
 
         @functools.wraps(original)
@@ -267,7 +231,7 @@ class AdapterCalls(RefCountedPatches):
                 original(layer, weight, rows, embed_dim) if hasattr(weight, "ds_id") else layer.weight[rows]
             )
 
-        stack.enter_context(replaced(_TOKENS, module.TrainableTokensLayer, name, collect))
+        stack.enter_context(replaced(module.TrainableTokensLayer, name, collect))
 
 
 def _measures(original: Function) -> Function:

@@ -14,38 +14,19 @@ from typing import Any
 
 from torch import nn
 
-from zerostart.upstream.registry import Lasts, Otherwise, PatchPoint, Use, demand, misfit
-from zerostart.upstream.shapes import Shape
-from zerostart.upstream.versions import SGLANG
+from zerostart.upstream.guard import Use, demand, misfit
 
-_DERIVED = PatchPoint(
-    library=SGLANG,
-    owner="sglang.srt.model_loader.loader",
-    names=("post_load_weights",),
-    writes=("post_load_weights",),
-    why="what a model derives from weights is none of its parameters: it is made after a fill, and left out "
-    "while its loader is followed",
-    lasts=Lasts.CALL,
-    otherwise=Otherwise.REFUSED,
-    shapes=(
-        Shape(
-            "sglang.srt.model_loader.loader:post_load_weights",
-            leads=("model",),
-            has=("model.post_load_weights()",),
-        ),
-    ),
+_DERIVED = Use(
+    "sglang.srt.model_loader.loader",
+    "post_load_weights(model)",
+    "what a model derives from weights is none of its parameters: it is made after a fill, and left "
+    "out while its loader is followed",
 )
 _VERSION = Use(
-    library=SGLANG,
-    owner="sglang.srt.managers.io_struct",
-    names=("UpdateWeightVersionReqInput",),
-    why="an engine within a process has no call of its own for its weight version",
-    shapes=(
-        Shape(
-            "sglang.srt.managers.tokenizer_control_mixin:TokenizerControlMixin.update_weight_version",
-            leads=("obj",),
-        ),
-    ),
+    "sglang.srt.managers.io_struct",
+    "UpdateWeightVersionReqInput, "
+    "sglang.srt.managers.tokenizer_control_mixin:TokenizerControlMixin.update_weight_version(obj)",
+    "an engine within a process has no call of its own for its weight version",
 )
 TOUCHED = (_DERIVED, _VERSION)
 

@@ -35,8 +35,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from zerostart.upstream.registry import Use, misfit
-from zerostart.upstream.versions import TORCH
+from zerostart.upstream.guard import Use, misfit
 
 #: Bytes of a row, rows and bytes of a block, sums of a row.
 ROW, ROWS, COLUMNS = 1 << 10, 1 << 10, 8
@@ -62,10 +61,9 @@ Lanes = list[int] | torch.Tensor
 
 TOUCHED = (
     Use(
-        library=TORCH,
-        owner="torch",
-        names=("_int_mm",),
-        why="the product of matrices of bytes, for digests; fp32 serves without it",
+        "torch",
+        "_int_mm",
+        "the product of matrices of bytes, for digests; fp32 serves without it",
     ),
 )
 

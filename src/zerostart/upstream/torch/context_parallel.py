@@ -22,56 +22,36 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from zerostart.errors import ConfigError, EngineError
+from zerostart.upstream.guard import Use, demand
 from zerostart.upstream.patches import RefCountedPatches, replaced
-from zerostart.upstream.registry import Lasts, PatchPoint, Use, demand
-from zerostart.upstream.shapes import Shape
 from zerostart.upstream.torch.types import Arguments, Keywords
-from zerostart.upstream.versions import ACCELERATE, TORCH
 
 _RING = "torch.distributed.tensor.experimental._context_parallel._attention"
-_CPU_KERNEL = PatchPoint(
-    library=TORCH,
-    owner=_RING,
-    names=("custom_ops",),
-    why="attention on DTensors of the CPU goes around the ring as it does on accelerators",
-    lasts=Lasts.MODEL,
-    shapes=(
-        Shape(
-            f"{_RING}:_enable_cp_dtensor_dispatcher",
-            has=("DTensor._op_dispatcher._custom_op_handlers = {**existing_custom_ops, **custom_ops}",),
-        ),
-        Shape(
-            f"{_RING}:_templated_ring_attention",
-            leads=("group", "seq_dim", "op", "query", "key", "value", "is_causal"),
-        ),
-        Shape(
-            f"{_RING}:_templated_ring_attention_backward",
-            leads=("group", "seq_dim", "op", "grad_out", "grad_out_name", "query", "key", "value", "out"),
-            takes=("logsumexp", "is_causal"),
-        ),
-    ),
+_CPU_KERNEL = Use(
+    _RING,
+    "custom_ops, _enable_cp_dtensor_dispatcher, "
+    "_templated_ring_attention(group, seq_dim, op, query, key, value, is_causal), "
+    "_templated_ring_attention_backward(group, seq_dim, op, grad_out, grad_out_name, query, key, "
+    "value, out, *, logsumexp, is_causal)",
+    "attention on DTensors of the CPU goes around the ring as it does on accelerators",
 )
 _MASKS = Use(
-    library=ACCELERATE,
-    owner="accelerate.big_modeling",
-    names=("_attach_context_parallel_hooks",),
-    why="masks of one rank's tokens are taken out; accelerate does it where it prepares the model itself",
-    shapes=(Shape("accelerate.big_modeling:_attach_context_parallel_hooks", leads=("model",)),),
+    "accelerate.big_modeling",
+    "_attach_context_parallel_hooks(model)",
+    "masks of one rank's tokens are taken out; accelerate does it where it prepares the model itself",
 )
 TOUCHED = (
     _CPU_KERNEL,
     _MASKS,
     Use(
-        library=TORCH,
-        owner="torch.distributed.tensor.experimental",
-        names=("context_parallel",),
-        why="the ring itself, which is experimental",
+        "torch.distributed.tensor.experimental",
+        "context_parallel",
+        "the ring itself, which is experimental",
     ),
     Use(
-        library=TORCH,
-        owner="torch._C",
-        names=("_dispatch_has_kernel_for_dispatch_key", "_dispatch_key_for_device"),
-        why="whether a device has one of the kernels of attention that go around the ring",
+        "torch._C",
+        "_dispatch_has_kernel_for_dispatch_key, _dispatch_key_for_device",
+        "whether a device has one of the kernels of attention that go around the ring",
     ),
 )
 #: What torch sends around the ring, of CUDA's.
@@ -147,7 +127,7 @@ def _enter(stack: ExitStack) -> None:
         kernels._scaled_dot_product_flash_attention_for_cpu.default: _forward,
         kernels._scaled_dot_product_flash_attention_for_cpu_backward.default: _backward,
     }
-    stack.enter_context(replaced(_CPU_KERNEL, module, "custom_ops", {**module.custom_ops, **ours}))
+    stack.enter_context(replaced(module, "custom_ops", {**module.custom_ops, **ours}))
 
 
 _held = RefCountedPatches(_enter)

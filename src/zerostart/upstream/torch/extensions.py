@@ -33,9 +33,8 @@ from types import FrameType
 from typing import TYPE_CHECKING, TypeVar
 
 from zerostart.errors import EngineError
+from zerostart.upstream.guard import Use, is_first_rank, misfit
 from zerostart.upstream.patches import RefCountedPatches, replaced
-from zerostart.upstream.registry import Lasts, Otherwise, PatchPoint, Use, is_first_rank, misfit
-from zerostart.upstream.shapes import Shape
 from zerostart.upstream.versions import DEEPSPEED, TORCH
 
 if TYPE_CHECKING:
@@ -44,25 +43,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger("zerostart")
 
 _BUILDER = "deepspeed.ops.op_builder.builder:OpBuilder"
-_COMPILED = PatchPoint(
-    library=DEEPSPEED,
-    owner=_BUILDER,
-    names=("jit_load",),
-    attributes=("name",),
-    why="operations are compiled by one process at a time, whatever a killed one left, and with a word of it",
-    lasts=Lasts.MODEL,
-    otherwise=Otherwise.STOCK,
-    shapes=(
-        Shape(f"{_BUILDER}.load", has=("return self.jit_load(verbose)",)),
-        Shape(f"{_BUILDER}.jit_load", leads=("verbose",), has=("op_module = load(...)",)),
-    ),
+_COMPILED = Use(
+    _BUILDER,
+    "jit_load(verbose), load, .name",
+    "operations are compiled by one process at a time, whatever a killed one left, and with a word of it",
 )
 TOUCHED = (
     Use(
-        library=TORCH,
-        owner="torch.utils.cpp_extension",
-        names=("_get_build_directory", "get_default_build_root"),
-        why="the folder in which an operation is compiled, with the lock of whoever does",
+        "torch.utils.cpp_extension",
+        "_get_build_directory, get_default_build_root",
+        "the folder in which an operation is compiled, with the lock of whoever does",
     ),
     _COMPILED,
 )
@@ -129,7 +119,7 @@ def _enter(stack: contextlib.ExitStack) -> None:
             folder = _folder(builder.name)
             return built(folder, lambda: original(builder, verbose), builder.name, is_first_rank())
 
-    stack.enter_context(replaced(_COMPILED, OpBuilder, "jit_load", jit_load))
+    stack.enter_context(replaced(OpBuilder, "jit_load", jit_load))
 
 
 #: Operations are compiled with care while it is open: for as long as a loaded model lives.

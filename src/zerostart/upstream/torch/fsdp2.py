@@ -13,79 +13,44 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from zerostart.upstream.registry import Lasts, PatchPoint, Use, need
-from zerostart.upstream.shapes import Shape
+from zerostart.upstream.guard import Use, need
 from zerostart.upstream.torch.tensors import over
-from zerostart.upstream.versions import TORCH
 
 _PARAMETER = "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam"
 _UNITS = Use(
-    library=TORCH,
-    owner="torch.distributed.fsdp:FSDPModule",
-    names=("_get_fsdp_state",),
-    why="the parameter groups of a unit",
+    "torch.distributed.fsdp:FSDPModule",
+    "_get_fsdp_state",
+    "the parameter groups of a unit",
 )
 _STATES = Use(
-    library=TORCH,
-    owner="torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState",
-    names=("_lazy_init",),
-    attributes=("_fsdp_param_group", "_is_root"),
-    why="whether a forward has been through a unit, which settles its parameters, and which is the root",
+    "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState",
+    "_lazy_init, ._fsdp_param_group, ._is_root",
+    "whether a forward has been through a unit, which settles its parameters, and which is the root",
 )
 _BACKWARD = Use(
-    library=TORCH,
-    owner="torch._C",
-    names=("_current_graph_task_id",),
-    why="whether a unit is called in a backward, which runs checkpointed layers again",
+    "torch._C",
+    "_current_graph_task_id",
+    "whether a unit is called in a backward, which runs checkpointed layers again",
 )
-_GROUPS = PatchPoint(
-    library=TORCH,
-    owner="torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup",
-    attributes=("modules", "offload_policy"),
-    writes=("fsdp_params",),
-    why="parameters of embeddings that are resized leave their unit, and new ones join it",
-    lasts=Lasts.MODEL,
+_GROUPS = Use(
+    "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup",
+    ".modules, .offload_policy",
+    "parameters of embeddings that are resized leave their unit, and new ones join it",
 )
 _SHARDS = Use(
-    library=TORCH,
-    owner=_PARAMETER,
-    names=("_init_sharded_param", "_setattr_on_modules"),
-    attributes=(
-        "_module_info",
-        "_post_load_hook_handle",
-        "device",
-        "fsdp_placement",
-        "mesh_info",
-        "mp_policy",
-        "post_forward_mesh_info",
-        "sharded_param",
-    ),
-    why="a shard is made of a whole parameter, with the settings of the one in whose place it is",
-    shapes=(
-        Shape(
-            f"{_PARAMETER}.__init__",
-            leads=(
-                "param",
-                "module_info",
-                "mesh_info",
-                "post_forward_mesh_info",
-                "device",
-                "shard_placement_fn",
-                "mp_policy",
-                "offload_policy",
-            ),
-        ),
-        Shape(
-            "torch.distributed.fsdp._fully_shard._fsdp_param_group:_get_param_module_infos",
-            leads=("params", "modules"),
-        ),
-    ),
+    _PARAMETER,
+    "_init_sharded_param, _setattr_on_modules, "
+    "__init__(param, module_info, mesh_info, post_forward_mesh_info, device, shard_placement_fn, "
+    "mp_policy, offload_policy), "
+    "torch.distributed.fsdp._fully_shard._fsdp_param_group:_get_param_module_infos(params, modules), "
+    "._module_info, ._post_load_hook_handle, .device, .fsdp_placement, .mesh_info, .mp_policy, "
+    ".post_forward_mesh_info, .sharded_param",
+    "a shard is made of a whole parameter, with the settings of the one in whose place it is",
 )
 _ACCUMULATED = Use(
-    library=TORCH,
-    owner=_PARAMETER,
-    attributes=("unsharded_accumulated_grad",),
-    why="whether gradients have been accumulated that were not reduced",
+    _PARAMETER,
+    ".unsharded_accumulated_grad",
+    "whether gradients have been accumulated that were not reduced",
 )
 TOUCHED = (_UNITS, _STATES, _BACKWARD, _GROUPS, _SHARDS, _ACCUMULATED)
 

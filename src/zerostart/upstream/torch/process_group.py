@@ -15,33 +15,26 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from zerostart.upstream.patches import RefCountedPatches, replaced_wherever_imported
-from zerostart.upstream.registry import Lasts, PatchPoint, Use, demand, misfit
-from zerostart.upstream.shapes import Shape
-from zerostart.upstream.versions import TORCH
+from zerostart.upstream.guard import Use, demand, misfit
+from zerostart.upstream.patches import RefCountedPatches, replaced_everywhere
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-_DESTROY = PatchPoint(
-    library=TORCH,
-    owner="torch.distributed.distributed_c10d",
-    names=("destroy_process_group",),
-    why="a checkpoint that is being written in the background is finished before its process group goes",
-    lasts=Lasts.SAVE,
-    shapes=(Shape("torch.distributed.distributed_c10d:destroy_process_group", leads=("group",)),),
+_DESTROY = Use(
+    "torch.distributed.distributed_c10d",
+    "destroy_process_group(group)",
+    "a checkpoint that is being written in the background is finished before its process group goes",
 )
 _STORE = Use(
-    library=TORCH,
-    owner="torch.distributed.distributed_c10d",
-    names=("_get_default_store", "_world"),
-    why="a rank that is alone in a call learns it without a collective, which would wait for the others",
+    "torch.distributed.distributed_c10d",
+    "_get_default_store, _world",
+    "a rank that is alone in a call learns it without a collective, which would wait for the others",
 )
 _BACKENDS = Use(
-    library=TORCH,
-    owner="torch.distributed.distributed_c10d:Backend",
-    names=("_plugins",),
-    why="a group of trainer ranks and an engine's workers by the accelerators' backend, beside all others",
+    "torch.distributed.distributed_c10d:Backend",
+    "_plugins",
+    "a group of trainer ranks and an engine's workers by the accelerators' backend, beside all others",
 )
 TOUCHED = (_STORE, _BACKENDS, _DESTROY)
 #: Has gloo connect two ranks when they first send each other something, not all ranks with all at once.
@@ -186,6 +179,4 @@ class BeforeTheEnd(RefCountedPatches):
             finally:
                 original(group)
 
-        stack.enter_context(
-            replaced_wherever_imported(_DESTROY, _DESTROY.names[0], original, destroy_process_group)
-        )
+        stack.enter_context(replaced_everywhere("destroy_process_group", original, destroy_process_group))

@@ -16,68 +16,38 @@ import torch
 from torch import nn
 
 from zerostart.errors import UnsupportedVersionError
+from zerostart.upstream.guard import Use, misfit, need
 from zerostart.upstream.patches import replaced
-from zerostart.upstream.registry import Lasts, PatchPoint, Use, misfit, need
-from zerostart.upstream.shapes import Shape
-from zerostart.upstream.versions import TORCH
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-_TRUNCATED_NORMAL = PatchPoint(
-    library=TORCH,
-    owner="torch.nn.init",
-    names=("_no_grad_trunc_normal_",),
-    why="samples by rejection, looks at values, and so does nothing on meta: it is logged as it is called",
-    lasts=Lasts.LOAD,
-    shapes=(
-        Shape(
-            "torch.nn.init:_no_grad_trunc_normal_",
-            leads=("tensor", "mean", "std", "a", "b"),
-            takes=("generator",),
-        ),
-        Shape("torch.nn.init:trunc_normal_", has=("_no_grad_trunc_normal_(tensor, mean, std, a, b, ...)",)),
-    ),
-)
-_PADDING = PatchPoint(
-    library=TORCH,
-    owner="torch.distributed.tensor:DTensor",
-    writes=("_local_tensor",),
-    why="a parameter's local tensor is narrowed to its rows without the padding, as FSDP2 does",
-    lasts=Lasts.MODEL,
+_TRUNCATED_NORMAL = Use(
+    "torch.nn.init",
+    "_no_grad_trunc_normal_(tensor, mean, std, a, b, *, generator), trunc_normal_",
+    "samples by rejection, looks at values, and so does nothing on meta: it is logged as it is called",
 )
 _SPEC = Use(
-    library=TORCH,
-    owner="torch.distributed.tensor:DTensor",
-    names=("_spec",),
-    why="a DTensor with the sharding of another, over a local tensor that lies on the host",
-    shapes=(
-        Shape(
-            "torch.distributed.fsdp._fully_shard._fsdp_common:_from_local_no_grad",
-            has=("DTensor(T, S, requires_grad=R)",),
-        ),
-    ),
+    "torch.distributed.tensor:DTensor",
+    "_spec",
+    "a DTensor with the sharding of another, over a local tensor that lies on the host",
 )
 _GROUPS = Use(
-    library=TORCH,
-    owner="torch.distributed.fsdp:FSDPModule",
-    names=("_apply",),
-    why="FSDP2's parameter groups look again at what the modules hold, as after any Module.to",
-    shapes=(Shape("torch.distributed.fsdp:FSDPModule._apply", has=("P.reset_sharded_param()",)),),
+    "torch.distributed.fsdp:FSDPModule",
+    "_apply",
+    "FSDP2's parameter groups look again at what the modules hold, as after any Module.to",
 )
 _USERS = Use(
-    library=TORCH,
-    owner="torch._C",
-    names=("_storage_Use_Count",),
-    why="whether somebody keeps a view of a buffer that is about to be rearranged",
+    "torch._C",
+    "_storage_Use_Count",
+    "whether somebody keeps a view of a buffer that is about to be rearranged",
 )
 _TABLES = Use(
-    library=TORCH,
-    owner="torch.nn:Module",
-    attributes=("_parameters", "_buffers", "_non_persistent_buffers_set"),
-    why="a module's tensors are looked up and put back in its own tables",
+    "torch.nn:Module",
+    "._parameters, ._buffers, ._non_persistent_buffers_set",
+    "a module's tensors are looked up and put back in its own tables",
 )
-TOUCHED = (_TRUNCATED_NORMAL, _PADDING, _SPEC, _GROUPS, _USERS, _TABLES)
+TOUCHED = (_TRUNCATED_NORMAL, _SPEC, _GROUPS, _USERS, _TABLES)
 
 
 def storage_users(storage: torch.UntypedStorage) -> int:
@@ -157,7 +127,7 @@ def truncated_normal_goes_to(handler: Callable[..., torch.Tensor]) -> Iterator[N
         raise UnsupportedVersionError(f"{wrong}. Initialise the model without trunc_normal_")
 
     new = refuse if wrong else functools.partial(handler, original)
-    with replaced(_TRUNCATED_NORMAL, module, "_no_grad_trunc_normal_", new):
+    with replaced(module, "_no_grad_trunc_normal_", new):
         yield
 
 

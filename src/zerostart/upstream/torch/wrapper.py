@@ -10,33 +10,28 @@ from typing import Any, TypeVar
 
 import torch
 
-from zerostart.upstream.registry import Use, demand
-from zerostart.upstream.versions import TORCH
+from zerostart.upstream.guard import Use, demand
 
 TOUCHED = (
     Use(
-        library=TORCH,
-        owner="torch:Tensor",
-        names=("_make_wrapper_subclass",),
-        why="a tensor without memory that has the strides of one with it",
+        "torch:Tensor",
+        "_make_wrapper_subclass",
+        "a tensor without memory that has the strides of one with it",
     ),
     Use(
-        library=TORCH,
-        owner="torch:_C",
-        names=("_set_throw_on_mutable_data_ptr",),
-        why="whatever asks for the memory that such a tensor lacks gets an error",
+        "torch:_C",
+        "_set_throw_on_mutable_data_ptr",
+        "whatever asks for the memory that such a tensor lacks gets an error",
     ),
     Use(
-        library=TORCH,
-        owner="torch:_C",
-        names=("_set_conj", "_set_neg", "_dispatch_keys", "_additional_keys_to_prop_for_wrapper_tensors"),
-        why="the conjugate and negative bits are the same for a tensor and what wraps it",
+        "torch:_C",
+        "_set_conj, _set_neg, _dispatch_keys, _additional_keys_to_prop_for_wrapper_tensors",
+        "the conjugate and negative bits are the same for a tensor and what wraps it",
     ),
     Use(
-        library=TORCH,
-        owner="torch:_C",
-        names=("_DisableTorchDispatch",),
-        why="operators run past the modes and classes in Python",
+        "torch:_C",
+        "_DisableTorchDispatch",
+        "operators run past the modes and classes in Python",
     ),
 )
 T = TypeVar("T", bound=torch.Tensor)

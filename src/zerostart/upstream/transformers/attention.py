@@ -7,9 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from zerostart.upstream.registry import Use, demand
-from zerostart.upstream.shapes import Shape
-from zerostart.upstream.versions import TRANSFORMERS
+from zerostart.upstream.guard import Use, demand
 
 if TYPE_CHECKING:
     import torch
@@ -18,23 +16,19 @@ if TYPE_CHECKING:
 _MODEL = "transformers.modeling_utils:PreTrainedModel"
 TOUCHED = (
     Use(
-        library=TRANSFORMERS,
-        owner=_MODEL,
-        names=("_is_stateful", "_supports_attention_backend"),
-        why="whether attention goes through the library's interface, and carries no state along a sequence",
+        _MODEL,
+        "_is_stateful, _supports_attention_backend",
+        "whether attention goes through the library's interface, and carries no state along a sequence",
     ),
     Use(
-        library=TRANSFORMERS,
-        owner="transformers.configuration_utils:PreTrainedConfig",
-        names=("_attn_implementation", "get_text_config"),
-        why="the attention implementation that a model was built with",
+        "transformers.configuration_utils:PreTrainedConfig",
+        "_attn_implementation, get_text_config",
+        "the attention implementation that a model was built with",
     ),
     Use(
-        library=TRANSFORMERS,
-        owner="transformers.masking_utils",
-        names=("find_packed_sequence_indices",),
-        why="which document of a packed sequence a token is of, by its position",
-        shapes=(Shape("transformers.masking_utils:find_packed_sequence_indices", leads=("position_ids",)),),
+        "transformers.masking_utils",
+        "find_packed_sequence_indices(position_ids)",
+        "which document of a packed sequence a token is of, by its position",
     ),
 )
 #: Layers whose tokens see each other through attention alone.

@@ -5,39 +5,26 @@ from __future__ import annotations
 import contextlib
 import importlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
+from zerostart.upstream.guard import Use, misfit
 from zerostart.upstream.patches import replaced
-from zerostart.upstream.registry import Lasts, Otherwise, PatchPoint, Use, misfit
-from zerostart.upstream.shapes import Shape
-from zerostart.upstream.versions import TRANSFORMERS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 _MODULE = "transformers.dynamic_module_utils"
-_SECONDS = PatchPoint(
-    library=TRANSFORMERS,
-    owner=_MODULE,
-    names=("TIME_OUT_REMOTE_CODE",),
-    why="code of a checkpoint is refused where a question on the terminal would ask whether to run it",
-    lasts=Lasts.CALL,
-    otherwise=Otherwise.STOCK,
-    shapes=(
-        Shape(
-            f"{_MODULE}:resolve_trust_remote_code",
-            leads=("trust_remote_code",),
-            has=("has_remote_code and TIME_OUT_REMOTE_CODE > 0",),
-        ),
-    ),
+_SECONDS = Use(
+    _MODULE,
+    "TIME_OUT_REMOTE_CODE, resolve_trust_remote_code(trust_remote_code)",
+    "code of a checkpoint is refused where a question on the terminal would ask whether to run it",
 )
 TOUCHED = (
     _SECONDS,
     Use(
-        library=TRANSFORMERS,
-        owner=_MODULE,
-        names=("get_class_from_dynamic_module",),
-        why="the class of a model in the code beside its checkpoint, for a caller who trusts that",
+        _MODULE,
+        "get_class_from_dynamic_module",
+        "the class of a model in the code beside its checkpoint, for a caller who trusts that",
     ),
 )
 
@@ -54,7 +41,7 @@ def unasked() -> Iterator[None]:
         return
     # Imported here: else it would ask where nothing of transformers has been used before.
     module = importlib.import_module(_MODULE)
-    with replaced(_SECONDS, module, _SECONDS.names[0], 0):
+    with replaced(module, "TIME_OUT_REMOTE_CODE", 0):
         yield
 
 
@@ -76,3 +63,16 @@ def class_beside(config: PreTrainedConfig, root: str) -> type | None:
 
     found = get_class_from_dynamic_module(reference, root)
     return found if isinstance(found, type) else None
+
+
+@contextlib.contextmanager
+def without_bars(library: Literal["transformers", "diffusers"]) -> Iterator[None]:
+    """Hide the progress bars of ``library``."""
+    logging = importlib.import_module(f"{library}.utils.logging")
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()

@@ -14,10 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from zerostart.upstream.guard import Use, demand
 from zerostart.upstream.patches import RefCountedPatches, replaced
-from zerostart.upstream.registry import Lasts, PatchPoint, Use, demand
-from zerostart.upstream.shapes import Shape
-from zerostart.upstream.versions import TRANSFORMERS
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -27,43 +25,27 @@ if TYPE_CHECKING:
 
 _CONFIG = "transformers.distributed.configuration_utils:DistributedConfig"
 _ATTRIBUTE = "_zerostart_experts_alone"
-_FLAG = PatchPoint(
-    library=TRANSFORMERS,
-    owner=_CONFIG,
-    names=("__post_init__",),
-    why="enable_expert_parallel without a size is noted, which the object itself may forget",
-    lasts=Lasts.BLOCK,
-    shapes=(
-        Shape(
-            _CONFIG,
-            takes=("tp_size", "tp_plan", "enable_expert_parallel", "fsdp_size", "pp_size"),
-        ),
-    ),
+_FLAG = Use(
+    _CONFIG,
+    "__post_init__, "
+    "transformers.distributed.configuration_utils:DistributedConfig(*, tp_size, tp_plan, "
+    "enable_expert_parallel, fsdp_size, pp_size)",
+    "enable_expert_parallel without a size is noted, which the object itself may forget",
 )
 _ASKED = Use(
-    library=TRANSFORMERS,
-    owner=_CONFIG,
-    names=("from_dict",),
-    why="what a call of from_pretrained asks for",
+    _CONFIG,
+    "from_dict",
+    "what a call of from_pretrained asks for",
 )
 _STYLES = Use(
-    library=TRANSFORMERS,
-    owner="transformers.distributed.tensor_parallel",
-    names=("ALL_PARALLEL_STYLES",),
-    why="the registry of styles",
+    "transformers.distributed.tensor_parallel",
+    "ALL_PARALLEL_STYLES",
+    "the registry of styles",
 )
-_FORWARDS = PatchPoint(
-    library=TRANSFORMERS,
-    owner="transformers.distributed.tensor_parallel:TensorParallelLayer",
-    writes=("forward", "config"),
-    why="a module whose parameters are cut runs by the library's own forward for its style",
-    lasts=Lasts.MODEL,
-    shapes=(
-        Shape(
-            "transformers.distributed.tensor_parallel:TensorParallelLayer.install_forward",
-            leads=("module",),
-        ),
-    ),
+_FORWARDS = Use(
+    "transformers.distributed.tensor_parallel:TensorParallelLayer",
+    "install_forward(module)",
+    "a module whose parameters are cut runs by the library's own forward for its style",
 )
 TOUCHED = (_FLAG, _ASKED, _STYLES, _FORWARDS)
 
@@ -103,7 +85,7 @@ def _enter(stack: ExitStack) -> None:
     demand((_FLAG, _ASKED), "zerostart.enabled() cannot translate distributed_config; use zerostart.load")
     from transformers.distributed.configuration_utils import DistributedConfig
 
-    (name,) = _FLAG.names
+    name = "__post_init__"
     original = DistributedConfig.__post_init__
 
     @functools.wraps(original)
@@ -114,7 +96,7 @@ def _enter(stack: ExitStack) -> None:
         if alone:
             setattr(self, _ATTRIBUTE, True)
 
-    stack.enter_context(replaced(_FLAG, DistributedConfig, name, post_init))
+    stack.enter_context(replaced(DistributedConfig, name, post_init))
 
 
 def axes_asked(config: object) -> AxesAsked:

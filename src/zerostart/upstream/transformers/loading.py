@@ -26,11 +26,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import nn
 
-from zerostart.upstream.patches import note, replaced
-from zerostart.upstream.registry import Lasts, PatchPoint, Use, demand
+from zerostart.upstream.guard import Function, Use, demand
+from zerostart.upstream.patches import replaced
 from zerostart.upstream.seam import Findings, InterceptedCall, LoadingSeam
-from zerostart.upstream.shapes import Function, Shape
-from zerostart.upstream.versions import TRANSFORMERS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -40,96 +38,35 @@ if TYPE_CHECKING:
     from transformers.utils.loading_report import LoadStateDictInfo
 
 _MODEL = "transformers.modeling_utils:PreTrainedModel"
-_FROM_PRETRAINED = PatchPoint(
-    library=TRANSFORMERS,
-    owner=_MODEL,
-    names=("from_pretrained", "get_init_context", "_load_pretrained_model", "_finalize_model_loading"),
-    why="zerostart builds without zero.Init, reads the weights, and leaves the report, of calls it serves",
-    lasts=Lasts.BLOCK,
-    shapes=(
-        Shape(
-            f"{_MODEL}.from_pretrained",
-            has=(
-                "_get_dtype(...)",
-                "cls.get_init_context(dtype, ...)",
-                "model = cls(config, ...)",
-                "get_model_conversion_mapping(model, key_mapping, hf_quantizer)",
-                "cls._load_pretrained_model(model, state_dict, checkpoint_files, load_config)",
-                "cls._finalize_model_loading(model, load_config, loading_info)",
-                "model.eval()",
-                "model.adjust_generation_fn(...)",
-                "model.load_adapter(...)",
-            ),
-        ),
-        Shape(
-            f"{_MODEL}.get_init_context",
-            leads=("dtype",),
-            has=("if is_deepspeed_zero3_enabled(): ...",),
-        ),
-        Shape(
-            f"{_MODEL}._load_pretrained_model",
-            leads=("model", "state_dict", "checkpoint_files", "load_config", "expected_keys"),
-        ),
-        Shape(f"{_MODEL}._finalize_model_loading", leads=("model", "load_config", "loading_info")),
-        Shape(
-            "transformers.modeling_utils:log_state_dict_report",
-            takes=(
-                "model",
-                "pretrained_model_name_or_path",
-                "ignore_mismatched_sizes",
-                "loading_info",
-                "logger",
-            ),
-        ),
-    ),
+_FROM_PRETRAINED = Use(
+    _MODEL,
+    "from_pretrained, get_init_context(dtype), "
+    "_load_pretrained_model(model, state_dict, checkpoint_files, load_config, expected_keys), "
+    "_finalize_model_loading(model, load_config, loading_info), "
+    "transformers.modeling_utils:log_state_dict_report(*, model, pretrained_model_name_or_path, "
+    "ignore_mismatched_sizes, loading_info, logger)",
+    "zerostart builds without zero.Init, reads the weights, and leaves the report, of calls it serves",
 )
-_FROM_CONFIG = PatchPoint(
-    library=TRANSFORMERS,
-    owner=_MODEL,
-    names=("_from_config",),
-    why="a model that has no checkpoint starts in shards",
-    lasts=Lasts.BLOCK,
-    shapes=(
-        Shape(
-            f"{_MODEL}._from_config",
-            leads=("config",),
-            has=(
-                "is_deepspeed_zero3_enabled() and not Q and not _is_ds_init_called",
-                "model = cls(config, ...)",
-            ),
-        ),
-        Shape("transformers.modeling_utils:set_zero3_state", has=("_is_ds_init_called = True",)),
-    ),
+_FROM_CONFIG = Use(
+    _MODEL,
+    "_from_config(config)",
+    "a model that has no checkpoint starts in shards",
 )
-_QUANTIZER = PatchPoint(
-    library=TRANSFORMERS,
-    owner="transformers.modeling_utils",
-    names=("get_hf_quantizer",),
-    why="a quantised checkpoint is dequantised, before modules become those of quantised weights",
-    lasts=Lasts.BLOCK,
-    shapes=(
-        Shape("transformers.quantizers.auto:get_hf_quantizer", leads=("config", "quantization_config")),
-        Shape(f"{_MODEL}.from_pretrained", has=("X, config, Y = get_hf_quantizer(...)",)),
-    ),
+_QUANTIZER = Use(
+    "transformers.modeling_utils",
+    "get_hf_quantizer, transformers.quantizers.auto:get_hf_quantizer(config, quantization_config)",
+    "a quantised checkpoint is dequantised, before modules become those of quantised weights",
 )
-_RESIZING = PatchPoint(
-    library=TRANSFORMERS,
-    owner=_MODEL,
-    names=("resize_token_embeddings",),
-    why="of the one model: embeddings that are in shards are whole while they are resized",
-    lasts=Lasts.MODEL,
+_RESIZING = Use(
+    _MODEL,
+    "resize_token_embeddings",
+    "of the one model: embeddings that are in shards are whole while they are resized",
 )
 _CONFIGURED = Use(
-    library=TRANSFORMERS,
-    owner="transformers.integrations.deepspeed",
-    names=("set_hf_deepspeed_config", "unset_hf_deepspeed_config", "_hf_deepspeed_config_weak_ref"),
-    why="models are built as without a DeepSpeed configuration; embeddings of partitions resized as with one",
-    shapes=(
-        Shape(
-            "transformers.integrations.deepspeed:is_deepspeed_zero3_enabled",
-            has=("return _hf_deepspeed_config_weak_ref().is_zero3()",),
-        ),
-    ),
+    "transformers.integrations.deepspeed",
+    "set_hf_deepspeed_config, unset_hf_deepspeed_config, _hf_deepspeed_config_weak_ref, "
+    "is_deepspeed_zero3_enabled",
+    "models are built as without a DeepSpeed configuration; embeddings of partitions resized as with one",
 )
 TOUCHED = (
     _FROM_PRETRAINED,
@@ -138,33 +75,16 @@ TOUCHED = (
     _RESIZING,
     _CONFIGURED,
     Use(
-        library=TRANSFORMERS,
-        owner="transformers.modeling_utils:LoadStateDictConfig",
-        shapes=(
-            Shape(
-                "transformers.modeling_utils:LoadStateDictConfig",
-                takes=(
-                    "device_map",
-                    "device_mesh",
-                    "hf_quantizer",
-                    "weight_mapping",
-                    "ignore_mismatched_sizes",
-                    "pretrained_model_name_or_path",
-                ),
-            ),
-        ),
-        why="the settings of a call",
+        "transformers.modeling_utils:LoadStateDictConfig",
+        "transformers.modeling_utils:LoadStateDictConfig(*, device_map, device_mesh, hf_quantizer, "
+        "weight_mapping, ignore_mismatched_sizes, pretrained_model_name_or_path)",
+        "the settings of a call",
     ),
     Use(
-        library=TRANSFORMERS,
-        owner="transformers.utils.loading_report:LoadStateDictInfo",
-        shapes=(
-            Shape(
-                "transformers.utils.loading_report:LoadStateDictInfo",
-                takes=("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"),
-            ),
-        ),
-        why="what the library's own report is made of",
+        "transformers.utils.loading_report:LoadStateDictInfo",
+        "transformers.utils.loading_report:LoadStateDictInfo(*, missing_keys, unexpected_keys, "
+        "mismatched_keys, error_msgs)",
+        "what the library's own report is made of",
     ),
 )
 
@@ -178,7 +98,6 @@ def require() -> None:
 def resize_by(model: PreTrainedModel, function: Callable[..., object]) -> None:
     """Have ``model.resize_token_embeddings`` call ``function``, as long as the model lives."""
     model.resize_token_embeddings = function
-    note(_RESIZING, model)
 
 
 class _ZeRO3:
@@ -290,18 +209,18 @@ class TransformersSeam(LoadingSeam[TransformersCall]):
         from transformers import modeling_utils
 
         model: type[PreTrainedModel] = modeling_utils.PreTrainedModel
-        for point, name, make in (
-            (_FROM_PRETRAINED, "from_pretrained", self.from_pretrained),
-            (_FROM_PRETRAINED, "get_init_context", self._get_init_context),
-            (_FROM_PRETRAINED, "_load_pretrained_model", self._load_pretrained_model),
-            (_FROM_PRETRAINED, "_finalize_model_loading", self._finalize_model_loading),
-            (_FROM_CONFIG, "_from_config", self._from_config),
+        for name, make in (
+            ("from_pretrained", self.from_pretrained),
+            ("get_init_context", self._get_init_context),
+            ("_load_pretrained_model", self._load_pretrained_model),
+            ("_finalize_model_loading", self._finalize_model_loading),
+            ("_from_config", self._from_config),
         ):
             # The plain function of a class or static method, which ``make`` wraps in its kind again.
-            stack.enter_context(replaced(point, model, name, make(vars(model)[name].__func__)))
-        (name,) = _QUANTIZER.names
+            stack.enter_context(replaced(model, name, make(vars(model)[name].__func__)))
+        name = "get_hf_quantizer"
         made = self._get_hf_quantizer(modeling_utils.get_hf_quantizer)
-        stack.enter_context(replaced(_QUANTIZER, modeling_utils, name, made))
+        stack.enter_context(replaced(modeling_utils, name, made))
 
     def _from_config(self, original: Function) -> object:
         @functools.wraps(original)

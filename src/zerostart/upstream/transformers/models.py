@@ -13,10 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zerostart.errors import ConfigError
+from zerostart.upstream.guard import Use, demand, misfit, need
 from zerostart.upstream.patches import replaced
-from zerostart.upstream.registry import Lasts, PatchPoint, Use, demand, misfit, need
-from zerostart.upstream.shapes import Shape
-from zerostart.upstream.versions import TRANSFORMERS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -26,109 +24,42 @@ if TYPE_CHECKING:
 
 _MODEL = "transformers.modeling_utils:PreTrainedModel"
 _CONVERSIONS = Use(
-    library=TRANSFORMERS,
-    owner="transformers.core_model_loading",
-    names=("rename_source_key", "dot_natural_key", "WeightConverter", "WeightRenaming"),
-    why="the conversions registered for a model, which are traced",
-    shapes=(
-        Shape(
-            "transformers.core_model_loading:revert_weight_conversion",
-            leads=("model", "state_dict"),
-        ),
-    ),
+    "transformers.core_model_loading",
+    "rename_source_key, dot_natural_key, WeightConverter, WeightRenaming, "
+    "revert_weight_conversion(model, state_dict)",
+    "the conversions registered for a model, which are traced",
 )
 _MAPPING = Use(
-    library=TRANSFORMERS,
-    owner="transformers.conversion_mapping",
-    names=("get_model_conversion_mapping",),
-    why="which of them a model has",
-    shapes=(
-        Shape(
-            "transformers.conversion_mapping:get_model_conversion_mapping",
-            leads=("model", "key_mapping", "hf_quantizer"),
-        ),
-    ),
+    "transformers.conversion_mapping",
+    "get_model_conversion_mapping(model, key_mapping, hf_quantizer)",
+    "which of them a model has",
 )
 _CONTEXTS = Use(
-    library=TRANSFORMERS,
-    owner="transformers.initialization",
-    names=("no_tie_weights", "meta_device_safe_creation_ops"),
-    why="the library's own contexts for a model that is built on meta",
+    "transformers.initialization",
+    "no_tie_weights, meta_device_safe_creation_ops",
+    "the library's own contexts for a model that is built on meta",
 )
 _NESTED = Use(
-    library=TRANSFORMERS,
-    owner="transformers.modeling_utils",
-    names=("set_zero3_state", "_is_ds_init_called"),
-    why="models inside a model are built in no zero.Init of their own",
-    shapes=(
-        Shape(
-            f"{_MODEL}._from_config",
-            has=("is_deepspeed_zero3_enabled() and not Q and not _is_ds_init_called",),
-        ),
-        Shape("transformers.modeling_utils:set_zero3_state", has=("_is_ds_init_called = True",)),
-    ),
+    "transformers.modeling_utils",
+    "set_zero3_state, _is_ds_init_called",
+    "models inside a model are built in no zero.Init of their own",
 )
 _DECLARED = Use(
-    library=TRANSFORMERS,
-    owner=_MODEL,
-    names=(
-        "_ep_plan",
-        "_tp_plan",
-        "_keys_to_ignore_on_load_missing",
-        "_keys_to_ignore_on_load_unexpected",
-        "_keys_to_ignore_on_save",
-        "get_expanded_tied_weights_keys",
-        "initialize_weights",
-    ),
-    attributes=("all_tied_weights_keys",),
-    why="what a model declares of its tensors, and its own initialiser",
-    shapes=(
-        Shape(f"{_MODEL}._get_dtype_plan", leads=("dtype",)),
-        Shape(
-            f"{_MODEL}.tie_weights",
-            takes=("missing_keys", "recompute_mapping"),
-        ),
-    ),
+    _MODEL,
+    "_ep_plan, _tp_plan, _keys_to_ignore_on_load_missing, _keys_to_ignore_on_load_unexpected, "
+    "_keys_to_ignore_on_save, get_expanded_tied_weights_keys, initialize_weights, "
+    "_get_dtype_plan(dtype), tie_weights(*, missing_keys, recompute_mapping), .all_tied_weights_keys",
+    "what a model declares of its tensors, and its own initialiser",
 )
-_MARKS = PatchPoint(
-    library=TRANSFORMERS,
-    owner=_MODEL,
-    writes=("_is_hf_initialized", "_weight_conversions", "_ep_plan", "_tp_plan", "has_ep"),
-    why="what the library's own loading leaves on a model: which tensors are loaded, for the initialiser; "
-    "what save_pretrained has to reverse; plans given in the call, and whether experts are shared out",
-    lasts=Lasts.MODEL,
-    shapes=(
-        Shape(
-            "transformers.core_model_loading:revert_weight_conversion",
-            has=("getattr(model, '_weight_conversions', None)",),
-        ),
-    ),
-)
-_RECORDED = PatchPoint(
-    library=TRANSFORMERS,
-    owner="transformers.modeling_utils",
-    writes=("_CAN_RECORD_REGISTRY",),
-    why="FSDP2 puts a class of its own before a model's, under whose name hidden states are not found",
-    lasts=Lasts.MODEL,
-)
-_DEVICE = PatchPoint(
-    library=TRANSFORMERS,
-    owner="transformers.modeling_utils",
-    names=("get_torch_context_manager_or_global_device",),
-    why="a model that is built on meta initialises its weights as one on the CPU does, for the log of calls",
-    lasts=Lasts.LOAD,
-    shapes=(
-        Shape(
-            "transformers.modeling_utils:PreTrainedModel.init_weights",
-            has=("get_torch_context_manager_or_global_device()", "self.initialize_weights()"),
-        ),
-    ),
+_DEVICE = Use(
+    "transformers.modeling_utils",
+    "get_torch_context_manager_or_global_device",
+    "a model that is built on meta initialises its weights as one on the CPU does, for the log of calls",
 )
 _CREATION = Use(
-    library=TRANSFORMERS,
-    owner="transformers.initialization",
-    names=("meta_device_safe_creation_ops",),
-    why="the library's own context for a model that is built on meta",
+    "transformers.initialization",
+    "meta_device_safe_creation_ops",
+    "the library's own context for a model that is built on meta",
 )
 TOUCHED = (
     _CONVERSIONS,
@@ -136,8 +67,6 @@ TOUCHED = (
     _CONTEXTS,
     _NESTED,
     _DECLARED,
-    _MARKS,
-    _RECORDED,
     _DEVICE,
     _CREATION,
 )
@@ -223,7 +152,7 @@ def _builds() -> bool:
 def check_built(model: torch.nn.Module) -> None:
     """Raise UnsupportedVersionError if ``model`` has parts of a transformers that is not as it has to be."""
     if any(map(is_pretrained, model.modules())):
-        need(_CONTEXTS, _NESTED, _DECLARED, _MARKS)
+        need(_CONTEXTS, _NESTED, _DECLARED)
 
 
 def dtype_plan(model: PreTrainedModel, dtype: torch.dtype) -> list[tuple[re.Pattern[str], torch.dtype]]:
@@ -279,7 +208,6 @@ def keep_outputs(model: torch.nn.Module) -> None:
     """Have models in ``model`` find what they can record beside their output, whatever class they are."""
     from transformers import modeling_utils
 
-    need(_RECORDED)
     for module in model.modules():
         if is_pretrained(module):
             # Not by its item: the registry would make the keys, which are the names of the classes, itself.
@@ -359,12 +287,12 @@ def initialising(dtype: torch.dtype) -> Iterator[None]:
     from transformers import initialization, modeling_utils
 
     module: ModuleType = modeling_utils
-    (name,) = _DEVICE.names
+    name = "get_torch_context_manager_or_global_device"
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with (
-            replaced(_DEVICE, module, name, lambda: None),
+            replaced(module, name, lambda: None),
             without_zero_init(),
             torch.device("meta"),
             initialization.meta_device_safe_creation_ops(),

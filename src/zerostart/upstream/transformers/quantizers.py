@@ -8,43 +8,28 @@ from typing import TYPE_CHECKING
 import torch
 
 from zerostart.errors import BuildError
-from zerostart.upstream.patches import note
-from zerostart.upstream.registry import Lasts, PatchPoint, Use, demand
-from zerostart.upstream.shapes import Shape
-from zerostart.upstream.versions import TRANSFORMERS
+from zerostart.upstream.guard import Use, demand
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
     from transformers.core_model_loading import ConversionOps, WeightTransform
     from transformers.quantizers.base import HfQuantizer
 
-_DEQUANTISED = PatchPoint(
-    library=TRANSFORMERS,
-    owner="transformers.quantizers.base:HfQuantizer",
-    names=("update_weight_conversions",),
-    attributes=("quantization_config",),
-    writes=("quantization_config.dequantize",),
-    why="of the one quantizer: its weights are dequantised while they are read, blocks that an edge cuts too",
-    lasts=Lasts.LOAD,
-    shapes=(
-        Shape(
-            "transformers.integrations.finegrained_fp8:Fp8Dequantize._dequantize_one",
-            leads=("quantized", "scales"),
-            takes=("output_dtype",),
-        ),
-    ),
+_DEQUANTISED = Use(
+    "transformers.quantizers.base:HfQuantizer",
+    "update_weight_conversions, "
+    "transformers.integrations.finegrained_fp8:Fp8Dequantize._dequantize_one(quantized, scales, *, "
+    "output_dtype), "
+    ".quantization_config",
+    "of the one quantizer: its weights are dequantised while they are read, blocks that an edge cuts too",
 )
 TOUCHED = (
     _DEQUANTISED,
     Use(
-        library=TRANSFORMERS,
-        owner="transformers.quantizers.base:HfQuantizer",
-        names=("get_weight_conversions", "remove_quantization_config"),
-        why="the operations that dequantise, which are run on what a rank reads",
-        shapes=(
-            Shape("transformers.quantizers.base:HfQuantizer.preprocess_model", takes=("model", "dtype")),
-            Shape("transformers.quantizers.auto:AutoHfQuantizer.from_config", leads=("quantization_config",)),
-        ),
+        "transformers.quantizers.base:HfQuantizer",
+        "get_weight_conversions, remove_quantization_config, preprocess_model(*, model, dtype), "
+        "transformers.quantizers.auto:AutoHfQuantizer.from_config(quantization_config)",
+        "the operations that dequantise, which are run on what a rank reads",
     ),
 )
 
@@ -127,7 +112,6 @@ def _mend_blocks(quantizer: HfQuantizer, block: tuple[int, int]) -> None:
         return conversions
 
     quantizer.update_weight_conversions = mended
-    note(_DEQUANTISED, quantizer)
 
 
 def prepare(quantizer: HfQuantizer, model: PreTrainedModel, dtype: torch.dtype) -> None:

@@ -19,63 +19,21 @@ from typing import Any, Protocol
 
 import torch
 
-from zerostart.upstream.on_import import enter_when_imported
-from zerostart.upstream.patches import RefCountedPatches, replaced
-from zerostart.upstream.registry import Lasts, Otherwise, PatchPoint, is_first_rank, misfit
-from zerostart.upstream.shapes import Function, Shape
-from zerostart.upstream.versions import TRL
+from zerostart.upstream.guard import Function, Use, is_first_rank, misfit
+from zerostart.upstream.patches import RefCountedPatches, enter_when_imported, replaced
 
 logger = logging.getLogger("zerostart")
 
 _MODULE = "trl.generation.vllm_generation"
-_SYNC = PatchPoint(
-    library=TRL,
-    owner="trl.generation.vllm_generation:VLLMGeneration",
-    names=("sync_weights",),
-    attributes=("model", "mode", "llm", "vllm_client", "_llm_weights_sleeping"),
-    writes=("_llm_weights_sleeping",),
-    why="the weights of a sharded model go to vLLM without a gather",
-    lasts=Lasts.BLOCK,
-    otherwise=Otherwise.STOCK,
-    shapes=(
-        Shape(
-            "trl.generation.vllm_generation:VLLMGeneration.sync_weights",
-            has=(
-                "self.llm.wake_up(tags=['weights'])",
-                "self._llm_weights_sleeping = False",
-                "self.vllm_client.update_named_params(...)",
-                "X.load_weights(...)",
-                "self.vllm_client.reset_prefix_cache()",
-                "self.llm.reset_prefix_cache()",
-            ),
-        ),
-        Shape(
-            "trl.generation.vllm_generation:VLLMGeneration._init_vllm",
-            has=(
-                "if accelerator.is_main_process: ...",
-                "self.vllm_client = VLLMClient(...)",
-                "self.vllm_client.init_communicator(...)",
-                "self.llm = LLM(...)",
-            ),
-        ),
-    ),
+_SYNC = Use(
+    "trl.generation.vllm_generation:VLLMGeneration",
+    "sync_weights, _init_vllm, .model, .mode, .llm, .vllm_client, ._llm_weights_sleeping",
+    "the weights of a sharded model go to vLLM without a gather",
 )
-_CONNECT = PatchPoint(
-    library=TRL,
-    owner="trl.generation.vllm_client:VLLMClient",
-    names=("init_communicator",),
-    attributes=("base_url",),
-    why="a server whose workers zerostart serves needs no group of NCCL",
-    lasts=Lasts.BLOCK,
-    otherwise=Otherwise.STOCK,
-    shapes=(
-        Shape(
-            "trl.generation.vllm_client:VLLMClient.init_communicator",
-            leads=("device",),
-            has=("if self.get_server_info()['weight_transfer_config'] is None: ...",),
-        ),
-        Shape("trl.generation.vllm_client:VLLMClient.get_server_info", has=("return X['vllm_config']",)),
-    ),
+_CONNECT = Use(
+    "trl.generation.vllm_client:VLLMClient",
+    "init_communicator(device), get_server_info, .base_url",
+    "a server whose workers zerostart serves needs no group of NCCL",
 )
 TOUCHED = (_SYNC, _CONNECT)
 
@@ -136,11 +94,9 @@ class WeightSyncs(RefCountedPatches):
                 logger.warning("TRL keeps its own synchronisation of weights with vLLM: %s", wrong)
             return
         generation, client = module.VLLMGeneration, module.VLLMClient
+        stack.enter_context(replaced(generation, "sync_weights", _sent(generation.sync_weights, self._sync)))
         stack.enter_context(
-            replaced(_SYNC, generation, "sync_weights", _sent(generation.sync_weights, self._sync))
-        )
-        stack.enter_context(
-            replaced(_CONNECT, client, "init_communicator", _sent(client.init_communicator, self._connect))
+            replaced(client, "init_communicator", _sent(client.init_communicator, self._connect))
         )
 
 

@@ -17,81 +17,29 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerostart.upstream.registry import Lasts, Otherwise, PatchPoint, Use, demand, misfit
-from zerostart.upstream.shapes import Shape
-from zerostart.upstream.versions import VLLM
+from zerostart.upstream.guard import Use, demand, misfit
 
-_EXPERTS = PatchPoint(
-    library=VLLM,
-    owner="vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method:UnquantizedFusedMoEMethod",
-    writes=("moe_kernel", "moe_quant_config"),
-    attributes=("moe_kernel",),
-    why="on a CPU, experts are packed at each load: vLLM packs them when it makes their kernel, and computes "
-    "with unpacked weights after a second load",
-    lasts=Lasts.CALL,
-    otherwise=Otherwise.STOCK,
-    shapes=(
-        Shape(
-            "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method:"
-            "UnquantizedFusedMoEMethod._setup_kernel",
-            has=(
-                "is_weight_update = self.moe_kernel is not None",
-                "if not is_weight_update: ...",
-                "self._init_moe_kernel(layer)",
-                "self.moe_kernel.fused_experts.process_weights_after_loading(layer)",
-            ),
-        ),
-    ),
+_EXPERTS = Use(
+    "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method:UnquantizedFusedMoEMethod",
+    "_setup_kernel, .moe_kernel",
+    "on a CPU, experts are packed at each load: vLLM packs them when it makes their kernel, and "
+    "computes with unpacked weights after a second load",
 )
 _LAYERWISE = Use(
-    library=VLLM,
-    owner="vllm.model_executor.model_loader.reload.layerwise",
-    names=("_layerwise_process", "_place_kernel_tensors", "get_layerwise_info"),
-    why="one layer is filled and packed at a time, without a weight loader",
-    shapes=(
-        Shape(
-            "vllm.model_executor.model_loader.reload.layerwise:_layerwise_process",
-            leads=("layer", "info"),
-            has=(
-                "materialize_layer(layer, info)",
-                "for name, args in info.loaded_weights: ...",
-                "quant_method.process_weights_after_loading(layer)",
-                "_copy_and_restore_kernel_tensors(layer, info)",
-                "info.reset()",
-            ),
-        ),
-        Shape(
-            "vllm.model_executor.model_loader.reload.layerwise:initialize_layerwise_reload",
-            has=(
-                "info.kernel_tensors = get_layer_params_buffers(layer)",
-                "info.kernel_non_persistent_buffers = set(layer._non_persistent_buffers_set)",
-                "restore_layer_on_meta(layer, info)",
-            ),
-        ),
-    ),
+    "vllm.model_executor.model_loader.reload.layerwise",
+    "_layerwise_process(layer, info), _place_kernel_tensors, get_layerwise_info, initialize_layerwise_reload",
+    "one layer is filled and packed at a time, without a weight loader",
 )
 _META = Use(
-    library=VLLM,
-    owner="vllm.model_executor.model_loader.reload.meta",
-    names=("materialize_layer", "restore_layer_on_meta"),
-    why="parameters as a load finds them, without memory and with it",
-    shapes=(
-        Shape("vllm.model_executor.model_loader.reload.meta:restore_layer_on_meta", leads=("layer", "info")),
-        Shape("vllm.model_executor.model_loader.reload.meta:materialize_layer", leads=("layer", "info")),
-    ),
+    "vllm.model_executor.model_loader.reload.meta",
+    "materialize_layer(layer, info), restore_layer_on_meta(layer, info)",
+    "parameters as a load finds them, without memory and with it",
 )
 _LATENT = Use(
-    library=VLLM,
-    owner="vllm.model_executor.layers.attention.mla_attention:MLAAttention",
-    names=("process_weights_after_loading",),
-    why="on some CPUs latent attention packs a projection's weight itself, and drops it: until then it is "
-    "left as it was filled",
-    shapes=(
-        Shape(
-            "vllm.model_executor.layers.attention.mla_attention:MLAAttention.process_weights_after_loading",
-            has=("self.impl.process_weights_after_loading(X)", "self.kv_b_proj.weight = X"),
-        ),
-    ),
+    "vllm.model_executor.layers.attention.mla_attention:MLAAttention",
+    "process_weights_after_loading",
+    "on some CPUs latent attention packs a projection's weight itself, and drops it: until then it "
+    "is left as it was filled",
 )
 TOUCHED = (_EXPERTS, _LAYERWISE, _META, _LATENT)
 

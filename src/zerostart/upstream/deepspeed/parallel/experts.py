@@ -15,10 +15,8 @@ from zerostart.upstream.deepspeed.zero3 import partitions as upstream
 from zerostart.upstream.deepspeed.zero12.groups import TOUCHED as GROUPING
 from zerostart.upstream.deepspeed.zero12.groups import grouping
 from zerostart.upstream.deepspeed.zero12.marks import mark_expert_of
+from zerostart.upstream.guard import Use, demand
 from zerostart.upstream.patches import RefCountedPatches
-from zerostart.upstream.registry import Lasts, PatchPoint, Use, demand
-from zerostart.upstream.shapes import Shape
-from zerostart.upstream.versions import DEEPSPEED
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -27,73 +25,22 @@ _INIT = "deepspeed.runtime.zero.partition_parameters:Init"
 _OPTIMIZER = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
 _STAGE3 = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
 _GROUPS = Use(
-    library=DEEPSPEED,
-    owner="deepspeed.utils.groups",
-    names=(
-        "_create_expert_and_data_parallel",
-        "_get_expert_parallel_group",
-        "_get_expert_parallel_group_dict",
-        "_get_expert_data_parallel_group",
-    ),
-    why="DeepSpeed's own groups of ranks that share experts, made once for each size",
-    shapes=(
-        Shape(
-            "deepspeed.utils.groups:_create_expert_and_data_parallel",
-            leads=("expert_parallel_size_",),
-            has=("X = f'ep_size_{expert_parallel_size_}'",),
-        ),
-    ),
+    "deepspeed.utils.groups",
+    "_create_expert_and_data_parallel(expert_parallel_size_), _get_expert_parallel_group, "
+    "_get_expert_parallel_group_dict, _get_expert_data_parallel_group",
+    "DeepSpeed's own groups of ranks that share experts, made once for each size",
 )
-_PARTITIONED = PatchPoint(
-    library=DEEPSPEED,
-    owner=_STAGE3,
-    writes=(
-        "ds_zero_partition_process_group",
-        "ds_zero_placement_family",
-        "ds_zero_partition_group_name",
-    ),
-    why="a parameter of experts is partitioned among the ranks that have it, its gradient is divided by "
+_PARTITIONED = Use(
+    _STAGE3,
+    "_autoep_expert_parallel_group",
+    "a parameter of experts is partitioned among the ranks that have it, its gradient is divided by "
     "all ranks, and its norm counted over its group, as AutoEP's own",
-    lasts=Lasts.MODEL,
-    shapes=(
-        Shape(
-            f"{_INIT}._convert_to_deepspeed_param",
-            has=("getattr(param, 'ds_zero_partition_process_group', self.ds_process_group)",),
-        ),
-        Shape(
-            f"{_STAGE3}._autoep_expert_parallel_group",
-            has=(
-                "getattr(X, 'ds_zero_placement_family', 'replicated')",
-                "getattr(X, 'ds_zero_partition_group_name', None)",
-            ),
-        ),
-    ),
 )
-_MARKS = PatchPoint(
-    library=DEEPSPEED,
-    owner=_OPTIMIZER,
-    writes=("allreduce", "group_name", "tensor_model_parallel"),
-    why="a gradient is summed over the ranks that hold the same experts, and divided by all batches; "
+_MARKS = Use(
+    _OPTIMIZER,
+    "get_grad_norm_direct, is_moe_group, _configure_moe_settings",
+    "a gradient is summed over the ranks that hold the same experts, and divided by all batches; "
     "every rank counts its own in the norm, also where ranks share tensors",
-    lasts=Lasts.MODEL,
-    shapes=(
-        Shape(
-            "deepspeed.moe.utils:is_moe_param", has=("hasattr(param, 'allreduce') and not param.allreduce",)
-        ),
-        Shape(
-            "deepspeed.runtime.utils:is_model_parallel_parameter",
-            has=("if hasattr(p, 'tensor_model_parallel') and p.tensor_model_parallel: ...",),
-        ),
-        Shape(
-            f"{_OPTIMIZER}.get_grad_norm_direct",
-            has=("if is_model_parallel_parameter(p) or self.model_parallel_rank == 0: ...",),
-        ),
-        Shape(f"{_OPTIMIZER}.is_moe_group", has=("'moe' in group and group['moe']",)),
-        Shape(
-            f"{_OPTIMIZER}._configure_moe_settings",
-            has=("self.real_dp_process_group[I] = self.expert_dp_process_group[G['name']]",),
-        ),
-    ),
 )
 TOUCHED = (_GROUPS, _PARTITIONED, _MARKS)
 

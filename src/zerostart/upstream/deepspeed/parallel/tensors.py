@@ -15,7 +15,6 @@ import contextlib
 import functools
 import io
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -25,10 +24,8 @@ from torch import nn
 from zerostart.errors import ConfigError
 from zerostart.upstream.deepspeed.types import DeepSpeedConfig
 from zerostart.upstream.deepspeed.zero3 import partitions as upstream
+from zerostart.upstream.guard import Use, demand
 from zerostart.upstream.patches import replaced
-from zerostart.upstream.registry import Lasts, PatchPoint, Use, demand
-from zerostart.upstream.shapes import Shape
-from zerostart.upstream.versions import DEEPSPEED
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,48 +36,25 @@ if TYPE_CHECKING:
 _ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
 _LAYERS = "deepspeed.module_inject.layers"
 _PARTITIONING = Use(
-    library=DEEPSPEED,
-    owner=_ENGINE,
-    names=("_apply_autotp_partitioning",),
-    why="run on a model on meta, it makes the layers that it would make of a whole one",
-    shapes=(
-        Shape(
-            f"{_ENGINE}._apply_autotp_partitioning",
-            leads=("model", "tp_config"),
-            has=(
-                "if getattr(model, 'ds_autotp_parsed', False): ...",
-                "partition_config = tp_config.get_partition_config_object()",
-                "hf_tp_plan = _get_hf_tp_plan(model)",
-                "setattr(model, 'ds_autotp_parsed', True)",
-            ),
-        ),
-        Shape(
-            f"{_LAYERS}:TensorParallel_Layer.move",
-            leads=("tensor",),
-            has=("if tensor.is_meta: ...",),
-        ),
-    ),
+    _ENGINE,
+    "_apply_autotp_partitioning(model, tp_config), "
+    "deepspeed.module_inject.layers:TensorParallel_Layer.move(tensor)",
+    "run on a model on meta, it makes the layers that it would make of a whole one",
 )
-_PLAYED = PatchPoint(
-    library=DEEPSPEED,
-    owner="deepspeed.comm",
-    names=("get_rank", "get_world_size"),
-    why="a process that is alone plays the first of the ranks that would share tensors",
-    lasts=Lasts.CALL,
+_PLAYED = Use(
+    "deepspeed.comm",
+    "get_rank, get_world_size",
+    "a process that is alone plays the first of the ranks that would share tensors",
 )
-_GROUPS = PatchPoint(
-    library=DEEPSPEED,
-    owner="deepspeed.utils.groups",
-    names=("get_tensor_model_parallel_group", "get_tensor_model_parallel_world_size"),
-    why="the group of ranks that share tensors is a stand-in there",
-    lasts=Lasts.CALL,
+_GROUPS = Use(
+    "deepspeed.utils.groups",
+    "get_tensor_model_parallel_group, get_tensor_model_parallel_world_size",
+    "the group of ranks that share tensors is a stand-in there",
 )
-_DEVICE = PatchPoint(
-    library=DEEPSPEED,
-    owner="deepspeed.accelerator.abstract_accelerator:DeepSpeedAccelerator",
-    names=("current_device_name",),
-    why="what is sliced stays on meta",
-    lasts=Lasts.CALL,
+_DEVICE = Use(
+    "deepspeed.accelerator.abstract_accelerator:DeepSpeedAccelerator",
+    "current_device_name",
+    "what is sliced stays on meta",
 )
 TOUCHED = (
     _PARTITIONING,
@@ -88,28 +62,21 @@ TOUCHED = (
     _GROUPS,
     _DEVICE,
     Use(
-        library=DEEPSPEED,
-        owner="deepspeed.runtime.tensor_parallel.config",
-        names=("TPTrainingConfig",),
-        why="the section tensor_parallel, as the engine reads it",
+        "deepspeed.runtime.tensor_parallel.config",
+        "TPTrainingConfig",
+        "the section tensor_parallel, as the engine reads it",
     ),
     Use(
-        library=DEEPSPEED,
-        owner="deepspeed.module_inject.tp_plan_converter:TPPlanConverter",
-        names=("convert",),
-        why="a plan in transformers' styles as DeepSpeed's rules",
+        "deepspeed.module_inject.tp_plan_converter:TPPlanConverter",
+        "convert",
+        "a plan in transformers' styles as DeepSpeed's rules",
     ),
     Use(
-        library=DEEPSPEED,
-        owner=_LAYERS,
-        names=("DS_AUTOTP_UC_META", "_build_param_uc_restore_meta"),
-        why="what a sliced parameter says of itself: which elements of the whole one each rank has",
-        shapes=(
-            Shape(
-                f"{_LAYERS}:_build_param_uc_restore_meta",
-                takes=("partition_dim", "partition_sizes", "original_shape", "replicated", "affine_map"),
-            ),
-        ),
+        _LAYERS,
+        "DS_AUTOTP_UC_META, "
+        "_build_param_uc_restore_meta(*, partition_dim, partition_sizes, original_shape, replicated, "
+        "affine_map)",
+        "what a sliced parameter says of itself: which elements of the whole one each rank has",
     ),
 )
 
@@ -202,7 +169,7 @@ def _partition(model: nn.Module, size: int, section: DeepSpeedConfig) -> None:
     config = _config(size, section)
     layers.set_autotp_mode(training=True)
     kind = type(model).__name__
-    device = replaced(_DEVICE, get_accelerator(), "current_device_name", lambda *_: "meta")
+    device = replaced(get_accelerator(), "current_device_name", lambda *_: "meta")
     try:
         # It prints what it has registered; new layers are to take no memory.
         with contextlib.redirect_stdout(io.StringIO()), device, torch.device("meta"):
@@ -234,13 +201,12 @@ def _played(size: int) -> Iterator[None]:
 
     # For the group: nothing is sent while a model on meta is cut.
     stand_in = object()
-    with ExitStack() as stack:
-        for point, module, answers in (
-            (_PLAYED, comm, (lambda group=None: 0, lambda group=None: size)),
-            (_GROUPS, groups, (lambda: stand_in, lambda: size)),
-        ):
-            for name, answer in zip(point.names, answers, strict=True):
-                stack.enter_context(replaced(point, module, name, answer))
+    with (
+        replaced(comm, "get_rank", lambda group=None: 0),
+        replaced(comm, "get_world_size", lambda group=None: size),
+        replaced(groups, "get_tensor_model_parallel_group", lambda: stand_in),
+        replaced(groups, "get_tensor_model_parallel_world_size", lambda: size),
+    ):
         yield
 
 

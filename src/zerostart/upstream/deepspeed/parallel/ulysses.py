@@ -25,11 +25,9 @@ import torch.distributed as dist
 from torch import nn
 
 from zerostart.errors import ConfigError
+from zerostart.upstream.guard import Function, Use, demand
 from zerostart.upstream.patches import RefCountedPatches, replaced
-from zerostart.upstream.registry import Lasts, PatchPoint, Use, demand
-from zerostart.upstream.shapes import Function, Shape
 from zerostart.upstream.transformers.attention import packed_documents, require
-from zerostart.upstream.versions import DEEPSPEED
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -37,38 +35,18 @@ if TYPE_CHECKING:
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 
 _ULYSSES = "deepspeed.runtime.sequence_parallel.ulysses_sp:UlyssesSPAttentionHF"
-_REGISTERING = PatchPoint(
-    library=DEEPSPEED,
-    owner=_ULYSSES,
-    names=("register_with_transformers",),
-    attributes=("attn", "attn_head_count", "attn_head_size", "global_kv_head_count", "disable_in_eval"),
-    writes=("attn", "disable_in_eval"),
-    why="it serves the loaded model alone, sdpa gets a mask of the whole sequence, and a run of zerostart "
-    "train shares its held-out sequences among ranks, too",
-    lasts=Lasts.MODEL,
-    shapes=(
-        Shape(f"{_ULYSSES}.__init__", leads=("attn",), has=("self.attn = attn",)),
-        Shape(
-            f"{_ULYSSES}.register_with_transformers",
-            leads=("model_name_or_path",),
-            has=("ALL_ATTENTION_FUNCTIONS[core_attn_implementation] = uattn_wrapper",),
-        ),
-        Shape(
-            f"{_ULYSSES}.forward",
-            leads=("module", "query", "key", "value", "attention_mask"),
-            has=(
-                "not module.training and self.disable_in_eval",
-                "kwargs['position_ids'] = torch.cat(P, dim=1)",
-                "X = self.attn(module, Q, K, V, attention_mask, *args, **kwargs)",
-            ),
-        ),
-    ),
+_REGISTERING = Use(
+    _ULYSSES,
+    "register_with_transformers(model_name_or_path), __init__(attn), "
+    "forward(module, query, key, value, attention_mask), .attn, .attn_head_count, .attn_head_size, "
+    ".global_kv_head_count, .disable_in_eval",
+    "it serves the loaded model alone, sdpa gets a mask of the whole sequence, and a run of "
+    "zerostart train shares its held-out sequences among ranks, too",
 )
 _GROUP = Use(
-    library=DEEPSPEED,
-    owner="deepspeed.utils.groups",
-    names=("_get_sequence_parallel_group",),
-    why="the ranks that share a sequence, as transformers' Trainer asks for them",
+    "deepspeed.utils.groups",
+    "_get_sequence_parallel_group",
+    "the ranks that share a sequence, as transformers' Trainer asks for them",
 )
 TOUCHED = (_REGISTERING, _GROUP)
 
@@ -167,8 +145,8 @@ def _enter(stack: ExitStack) -> None:
             _take_over()
         return mpu
 
-    (name,) = _REGISTERING.names
-    stack.enter_context(replaced(_REGISTERING, UlyssesSPAttentionHF, name, classmethod(register)))
+    name = "register_with_transformers"
+    stack.enter_context(replaced(UlyssesSPAttentionHF, name, classmethod(register)))
 
 
 _held = RefCountedPatches(_enter)

@@ -12,9 +12,8 @@ import torch
 from zerostart.errors import ConfigError, UnsupportedVersionError
 from zerostart.upstream.deepspeed.zero12.marks import marked
 from zerostart.upstream.deepspeed.zero12.optimizers import shares_of
-from zerostart.upstream.registry import Use
+from zerostart.upstream.guard import Use
 from zerostart.upstream.torch.tensors import row_major
-from zerostart.upstream.versions import DEEPSPEED
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -24,21 +23,15 @@ if TYPE_CHECKING:
 
 TOUCHED = (
     Use(
-        library=DEEPSPEED,
-        owner="deepspeed.runtime.zero.partition_parameters",
-        names=("free_param", "ZeroParamStatus"),
-        why="a gathered copy of a changed parameter is dropped, for a module to gather it again",
+        "deepspeed.runtime.zero.partition_parameters",
+        "free_param, ZeroParamStatus",
+        "a gathered copy of a changed parameter is dropped, for a module to gather it again",
     ),
     Use(
-        library=DEEPSPEED,
-        owner="deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3",
-        names=(
-            "get_param_id",
-            "_get_fp32_opt_state_partition",
-            "_swappable_optimizer_subgroup",
-            "_optimizer_states_and_gradient_swap_out",
-        ),
-        why="its fp32 master follows, in a swap file too, as set_local_hp_param has it",
+        "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3",
+        "get_param_id, _get_fp32_opt_state_partition, _swappable_optimizer_subgroup, "
+        "_optimizer_states_and_gradient_swap_out",
+        "its fp32 master follows, in a swap file too, as set_local_hp_param has it",
     ),
 )
 _MODULE = "deepspeed.runtime.zero.partition_parameters"

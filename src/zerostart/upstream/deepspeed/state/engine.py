@@ -12,9 +12,7 @@ from zerostart.errors import ConfigError
 from zerostart.upstream.deepspeed.state.editing import optimizer_of
 from zerostart.upstream.deepspeed.state.steps import TOUCHED as STEPS
 from zerostart.upstream.deepspeed.state.steps import base_optimizer, optimizer_of_engine
-from zerostart.upstream.registry import Lasts, PatchPoint, Touched, Use, demand
-from zerostart.upstream.shapes import Shape
-from zerostart.upstream.versions import DEEPSPEED
+from zerostart.upstream.guard import Use, demand
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -25,74 +23,31 @@ _ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
 _STAGE3 = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
 _ZERO = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
 TOUCHED = (
-    PatchPoint(
-        library=DEEPSPEED,
-        owner=_ENGINE,
-        writes=(
-            "_unmanaged_backward_count",
-            "global_samples",
-            "global_steps",
-            "micro_steps",
-            "skipped_steps",
-        ),
-        attributes=(
-            "_is_gradient_accumulation_boundary",
-            "_unmanaged_backward_count",
-            "global_samples",
-            "global_steps",
-            "lr_scheduler",
-            "micro_steps",
-            "skipped_steps",
-        ),
-        why="a resumed run counts on, as its load_checkpoint has it",
-        lasts=Lasts.MODEL,
-        shapes=(
-            Shape(
-                f"{_ENGINE}._load_checkpoint",
-                has=(
-                    "self.global_steps = checkpoint['global_steps']",
-                    "self.skipped_steps = checkpoint['skipped_steps']",
-                ),
-            ),
-        ),
-    ),
-    PatchPoint(
-        library=DEEPSPEED,
-        owner="deepspeed.runtime.fp16.loss_scaler:DynamicLossScaler",
-        attributes=("cur_hysteresis", "cur_iter", "last_overflow_iter"),
-        writes=("cur_hysteresis", "cur_iter", "cur_scale", "last_overflow_iter"),
-        why="losses are scaled as they were, here and by the LossScaleConfig of stage 0",
-        lasts=Lasts.OPTIMIZER,
-    ),
-    PatchPoint(
-        library=DEEPSPEED,
-        owner=_ZERO,
-        writes=("all_grad_tensors", "micro_step_id", "_epilogue_ran_this_backward"),
-        names=("_epilogue_ran_this_backward",),
-        attributes=("all_grad_tensors", "micro_step_id"),
-        why="the same at stage 2",
-        lasts=Lasts.OPTIMIZER,
-    ),
-    PatchPoint(
-        library=DEEPSPEED,
-        owner=_STAGE3,
-        writes=("micro_step_id", "_epilogue_ran_this_backward"),
-        names=("_epilogue_ran_this_backward",),
-        attributes=("micro_step_id",),
-        why="gradients that were restored in the middle of a window are added to",
-        lasts=Lasts.OPTIMIZER,
-        shapes=(
-            Shape(
-                f"{_STAGE3}.clear_backward_seen_flag",
-                has=("if self._epilogue_ran_this_backward: ...", "self.micro_step_id += 1"),
-            ),
-        ),
+    Use(
+        _ENGINE,
+        "_load_checkpoint, ._is_gradient_accumulation_boundary, ._unmanaged_backward_count, "
+        ".global_samples, .global_steps, .lr_scheduler, .micro_steps, .skipped_steps",
+        "a resumed run counts on, as its load_checkpoint has it",
     ),
     Use(
-        library=DEEPSPEED,
-        owner="deepspeed.runtime.zero.partition_parameters",
-        names=("free_param", "ZeroParamStatus"),
-        why="gathered copies of restored parameters are dropped",
+        "deepspeed.runtime.fp16.loss_scaler:DynamicLossScaler",
+        ".cur_hysteresis, .cur_iter, .last_overflow_iter",
+        "losses are scaled as they were, here and by the LossScaleConfig of stage 0",
+    ),
+    Use(
+        _ZERO,
+        "_epilogue_ran_this_backward, .all_grad_tensors, .micro_step_id",
+        "the same at stage 2",
+    ),
+    Use(
+        _STAGE3,
+        "_epilogue_ran_this_backward, clear_backward_seen_flag, .micro_step_id",
+        "gradients that were restored in the middle of a window are added to",
+    ),
+    Use(
+        "deepspeed.runtime.zero.partition_parameters",
+        "free_param, ZeroParamStatus",
+        "gathered copies of restored parameters are dropped",
     ),
 )
 
@@ -113,7 +68,7 @@ def engine_of(model: object) -> DeepSpeedEngine | None:
     return None
 
 
-def _concerning(engine: DeepSpeedEngine) -> tuple[Touched, ...]:
+def _concerning(engine: DeepSpeedEngine) -> tuple[Use, ...]:
     """What is touched of an engine of this stage: of its class, its optimizer's and its loss scaler's."""
     parts = (engine, optimizer_of_engine(engine), _scaler(engine))
     # By all bases: the ZeRO-3 optimizer may be of the subclass that zerostart makes of it.

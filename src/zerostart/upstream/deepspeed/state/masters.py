@@ -9,17 +9,15 @@ from typing import Any
 import torch
 
 from zerostart.upstream.deepspeed.zero3.partitions import partition_available
-from zerostart.upstream.registry import Use, demand
-from zerostart.upstream.versions import DEEPSPEED
+from zerostart.upstream.guard import Use, demand
 
 logger = logging.getLogger("zerostart")
 
 TOUCHED = (
     Use(
-        library=DEEPSPEED,
-        owner="deepspeed.runtime.swap_tensor.partitioned_param_swapper:AsyncPartitionedParameterSwapper",
-        names=("swap_in", "remove_partition_and_release_buffers"),
-        why="a partition on NVMe is compared with its master in one of the swap buffers",
+        "deepspeed.runtime.swap_tensor.partitioned_param_swapper:AsyncPartitionedParameterSwapper",
+        "swap_in, remove_partition_and_release_buffers",
+        "a partition on NVMe is compared with its master in one of the swap buffers",
     ),
 )
 

@@ -10,10 +10,8 @@ import torch
 
 from zerostart.errors import ConfigError, EngineError
 from zerostart.upstream.deepspeed.zero12.optimizers import shares_of
-from zerostart.upstream.registry import Use
-from zerostart.upstream.shapes import Shape
+from zerostart.upstream.guard import Use
 from zerostart.upstream.torch.stepped import Member, Stepped, plain_steps
-from zerostart.upstream.versions import DEEPSPEED
 
 if TYPE_CHECKING:
     from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
@@ -24,70 +22,24 @@ _ZERO = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
 _BFLOAT16 = "deepspeed.runtime.bf16_optimizer:BF16_Optimizer"
 TOUCHED = (
     Use(
-        library=DEEPSPEED,
-        owner=_STAGE3,
-        names=("get_param_id",),
-        attributes=(
-            "fp16_groups",
-            "fp32_partitioned_groups_flat",
-            "grad_partitions_flat_buffer",
-            "grad_position",
-            "offload_optimizer",
-            "params_in_nvme_and_cpu",
-            "sub_group_to_group_id",
-            "swap_optimizer",
-        ),
-        why="masters and moments of a parameter are a run of the flat tensor of its sub-group",
-        shapes=(
-            Shape(
-                f"{_STAGE3}._get_fp32_opt_state_partition",
-                has=(
-                    "I, A, N = self.grad_position[self.get_param_id(param)]",
-                    "P = self.fp32_partitioned_groups_flat[I]",
-                    "S = P.narrow(0, A, N)",
-                    "S = self.optimizer.state[P][optim_state_key].narrow(0, A, N)",
-                ),
-            ),
-            Shape(
-                f"{_STAGE3}._setup_for_real_optimizer",
-                has=(
-                    "P = list(itertools.chain.from_iterable(self.fp16_groups))",
-                    "self.grad_partitions_flat_buffer.narrow(0, A, B.partition_numel())",
-                ),
-            ),
-        ),
+        _STAGE3,
+        "get_param_id, _get_fp32_opt_state_partition, _setup_for_real_optimizer, .fp16_groups, "
+        ".fp32_partitioned_groups_flat, .grad_partitions_flat_buffer, .grad_position, "
+        ".offload_optimizer, .params_in_nvme_and_cpu, .sub_group_to_group_id, .swap_optimizer",
+        "masters and moments of a parameter are a run of the flat tensor of its sub-group",
     ),
     Use(
-        library=DEEPSPEED,
-        owner=_ZERO,
-        names=("_get_compact_grad_partition_buffer", "_use_compact_grad_partition_buffer"),
-        attributes=(
-            "all_grad_tensors",
-            "cpu_offload",
-            "gradient_accumulation_dtype",
-            "loss_scaler",
-            "offloaded_states",
-            "params_in_partition",
-            "partition_gradients",
-            "single_partition_of_fp32_groups",
-        ),
-        why="masters, moments and reduced gradients of a rank are its partition of the flat group",
-        shapes=(
-            Shape(
-                f"{_ZERO}.independent_gradient_partition_epilogue",
-                has=(
-                    "self._use_compact_grad_partition_buffer(I)",
-                    "self.all_grad_tensors[I] = self.get_all_grad_tensors(self.params_in_partition[I], ...)",
-                    "A.add_(G)",
-                ),
-            ),
-        ),
+        _ZERO,
+        "_get_compact_grad_partition_buffer, _use_compact_grad_partition_buffer, "
+        "independent_gradient_partition_epilogue, .all_grad_tensors, .cpu_offload, "
+        ".gradient_accumulation_dtype, .loss_scaler, .offloaded_states, .params_in_partition, "
+        ".partition_gradients, .single_partition_of_fp32_groups",
+        "masters, moments and reduced gradients of a rank are its partition of the flat group",
     ),
     Use(
-        library=DEEPSPEED,
-        owner=_BFLOAT16,
-        attributes=("fp32_groups_flat_partition",),
-        why="the same for stage 1 in bf16 with gradients in fp32",
+        _BFLOAT16,
+        ".fp32_groups_flat_partition",
+        "the same for stage 1 in bf16 with gradients in fp32",
     ),
 )
 

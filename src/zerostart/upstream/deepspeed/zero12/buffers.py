@@ -37,11 +37,9 @@ from zerostart.upstream.deepspeed.zero12.groups import grouping
 from zerostart.upstream.deepspeed.zero12.marks import Keeper, Mark, RunReader, marked, remark
 from zerostart.upstream.deepspeed.zero12.optimizers import TOUCHED as OPTIMIZERS
 from zerostart.upstream.deepspeed.zero12.optimizers import enter_constructors
+from zerostart.upstream.guard import Use, misfit
 from zerostart.upstream.patches import RefCountedPatches, replaced
-from zerostart.upstream.registry import Lasts, Otherwise, PatchPoint, misfit
-from zerostart.upstream.shapes import Shape
 from zerostart.upstream.torch.byte_sums import added, lanes_of, signed
-from zerostart.upstream.versions import DEEPSPEED
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
@@ -49,51 +47,17 @@ if TYPE_CHECKING:
 logger = logging.getLogger("zerostart")
 
 _ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
-_CONSTRUCTION = PatchPoint(
-    library=DEEPSPEED,
-    owner=_ENGINE,
-    names=("__init__",),
-    attributes=("dist_backend", "module_forward_pre_hook", "module_forward_post_hook"),
-    why="buffers that wait on the host are brought to the device first; it leaves no hooks where it fails",
-    lasts=Lasts.MODEL,
-    otherwise=Otherwise.STOCK,
-    shapes=(
-        Shape(
-            f"{_ENGINE}.__init__",
-            takes=("model", "optimizer"),
-            has=(
-                "self.dist_backend = ...",
-                "self._configure_distributed_model(model)",
-                "self.module_forward_pre_hook = ...",
-                "self.module_forward_post_hook = ...",
-            ),
-        ),
-        Shape(f"{_ENGINE}.destroy"),
-        Shape(
-            f"{_ENGINE}._cast_module_mixed_precision",
-            has=("P.dtype in CASTABLE_DTYPES and P.dtype != D",),
-        ),
-    ),
+_CONSTRUCTION = Use(
+    _ENGINE,
+    "__init__(*, model, optimizer), destroy, _cast_module_mixed_precision, .dist_backend, "
+    ".module_forward_pre_hook, .module_forward_post_hook",
+    "buffers that wait on the host are brought to the device first; it leaves no hooks where it fails",
 )
-_BROADCAST = PatchPoint(
-    library=DEEPSPEED,
-    owner=_ENGINE,
-    names=("_broadcast_model",),
-    writes=("ds_optim_param",),
-    why="parameters that hold the same bits on all ranks are not sent: marked so for the time of the call",
-    lasts=Lasts.MODEL,
-    otherwise=Otherwise.STOCK,
-    shapes=(
-        Shape(
-            f"{_ENGINE}._broadcast_model",
-            has=(
-                "hasattr(P, 'ds_optim_param')",
-                "is_moe_param(P)",
-                "dist.broadcast(..., group=self.expert_data_parallel_group[P.group_name])",
-                "dist.broadcast(..., group=self.seq_data_parallel_group)",
-            ),
-        ),
-    ),
+_BROADCAST = Use(
+    _ENGINE,
+    "_broadcast_model",
+    "parameters that hold the same bits on all ranks are not sent: marked so for the time of the call",
+    source=("_broadcast_model: hasattr(p, 'ds_optim_param')",),
 )
 TOUCHED = (_CONSTRUCTION, _BROADCAST)
 
@@ -150,8 +114,8 @@ def _enter(stack: ExitStack) -> None:
                 # Weakly: a model may outlive its engine, which would be kept with all its buffers.
                 keeper.optimizer = weakref.ref(self.optimizer)
 
-    stack.enter_context(replaced(_BROADCAST, DeepSpeedEngine, "_broadcast_model", broadcast_model))
-    stack.enter_context(replaced(_CONSTRUCTION, DeepSpeedEngine, "__init__", construct_engine))
+    stack.enter_context(replaced(DeepSpeedEngine, "_broadcast_model", broadcast_model))
+    stack.enter_context(replaced(DeepSpeedEngine, "__init__", construct_engine))
 
 
 _held = RefCountedPatches(_enter)

@@ -17,10 +17,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from zerostart.upstream.deepspeed.zero12.marks import expert_of, marked
+from zerostart.upstream.guard import Use
 from zerostart.upstream.patches import RefCountedPatches, replaced
-from zerostart.upstream.registry import Lasts, PatchPoint
-from zerostart.upstream.shapes import Shape
-from zerostart.upstream.versions import DEEPSPEED, TORCH
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
@@ -28,36 +26,17 @@ if TYPE_CHECKING:
     from zerostart.upstream.torch.types import ParameterGroup
 
 _ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
-_CONFIGURE = PatchPoint(
-    library=DEEPSPEED,
-    owner=_ENGINE,
-    names=("_configure_optimizer",),
-    attributes=("has_moe_layers",),
-    why="its groups are of experts or of others, and of one load, alone; the engine has experts meanwhile",
-    lasts=Lasts.MODEL,
-    shapes=(
-        Shape(
-            f"{_ENGINE}._configure_optimizer",
-            leads=("client_optimizer", "model_parameters"),
-            has=("configure_moe_param_groups(P)", "client_optimizer(P)", "self._configure_zero_optimizer(O)"),
-        ),
-        Shape(
-            f"{_ENGINE}._configure_zero_optimizer",
-            has=(
-                "Z(..., has_moe_layers=self.has_moe_layers, "
-                "expert_data_parallel_group=E if self.has_moe_layers else None)",
-            ),
-        ),
-    ),
+_CONFIGURE = Use(
+    _ENGINE,
+    "_configure_optimizer(client_optimizer, model_parameters), _configure_zero_optimizer, .has_moe_layers",
+    "its groups are of experts or of others, and of one load, alone; the engine has experts meanwhile",
 )
 TOUCHED = (
     _CONFIGURE,
-    PatchPoint(
-        library=TORCH,
-        owner="torch.optim:Optimizer",
-        writes=("step", "_opt_called"),
-        why="of the client's one optimizer: its schedulers see the steps of the one that the engine has",
-        lasts=Lasts.OPTIMIZER,
+    Use(
+        "torch.optim:Optimizer",
+        "",
+        "of the client's one optimizer: its schedulers see the steps of the one that the engine has",
     ),
 )
 
@@ -81,7 +60,7 @@ def _enter(stack: ExitStack) -> None:
         finally:
             self.has_moe_layers = False
 
-    stack.enter_context(replaced(_CONFIGURE, DeepSpeedEngine, "_configure_optimizer", configure_optimizer))
+    stack.enter_context(replaced(DeepSpeedEngine, "_configure_optimizer", configure_optimizer))
 
 
 #: In place while a parameter lives that needs it.

@@ -23,11 +23,9 @@ from torch.overrides import TorchFunctionMode
 
 from zerostart.upstream.deepspeed.state.masters import follow, tell_changed
 from zerostart.upstream.deepspeed.zero12.marks import Keeper, RunReader, marked, remark
+from zerostart.upstream.guard import Function, Use
 from zerostart.upstream.patches import replaced
-from zerostart.upstream.registry import Lasts, Otherwise, PatchPoint, Use
-from zerostart.upstream.shapes import Function, Shape
 from zerostart.upstream.torch.types import Arguments, Keywords
-from zerostart.upstream.versions import DEEPSPEED
 
 if TYPE_CHECKING:
     from deepspeed.runtime.base_optimizer import ZeROOptimizer
@@ -38,8 +36,7 @@ logger = logging.getLogger("zerostart")
 class Adoption(abc.ABC):
     """The construction of one optimizer over parameters of which some carry a mark."""
 
-    #: The declaration of what is replaced, and the name of the method that flattens a group.
-    point: PatchPoint
+    #: Name of the method that flattens a group.
     flatten: str
 
     def __init__(self, optimizer: ZeROOptimizer, arguments: dict[str, Any]) -> None:
@@ -117,7 +114,7 @@ class Adoption(abc.ABC):
                 return flat
             return original(tensors, alignment, *args, **kwargs)
 
-        with replaced(self.point, self.optimizer, self.flatten, flatten):
+        with replaced(self.optimizer, self.flatten, flatten):
             yield
 
     @contextlib.contextmanager
@@ -214,137 +211,47 @@ def _fits(
 
 _ZERO_OPTIMIZER = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
 _BF16_OPTIMIZER = "deepspeed.runtime.bf16_optimizer:BF16_Optimizer"
-_ZERO = PatchPoint(
-    library=DEEPSPEED,
-    owner=_ZERO_OPTIMIZER,
-    names=("__init__", "flatten_dense_tensors_aligned", "initialize_optimizer_states"),
-    attributes=(
-        "bit16_groups",
-        "cpu_offload",
-        "master_weights_and_grads_dtype",
-        "parallel_partitioned_bit16_groups",
-        "round_robin_bit16_groups",
-        "round_robin_bit16_offsets",
-        "single_partition_of_fp32_groups",
-    ),
-    why="the flat buffer of the load is taken as its own, masters are not cloned on the way and are read "
+_ZERO = Use(
+    _ZERO_OPTIMIZER,
+    "__init__(*, init_optimizer, dp_process_group, round_robin_gradients, parameter_alignment, "
+    "has_moe_layers, zenflow_config), "
+    "flatten_dense_tensors_aligned(tensor_list, alignment, *, param_padding), "
+    "initialize_optimizer_states, .bit16_groups, .cpu_offload, .master_weights_and_grads_dtype, "
+    ".parallel_partitioned_bit16_groups, .round_robin_bit16_groups, .round_robin_bit16_offsets, "
+    ".single_partition_of_fp32_groups",
+    "the flat buffer of the load is taken as its own, masters are not cloned on the way and are read "
     "from the checkpoint, and gradients that are made to be dropped are left out",
-    lasts=Lasts.MODEL,
-    otherwise=Otherwise.STOCK,
-    shapes=(
-        Shape(
-            f"{_ZERO_OPTIMIZER}.__init__",
-            takes=(
-                "init_optimizer",
-                "dp_process_group",
-                "round_robin_gradients",
-                "parameter_alignment",
-                "has_moe_layers",
-                "zenflow_config",
-            ),
-            has=(
-                "self.nccl_start_alignment_factor = 2",
-                "is_optimized_parameter(P)",
-                "self.bit16_groups.append(G)",
-                "A = 16 // math.gcd(16, E) if self.parameter_alignment else 1",
-                "self._round_robin_reorder(...)",
-                "self.flatten_dense_tensors_aligned(self.round_robin_bit16_groups[I], A, use_cpu_data=False, "
-                "param_padding=P)",
-                "self.bit16_groups_flat.append(F)",
-                "self._update_model_bit16_weights(I)",
-                "P = self.get_data_parallel_partitions(self.bit16_groups_flat[I], I)",
-                "self.parallel_partitioned_bit16_groups.append(P)",
-                "M = self.parallel_partitioned_bit16_groups[I][R].detach().clone().to(device=self.device, "
-                "dtype=self.master_weights_and_grads_dtype)",
-                "self.single_partition_of_fp32_groups.append(M)",
-                "self._grad_acc_hooks = []",
-                "self.initialize_optimizer_states()",
-            ),
-            once=("X.clone(...)",),
-        ),
-        Shape(
-            f"{_ZERO_OPTIMIZER}.flatten_dense_tensors_aligned",
-            leads=("tensor_list", "alignment"),
-            takes=("param_padding",),
-        ),
-        Shape(
-            f"{_ZERO_OPTIMIZER}.initialize_optimizer_states",
-            has=(
-                "G = torch.zeros(...)",
-                "self.single_partition_of_fp32_groups[I].grad = ...",
-                "if isinstance(self.optimizer, torch.optim.Adagrad): ...",
-                "if not self.cpu_offload: ...",
-                "G.grad = None",
-            ),
-            lacks=("self.optimizer.step(...)",),
-        ),
+    source=(
+        "__init__: self.parallel_partitioned_bit16_groups[i][partition_id].detach().clone().to(",
+        "__init__: available_memory = accelerator.available_memory()",
+        "initialize_optimizer_states: if not self.cpu_offload:",
     ),
 )
-_BFLOAT16 = PatchPoint(
-    library=DEEPSPEED,
-    owner=_BF16_OPTIMIZER,
-    names=("__init__", "_flatten_dense_tensors_aligned"),
-    attributes=("bf16_groups", "fp32_groups_flat_partition"),
-    why="the same for stage 1 in bf16 with gradients in fp32",
-    lasts=Lasts.MODEL,
-    otherwise=Otherwise.STOCK,
-    shapes=(
-        Shape(
-            f"{_BF16_OPTIMIZER}.__init__",
-            takes=("init_optimizer", "dp_process_group", "has_moe_layers"),
-        ),
-        Shape(
-            f"{_BF16_OPTIMIZER}._setup_for_real_optimizer",
-            has=(
-                "is_optimized_parameter(P)",
-                "self.bf16_groups.append(G)",
-                "self._flatten_dense_tensors_aligned(self.bf16_groups[I], A)",
-                "self._update_storage_to_flattened_tensor(..., tensor_list=self.bf16_groups[I])",
-                "self.fp32_groups_flat_partition.append(M)",
-                "self._grad_acc_hooks = []",
-            ),
-        ),
-        Shape(
-            f"{_BF16_OPTIMIZER}._flatten_dense_tensors_aligned",
-            leads=("tensor_list", "alignment"),
-        ),
-    ),
+_BFLOAT16 = Use(
+    _BF16_OPTIMIZER,
+    "__init__(*, init_optimizer, dp_process_group, has_moe_layers), "
+    "_flatten_dense_tensors_aligned(tensor_list, alignment), _setup_for_real_optimizer, "
+    ".bf16_groups, .fp32_groups_flat_partition",
+    "the same for stage 1 in bf16 with gradients in fp32",
 )
-_MEMORY = PatchPoint(
-    library=DEEPSPEED,
-    owner="deepspeed.accelerator.abstract_accelerator:DeepSpeedAccelerator",
-    names=("available_memory",),
-    why="a group that is flat already needs no memory, and so does not go by way of the CPU",
-    lasts=Lasts.CONSTRUCTION,
-    otherwise=Otherwise.STOCK,
-    shapes=(
-        Shape(
-            f"{_ZERO_OPTIMIZER}.__init__",
-            has=(
-                "self.bit16_groups.append(G)",
-                "M = A.available_memory() if A.is_available() else 0",
-                "F = A.is_available() and M >= N",
-                "self.flatten_dense_tensors_aligned(...)",
-            ),
-            once=("X.available_memory()",),
-        ),
-    ),
+_MEMORY = Use(
+    "deepspeed.accelerator.abstract_accelerator:DeepSpeedAccelerator",
+    "available_memory",
+    "a group that is flat already needs no memory, and so does not go by way of the CPU",
 )
 TOUCHED = (
     _ZERO,
     _BFLOAT16,
     _MEMORY,
     Use(
-        library=DEEPSPEED,
-        owner="deepspeed.runtime.utils",
-        names=("is_optimized_parameter",),
-        why="which parameters of a group the optimizers take",
+        "deepspeed.runtime.utils",
+        "is_optimized_parameter",
+        "which parameters of a group the optimizers take",
     ),
     Use(
-        library=DEEPSPEED,
-        owner="deepspeed.utils.groups",
-        names=("_get_expert_data_parallel_group_dict",),
-        why="the ranks among which a group of experts is partitioned",
+        "deepspeed.utils.groups",
+        "_get_expert_data_parallel_group_dict",
+        "the ranks among which a group of experts is partitioned",
     ),
 )
 
@@ -354,9 +261,9 @@ def enter_constructors(stack: ExitStack) -> None:
     from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-    for point, owner, kind in ((_ZERO, DeepSpeedZeroOptimizer, _Zero), (_BFLOAT16, BF16_Optimizer, _BF16)):
+    for owner, kind in ((DeepSpeedZeroOptimizer, _Zero), (BF16_Optimizer, _BF16)):
         new = _constructor(owner.__init__, kind)
-        stack.enter_context(replaced(point, owner, "__init__", new))
+        stack.enter_context(replaced(owner, "__init__", new))
 
 
 def _constructor(original: Function, kind: type[Adoption]) -> Function:
@@ -384,7 +291,7 @@ def _constructor(original: Function, kind: type[Adoption]) -> Function:
 class _Zero(Adoption):
     """``DeepSpeedZeroOptimizer``."""
 
-    point, flatten = _ZERO, "flatten_dense_tensors_aligned"
+    flatten = "flatten_dense_tensors_aligned"
 
     def rules(self) -> tuple[bool, bool]:
         return bool(self.arguments["round_robin_gradients"]), bool(self.arguments["parameter_alignment"])
@@ -405,7 +312,7 @@ class _Zero(Adoption):
             return original(*args, **kwargs) if self.current() is None else sys.maxsize
 
         with (
-            replaced(_MEMORY, accelerator, "available_memory", available_memory),
+            replaced(accelerator, "available_memory", available_memory),
             super().overrides(),
             _SkipPartitionClone(self.optimizer),
             self._without_gradients(),
@@ -426,7 +333,7 @@ class _Zero(Adoption):
             if optimizer.cpu_offload or isinstance(optimizer.optimizer, torch.optim.Adagrad):
                 original()
 
-        with replaced(_ZERO, optimizer, "initialize_optimizer_states", initialize):
+        with replaced(optimizer, "initialize_optimizer_states", initialize):
             yield
 
 
@@ -459,7 +366,7 @@ class _SkipPartitionClone(TorchFunctionMode):
 class _BF16(Adoption):
     """``BF16_Optimizer``: stage 1 in bf16 with gradients accumulated in fp32."""
 
-    point, flatten = _BFLOAT16, "_flatten_dense_tensors_aligned"
+    flatten = "_flatten_dense_tensors_aligned"
 
     def made(self) -> list[list[torch.Tensor]]:
         return list(self.optimizer.__dict__.get("bf16_groups", ()))

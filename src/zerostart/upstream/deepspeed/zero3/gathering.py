@@ -25,11 +25,8 @@ import torch
 import torch.distributed as dist
 
 from zerostart.errors import ConfigError
-from zerostart.upstream.on_import import when_imported
-from zerostart.upstream.patches import RefCountedPatches, replaced
-from zerostart.upstream.registry import Lasts, Otherwise, PatchPoint, misfit
-from zerostart.upstream.shapes import Shape
-from zerostart.upstream.versions import DEEPSPEED
+from zerostart.upstream.guard import Use, misfit
+from zerostart.upstream.patches import RefCountedPatches, replaced, when_imported
 
 if TYPE_CHECKING:
     from deepspeed.runtime.zero.partition_parameters import GatheredParameters
@@ -37,36 +34,16 @@ if TYPE_CHECKING:
     from zerostart.upstream.deepspeed.types import ZeroParameter
 
 _GATHERED = "deepspeed.runtime.zero.partition_parameters:GatheredParameters"
-_WATCH = PatchPoint(
-    library=DEEPSPEED,
-    owner=_GATHERED,
-    names=("__enter__", "_exit"),
-    why="parameters are looked at before and after: a change that would be lost is an error that names them",
-    lasts=Lasts.MODEL,
-    otherwise=Otherwise.STOCK,
-    shapes=(
-        Shape(f"{_GATHERED}.__enter__", has=("self.params[0].all_gather(param_list=self.params)",)),
-        Shape(
-            f"{_GATHERED}._exit",
-            has=("self._partition_params(self._params_to_partition(), has_been_updated=False)",),
-        ),
-    ),
+_WATCH = Use(
+    _GATHERED,
+    "__enter__, _exit",
+    "parameters are looked at before and after: a change that would be lost is an error that names them",
 )
 _MODULE = "deepspeed.runtime.zero.partition_parameters"
-_GATHER = PatchPoint(
-    library=DEEPSPEED,
-    owner=_MODULE,
-    names=("_no_gather_coalesced",),
-    why="experts that one rank has alone begin at a multiple of 16 bytes, which grouped kernels want",
-    lasts=Lasts.MODEL,
-    otherwise=Otherwise.STOCK,
-    shapes=(
-        Shape(f"{_MODULE}:_no_gather_coalesced", has=("return NoGatherCoalescedHandle(params)",)),
-        Shape(
-            f"{_MODULE}:Init._convert_to_deepspeed_param",
-            has=("return _no_gather_coalesced(params)",),
-        ),
-    ),
+_GATHER = Use(
+    _MODULE,
+    "_no_gather_coalesced",
+    "experts that one rank has alone begin at a multiple of 16 bytes, which grouped kernels want",
 )
 TOUCHED = (_WATCH, _GATHER)
 _ATTRIBUTE, _INSIDE = "_zerostart_version", "_zerostart_gathered"
@@ -205,8 +182,8 @@ def _watch_edits(stack: ExitStack, call: Callable[[torch.Tensor], str], module: 
                 raise ConfigError(f"{_listed(names)} changed {why}. {_REMEDY}")
         return result
 
-    stack.enter_context(replaced(_WATCH, gathered, "__enter__", entered))
-    stack.enter_context(replaced(_WATCH, gathered, "_exit", exit_))
+    stack.enter_context(replaced(gathered, "__enter__", entered))
+    stack.enter_context(replaced(gathered, "_exit", exit_))
 
 
 def _count(parameters: Iterable[torch.Tensor], more: int) -> None:
@@ -288,7 +265,7 @@ def aligning(is_loaded: Callable[[object], bool]) -> RefCountedPatches:
 def _align(stack: ExitStack, is_loaded: Callable[[object], bool], module: ModuleType) -> None:
     if misfit((_GATHER,)):
         return
-    (name,) = _GATHER.names
+    name = "_no_gather_coalesced"
     stock = module.__dict__[name]
 
     @functools.wraps(stock)
@@ -301,4 +278,4 @@ def _align(stack: ExitStack, is_loaded: Callable[[object], bool], module: Module
                 parameter.data = parameter.data.clone()
         return handle
 
-    stack.enter_context(replaced(_GATHER, module, name, gathered))
+    stack.enter_context(replaced(module, name, gathered))

@@ -14,9 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from zerostart.errors import EngineError, WriteError
-from zerostart.upstream.registry import Lasts, PatchPoint, Use, demand
-from zerostart.upstream.shapes import Shape
-from zerostart.upstream.versions import DEEPSPEED
+from zerostart.upstream.guard import Use, demand
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,46 +26,15 @@ if TYPE_CHECKING:
 _SWAPPER = "deepspeed.runtime.swap_tensor.partitioned_param_swapper:AsyncPartitionedParameterSwapper"
 TOUCHED = (
     Use(
-        library=DEEPSPEED,
-        owner=_SWAPPER,
-        names=("synchronize_reads",),
-        attributes=("dtype", "elements_per_buffer", "invalid_buffer", "param_id_to_numel"),
-        why="where the swap file of a partition is, and how large",
-        shapes=(
-            Shape(
-                "deepspeed.runtime.swap_tensor.partitioned_param_swapper:"
-                "AsyncPartitionedParameterSwapper.get_path",
-                leads=("param",),
-                takes=("must_exist",),
-            ),
-            Shape(
-                "deepspeed.runtime.swap_tensor.partitioned_param_swapper:"
-                "AsyncPartitionedParameterSwapper._io_aligned_numel",
-                leads=("numel",),
-            ),
-            Shape(
-                "deepspeed.runtime.swap_tensor.partitioned_param_swapper:"
-                "AsyncPartitionedParameterSwapper.swappable_tensor",
-                takes=("numel",),
-            ),
-        ),
+        _SWAPPER,
+        "synchronize_reads, get_path(param, *, must_exist), _io_aligned_numel(numel), "
+        "swappable_tensor(*, numel), .dtype, .elements_per_buffer, .invalid_buffer, .param_id_to_numel",
+        "where the swap file of a partition is, and how large",
     ),
-    PatchPoint(
-        library=DEEPSPEED,
-        owner=_SWAPPER,
-        writes=("status", "final_location", "data"),
-        why="of a partition that was written to its swap file: that it is there, and not in memory",
-        lasts=Lasts.MODEL,
-        shapes=(
-            Shape(
-                "deepspeed.runtime.swap_tensor.partitioned_param_swapper:"
-                "AsyncPartitionedParameterSwapper.remove_partition_and_release_buffers",
-                has=(
-                    "param.ds_tensor.data = self.invalid_buffer.data",
-                    "param.ds_tensor.status = PartitionedParamStatus.NOT_AVAILABLE",
-                ),
-            ),
-        ),
+    Use(
+        _SWAPPER,
+        "remove_partition_and_release_buffers",
+        "of a partition that was written to its swap file: that it is there, and not in memory",
     ),
 )
 
@@ -82,7 +49,8 @@ def check_swapping() -> None:
 
     if not AsyncIOBuilder().is_compatible(verbose=False):
         raise EngineError(
-            "offload_param to nvme needs DeepSpeed's async_io operation, which cannot be built here: libaio "
+            "offload_param to nvme needs DeepSpeed's async_io operation, which cannot be built here: "
+            "libaio "
             "and its headers are missing. Install them (libaio-dev on Debian and Ubuntu, libaio-devel on "
             "Fedora), or offload to cpu"
         )

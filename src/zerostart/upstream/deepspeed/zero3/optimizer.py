@@ -33,10 +33,8 @@ from zerostart.upstream.deepspeed.zero3 import start as starting
 from zerostart.upstream.deepspeed.zero3.gathering import aligning, check_step, watching
 from zerostart.upstream.deepspeed.zero3.gathering import note as note_edits
 from zerostart.upstream.deepspeed.zero3.partitions import require
-from zerostart.upstream.patches import RefCountedPatches, Ticket, note, replaced
-from zerostart.upstream.registry import Lasts, PatchPoint, Use, demand
-from zerostart.upstream.shapes import Shape
-from zerostart.upstream.versions import DEEPSPEED
+from zerostart.upstream.guard import Use, demand
+from zerostart.upstream.patches import RefCountedPatches, Ticket, replaced
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -55,83 +53,31 @@ Buffer = tuple[torch.dtype, object]
 
 _ATTRIBUTE = "_zerostart_mark"
 _OPTIMIZER = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
-_ENTRY = PatchPoint(
-    library=DEEPSPEED,
-    owner=_OPTIMIZER,
-    names=("_get_trainable_parameter_groups",),
-    why="the first look at the parameters: with a marked one, the optimizer becomes one of our subclass",
-    lasts=Lasts.MODEL,
-    shapes=(
-        Shape(
-            f"{_OPTIMIZER}.__init__",
-            has=(
-                "self.dtype = self.optimizer.param_groups[0]['params'][0].dtype",
-                "X = self._get_trainable_parameter_groups()",
-                "self._create_fp16_partitions_with_defragmentation(...)",
-                "self._setup_for_real_optimizer()",
-            ),
-        ),
-    ),
+_ENTRY = Use(
+    _OPTIMIZER,
+    "_get_trainable_parameter_groups, __init__",
+    "the first look at the parameters: with a marked one, the optimizer becomes one of our subclass",
 )
-_SUBCLASS = PatchPoint(
-    library=DEEPSPEED,
-    owner=_OPTIMIZER,
-    names=(
-        "_get_parameter_partitions",
-        "_set_fp16_partitioned_groups_flat",
-        "_create_param_groups_fp16_flat_cpu_memory",
-        "_create_fp32_partitions",
-        "initialize_optimizer_states",
-        "create_reduce_and_remove_grad_hooks",
-        "offload_states",
-        "step",
-    ),
-    attributes=(
-        "dp_process_group",
-        "dtype",
-        "fp16_groups",
-        "fp16_partitioned_groups",
-        "fp16_partitioned_groups_flat",
-        "fp32_partitioned_groups_flat",
-        "lp_param_buffer",
-        "master_weights_and_grads_dtype",
-        "module",
-        "offload_optimizer",
-        "offload_param",
-        "param_groups_fp16_flat_cpu_memory",
-        "params_in_nvme_and_cpu",
-        "swap_optimizer",
-        "trainable_param_groups",
-    ),
-    why="overridden by our subclass: sub-groups of several dtypes, masters read from the checkpoint",
-    lasts=Lasts.OPTIMIZER,
-    shapes=(
-        Shape(
-            f"{_OPTIMIZER}._create_fp16_partitions_with_defragmentation",
-            has=(
-                "X = self._get_parameter_partitions()",
-                "self._set_fp16_partitioned_groups_flat()",
-                "self._create_param_groups_fp16_flat_cpu_memory()",
-            ),
-        ),
-        Shape(
-            f"{_OPTIMIZER}._setup_for_real_optimizer",
-            has=("self._create_fp32_partitions()", "self.initialize_optimizer_states()"),
-        ),
-    ),
+_SUBCLASS = Use(
+    _OPTIMIZER,
+    "_get_parameter_partitions, _set_fp16_partitioned_groups_flat, "
+    "_create_param_groups_fp16_flat_cpu_memory, _create_fp32_partitions, "
+    "initialize_optimizer_states, create_reduce_and_remove_grad_hooks, offload_states, step, "
+    "_create_fp16_partitions_with_defragmentation, _setup_for_real_optimizer, .dp_process_group, "
+    ".dtype, .fp16_groups, .fp16_partitioned_groups, .fp16_partitioned_groups_flat, "
+    ".fp32_partitioned_groups_flat, .lp_param_buffer, .master_weights_and_grads_dtype, .module, "
+    ".offload_optimizer, .offload_param, .param_groups_fp16_flat_cpu_memory, "
+    ".params_in_nvme_and_cpu, .swap_optimizer, .trainable_param_groups",
+    "overridden by our subclass: sub-groups of several dtypes, masters read from the checkpoint",
 )
 TOUCHED = (
     _ENTRY,
     _SUBCLASS,
     Use(
-        library=DEEPSPEED,
-        owner=_OPTIMIZER,
-        names=(
-            "_swappable_optimizer_subgroup",
-            "_optimizer_states_and_gradient_swap_in",
-            "_optimizer_states_and_gradient_swap_out",
-        ),
-        why="masters on NVMe are read a sub-group at a time, between these two",
+        _OPTIMIZER,
+        "_swappable_optimizer_subgroup, _optimizer_states_and_gradient_swap_in, "
+        "_optimizer_states_and_gradient_swap_out",
+        "masters on NVMe are read a sub-group at a time, between these two",
     ),
 )
 
@@ -187,7 +133,7 @@ aligned = aligning(lambda parameter: _mark_of(parameter) is not None)
 
 def _enter(stack: ExitStack) -> None:
     optimizer = require_stage3()
-    (name,) = _ENTRY.names
+    name = "_get_trainable_parameter_groups"
     original = getattr(optimizer, name)
 
     @functools.wraps(original)
@@ -199,12 +145,11 @@ def _enter(stack: ExitStack) -> None:
             # In the midst of its constructor: all that it calls on itself from here on is found in ours
             # first.
             self.__class__ = _subclass(base)
-            note(_SUBCLASS, self)
             groups = self.split_by_buffer(groups)
             self.arrange_partitions(groups)
         return groups
 
-    stack.enter_context(replaced(_ENTRY, optimizer, name, get_groups))
+    stack.enter_context(replaced(optimizer, name, get_groups))
 
 
 _held = RefCountedPatches(_enter)

@@ -17,9 +17,7 @@ from torch import nn
 from zerostart.errors import ConfigError, EngineError
 from zerostart.upstream.deepspeed.types import DeepSpeedConfig
 from zerostart.upstream.deepspeed.zero3 import nvme
-from zerostart.upstream.registry import Lasts, PatchPoint, Use, demand
-from zerostart.upstream.shapes import Shape
-from zerostart.upstream.versions import DEEPSPEED
+from zerostart.upstream.guard import Use, demand
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -28,91 +26,38 @@ if TYPE_CHECKING:
 
 _INIT = "deepspeed.runtime.zero.partition_parameters:Init"
 _CONTEXTS = Use(
-    library=DEEPSPEED,
-    owner="deepspeed.runtime.zero.partition_parameters",
-    names=("shutdown_init_context", "restore_init_context", "top_level_context"),
-    why="an open zero.Init is suspended while a model is built, by DeepSpeed's own functions for that",
+    "deepspeed.runtime.zero.partition_parameters",
+    "shutdown_init_context, restore_init_context, top_level_context",
+    "an open zero.Init is suspended while a model is built, by DeepSpeed's own functions for that",
 )
 _HIERARCHICAL = Use(
-    library=DEEPSPEED,
-    owner="deepspeed.utils.groups",
-    names=("_create_zero_param_parallel_group", "_get_zero_param_intra_parallel_group"),
-    why="the groups of hierarchical partitions, which a process makes once",
+    "deepspeed.utils.groups",
+    "_create_zero_param_parallel_group, _get_zero_param_intra_parallel_group",
+    "the groups of hierarchical partitions, which a process makes once",
 )
 _REGISTERING = "deepspeed.runtime.zero.parameter_offload:DeepSpeedZeRoOffload"
 _LEAVES = Use(
-    library=DEEPSPEED,
-    owner="deepspeed.utils.z3_leaf_module",
-    names=("set_z3_leaf_module", "z3_leaf_module"),
-    why="a module of which each rank may run other parts is gathered as one",
-    shapes=(
-        Shape("deepspeed.utils.z3_leaf_module:set_z3_leaf_module", has=("model._z3_leaf = flag",)),
-        Shape(
-            f"{_REGISTERING}._register_deepspeed_module",
-            has=("param.ds_z3_leaf_module = module",),
-        ),
-    ),
+    "deepspeed.utils.z3_leaf_module",
+    "set_z3_leaf_module, z3_leaf_module",
+    "a module of which each rank may run other parts is gathered as one",
 )
 TOUCHED = (
     Use(
-        library=DEEPSPEED,
-        owner=_INIT,
-        names=("_convert_to_deepspeed_param", "_enable_mem_efficient_linear", "param_id"),
-        attributes=(
-            "local_device",
-            "mem_efficient_linear",
-            "num_ranks_in_param_group",
-            "param_swapper",
-            "pin_memory",
-            "remote_device",
-        ),
-        why="an Init as an object, which converts parameters one by one",
-        shapes=(
-            Shape(f"{_INIT}._aligned_size", leads=("param",)),
-            Shape(f"{_INIT}._partition_world_size", leads=("param",)),
-            Shape(
-                f"{_INIT}._convert_to_deepspeed_param",
-                has=(
-                    "param.ds_status = ZeroParamStatus.AVAILABLE",
-                    "param.ds_shape = param.shape",
-                    "param.ds_numel = param.numel()",
-                    "param.ds_tensor = None",
-                    "param.ds_persist = True",
-                    "param.ds_process_group = ...",
-                    "param.ds_zero_partition_rank = ...",
-                    "param.ds_zero_partition_world_size = ...",
-                ),
-            ),
-        ),
-    ),
-    PatchPoint(
-        library=DEEPSPEED,
-        owner=_INIT,
-        writes=("ds_tensor", "ds_numel_aligned"),
-        why="a parameter is given its partition without being made whole first",
-        lasts=Lasts.MODEL,
-        shapes=(
-            Shape(
-                f"{_INIT}._partition_param",
-                leads=("param",),
-                has=(
-                    "free_param(param)",
-                    "partition_size = tensor_size // self._partition_world_size(param)",
-                    "partitioned_tensor.requires_grad = False",
-                    "param.ds_tensor = partitioned_tensor",
-                    "param.ds_tensor.ds_numel = partition_size",
-                    "param.ds_tensor.status = PartitionedParamStatus.AVAILABLE",
-                    "param.ds_tensor.final_location = final_location",
-                    "param.ds_numel_aligned = tensor_size",
-                ),
-            ),
-        ),
+        _INIT,
+        "_convert_to_deepspeed_param, _enable_mem_efficient_linear, param_id, _aligned_size(param), "
+        "_partition_world_size(param), .local_device, .mem_efficient_linear, .num_ranks_in_param_group, "
+        ".param_swapper, .pin_memory, .remote_device",
+        "an Init as an object, which converts parameters one by one",
     ),
     Use(
-        library=DEEPSPEED,
-        owner="deepspeed.runtime.zero.partition_parameters",
-        names=("free_param", "PartitionedParamStatus"),
-        why="the placeholder of a parameter is freed, its partition said to be available",
+        _INIT,
+        "_partition_param(param)",
+        "a parameter is given its partition without being made whole first",
+    ),
+    Use(
+        "deepspeed.runtime.zero.partition_parameters",
+        "free_param, PartitionedParamStatus",
+        "the placeholder of a parameter is freed, its partition said to be available",
     ),
     _CONTEXTS,
     _HIERARCHICAL,

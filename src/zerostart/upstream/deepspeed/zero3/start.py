@@ -29,11 +29,9 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from zerostart.upstream.guard import Function, Use, demand, misfit
 from zerostart.upstream.patches import RefCountedPatches, replaced
-from zerostart.upstream.registry import Lasts, Otherwise, PatchPoint, demand, misfit
-from zerostart.upstream.shapes import Function, Shape
 from zerostart.upstream.torch.types import Arguments, Keywords
-from zerostart.upstream.versions import DEEPSPEED
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
@@ -42,78 +40,28 @@ logger = logging.getLogger("zerostart")
 
 _ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
 _OPTIMIZER = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
-_DEFRAGMENT = PatchPoint(
-    library=DEEPSPEED,
-    owner="deepspeed.runtime.zero.stage3",
-    names=("defragment",),
-    why="partitions that lie next to each other stay where they are",
-    lasts=Lasts.CALL,
-    otherwise=Otherwise.STOCK,
-    shapes=(
-        Shape(
-            f"{_OPTIMIZER}._create_fp16_partitions_with_defragmentation",
-            has=(
-                "X = self._get_parameter_partitions()",
-                "self.lp_param_buffer = defragment(X)",
-                "self._create_param_groups_fp16_flat_cpu_memory()",
-            ),
-            once=("defragment(...)",),
-        ),
+_DEFRAGMENT = Use(
+    "deepspeed.runtime.zero.stage3",
+    "defragment",
+    "partitions that lie next to each other stay where they are",
+)
+_MEMORY = Use(
+    _OPTIMIZER,
+    "_create_fp32_partitions, initialize_optimizer_states, create_reduce_and_remove_grad_hooks",
+    "run in modes of torch in which x.to(...).clone() makes one tensor, and gradients that nobody "
+    "reads are one zero, seen many times; a parameter that only gets a hook is not gathered for that",
+    source=(
+        "_create_fp16_partitions_with_defragmentation: defragment(parameter_partitions)",
+        "_create_fp32_partitions: .append(converted.clone().detach())",
+        "initialize_optimizer_states: torch.zeros(int(largest_numel), dtype=gradient_dtype, ",
+        "create_reduce_and_remove_grad_hooks: register_grad_hook(param, reduce_partition_and_remove_grads)",
     ),
 )
-_MEMORY = PatchPoint(
-    library=DEEPSPEED,
-    owner=_OPTIMIZER,
-    names=("_create_fp32_partitions", "initialize_optimizer_states", "create_reduce_and_remove_grad_hooks"),
-    writes=("all_gather", "partition"),
-    why="run in modes of torch in which x.to(...).clone() makes one tensor, and gradients that nobody reads "
-    "are one zero, seen many times; a parameter that only gets a hook is not gathered for that",
-    lasts=Lasts.CALL,
-    otherwise=Otherwise.STOCK,
-    shapes=(
-        Shape(
-            f"{_OPTIMIZER}._create_fp32_partitions",
-            has=(
-                "X = self.fp16_partitioned_groups_flat[I].to(D, dtype=self.master_weights_and_grads_dtype)",
-                "self.fp32_partitioned_groups_flat.append(X.clone().detach())",
-                "X = self.fp16_partitioned_groups_flat[I].to(D, dtype=self.master_weights_and_grads_dtype)",
-                "self.fp32_partitioned_groups_flat.append(X.clone().detach())",
-            ),
-        ),
-        Shape(
-            f"{_OPTIMIZER}.initialize_optimizer_states",
-            has=(
-                "N = max(...)",
-                "X = torch.zeros(int(N), dtype=D, device=self.device)",
-                "self.fp32_partitioned_groups_flat[I].grad = X.narrow(0, 0, N)",
-                "X.grad = None",
-            ),
-            once=("torch.zeros(int(N), ...)", "X.narrow(...)"),
-        ),
-        Shape(
-            f"{_OPTIMIZER}.create_reduce_and_remove_grad_hooks",
-            has=(
-                "param.all_gather()",
-                "register_grad_hook(param, reduce_partition_and_remove_grads)",
-                "param.partition()",
-            ),
-        ),
-        Shape(
-            "deepspeed.runtime.zero.stage3:register_grad_hook",
-            has=("X.register_post_accumulate_grad_hook(H)",),
-        ),
-    ),
-)
-_BEGINNING = PatchPoint(
-    library=DEEPSPEED,
-    owner=_ENGINE,
-    names=("_configure_zero_optimizer",),
-    why="a text of the model is made where ZeRO begins, of modules that print what they do not have: "
+_BEGINNING = Use(
+    _ENGINE,
+    "_configure_zero_optimizer(optimizer)",
+    "a text of the model is made where ZeRO begins, of modules that print what they do not have: "
     "meanwhile the text of its class is the name",
-    lasts=Lasts.MODEL,
-    shapes=(
-        Shape(f"{_ENGINE}._configure_zero_optimizer", leads=("optimizer",), has=("Z(self.module, ...)",)),
-    ),
 )
 TOUCHED = (_DEFRAGMENT, _MEMORY, _BEGINNING)
 #: Elements that are converted at a time where a device does it for the host.
@@ -191,7 +139,7 @@ def defragmenting() -> Iterator[None]:
         whole = joined(tensors)
         return original(tensors) if whole is None else whole
 
-    with replaced(_DEFRAGMENT, module, "defragment", defragment):
+    with replaced(module, "defragment", defragment):
         yield
 
 
@@ -206,8 +154,8 @@ def ungathered(parameters: Sequence[Any]) -> Iterator[None]:
     ]
     with contextlib.ExitStack() as stack:
         for parameter in spared:
-            for name in _MEMORY.writes:
-                stack.enter_context(replaced(_MEMORY, parameter, name, _nothing))
+            for name in ("all_gather", "partition"):
+                stack.enter_context(replaced(parameter, name, _nothing))
         yield
 
 
@@ -284,10 +232,10 @@ def _put(stack: ExitStack) -> None:
     @functools.wraps(original)
     def configure(self: DeepSpeedEngine, optimizer: object) -> object:
         kind = type(self.module)
-        with replaced(_BEGINNING, kind, "__repr__", lambda _: f"{kind.__name__}()"):
+        with replaced(kind, "__repr__", lambda _: f"{kind.__name__}()"):
             return original(self, optimizer)
 
-    stack.enter_context(replaced(_BEGINNING, owner, "_configure_zero_optimizer", configure))
+    stack.enter_context(replaced(owner, "_configure_zero_optimizer", configure))
 
 
 _printable = RefCountedPatches(_put)

@@ -1,0 +1,145 @@
+"""Fails when upstream moves: every declared use is checked against the installed libraries."""
+
+import ast
+import itertools
+import tomllib
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from packaging.specifiers import SpecifierSet
+
+from tests.upstream import table
+from zerostart import upstream
+from zerostart.errors import UnsupportedVersionError
+from zerostart.upstream.deepspeed.zero3.partitions import import_deepspeed
+from zerostart.upstream.guard import Use, declared_uses, demand, misfit
+from zerostart.upstream.versions import DIFFSYNTH, LIBRARIES, SGLANG, TORCH, TRL, VLLM, Library
+
+ROOM = Path(upstream.__file__).parent
+FILES = sorted(ROOM.rglob("*.py"))
+ROOT = Path(__file__).parents[2]
+#: Not in the extra ``dev``; where they are, tests/diffusion and tests/serving look at them.
+OPTIONAL = (DIFFSYNTH, VLLM, TRL, SGLANG)
+
+
+def test_the_installed_libraries_are_as_declared() -> None:
+    import_deepspeed()
+    uses = [use for use in declared_uses() if use.library not in OPTIONAL]
+    assert len(uses) > 50
+    assert [text for use in uses if (text := use.misfit())] == []
+    assert all(use.why and use.names for use in uses)
+
+
+def test_few_uses_depend_on_source_code() -> None:
+    assert sum(len(use.source) for use in declared_uses()) <= 20
+
+
+@pytest.mark.parametrize("library", LIBRARIES, ids=lambda library: library.name)
+def test_the_installed_version_is_known(library: Library) -> None:
+    version = library.installed()
+    if library in OPTIONAL and version is None:
+        pytest.skip(f"{library.name} is not here")
+    assert version is not None
+    assert library.knows(version)
+
+
+def test_nothing_is_replaced_but_by_the_patches() -> None:
+    """``setattr`` is for our own marks, and no attribute of what is imported is assigned."""
+    for file in FILES:
+        if file == ROOM / "patches.py":
+            continue
+        nodes = list(ast.walk(ast.parse(file.read_text())))
+        imports = (node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom))
+        imported = {alias.asname or alias.name.split(".")[0] for node in imports for alias in node.names}
+        for node in nodes:
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "setattr":
+                assert ast.unparse(node.args[1]) == "_ATTRIBUTE", f"{file.name}:{node.lineno}"
+            for target in node.targets if isinstance(node, ast.Assign) else ():
+                if isinstance(target, ast.Attribute):
+                    root = ast.unparse(target).split(".")[0]
+                    assert root not in imported, f"{file.name}:{node.lineno}"
+
+
+def test_the_package_asks_for_known_versions_and_forbids_majors_alone() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    required = [*project["dependencies"], *itertools.chain(*project["optional-dependencies"].values())]
+    for library in LIBRARIES:
+        (asked,) = {line for line in required if line.split(">")[0].split("=")[0] == library.name}
+        allowed = SpecifierSet(asked.removeprefix(library.name))
+        assert ".".join(map(str, library.first)) in allowed
+        assert asked.count(",") == asked.count("<") == 1
+        assert f"{library.first[0] + 1}.0" not in allowed
+        assert f"{library.first[0]}.999" in allowed
+
+
+def pins(path: Path) -> dict[str, str]:
+    lines = (line.split("==") for line in path.read_text(encoding="utf-8").splitlines() if "==" in line)
+    return {name: version for name, version in lines if not name.startswith("#")}
+
+
+def test_each_known_torch_has_its_constraints() -> None:
+    """With versions that are known, and for the torch that is used here those that are used here."""
+    minors = [f"{TORCH.first[0]}.{minor}" for minor in range(TORCH.first[1], TORCH.before[1])]
+    files = {path.stem.removeprefix("torch-"): pins(path) for path in ROOT.glob("constraints/torch-*.txt")}
+    assert sorted(files) == minors
+    ours = pins(ROOT / "constraints.txt")
+    for minor, pinned in files.items():
+        assert pinned["torch"].startswith(f"{minor}.")
+        for library in LIBRARIES:
+            assert library in OPTIONAL or library.knows(pinned[library.name]), (minor, library)
+    same = files[ours["torch"].rpartition(".")[0]]
+    assert {name: same[name] for name in ours if name in same} == {n: v for n, v in ours.items() if n in same}
+
+
+def test_the_documentation_is_up_to_date() -> None:
+    assert table.PATH.read_text(encoding="utf-8") == table.text(), "run python -m tests.upstream.table"
+
+
+class Sample:
+    """A class to check names, parameters and source on."""
+
+    named = 1
+
+    def __init__(self) -> None:
+        self.made = SimpleNamespace()
+
+    def call(self, first: int, second: int = 2, *, third: int = 3) -> int:
+        return  first + second  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("names", "source", "wrong"),
+    [
+        ("named, call(first), .made", (), ""),
+        ("call(first, second, *, third)", (), ""),
+        ("made", (), "Sample misses made"),
+        (".other", (), "Sample misses other"),
+        ("call(second)", (), "it takes (first, second, third), not (second, ...)"),
+        ("call(*, fourth)", (), "it takes no fourth"),
+        ("named", ("call: return first + second",), ""),
+        ("named", ("call: return second",), "`return second` is missing"),
+        ("torch.nn:Linear.forward(input), torch.nn:Linear(in_features)", (), ""),
+        ("torch.nn:Linear.forward(output)", (), "it takes (input), not (output, ...)"),
+    ],
+)
+def test_uses(names: str, source: tuple[str, ...], wrong: str) -> None:
+    found = Use(f"{__name__}:Sample", names, "a test", source).misfit()
+    assert found.endswith(wrong)
+    assert bool(found) == bool(wrong)
+
+
+def test_a_misfit_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    fitting, lacking = Use("torch:nn", "Linear", "a test"), Use("torch:nn", "Cubic", "a test")
+    with pytest.raises(
+        UnsupportedVersionError, match=r"misses Cubic \(a test\)\. This is torch 2\..*pip install .*\. Try it"
+    ):
+        demand((lacking,), "Try it")
+    monkeypatch.setattr(torch, "__version__", "2.20.0")
+    assert misfit((fitting,)) == ""
+    monkeypatch.setattr(torch, "__version__", "2.10.1")
+    assert misfit((fitting,)).startswith("torch 2.10.1 is installed. This is torch 2.10.1; zerostart knows")
+    # A build without a number: the names decide.
+    monkeypatch.setattr(torch, "__version__", "main-a1b2")
+    assert misfit((fitting,)) == ""
