@@ -176,9 +176,6 @@ def plan(
     host_memory: int | None = None,
     storage_rate: float | None = None,
     interconnect_rate: float | None = None,
-    network_rate: float | None = None,
-    request_price: float | None = None,
-    gigabyte_price: float | None = None,
     optimizer: str | None = None,
     trust_remote_code: bool = False,
 ) -> WorldPlan:
@@ -194,7 +191,7 @@ def plan(
 
     Returns:
         WorldPlan: ``ranks`` with bytes, operations, peaks of the load, seconds, and ``memory`` by phase and
-        component; ``fits`` and ``advice`` where it does not. All sizes are bytes, all times seconds.
+        component; ``fits``. All sizes are bytes, all times seconds.
 
     Raises:
         ZerostartError: what ``load`` with ``strict=False`` would raise before reading weights.
@@ -231,9 +228,6 @@ def plan(
             host_memory=host_memory,
             storage_rate=storage_rate,
             interconnect_rate=interconnect_rate,
-            network_rate=network_rate,
-            request_price=request_price,
-            gigabyte_price=gigabyte_price,
             optimizer=optimizer,
         )
     return forecast(request, world_size, rank, machine)

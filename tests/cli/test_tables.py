@@ -56,12 +56,10 @@ def test_forecast_and_measurement(width):
     found = printed(width, lambda console: show_comparison(told, small, console))
     assert cells(found) >= {"forecast", "measured", "3.0 MB", "6.7 MB", "157 bytes", "< 1 ms", "10 ms"}
     assert re.findall(r"[\d.]+%", found) == ["100.0%"], "only what was read is to be compared"
-    assert "below 32.0 MB of memory or 100 ms" in " ".join(found.split())
     told = [{**told[0], "peak_host_bytes": 157_000_000, "read_seconds": 1.5}]
     big = [{**told[0], "peak_host_bytes": 160_000_000, "seconds": {"read": 2.0}}]
     found = printed(width, lambda console: show_comparison(told, big, console))
     assert re.findall(r"[\d.]+%", found) == ["100.0%", "101.9%", "133.3%"]
-    assert "not compared" not in found
     uncounted = [{**big[0], "peak_device_bytes": None}]
     assert "unknown" in cells(printed(width, lambda console: show_comparison(told, uncounted, console)))
 

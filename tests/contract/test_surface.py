@@ -60,9 +60,6 @@ def test_plan_takes_what_the_contract_says() -> None:
         "host_memory",
         "storage_rate",
         "interconnect_rate",
-        "network_rate",
-        "request_price",
-        "gigabyte_price",
         "optimizer",
         "trust_remote_code",
     ]

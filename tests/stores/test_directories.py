@@ -92,37 +92,6 @@ def digests(source: str) -> dict[str, str]:
     return zerostart.digest(model)
 
 
-def test_a_plan_counts_the_requests_of_a_load(model: Path) -> None:
-    """Those that a proxy sees between the opening and the end, by all ranks, and their bytes."""
-    with (
-        servers.rclone(model.parent, "webdav") as address,
-        proxy.before(proxy.Proxy(address)) as line,
-    ):
-        source = f"{line.address}/some%20model"
-        plan = zerostart.plan(source, 2, "fsdp2", request_price=0.4, gigabyte_price=90.0)
-        opened, bodies = ranges_of(line)
-        # Each object is asked for once, with its first bytes, none for its length alone.
-        assert len({path for method, path in line.asked if method == "GET"}) == opened
-        assert not any(method == "HEAD" for method, _ in line.asked)
-        run_ranks(digests, 2, source)
-        requests, nbytes = ranges_of(line)
-    assert plan.store is not None
-    assert not plan.store.measured
-    # Whatever the bytes, an answer has to be waited for.
-    assert all(rank.read_seconds >= plan.store.latency for rank in plan.ranks if rank.get_requests)
-    # A load opens the checkpoint as the plan did.
-    assert sum(rank.get_requests for rank in plan.ranks) == requests - 2 * opened
-    assert sum(rank.get_bytes for rank in plan.ranks) == nbytes - 2 * bodies
-    assert plan.cost == pytest.approx(
-        sum(rank.get_requests * 0.0004 + rank.get_bytes * 90e-9 for rank in plan.ranks)
-    )
-    assert zerostart.plan(model, 2, "fsdp2").store is None
-
-
-def ranges_of(line: proxy.Proxy) -> tuple[int, int]:
-    return sum(method == "GET" for method, _ in line.asked), sum(line.sent_of.values())
-
-
 def test_a_saved_directory_is_verified_where_it_lies(model: Path, tmp_path: Path) -> None:
     saved = tmp_path / "saved"
     run_ranks(resave, 1, str(model), str(saved))

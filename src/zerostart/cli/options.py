@@ -19,7 +19,7 @@ Command = TypeVar("Command", bound=Callable[..., None])
 class _Typed:
     """What is typed for an option; a ``number`` may have a ``least`` and a ``most``."""
 
-    kind: Literal["text", "number", "switch", "size", "rate", "dtype", "json", "price"] = "text"
+    kind: Literal["text", "number", "switch", "size", "rate", "dtype", "json"] = "text"
     least: int | None = None
     most: int | None = None
 
@@ -41,9 +41,6 @@ _TYPED = {
     "host_memory": _SIZE,
     "storage_rate": _RATE,
     "interconnect_rate": _RATE,
-    "network_rate": _RATE,
-    "request_price": _Typed("price"),
-    "gigabyte_price": _Typed("price"),
 }
 
 SourceArgument = Annotated[
@@ -96,8 +93,6 @@ def _parameter(name: str, default: Any, words: str) -> inspect.Parameter:
         kind, more = int, {**more, "min": option.least, "max": option.most, "metavar": "N"}
     elif option.kind == "switch":
         kind = bool
-    elif option.kind == "price":
-        kind, more = float, {**more, "min": 0.0, "metavar": "PRICE"}
     elif option.kind == "json":
         kind, more = Path, {**more, "exists": True, "dir_okay": False, "metavar": "FILE"}
     elif option.kind in ("size", "rate"):

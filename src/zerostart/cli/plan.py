@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import gc
-import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -51,36 +50,19 @@ def command(
     with uncollected(), contextlib.redirect_stdout(sys.stderr):
         made = zerostart.plan(source, world_size, rank=rank, **values_of(given))
     if html is not None:
+        from zerostart.errors import WriteError
         from zerostart.loading.forecast.page import page_of
 
-        _write(html, page_of(made, source))
+        try:
+            html.write_text(page_of(made, source), encoding="utf-8")
+        except OSError as error:
+            raise WriteError(f"{html}: the page cannot be written: {error.strerror}") from error
     if json:
         typer.echo(dump_json(made.as_dict()))
     else:
         from zerostart.cli.memory_view import show_plan
 
         show_plan(made, source)
-        if html is not None:
-            typer.echo(f"To look at: {html}")
     # Not where it is None: then no limit is known that it could exceed.
     if must_fit and made.fit is False:
         raise typer.Exit(1)
-
-
-def _write(path: Path, text: str) -> None:
-    """Write a page, whole or not at all; a link and a pipe (/dev/stdout) stay. Raises WriteError."""
-    from zerostart.checkpoint.write.folders import write_whole
-    from zerostart.errors import WriteError
-
-    # Beside it, to be renamed: on one file system, and of a name that no other process has.
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        if path.is_symlink() or (path.exists() and not path.is_file()):  # what is no file stays what it is
-            path.write_text(text, encoding="utf-8")
-        else:
-            write_whole(path, text.encode(), part, durable=False)
-    except OSError as error:
-        # The first error is the one to be told.
-        with contextlib.suppress(OSError):
-            part.unlink()
-        raise WriteError(f"{path}: the page cannot be written: {error.strerror}") from error

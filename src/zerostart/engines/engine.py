@@ -6,7 +6,6 @@ group ``zerostart.engines``); ``zerostart.testing.EngineConformance`` is what it
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from zerostart.engines.base import EngineConfig
@@ -31,7 +30,3 @@ class Engine(LoadingEngine, TrainingEngine, StateEngine, ForecastEngine):
     ) -> Engine:
         """Make the engine of this family for a ZeRO stage; a subclass may choose a class by the stage."""
         return cls(zero_stage, config, mesh, exchange)
-
-    def relaxations(self, accelerator: bool) -> Iterator[tuple[list[str], Engine]]:
-        """Yield settings that take less memory, each on top of the last: what changes, and the engine."""
-        return iter(())

@@ -175,10 +175,6 @@ class ForecastArguments:
         storage_rate: bytes a second that one machine gets from its disk or over its link to storage; None:
             2 GB/s, or no limit for a checkpoint that is in the page cache.
         interconnect_rate: bytes a second that one rank sends or receives; None: 1 GB/s.
-        network_rate: bytes a second between one machine and the others, in each direction; None: 3.125 GB/s
-            (25 Gbit/s). A load takes what the driver of the interface says.
-        request_price: what a store takes for 1000 requests (GET), in any currency.
-        gigabyte_price: what it takes for 1e9 bytes of answers, in the same.
         optimizer: ``"adamw"``, ``"adam"``, ``"momentum"`` and ``"sgd"`` are torch's,
             ``"fused_adamw"`` is one in fused kernels; None: the one that a DeepSpeed configuration names,
             else AdamW.
@@ -191,9 +187,6 @@ class ForecastArguments:
     host_memory: int | None = _argument(None, "Memory of one machine, which up to 8 ranks share.")
     storage_rate: float | None = _argument(None, "What storage gives to one machine, such as 7GB/s.")
     interconnect_rate: float | None = _argument(None, "What one rank exchanges with others, such as 200GB/s.")
-    network_rate: float | None = _argument(None, "What one machine exchanges with others, such as 50GB/s.")
-    request_price: float | None = _argument(None, "What a store takes for 1000 requests (GET).")
-    gigabyte_price: float | None = _argument(None, "What a store takes for a GB that it gives.")
     optimizer: str | None = _argument(
         None, "adamw, fused_adamw, adam, momentum or sgd; default: as configured, else adamw."
     )

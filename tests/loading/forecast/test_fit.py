@@ -68,43 +68,14 @@ def test_a_printed_plan_is_a_summary(checkpoints: TinyCheckpoints) -> None:
     assert len(text.splitlines()) < 10
 
 
-@pytest.mark.parametrize("of", [0.999, 0.8, 0.6, 0.4, 0.1])
-def test_advice_fits(checkpoints: TinyCheckpoints, of: float) -> None:
-    """What is advised, done by hand, fits: a higher stage, offloading, more ranks."""
+def test_what_does_not_fit_is_told(checkpoints: TinyCheckpoints) -> None:
     path = checkpoints("qwen3", torch.bfloat16)
     given: dict[str, Any] = {"world_size": 2, "zero_stage": 1, "engine_config": ZERO}
-    limit = int(peak(zerostart.plan(path, **given, device_memory=1), "device") * of)
-    made = zerostart.plan(path, **given, device_memory=limit)
+    limit = peak(zerostart.plan(path, **given, device_memory=1), "device")
+    assert zerostart.plan(path, **given, device_memory=limit).fit is True
+    made = zerostart.plan(path, **given, device_memory=limit - 1)
     assert made.fit is False
     assert "Does not fit: device memory" in shown(made)
-    assert len(made.advice) == 1
-    words = made.advice[0]
-    assert f"To make it fit: {words}" in shown(made).replace("\n", " ").replace("  ", " ")
-    zero: dict[str, Any] = dict(ZERO["zero_optimization"])
-    for stage in (2, 3):
-        if f"zero_stage={stage}" in words:
-            given["zero_stage"] = zero["stage"] = stage
-    for name in ("offload_optimizer", "offload_param"):
-        if name in words:
-            zero[name] = {"device": "cpu"}
-    if " ranks" in words:
-        given["world_size"] = int(words.split(" ranks")[0])
-    if "no change known" not in words:
-        given["engine_config"] = {**ZERO, "zero_optimization": zero}
-        assert zerostart.plan(path, **given, device_memory=limit).fit is True
-
-
-def test_the_smallest_change_comes_first(checkpoints: TinyCheckpoints) -> None:
-    path = checkpoints("qwen3", torch.bfloat16)
-    free = zerostart.plan(path, world_size=2, device_memory=10**10)
-    memory = free.ranks[0].memory
-    staging = memory["load"].host_bytes
-    assert staging > 2 * (1 << 20) > 2 * memory["initialize"].host_bytes
-    short = zerostart.plan(path, world_size=2, device_memory=10**10, host_memory=2 * staging - 1)
-    assert short.advice[0].startswith("memory_limit=1048576 (then ")
-    # DeepSpeed's own bucket of 500 million elements is most of what a small model takes.
-    tight = zerostart.plan(path, world_size=2, device_memory=10**9, host_memory=2 * staging - 1)
-    assert tight.advice[0].startswith("reduce_bucket_size=50000000 and memory_limit=1048576 (then ")
 
 
 def test_times_follow_the_rates(checkpoints: TinyCheckpoints) -> None:
@@ -124,13 +95,6 @@ def test_replicas_share_what_storage_gives(checkpoints: TinyCheckpoints) -> None
     config = {"replicate": 4}
     made = zerostart.plan(path, world_size=4, engine="fsdp2", engine_config=config, storage_rate=1e3)
     assert made.read_seconds == pytest.approx(made.checkpoint_bytes / 1e3, rel=0.1)
-    assert "network" not in made.rates
-    # On two machines each reads half, and gets the other half over their network.
-    asked: dict[str, Any] = {"engine": "fsdp2", "engine_config": {"replicate": 2}, "exchange": True}
-    made = zerostart.plan(path, world_size=16, network_rate=1e3, **asked)
-    assert made.read_seconds == pytest.approx(made.checkpoint_bytes / 2 / 1e3, rel=0.1)
-    assert made.rates["network"] == 1e3
-    assert made.storage_bytes == pytest.approx(made.checkpoint_bytes, rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -140,8 +104,6 @@ def test_replicas_share_what_storage_gives(checkpoints: TinyCheckpoints) -> None
         ("host_memory", "80GB"),
         ("storage_rate", -1.0),
         ("interconnect_rate", float("inf")),
-        ("network_rate", 0),
-        ("request_price", -1.0),
         ("optimizer", "adamm"),
     ],
 )

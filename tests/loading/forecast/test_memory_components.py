@@ -14,7 +14,8 @@ from tests.tiny import TinyCheckpoints
 from zerostart.distributed.world import World
 from zerostart.engines.forecast import Target
 from zerostart.live.report import Clock
-from zerostart.loading.forecast.memory import moments_of, optimizer_of, parameter_bytes_alone
+from zerostart.loading.forecast.memory import moments_of, optimizer_of, parameter_bytes
+from zerostart.loading.forecast.reading import owned_by
 from zerostart.loading.preparation import prepare
 from zerostart.loading.request import Request
 
@@ -33,7 +34,8 @@ def foreseen(path: Path, world_size: int, optimizer: str, **given: Any) -> list[
     parallelism = engine.parallelism(model)
     placed = engine.placements(model, parallelism)
     ranks = range(world_size)
-    held = parameter_bytes_alone(model, placed, parallelism, ranks)
+    numels = {name: own.numels for name, own in owned_by(model, placed, ranks).items()}
+    held = parameter_bytes(model, placed, parallelism, ranks, numels)
     target = Target(accelerator=False, world_size=world_size)
     moments = moments_of(model, engine, placed, held, 0, optimizer_of(optimizer, None), target)
     last = {moment.phase: moment.on(target).host for moment in moments}

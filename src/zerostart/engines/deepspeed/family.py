@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from math import prod
 from typing import Any
@@ -36,8 +36,6 @@ from zerostart.errors import ConfigError
 from zerostart.geometry.layout import Layout, Mesh, Parallelism, flat_partition
 from zerostart.geometry.layout.flat import FlatRules
 
-#: Elements of a reduction bucket that still makes messages of a good size; DeepSpeed's own is ten times that.
-BUCKET = 50_000_000
 #: Sections of the configuration by which ranks work together.
 _COMMON = (
     "bf16",
@@ -198,35 +196,6 @@ class DeepSpeed(DeepSpeedStateEngine, Engine):
 
         if self.mesh.sequence_parallel > 1:
             evaluate_in_parts()
-
-    def relaxations(self, accelerator: bool) -> Iterator[tuple[list[str], Engine]]:
-        """See ``Engine``: the bucket, the states on the host, a higher stage, parameters on the host."""
-        engine, words = self, list[str]()
-        # Each change on top of those before, from the one that costs least speed on.
-        if self.settings.bucket > BUCKET:
-            engine, words = engine._with(reduce_bucket_size=BUCKET), [f"reduce_bucket_size={BUCKET}"]
-            yield words, engine
-        # On the CPU, to offload is to stay.
-        if accelerator and self.settings.optimizer_home == "none":
-            engine = engine._with(offload_optimizer={"device": "cpu"})
-            words = ["offload_optimizer to cpu", *words]
-            yield words, engine
-        # What was changed besides the stage: each stage is named with it, and not with the stage before.
-        aside = words
-        for stage in range(self.zero_stage + 1, 4):
-            engine, words = engine._with(stage=stage), [f"zero_stage={stage}", *aside]
-            yield words, engine
-        if accelerator and engine.settings.offload == "none":
-            engine = engine._with(offload_param={"device": "cpu"})
-            yield ["offload_param to cpu", *words], engine
-
-    def _with(self, **settings: Any) -> DeepSpeed:
-        """The engine with other settings of ``zero_optimization``."""
-        config = dict(self.config or {})
-        config["zero_optimization"] = {**(config.get("zero_optimization") or {}), **settings}
-        made = self.for_stage(settings.get("stage", self.zero_stage), config, self.mesh, self.exchange)
-        assert isinstance(made, DeepSpeed), "a family stays in itself"
-        return made
 
 
 class ZeroThree(DeepSpeed):

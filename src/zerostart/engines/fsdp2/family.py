@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import Any, ClassVar
@@ -312,25 +312,6 @@ class FSDP2(FSDP2StateEngine, Engine):
         """See ``Engine``."""
         units = memory.Units.of(model, self.settings, shares, self.mesh.data(0)[1])
         return memory.after_load(shares, units, optimizer, target)
-
-    def relaxations(self, accelerator: bool) -> Iterator[tuple[list[str], Engine]]:
-        """See ``Engine``: the highest stage, resharding after the forward, shards on the host."""
-        from torch.distributed.fsdp import CPUOffloadPolicy
-
-        config, words = dict(self.config or {}), list[str]()
-        if self.zero_stage < 3:
-            words = ["zero_stage=3"]
-            yield words, self.for_stage(3, config, self.mesh, self.exchange)
-        # Each change on top of those before, from the one that costs least speed to the one that costs most.
-        if config.get("reshard_after_forward") is False:
-            config = {**config, "reshard_after_forward": True}
-            words = ["reshard_after_forward=True", *words]
-            yield words, self.for_stage(3, config, self.mesh, self.exchange)
-        if accelerator and config.get("offload_policy") is None:
-            # Pinning needs an accelerator, which the machine that plans may lack.
-            config = {**config, "offload_policy": CPUOffloadPolicy(pin_memory=False)}
-            words = ["offload_policy=CPUOffloadPolicy()", *words]
-            yield words, self.for_stage(3, config, self.mesh, self.exchange)
 
 
 class Replicated(FSDP2):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 
 import numpy as np
@@ -26,20 +26,6 @@ from zerostart.errors import ConfigError
 from zerostart.geometry.layout import Parallelism
 from zerostart.loading.forecast.result import PHASES, Memory
 from zerostart.transfer.buffers import rounds_up
-
-
-def parameter_bytes_alone(
-    model: nn.Module, placed: Placements, parallelism: Parallelism, ranks: Sequence[int]
-) -> ParameterBytes:
-    """What ``ranks`` hold, for memory alone: without what they read."""
-    known: dict[Hashable, Array] = {}
-    numels: dict[str, Array] = {}
-    for name, parameter in model.named_parameters():
-        alike = (tuple(parameter.shape), placed.alike(name))
-        if alike not in known:
-            known[alike] = np.array([placed.layout(name, rank).numel for rank in ranks], np.int64)
-        numels[name] = known[alike]
-    return parameter_bytes(model, placed, parallelism, ranks, numels)
 
 
 def moments_of(

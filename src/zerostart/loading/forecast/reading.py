@@ -12,7 +12,6 @@ import numpy as np
 from torch import nn
 
 from zerostart.checkpoint.catalog import Catalog
-from zerostart.checkpoint.storage import RequestCost
 from zerostart.engines.forecast import Array
 from zerostart.engines.placements import DEVICE, RANKS_OF_A_MACHINE, Placements
 from zerostart.errors import ConfigError
@@ -37,15 +36,11 @@ from zerostart.transfer.planning import (
     Tables,
     count_reads,
     exchange_schedule,
-    extents_of,
     in_rounds,
     join,
-    part_of,
-    requests_of,
     spans_within,
     table_of,
 )
-from zerostart.transfer.tuning import MOST_DEPTH
 
 
 @dataclass(frozen=True)
@@ -168,7 +163,7 @@ class Foreseen:
         rounds = {
             key: in_rounds(plan.reads, storage.sizes, strategy.rounds) for key, plan in different.items()
         }
-        served: list[list[tuple[int, int, int, int]]] = [[] for _ in plans]
+        served: list[list[int]] = [[] for _ in plans]
         alone: list[list[Read]] = [[] for _ in plans]
         messages: Counter[tuple[int, int]] = Counter()
         for number in range(strategy.rounds):
@@ -178,8 +173,8 @@ class Foreseen:
             schedule = exchange_schedule(tables, chunk)
             for step in schedule.steps:
                 if isinstance(step, ExchangeStep):
-                    file, begin, end = step.extent
-                    served[step.server].append((file, begin, end, end - begin))
+                    _, begin, end = step.extent
+                    served[step.server].append(end - begin)
             for rank, numbers in enumerate(schedule.alone):
                 reads = rounds[id(plans[rank])][number]
                 alone[rank] += [reads[n] for n in numbers]
@@ -192,23 +187,15 @@ class Foreseen:
             number, plan = rank.rank, plans[rank.rank]
             computed = [read for computation in plan.computations for read in computation.reads]
             by_itself = [*alone[number], *computed]
-            places = [(read.file, read.offset, read.end, read.nbytes) for read in by_itself]
-            for_all = sum(nbytes for *_, nbytes in served[number])
             # The staging of own slices goes, that of the exchange comes.
             staged = self.tuning.ring_bytes if own[number].staged else 0
             more = self.tuning.exchange_bytes(chunk) - staged
-            asked, got = requests_of(by_itself, storage.gap)
-            # Each thread asks for its part of an extent.
-            asked += sum(-(-n // part_of(n, self.tuning.threads)) for *_, n in served[number])
             return replace(
                 rank,
-                get_requests=asked if storage.cost else 0,
-                get_bytes=got + for_all if storage.cost else 0,
-                read_bytes=sum(read.nbytes for read in by_itself) + for_all,
-                read_ops=len(places) + len(served[number]),
+                read_bytes=sum(read.nbytes for read in by_itself) + sum(served[number]),
+                read_ops=len(by_itself) + len(served[number]),
                 peak_host_bytes=rank.peak_host_bytes + more,
                 memory=_staging(rank.memory, more),
-                extents=extents_of([*places, *served[number]]),
             )
 
         return replace(
@@ -216,7 +203,6 @@ class Foreseen:
             ranks=tuple(map(becomes, made.ranks)),
             sharing=strategy,
             exchanged_bytes=tuple(received[rank.rank] for rank in made.ranks),
-            messages=tuple((*pair, nbytes) for pair, nbytes in sorted(messages.items())),
         )
 
     def _plans(
@@ -267,67 +253,34 @@ def _staging(memory: Mapping[str, Memory], more: int) -> dict[str, Memory]:
     return {**memory, "load": replace(load, host=host)}
 
 
-def rates_of(
-    assumed: Rates, storage: float | None, interconnect: float | None, network: float | None
-) -> Rates:
-    """``assumed`` rates, with those that are given, in bytes a second, in their place.
+def rates_of(assumed: Rates, storage: float | None, interconnect: float | None) -> Rates:
+    """Replace ``assumed`` rates by those that are given, in bytes a second.
 
-    ``storage`` is what one machine gets, of its disk or over its link. Raises ConfigError for what is no
-    rate.
+    ``storage`` is what one machine gets from its disk or over its link. Raises ConfigError for no rate.
     """
-    given = {"storage_rate": storage, "interconnect_rate": interconnect, "network_rate": network}
-    for name, value in given.items():
+    for name, value in (("storage_rate", storage), ("interconnect_rate", interconnect)):
         if value is not None and not 0 < value < math.inf:
             raise ConfigError(f"{name}={value!r} must be a number of bytes a second")
-    if storage is not None:
-        assumed = replace(assumed, link=float(storage))
-    if interconnect is not None:
-        assumed = replace(assumed, interconnect=float(interconnect))
-    if network is not None:
-        assumed = replace(assumed, network=float(network))
-    return assumed
-
-
-@dataclass(frozen=True)
-class _Machine:
-    """What its ranks share: seconds for each byte that one of them reads."""
-
-    rates: Rates
-    ranks: int
-    #: Bytes that come from storage for each byte that is read: fewer where ranks read the same.
-    differ: float
-    #: Bytes between it and other machines, in the direction that has more.
-    crossing: int
-
-    def seconds(self, read: int, received: int) -> float:
-        # The slowest of these is what is waited for: they overlap.
-        storage = read * self.ranks * self.differ / self.rates.link
-        copied = read * self.ranks / self.rates.copy
-        # Twice: on the mean a rank sends as much as it gets, in turns.
-        return max(
-            storage, copied, 2 * received / self.rates.interconnect, self.crossing / self.rates.network
-        )
-
-
-def _answered(rank: RankForecast, cost: RequestCost | None) -> float:
-    """Seconds that the requests of a rank to a store take on the widest line, as many at once as may be."""
-    if cost is None or not rank.get_requests:
-        return 0.0
-    at_once = min(rank.get_requests, MOST_DEPTH)
-    return (rank.get_requests * cost.latency + rank.get_bytes / cost.rate) / at_once
-
-
-def timed(made: WorldPlan, stored: float, rates: Rates, cost: RequestCost | None) -> tuple[RankForecast, ...]:
-    """The ranks of a plan with the seconds that each reads; ``stored``: bytes of the files, of which a
-    machine's page cache keeps each; infinite where there is none. ``cost``: of a request, in a store.
-    """
-    ranks, local = made.ranks, min(made.world_size, RANKS_OF_A_MACHINE)
-    # Of one machine: its page cache gives bytes that several of its ranks want only once from storage.
-    wanted = sum(rank.read_bytes for rank in ranks) * local / max(1, len(ranks))
-    differ = min(1.0, stored / wanted) if wanted else 1.0
-    machine = _Machine(rates, local, differ, made.most_crossing_bytes)
-    got = made.exchanged_bytes or [0] * len(ranks)
-    return tuple(
-        replace(rank, read_seconds=max(machine.seconds(rank.read_bytes, more), _answered(rank, cost)))
-        for rank, more in zip(ranks, got, strict=True)
+    link = assumed.link if storage is None else float(storage)
+    return replace(
+        assumed, link=link, interconnect=assumed.interconnect if interconnect is None else float(interconnect)
     )
+
+
+def timed(made: WorldPlan, stored: float, rates: Rates) -> tuple[RankForecast, ...]:
+    """Add to each rank the seconds that it reads and exchanges; ``stored`` are the bytes of the files.
+
+    A machine's page cache gives bytes that several of its ranks want only once from storage; ``stored`` is
+    infinite where there is none. The slowest of storage, copies and messages counts: they overlap.
+    """
+    local = min(made.world_size, RANKS_OF_A_MACHINE)
+    wanted = sum(rank.read_bytes for rank in made.ranks) * local / max(1, len(made.ranks))
+    differ = min(1.0, stored / wanted) if wanted else 1.0
+    ranks = []
+    for rank, received in zip(made.ranks, made.exchanged_bytes or [0] * len(made.ranks), strict=True):
+        of_machine = rank.read_bytes * local
+        # Twice: on the mean a rank sends as much as it gets, in turns.
+        messages = 2 * received / rates.interconnect
+        seconds = max(of_machine * differ / rates.link, of_machine / rates.copy, messages)
+        ranks.append(replace(rank, read_seconds=seconds))
+    return tuple(ranks)

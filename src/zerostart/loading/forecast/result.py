@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import math
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-import numpy as np
 from rich.filesize import decimal
 
-from zerostart.checkpoint.catalog import Catalog
-from zerostart.checkpoint.storage import RequestCost
 from zerostart.distributed.machine import available_memory
 from zerostart.distributed.world import default_device
 from zerostart.engines.placements import RANKS_OF_A_MACHINE
 from zerostart.engines.residence import Residence
 from zerostart.errors import ConfigError
-from zerostart.recipe import Coverage, Recipes
 from zerostart.transfer.meter import device_bytes
-from zerostart.transfer.planning import Extents, ReadStrategy, extents_of
+from zerostart.transfer.planning import ReadStrategy
 
 #: What memory is told of: the load, the engine's and the optimizer's construction, and the first step.
 PHASES = ("load", "initialize", "step")
+PHASE_TITLES = {"load": "load", "initialize": "initialize", "step": "first step"}
 
 
 @dataclass(frozen=True)
@@ -53,11 +48,8 @@ class RankForecast:
     """One rank: bytes and number of its reads, bytes of its shards on the device, and peaks of the load.
 
     Where the device is the CPU the shards are part of the host peak, and the device peak is 0.
-    ``read_seconds`` is how long it reads and exchanges at the rates of the plan; ``get_requests`` and
-    ``get_bytes`` are the requests for ranges of a store and the bytes that they give (0 where the checkpoint
-    lies in no store), the few of rank 0 for headers aside; ``memory`` has each of
-    ``PHASES``, without the activations of the step, and is empty if no memory was asked for. ``extents`` are
-    rows ``file, begin, end, bytes, reads``: what is read of each file, by its number.
+    ``read_seconds`` is the time to read and exchange at the rates of the plan; ``memory`` has each of
+    ``PHASES``, without the activations of the step.
     """
 
     rank: int
@@ -67,44 +59,13 @@ class RankForecast:
     peak_host_bytes: int
     peak_device_bytes: int = 0
     read_seconds: float = 0.0
-    get_requests: int = 0
-    get_bytes: int = 0
     memory: Mapping[str, Memory] = field(default_factory=dict)
-    extents: Extents = field(default_factory=lambda: extents_of([]), compare=False, repr=False)
 
     def as_dict(self) -> dict[str, object]:
         """Plain data: ``memory`` as the peaks alone, ``{phase: {host, device}}`` in bytes."""
-        aside = ("memory", "extents")
-        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in aside}
+        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "memory"}
         peaks = {p: {"host": m.host_bytes, "device": m.device_bytes} for p, m in self.memory.items()}
         return {**plain, "peaks": peaks}
-
-
-@dataclass(frozen=True)
-class Prices:
-    """What a store takes for 1000 requests, and for 1e9 bytes of answers."""
-
-    requests: float = 0.0
-    gigabyte: float = 0.0
-
-    @classmethod
-    def of(cls, requests: float | None, gigabyte: float | None) -> Prices | None:
-        """None where neither is known. Raises ConfigError for what is no price."""
-        for name, value in (("request_price", requests), ("gigabyte_price", gigabyte)):
-            if value is not None and not 0 <= value < math.inf:
-                raise ConfigError(f"{name}={value!r} must be a number, 0 or more")
-        return None if requests is None and gigabyte is None else cls(requests or 0.0, gigabyte or 0.0)
-
-
-@dataclass(frozen=True)
-class FileForecast:
-    """One file: its length ``nbytes``, and the bytes and number of reads of it by how many ``ranks``."""
-
-    name: str
-    nbytes: int
-    read_bytes: int
-    read_ops: int
-    ranks: int
 
 
 @dataclass(frozen=True)
@@ -114,17 +75,11 @@ class WorldPlan:
     ``sharing`` is there if the ranks have a choice between own slices and reading once; ``exchanged_bytes``
     are those that each of ``ranks`` gets from others, empty where all read their own. ``tier`` says where
     parameters that are whole on every rank would lie on machines like this one. ``rates`` are bytes a
-    second of ``storage`` (to one machine), of ``copy`` (out of its page cache), of one rank's
-    ``interconnect`` and, where there are several machines, of the ``network`` between one and the others;
-    None for what does not limit. ``optimizer`` is the one whose states are counted,
+    second of ``storage`` (to one machine), of ``copy`` (out of its page cache) and of one rank's
+    ``interconnect``; None for what does not limit. ``optimizer`` is the one whose states are counted,
     and ``engine_reason`` says in a few words why it is this engine.
     ``accelerator``: whether the device has memory of its own; else device memory is host memory.
-    ``fits`` tells how the highest peaks compare with the memory there is; where they do not fit,
-    ``alternatives`` are other settings, and ``advice`` says in words which is the first that does.
-    ``store`` is what a request takes where the checkpoint lies in a store: seconds of latency, and bytes a
-    second of one connection, which were measured or are assumed. ``stored`` are names and lengths of the
-    files, and ``messages`` the bytes (from rank, to rank, bytes) that ranks send each other where bytes are
-    read once. ``prices`` are those that were given.
+    ``fits`` compares the highest peaks with the memory that there is.
     """
 
     engine: str
@@ -147,40 +102,6 @@ class WorldPlan:
     accelerator: bool = False
     rates: Mapping[str, float | None] = field(default_factory=dict)
     fits: tuple[Fit, ...] = ()
-    advice: tuple[str, ...] = ()
-    alternatives: tuple[Alternative, ...] = ()
-    stored: tuple[tuple[str, int], ...] = field(default=(), repr=False)
-    messages: tuple[tuple[int, int, int], ...] = field(default=(), repr=False)
-    store: RequestCost | None = None
-    prices: Prices | None = None
-
-    @classmethod
-    def of(
-        cls,
-        catalog: Catalog,
-        recipes: Recipes,
-        coverage: Coverage,
-        engine: str,
-        world_size: int,
-        ranks: Sequence[RankForecast],
-        seconds: float,
-    ) -> WorldPlan:
-        """Sum up a catalog and the ranks' forecasts."""
-        return cls(
-            engine=engine,
-            world_size=world_size,
-            ranks=tuple(ranks),
-            checkpoint_bytes=catalog.nbytes,
-            parameters=sum(entry.numel for entry in catalog.weights.values()),
-            largest_tensor_bytes=max((e.nbytes for e in catalog.weights.values()), default=0),
-            planning_seconds=seconds,
-            missing=coverage.missing,
-            unexpected=coverage.unexpected,
-            computed=recipes.computed,
-            computed_whole=recipes.computed_whole,
-            stored=tuple(zip(catalog.files, catalog.sizes, strict=True)),
-            store=catalog.storage.cost,
-        )
 
     @property
     def fit(self) -> bool | None:
@@ -191,55 +112,6 @@ class WorldPlan:
     def read_seconds(self) -> float:
         """Seconds until the last rank has what it wants, at the plan's rates."""
         return max((rank.read_seconds for rank in self.ranks), default=0.0)
-
-    @property
-    def storage_bytes(self) -> int:
-        """Bytes that storage gives to all of ``ranks`` together: of a store, to their requests."""
-        return sum(rank.get_bytes or rank.read_bytes for rank in self.ranks)
-
-    @property
-    def cost(self) -> float | None:
-        """What the store takes for ``ranks``, in the currency of ``prices``; None where nobody gave these."""
-        if self.prices is None:
-            return None
-        requests = sum(rank.get_requests for rank in self.ranks)
-        nbytes = sum(rank.get_bytes for rank in self.ranks)
-        return requests / 1000 * self.prices.requests + nbytes / 1e9 * self.prices.gigabyte
-
-    @property
-    def between_machines_bytes(self) -> int:
-        """Bytes of ``messages`` between ranks of different machines, of ``RANKS_OF_A_MACHINE`` each."""
-        return sum(
-            nbytes
-            for sender, to, nbytes in self.messages
-            if sender // RANKS_OF_A_MACHINE != to // RANKS_OF_A_MACHINE
-        )
-
-    @property
-    def most_crossing_bytes(self) -> int:
-        """Bytes of ``messages`` that one machine sends to others, or gets from them, at most."""
-        passed: Counter[tuple[str, int]] = Counter()
-        for sender, to, nbytes in self.messages:
-            if sender // RANKS_OF_A_MACHINE != to // RANKS_OF_A_MACHINE:
-                passed["out", sender // RANKS_OF_A_MACHINE] += nbytes
-                passed["in", to // RANKS_OF_A_MACHINE] += nbytes
-        return max(passed.values(), default=0)
-
-    @property
-    def within_machines_bytes(self) -> int:
-        """Bytes of ``messages`` between ranks of one machine."""
-        return sum(nbytes for _, _, nbytes in self.messages) - self.between_machines_bytes
-
-    @property
-    def files(self) -> tuple[FileForecast, ...]:
-        """What ``ranks`` read of each file."""
-        # Columns: bytes, reads, ranks. A rank has at most one row of extents for a file.
-        read = np.zeros((len(self.stored), 3), np.int64)
-        for rank in self.ranks:
-            read[rank.extents[:, 0], :2] += rank.extents[:, 3:]
-            read[rank.extents[:, 0], 2] += 1
-        rows = zip(self.stored, read.tolist(), strict=True)
-        return tuple(FileForecast(name, nbytes, *of_file) for (name, nbytes), of_file in rows)
 
     @property
     def classes(self) -> list[tuple[RankForecast, tuple[RankForecast, ...]]]:
@@ -273,34 +145,24 @@ class WorldPlan:
                 lines.append(f"  {kind.replace('_', ' ')}: {', '.join(names[:3])}{more}")
         if self.fit is not None:
             lines.append("  it fits" if self.fit else "  it does not fit")
-        return "\n".join([*lines, *(f"  {line}" for line in self.advice)])
+        return "\n".join(lines)
 
     def as_dict(self) -> dict[str, object]:
         """The form of ``zerostart plan --json``; ``memory`` has the parts for each group of ranks."""
-        aside = ("ranks", "sharing", "fits", "tier", "alternatives", "stored", "messages", "store", "prices")
+        aside = ("ranks", "sharing", "fits", "tier")
         plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in aside}
         return {
             **plain,
             "ranks": [rank.as_dict() for rank in self.ranks],
             "sharing": None if self.sharing is None else asdict(self.sharing),
             "tier": None if self.tier is None else asdict(self.tier),
-            "store": None if self.store is None else asdict(self.store),
             "read_seconds": self.read_seconds,
-            "storage_bytes": self.storage_bytes,
-            "cost": self.cost,
-            "between_machines_bytes": self.between_machines_bytes,
-            "within_machines_bytes": self.within_machines_bytes,
             "memory": [
                 {"ranks": [r.rank for r in alike], **{p: asdict(m) for p, m in shown.memory.items()}}
                 for shown, alike in self.classes
             ],
-            "files": [asdict(file) for file in self.files],
             "fits": [fit.as_dict() for fit in self.fits],
             "fit": self.fit,
-            "alternatives": [
-                {"change": other.change, "fits": [fit.as_dict() for fit in other.fits], "fit": other.fit}
-                for other in self.alternatives
-            ],
         }
 
 
@@ -363,14 +225,13 @@ class Fit:
         return asdict(self) | {"fits": self.fits}
 
 
-@dataclass(frozen=True)
-class Alternative:
-    """The same job with another setting, which is told by ``change``, and how its peaks compare."""
-
-    change: str
-    fits: tuple[Fit, ...]
-
-    @property
-    def fit(self) -> bool:
-        """Whether everything fits."""
-        return all(fit.fits for fit in self.fits)
+def number_ranges(numbers: Iterable[int], limit: int = 4) -> str:
+    """Write ascending numbers as ``0 to 5, 7``, at most ``limit`` ranges of them."""
+    found: list[tuple[int, int]] = []
+    for one in numbers:
+        if found and found[-1][1] == one - 1:
+            found[-1] = (found[-1][0], one)
+        else:
+            found.append((one, one))
+    words = [str(a) if a == b else f"{a} to {b}" for a, b in found[:limit]]
+    return ", ".join(words) + (", ..." if len(found) > limit else "")
