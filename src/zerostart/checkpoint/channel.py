@@ -170,7 +170,7 @@ class Channel:
         try:
             if not self._connection.poll(limit):
                 raise PeerError(f"{self.who} has not answered within {limit:.0f} s")
-            head = load_json(self._connection.recv_bytes(MAX_BYTES), self.who, "message", any_number=True)
+            head = load_json(self._connection.recv_bytes(MAX_BYTES), self.who, "message")
             kind, body, count = head.get("kind"), head.get("body"), head.get("parts")
             if not isinstance(kind, str) or not isinstance(body, dict) or type(count) is not int:
                 raise CheckpointError(f"{self.who}: a message without kind, body or parts")

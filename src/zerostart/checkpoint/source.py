@@ -250,7 +250,7 @@ def read_config(root: str | os.PathLike[str]) -> JsonObject | None:
     read the files that people have edited by hand. Raises CheckpointError if it is not a JSON object.
     """
     path = config_path(root)
-    return None if path is None else read_json(path, "configuration", MAX_CONFIG_BYTES, repeated=True)
+    return None if path is None else read_json(path, "configuration", MAX_CONFIG_BYTES)
 
 
 #: How names of files end; a repository of the hub may be named so, and is not.

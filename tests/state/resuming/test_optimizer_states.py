@@ -1,13 +1,11 @@
 """Optimizers that keep more than AdamW does: it comes back, or the save says by name what it would lose."""
 
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import zerostart
@@ -216,35 +214,6 @@ def test_states_in_blocks_of_whole_parameters_go_on_with_any_ranks(tmp_path: Pat
     assert run_ranks(resumed, 3, tmp_path / "state", "DDP")[0] == pytest.approx(wanted, rel=1e-4)
 
 
-def torchaos(folder: Path, name: str) -> tuple[list[float], list[float]]:
-    """On one rank or several; the states are tensors of a class of torchao's, in DTensors."""
-    import torchao.optim
-
-    def made() -> tuple[Any, torch.optim.Optimizer]:
-        from torch.distributed.fsdp import fully_shard
-
-        torch.manual_seed(0)
-        model: Any = fully_shard(nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64)))
-        return model, getattr(torchao.optim, name)(model.parameters(), lr=1e-2)
-
-    model, optimizer = made()
-    trained(model, optimizer, range(2), width=64)
-    zerostart.save_state(folder, model, optimizer)
-    wanted = trained(model, optimizer, range(2, 4), width=64)
-    model, optimizer = made()
-    zerostart.load_state(folder, model, optimizer)
-    dist.barrier()
-    return wanted, trained(model, optimizer, range(2, 4), width=64)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["AdamW8bit"])
-def test_torchaos_states_go_on(tmp_path: Path, name: str) -> None:
-    pytest.importorskip("torchao")
-    (wanted, found), _ = run_ranks(torchaos, 2, tmp_path / "state", name)
-    assert found == wanted
-
-
 def bitsandbytes(parameters: Any) -> torch.optim.Optimizer:
     from bitsandbytes.optim import AdamW8bit
 
@@ -285,16 +254,3 @@ def test_muon_goes_on_with_other_ranks(tmp_path: Path) -> None:
     wanted = run_ranks(muons, 2, tmp_path / "state", True)[0]
     assert run_ranks(muons, 2, tmp_path / "state", False)[0] == wanted
     assert run_ranks(muons, 1, tmp_path / "state", False)[0] == pytest.approx(wanted, rel=1e-3)
-
-
-def test_the_number_of_a_share_is_that_of_states_before() -> None:
-    """It is compared with the one in the state, whichever version wrote that."""
-    from zerostart.distributed.world import World
-    from zerostart.live.training import LiveTraining
-    from zerostart.state.resuming.local_states import _share
-
-    model = nn.Linear(2, 3, bias=False)
-    training = LiveTraining(model, torch.optim.SGD(model.parameters(), lr=0.1), World(0, 1, None))
-    boxes = "(Placed(box=Box(origin=(0, 0), extent=(3, 2)), to=0, strides=(2, 1)),)"
-    text = f"(6, [('weight', 0, 6, None, {boxes})])"
-    assert _share(training.steps[0], training) == zlib.crc32(text.encode())

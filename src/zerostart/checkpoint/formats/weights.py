@@ -245,7 +245,7 @@ def _document(storage: Storage) -> JsonObject:
     with storage.opened(0) as (handle, size):
         if size > MAX_JSON_BYTES:
             raise CheckpointError(f"{storage.files[0]}: an index of {size} bytes is too long: {DAMAGED}")
-        return load_json(handle.read(size, 0), storage.files[0], "index", any_number=True)
+        return load_json(handle.read(size, 0), storage.files[0], "index")
 
 
 def _joined(

@@ -395,7 +395,7 @@ def clear_one(uploads: Uploads, token: str, now: float) -> None:
 def _well_formed(data: bytes) -> JsonObject | None:
     """A note as a save has written it: anybody may have, and what is done by it is done to objects."""
     with contextlib.suppress(ZerostartError, TypeError, KeyError, AttributeError):
-        note = load_json(data, HIDDEN, "note of a save", any_number=True)
+        note = load_json(data, HIDDEN, "note of a save")
         plan = Plan(**note["plan"]) if note["plan"] else None
         names = [*note["files"]]
         if plan is not None:
@@ -482,7 +482,7 @@ def documents_of(uploads: Uploads, there: Mapping[str, Stored]) -> dict[str, Jso
 def document_of(data: bytes) -> JsonObject | None:
     """A document of ours; None for somebody else's."""
     with contextlib.suppress(ZerostartError):
-        document = load_json(data, "a document", "document", any_number=True)
+        document = load_json(data, "a document", "document")
         if isinstance(document.get("files"), dict) and "format" in document:
             return document
     return None

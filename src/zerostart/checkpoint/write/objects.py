@@ -414,7 +414,7 @@ def _in_index(uploads: Uploads, index: str, there: Mapping[str, Stored]) -> list
     if data is None:
         return []
     with contextlib.suppress(ZerostartError, AttributeError):
-        listed = load_json(data[0], index, "index", any_number=True).get("weight_map")
+        listed = load_json(data[0], index, "index").get("weight_map")
         folder = PurePosixPath(index).parent
         values = set(listed.values()) if isinstance(listed, dict) else set()
         return sorted((folder / value).as_posix() for value in values if is_inside(value))

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from math import prod
 
 from zerostart.checkpoint.catalog import DTYPE_BITS, TensorEntry
-from zerostart.checkpoint.formats.safetensors import MAX_NUMBERS, MAX_TENSORS
 from zerostart.checkpoint.strict_json import MAX_JSON_BYTES, JsonObject
 from zerostart.errors import CheckpointError, ConfigError
 
@@ -25,8 +24,8 @@ _UNITS = {
     "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
     "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
 }  # fmt: skip
-#: Most tensors, numbers and bytes of the header of one file: somewhat less than what is read again.
-_MOST = tuple(limit * 7 // 8 for limit in (MAX_TENSORS, MAX_NUMBERS, MAX_JSON_BYTES))
+#: Maximum size of the header of one file, in bytes: somewhat less than what is read again.
+MAX_HEADER_BYTES = MAX_JSON_BYTES * 7 // 8
 #: `DTYPE_BITS` lists the types in the library's order, which never falls in width above a byte.
 _RANK = {dtype: position for position, dtype in enumerate(DTYPE_BITS)}
 
@@ -131,31 +130,25 @@ def _unplaced(name: str, dtype: str, shape: Sequence[int]) -> TensorEntry:
 def _filled(entries: Iterable[TensorEntry], limit: int) -> list[list[TensorEntry]]:
     groups: list[list[TensorEntry]] = []
     current: list[TensorEntry] = []
-    most = (limit, *_MOST)
-    filled = (0,) * len(most)
+    nbytes = header = 0
     for entry in entries:
         if entry.nbytes > limit:
             groups.append([entry])
             continue
-        room = (entry.nbytes, *_work(entry))
-        # Bytes of tensors, and objects, members and bytes of the header: whichever is reached first ends the
-        # file.
-        filled = tuple(map(operator.add, filled, room))
-        if current and any(map(operator.gt, filled, most)):
+        nbytes, header = nbytes + entry.nbytes, header + _header_bytes(entry)
+        if current and (nbytes > limit or header > MAX_HEADER_BYTES):
             groups.append(current)
             # What did not fit begins the next file.
-            current, filled = [], room
+            current, nbytes, header = [], entry.nbytes, _header_bytes(entry)
         current.append(entry)
     if current or not groups:
         groups.append(current)
     return groups
 
 
-def _work(entry: TensorEntry) -> tuple[int, int, int]:
-    """At most what a tensor adds to a header: as its reader counts objects, members and bytes."""
-    text = json.dumps(entry.name)
-    sizes = len(entry.shape)
-    return 1 + text.count("{"), 4 + sizes + text.count(","), 128 + 20 * sizes + len(text)
+def _header_bytes(entry: TensorEntry) -> int:
+    """Return the maximum number of bytes that a tensor adds to a header."""
+    return 128 + 20 * len(entry.shape) + len(json.dumps(entry.name))
 
 
 def _as_before(
@@ -178,8 +171,8 @@ def _as_before(
         if sum(sizes) > limit or 0 < filled <= limit - max(sizes):
             return None
         filled = sum(sizes)
-    works = (map(sum, zip(*map(_work, group), strict=True)) for group in found)
-    return None if any(any(map(operator.gt, work, _MOST)) for work in works) else found
+    headers = (sum(map(_header_bytes, group)) for group in found)
+    return None if any(header > MAX_HEADER_BYTES for header in headers) else found
 
 
 def _place(

@@ -174,7 +174,7 @@ def read_version(directory: Path, stem: str) -> Version:
     checksum, _, data = path.read_bytes().partition(b"\n")
     if checksum != _checksum(data):
         raise ReadError(f"{path}: its bytes are not those that were written")
-    found = load_json(data, str(path), "list of a version", any_number=True)
+    found = load_json(data, str(path), "list of a version")
     try:
         if found["format"] != FORMAT or found["version"] != number_of(stem):
             raise ValueError("another format, or another version")

@@ -23,8 +23,7 @@ from zerostart.geometry.layout import replicated
 from zerostart.geometry.layout.flat import flat_run
 from zerostart.live.training import LiveTraining, is_elementwise
 from zerostart.recipe import spelling
-from zerostart.state.resuming.values import decoded, dtype_of, encoded
-from zerostart.upstream.torch.optimizer_values import put_together, taken_apart
+from zerostart.state.resuming.values import dtype_of
 
 #: The first part of their names in a checkpoint.
 LOCAL = "local"
@@ -36,7 +35,7 @@ def _local(value: torch.Tensor) -> torch.Tensor:
 
 
 def local_states(training: LiveTraining, world: World) -> tuple[list[Shard], JsonObject]:
-    """The states that are kept as they are, by ``local/KEY/NAME``, and what the document says; collective.
+    """Return the states that are kept as they are, by ``local/KEY/NAME``, and their document; collective.
 
     Raises ConfigError for a tensor of an unknown class.
     """
@@ -45,23 +44,25 @@ def local_states(training: LiveTraining, world: World) -> tuple[list[Shard], Jso
     for step in training.steps:
         if is_elementwise(step):
             continue
-        name = training.name_of(step.members[0].parameter)
         # Named by the step's first parameter: a step has one state, whichever parameters are in it.
+        name = training.name_of(step.members[0].parameter)
         tensors[name] = {}
-        whole = _is_whole(step, training)
-        own[name] = {"whole": whole, "share": _share(step, training), "states": {}}
+        own[name] = {"whole": _is_whole(step, training), "share": _share(step, training), "states": {}}
         for key, value in step.state.items():
             if isinstance(value, torch.Tensor) and value.dim():
-                kind, parts, context = taken_apart(_local(value), f"the state {key!r} of {name}")
-                tensors[name] |= {_key(key, part): tensor for part, tensor in parts.items()}
+                tensors[name][key] = local = _local(value)
+                if hasattr(local, "__tensor_flatten__"):
+                    raise ConfigError(
+                        f"the state {key!r} of {name} is a {type(local).__name__}, a tensor of a class of "
+                        "its own, and cannot be saved; use another optimizer, or save its state_dict() by "
+                        "yourself"
+                    )
                 own[name]["states"][key] = {
-                    "class": kind,
-                    "context": encoded(context, key, {}),
                     "global": list(value.shape) if isinstance(value, DTensor) else None,
-                    "parts": {n: [spelling(t.dtype, key), list(t.shape)] for n, t in parts.items()},
+                    "dtype": spelling(local.dtype, key),
+                    "shape": list(local.shape),
                 }
-    # Only the descriptions travel, not the tensors: each rank needs the lengths of all to know where its own
-    # part lies in the row that they make together.
+    # Each rank needs the lengths of all to know where its own part lies in the row that they make together.
     every = world.all_gather_object(own, "comparing states of the optimizer that each rank has of its own")
     shards, document = [], {}
     for name in own:
@@ -74,55 +75,28 @@ def local_states(training: LiveTraining, world: World) -> tuple[list[Shard], Jso
         whole = own[name]["whole"]
         document[name] = described[:1] if whole else described
         for key, tensor in tensors[name].items():
-            lengths = [_lengths(one).get(key, 0) for one in document[name]]
+            lengths = [_length(one, key) for one in document[name]]
             shards.append(_shard(f"{LOCAL}/{key}/{name}", tensor, lengths, whole, world))
     return shards, document
 
 
 def _is_whole(step: Stepped, training: LiveTraining) -> bool:
-    """Whether every rank has all of a state: of a parameter that is no engine's, nor a DTensor."""
+    """Return whether every rank has all of a state: its parameter is no engine's, nor a DTensor."""
     return not training.state.owns_optimizer and step.is_parameter and not isinstance(step.tensor, DTensor)
 
 
-def _key(key: str, part: str) -> str:
-    return f"{key}.{part}" if part else key
-
-
-class _Text(str):
-    """A text that stands for itself where it is in a tuple that is printed."""
-
-    __slots__ = ()
-    __repr__ = str.__str__
-
-
 def _share(step: Stepped, training: LiveTraining) -> int:
-    """A number that is the same where this rank steps the same elements in the same order.
-
-    It is written into states: the text that it is of stays as the first version printed it.
-    """
-    members = [
-        (name, member.at, member.count, member.first, boxes)
-        for member in step.members
-        for name in [training.name_of(member.parameter)]
-        for boxes in [
-            tuple(
-                _Text(
-                    f"Placed(box=Box(origin={one.box.origin!r}, extent={one.box.extent!r}), to={one.to!r}, "
-                    f"strides={one.strides!r})"
-                )
-                for one in training.shards[name].layout.boxes
-            )
-        ]
-    ]
+    """Return a number that is the same where this rank steps the same elements in the same order."""
+    members = []
+    for member in step.members:
+        name = training.name_of(member.parameter)
+        boxes = [(b.box.origin, b.box.extent, b.to, b.strides) for b in training.shards[name].layout.boxes]
+        members.append((name, member.at, member.count, member.first, boxes))
     return zlib.crc32(repr((_local(step.tensor).numel(), members)).encode())
 
 
-def _lengths(described: JsonMapping) -> dict[str, int]:
-    return {
-        _key(key, part): prod(shape)
-        for key, state in described["states"].items()
-        for part, (_, shape) in state["parts"].items()
-    }
+def _length(described: JsonMapping, key: str) -> int:
+    return prod(described["states"][key]["shape"]) if key in described["states"] else 0
 
 
 def _shard(name: str, tensor: torch.Tensor, lengths: Sequence[int], whole: bool, world: World) -> Shard:
@@ -166,24 +140,11 @@ def restored_local(training: LiveTraining, document: JsonMapping, world: World) 
             continue
         whole = described[0]["whole"]
         own = described[0 if whole else world.rank]
-        lengths = [_lengths(one) for one in described]
         for key, state in own["states"].items():
-            device = step.tensor.device
-            parts = {
-                part: torch.zeros(shape, dtype=dtype_of(kind), device=device)
-                for part, (kind, shape) in state["parts"].items()
-            }
-            # Put together of empty parts first: the parts are filled by the read that follows, in the memory
-            # that the value has then.
-            value = put_together(
-                state["class"], parts, decoded(state["context"], {}), _local(step.tensor.detach())
-            )
-            step.optimizer.state[step.tensor][key] = _distributed(value, state["global"], step.tensor)
-            for part, tensor in parts.items():
-                named = _key(key, part)
-                yield _shard(
-                    f"{LOCAL}/{named}/{name}", tensor, [one.get(named, 0) for one in lengths], whole, world
-                )
+            tensor = torch.zeros(state["shape"], dtype=dtype_of(state["dtype"]), device=step.tensor.device)
+            step.optimizer.state[step.tensor][key] = _distributed(tensor, state["global"], step.tensor)
+            lengths = [_length(one, key) for one in described]
+            yield _shard(f"{LOCAL}/{key}/{name}", tensor, lengths, whole, world)
 
 
 def _distributed(value: torch.Tensor, shape: Any, like: torch.Tensor) -> torch.Tensor:

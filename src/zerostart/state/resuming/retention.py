@@ -42,7 +42,7 @@ def saved_below(directory: Path | str) -> Iterator[tuple[Path | str, JsonObject,
                 path = inside(directory, name)
                 where = f"{uploads.url}/{name}/{MARKER}"  # without a password, which the other may have
                 with contextlib.suppress(CheckpointError):  # damaged: no marker of a complete one
-                    document = load_json(found[0], where, "training state", any_number=True)
+                    document = load_json(found[0], where, "training state")
                     when = document.get(SAVED_AT)
                     yield path, document, when if type(when) is int else 0
         return

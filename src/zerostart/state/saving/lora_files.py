@@ -149,7 +149,7 @@ def _read(path: Path, named: str) -> tuple[dict[str, torch.Tensor], dict[str, ob
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{named} cannot be read: {error}") from error
     if written is not None:
-        settings = load_json(written.encode("utf-8", "surrogatepass"), str(path), _METADATA, any_number=True)
+        settings = load_json(written.encode("utf-8", "surrogatepass"), str(path), _METADATA)
         # diffusers puts the name of the component before each key.
         return tensors, {key.rpartition(".")[2]: value for key, value in settings.items()}
     beside = path.with_name("adapter_config.json")
