@@ -84,28 +84,6 @@ def prepare_background(engine: str) -> Callable[[Path, Path], Timed]:
     return prepare
 
 
-def prepare_run(engine: str) -> Callable[[Path, Path], Timed]:
-    """The same with ``copy_later``, as ``zerostart train`` has it: a step waits for the copies."""
-
-    def prepare(checkpoint: Path, out: Path) -> Timed:
-        import zerostart
-
-        model, optimizer, step = trained(checkpoint, engine)
-
-        def save() -> Told:
-            told = []
-            for _ in range(3):
-                handle = zerostart.save_state(out / "state", model, optimizer, wait=False, copy_later=True)
-                step()
-                handle.wait()
-                told.append(dict(handle.seconds))
-            return {"saves": told, "seconds": told[-1]["written"]}
-
-        return save
-
-    return prepare
-
-
 def prepare_save_checkpoint(checkpoint: Path, out: Path) -> Timed:
     """DeepSpeed's own."""
     engine, _, _ = trained(checkpoint, "deepspeed")
@@ -185,8 +163,6 @@ SAVES: dict[str, Callable[[Path, Path], Timed]] = {
     "save_state-fsdp2": prepare_state("fsdp2"),
     "background-deepspeed": prepare_background("deepspeed"),
     "background-fsdp2": prepare_background("fsdp2"),
-    "run-deepspeed": prepare_run("deepspeed"),
-    "run-fsdp2": prepare_run("fsdp2"),
     "save_checkpoint-deepspeed": prepare_save_checkpoint,
     "dcp-fsdp2": prepare_dcp,
 }

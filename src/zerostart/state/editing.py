@@ -17,7 +17,6 @@ from zerostart.errors import ConfigError
 from zerostart.geometry.layout import Layout, replicated
 from zerostart.live.full_tensors import MESSAGE, carried, whole_tensor
 from zerostart.live.model import LiveModel
-from zerostart.state.resuming.background import settle_last
 from zerostart.upstream.torch.tensors import row_major
 
 #: Integers as wide as an element, in which two elements of one dtype are compared bit for bit.
@@ -66,8 +65,6 @@ def gathered(model: nn.Module, name: str, modifier_rank: int | None) -> Iterator
                 "the tensor on that rank only"
             )
         if modifier_rank is not None and changed[modifier_rank]:
-            # A save in the background may still copy the shards that are about to change.
-            settle_last()
             with master_of(parameter) as master, _memory(shard, parameter) as (layout, storage):
                 _write_back(layout, storage, master, whole, world, modifier_rank)
 

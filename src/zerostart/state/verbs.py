@@ -42,8 +42,6 @@ def save_state(
     optimizer: torch.optim.Optimizer | None = None,
     extra: Extra = None,
     wait: bool = True,
-    *,
-    copy_later: bool = False,
 ) -> Saving:
     """Write a training checkpoint; collective, each rank its own share, nothing gathered.
 
@@ -63,13 +61,9 @@ def save_state(
             error is then told by ``wait()`` of what is returned, or by the next save. Whoever loads, verifies
             or compares ``path`` in this process, or destroys the process group, waits for it; a process that
             ends before anybody was told of an error ends with exit code 1.
-        copy_later: with ``wait=False``, copy parameters, masters and states of the optimizer that lie in host
-            memory in the background too; the next step of a torch optimizer waits for it. Nothing else may
-            change them before that, or before ``settle()`` of what is returned; changes are noticed by one
-            element of each page of memory, and such a save fails.
 
     Returns:
-        Saving: ``done()``, ``wait()``, ``settle()``, and ``seconds`` with ``blocked`` and ``written``.
+        Saving: ``done()``, ``wait()``, and ``seconds`` with ``blocked`` and ``written``.
 
     Raises:
         ZerostartError: the same type and text on every rank; what was at ``path`` is then as it was.
@@ -89,7 +83,7 @@ def save_state(
     check_arguments(save_state, locals())
     from zerostart.state.resuming.save_state import write_state
 
-    return write_state(path, model, optimizer, extra, wait, copy_later=copy_later)
+    return write_state(path, model, optimizer, extra, wait)
 
 
 def load_state(

@@ -101,7 +101,7 @@ def test_the_end_of_the_group_waits_for_a_save(tmp_path: Path, early: bool, want
 
 
 SCRIPT = """
-import multiprocessing, os, sys, time, torch, zerostart
+import os, sys, time, torch, zerostart
 pwrite = os.pwrite
 def slow(*arguments):
     time.sleep(0.2)
@@ -111,18 +111,11 @@ def slow(*arguments):
 def save():
     os.pwrite = slow
     zerostart.save_state(sys.argv[1], torch.nn.Linear(4, 4), wait=False)
-if sys.argv[2] == "full in a fork":  # which does not come to atexit
-    child = multiprocessing.get_context("fork").Process(target=save)
-    child.start()
-    child.join()
-    sys.exit(child.exitcode)
 save()
 """
 
 
-@pytest.mark.parametrize(
-    "how", ["well", *(pytest.param(how, marks=pytest.mark.slow) for how in ("full", "full in a fork"))]
-)
+@pytest.mark.parametrize("how", ["well", pytest.param("full", marks=pytest.mark.slow)])
 def test_the_end_of_the_process_waits_for_a_save(tmp_path: Path, how: str) -> None:
     command = [sys.executable, "-c", SCRIPT, str(tmp_path / "state"), how]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120)

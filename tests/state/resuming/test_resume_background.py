@@ -1,15 +1,12 @@
 """Saving while training goes on: a checkpoint is of the moment of the call, and no error is lost."""
 
 import os
-import shutil
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
-from torch.optim import optimizer as optimizers
 
 import zerostart
 from tests.parity import checkpoint
@@ -33,63 +30,9 @@ def meanwhile(path: Path, folder: Path) -> list[str]:
     return wrong
 
 
-def copied_later(path: Path, folder: Path) -> None:
-    """What a step alone changes is copied when that step has begun, which waits for it."""
-    copy_later, settle = background._Own._copy_later, background.Saving.settle
-    going_on = threading.Event()
-
-    def waiting(self: Any, kept: torch.Tensor, samples: torch.Tensor) -> None:
-        assert going_on.wait(60)
-        copy_later(self, kept, samples)
-
-    def told(self: Any) -> None:
-        going_on.set()
-        settle(self)
-
-    background.LATER, large = 0, background.LATER
-    background._Own._copy_later = waiting  # type: ignore[method-assign]
-    background.Saving.settle = told  # type: ignore[method-assign]
-    try:
-        for name, case in CASES.items():
-            run = Run(path, case)
-            run.step(0)
-            zerostart.save_state(folder / f"{name} at once", *run.state)
-            going_on.clear()
-            handle = zerostart.save_state(folder / f"{name} later", *run.state, wait=False, copy_later=True)
-            called = handle.seconds["blocked"]
-            run.step(1)
-            assert handle.seconds["blocked"] > called
-            handle.wait()
-            if dist.get_rank() == 0:
-                found = zerostart.diff(folder / f"{name} at once", folder / f"{name} later")
-                assert found.same, (name, found)
-            if name == "FSDP2":
-                changed_otherwise(run, folder, going_on)
-            run.end()
-    finally:
-        background.LATER = large
-        background._Own._copy_later = copy_later  # type: ignore[method-assign]
-        background.Saving.settle = settle  # type: ignore[method-assign]
-    assert not optimizers._global_optimizer_pre_hooks
-
-
-def changed_otherwise(run: Run, folder: Path, going_on: threading.Event) -> None:
-    """By one rank, and by no step: there is no checkpoint, which all ranks are told."""
-    going_on.clear()
-    handle = zerostart.save_state(folder / "changed", *run.state, wait=False, copy_later=True)
-    if dist.get_rank() == 1:
-        for state in run.optimizer.state.values():
-            state["exp_avg"].to_local().fill_(3)
-    going_on.set()
-    with pytest.raises(zerostart.errors.EngineError, match=r"exp_avg.* was changed before it was copied"):
-        handle.wait()
-    assert not (folder / "changed").exists()
-
-
 def test_the_checkpoint_is_of_the_moment_of_the_call(tmp_path: Path) -> None:
     path = checkpoint("qwen3", tmp_path)
     assert run_ranks(meanwhile, 2, path, tmp_path / "states") == [[], []]
-    run_ranks(copied_later, 2, path, tmp_path / "later")
 
 
 def failing(path: Path, folder: Path) -> None:
@@ -132,7 +75,6 @@ def failing(path: Path, folder: Path) -> None:
     assert second.done()
     assert 0 < second.seconds["blocked"] < second.seconds["written"] == second.seconds.written
     without_a_thread(run, folder)
-    weights_are_written_once(run, folder)
     copies_stay_with_the_model(run, folder)
 
 
@@ -158,7 +100,7 @@ def test_an_error_is_told_by_wait_or_by_the_next_save(tmp_path: Path) -> None:
 
 def without_a_thread(run: Run, folder: Path) -> None:
     """One rank cannot start any: all hear of it at once, and neither a step nor the next save waits."""
-    hooks, start = dict(optimizers._global_optimizer_pre_hooks), threading.Thread.start
+    start = threading.Thread.start
 
     def none(self: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -167,41 +109,11 @@ def without_a_thread(run: Run, folder: Path) -> None:
         threading.Thread.start = none  # type: ignore[method-assign]
     try:
         with pytest.raises(zerostart.errors.WriteError, match=r"rank 1: .*can't start new thread.*wait=True"):
-            zerostart.save_state(folder / "threadless", *run.state, wait=False, copy_later=True)
+            zerostart.save_state(folder / "threadless", *run.state, wait=False)
     finally:
         threading.Thread.start = start  # type: ignore[method-assign]
     assert background._last == []
-    assert dict(optimizers._global_optimizer_pre_hooks) == hooks
     assert not (folder / "threadless").exists()
-
-
-def weights_are_written_once(run: Run, folder: Path) -> None:
-    """A state beside a saved model has that one's files where they hold the same bits, and no others."""
-    run.step(2)
-    model, state = folder / "model", folder / "model" / "state"
-    zerostart.save(run.model, model, max_shard_size="8KB")
-    checkpointing.write_state(state, *run.state, None, wait=False, saved=model).wait()
-    zerostart.save_state(folder / "written", *run.state)
-    if dist.get_rank() == 0:
-        files = sorted(model.glob("model*.safetensors*"))
-        assert len(files) > 2
-        assert all(file.samefile(state / "model" / file.name) for file in files)
-        assert zerostart.diff(state / "model", folder / "written" / "model").same
-        shutil.copytree(model, folder / "copied")
-        shutil.rmtree(model)
-        zerostart.verify(folder / "copied")
-        zerostart.verify(folder / "copied" / "state")
-        (folder / "copied").rename(model)
-    dist.barrier()
-    before = zerostart.digest(run.model)
-    run.step(3)
-    checkpointing.write_state(folder / "changed", *run.state, None, wait=True, saved=model)
-    zerostart.load_state(state, *run.state)
-    assert zerostart.digest(run.model) == before
-    if dist.get_rank() == 0:
-        assert not (folder / "changed" / "model" / files[0].name).exists()
-        zerostart.verify(folder / "changed")
-    dist.barrier()
 
 
 def ending(path: Path, folder: Path) -> None:

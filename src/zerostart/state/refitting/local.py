@@ -36,7 +36,6 @@ from zerostart.state.refitting.sums import SetSums, digest_of
 from zerostart.state.refitting.takers import EngineTaker, ModelTaker, Taker
 from zerostart.state.refitting.targets import Driver
 from zerostart.state.refitting.transports.base import WorkerLost
-from zerostart.state.resuming.background import settle_last
 from zerostart.state.saving.adapters import has_adapters
 from zerostart.transfer.meter import PeakMeter
 from zerostart.transfer.planning.runs import Runs
@@ -131,8 +130,6 @@ class LocalRefitter:
         phases: dict[str, float] = {}
         with PeakMeter(default_device()) as meter, world.phase("pushing weights within the ranks"):
             with timed(phases, "plan"):
-                # A save in the background may still copy the shards that are about to change.
-                settle_last()
                 ready, way = self._prepare()
                 device = self._device(ready)
             sums = way.sums

@@ -37,14 +37,11 @@ def write_state(
     budget: int | None = None,
     frozen: bool = True,
     beside: Sequence[StateTensor] = (),
-    copy_later: bool = False,
 ) -> Saving:
     """See ``zerostart.save_state``. ``budget``: most bytes of host memory for the copies; None: what is free.
 
     ``frozen=False`` leaves out parameters that are not trained, which ``load_state`` then leaves as they are.
     ``beside`` are further tensors that are kept for parameters, by a key that nothing else here has.
-    ``copy_later`` copies parameters, masters and states of the optimizer that lie on the host while training
-    goes on: nothing but the next step of the optimizer, which waits for it, may change them.
     Raises InsufficientMemoryError, on every rank, where they do not fit, and ConfigError where ranks save
     other things than each other.
     """
@@ -66,8 +63,8 @@ def write_state(
             _write(place, content, world)
             return Saving.finished(time.perf_counter() - begun)
         # Nothing that the thread writes may lie where training goes on: from here on content has copies.
-        content, copy = copied_to_host(content, world, budget, copy_later)
-        return begin(partial(_write, place, content), place, world, begun, copy)
+        content = copied_to_host(content, world, budget)
+        return begin(partial(_write, place, content), place, world, begun)
 
 
 def _check_alike(content: Content, world: World) -> None:

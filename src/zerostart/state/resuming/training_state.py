@@ -60,8 +60,6 @@ class Content:
     module: nn.Module
     #: Where the model was loaded from, empty for one that zerostart has not loaded.
     root: str
-    #: Names of what a training loop changes by a step alone: parameters, masters, states of the optimizer.
-    stepped: frozenset[str]
 
     @property
     def outgoing(self) -> Iterator[Outgoing]:
@@ -97,8 +95,6 @@ def collected(
     masters = [k for k in training.masters() if _is_copy(k, training)]
     shares = [replace(k.shard, name=f"master/{k.name}") for k in masters]
     shares += [replace(k.shard, name=f"optimizer/{k.key}/{k.name}") for k in training.moments()]
-    # Up to here all is what a step of the optimizer alone changes; what follows may change at any time.
-    stepped = frozenset([*kept, *(share.name for share in shares)])
     shares += [replace(k.shard, name=f"gradient/{k.name}") for k in training.gradients()]
     local, of_ranks = local_states(training, world)
     shares += [*local, *(replace(k.shard, name=f"{k.key}/{k.name}") for k in beside)]
@@ -125,9 +121,7 @@ def collected(
     document["modules"] = module_states(training.module, of_modules)
     shares += [first_rank_shard(name, tensor, world) for name, tensor in of_modules.items()]
     shares += [whole_shard(name, tensor, world) for name, tensor in tensors.items()]
-    return Content(
-        _entries(shards), _entries(shares), document, tensors, training.module, _root(training), stepped
-    )
+    return Content(_entries(shards), _entries(shares), document, tensors, training.module, _root(training))
 
 
 def _tell_of_gradients(training: LiveTraining, watched: bool, world: World) -> None:

@@ -160,7 +160,6 @@ class Checkpoints:
                 wait,
                 frozen=not self._session.adapted,
                 beside=self._averages,
-                copy_later=True,  # until the next step, a run changes nothing of it
             )
             self._older, self._newest = self._newest, path
         world = current_world()
