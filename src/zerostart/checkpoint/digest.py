@@ -21,12 +21,9 @@ from zerostart.upstream.torch.byte_sums import (
     ALL,
     BLOCK,
     LANES,
-    MANY,
     ROW,
-    Lanes,
     added,
     lanes_of,
-    lanes_of_elements,
     lanes_of_rows,
     numbers_of,
 )
@@ -35,8 +32,6 @@ from zerostart.upstream.torch.byte_sums import (
 DEFINITION = "02"
 #: Bytes that a thread takes which adds.
 ROOM = BLOCK
-#: Bytes that are summed up in the time of one call, and of one element by itself; and elements at a time.
-CALL, SINGLE, ELEMENTS = 200_000, 3_000, 1 << 14
 #: Sums on devices that are kept before they are waited for; each takes the least that is allocated there.
 MOST_THERE = 1 << 12
 
@@ -97,31 +92,13 @@ class Digests:
             self.add(name, first, data.contiguous().view(-1))
             return
         width = max(1, bits // 8)
-        # Four ways to add rows with gaps, by what they cost in bytes summed up: those that begin at the same
-        # place of a row of the sums together, all rows spread out with zeros in the gaps (which add nothing),
-        # element by element, or each row alone: its beginning, what is whole rows of the sums, and its end.
-        calls = min(rows, ROW // gcd(step * width, ROW)) * (count * width // ROW + 1)
-        # The sums of rows without any of them, between, are an eighth of their bytes' cost.
-        together = CALL * calls + rows * (count + step // 8) * width
-        spread, scattered = rows * step * width, SINGLE * rows * count
-        pieces = 3 if any(number * width % ROW for number in (first, step, count)) else 1
-        if bits < 8 or rows * (pieces * CALL + count * width) <= min(together, spread, scattered):
+        # Rows that begin at the same place of a row of the sums are added together.
+        if bits < 8 or rows <= ROW // gcd(step * width, ROW):
             for row in range(rows):
                 self.add(name, first + row * step, data[row].contiguous())
             return
         self._count(name, rows * count)
-        if together <= min(spread, scattered):
-            self._note(name, lanes_of_rows(_bytes_of_rows(data), first * width, step * width))
-            return
-        # As many rows at a time as fit the room that either way takes.
-        many = MANY // (step * width) if spread <= scattered else ELEMENTS // max(count, 1)
-        many = max(1, many)
-        for row in range(0, rows, many):
-            part, place = data[row : row + many], first + row * step
-            if spread <= scattered:
-                self._note(name, lanes_of(_spread(part, step), place * width))
-            else:
-                self._note(name, _scattered(part, place, step, width))
+        self._note(name, lanes_of_rows(_bytes_of_rows(data), first * width, step * width))
 
     def summed(self, world: Ranks | None = None) -> dict[str, str]:
         """The digest of each entry as 34 hexadecimal digits; collective, one reduction. None: nobody else.
@@ -219,19 +196,3 @@ def _bytes_of_rows(data: torch.Tensor) -> torch.Tensor:
     if data.is_complex():
         data = torch.view_as_real(data.resolve_conj()).flatten(1)
     return data.detach().view(torch.uint8)
-
-
-def _spread(data: torch.Tensor, step: int) -> torch.Tensor:
-    """The bytes of rows as ``add_rows`` takes them, with zeros for those between."""
-    room = data.new_zeros(data.shape[0], step)
-    room[:, : data.shape[1]] = data
-    return _octets(room.view(-1)[: (data.shape[0] - 1) * step + data.shape[1]])
-
-
-def _scattered(data: torch.Tensor, first: int, step: int, width: int) -> Lanes:
-    """The sums of both lanes over such rows, without room for what lies between."""
-    rows, count = data.shape
-    place = first + step * torch.arange(rows, device=data.device)[:, None]
-    place = place + torch.arange(count, device=data.device)
-    octets = _octets(data.contiguous().view(-1)).view(-1, width)
-    return lanes_of_elements(octets, place.view(-1) * width)

@@ -10,19 +10,16 @@ import threading
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from math import prod
 from pathlib import Path, PurePosixPath
 
-import torch
-
-from zerostart.checkpoint.catalog import DTYPE_BITS, Catalog, TensorEntry, contiguous_strides
+from zerostart.checkpoint.catalog import DTYPE_BITS, Catalog, TensorEntry
 from zerostart.checkpoint.digest import Digests, is_comparable
 from zerostart.checkpoint.formats.weights import storage_catalog
 from zerostart.checkpoint.manifest import MARKERS, STATE_MARKER, check_seal, documents, lies_at
 from zerostart.checkpoint.paths import expanded, wait_for
 from zerostart.checkpoint.settings import copied
 from zerostart.checkpoint.source import Files, open_catalog
-from zerostart.checkpoint.storage import Reader, Storage, storage_at
+from zerostart.checkpoint.storage import Storage, storage_at
 from zerostart.checkpoint.strict_json import JsonObject, shown
 from zerostart.distributed.machine import cores
 from zerostart.errors import CheckpointError, CheckpointNotFoundError, ReadError, VerifyError
@@ -177,12 +174,10 @@ def _faults_of_tensors(catalog: Catalog, digests: Mapping[str, str]) -> Iterator
 
 #: Bytes of one read, and most threads, of which each has a buffer of as many.
 CHUNK, THREADS = 4 << 20, 8
-#: Integers as wide as an element; a complex one of 16 bytes is in no file.
-_WORDS = {8: torch.uint8, 16: torch.int16, 32: torch.int32, 64: torch.int64}
 
 
 def file_digests(catalog: Catalog, names: Collection[str] | None = None) -> dict[str, str]:
-    """The digest of each tensor of ``catalog`` (of those in ``names``), as a live model has them.
+    """Return the digest of each tensor of safetensors files, as a live model has them.
 
     Raises ReadError and CheckpointNotFoundError.
     """
@@ -208,45 +203,12 @@ def file_digests(catalog: Catalog, names: Collection[str] | None = None) -> dict
         threads = THREADS if not catalog.storage.cached else max(1, min(THREADS, int(cores())))
         with ThreadPoolExecutor(threads) as pool:
             # In batches, so that an error ends it soon, and no list of all reads is made.
-            jobs = (job for entry in entries if not _is_strided(entry) for job in _reads(entry))
+            jobs = (job for entry in entries for job in _reads(entry))
             while batch := list(itertools.islice(jobs, 64)):
                 list(pool.map(add, batch))
-        for entry in entries:
-            if _is_strided(entry):
-                _add_strided(digests, reader, entry)
     return digests.summed()
 
 
 def _reads(entry: TensorEntry) -> Iterator[tuple[TensorEntry, int, int]]:
     for start in range(0, entry.nbytes, CHUNK):
         yield entry, start, min(CHUNK, entry.nbytes - start)
-
-
-def _is_strided(entry: TensorEntry) -> bool:
-    return entry.strides is not None and not contiguous_strides(entry.shape, entry.strides)
-
-
-def _add_strided(digests: Digests, reader: Reader, entry: TensorEntry) -> None:
-    """Add a tensor that a torch file has transposed, sliced or expanded, in the order of the file."""
-    assert entry.strides is not None, "it is strided"
-    bits = DTYPE_BITS[entry.dtype]
-    width = bits // 8
-    logical = [prod(entry.shape[dim + 1 :]) for dim in range(len(entry.shape))]
-    # By the largest stride first: reads go through the file in its own order, and sums do not care for
-    # theirs.
-    order = sorted(range(len(entry.shape)), key=lambda dim: -entry.strides[dim])  # type: ignore[index]
-    *outer, last = order
-    stride, step, size = entry.strides[last], logical[last], entry.shape[last]
-    # As many steps of the innermost dimension as one read of a chunk spans, gaps included.
-    together = max(1, CHUNK // (width * max(stride, 1)))
-    for index in itertools.product(*(range(entry.shape[dim]) for dim in outer)):
-        place = sum(i * entry.strides[dim] for i, dim in zip(index, outer, strict=True))
-        first = sum(i * logical[dim] for i, dim in zip(index, outer, strict=True))
-        for begin in range(0, size, together):
-            count = min(together, size - begin)
-            data = bytearray(((count - 1) * stride + 1) * width)
-            reader.read(entry.file, entry.offset + (place + begin * stride) * width, [memoryview(data)])
-            elements = torch.frombuffer(data, dtype=_WORDS[bits])
-            # Stride 0 is an expanded dimension: one stored element stands for all.
-            row = elements[::stride] if stride else elements.expand(count)
-            digests.add_rows(entry.name, first + begin * step, step, row.reshape(count, 1))

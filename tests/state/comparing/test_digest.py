@@ -126,9 +126,6 @@ def test_as_other_devices_compute_it(place: int, monkeypatch: pytest.MonkeyPatch
     for products in (True, False):
         monkeypatch.setattr(byte_sums, "_has_products_of_bytes_there", lambda device, has=products: has)
         assert (found(), of_columns()) == (expected, of_square)
-    # As CUDA refuses products in deterministic mode.
-    monkeypatch.setattr(byte_sums, "_refuses_products", lambda device: True)
-    assert (found(), of_columns()) == (expected, of_square)
 
 
 def _of_cuda(product: Any) -> Any:

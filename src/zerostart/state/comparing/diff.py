@@ -18,13 +18,7 @@ import torch
 from torch import nn
 
 from zerostart.checkpoint import manifest
-from zerostart.checkpoint.catalog import (
-    DTYPE_BITS,
-    Assembled,
-    Catalog,
-    TensorEntry,
-    contiguous_strides,
-)
+from zerostart.checkpoint.catalog import DTYPE_BITS, Assembled, Catalog, TensorEntry
 from zerostart.checkpoint.formats.pipeline import components
 from zerostart.checkpoint.formats.saved_state import is_stored_state, open_saved_state
 from zerostart.checkpoint.paths import expanded, wait_for
@@ -422,8 +416,6 @@ class Stored:
         self._catalogs = [catalog for _, catalog in catalogs]
         self._readers: list[Reader] = []
         self._stack = ExitStack()
-        self._lock = threading.Lock()
-        self._kept: tuple[str, torch.Tensor] | None = None
         self._number = {
             begin + name: (number, entry)
             for number, (begin, catalog) in enumerate(catalogs)
@@ -448,47 +440,22 @@ class Stored:
         return entry.numel if DTYPE_BITS[entry.dtype] >= 8 else entry.nbytes
 
     def values(self, name: str, first: int, count: int) -> torch.Tensor:
-        """``count`` elements from ``first`` on, row-major; bytes, where an element is less than one.
+        """Return ``count`` elements from ``first`` on, row-major; bytes, where an element is less than one.
 
         Raises ReadError and CheckpointNotFoundError.
         """
         number, entry = self._number[name]
         dtype = torch.uint8 if DTYPE_BITS[entry.dtype] < 8 else torch_dtype(entry.dtype, name)
-        if isinstance(entry, Assembled):
-            return self._put_together(number, entry, dtype, first, count)
-        if entry.strides is not None and not contiguous_strides(entry.shape, entry.strides):
-            with self._lock:
-                # The last one alone: runs of one tensor are asked for one after the other.
-                if self._kept is None or self._kept[0] != name:
-                    self._kept = (name, self._put_in_order(number, entry, dtype))
-                return self._kept[1][first : first + count]
-        return self._read(number, entry, dtype, first, count)
-
-    def _read(
-        self, number: int, entry: TensorEntry, dtype: torch.dtype, first: int, count: int
-    ) -> torch.Tensor:
         values = torch.empty(count, dtype=dtype, device="cpu")
-        if count:
-            view = bytes_view(torch.view_as_real(values).view(-1) if dtype.is_complex else values)
-            self._readers[number].read(entry.file, entry.offset + first * dtype.itemsize, [view])
-        return values
-
-    def _put_together(
-        self, number: int, entry: Assembled, dtype: torch.dtype, first: int, count: int
-    ) -> torch.Tensor:
-        """Elements of a tensor that lies in the shares of the ranks that wrote it."""
-        values = torch.empty(count, dtype=dtype, device="cpu")
+        if isinstance(entry, TensorEntry) and entry.strides is None:
+            if count:
+                view = bytes_view(torch.view_as_real(values).view(-1) if dtype.is_complex else values)
+                self._readers[number].read(entry.file, entry.offset + first * dtype.itemsize, [view])
+            return values
+        # It lies in the shares of ranks, or transposed or sliced in a torch file.
         recipe = Recipe(Target(entry.name, entry.shape, dtype), entry.pieces)
         destination = Destination(entry.name, count, count, dtype, True)
         layout = flat_run(entry.shape, first, first + count)
         plan = join(self._catalogs[number], [(recipe, layout, destination)])
         execute(plan, [values], Progress(plan.read_bytes, shown=False), 1)
         return values
-
-    def _put_in_order(self, number: int, entry: TensorEntry, dtype: torch.dtype) -> torch.Tensor:
-        """A whole tensor that a torch file has transposed, sliced or expanded; it is not had in parts."""
-        assert entry.strides is not None, "asked for a strided one"
-        span = 1 + sum((size - 1) * stride for size, stride in zip(entry.shape, entry.strides, strict=True))
-        # All that lies between its first and its last element, in the file's order.
-        held = self._read(number, entry, dtype, 0, span if entry.numel else 0)
-        return held.as_strided(entry.shape, entry.strides).reshape(-1)

@@ -14,9 +14,9 @@ its end, which is few in one of eight columns. So two contents meet with a chanc
 they differ. It is linear in the bytes: shares of a tensor add up, in any order, on any ranks.
 
 The first sums are a product of matrices. Processors and CUDA have it for bytes (``torch._int_mm``, a private
-name; CUDA's takes 17 rows at least, each of which begins at a multiple of 16 bytes). Other devices, and
-processors or releases without it, take that of fp32, which is exact as well: bytes and keys have eight bits,
-and no sum of products leaves the 24 of fp32, however it is put together, also with TF32.
+name; CUDA's takes 17 rows at least, each of which begins at a multiple of 16 bytes). Other processors take
+that of fp32, which is exact as well: bytes and keys have eight bits, and no sum of products leaves the 24 of
+fp32. Other devices multiply and add integers.
 
 An accelerator is not waited for: what it sums up are tensors of its own until somebody asks for the numbers.
 Run on the CPU, on the pretend accelerator (docs/configuring.md), and on one H200.
@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 import platform
 from collections.abc import Sequence
 from typing import Any
@@ -123,14 +122,6 @@ def _sum_rows(sums: torch.Tensor, octets: torch.Tensor, position: int, step: int
             row, at, inside = row + 1, at + taken, 0
 
 
-def lanes_of_elements(octets: torch.Tensor, positions: torch.Tensor) -> Lanes:
-    """The same over single elements: ``octets`` [number, width], and the byte at which each begins."""
-    inside = (positions % ROW)[:, None] + torch.arange(octets.shape[1], device=octets.device)
-    keys = _byte_keys(octets.device)[inside.view(-1)].view(*octets.shape, COLUMNS).to(torch.int32)
-    sums = (octets.view(torch.int8)[:, :, None] * keys).sum(1)
-    return _together([_weighed_at(sums, positions // ROW)])
-
-
 def numbers_of(parts: Sequence[torch.Tensor]) -> list[list[int]]:
     """The numbers of lanes that are on devices, which are waited for, whatever streams make them."""
     found: list[list[int]] = [[]] * len(parts)
@@ -180,28 +171,21 @@ def _row_sums(octets: torch.Tensor, inside: int) -> torch.Tensor:
         # It is asked for the number of threads so that torch, which does so lazily, sets it in this one.
         torch.get_num_threads()
         return torch._int_mm(octets, _byte_keys(device)[keys])
-    if _refuses_products(device):
-        columns = _byte_keys(device)[keys].T
-        made = []
-        for part in torch.split(octets, max(1, MANY // length)):
-            wide = part.to(torch.int16)  # in which a product of two bytes has room
-            made.append(torch.stack([(wide * each).sum(1) for each in columns], 1))
-        return torch.cat(made)
-    return _by_floats(octets, _float_keys(device)[keys])
-
-
-def _refuses_products(device: torch.device) -> bool:
-    """Whether torch raises at a product there: cuBLAS's, in its deterministic mode, without a workspace."""
-    enabled = torch.are_deterministic_algorithms_enabled()
-    warns = torch.is_deterministic_algorithms_warn_only_enabled()
-    return enabled and not warns and not _is_host(device) and "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+    if _is_host(device):
+        return _by_floats(octets, _float_keys()[keys])
+    # No product of floats: cuBLAS refuses it in torch's deterministic mode without a workspace.
+    columns = _byte_keys(device)[keys].T
+    made = []
+    for part in torch.split(octets, max(1, MANY // length)):
+        wide = part.to(torch.int16)  # in which a product of two bytes has room
+        made.append(torch.stack([(wide * each).sum(1) for each in columns], 1))
+    return torch.cat(made)
 
 
 def _by_floats(octets: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    many = HOST_MANY if _is_host(octets.device) else MANY
-    made = torch.empty(octets.shape[0], COLUMNS, dtype=torch.float32, device=octets.device)
-    parts = zip(*(torch.split(each, max(1, many // octets.shape[1])) for each in (octets, made)), strict=True)
-    for part, place in parts:
+    made = torch.empty(octets.shape[0], COLUMNS, dtype=torch.float32, device="cpu")
+    rows = max(1, HOST_MANY // octets.shape[1])
+    for part, place in zip(torch.split(octets, rows), torch.split(made, rows), strict=True):
         # Into a place, where autocast leaves it as it is.
         torch.mm(part.to(torch.float32), keys, out=place)
     return made.to(torch.int32)
@@ -241,16 +225,8 @@ def _weighed_there(sums: torch.Tensor, row: int) -> torch.Tensor:
     return (by_block * _block_keys(sums.device, room)[block : block + blocks]).sum(0)
 
 
-def _weighed_at(sums: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """The lanes of sums of any ``rows``, where the sums are."""
-    blocks, inside = rows // ROWS, rows % ROWS
-    keys, values = _row_keys(sums.device).view(LANES, ROWS, COLUMNS), sums.to(torch.int64)
-    weighted = torch.stack([(values * keys[lane][inside]).sum(1) for lane in range(LANES)], 1)
-    return (weighted * _weights(blocks)).sum(0)
-
-
 def _weights(blocks: torch.Tensor) -> torch.Tensor:
-    """B of ``blocks`` [number, LANES]."""
+    """Return B of ``blocks`` [number, LANES]."""
     return torch.stack([_mixed(blocks + signed(seed)) | 1 for seed in _SEEDS[1 + LANES :]], 1)
 
 
@@ -281,7 +257,7 @@ def _has_products_of_bytes() -> bool:
         found = torch._int_mm(octets, keys)
     except RuntimeError:
         return False
-    return torch.equal(found, _by_floats(octets, _float_keys(keys.device)))
+    return torch.equal(found, _by_floats(octets, _float_keys()))
 
 
 @functools.cache
@@ -313,8 +289,8 @@ def _byte_columns(device: torch.device) -> torch.Tensor:
 
 
 @functools.cache
-def _float_keys(device: torch.device) -> torch.Tensor:
-    return _moved(_byte_keys(torch.device("cpu")).to(torch.float32), device)
+def _float_keys() -> torch.Tensor:
+    return _byte_keys(torch.device("cpu")).to(torch.float32)
 
 
 @functools.cache
