@@ -54,9 +54,6 @@ VIEWS = """
 1 any {v} = {x}.unbind({d})[{i}]
 0 any {v} = {x}.unsqueeze(0).expand({n}, *{x}.shape)
 0 any {v} = {x}.detach()
-2 any {v} = {x}.diagonal()
-1 any {v} = {x}.unfold({d}, 2, {n})
-1 any {v} = {x}.as_strided({strides})
 0 any {v} = {x}[None]
 0 any {v} = {x}.view(-1)
 0 any {v} = {x}.view_as({z})
@@ -74,11 +71,9 @@ VIEWS = """
 1 any {v} = einops.rearrange({x}, '(h a) ... -> a h ...', h={heads})
 0 real {v} = {x}.view({dtype})
 1 any {v} = {x}.squeeze({d})
-0 any {v} = {x}.as_strided({x}.size(), {x}.stride())
 1 any {v} = {x}.clone().T
 1 any {v} = {x}.split([{i}, {size} - {i}], {d})[1]
 2 any {v} = {x}.permute({order}).clone()
-1 any {v} = {x}.as_strided_(({n},), (1,))
 """
 
 #: Conjugates, real and imaginary parts.
@@ -183,7 +178,6 @@ WRITES = """
 1 any {x}.index_add_({d}, torch.tensor([{i}]), {x}.narrow({d}, 0, 1))
 1 any {x}.scatter_({d}, torch.zeros({x}.narrow({d}, 0, 1).shape, dtype=int), {x}.narrow({d}, -1, 1).clone())
 1 any {x}.scatter_({d}, torch.zeros([1] * {x}.dim(), dtype=torch.long), 2)
-2 any {x}.fill_diagonal_(1)
 2 any {x}.t_()
 1 any {x}.transpose_({d}, {e})
 0 any {x}.unsqueeze_(0)
@@ -201,8 +195,6 @@ WRITES = """
 0 real {x}.abs_()
 1 any {x}.copy_({x}.T.contiguous().view({x}.shape))
 0 any {x}.view(-1)[{i}:].zero_()
-0 any {x}.set_({z})
-0 any {x}.resize_({x}.shape)
 1 any {v} = {x}.clone(); {v}[: {v}.shape[0] // 2] = {v}[{v}.shape[0] // 2 :][: {v}.shape[0] // 2]
 0 real torch.Tensor.mul_({x}, 2)
 0 any {x}.masked_scatter_(torch.ones({x}.shape, dtype=torch.bool), {x}.clone())
@@ -212,7 +204,6 @@ WRITES = """
 2 any {x}[torch.tensor([0, 1]), torch.tensor([1, 0])] = {number}
 2 any {x}[:, [0, -1]] = {number}
 1 any {x}[{part}].data.zero_()
-2 any {x}.T[0] = {x}[:, -1]
 1 any {v} = {x}.clone(); {v}[{part}] = {number}
 1 any {x}[::2], {x}[1::2] = 0, 1
 1 any {v} = {x}.detach(); {v}.requires_grad_(False); {v}[0] = 2
@@ -229,11 +220,9 @@ BRANCHES = """
 0 any {v} = {x}.clone() if {x}.is_set_to({z}) else {x}[None]
 0 any {v} = {x} if {x}.is_conj() else {x}.flatten()
 0 any {v} = {x}.contiguous() if {x}._is_view() else {x}
-0 any {v} = {x}.as_strided(({x}.numel(),), (1,), {x}.storage_offset())
 1 any {v} = {x}.flatten()[{x}.stride(-1) - 1 :][:3]
 1 any {v} = {x}.view(-1)[:2] if {x}.contiguous() is {x} else {x}.reshape(-1)[-2:]
 4 any {v} = {x}.to({x}.dtype) if {x}.is_contiguous(memory_format=torch.channels_last) else {x}.flip(0)
-4 any {v} = {x}.contiguous(memory_format=torch.channels_last).as_strided((2, 3), (3, 1))
 """
 
 #: What asks for the values of weights, or for their memory.

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from tests.drawn import examples
 from tests.recipe.graphs import operations
 from zerostart.checkpoint.memory import memory_catalog
+from zerostart.errors import ConversionError
 from zerostart.geometry.layout import Layout, dimension_shard, flat_partition
 from zerostart.recipe import Recipe, SymbolicTensor, Target
 from zerostart.recipe.recording import recorded
@@ -184,7 +185,11 @@ def wrong_when_turned(dtype: torch.dtype, names: Callable[[str], bool]) -> list[
         def turned(d: Tensors, convert: Convert = convert) -> Tensors:
             return convert({name: tensor.t() for name, tensor in d.items()})
 
-        if differing(turned, source, 1, 1 << 13):
+        try:
+            right = not differing(turned, source, 1, 1 << 13)
+        except ConversionError as error:
+            right = "memory layout is unknown" in str(error)
+        if not right:
             wrong.append(name)
     return wrong
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from math import prod
 from typing import Any
 
 import torch
 from torch._ops import OpOverload
 
-from zerostart.geometry import row_major_strides
+from zerostart import geometry
 from zerostart.recipe.memory import Memory, Symbol
 from zerostart.recipe.operands import (
     UNSAID_VIEWS,
@@ -25,13 +24,11 @@ from zerostart.recipe.operands import (
 from zerostart.recipe.operators import cast
 from zerostart.recipe.refusals import by_torch, refusal
 from zerostart.recipe.values import HANDLERS, Value, compute, names_of
-from zerostart.recipe.views import KNOWN_VIEWS, SAME, Layout, Step, single_views, straight, strided_step
+from zerostart.recipe.views import KNOWN_VIEWS, SAME, Layout, Step, single_views
 from zerostart.upstream.torch.types import Arguments, Keywords
 from zerostart.upstream.torch.wrapper import shares_storage
 
 aten = torch.ops.aten
-#: Writes that give every element the same.
-_FILLS = {aten.fill.Scalar, aten.fill.Tensor, aten.zero.default}
 
 
 def view(cls: type[Symbol], func: OpOverload, args: Arguments, kwargs: Keywords) -> Any:
@@ -65,8 +62,29 @@ def _viewed(cls: type[Symbol], source: Any, func: OpOverload, rest: Arguments, m
             f"the conversion of {names_of(source)} calls {func}, a view that zerostart does not support"
         )
     # No rule for this view: its strides on meta say which elements it shows, as they do for as_strided.
-    steps = (*source.steps, strided_step(source.memory.layout, layout, meta.dtype))
-    return cls(source.memory, straight(steps, source.memory.layout), meta)
+    found = None if any(step.reads_anew for step in source.steps) else boxed(cls(source.memory), layout)
+    if found is None:
+        raise refusal(
+            f"the conversion of {names_of(source)} calls {func}, whose result is no box of the tensor's "
+            "memory; use slices, permute and reshape, or clone the tensor first"
+        )
+    return found
+
+
+def boxed(whole: Any, layout: Layout) -> Any:
+    """The view of a symbolic tensor that lies as ``layout``, by views with rules; None if it is no box."""
+    have = whole.layout_in_memory
+    if have == layout:
+        return whole
+    found = geometry.view_within(
+        *(have.shape, have.strides, have.offset), *(layout.shape, layout.strides, layout.offset)
+    )
+    if found is None:
+        return None
+    view = whole.permute(found.order).view(found.split)
+    for dim, (start, count) in enumerate(zip(found.starts, found.counts, strict=True)):
+        view = aten.slice.Tensor(view, dim, start, start + count)
+    return view.view(found.joined).permute(found.turned).view(found.shape)
 
 
 def write(cls: type[Symbol], func: OpOverload, args: Arguments, kwargs: Keywords) -> Any:
@@ -110,7 +128,7 @@ def write(cls: type[Symbol], func: OpOverload, args: Arguments, kwargs: Keywords
     # 4. The twin reads everything before anything is written; torch's loop does not. Where that could show
     #    (two elements in one place, an operand that shares memory at another place) the result is nobody's to
     #    say.
-    if functional not in _FILLS and any(t.layout_in_memory.overlaps() for t in written):
+    if any(t.layout_in_memory.overlaps() for t in written):
         raise refusal(
             f"the conversion of {names_of(args)} writes ({func}) into a view whose elements share "
             "memory; write into the tensor that it is a view of, or clone it"
@@ -189,12 +207,6 @@ def _functional(func: OpOverload) -> Any:
 def _view_in_place(cls: type[Symbol], func: OpOverload, args: Arguments, kwargs: Keywords) -> object:
     """An operator that makes a tensor another view of its memory, such as ``t_``."""
     target = args[0]
-    if func is aten.set_.source_Tensor and _settable(cls, target, args[1]):
-        target.become(args[1].detach())
-        return target
-    if func is aten.resize_.default and (resized := _resized(target, args[1])) is not None:
-        target.become(resized)
-        return target
     if func._schema.name == "aten::set_" and isinstance(args[1], torch.UntypedStorage):
         real = torch.empty(0, dtype=target.dtype, device="cpu")
         memory = Memory.of_constant(func(real, *args[1:], **kwargs))
@@ -211,24 +223,6 @@ def _view_in_place(cls: type[Symbol], func: OpOverload, args: Arguments, kwargs:
         )
     target.become(view(cls, functional, args, kwargs))
     return target
-
-
-def _resized(target: Any, shape: Sequence[int]) -> object:
-    """What ``resize_`` makes of a tensor whose memory is large enough; None for any other."""
-    if tuple(shape) == tuple(target.shape):
-        return target.detach()
-    room = prod(target.memory.layout.shape)
-    first = target.storage_offset() - target.memory.layout.offset
-    # Only within the memory that is there: torch would leave what lies beyond it uninitialised.
-    if first + prod(shape) <= room and not any(step.reads_anew for step in target.steps):
-        return target.as_strided(shape, row_major_strides(shape))
-    return target.new_empty(shape) if not room else None
-
-
-def _settable(cls: type[Symbol], target: object, source: object) -> bool:
-    """Whether ``set_`` makes one the other: a conjugate or negative bit would stay with the target."""
-    both = (target, source)
-    return all(isinstance(t, cls) and not t.is_conj() and not t.is_neg() for t in both)
 
 
 def reads_what_it_writes(written: list[Any], given: list[object]) -> bool:
@@ -250,7 +244,7 @@ def reads_what_it_writes(written: list[Any], given: list[object]) -> bool:
                 # The same elements in the same order are read before they are written, one by one: nothing
                 # can show.
                 same = place == number and _alike(operand, target)
-                if not same and _meet(operand, target):
+                if not same and not _apart(operand, target):
                     return True
     return False
 
@@ -260,37 +254,16 @@ def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:
     return places[0] == places[1]
 
 
-def _meet(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two views of one memory have bytes in common."""
+def _apart(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """True if two views of one memory end before the other begins."""
     if not a.numel() or not b.numel():
-        return False
-    runs = [_runs(t) for t in (a, b)]
-    (first, length), (other, width) = runs
-    if int(first[-1]) + length <= int(other[0]) or int(other[-1]) + width <= int(first[0]):
-        return False
-    # A run of the one begins in a run of the other, or before it and reaches into it.
-    at = torch.searchsorted(other, first, right=True)
-    into = at > 0
-    before = other[(at - 1).clamp(min=0)]
-    if bool((into & (first < before + width)).any()):
         return True
-    after = other[at.clamp(max=len(other) - 1)]
-    return bool(((at < len(other)) & (after < first + length)).any())
+    (first, stop), (other, end) = _span(a), _span(b)
+    return stop <= other or end <= first
 
 
-def _runs(t: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Where the unbroken runs of bytes of a view begin, in order, and how long each is."""
-    width = length = t.element_size()
-    starts = torch.full((1,), int(t.storage_offset()) * width, dtype=torch.int64, device="cpu")
-    # Innermost first: a loop whose stride is the run's length so far makes the run longer; any other one
-    # repeats the runs at its stride. Loops with stride 0 show the same bytes again, and are left out.
-    loops = sorted(
-        (stride * width, size) for size, stride in zip(t.shape, t.stride(), strict=True) if size > 1
-    )
-    for stride, size in loops:
-        if stride == length and len(starts) == 1:
-            length *= size
-        elif stride:
-            steps = torch.arange(size, dtype=torch.int64, device="cpu") * stride
-            starts = (starts.unsqueeze(1) + steps).reshape(-1)
-    return starts.sort().values, length
+def _span(t: torch.Tensor) -> tuple[int, int]:
+    """The first byte of a view, and that behind its last."""
+    width, first = t.element_size(), int(t.storage_offset())
+    last = first + sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
+    return first * width, (last + 1) * width

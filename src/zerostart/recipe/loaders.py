@@ -23,6 +23,7 @@ from zerostart import geometry
 from zerostart.errors import ConversionError
 from zerostart.geometry import Box, Piece
 from zerostart.recipe.computed import Computed
+from zerostart.recipe.in_place import boxed
 from zerostart.recipe.memory import Memory
 from zerostart.recipe.operands import fill_of, is_view, mapped, tensors_in, writes
 from zerostart.recipe.operators import cast, expand, permute, reshape, slice_of
@@ -328,17 +329,11 @@ class OwnTensors:
         view: torch.Tensor = SymbolicTensor(region.memory)
         if tensor.dtype != view.dtype:
             view = view.view(tensor.dtype)
-        have = (tuple(view.shape), view.stride(), int(view.storage_offset()))
-        want = (tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
-        if have == want:
-            return view
-        found = geometry.view_within(*have, *want)
+        layout = Layout(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+        found: torch.Tensor | None = boxed(view, layout)
         if found is None:
-            return view.as_strided(*want)
-        view = view.permute(found.order).view(found.split)
-        for dim, (start, count) in enumerate(zip(found.starts, found.counts, strict=True)):
-            view = view.narrow(dim, start, count)
-        return view.view(found.joined).permute(found.turned).view(found.shape)
+            raise refusal(f"{self.known_as} fills a view of {region.name} that is no box of its memory")
+        return found
 
     def shown(self, tensor: torch.Tensor) -> Value | None:
         """What an own tensor holds in the end; None for one that nothing was written into."""

@@ -15,8 +15,7 @@ from torch._ops import OpOverload
 
 from zerostart.recipe.memory import Memory, Symbol
 from zerostart.recipe.refusals import by_torch, refusal
-from zerostart.recipe.strides import as_on_cpu
-from zerostart.recipe.values import Value, constant, depends_on_values, names_of
+from zerostart.recipe.values import Value, check_layout, constant, depends_on_values, names_of
 from zerostart.upstream.torch.types import Arguments, Keywords
 from zerostart.upstream.torch.wrapper import resizable
 
@@ -128,7 +127,8 @@ def on_meta(cls: type[Symbol], func: OpOverload, args: Arguments, kwargs: Keywor
                     f"result's shape without values: {error}"
                 ) from error
             raise
-    return as_on_cpu(func, twins, named, made)
+    check_layout(func, [*tensors_in((twins, named.values()))], args)
+    return made
 
 
 def valued(cls: type[Symbol], values: object) -> Any:

@@ -1,7 +1,7 @@
-"""The tensors of a checkpoint as symbolic tensors, which share memory where torch would have them share it.
+"""The tensors of a checkpoint as symbolic tensors.
 
-Views of one storage, of a file of ``torch.save`` or in memory, stay that: what a conversion writes into one
-tensor the others show, and one tensor under two names is one object.
+One tensor under two names is one object. Views of one storage that overlap are tensors of their own: reading
+them is served, and a write into one of them is refused, since the others would not show it.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ def symbols_of(catalog: Catalog) -> dict[str, SymbolicTensor]:
         if isinstance(tensor, Assembled):
             value = Value(tensor.pieces, tensor.shape, torch_dtype(tensor.dtype, tensor.name))
             made[name] = SymbolicTensor(Memory.holding(value))
+        elif tensor.same_as in catalog.weights:
+            continue  # another name of a tensor that is there
         elif not tensor.numel:
             made[name] = _alone(tensor)
         else:
@@ -38,7 +40,9 @@ def symbols_of(catalog: Catalog) -> dict[str, SymbolicTensor]:
     for entries in storages.values():
         # Views of one storage that do not overlap share nothing that a write could show.
         for together in _overlapping(entries) if len(entries) > 1 else [entries]:
-            made.update(_sharing(together) if len(together) > 1 else {together[0].name: _alone(together[0])})
+            for entry in together:
+                others = (other.name for other in together if other is not entry)
+                made[entry.name] = _alone(entry, overlaps=next(others, None))
     for name, tensor in catalog.weights.items():
         if isinstance(tensor, TensorEntry) and tensor.same_as in made:
             # After all storages, so that the one that it is another name of is there.
@@ -81,35 +85,3 @@ def _overlapping(entries: Sequence[TensorEntry]) -> Iterator[list[TensorEntry]]:
         together.append(entry)
         end = max(end, entry.offset + _span(entry) * (DTYPE_BITS[entry.dtype] // 8))
     yield together
-
-
-def _sharing(entries: Sequence[TensorEntry]) -> Iterator[tuple[str, SymbolicTensor]]:
-    """Tensors that overlap, in the order of their memory, as views of that."""
-    # Views of one memory in several dtypes: read alone each is right, a write into one is refused later by
-    # the name of the other.
-    if len({entry.dtype for entry in entries}) > 1:
-        for entry in entries:
-            other = next(other.name for other in entries if other.dtype != entry.dtype)
-            yield entry.name, _alone(entry, overlaps=other)
-        return
-    first = entries[0].storage_offset
-    parts: list[tuple[Sequence[geometry.Piece], int]] = []
-    end = first
-    for entry in entries:
-        # Each element of the joint memory is read once, by the first tensor that has it; of the next one only
-        # what lies behind.
-        span, done = _span(entry), end - entry.storage_offset
-        if span > done:
-            run = geometry.whole(entry.name, (span,))
-            parts.append((geometry.crop(run, 0, done, span) if done else run, span - done))
-            end = entry.storage_offset + span
-    dtype = torch_dtype(entries[0].dtype, entries[0].name)
-    # One row that is the whole memory; each tensor is a view of it, and keeps its own pieces for as long as
-    # nobody writes.
-    pieces = geometry.concatenate(parts, 0)
-    memory = Memory.holding(Value(pieces, (end - first,), dtype), offset=first)
-    for entry in entries:
-        strides = entry.strides or geometry.row_major_strides(entry.shape)
-        view = SymbolicTensor(memory).as_strided(entry.shape, strides, entry.storage_offset)
-        assert isinstance(view, SymbolicTensor), "a view of one is one"
-        yield entry.name, view.shown_as(_value(entry))

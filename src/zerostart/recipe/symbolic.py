@@ -27,7 +27,7 @@ from zerostart.recipe.record import record
 from zerostart.recipe.refusals import ours_are_refused, refusal
 from zerostart.recipe.sealed import Sealed
 from zerostart.recipe.values import Value, constant, names_of
-from zerostart.recipe.views import Layout, Step, straight
+from zerostart.recipe.views import Layout, Step
 from zerostart.upstream.torch.types import Arguments, Keywords
 from zerostart.upstream.torch.wrapper import become_wrapper, make_wrapper, without_dispatch
 
@@ -192,11 +192,14 @@ class SymbolicTensor(Sealed, torch.Tensor):
         if self.memory.overlaps is not None:
             raise refusal(
                 f"a conversion writes into {names_of(self.value)}, which in the checkpoint shares "
-                f"memory with {self.memory.overlaps} of another dtype; write into a clone"
+                f"memory with {self.memory.overlaps}; write into a clone"
             )
         steps = self.steps
         if any(step.repeats for step in steps):
-            steps = straight(steps, self.memory.layout)
+            raise refusal(
+                f"a conversion writes into an expanded view of {names_of(self.value)}, whose elements share "
+                "memory; write into the tensor that it is a view of, or clone it"
+            )
         # 1. Forwards: what each step's base holds now, for the elements that the view does not show.
         values = [self.memory.value]
         for step in steps:

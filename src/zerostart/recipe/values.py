@@ -20,10 +20,20 @@ from zerostart.errors import ConversionError
 from zerostart.recipe.computed import Computed, Operand, leaves_of
 from zerostart.recipe.dtypes import holds
 from zerostart.recipe.refusals import refusal
-from zerostart.recipe.strides import as_on_cpu
 from zerostart.upstream.torch.types import Arguments, Keywords
 
 aten = torch.ops.aten
+#: Operators whose CPU kernels lay out results in another way than their meta kernels, of any tensors, or of
+#: tensors that are not contiguous.
+_UNKNOWN_LAYOUT = {
+    *(aten._fft_r2c, aten._fft_c2r, aten._fft_c2c, aten._linalg_svd, aten.svd, aten.linalg_eig),
+    *(aten.channel_shuffle, aten.native_channel_shuffle, aten.resize_as),
+}
+_ROWS_ONLY = {
+    *(aten.pow.Scalar, aten.isin, aten.log_sigmoid_forward, aten.pixel_shuffle, aten.pixel_unshuffle),
+    *(aten.mse_loss_backward, aten.huber_loss_backward, aten.smooth_l1_loss_backward),
+    aten.native_dropout_backward,
+}
 #: By operator: what it does to values (``operators`` and ``views`` fill it).
 HANDLERS: dict[object, Callable[..., Any]] = {}
 
@@ -101,7 +111,8 @@ def compute(func: OpOverload, args: Arguments, kwargs: Keywords, made: Any = Non
         raise refusal(f"the conversion of {names_of(args, kwargs)} calls {func}, which is random")
     if made is None:
         twins, others = tree_map(_empty, args), tree_map(_empty, kwargs)
-        made = as_on_cpu(func, twins, others, func(*twins, **others))
+        check_layout(func, [t for t in tree_leaves((twins, others)) if isinstance(t, torch.Tensor)], args)
+        made = func(*twins, **others)
     # Operands keep the strides of their values, since bits of the result may depend on them.
     given, named = tree_map(_operand, (args, kwargs))
 
@@ -111,6 +122,16 @@ def compute(func: OpOverload, args: Arguments, kwargs: Keywords, made: Any = Non
     if isinstance(made, torch.Tensor):
         return result(made, None)
     return type(made)(result(meta, number) for number, meta in enumerate(made))
+
+
+def check_layout(func: OpOverload, twins: Sequence[torch.Tensor], *arguments: object) -> None:
+    """Refuse an operator whose result may lie otherwise in memory than torch's meta kernel says."""
+    names = {func, func._overloadpacket}
+    if names & _UNKNOWN_LAYOUT or (names & _ROWS_ONLY and not all(t.is_contiguous() for t in twins)):
+        raise refusal(
+            f"the conversion of {names_of(*arguments)} calls {func}, whose memory layout is unknown; make "
+            "the tensors contiguous before, or use other operators"
+        )
 
 
 def _empty(value: object) -> object:
