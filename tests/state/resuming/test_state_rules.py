@@ -70,7 +70,6 @@ SAME: dict[str, tuple[Made, Made]] = {
     "a class that derives from it": (AdamW, Derived),
     "and back, with a variant": (partial(Derived, amsgrad=True, maximize=True), AdamW),
     "the same rule as a setting": (partial(Adam, weight_decay=0.1, decoupled_weight_decay=True), AdamW),
-    "settings that go with the state": (partial(Adam, weight_decay=0.1), AdamW),
 }
 
 
@@ -88,7 +87,7 @@ OTHER: dict[str, tuple[Made, Made, str]] = {
     "Adamax": (AdamW, Adamax, "by the rule of AdamW, and torch.optim.adamax.Adamax by that of Adamax"),
     "RAdam": (AdamW, RAdam, "the rule of AdamW, .* by that of RAdam"),
     "from RAdam": (RAdam, AdamW, "the rule of RAdam, .* by that of AdamW"),
-    "NAdam": (Adam, NAdam, "no momentum_decay as torch"),
+    "NAdam": (Adam, NAdam, "the rule of Adam, .* by that of NAdam"),
     "a step of its own": (AdamW, Signs, "the rule of AdamW, .* by that of Signs"),
     "a variant": (partial(AdamW, maximize=True), RAdam, "the rule of AdamW"),
     "a variant that the other has not": (

@@ -358,7 +358,7 @@ def _moments(training: LiveTraining, saved: Saved, world: World) -> list[_Wanted
     wanted = [(f"optimizer/{k.key}/{k.name}", k.shard.layout, k.shard.storage) for k in moments]
     local = restored_local(training, document, world)
     wanted += [(shard.name, shard.layout, shard.storage) for shard in local]
-    gradients = _gradients(training, saved, world)
+    gradients = _gradients(training, saved)
     return wanted + [(f"gradient/{k.name}", k.shard.layout, k.shard.storage) for k in gradients]
 
 
@@ -366,7 +366,7 @@ def _same_memory(a: Shard, b: Shard) -> bool:
     return a.storage.dtype == b.storage.dtype and a.storage.data_ptr() == b.storage.data_ptr()
 
 
-def _gradients(training: LiveTraining, saved: Saved, world: World) -> Iterator[StateTensor]:
+def _gradients(training: LiveTraining, saved: Saved) -> Iterator[StateTensor]:
     """Room for the gradients that were saved; those that were not are none.
 
     Raises ConfigError for a window that another kind of engine has to end.
@@ -379,14 +379,6 @@ def _gradients(training: LiveTraining, saved: Saved, world: World) -> Iterator[S
             f"{saved.path} was saved in the middle of gradient accumulation, which this engine "
             "cannot complete: resume with the engine that saved it, or save after "
             "optimizer.step() and zero_grad()"
-        )
-    # Rank 0 alone says so; all ranks have come to the same.
-    if made and "window" not in saved.document["engine"] and "seal" not in saved.document and not world.rank:
-        logger.warning(
-            "%s contains gradients, and was saved by a version that did not record whether a step "
-            "had used them already: if it was saved between step() and zero_grad(), call "
-            "zero_grad() after this load",
-            saved.path,
         )
     return training.placed_gradients(made)
 

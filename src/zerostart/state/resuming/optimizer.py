@@ -352,15 +352,11 @@ def check_rule(optimizer: torch.optim.Optimizer, document: JsonMapping) -> None:
 
 
 def _lacking(optimizer: torch.optim.Optimizer, document: JsonMapping) -> str:
-    """What of the saved one's rule ``optimizer`` has not, in words; empty where it has all."""
+    """Return what ``optimizer`` lacks of the saved one's rule, in words; empty where it has all."""
     name = class_of(optimizer)
     settings = [group["settings"] for group in document["groups"]]
-    numbers = [key for key, value in optimizer.defaults.items() if type(value) in (int, float, tuple)]
-    missing = [key for key in numbers if any(key not in setting for setting in settings)]
-    if missing:
-        return f"which has no {', '.join(missing)} as {name} has"
-    saved, own = document.get("rule"), rule_of(optimizer)  # states of before say no rule
-    if saved not in (None, own) and not _same_with(optimizer, settings, {saved, own}):
+    saved, own = document.get("rule"), rule_of(optimizer)  # older states have no rule
+    if saved not in (None, own):
         return f"which steps by the rule of {saved}, and {name} by that of {own}"
     for key, usual in _USUAL.items():
         for setting in settings:
@@ -370,15 +366,3 @@ def _lacking(optimizer: torch.optim.Optimizer, document: JsonMapping) -> str:
         if own_values and any(key not in setting for setting in settings):
             return f"which knows no {key}, and {name} has {key}={own_values.pop()}"
     return ""
-
-
-def _same_with(
-    optimizer: torch.optim.Optimizer, settings: list[dict[str, object]], rules: set[str | None]
-) -> bool:
-    """Whether two rules are one with these settings: Adam's two with a setting, or without weight decay."""
-    if rules != {"Adam", "AdamW"}:
-        return False
-    told = all("decoupled_weight_decay" in setting for setting in settings)
-    return (told and computes(optimizer, "decoupled_weight_decay")) or not any(
-        decoded(setting.get("weight_decay"), {}) for setting in settings
-    )
