@@ -29,7 +29,7 @@ def test_help_lists_the_commands_and_imports_no_torch():
     assert lines[-1] == "[]"
     listed = [line.split()[0] for line in lines if line.startswith("  ") and not line.startswith("   ")]
     commands = ["inspect", "plan", "load", "train", "cache", "config", "run", "export", "convert", "synth"]
-    commands += ["verify", "diff", "kept", "env"]
+    commands += ["verify", "diff", "env"]
     assert listed[-len(commands) :] == commands
 
 

@@ -85,7 +85,6 @@ def test_only_finished_verbs_are_there() -> None:
     started |= {"checkpoint_blocks", "drop_components", "gradient_checkpoint", "load_pipeline", "synced"}
     assert verbs == started | {"diff", "digest", "full_tensors", "gathered", "save", "verify"} | {
         "convert",
-        "keep",
         "load_state",
         "refit",
         "save_state",

@@ -223,7 +223,6 @@ def test_a_name_and_password_of_a_url_are_sent_and_never_told(tmp_path: Path) ->
         (f"http://me:wrong@{server}", ReadError),
         ("s3://me:wrong@bucket/x", ConfigError),
         ("htps://me:wrong@server/x", ConfigError),
-        ("peer://me:wrong@server", ConfigError),
     )
     for url, error in asked:
         with pytest.raises(error) as caught:

@@ -54,7 +54,6 @@ class Purpose(NamedTuple):
 
 
 REFIT = Purpose("refit", "ZEROSTART_REFIT_SECRET", "a trainer", "the trainer and all workers")
-PEERS = Purpose("kept model", "ZEROSTART_PEER_SECRET", "a peer", "who keeps the model and all who read it")
 
 
 class Key(NamedTuple):

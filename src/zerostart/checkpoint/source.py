@@ -70,8 +70,6 @@ def open_catalog(source: str | os.PathLike[str] | Files, classes: Collection[str
     """
     # A registered storage first: its URLs would be paths that do not exist.
     if (storage := storage_at(source)) is not None:
-        if storage.instead:
-            return open_catalog(storage.instead, classes)
         if is_state_alone(storage):
             return open_catalog(f"{os.fspath(str(source)).rstrip('/')}/{MODEL_FOLDER}", classes)
         return storage_catalog(storage)

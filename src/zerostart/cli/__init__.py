@@ -48,7 +48,6 @@ _COMMANDS: Mapping[str, tuple[str, ...]] = {
     "synth": ("synth qwen3_moe tiny-moe --size tiny", "synth config.json big --sparse"),
     "verify": ("verify runs/demo/final",),
     "diff": ("diff checkpoints/step-100 checkpoints/step-200",),
-    "kept": ("kept", "kept model --drop"),
     "env": ("env", "env --check"),
 }
 #: Commands that share a module, where each is the function of its name; elsewhere it is ``command``.

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from zerostart.checkpoint.verifying import Verified
     from zerostart.state.comparing.diff import Difference
     from zerostart.state.converting.convert import Converted
-    from zerostart.state.keeping import Kept
     from zerostart.state.refitting.local import LocalRefitter
     from zerostart.state.refitting.publisher import DirectoryRefitter
     from zerostart.state.refitting.refitter import Refitter
@@ -459,68 +458,3 @@ def weight_source(
 
         floating = dtype_of(dtype)
     return WeightSource(model, rank, floating, merge_adapters)
-
-
-def keep(
-    model: nn.Module,
-    name: str = "model",
-    *,
-    dtype: torch.dtype | str | None = None,
-    budget: int | str | None = None,
-    expires_after: float = 86400.0,
-    address: str | None = None,
-    secret: str | None = None,
-) -> Kept:
-    """Leave the weights of ``model`` in memory that outlives the job; collective, each rank its own share.
-
-    ``zerostart.load("peer:///NAME")`` reads them, in this job's life and after it, on any number of ranks of
-    any engine. A call is a version: whoever reads one reads it to its end, whatever is trained and kept
-    meanwhile, and the version before goes when the new one is whole on all machines. The memory is shared
-    memory (``/dev/shm``), which only this user can read; see ``docs/peers.md``.
-
-    Args:
-        model: as for ``save``; its adapters are not kept.
-        name: of the job, by which it is found; one process of a machine at a time keeps under a name.
-        dtype: floating dtype of what is kept; None keeps the parameters' own.
-        budget: most bytes on a machine, or a text such as "20GB", for all versions together; while one is
-            written there are two. None: what the machine has.
-        expires_after: seconds after this call at which the memory is given back, whoever lives then.
-        address: where other machines read it, ``tcp://HOST:PORT`` (0: any port). None: nowhere for a job on
-            one machine, else at each machine's address in the job.
-        secret: what readers on other machines have to know; None: the environment variable
-            ``ZEROSTART_PEER_SECRET``, else one is made, which lies in the folder of the kept model.
-
-    Returns:
-        Kept: ``version``, ``source`` (what ``load`` takes), ``addresses``, ``total_bytes``, ``kept_bytes`` of
-        this rank's machine, ``seconds``, ``digests``, and ``drop()``.
-
-    Raises:
-        ZerostartError: the same type and text on every rank; the version before is then as it was.
-            WriteError where memory or budget do not suffice, or another job keeps under the name.
-
-    Example:
-        >>> import torch, zerostart
-        >>> weights = {"weight": torch.ones(2, 3), "bias": torch.zeros(2)}
-        >>> make = lambda: torch.nn.Linear(3, 2)
-        >>> model = zerostart.load(weights, make, engine="fsdp2", progress=False)
-        >>> kept = zerostart.keep(model, "an-example")
-        >>> again = zerostart.load(kept.source, make, engine="fsdp2", progress=False)
-        >>> again(torch.ones(1, 3)).tolist()
-        [[3.0, 3.0]]
-        >>> kept.drop()
-    """
-    with checked_arguments(keep, locals()):
-        from zerostart.state.keeping import KeepRequest, keep_model
-
-        floating = dtype_of(dtype)
-    return keep_model(
-        model,
-        KeepRequest(
-            name=name,
-            dtype=floating,
-            budget=budget,
-            expires_after=expires_after,
-            address=address,
-            secret=secret,
-        ),
-    )

@@ -163,8 +163,6 @@ class _Reading:
     def _read(self, read: Read, targets: _Targets, staging: Staging) -> None:
         if read.direct:
             self._into_place(read, targets)
-        elif (lying := self._lying(read)) is not None:
-            staging.send(read.parts, lying, targets.storages)
         else:
             self._into(staging.view(read.nbytes), read)
             staging.deliver(read.parts, targets.storages)
@@ -177,13 +175,6 @@ class _Reading:
             return False
         requests = len(list(_rows(read).extents(cost.gap))) if read.rows > 1 else 1
         return seconds <= ROOM * (requests * cost.latency + read.nbytes / cost.rate)
-
-    def _lying(self, read: Read) -> torch.Tensor | None:
-        """The bytes of a read where the accelerator itself can copy them from."""
-        if self._device is None or read.rows > 1:
-            return None
-        lying = self._reader.locked(read.file, read.offset, read.nbytes)
-        return None if lying is None else torch.frombuffer(lying, dtype=torch.uint8)
 
     def _into(self, buffer: memoryview, read: Read) -> None:
         if read.rows == 1:

@@ -48,10 +48,6 @@ class Staging(Protocol):
         """The same for one part of the bytes ``data``, on the host, which the caller then forgets."""
         ...
 
-    def send(self, parts: Sequence[Part], data: torch.Tensor, storages: Sequence[torch.Tensor]) -> None:
-        """The same for parts of ``data`` that stays as it is: page-locked, where there is an accelerator."""
-        ...
-
 
 def make_staging(nbytes: int, depth: int, device: torch.device | None) -> Staging:
     """Staging in buffers of ``nbytes``: ``depth`` of them on the way to ``device``, one without a device."""
@@ -126,11 +122,6 @@ class HostStaging:
             raw = raw.clone()
         copy_strided(storage, part.to, raw.view(part.dtype), part.loops)
 
-    def send(self, parts: Sequence[Part], data: torch.Tensor, storages: Sequence[torch.Tensor]) -> None:
-        """Copy the parts."""
-        for part in parts:
-            self.put(part, data, storages[part.target])
-
 
 class DeviceStaging:
     """Pinned buffers in turn, a stream, and as many bytes on the device.
@@ -204,11 +195,6 @@ class DeviceStaging:
         """Send one part and wait for it: the caller's memory is pageable, and is forgotten."""
         self._send(part, data, storage)
         self._wait()
-
-    def send(self, parts: Sequence[Part], data: torch.Tensor, storages: Sequence[torch.Tensor]) -> None:
-        """Send the parts on their way from where they lie."""
-        for part in parts:
-            self._send(part, data, storages[part.target])
 
     def _wait(self) -> None:
         if self._stream is not None:

@@ -84,13 +84,6 @@ class Reader(ABC):
         for row in range(rows.count):
             self.read(file, offset + row * rows.stride, [target[row * step : row * step + rows.width]])
 
-    def locked(self, file: int, offset: int, nbytes: int) -> memoryview | None:
-        """The bytes where they lie, in page-locked memory that stays as it is while the reader is open.
-
-        From there an accelerator copies by itself. None: they are read.
-        """
-        return None
-
     def announce(self, file: int, offset: int, rows: Rows) -> None:
         """Say what a later call will read, which may be fetched ahead."""
         return  # not abstract: most have no use for it
@@ -162,8 +155,6 @@ class Storage(ABC):
     folder: str = field(default="", kw_only=True)
     #: The one of them that the source names; empty where it names the directory.
     asked: str = field(default="", kw_only=True)
-    #: Another source that is to be read instead, where the URL names one and nothing is at its own place.
-    instead: str = field(default="", kw_only=True)
     #: What a request takes; None where reads are no requests to a server.
     cost: RequestCost | None = field(default=None, compare=False, repr=False, kw_only=True)
 
@@ -320,7 +311,6 @@ _OWN = {
         ("s3", "s3a", "gs", "az", "azure", "adl", "abfs", "abfss", "http", "https"),
         ("zerostart.checkpoint.storage.by_obstore", "ObstoreFiles"),
     ),
-    "peer": ("zerostart.checkpoint.storage.by_peers", "PeerFiles"),
 }
 #: Whatever has no other and fsspec knows.
 _OTHERS = ("zerostart.checkpoint.storage.by_fsspec", "FsspecFiles")
