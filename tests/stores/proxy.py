@@ -21,6 +21,7 @@ class Proxy:
     latency: float = 0.0
     rate: float = 0.0  #: bytes a second of all bodies together; 0 for as fast as they come
     fault: Callable[[str, str, int], Fault] = lambda method, path, number: None
+    flipped: str = ""  #: one byte of each body of a PUT with this in its path is changed
     address: str = ""
     asked: list[tuple[str, str]] = field(default_factory=list)  #: method and path of each request
     received: int = 0  #: bytes of bodies of requests
@@ -60,7 +61,8 @@ class Proxy:
             writer.write(f"HTTP/1.1 {fault} Refused\r\nContent-Length: 0\r\n\r\n".encode())
             await writer.drain()
             return b"content-length: 0" in head.lower() or method in ("GET", "HEAD", "DELETE")
-        if not await self._send_up(head, fault, reader, writer, up_writer):
+        flip = method == "PUT" and bool(self.flipped) and self.flipped in path
+        if not await self._send_up(head, fault, reader, writer, up_writer, flip):
             return False
         answer = await up_reader.readuntil(b"\r\n\r\n")
         if fault == "lost":
@@ -98,6 +100,7 @@ class Proxy:
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
         up_writer: asyncio.StreamWriter,
+        flip: bool,
     ) -> bool:
         """Pass a request on; whether all of it was."""
         fields = head.lower()
@@ -118,7 +121,8 @@ class Proxy:
             left -= len(piece)
             self.received += len(piece)
             await self._pace(len(piece))
-            up_writer.write(piece)
+            up_writer.write(bytes([piece[0] ^ 1]) + piece[1:] if flip else piece)
+            flip = False
             await up_writer.drain()
         if fault == "cut":
             writer.transport.abort()

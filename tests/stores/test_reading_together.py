@@ -17,7 +17,7 @@ from torch import nn
 import zerostart
 from tests.ranks import Outcome, rank_outcomes, run_ranks
 from tests.stores import proxy, servers
-from zerostart.checkpoint.storage.objects import ObjectReader
+from zerostart.checkpoint.storage.object_store import ObjectFiles
 from zerostart.distributed.world import current_world
 from zerostart.transfer import collective
 
@@ -163,13 +163,13 @@ def halved(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 def read_halved(url: str, inference: bool) -> tuple[dict[str, torch.Tensor], Any]:
     collective.BEHIND_SECONDS, collective.LEAST_BETWEEN = 0.1, 1 << 17
-    fetch = ObjectReader.fetch
+    fetch = ObjectFiles.fetch
 
-    def slowly(self: ObjectReader, *arguments: Any) -> None:
+    def slowly(self: ObjectFiles, *arguments: Any) -> None:
         time.sleep(0.4 if dist.get_rank() == 0 else 0.02)
         fetch(self, *arguments)
 
-    ObjectReader.fetch = slowly  # type: ignore[method-assign]
+    ObjectFiles.fetch = slowly  # type: ignore[method-assign]
     with torch.inference_mode(inference):
         made = zerostart.load(
             f"{url}/model.safetensors",

@@ -27,12 +27,6 @@ class TestWebDAV(StorageConformance):
             yield lambda name: f"{address}/{name}"
 
 
-class TestFsspec(StorageConformance):
-    @contextmanager
-    def served(self, folder: Path) -> Iterator[servers.Named]:
-        yield lambda name: f"file://{folder}/{name}"
-
-
 class S3(StorageConformance):
     kind: str
     endpoint: str

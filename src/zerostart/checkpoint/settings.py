@@ -18,20 +18,16 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import BinaryIO
 
 from zerostart.checkpoint.catalog import Catalog
 from zerostart.checkpoint.storage import Storage
 from zerostart.checkpoint.usual_names import SETTINGS, USUAL_SETTINGS
-from zerostart.checkpoint.write.notes import not_delivered
-from zerostart.checkpoint.write.switching import CONTENT
 from zerostart.errors import (
     CheckpointError,
-    CheckpointNotFoundError,
     WriteError,
     ZerostartError,
     printable,
@@ -49,59 +45,15 @@ _THREADS, _STEP = 8, 8 << 20
 _ARRIVING, _LEFT = "arriving-", 24 * 3600
 
 
-def settings_here(storage: Storage, weights: Storage) -> str:
-    """The directory with the files beside ``weights``, which were opened before; see ``Settings``.
+def settings_here(storage: Storage) -> str:
+    """Return a local directory with the files next to the weights in ``storage.folder``; empty without any.
 
-    Raises ReadError, CheckpointError for a file that is too long, WriteError where there is no room for them.
+    Raises ReadError, CheckpointError for a file that is too long, WriteError if there is no room.
     """
-    return Settings.fetched(storage).beside(weights)
-
-
-@dataclass(frozen=True)
-class Settings:
-    """The files beside the weights in ``storage.folder`` as they were at a moment, in a directory here."""
-
-    storage: Storage
-    names: tuple[str, ...]
-    #: The directory; empty where there are no such files.
-    place: str
-    #: What tells each of the files from what it is replaced by.
-    marks: Mapping[str, Hashable]
-
-    @classmethod
-    def fetched(cls, storage: Storage) -> Settings:
-        """Fetch them.
-
-        Raises ReadError, CheckpointError for one that is too long, WriteError where there is no room for
-        them.
-        """
-        sizes = dict(zip(storage.names(), storage.sizes, strict=True))
-        names = [name for name in sizes if _matches(name, SETTINGS) and not _matches(name, _ASIDE)]
-        names = _bounded(names, sizes, storage)
-        if not names:
-            return cls(storage, (), "", {})
-        files = storage.named(names)
-        marks = dict(zip(names, files.identities, strict=True))
-        return cls(storage, tuple(names), str(_copied(files, names)), marks)
-
-    def beside(self, weights: Storage) -> str:
-        """The directory with what belongs to ``weights``, which were opened after it or before.
-
-        A save that replaces a model makes its switch, then puts a new configuration in the place of the old
-        one. Where it has not come to that yet, or was killed before it, the new one is read from where it
-        lies meanwhile. Raises as ``fetched`` does.
-        """
-        if not self.names or not self.storage.is_saved_to:
-            return self.place
-        names = list(self.names)
-        if waiting := not_delivered(self.storage, weights):
-            with contextlib.suppress(CheckpointNotFoundError):  # it has been delivered since
-                return str(_copied(self.storage.named([waiting.get(name, name) for name in names]), names))
-        telling = [name for name in names if PurePosixPath(name).name in CONTENT]
-        now = self.storage.named(telling)
-        if waiting or list(now.identities) != [self.marks[name] for name in telling]:
-            return str(copied(self.storage, names))
-        return self.place
+    sizes = dict(zip(storage.names(), storage.sizes, strict=True))
+    names = [name for name in sizes if _matches(name, SETTINGS) and not _matches(name, _ASIDE)]
+    names = _bounded(names, sizes, storage)
+    return str(copied(storage, names)) if names else ""
 
 
 def copied(storage: Storage, names: list[str]) -> Path:

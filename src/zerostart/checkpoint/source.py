@@ -6,21 +6,19 @@ Hub ids are looked up in the local cache; what is not there is fetched by :func:
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 
-from zerostart.checkpoint.catalog import Catalog, TensorEntry
+from zerostart.checkpoint.catalog import Catalog
 from zerostart.checkpoint.formats.base import CONFIG_NAME, MODEL_FOLDER, catalog_at
 from zerostart.checkpoint.formats.saved_state import is_state_alone
 from zerostart.checkpoint.formats.weights import (
     INDEX_SUFFIX,
     SUFFIX,
     catalog_of,
-    read_files,
     shards_of,
     storage_catalog,
 )
@@ -31,9 +29,6 @@ from zerostart.checkpoint.storage.local import LocalFiles
 from zerostart.checkpoint.strict_json import MAX_CONFIG_BYTES, JsonObject, read_json
 from zerostart.checkpoint.usual_names import PIPELINE_INDEX, SETTINGS, STANDARD_NAMES
 from zerostart.errors import CheckpointError, CheckpointNotFoundError, ReadError, ZerostartError
-
-#: Samples of a file, and bytes of each.
-_SAMPLES, _SAMPLED = 9, 1 << 12
 
 
 @dataclass(frozen=True)
@@ -304,93 +299,37 @@ def states_of(catalog: Catalog) -> tuple[FileState | None, ...]:
     return catalog.storage.states if isinstance(catalog.storage, LocalFiles) else ()
 
 
-def seen_here(catalog: Catalog, states: Sequence[FileState | None], copied: Iterable[int]) -> Catalog:
-    """The catalog with the ``states`` of its files on this machine; some other has ``copied`` for itself."""
-    storage = catalog.storage
-    assert isinstance(storage, LocalFiles), "what has states are files"
-    return replace(catalog, storage=replace(storage, identities=tuple(states), copied=frozenset(copied)))
+def seen_here(catalog: Catalog) -> Catalog:
+    """Return the catalog with the states that its files have on this machine.
 
-
-def states_here(catalog: Catalog) -> tuple[FileState, ...]:
-    """The states of the files of another machine's catalog on this one, which may have copies of its own.
-
-    Raises CheckpointNotFoundError for a file that is not here, ReadError for a copy whose header says
-    anything else.
+    Raises CheckpointNotFoundError for a file that is not here, ReadError for one of another length.
     """
-    states = [FileState.at(path) for path in catalog.files]
-    for path, state in zip(catalog.files, states, strict=True):
+    found = [FileState.at(path) for path in catalog.files]
+    for path, size, state in zip(catalog.files, catalog.sizes, found, strict=True):
         if state is None:
             raise CheckpointNotFoundError(
                 f"{path} does not exist on this machine, but it does on the machine of rank 0; copy the "
                 "checkpoint to every machine, or to a file system that all share"
             )
-    # What rank 0 saw. The same state here is the same file (a shared file system); another one is a copy.
-    known = states_of(catalog)
-    copies = [number for number, state in enumerate(states) if state != known[number]]
-    if catalog.assembled is not None:  # parts of files of many kinds: their lengths have to do
-        _check_lengths(catalog, states)
-        return tuple(state for state in states if state is not None)
-    # Of copies the headers are read here, too: their lengths and entries have to be those of rank 0's files.
-    expected: dict[int, list[TensorEntry]] = {number: [] for number in copies}
-    for entry in catalog.tensors.values():
-        if entry.file in expected:
-            expected[entry.file].append(entry)
-    read = read_files([catalog.files[number] for number in copies], copies)
-    for number, (entries, _, state) in zip(copies, read, strict=True):
-        if state is None or state.size != catalog.sizes[number] or entries != expected[number]:
-            raise ReadError(
-                f"{catalog.files[number]} on this machine differs from the file on the machine of rank 0, "
-                "in its header or length; copy the checkpoint to every machine again"
-            )
-        states[number] = state
-    return tuple(state for state in states if state is not None)
-
-
-def samples_of(catalog: Catalog, files: Iterable[int]) -> dict[int, str]:
-    """By number of the file, a digest of its length and of samples of its bytes, the same ones in any copy.
-
-    Two checkpoints of one architecture have files of one length with one header; they differ everywhere.
-    """
-    return {number: _sample(catalog.files[number], catalog.sizes[number]) for number in sorted(files)}
-
-
-def _sample(path: str, size: int) -> str:
-    digest = hashlib.blake2b(size.to_bytes(8, "little"), digest_size=16)
-    with Path(path).open("rb", buffering=0) as file:
-        for sample in range(_SAMPLES):
-            # Evenly from the first byte to the last: headers are alike in two checkpoints of one
-            # architecture, weights nowhere.
-            file.seek(max(0, size - _SAMPLED) * sample // (_SAMPLES - 1))
-            digest.update(file.read(_SAMPLED))
-    return digest.hexdigest()
-
-
-def _check_lengths(catalog: Catalog, states: Sequence[FileState | None]) -> None:
-    for path, size, state in zip(catalog.files, catalog.sizes, states, strict=True):
-        if state is None or state.size != size:
+        if state.size != size:
             raise ReadError(
                 f"{path} has another length on this machine than on the machine of rank 0; copy the "
                 "checkpoint to every machine again"
             )
+    return replace(catalog, storage=replace(catalog.storage, identities=tuple(found)))
 
 
 def check_unchanged(catalog: Catalog) -> None:
     """Raise ReadError if a file is not as it was when its header was read.
 
-    One that was replaced is still read as it was by who has opened it; but not where machines have copies of
-    their own, of which one may be what it was replaced by.
+    A file that was replaced is allowed: who has opened it goes on reading the old one.
     """
-    storage = catalog.storage
-    copied = storage.copied if isinstance(storage, LocalFiles) else frozenset()
     for number, before in enumerate(states_of(catalog)):
         path = catalog.files[number]
         now = FileState.at(path)
         if before is None or now == before:
             continue
-        # Another inode: whoever has the old file open goes on reading it whole. The same inode with another
-        # state was written into.
-        replaced = now is None or now.number != before.number
-        if not replaced or number in copied:
+        if now is not None and now.number == before.number:
             raise ReadError(
                 f"{path} was changed during the load (it {before.changed_to(now)}), so what was read may "
                 "be a mixture; load again when no other process writes to it"

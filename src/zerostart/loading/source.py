@@ -19,12 +19,9 @@ from zerostart.checkpoint.source import (
     fetch_as,
     open_catalog,
     present,
-    samples_of,
     seen_here,
-    states_here,
-    states_of,
 )
-from zerostart.checkpoint.storage.files import FileState
+from zerostart.checkpoint.storage import LocalFiles
 from zerostart.distributed.machine import files_view
 from zerostart.distributed.world import World
 from zerostart.errors import ConfigError, ReadError
@@ -89,25 +86,21 @@ def source_or_none(source: Any, world: World, model: object = None, fetch: bool 
 def _as_seen_here(catalog: Catalog, views: Sequence[str], world: World) -> Catalog:
     """The catalog with the states of the files on this machine, found out by the first rank on each.
 
-    Machines may share the files, or have copies of their own, whose headers are then compared.
+    Machines may share the files, or have copies of them: only their lengths are compared.
     """
     # The first rank with the same view, so that every machine asks once.
     first = views.index(views[world.rank])
     if catalog.storage.folder and catalog.root and len(set(views)) > 1:
         return replace(catalog, root=_settings_here(catalog, first, world))
-    known = states_of(catalog)
-    if len(set(views)) == 1 or not known:
+    if len(set(views)) == 1 or not isinstance(catalog.storage, LocalFiles):
         return catalog
-    # One rank of each machine asks the file system; an empty answer says that all is as rank 0 has seen it.
-    own: tuple[FileState, ...] = ()
-    if world.rank == first:
-        fetch_as(catalog.root, catalog.files)
-        own = states_here(catalog)
-    told = world.all_gather_object(own if own != known else (), "looking at the files")
-    copied = {n for states in told for n, state in enumerate(states) if state != known[n]}
-    if copied:
-        _compare_copies(catalog, copied, world, asked=world.rank == first)
-    return seen_here(catalog, told[first] or known, copied)
+    own = catalog
+    with world.phase("looking at the files"):
+        if world.rank == first:
+            fetch_as(catalog.root, catalog.files)
+            own = seen_here(catalog)
+    states = world.all_gather_object(own.storage.identities, "looking at the files")[first]
+    return replace(catalog, storage=replace(catalog.storage, identities=states))
 
 
 def _settings_here(catalog: Catalog, first: int, world: World) -> str:
@@ -116,7 +109,7 @@ def _settings_here(catalog: Catalog, first: int, world: World) -> str:
     own = ""
     with world.phase(doing):
         if world.rank == first:
-            own = settings_here(catalog.storage.directory(), catalog.storage)
+            own = settings_here(catalog.storage.directory())
             # Called by what is in it.
             if Path(own).name != Path(catalog.root).name:
                 raise ReadError(
@@ -124,20 +117,6 @@ def _settings_here(catalog: Catalog, first: int, world: World) -> str:
                     "opened; load again when nobody writes to it"
                 )
     return world.all_gather_object(own, doing)[first]
-
-
-def _compare_copies(catalog: Catalog, copied: set[int], world: World, asked: bool) -> None:
-    """Raise ReadError where a machine's copy of a file has other bytes than rank 0's, by samples of them."""
-    doing = "comparing the machines' copies of the files"
-    # All ranks are here, for ``copied`` is the same on all; only the first of each machine has samples.
-    ranks = world.all_gather_object(samples_of(catalog, copied) if asked else {}, doing)
-    for rank, samples in enumerate(ranks):
-        for number, sample in samples.items():
-            if sample != ranks[0][number]:
-                raise ReadError(
-                    f"{catalog.files[number]} on the machine of rank {rank} has other contents than on "
-                    "that of rank 0, with the same length; copy the checkpoint to every machine again"
-                )
 
 
 def check_model(model: Any, source: object, catalog: Catalog) -> None:

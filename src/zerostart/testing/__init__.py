@@ -9,13 +9,11 @@ from zerostart.testing.formats import FormatConformance
 from zerostart.testing.libraries import ModelLibraryConformance
 from zerostart.testing.ranks import on_ranks
 from zerostart.testing.storages import StorageConformance
-from zerostart.testing.uploads import UploadsConformance
 
 __all__ = [
     "EngineConformance",
     "FormatConformance",
     "ModelLibraryConformance",
     "StorageConformance",
-    "UploadsConformance",
     "on_ranks",
 ]

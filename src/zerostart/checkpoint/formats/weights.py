@@ -13,7 +13,7 @@ from zerostart.checkpoint.catalog import Catalog, TensorEntry
 from zerostart.checkpoint.formats.base import TRIES, Format
 from zerostart.checkpoint.formats.safetensors import read_header
 from zerostart.checkpoint.formats.torch_zip import NOTED_VERSIONS, read_torch_file
-from zerostart.checkpoint.settings import Settings
+from zerostart.checkpoint.settings import settings_here
 from zerostart.checkpoint.storage import Storage
 from zerostart.checkpoint.storage.files import FileState
 from zerostart.checkpoint.storage.local import LocalFiles
@@ -227,13 +227,12 @@ def storage_catalog(storage: Storage) -> Catalog:
     names = [name]
     # All of it waits for answers most of its time.
     with ThreadPoolExecutor(3) as pool:
-        fetched = pool.submit(Settings.fetched, storage)
+        root = pool.submit(settings_here, storage)
         if INDEX_NAME.fullmatch(PurePosixPath(name).name):
             wanted = _listed(_document(storage.named([name])), index)
             names = sorted({str(PurePosixPath(file)) for file in wanted.values()})
         weights = storage.named(names)
         measured = pool.submit(weights.measured)
-        root = pool.submit(lambda: fetched.result().beside(weights))
         tensors, metadata, versions, _ = _joined(weights.files, weights)
     if wanted is not None:
         _check_index(index, wanted, names, tensors)

@@ -9,7 +9,6 @@ from zerostart.checkpoint.storage.base import (
     Storage,
     register_storage,
     storage_at,
-    uploads_at,
 )
 from zerostart.checkpoint.storage.local import LocalFiles
 
@@ -23,5 +22,4 @@ __all__ = [
     "register_storage",
     "scheme_of",
     "storage_at",
-    "uploads_at",
 ]

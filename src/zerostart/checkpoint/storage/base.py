@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import importlib.util
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -16,7 +15,6 @@ from types import TracebackType
 from typing import Any, ClassVar, Protocol, Self
 
 from zerostart.checkpoint.paths import scheme_of, shown_url, wait_for
-from zerostart.checkpoint.storage.uploads import Uploads
 from zerostart.errors import ConfigError, ReadError
 
 #: A gap up to this many bytes is fetched from storage along with the rows, where a request costs more than
@@ -173,14 +171,6 @@ class Storage(ABC):
         """
         raise NotImplementedError(f"{cls.__name__} is not reached by a URL")
 
-    @classmethod
-    def uploads(cls, url: str) -> Uploads:
-        """Where saves to the directory at a URL put their objects. Raises ConfigError where none can be."""
-        raise ConfigError(
-            f"{shown_url(url)}: nothing saves to {scheme_of(url)}:// here; save to a local directory, or to "
-            "s3://, gs:// or az://"
-        )
-
     @abstractmethod
     def reader(self, *, cold: bool = False, direct: bool = False) -> Reader:
         """Make a reader of the bytes, on any rank that can read them; a new one for each load.
@@ -218,25 +208,6 @@ class Storage(ABC):
     def directory(self) -> Storage:
         """All files of ``folder``, as they are now. Raises ReadError."""
         raise NotImplementedError(f"{type(self).__name__} has no directories")
-
-    @property
-    def is_saved_to(self) -> bool:
-        """Whether saves put objects there, one by one in the place of others (``uploads``)."""
-        return False
-
-    def within(self, name: str) -> Storage | None:
-        """The files of the folder ``name`` in ``folder``; None where there are none, or none can be listed.
-
-        Raises ReadError.
-        """
-        return None
-
-    def folders(self, name: str = "") -> Sequence[str]:
-        """The names of the folders right in ``folder``, or in the folder ``name`` there; () where none tells.
-
-        Raises ReadError.
-        """
-        return ()
 
     def measured(self) -> Storage:
         """The same with ``cost``, as it is found to be by a few requests. Raises ReadError."""
@@ -306,14 +277,10 @@ class _Ranges:
 
 
 #: Of zerostart's own: by scheme, where the class is. A storage that is registered goes before them.
-_OWN = {
-    **dict.fromkeys(
-        ("s3", "s3a", "gs", "az", "azure", "adl", "abfs", "abfss", "http", "https"),
-        ("zerostart.checkpoint.storage.by_obstore", "ObstoreFiles"),
-    ),
-}
-#: Whatever has no other and fsspec knows.
-_OTHERS = ("zerostart.checkpoint.storage.by_fsspec", "FsspecFiles")
+_OWN = dict.fromkeys(
+    ("s3", "s3a", "gs", "az", "azure", "adl", "abfs", "abfss", "http", "https"),
+    ("zerostart.checkpoint.storage.object_store", "ObjectFiles"),
+)
 #: Entry points of other packages: a scheme, and the subclass of ``Storage``.
 GROUP = "zerostart.storages"
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*")
@@ -359,12 +326,6 @@ def storage_at(source: object) -> Storage | None:
     return kind.at(str(source))
 
 
-def uploads_at(place: object) -> Uploads | None:
-    """Where a save to a URL puts its objects; None for no URL. Raises ConfigError where none can be."""
-    kind = _kind_of(place)
-    return None if kind is None else kind.uploads(str(place))
-
-
 def _kind_of(source: object) -> type[Storage] | None:
     scheme = scheme_of(source)
     if not scheme:
@@ -376,25 +337,17 @@ def _kind_of(source: object) -> type[Storage] | None:
         # Imported only now: a package whose storage nobody uses costs nothing.
         kind = _installed()[scheme].load()
         _check_reached(kind)
-    elif scheme in _OWN or _fsspec_knows(scheme):
-        module, name = _OWN.get(scheme, _OTHERS)
+    elif scheme in _OWN:
+        module, name = _OWN[scheme]
         kind = getattr(importlib.import_module(module), name)
     else:
         known = sorted({*_registered, *_installed(), *_OWN})
         raise ConfigError(
-            f"{shown_url(str(source))}: nothing reads {scheme}:// here; register a storage of that scheme "
-            "(zerostart.checkpoint.storage.register_storage), install the package with which fsspec does, or "
-            f"use {', '.join(known)}"
+            f"{shown_url(str(source))}: zerostart reads no {scheme}:// URLs; copy the files to a "
+            "local directory, register a storage of that scheme "
+            f"(zerostart.checkpoint.storage.register_storage), or use {', '.join(known)}"
         )
     return kind
-
-
-def _fsspec_knows(scheme: str) -> bool:
-    if importlib.util.find_spec("fsspec") is None:
-        return False
-    from fsspec.registry import known_implementations, registry
-
-    return scheme in known_implementations or scheme in registry
 
 
 def _package(module: str) -> str:

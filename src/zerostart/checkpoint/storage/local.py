@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from zerostart.checkpoint.storage.base import Reader, Residency, Storage
@@ -18,12 +18,7 @@ SAMPLED_FILES, MOSTLY_ABSENT = 4, 0.1
 
 @dataclass(frozen=True)
 class LocalFiles(Storage):
-    """``files`` are absolute paths; ``identities`` their states when their headers were read, as seen here.
-
-    ``copied`` are the numbers of those of which some other machine has a copy of its own.
-    """
-
-    copied: frozenset[int] = field(default=frozenset(), compare=False, repr=False)
+    """``files`` are absolute paths; ``identities`` the states that they had when their headers were read."""
 
     @classmethod
     def of(cls, paths: Iterable[str | os.PathLike[str]]) -> LocalFiles:

@@ -35,9 +35,7 @@ from zerostart.checkpoint.manifest import (
     is_foreign,
 )
 from zerostart.checkpoint.paths import expanded
-from zerostart.checkpoint.storage import uploads_at
 from zerostart.checkpoint.strict_json import JsonObject
-from zerostart.checkpoint.write import objects
 from zerostart.checkpoint.write.folders import Folder, lock, sync, sync_handle, write_whole
 from zerostart.checkpoint.write.switching import Plan, clean_up, clear_killed, finish, planned, switch
 from zerostart.errors import WriteError, ZerostartError
@@ -204,16 +202,12 @@ class Staging:
         return described
 
 
-def remove(path: Path | str, marker: str) -> None:
+def remove(path: Path, marker: str) -> None:
     """Remove the files that the document ``marker`` of a directory names, and it where nothing else is in it.
 
-    Also at a URL. It is none any more from the first step on; what a kill leaves goes with the next save
+    It is none any more from the first step on; what a kill leaves goes with the next save
     beside it. Raises OSError and ZerostartError.
     """
-    if isinstance(path, str):
-        if (uploads := uploads_at(path)) is not None:
-            objects.remove(uploads, marker)
-        return
     folder = Folder(path)
     try:
         with folder.alone():

@@ -105,12 +105,13 @@ def _described(path: Path | str) -> Saved:
                 "writes last, is missing. A checkpoint of another library is not read at a URL: copy its "
                 "directory to this machine first"
             )
-        own: Path | str | None = path
+        own: Path | str = path
     else:
-        own = state_in(path)
-        if own is None:
+        found = state_in(path)
+        if found is None:
             return _foreign(path)
-        tell_of_newer(path, own)
+        tell_of_newer(path, found)
+        own = found
     document, (weights, state) = open_saved_state(own, (MODEL, STATE), read_document)
     return Saved(own, document, weights, state)
 

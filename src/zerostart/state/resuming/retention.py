@@ -7,17 +7,15 @@ import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from zerostart.checkpoint.manifest import SAVED_AT, saved_at
-from zerostart.checkpoint.paths import inside, name_of
-from zerostart.checkpoint.storage import uploads_at
-from zerostart.checkpoint.strict_json import MAX_DOCUMENT_BYTES, JsonObject, load_json, read_json
+from zerostart.checkpoint.manifest import saved_at
+from zerostart.checkpoint.strict_json import MAX_DOCUMENT_BYTES, JsonObject, read_json
 from zerostart.checkpoint.write.staging import remove
 from zerostart.errors import CheckpointError, ConfigError, WriteError
 from zerostart.state.resuming.training_state import MARKER
 
 
-def complete(directory: Path | str, own: Callable[[object], bool] | None = None) -> list[Path | str]:
-    """The complete training checkpoints in a directory, or below a URL, the oldest first.
+def complete(directory: Path | str, own: Callable[[object], bool] | None = None) -> list[Path]:
+    """The complete training checkpoints in a directory, the oldest first.
 
     With ``own``, those alone of which it says so from their ``extra``, as it is in the document.
     """
@@ -26,26 +24,11 @@ def complete(directory: Path | str, own: Callable[[object], bool] | None = None)
         for path, document, when in saved_below(directory)
         if own is None or own(document.get("extra"))
     }
-    return sorted(found, key=lambda path: (found[path], name_of(path)))
+    return sorted(found, key=lambda path: (found[path], path.name))
 
 
-def saved_below(directory: Path | str) -> Iterator[tuple[Path | str, JsonObject, int]]:
-    """The directories right below one that have the document of a training state, with it and its time.
-
-    Raises WriteError where a store does not answer.
-    """
-    uploads = uploads_at(directory)
-    if uploads is not None:
-        for name in uploads.folders():
-            found = None if name.startswith(".") else uploads.read(f"{name}/{MARKER}")
-            if found is not None:
-                path = inside(directory, name)
-                where = f"{uploads.url}/{name}/{MARKER}"  # without a password, which the other may have
-                with contextlib.suppress(CheckpointError):  # damaged: no marker of a complete one
-                    document = load_json(found[0], where, "training state")
-                    when = document.get(SAVED_AT)
-                    yield path, document, when if type(when) is int else 0
-        return
+def saved_below(directory: Path | str) -> Iterator[tuple[Path, JsonObject, int]]:
+    """The directories right below one that have the document of a training state, with it and its time."""
     # What a killed save has left beside a checkpoint begins with a dot.
     for marker in Path(directory).glob(f"[!.]*/{MARKER}"):
         with contextlib.suppress(CheckpointError):
@@ -59,7 +42,7 @@ def prune(
     best: int = 0,
     score: Callable[[object], float | None] | None = None,
     own: Callable[[object], bool] | None = None,
-) -> list[Path | str]:
+) -> list[Path]:
     """Remove training checkpoints in ``directory`` but the last ``keep`` and the ``best`` ones; gives them.
 
     One rank calls it, after a save. ``score`` says how good a checkpoint is, from its ``extra`` as it is in

@@ -9,15 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from zerostart.checkpoint.digest import ROOM
-from zerostart.checkpoint.storage import uploads_at
 from zerostart.checkpoint.storage.direct import PAGE
-from zerostart.checkpoint.storage.uploads import Uploads
 from zerostart.checkpoint.strict_json import JsonObject
-from zerostart.checkpoint.write.objects import ObjectStaging, part_length
-from zerostart.checkpoint.write.parts import Receipts, Uploading
 from zerostart.checkpoint.write.shards import SaveLayout
 from zerostart.checkpoint.write.space import check_space
 from zerostart.checkpoint.write.staging import Staging
+from zerostart.checkpoint.write.store import StoreStaging
 from zerostart.checkpoint.write.writer import CheckpointWriter
 from zerostart.distributed.machine import cores, local_ranks
 from zerostart.distributed.world import World
@@ -25,7 +22,6 @@ from zerostart.errors import ConfigError, WriteError
 from zerostart.transfer.buffers import rounds_up
 from zerostart.transfer.planning.writes import WritePlan
 from zerostart.transfer.tuning import MIN_CHUNK
-from zerostart.transfer.uploading import upload_together
 from zerostart.transfer.writing import SLACK, Noted, Source, write_out
 
 MiB = 1 << 20
@@ -33,11 +29,6 @@ MiB = 1 << 20
 CHUNK = 8 * MiB
 #: Most threads that write on one rank.
 THREADS = 4
-#: Parts that a rank uploads at once, and those that it takes beside: what it sends, while it is packed and
-#: joined, what it gets, and a last part that is shorter.
-DEPTH, BESIDE = 4, 4
-#: A staging buffer's bytes where parts are put together: several threads fill one part.
-PART_CHUNK = 2 * MiB  # so that parts are multiples of it
 
 
 class Place(ABC):
@@ -50,9 +41,7 @@ class Place(ABC):
     #: What to call it.
     name: str
     #: On the first rank what is written, and has no names yet.
-    staging: Staging | ObjectStaging | None
-    #: Whether files are put together on the disks of the ranks' machines first.
-    staged: bool = False
+    staging: Staging | StoreStaging | None
 
     @abstractmethod
     def check_visible(self, world: World) -> None:
@@ -110,27 +99,6 @@ class Output(ABC):
     @abstractmethod
     def discard(self) -> None:
         """Remove what this rank can, after an error."""
-
-
-def begin_place(
-    path: Path | str, marker: str, by_document: bool | None
-) -> tuple[Place, tuple[str, Uploads | None]]:
-    """On the first rank: begin to save to a directory or a URL; and what the others find it by.
-
-    Raises WriteError, and ConfigError for a URL to which nothing is saved.
-    """
-    uploads = uploads_at(path)
-    if uploads is not None:
-        objects = ObjectStaging(uploads, marker, by_document)
-        return Objects(objects.directory, objects.uploads, objects), ("", objects.uploads)
-    staging = Staging(path, marker, by_document)
-    return Files(staging.directory, staging), (str(staging.directory), None)
-
-
-def joined_place(found: tuple[str, Uploads | None]) -> Place:
-    """On the other ranks: the place that the first one has begun."""
-    directory, uploads = found
-    return Files(Path(directory), None) if uploads is None else Objects(Path(), uploads, None)
 
 
 class Files(Place):
@@ -201,87 +169,6 @@ class _FileOutput(Output):
     def discard(self) -> None:
         if self._writer is not None:
             self._writer.discard()
-
-
-class Objects(Place):
-    """A directory of a store."""
-
-    staging: ObjectStaging | None
-
-    def __init__(self, directory: Path, uploads: Uploads, staging: ObjectStaging | None) -> None:
-        self.directory, self._uploads, self.staging = directory, uploads, staging
-        self.name, self.staged = uploads.url, uploads.staged
-
-    def check_visible(self, world: World) -> None:
-        """See ``Place``: each request tells."""
-
-    def check_room(self, nbytes: int, what: str) -> None:
-        """See ``Place``: a store has room."""
-
-    def output(self, folder: str, layout: SaveLayout) -> Output:
-        """See ``Place``."""
-        return _PartOutput(self._uploads, self.staging, folder, layout)
-
-
-class _PartOutput(Output):
-    def __init__(
-        self, uploads: Uploads, staging: ObjectStaging | None, folder: str, layout: SaveLayout
-    ) -> None:
-        self._uploads, self._staging, self._folder, self._layout = uploads, staging, folder, layout
-        self._part = part_length(layout)
-        self._depth = DEPTH
-        self._receipts: Receipts = {}
-        self.page = PART_CHUNK
-
-    def tuned(self, memory_limit: int | None) -> tuple[int, int]:
-        threads = most_threads()
-        beside = threads * (PART_CHUNK + SLACK + ROOM) + BESIDE * self._part
-        if memory_limit is not None:
-            self._depth = min(4 * DEPTH, (memory_limit - beside) // self._part)
-            if self._depth < 1:
-                raise ConfigError(
-                    f"memory_limit={memory_limit}: to save to a store takes {beside + self._part} bytes at "
-                    "least, for parts of objects"
-                )
-        return PART_CHUNK, threads
-
-    def begin(self) -> list[Uploading]:
-        assert self._staging is not None, "the first rank has it"
-        return self._staging.begin_files(self._folder, self._layout)
-
-    def write(
-        self,
-        begun: Any,
-        plan: WritePlan,
-        storages: Sequence[Source],
-        threads: int,
-        noted: Noted,
-        world: World,
-    ) -> None:
-        self._receipts = upload_together(
-            plan,
-            storages,
-            self._uploads,
-            begun,
-            world,
-            part=self._part,
-            depth=self._depth,
-            threads=threads,
-            noted=noted,
-        )
-
-    def commit(self, world: World) -> None:
-        every = world.all_gather_object(self._receipts, "telling what was uploaded")
-
-        def end() -> None:
-            assert self._staging is not None, "the first rank has it"
-            receipts = {place: one for told in every for place, one in told.items()}
-            self._staging.end_files(self._folder, self._layout, receipts)
-
-        world.broadcast_object(end, "completing the files")
-
-    def discard(self) -> None:
-        """Nothing: the first rank's staging removes all."""
 
 
 def most_threads() -> int:

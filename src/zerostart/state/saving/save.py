@@ -95,9 +95,6 @@ class SaveReport:
     own_names: dict[str, str]
     #: Names of tensors that are saved under another.
     tied: dict[str, str]
-    #: Bytes of files that were put together on the disks of the ranks' machines, at most at a time: where a
-    #: store takes files whole.
-    staged_bytes: int = 0
 
     def __repr__(self) -> str:
         return shown_record(self)
@@ -109,8 +106,6 @@ class SaveReport:
             f"files to {shown_url(self.path)} in {self.seconds:.1f} s ({decimal(rate)}/s); this rank "
             f"{decimal(self.written_bytes)}"
         ]
-        if self.staged_bytes:
-            lines.append(f"  staged on the ranks' disks first: {decimal(self.staged_bytes)}")
         lines += [f"  {name} under the model's own name: {why}" for name, why in self.own_names.items()]
         return "\n".join(lines)
 
@@ -347,7 +342,6 @@ def _report(
         seconds=seconds,
         own_names=own,
         tied=tied,
-        staged_bytes=max((written.staged_bytes for _, written, _ in done), default=0),
     )
 
 

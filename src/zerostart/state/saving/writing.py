@@ -18,17 +18,19 @@ from zerostart.checkpoint.digest import Digests
 from zerostart.checkpoint.manifest import MARKER
 from zerostart.checkpoint.paths import located, shown_url
 from zerostart.checkpoint.storage.direct import PAGE
-from zerostart.checkpoint.storage.uploads import Uploads
+from zerostart.checkpoint.storage.upload import StoreDirectory
 from zerostart.checkpoint.strict_json import JsonObject
 from zerostart.checkpoint.write.shards import SaveLayout, parse_size, plan_shards
-from zerostart.checkpoint.write.staging import write_errors
+from zerostart.checkpoint.write.staging import Staging, write_errors
+from zerostart.checkpoint.write.store import StoreStaging
 from zerostart.distributed.world import World
 from zerostart.engines import Shard
 from zerostart.errors import ConfigError
 from zerostart.geometry.layout import Layout
 from zerostart.recipe import Recipe, Target
 from zerostart.recipe.dtypes import torch_dtype
-from zerostart.state.saving.output import Output, Place, begin_place, joined_place
+from zerostart.state.saving.output import Files, Output, Place
+from zerostart.state.saving.to_store import StorePlace
 from zerostart.transfer.planning.writes import Origin, WritePlan, own_parts, plan_writes
 from zerostart.transfer.writing import Change, Source
 
@@ -52,15 +54,13 @@ class Outgoing:
 class Written:
     """What a save has put where: ``bytes`` are those of this rank, ``seconds`` from its call to its return.
 
-    ``digests`` has the digest of each tensor of the files by its name. ``staged_bytes`` are those of all
-    ranks on their disks meanwhile.
+    ``digests`` has the digest of each tensor of the files by its name.
     """
 
     layout: SaveLayout
     bytes: int
     seconds: float
     digests: Mapping[str, str] = field(default_factory=dict)
-    staged_bytes: int = 0
 
 
 def plain(name: str, shard: Shard, dtype: torch.dtype | None = None) -> Outgoing:
@@ -122,8 +122,7 @@ def write_tensors(
         if output is not None:
             output.discard()
         raise
-    staged = sum(file.size for file in layout.files) if publication.place.staged else 0
-    return Written(layout, plan.nbytes, time.perf_counter() - begun, known, staged)
+    return Written(layout, plan.nbytes, time.perf_counter() - begun, known)
 
 
 def share(shard: Shard) -> tuple[Layout, tuple[int, int], int]:
@@ -201,7 +200,7 @@ def publishing(
 ) -> Iterator[Publication]:
     """A place within ``path`` to which all ranks write; at the end all gets its names; collective.
 
-    ``path`` is a directory (``Staging``), or the URL of one in a store (``ObjectStaging``), which have
+    ``path`` is a directory (``Staging``), or the URL of one in a store (``StoreStaging``), which have
     ``marker`` and ``by_document``. On leaving the ranks agree that all went well; then everything is synced
     (each rank has synced the files that it wrote) and gets its names, before any rank goes on. After an error
     on any rank all that was written is removed, and ``path`` is as before. Raises WriteError, or what the
@@ -209,16 +208,22 @@ def publishing(
     """
     place: Place | None = None
 
-    def begin() -> tuple[str, Uploads | None]:
+    def begin() -> Path | StoreDirectory:
         nonlocal place
-        place, found = begin_place(at, marker, by_document)
-        return found
+        if isinstance(at, str):
+            store = StoreDirectory.at(at)
+            place = StorePlace(store, StoreStaging(store, marker, bool(by_document) or marker != MARKER))
+            return store
+        staging = Staging(at, marker, by_document)
+        place = Files(staging.directory, staging)
+        return staging.directory
 
     with world.phase("saving to a directory"):
         at = agreed_place(path, world)
         try:
             found = world.broadcast_object(begin, "making a directory to save to")
-            place = joined_place(found) if place is None else place
+            if place is None:
+                place = Files(found, None) if isinstance(found, Path) else StorePlace(found, None)
             publication = Publication(place)
             with publication.written(world, "writing the files"):
                 place.check_visible(world)

@@ -28,7 +28,6 @@ from zerostart.training.loop.output_directory import (
     RunPlace,
     is_resumable,
     is_run_state,
-    keep_logs,
     resumable_checkpoints,
 )
 from zerostart.training.loop.session import Session, reschedule
@@ -168,7 +167,6 @@ class Checkpoints:
         with world.phase("removing older checkpoints"):
             if world.rank == 0:
                 prune(self._place.checkpoints, self._config.keep, self._config.best, _how_good, is_resumable)
-                keep_logs(self._place)
 
     @contextmanager
     def skipped(self, what: str) -> Iterator[None]:

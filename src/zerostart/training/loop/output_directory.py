@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import logging
 import math
@@ -21,10 +20,8 @@ from torch import nn
 
 from zerostart.checkpoint.manifest import MARKER as MODEL_MARKER
 from zerostart.checkpoint.manifest import is_inside, saved_at
-from zerostart.checkpoint.paths import expanded, inside, is_same, name_of, parent_of, shown_url
+from zerostart.checkpoint.paths import expanded, inside, is_same, name_of, parent_of, scheme_of, shown_url
 from zerostart.checkpoint.source import resolve_source
-from zerostart.checkpoint.storage import uploads_at
-from zerostart.checkpoint.storage.uploads import Uploads
 from zerostart.checkpoint.strict_json import MAX_DOCUMENT_BYTES, read_json
 from zerostart.checkpoint.write.folders import sync_directory, write_whole
 from zerostart.checkpoint.write.space import check_space, free_space
@@ -88,8 +85,8 @@ def claim_output(config: TrainConfig, world: World) -> Iterator[RunPlace]:
     # On rank 0: one process has the lock, and the others wait for its answer.
     def claim() -> RunPlace:
         given = config.output.directory
-        if (uploads := uploads_at(given)) is not None:
-            return claim_url(uploads, given.rstrip("/"))
+        if scheme_of(given):
+            raise ConfigError(f"output.directory {shown_url(given)}: train to a local directory and copy it")
         directory = expanded(given).absolute()
         _check_outside(config, directory)
         try:
@@ -108,67 +105,9 @@ def claim_output(config: TrainConfig, world: World) -> Iterator[RunPlace]:
         hold(stack, directory / _LOCK, refusal)
         return RunPlace(directory, directory)
 
-    def claim_url(uploads: Uploads, url: str) -> RunPlace:
-        _check_url(config, url)
-        directory = _kept_here(url)
-        refusal = f"another run of this machine is at work in {uploads.url}: wait for its end"
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-            hold(stack, directory / _LOCK, refusal)
-            auto = config.resume is not None and config.resume.path == "auto"
-            # What killed saves have left is below names with a dot.
-            there = {name for name in uploads.listed() if not re.search(r"(^|/)\.", name)}
-            # Of a run that was cut before its first checkpoint was there nothing is but in that folder.
-            goes_on = auto and (METRICS in there or all(name.startswith(f"{FOLDER}/") for name in there))
-            if there and not goes_on:
-                raise ConfigError(
-                    f"output.directory {uploads.url} is not empty, and what is there would be replaced; name "
-                    "another" + ("" if auto else ", or continue its run with resume=auto")
-                )
-            # Of an earlier run of another machine; of this one they are as they were left.
-            known = uploads.read(METRICS) if auto and not (directory / METRICS).is_file() else None
-            if known is not None:
-                (directory / METRICS).write_bytes(known[0])
-        except OSError as error:
-            raise ConfigError(f"{directory}: {error.strerror}") from error
-        return RunPlace(directory, url)
-
     # The lock lasts for the body, and ends with rank 0's process where that is killed.
     with stack:
         yield world.broadcast_object(claim, "claiming the output directory")
-
-
-def _check_url(config: TrainConfig, url: str) -> None:
-    """Raise ConfigError for what is done with files of this machine alone."""
-    if shown_url(url) != url:
-        raise ConfigError(
-            f"output.directory {shown_url(url)}: a run writes where it saves into its files and messages, "
-            "and this URL has a user or a password in it: name one without"
-        )
-    for key, given in (
-        ("overwrite", config.output.overwrite),
-        ("pipeline", config.output.pipeline),
-        ("push_to_hub", config.output.push_to_hub),
-    ):
-        if given:
-            raise ConfigError(
-                f"output.{key} is for a directory of a file system, and output.directory is {url}; leave it "
-                "out, or name a local directory"
-            )
-
-
-def _kept_here(url: str) -> Path:
-    """The directory of this machine with what a run that saves to a URL writes besides."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or expanded("~/.cache"))
-    return cache / "zerostart" / "runs" / f"{name_of(url)}-{hashlib.sha256(url.encode()).hexdigest()[:12]}"
-
-
-def keep_logs(place: RunPlace) -> None:
-    """Where a run saves to a URL, put its metrics and its page there; on one rank. Raises WriteError."""
-    uploads = uploads_at(place.saved)
-    for name in (METRICS, PAGE) if uploads is not None else ():
-        if uploads is not None and (place.directory / name).is_file():
-            uploads.put(name, (place.directory / name).read_bytes())
 
 
 def check_room(config: TrainConfig, model: nn.Module, place: RunPlace) -> None:

@@ -40,7 +40,6 @@ from zerostart.training.loop.output_directory import (
     RunPlace,
     check_room,
     claim_output,
-    keep_logs,
     remove_earlier_run,
     resumable_checkpoints,
     set_aside,
@@ -184,9 +183,6 @@ def _train(config: TrainConfig, place: RunPlace, resumed: Path | str | None, wor
             pushed = push(directory, repository, root, facts, world, config.output.hub_private)
             display.say(f"pushed to {pushed}")
     session.end()
-    with world.phase("keeping the metrics"):
-        if world.rank == 0:
-            keep_logs(place)
     return result
 
 

@@ -1,0 +1,472 @@
+"""Files of object stores and web servers, read in byte ranges by obstore: S3, Google, Azure, HTTP."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import functools
+import os
+import re
+import time
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+from urllib.parse import unquote, unquote_to_bytes, urlsplit, urlunsplit
+
+from zerostart.checkpoint.paths import shown_url, without_secrets
+from zerostart.checkpoint.storage.aws_profiles import settings_of
+from zerostart.checkpoint.storage.base import Reader, RequestCost, Residency, Rows, Storage
+from zerostart.checkpoint.usual_names import STANDARD_NAMES, USUAL_SETTINGS
+from zerostart.errors import CheckpointNotFoundError, ConfigError, ReadError
+
+if TYPE_CHECKING:
+    from obstore import ObjectMeta
+    from obstore.store import ObjectStore
+
+WEB, AWS = ("http", "https"), ("s3", "s3a")
+STORES = (*AWS, "gs", "az", "azure", "adl", "abfs", "abfss")
+#: Retries of a request, with growing pauses, and seconds after which there are no more of them.
+RETRIES, RETRY_TIMEOUT_S = 8, 30
+#: Seconds to connect, seconds without a byte of a read and of a write, and seconds of a whole request.
+CONNECT_TIMEOUT_S, READ_TIMEOUT_S, WRITE_TIMEOUT_S, REQUEST_TIMEOUT_S = 10.0, 15.0, 60.0, 3600.0
+#: Bytes of a piece of an answer, and host memory of a reader's thread in addition to its buffers.
+PIECE_BYTES, THREAD_BYTES = 256 << 10, 1 << 20
+#: Requests of all ranks of a machine at once, and questions about files at once.
+DEPTH, QUESTIONS = 64, 16
+#: First bytes of an object that come with the answer about it: most, least, and most for all objects.
+HEAD_BYTES, MIN_HEAD_BYTES, ALL_HEADS_BYTES = 256 << 10, 16 << 10, 16 << 20
+#: The usual cost of a request, for checkpoints of fewer than ``MEASURED_BYTES``.
+USUAL_COST = RequestCost(latency=0.03, rate=100e6)
+MEASURED_BYTES, SAMPLE_BYTES = 64 << 20, 4 << 20
+#: Endings of names of files, which are no directories.
+_FILE_ENDINGS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".json")
+#: Parts of errors that say why no connection was made.
+_ADDRESS = re.compile(r'"tcp connect error",\s*([^\s,]+),')
+_REASON = re.compile(r'(?:message|error): "([^"]+)"|Invalid(Certificate|Message)\(\s*(\w+)')
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """An object: its size, and the ETag or time that changes when it is replaced."""
+
+    size: int
+    mark: Hashable
+
+
+@dataclass(frozen=True)
+class ObjectFiles(Storage):
+    """Files at URLs; ``identities`` are the marks that the objects had when they were opened."""
+
+    #: Start of the names of files, before the keys.
+    root: str = field(default="", kw_only=True)
+    #: URL of the bucket or server for obstore; may contain secrets.
+    base: str = field(default="", repr=False, compare=False, kw_only=True)
+    #: First bytes of the files, while a checkpoint is opened.
+    heads: tuple[bytes, ...] = field(default=(), repr=False, compare=False, kw_only=True)
+
+    schemes = (*STORES, *WEB)
+    cached = False
+
+    def __getstate__(self) -> dict[str, object]:
+        """Leave out the first bytes."""
+        return {**self.__dict__, "heads": ()}
+
+    @classmethod
+    def places(cls, source: str) -> tuple[str, str, str]:
+        """Return ``root``, ``base`` and the key of a URL. Raises ConfigError."""
+        url = urlsplit(source)
+        scheme = url.scheme.lower()
+        if not url.netloc:
+            raise ConfigError(
+                f"{shown_url(source)}: names no bucket or server; write {scheme}://NAME/DIRECTORY"
+            )
+        if scheme not in WEB and url.password is not None:
+            raise ConfigError(
+                f"{shown_url(source)}: credentials are not taken out of a URL; give them as the "
+                "provider's own tools take them (see docs/stores.md)"
+            )
+        if scheme not in WEB:
+            bucket, _, key = source.partition("://")[2].partition("/")
+            return f"{scheme}://{bucket}/", f"{scheme}://{bucket}", key.strip("/")
+        if "#" in source or re.search(r"[\t\r\n]", source):
+            raise ConfigError(
+                f"{shown_url(source)}: has a #, or the end of a line, in it, and would name something else; "
+                "write %23 for a # in a name"
+            )
+        # A query is a signature, which each request needs.
+        base = urlunsplit((scheme, url.netloc, "/", url.query, ""))
+        return f"{scheme}://{url.netloc.rpartition('@')[2]}/", base, unquote(url.path.strip("/"))
+
+    @classmethod
+    def at(cls, source: str) -> Storage:
+        root, base, key = cls.places(source)
+        here = cls((), (), root=root, base=base)
+        folder, _, name = key.rpartition("/")
+        if key.endswith(_FILE_ENDINGS) and (found := here._find(key)):
+            return here._below(folder, {key: found}, name)
+        below = here._below(key)
+        # A file may have any name: ask for it if there is no directory of that name.
+        if not below.files and not key.endswith(_FILE_ENDINGS) and key and (found := here._find(key)):
+            return here._below(folder, {key: found}, name)
+        if not below.files:
+            raise CheckpointNotFoundError(
+                f"{root}{key}: there is no such file, and no directory of that name with files of a "
+                "checkpoint; look for a mistake in the URL, or for credentials: some stores say this of "
+                "everything that one may not see"
+            )
+        return below
+
+    def names(self) -> tuple[str, ...]:
+        return tuple(file[len(self.folder) + 1 :] for file in self.files)
+
+    def named(self, names: Sequence[str]) -> Storage:
+        keys = [self._key(f"{self.folder}/{name}") for name in names]
+        length = min(HEAD_BYTES, ALL_HEADS_BYTES // max(1, len(keys)))
+        length = length if length >= MIN_HEAD_BYTES else 0
+        begun = self._each(keys, lambda key: self._begin(key, length))
+        for name, key in zip(names, keys, strict=True):
+            if key not in begun:
+                raise CheckpointNotFoundError(
+                    f"{self.folder}/{name}: this file of the checkpoint is missing; upload it again"
+                )
+        opened = self._of({key: begun[key][0] for key in keys})
+        return replace(opened, heads=tuple(begun[key][1] for key in dict.fromkeys(keys)))
+
+    def directory(self) -> Storage:
+        return self._below(self._key(f"{self.folder}/").rstrip("/"))
+
+    def measured(self) -> Storage:
+        opened = replace(self, heads=())
+        if self.nbytes < MEASURED_BYTES:
+            return replace(opened, cost=USUAL_COST)
+        file = max(range(len(self.files)), key=lambda number: self.sizes[number])
+        length = min(SAMPLE_BYTES, self.sizes[file])
+        moments = [time.perf_counter()]
+        opened.fetch(file, 0, length, lambda at, piece: moments.append(time.perf_counter()))
+        latency, seconds = moments[1] - moments[0], moments[-1] - moments[0]
+        # The first piece is late; a fast store has sent more by then.
+        rate = length / max(seconds - latency, seconds / 8)
+        return replace(opened, cost=RequestCost(float(f"{latency:.2g}"), float(f"{rate:.2g}"), measured=True))
+
+    def reader(self, *, cold: bool = False, direct: bool = False) -> Reader:
+        return ObjectReader(self)
+
+    def residency(self) -> Residency:
+        return Residency(self.root.partition(":")[0], None, True, depth=DEPTH, buffer=THREAD_BYTES)
+
+    def identity(self, file: int) -> Hashable:
+        found = self._find(self._key(self.files[file]))
+        return None if found is None else found.mark
+
+    def kept(self, used: Iterable[int] = ()) -> Storage:
+        wanted = set(used)
+        marks = tuple(mark if n in wanted else None for n, mark in enumerate(self.identities))
+        return replace(self, identities=marks)
+
+    def changed(self, before: Hashable, now: Hashable) -> str:
+        return "was removed" if now is None else f"was replaced: its ETag is {now} and was {before}"
+
+    def fetch(self, file: int, offset: int, length: int, put: Callable[[int, memoryview], None]) -> None:
+        """Pass the pieces of a byte range to ``put`` in order, each with its distance from the start.
+
+        obstore retries a request that fails, and continues an answer that breaks off (if it has an ETag).
+        """
+        name = self.files[file]
+        if offset + length > self.sizes[file]:
+            raise ReadError(
+                f"{name} ended at byte {self.sizes[file]}, where bytes {offset} to {offset + length} "
+                "were expected; was it replaced during the load?"
+            )
+        head = self.heads[file][offset : offset + length] if self.heads else b""
+        if head:
+            put(0, memoryview(head))
+        done = len(head)
+        if done == length:
+            return
+        mark = self.identities[file] if self.identities else None
+        options: dict[str, Any] = {"range": (offset + done, offset + length)}
+        # Weak ETags never match, and some servers give ETags without quotes.
+        if isinstance(mark, str) and mark.startswith('"'):
+            options["if_match"] = mark
+        failed = f"reading {length} bytes of {name} at offset {offset} failed"
+        with _errors(failed, f"{name} was removed after the checkpoint was opened"):
+            try:
+                answer = _obstore().get(self._store, self._key(name), options=options)
+            except _obstore().exceptions.PreconditionError:
+                raise self._replaced(name, f"its ETag is not {mark} any more") from None
+            if mark is not None and (found := _found(answer.meta)) != Found(self.sizes[file], mark):
+                raise self._replaced(name, f"its ETag is {found.mark} and was {mark}")
+            for piece in answer.stream(min_chunk_size=PIECE_BYTES):
+                put(done, memoryview(piece)[: length - done])
+                done = min(length, done + len(piece))
+        if done < length:
+            raise ReadError(
+                f"{failed}: the answer broke off {length - done} bytes before its end; load again"
+            )
+
+    def _replaced(self, name: str, what: str) -> ReadError:
+        return ReadError(
+            f"{name} was changed since the checkpoint was opened ({what}); load again when no other process "
+            "writes to it"
+        )
+
+    @property
+    def _store(self) -> ObjectStore:
+        return open_store(self.base)
+
+    def _key(self, file: str) -> str:
+        return file.removeprefix(self.root)
+
+    def _find(self, key: str) -> Found | None:
+        """Return the object at ``key``; None if there is none."""
+        with _errors(f"{self.root}{key}: asking the store failed"):
+            try:
+                return _found(_obstore().head(self._store, key))
+            except FileNotFoundError:
+                return None
+            except Exception:  # a URL that is signed for reading only
+                if not self._is_signed:
+                    raise
+            try:
+                return _found(_obstore().get(self._store, key, options={"range": (0, 1)}).meta)
+            except FileNotFoundError:
+                return None
+
+    def _begin(self, key: str, length: int) -> tuple[Found, bytes] | None:
+        """Return the object at ``key`` and its first bytes."""
+        if length:
+            try:
+                answer = _obstore().get(self._store, key, options={"range": (0, length)})
+                found, head = _found(answer.meta), bytes(answer.bytes())
+                return found, head if len(head) == min(length, found.size) else b""
+            except FileNotFoundError:
+                return None
+            except Exception as error:  # an empty object has no ranges, and `_find` tells other errors
+                if (found_empty := self._find(key)) and found_empty.size:
+                    with _errors(f"{self.root}{key}: asking the store failed"):
+                        raise error
+        found_only = self._find(key)
+        return None if found_only is None else (found_only, b"")
+
+    def _listed(self, folder: str) -> dict[str, Found] | None:
+        """Return the objects right below ``folder``; None if the store gives no list."""
+        if self._is_signed:
+            return None
+        try:
+            listed: Any = _obstore().list_with_delimiter(self._store, f"{folder}/" if folder else None)
+        except FileNotFoundError:
+            return None if self.root.startswith("http") else {}
+        except Exception as error:
+            if _is_refused(error) or "Error decoding PROPFIND response" in str(error):
+                return None
+            with _errors(f"{self.root}{folder}: asking the store failed"):
+                raise
+        # Copies of the files have these names: only those right in the folder.
+        found = {
+            one["path"]: Found(one["size"], None)
+            for one in listed["objects"]
+            if one["path"].rpartition("/")[0] == folder and one["path"].rpartition("/")[2].strip(".")
+        }
+        # A web server without lists may say that there is nothing.
+        return None if not found and self.root.startswith("http") else found
+
+    @property
+    def _is_signed(self) -> bool:
+        return bool(urlsplit(self.base).query)
+
+    def _each(self, keys: Iterable[str], question: Callable[[str], T | None]) -> dict[str, T]:
+        """Return the answers for ``keys`` that are not None."""
+        wanted = list(dict.fromkeys(keys))
+        with ThreadPoolExecutor(max(1, min(QUESTIONS, len(wanted)))) as pool:
+            answers = dict(zip(wanted, pool.map(question, wanted), strict=True))
+        return {key: one for key, one in answers.items() if one is not None}
+
+    def _of(self, found: Mapping[str, Found]) -> Self:
+        return replace(
+            self,
+            files=tuple(f"{self.root}{key}" for key in found),
+            sizes=tuple(one.size for one in found.values()),
+            identities=tuple(one.mark for one in found.values()),
+            heads=(),
+        )
+
+    def _below(self, folder: str, known: Mapping[str, Found] | None = None, asked: str = "") -> Storage:
+        """Return the files of a directory: those of its list, otherwise those with the usual names."""
+        begin = f"{folder}/" if folder else ""
+        found, refused = dict(known or {}), list[ReadError]()
+        listed = self._listed(folder)
+        if listed is not None:
+            found |= {key: one for key, one in listed.items() if key not in found}
+        else:
+
+            def find(key: str) -> Found | None:
+                try:
+                    return self._find(key)
+                except (
+                    ReadError
+                ) as error:  # a user who may read some files need not be allowed to ask for others
+                    refused.append(error)
+                    return None
+
+            names = (f"{begin}{name}" for name in (*STANDARD_NAMES, *USUAL_SETTINGS))
+            found |= self._each((key for key in names if key not in found), find)
+            if refused and not found:
+                raise refused[0]
+        return replace(self._of(found), folder=f"{self.root}{folder}".removesuffix("/"), asked=asked)
+
+
+class ObjectReader(Reader):
+    """Reads byte ranges of objects; several threads share it."""
+
+    def __init__(self, storage: ObjectFiles) -> None:
+        self._storage = storage
+        _ = storage._store  # an error of the settings comes now
+
+    def read(self, file: int, offset: int, buffers: Sequence[memoryview]) -> None:
+        left = list(buffers)
+
+        def fill(_: int, piece: memoryview) -> None:
+            while piece and left:
+                count = min(len(piece), len(left[0]))
+                left[0][:count] = piece[:count]
+                left[0], piece = left[0][count:], piece[count:]
+                if not left[0]:
+                    left.pop(0)
+
+        self._storage.fetch(file, offset, sum(map(len, buffers)), fill)
+
+    def gather(self, file: int, offset: int, rows: Rows, target: memoryview, step: int) -> None:
+        """Read rows with one request, if the bytes between them cost less than further requests."""
+        if rows.stride - rows.width > self._storage.gap:
+            super().gather(file, offset, rows, target, step)
+            return
+
+        def scatter(at: int, piece: memoryview) -> None:
+            end = at + len(piece)
+            for row in range(at // rows.stride, min(rows.count, -(-end // rows.stride))):
+                begin = row * rows.stride
+                first, last = max(at, begin), min(end, begin + rows.width)
+                if first < last:
+                    place = row * step + first - begin
+                    target[place : place + last - first] = piece[first - at : last - at]
+
+        self._storage.fetch(file, offset, rows.span, scatter)
+
+
+def open_store(base: str, writing: bool = False) -> ObjectStore:
+    """Return the store at ``base``; its connections are shared by all threads. Raises ConfigError."""
+    _check_process()
+    taken = ("AWS_", "GOOGLE_", "AZURE_", "SSL_CERT_")
+    settings = tuple(sorted(item for item in os.environ.items() if item[0].startswith(taken)))
+    return _opened(base, settings, writing, RETRIES)
+
+
+@functools.lru_cache(maxsize=8)
+def _opened(base: str, given: tuple[tuple[str, str], ...], writing: bool, retries: int) -> ObjectStore:
+    obstore, scheme, settings = _obstore(), base.partition(":")[0], dict(given)
+    still = WRITE_TIMEOUT_S if writing else READ_TIMEOUT_S
+    client: dict[str, Any] = {
+        "timeout": timedelta(seconds=REQUEST_TIMEOUT_S),
+        "read_timeout": timedelta(seconds=still),
+        "connect_timeout": timedelta(seconds=CONNECT_TIMEOUT_S),
+    }
+    more: dict[str, Any] = settings_of(settings) if scheme in AWS else {}
+    more["retry_config"] = {"max_retries": retries, "retry_timeout": timedelta(seconds=RETRY_TIMEOUT_S)}
+    more["client_options"] = client | more.get("client_options", {})
+    if writing and scheme in AWS:
+        more["checksum_algorithm"] = "SHA256"  # the store refuses bytes that were changed on the way
+    url = urlsplit(base)
+    user, _, host = url.netloc.rpartition("@")
+    if scheme in WEB and user:  # obstore sends none, and repeats it in its errors
+        name, _, password = user.partition(":")
+        pair = base64.b64encode(b":".join((unquote_to_bytes(name), unquote_to_bytes(password))))
+        more["client_options"]["default_headers"] = {"authorization": f"Basic {pair.decode()}"}
+        base = urlunsplit(url._replace(netloc=host))
+    if scheme == "http" or any("ENDPOINT" in name and one.startswith("http://") for name, one in given):
+        more["client_options"]["allow_http"] = True
+    try:
+        store: ObjectStore = obstore.store.from_url(base, **more)
+    except (obstore.exceptions.BaseError, ValueError) as error:
+        raise ConfigError(
+            f"{shown_url(base)}: the store cannot be reached: {error_text(error)}; give what its provider's "
+            "own tools take (see docs/stores.md)"
+        ) from None
+    return store
+
+
+def _obstore() -> Any:
+    try:
+        import obstore
+    except ImportError as error:
+        raise ConfigError(
+            "URLs are read by obstore, which is not installed: pip install 'zerostart[stores]'"
+        ) from error
+    return obstore
+
+
+#: Process that has asked a store, or from which this one was forked after it had.
+_asking: list[int] = []
+
+
+def _check_process() -> None:
+    """Raise ConfigError in a forked process, which has no threads of obstore and would wait forever."""
+    if _asking and _asking[0] != os.getpid():
+        raise ConfigError(
+            "this process was forked from one that has asked a store before, and stores cannot be reached "
+            "from it: start it by spawn or forkserver (multiprocessing.set_start_method), or ask the store "
+            "only in it"
+        )
+    _asking[:] = [os.getpid()]
+
+
+def _found(meta: ObjectMeta) -> Found:
+    # Without an ETag the time of the last change, in whole seconds as HTTP has it.
+    return Found(meta["size"], meta["e_tag"] or int(meta["last_modified"].timestamp()))
+
+
+def _is_refused(error: Exception) -> bool:
+    """True if the store does not answer this question to this user."""
+    kinds = _obstore().exceptions
+    refused = (kinds.PermissionDeniedError, kinds.UnauthenticatedError, kinds.NotSupportedError)
+    return isinstance(error, refused) or re.search(r"status code: (40[0135]|501)", str(error)) is not None
+
+
+@contextlib.contextmanager
+def _errors(what: str, removed: str = "") -> Iterator[None]:
+    """Raise obstore's errors as a ReadError that begins with ``what``."""
+    try:
+        yield
+    except (ReadError, ConfigError):
+        raise
+    except FileNotFoundError as error:
+        raise CheckpointNotFoundError(removed or f"{what}: {error_text(error)}") from None
+    except Exception as error:
+        raise ReadError(f"{what}: {error_text(error)}{_remedy(error)}") from None
+
+
+def _remedy(error: Exception) -> str:
+    kinds, text = _obstore().exceptions, str(error)
+    if isinstance(error, (kinds.PermissionDeniedError, kinds.UnauthenticatedError)):
+        return (
+            "; give credentials that may read it, as the provider's own tools take them (see docs/stores.md)"
+        )
+    if isinstance(error, kinds.NotSupportedError) or "NotPartial" in text:
+        return "; the server gives no byte ranges of files: copy the checkpoint to a local directory"
+    if "InvalidCertificate(" in text:
+        return "; give the certificate of its authority: SSL_CERT_FILE=FILE, which replaces the system's"
+    return "; try again when the store answers"
+
+
+def error_text(error: Exception) -> str:
+    """Return what obstore says, in one line and without secrets."""
+    text, _, debugging = str(error).partition("\n\nDebug source")
+    if "error sending request" in text and (reasons := [*_REASON.finditer(debugging)]):
+        address, reason = _ADDRESS.search(debugging), reasons[-1]
+        words = reason[1] or f"{'certificate' if reason[2] == 'Certificate' else 'no TLS'}: {reason[3]}"
+        text += f" ({address[1] + ': ' if address else ''}{words})"
+    if "<Code>" in text:  # the rest of the answer may be what was signed, with a token
+        text = text.partition("<")[0] + ": ".join(re.findall(r"<(?:Code|Message)>([^<]*)", text))
+    return without_secrets(" ".join(text.split()))[:400]

@@ -1,0 +1,233 @@
+"""Publish a save in an object store, so that readers see the old or the new checkpoint.
+
+Weights are uploaded under names that no object has. Then one request makes readers use them: the upload of
+the index or of the training state's document, the end of the upload of a single file, or, where an index
+replaces a single file, the removal of that file. The files of the old checkpoint are deleted last.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import re
+import tempfile
+import time
+import uuid
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from zerostart.checkpoint.manifest import (
+    FORMAT,
+    INDEX,
+    MARKER,
+    MARKERS,
+    SAVED_AT,
+    contents_of,
+    group_of,
+    grouped,
+    is_inside,
+)
+from zerostart.checkpoint.storage.upload import ObjectWriter, StoreDirectory
+from zerostart.checkpoint.write.shards import SaveLayout
+from zerostart.errors import WriteError
+
+logger = logging.getLogger("zerostart")
+#: Files that belong to the weights, whoever has written them.
+_CONFIGS = ("config.json", "adapter_config.json")
+
+
+class StoreStaging:
+    """A save into a directory of an object store; rank 0 has it.
+
+    Small files are written to the local ``directory``. Ranks upload the files that ``begin_files`` names.
+    Then :meth:`complete` publishes all of them, or :meth:`discard` deletes them.
+    """
+
+    def __init__(self, store: StoreDirectory, marker: str, by_document: bool) -> None:
+        """List the directory. Raises WriteError.
+
+        ``marker`` is the name of the document, empty for none. ``by_document``: readers use the document, and
+        not the index of the weights.
+        """
+        self._store, self._marker, self._by_document = store, marker, by_document
+        self._token = uuid.uuid4().hex[:12]
+        self._temporary = tempfile.TemporaryDirectory(prefix="zerostart-save-")
+        self.directory = Path(self._temporary.name)
+        self._there = store.list()
+        #: Files of weights: the name in the store and the size, by the name in the layout.
+        self._weights: dict[str, tuple[str, int]] = {}
+        #: Single files that readers find by their own names, whose uploads end in ``complete``.
+        self._held: list[ObjectWriter] = []
+        self._singles: set[str] = set()
+        self._published = False
+        found = {name: self._read_json(name) for name in MARKERS}
+        self._documents = {name: one for name, one in found.items() if one is not None and _is_document(one)}
+        if marker in self._there and marker not in self._documents:
+            self.discard()
+            raise WriteError(
+                f"{store.url}/{marker} was not written by zerostart, and this save would replace it: rename "
+                "it, or save to another directory"
+            )
+
+    def begin_files(self, folder: str, layout: SaveLayout) -> list[str]:
+        """Return the names in the store of the files of ``layout``, and write their index."""
+        begin = "" if folder == "." else f"{folder}/"
+        (self.directory / folder).mkdir(parents=True, exist_ok=True)
+        names = [begin + file.name for file in layout.files]
+        single = f"{begin}{layout.stem}.safetensors"
+        if not self._by_document and layout.index is None:
+            self._singles.add(names[0])
+            stored = names
+        elif self._there.keys() & {*names, single, single + INDEX}:
+            length = len(begin + layout.stem)
+            stored = [f"{name[:length]}-{self._token}{name[length:]}" for name in names]
+        else:
+            stored = names
+        sizes = [file.size for file in layout.files]
+        self._weights |= dict(zip(names, zip(stored, sizes, strict=True), strict=True))
+        if layout.index is not None or stored != names:
+            index = layout.index or {"metadata": {"total_size": layout.total_size}}
+            files = [PurePosixPath(name).name for name in stored]
+            places = {name: files[entry.file] for name, entry in layout.tensors.items()}
+            text = json.dumps({**index, "weight_map": places}, indent=2, sort_keys=True, ensure_ascii=False)
+            (self.directory / folder / layout.index_name).write_text(text + "\n", encoding="utf-8")
+        return stored
+
+    def hold(self, name: str, writer: ObjectWriter) -> bool:
+        """Keep the upload of ``name`` open until ``complete``, if its end makes readers use it."""
+        if name in self._singles:
+            self._held.append(writer)
+        return name in self._singles
+
+    def complete(self, document: dict[str, Any]) -> dict[str, str]:
+        """Publish all files and return the changed names of weights, by their names in the layout.
+
+        ``document`` becomes the one that says what was saved. Raises WriteError.
+        """
+        paths = sorted(path for path in self.directory.rglob("*") if path.is_file())
+        small = {path.relative_to(self.directory).as_posix(): path for path in paths}
+        groups = {group_of(name, staged=True) for name in self._weights}
+        switches = {name for name in small if name.removesuffix(f".safetensors{INDEX}") in groups}
+        old, new = self._old_files(groups), {stored for stored, _ in self._weights.values()}
+        changed = {name for name in small.keys() & self._there.keys() - switches if self._differs(name)}
+        for name in changed - self._listed():
+            if PurePosixPath(name).name not in _CONFIGS:
+                del small[name]  # a user's own file stays
+        changed &= small.keys()
+        state, after = (
+            "the checkpoint that was there is unchanged",
+            "the new checkpoint is there, with old files",
+        )
+        try:
+            for name in sorted(small.keys() - switches - self._there.keys()):
+                self._store.put(name, small[name])
+            text = json.dumps(self._document(document, small), indent=1, ensure_ascii=False) + "\n"
+            if self._by_document:
+                self._store.put(self._marker, text.encode())
+                self._published, state = True, after
+            self._switch({name: small[name] for name in sorted(switches)}, old)
+            state = after
+            for name in sorted(changed):
+                self._store.put(name, small[name])
+            if self._marker and not self._by_document:
+                self._store.put(self._marker, text.encode())
+            self._store.delete(sorted(old - new - small.keys()))
+        except WriteError as error:
+            raise WriteError(f"{error}; {state}: save again") from None
+        self.discard()
+        return {name: stored for name, (stored, _) in self._weights.items() if name != stored}
+
+    def _switch(self, indexes: Mapping[str, Path], old: set[str]) -> None:
+        """Make readers use the new weights."""
+        self._published = True  # from here on readers may use them, so that ``discard`` keeps them
+        for name, path in indexes.items():
+            self._store.put(name, path)
+            single = name.removesuffix(INDEX)
+            if single in old:  # readers prefer it to an index
+                self._store.delete([single])
+        for writer in self._held:
+            writer.close()
+
+    def discard(self) -> None:
+        """Delete what was uploaded, unless readers may use it; may be called more than once."""
+        self._held.clear()
+        self._temporary.cleanup()
+        if not self._published:
+            new = {stored for stored, _ in self._weights.values()} - self._there.keys()
+            self._weights = {}
+            try:
+                self._store.delete(sorted(new))
+            except WriteError as error:
+                logger.warning("%s; delete what the failed save has left yourself", error)
+
+    def _listed(self) -> set[str]:
+        """Return the files that the documents of the directory list."""
+        contents = [one for document in self._documents.values() for one in contents_of(document).values()]
+        return {name for one in contents for name in one["files"] if is_inside(name)}
+
+    def _old_files(self, groups: set[str]) -> set[str]:
+        """Return the files of the old checkpoint of ``groups``, and what killed saves of them have left."""
+        found = {name for name in self._listed() if group_of(name) in groups}
+        for group in groups:
+            folder = PurePosixPath(group).parent
+            found |= {f"{group}.safetensors", f"{group}.safetensors{INDEX}"}
+            index = self._read_json(f"{group}.safetensors{INDEX}") or {}
+            listed = index.get("weight_map")
+            files = set(listed.values()) if isinstance(listed, dict) else set()
+            found |= {(folder / file).as_posix() for file in files if is_inside(file)}
+            tagged = re.compile(rf"{re.escape(group)}-[0-9a-f]{{12}}(-\d{{5}}-of-\d{{5}})?\.safetensors")
+            found |= {name for name in self._there if tagged.fullmatch(name)}
+        return found & self._there.keys()
+
+    def _document(self, document: dict[str, Any], small: Mapping[str, Path]) -> dict[str, Any]:
+        """Return ``document`` with the files of the save, and the other contents of the directory."""
+        files: dict[str, Any] = {name: _described(path) for name, path in small.items()}
+        for name, (stored, size) in self._weights.items():
+            files[stored] = {"bytes": size, **({"name": name} if name != stored else {})}
+        document = {SAVED_AT: time.time_ns(), **document} if self._marker == MARKER else document
+        if self._by_document:
+            return {**document, "format": FORMAT, "files": files, "content": ""}
+        names = {stored: name for name, (stored, _) in self._weights.items()}
+        contents: dict[str, dict[str, Any]] = {}
+        for key, of in grouped([names.get(name, name) for name in files], staged=True).items():
+            own = {name: one for name, one in files.items() if names.get(name, name) in of}
+            folders = {str(PurePosixPath(name).parent) for name in own if name in names}
+            digests = {f: d for f, d in document.get("digests", {}).items() if f in folders}
+            contents[key] = {**document, "format": FORMAT, "files": own, "digests": digests, "content": key}
+        others = contents_of(self._documents[MARKER]) if MARKER in self._documents else {}
+        for key, other in others.items():
+            kept = {name: one for name, one in other["files"].items() if name not in files}
+            if key not in contents and any(n in self._there for n in kept if n.endswith(".safetensors")):
+                contents[key] = {**other, "files": kept}
+        top, *rest = contents
+        return {**contents[top], "others": {key: contents[key] for key in rest}} if rest else contents[top]
+
+    def _differs(self, name: str) -> bool:
+        """True if the small file ``name`` of the store has another content than the new one."""
+        data = (self.directory / name).read_bytes()
+        return self._there[name] != len(data) or self._store.read(name) != data
+
+    def _read_json(self, name: str) -> dict[str, Any] | None:
+        """Return the JSON object called ``name``; None if there is none or it is damaged."""
+        data = self._store.read(name) if name in self._there else None
+        try:
+            document = json.loads(data or b"null")
+        except ValueError:
+            return None
+        return document if isinstance(document, dict) else None
+
+
+def _is_document(document: dict[str, Any] | None) -> bool:
+    """True if a JSON object lists files as a document of zerostart does."""
+    if document is None or "format" not in document:
+        return False
+    others = document.get("others", {})
+    contents = [document, *(others.values() if isinstance(others, dict) else [None])]
+    return all(isinstance(one, dict) and isinstance(one.get("files"), dict) for one in contents)
+
+
+def _described(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}

@@ -1,0 +1,239 @@
+"""Save to an object store: each file is uploaded in order by one rank, in windows that all ranks fill."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from zerostart.checkpoint.storage.upload import StoreDirectory
+from zerostart.checkpoint.write.shards import SaveLayout
+from zerostart.checkpoint.write.store import StoreStaging
+from zerostart.distributed.world import World
+from zerostart.errors import CheckpointError, ConfigError
+from zerostart.state.saving.output import Output, Place
+from zerostart.transfer.planning.writes import Write, WritePlan
+from zerostart.transfer.writing import Noted, Source, write_out
+
+#: Bytes of a file that a rank puts together and uploads at once.
+WINDOW_BYTES = 4 << 20
+#: Bytes of one write, a divisor of the window, and bytes that a rank sends at once, one write excepted.
+WRITE_BYTES, SENT_BYTES = 1 << 20, 3 << 20
+#: Threads that put windows together, and the host memory that the save of a rank takes, in bytes.
+THREADS, MEMORY_BYTES = 2, 64 << 20
+_Bytes = npt.NDArray[np.uint8]
+
+
+class StorePlace(Place):
+    """A directory of an object store."""
+
+    def __init__(self, store: StoreDirectory, staging: StoreStaging | None) -> None:
+        self.name, self.staging = store.url, staging
+        self._store, self._own = store, staging
+        self.directory = Path() if staging is None else staging.directory
+
+    def check_visible(self, world: World) -> None:
+        """Do nothing: the first request tells whether a rank reaches the store."""
+
+    def check_room(self, nbytes: int, what: str) -> None:
+        """Do nothing: a store has room."""
+
+    def output(self, folder: str, layout: SaveLayout) -> Output:
+        return _StoreOutput(self._store, self._own, folder, layout)
+
+
+@dataclass(frozen=True)
+class _Window:
+    """A range of bytes of one file."""
+
+    file: int
+    begin: int
+    end: int
+
+
+class _StoreOutput(Output):
+    page = WRITE_BYTES
+
+    def __init__(
+        self, store: StoreDirectory, staging: StoreStaging | None, folder: str, layout: SaveLayout
+    ) -> None:
+        self._store, self._staging, self._folder, self._layout = store, staging, folder, layout
+
+    def tuned(self, memory_limit: int | None) -> tuple[int, int]:
+        if memory_limit is not None and memory_limit < MEMORY_BYTES:
+            raise ConfigError(
+                f"memory_limit={memory_limit}: a save to a store takes {MEMORY_BYTES} bytes of host memory"
+            )
+        return WRITE_BYTES, THREADS
+
+    def begin(self) -> list[str]:
+        assert self._staging is not None, "rank 0 has it"
+        return self._staging.begin_files(self._folder, self._layout)
+
+    def write(
+        self,
+        begun: Any,
+        plan: WritePlan,
+        storages: Sequence[Source],
+        threads: int,
+        noted: Noted,
+        world: World,
+    ) -> None:
+        layout = self._layout
+        windows = _windows(layout, world)
+        first = np.cumsum([0, *(-(-file.size // WINDOW_BYTES) for file in layout.files)])
+        rounds: dict[int, list[Write]] = {}
+        for write in plan.writes:
+            file, offset = _place(layout, write.name, write.first * write.dtype.itemsize)
+            # Files of one rank follow each other: count the windows of those before this one.
+            before = sum(int(first[n + 1] - first[n]) for n in range(file % world.size, file, world.size))
+            rounds.setdefault(before + offset // WINDOW_BYTES, []).append(write)
+        batches = {number: list(_batches(layout, writes, world)) for number, writes in rounds.items()}
+        own = np.array([len(batches.get(number, ())) for number in range(len(windows))], np.int64)
+        steps = np.max(np.stack(world.all_gather_object(own, "counting what the ranks send")), axis=0)
+        writer = None
+        for number, current in enumerate(windows):
+            window = current[world.rank]
+            router = _Router(layout, window, world)
+            mine = batches.get(number, [])
+            for step in range(int(steps[number])):
+                now = replace(plan, writes=tuple(mine[step] if step < len(mine) else ()))
+                write_out(now, storages, router, threads, noted)
+                for message in world.exchange(router.messages(), "sending bytes to the ranks that upload"):
+                    router.receive(message)
+            if window is None:
+                continue
+            router.check(layout.files[window.file].name)
+            if window.begin == 0:
+                size = layout.files[window.file].size
+                writer = self._store.writer(begun[window.file], size)
+            assert writer is not None, "the first window opens it"
+            writer.write(router.window)
+            held = self._staging is not None and window.end == layout.files[window.file].size
+            if held and self._staging is not None and self._staging.hold(begun[window.file], writer):
+                continue
+            if window.end == layout.files[window.file].size:
+                writer.close()
+
+    def commit(self, world: World) -> None:
+        """Do nothing: each rank has completed its uploads."""
+
+    def discard(self) -> None:
+        """Do nothing: rank 0 deletes what was uploaded."""
+
+
+def _windows(layout: SaveLayout, world: World) -> list[list[_Window | None]]:
+    """Return the window of each rank in each round; ranks upload files in turn, each from begin to end."""
+    own: list[list[_Window]] = [[] for _ in range(world.size)]
+    for number, file in enumerate(layout.files):
+        for begin in range(0, file.size, WINDOW_BYTES):
+            own[number % world.size].append(_Window(number, begin, min(file.size, begin + WINDOW_BYTES)))
+    most = max(map(len, own))
+    return [[one[number] if number < len(one) else None for one in own] for number in range(most)]
+
+
+def _place(layout: SaveLayout, name: str, offset: int) -> tuple[int, int]:
+    """Return the file of byte ``offset`` of a tensor, and the offset there."""
+    entry = layout.tensors[name]
+    return entry.file, entry.offset + offset
+
+
+def _batches(layout: SaveLayout, writes: Sequence[Write], world: World) -> Iterator[list[Write]]:
+    """Divide the writes of a round, so that each batch sends a limited number of bytes."""
+    batch: list[Write] = []
+    sent = 0
+    for write in writes:
+        if layout.tensors[write.name].file % world.size != world.rank:
+            sent += write.nbytes
+        batch.append(write)
+        if sent >= SENT_BYTES:
+            yield batch
+            batch, sent = [], 0
+    if batch:
+        yield batch
+
+
+class _Router:
+    """A writer (see ``transfer.writing``) that fills the window of this rank and packs bytes for the others.
+
+    A message has the number of its entries, the entries, and their bytes. An entry is four 64-bit integers:
+    offset in the window, length, distance and number of rows.
+    """
+
+    def __init__(self, layout: SaveLayout, window: _Window | None, world: World) -> None:
+        self._layout, self._world, self._lock = layout, world, threading.Lock()
+        self.window = bytearray(0 if window is None else window.end - window.begin)
+        self._bytes = np.frombuffer(self.window, np.uint8)
+        self._filled = 0
+        self._clear()
+        if window is not None:
+            header = layout.files[window.file].header[window.begin : window.end]
+            self.window[: len(header)] = header
+            self._filled = len(header)
+
+    def _clear(self) -> None:
+        self._entries: list[list[tuple[int, int, int, int]]] = [[] for _ in range(self._world.size)]
+        self._data: list[list[_Bytes]] = [[] for _ in range(self._world.size)]
+
+    def lead(self, name: str, offset: int) -> int:
+        return 0
+
+    def goes_round(self, nbytes: int) -> bool:
+        return False
+
+    def write_rows(self, name: str, data: memoryview, offset: int, length: int, step: int, rows: int) -> None:
+        file, place = _place(self._layout, name, offset)
+        at, owner = place % WINDOW_BYTES, file % self._world.size
+        source = _rows(np.frombuffer(data, np.uint8), length, step, rows)
+        with self._lock:
+            if owner == self._world.rank:
+                self._fill(at, length, step, rows, source)
+            else:
+                self._entries[owner].append((at, length, step, rows))
+                self._data[owner].append(source.reshape(-1).copy())
+
+    def _fill(self, at: int, length: int, step: int, rows: int, source: _Bytes) -> None:
+        _rows(self._bytes[at:], length, step, rows)[...] = source
+        self._filled += length * rows
+
+    def messages(self) -> list[torch.Tensor]:
+        """Return the message for each rank, empty if there is nothing to send."""
+        found = []
+        for entries, data in zip(self._entries, self._data, strict=True):
+            head = np.array([len(entries), *(n for entry in entries for n in entry)], np.int64)
+            whole = np.concatenate([head.view(np.uint8), *data]) if entries else np.empty(0, np.uint8)
+            data.clear()
+            found.append(torch.from_numpy(whole))
+        self._clear()
+        return found
+
+    def receive(self, message: torch.Tensor) -> None:
+        """Copy the bytes of a message into the window."""
+        data = message.numpy()
+        count = int(data[:8].copy().view(np.int64)[0]) if data.size else 0
+        entries = data[8 : 8 + 32 * count].copy().view(np.int64).reshape(count, 4)
+        at = 8 + 32 * count
+        for begin, length, step, rows in entries.tolist():
+            self._fill(begin, length, step, rows, data[at : at + length * rows].reshape(rows, length))
+            at += length * rows
+
+    def check(self, name: str) -> None:
+        """Raise CheckpointError unless the ranks have written each byte of the window once."""
+        if self._filled != len(self.window):
+            raise CheckpointError(
+                f"{name}: the ranks have {self._filled} of {len(self.window)} bytes of a part of this file; "
+                "this is a bug in zerostart"
+            )
+
+
+def _rows(data: _Bytes, length: int, step: int, rows: int) -> _Bytes:
+    """Return rows of ``length`` bytes, ``step`` bytes apart, as a view that ends within ``data``."""
+    if (rows - 1) * step + length > data.size:
+        raise CheckpointError("rows of a window end behind it; this is a bug in zerostart")
+    return np.lib.stride_tricks.as_strided(data, (rows, length), (step if rows > 1 else length, 1))
