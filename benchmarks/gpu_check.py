@@ -504,7 +504,7 @@ def refit(path: Path, folder: Path, transport: str, layers: int = 0) -> Result:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     import zerostart
-    from tests.state.refitting import workers
+    from tests.refit import workers
 
     device, rank, size = own_device(), dist.get_rank(), dist.get_world_size()
     if layers:

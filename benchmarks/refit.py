@@ -309,7 +309,7 @@ def trainer(
 def worker(
     arm: str, number: int, folder: Path, config: dict[str, Any], store: Any
 ) -> tuple[Callable[[], object], int]:
-    from tests.state.refitting.workers import Engine
+    from tests.refit.workers import Engine
 
     place = number - TRAINERS
     engine = Engine(config, place, WORKERS, torch.bfloat16)

@@ -83,7 +83,7 @@ def part(arm: str, number: str, folder: str, layers: int) -> None:
     import transformers
     from torch.distributed.fsdp import fully_shard
 
-    from tests.state.refitting.workers import Engine
+    from tests.refit.workers import Engine
 
     rank = int(number)
     torch.set_num_threads(1)

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 from zerostart import errors
 from zerostart.activation import checkpoint_blocks, gradient_checkpoint
 from zerostart.errors import ZerostartError
-from zerostart.integrations import targets as _targets  # noqa: F401  # registers them
 from zerostart.loading.arguments import (
     EnabledArguments,
     ForecastArguments,
@@ -30,16 +29,15 @@ from zerostart.loading.arguments import (
 )
 from zerostart.loading.placement import Placement
 from zerostart.pipelines import drop_components, load_pipeline, synced
+from zerostart.refit.verbs import refit, weight_source
 from zerostart.state.verbs import (
     convert,
     diff,
     digest,
     load_state,
-    refit,
     save,
     save_state,
     verify,
-    weight_source,
 )
 
 if TYPE_CHECKING:
@@ -341,7 +339,7 @@ def enabled(
         'fsdp2'
     """
     with checked_arguments(enabled, locals(), collective=False):
-        from zerostart.integrations import adoption
+        from zerostart.refit.trl import adoption
 
         config = config_of(engine_config)
     return adoption.enabled(
@@ -380,7 +378,7 @@ def enable(
         >>> zerostart.disable()
     """
     with checked_arguments(enable, locals(), collective=False):
-        from zerostart.integrations import adoption
+        from zerostart.refit.trl import adoption
 
         config = config_of(engine_config)
     adoption.enable(

@@ -142,8 +142,7 @@ def test_an_engine_may_have_a_part_on_the_host_and_nothing_stays_page_locked() -
     """Of pages that are unmapped while they are locked an accelerator copies, whatever lies there later."""
     for versions, wrong, locked, left in run_npu_ranks(findings.refitted_in_part_there, 1):
         assert (versions, wrong) == ([1, 2], [])
-        assert locked >= 3 * 300 * 100 * 4  # the trainer's
-        assert left == 0
+        assert locked == left == 0
 
 
 def test_a_model_on_two_devices_is_saved_as_it_is(tmp_path: Path) -> None:

@@ -34,7 +34,8 @@ import torch
 from zerostart import geometry
 from zerostart.errors import ZerostartError
 from zerostart.models import synth
-from zerostart.recipe import Computed, Recipes, SymbolicTensor, trace_loader
+from zerostart.recipe import Computed, Recipes, SymbolicTensor
+from zerostart.refit.loaders import trace_loader
 
 #: (tensor parallel, rank, expert parallel), each of one process.
 PLACES = ((1, 0, False), (2, 0, False), (2, 1, False), (2, 1, True))

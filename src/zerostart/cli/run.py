@@ -53,7 +53,8 @@ def command(
     torchrun --no-python zerostart run SCRIPT, torchrun -m zerostart SCRIPT, accelerate launch -m zerostart
     SCRIPT. Options of zerostart come before the script's name; what follows the name is the script's.
     """
-    from zerostart.integrations.adoption import enable
+
+    from zerostart.refit.trl import adoption
 
     found = Script(script, arguments or [], module)
     try:
@@ -63,7 +64,7 @@ def command(
     _point_out(found)
     # Before the script is even read: what it imports is to find the libraries as they are taken over.
     show_warnings_once()
-    enable(EnabledArguments(**values_of(given), progress=progress, fp32_masters=fp32_masters))
+    adoption.enable(EnabledArguments(**values_of(given), progress=progress, fp32_masters=fp32_masters))
     _watch()
     pending.append(found)
 

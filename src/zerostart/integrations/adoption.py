@@ -32,7 +32,6 @@ from zerostart.integrations.later_calls import SAVE_PRETRAINED, serve_adapters, 
 from zerostart.integrations.loading import InterceptedLoad
 from zerostart.integrations.transformers import trainer
 from zerostart.integrations.transformers.loading import FromConfigLoad, TransformersLoad
-from zerostart.integrations.trl.syncing import syncs
 from zerostart.live.full_tensors import full_tensors
 from zerostart.live.model import loaded_models, record_of
 from zerostart.loading.arguments import EnabledArguments, config_of
@@ -296,4 +295,10 @@ _saving = SavingCalls(
         "BasePipeline.load_lora": trained_files.load_lora,
     }
 )
-_overrides = (_transformers, Noting(), _diffusers, _diffsynth, _accelerate, _saving, syncs)
+_overrides: list[Any] = [_transformers, Noting(), _diffusers, _diffsynth, _accelerate, _saving]
+
+
+def add_override(override: Any) -> None:
+    """Have ``enable`` open, and ``disable`` close, one more override."""
+    if override not in _overrides:
+        _overrides.append(override)

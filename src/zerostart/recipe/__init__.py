@@ -3,7 +3,6 @@
 from zerostart.recipe import operators as _operators  # noqa: F401  # registers the operators
 from zerostart.recipe.computed import Computed, Operand
 from zerostart.recipe.dtypes import main_dtype, spelling, torch_dtype
-from zerostart.recipe.loaders import trace_loader
 from zerostart.recipe.recipe import Coverage, Recipe, Recipes, Target
 from zerostart.recipe.recording import recorded
 from zerostart.recipe.stored import symbols_of
@@ -29,5 +28,4 @@ __all__ = [
     "spelling",
     "symbols_of",
     "torch_dtype",
-    "trace_loader",
 ]

@@ -1,1 +1,0 @@
-"""TRL's trainers: the weights that they generate with."""

@@ -1,0 +1,1 @@
+"""Weights of a live model into inference engines, without a gather."""

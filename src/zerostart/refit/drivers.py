@@ -1,0 +1,103 @@
+"""Engines that are told of a refit and of its pushes, known by the calls that they have."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, runtime_checkable
+
+from zerostart.errors import PeerError
+
+
+@runtime_checkable
+class Driver(Protocol):
+    """An engine whose workers have to be told when to connect, and when a push begins, by rank 0.
+
+    An engine that lives in the rank that it was given to has a true attribute ``in_process``. A method
+    ``served(version)``, if there is one, is called when all workers have a version. If a method ``worker()``
+    gives a ``Receiver``, of the one worker, which is in the rank's own process, the ranks fill that, and only
+    ``served`` is called.
+    """
+
+    #: Number of workers that connect.
+    workers: int
+
+    def join(self, address: str, timeout: float) -> None:
+        """Have the workers connect with ``address``, and return when they have."""
+        ...
+
+    def follow(self, version: int) -> None:
+        """Have each worker call ``Connection.follow``, and return when all have."""
+        ...
+
+    def leave(self) -> None:
+        """Have the workers close their connections; raise nothing."""
+        ...
+
+
+_makers: list[Callable[[object], Driver | None]] = []
+
+
+def register_target(make: Callable[[object], Driver | None]) -> Callable[[object], Driver | None]:
+    """Register a function that makes the driver of a target, or None of what it does not know."""
+    _makers.append(make)
+    return make
+
+
+def driver_of(target: object) -> Driver | None:
+    """Return the driver of ``target``; None for what no registered function knows."""
+    if isinstance(target, Driver):
+        return target
+    return next((driver for make in _makers if (driver := make(target)) is not None), None)
+
+
+# Before vLLM, whose server has no route that tells it from others: this asks an address what it is.
+@register_target
+def _sglang(target: object) -> Driver | None:
+    from zerostart.refit.sglang import driver_of
+
+    return driver_of(target)
+
+
+@register_target
+def _vllm(target: object) -> Driver | None:
+    from zerostart.refit.vllm.driver import driver_of
+
+    return driver_of(target)
+
+
+class Server:
+    """A server at ``http://HOST:PORT``; raises PeerError for any answer but success."""
+
+    def __init__(self, address: str, missing: str = "") -> None:
+        """``missing`` says what to do if a route is missing."""
+        self.address = address.rstrip("/")
+        self._missing = missing
+
+    def post(
+        self, route: str, body: Mapping[str, Any] | None = None, timeout: float | None = None
+    ) -> dict[str, Any]:
+        """Call a route; without a timeout within a push, which has one and ends what the route waits for."""
+        return self._answer(route, json.dumps(body or {}).encode(), timeout)
+
+    def get(self, route: str, timeout: float) -> dict[str, Any]:
+        """Ask for something, within ``timeout`` seconds."""
+        return self._answer(route, None, timeout)
+
+    def _answer(self, route: str, data: bytes | None, timeout: float | None) -> dict[str, Any]:
+        request = urllib.request.Request(
+            f"{self.address}/{route}", data, {"Content-Type": "application/json"}
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=timeout) as answer:
+                text = answer.read()
+        except urllib.error.HTTPError as error:
+            if error.code == 404 and self._missing:
+                raise PeerError(f"{self.address}/{route} answers 404: {self._missing}") from error
+            said = error.read(2000).decode(errors="replace")
+            raise PeerError(f"{self.address}/{route} answers {error.code}: {said}") from error
+        except OSError as error:
+            raise PeerError(f"{self.address}/{route} does not answer: {error}") from error
+        return json.loads(text) if text.startswith(b"{") else {}

@@ -1,0 +1,243 @@
+"""The image: the safetensors file that a save of the model would write, as the address space of a refit.
+
+Trainer ranks know where in it their shards are, by the plan of a save. Workers know which of its bytes fill
+their parameters, by the plan of a load. So neither knows how the other is sharded. The file need not exist.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NoReturn
+
+import torch
+
+from zerostart.checkpoint.catalog import DTYPE_BITS, Catalog, TensorEntry
+from zerostart.checkpoint.digest import Digests, Ranks
+from zerostart.checkpoint.memory import move_bytes
+from zerostart.checkpoint.storage import Reader, Rows, Storage
+from zerostart.checkpoint.write.shards import SaveLayout, plan_shards
+from zerostart.errors import CheckpointError, ConfigError, ReadError
+from zerostart.refit.runs import Runs
+from zerostart.transfer.planning.writes import Write
+
+#: Name, dtype in safetensors' spelling, and shape of a tensor.
+Entry = tuple[str, str, Sequence[int]]
+#: By tensor the lanes of its digest over the elements of a set, and how many they are.
+Sums = Mapping[str, Sequence[int]]
+#: The one file of an image.
+FILE = "model.safetensors"
+
+
+@dataclass(frozen=True)
+class Image:
+    """Names, dtypes, shapes and places of the tensors of a safetensors file, its header included."""
+
+    #: In the order of the trainer's checkpoint, in which a loader gets them.
+    entries: tuple[Entry, ...]
+
+    @classmethod
+    def of(cls, entries: Iterable[Entry]) -> Image:
+        """Make the image of ``entries``; raise ConfigError for more tensors than one file takes."""
+        image = cls(tuple((name, dtype, tuple(shape)) for name, dtype, shape in entries))
+        if len(image.layout.files) != 1:
+            raise ConfigError(f"the model has {len(image.entries)} tensors, more than a refit can address")
+        return image
+
+    @cached_property
+    def layout(self) -> SaveLayout:
+        """The place of every byte."""
+        return plan_shards(self.entries, 1 << 62, FILE.removesuffix(".safetensors"))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole file."""
+        return self.layout.files[0].size
+
+    @cached_property
+    def by_name(self) -> dict[str, Entry]:
+        """The entries by name."""
+        return {entry[0]: entry for entry in self.entries}
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """The same for images of the same tensors in the same order."""
+        return hashlib.blake2b(self.to_bytes(), digest_size=16).hexdigest()
+
+    def catalog(self) -> Catalog:
+        """Return the tensors as those of a checkpoint, whose storage cannot be read."""
+        tensors = {name: self.layout.tensors[name] for name, _, _ in self.entries}
+        return Catalog("", _NoStorage((FILE,), (self.nbytes,)), tensors)
+
+    def to_bytes(self) -> bytes:
+        """Return the entries as JSON."""
+        return json.dumps([[n, d, list(s)] for n, d, s in self.entries], ensure_ascii=False).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Image:
+        """Read what ``to_bytes`` gave."""
+        return cls.of(
+            (str(name), str(dtype), tuple(map(int, shape))) for name, dtype, shape in json.loads(data)
+        )
+
+    def rows(self, runs: Runs) -> Iterator[tuple[str, int, int, int, int]]:
+        """Yield ``runs`` by tensor: name, first element, elements, distance from row to row, rows."""
+        for entry, part in self._parts(runs):
+            size = DTYPE_BITS[entry.dtype] // 8
+            for start, width, stride, count in part.rows.tolist():
+                yield (
+                    entry.name,
+                    (start - entry.offset) // size,
+                    width // size,
+                    (stride or width) // size,
+                    count,
+                )
+
+    def names(self, runs: Runs) -> list[str]:
+        """Return the tensors that ``runs`` has bytes of."""
+        return [entry.name for entry, _ in self._parts(runs)]
+
+    @cached_property
+    def _in_order(self) -> tuple[list[TensorEntry], list[int]]:
+        found = sorted((e for e in self.layout.tensors.values() if e.nbytes), key=lambda entry: entry.offset)
+        return found, [entry.offset for entry in found]
+
+    def _parts(self, runs: Runs) -> Iterator[tuple[TensorEntry, Runs]]:
+        if not runs.nbytes:
+            return
+        entries, offsets = self._in_order
+        first, stop = bisect_right(offsets, int(runs.low[0])) - 1, bisect_left(offsets, runs.end)
+        for entry in entries[first:stop]:
+            part = runs.within(entry.offset, entry.offset + entry.nbytes)
+            if part.nbytes:
+                yield entry, part
+
+
+@dataclass(frozen=True)
+class _NoStorage(Storage):
+    def reader(self, *, cold: bool = False, direct: bool = False) -> NoReturn:
+        """Raise ReadError: nothing is stored."""
+        raise ReadError("an image has no bytes of its own")
+
+
+class ImagePart(Reader):
+    """Bytes of an image in memory, from byte ``low`` on: a writer and a reader of it."""
+
+    def __init__(self, layout: SaveLayout, low: int, data: torch.Tensor) -> None:
+        """``data`` begins with the multiple of 64 bytes before ``low``, so that elements are aligned."""
+        self._tensors = layout.tensors
+        self.low, self._base, self._data = low, low - low % 64, data
+
+    def rows(self, start: int, width: int, stride: int, count: int) -> torch.Tensor:
+        """Return a view of rows of bytes, [count, width]."""
+        return self._data.as_strided((count, width), (stride or width, 1), start - self._base)
+
+    def elements(self, write: Write) -> torch.Tensor:
+        """Return a view of the span of a write, 1-D."""
+        width = write.dtype.itemsize
+        begin = self._tensors[write.name].offset + write.first * width - self._base
+        return self._data[begin : begin + write.span * width].view(write.dtype)
+
+    def read(self, file: int, offset: int, buffers: Sequence[memoryview]) -> None:
+        """Copy bytes out of the memory."""
+        for buffer in buffers:
+            move_bytes(torch.frombuffer(buffer, dtype=torch.uint8), self.rows(offset, len(buffer), 0, 1)[0])
+            offset += len(buffer)
+
+    def gather(self, file: int, offset: int, rows: Rows, target: memoryview, step: int) -> None:
+        """Copy rows out of the memory."""
+        view = torch.frombuffer(target, dtype=torch.uint8).as_strided((rows.count, rows.width), (step, 1))
+        view.copy_(self.rows(offset, rows.width, rows.stride, rows.count))
+
+    def lead(self, name: str, offset: int) -> int:
+        """Return 0: pages mean nothing here."""
+        return 0
+
+    def goes_round(self, nbytes: int) -> bool:
+        """Return False: there is no page cache."""
+        return False
+
+    def write_rows(self, name: str, data: memoryview, offset: int, length: int, step: int, rows: int) -> None:
+        """Copy ``rows`` of ``length`` bytes, ``step`` apart, to byte ``offset`` of a tensor and on."""
+        given, place = torch.frombuffer(data, dtype=torch.uint8), self._tensors[name].offset + offset
+        if rows == 1 or step == length:
+            move_bytes(self.rows(place, length * rows, 0, 1)[0], given[: length * rows])
+        else:
+            self.rows(place, length, step, rows).copy_(given.as_strided((rows, length), (step, 1)))
+
+
+class SetSums:
+    """The digest sums of several sets of an image's elements, over what a rank has of each.
+
+    A sum over some elements of a tensor counts their places in it, and sums of disjoint sets add up. So
+    trainer ranks sum what they have of a worker's elements, the worker sums what its parameters hold, and the
+    two agree if each element arrived with its bits.
+    """
+
+    def __init__(self, image: Image, sets: Sequence[Runs]) -> None:
+        self._image, self._sets = image, sets
+        self._names = [image.names(runs) for runs in sets]
+        #: By row of a write: by set the element, elements, distance and rows that it has of it.
+        self._met: dict[tuple[str, int, int, int, int], list[tuple[int, int, int, int, int]]] = {}
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget what was added."""
+        entries = self._image.by_name
+        self._digests = [Digests(entries[name] for name in names) for names in self._names]
+
+    def add_rows(self, name: str, first: int, step: int, data: torch.Tensor) -> None:
+        """Add rows of a tensor, as ``Digests.add_rows``; called from several threads."""
+        rows, count = data.shape
+        key = (name, first, step, rows, count)
+        # Computed once: each push writes the same.
+        if (met := self._met.get(key)) is None:
+            met = self._met[key] = list(self._meet(*key))
+        for number, low, wide, apart, many in met:
+            part = data.as_strided((many, wide), (apart, 1), int(data.storage_offset()) + low)
+            self._digests[number].add_rows(name, first + low, apart, part)
+
+    def _meet(
+        self, name: str, first: int, step: int, rows: int, count: int
+    ) -> Iterator[tuple[int, int, int, int, int]]:
+        entry = self._image.layout.tensors[name]
+        size = DTYPE_BITS[entry.dtype] // 8
+        begin = entry.offset + first * size
+        mine = Runs.of([(begin, count * size, step * size, rows)])
+        for number, wanted in enumerate(self._sets):
+            for start, width, stride, many in wanted.intersect(mine).rows.tolist():
+                yield number, (start - begin) // size, width // size, (stride or width) // size, many
+
+    def summed(self, world: Ranks | None) -> list[dict[str, tuple[int, ...]]]:
+        """Return the sums of each set over all ranks; collective, one reduction for each set.
+
+        Raises CheckpointError if the ranks together have not every element of a set.
+        """
+        found = []
+        for runs, digests in zip(self._sets, self._digests, strict=True):
+            sums = digests.sums(world)
+            dtypes = {name: self._image.layout.tensors[name].dtype for name in sums}
+            added = sum(row[-1] * DTYPE_BITS[dtypes[name]] // 8 for name, row in sums.items())
+            if added != runs.nbytes:
+                raise CheckpointError(
+                    f"{added} bytes were summed up of {runs.nbytes} that workers take; this is a bug in "
+                    f"zerostart"
+                )
+            found.append(sums)
+        return found
+
+
+def differing(expected: Sums, found: Sums) -> list[str]:
+    """Return the names of the tensors whose sums differ."""
+    names = dict.fromkeys([*expected, *found])
+    return [name for name in names if list(expected.get(name, ())) != list(found.get(name, ()))]
+
+
+def digest_of(sums: Sequence[Sums]) -> str:
+    """Return one digest over the sums of several sets."""
+    text = repr([sorted((name, *row) for name, row in each.items()) for each in sums])
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

@@ -1,0 +1,195 @@
+"""The common part of pushes, wherever they go: settings, what a rank writes, the report."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from rich.filesize import decimal
+from torch import nn
+
+from zerostart.distributed.world import World
+from zerostart.errors import ConfigError
+from zerostart.live.model import LiveModel
+from zerostart.recipe import torch_dtype
+from zerostart.recipe.dtypes import holds
+from zerostart.refit.image import Entry, Image
+from zerostart.refit.runs import Runs
+from zerostart.state.saving.save import contents_to_serve
+from zerostart.state.saving.writing import planned
+from zerostart.transfer.planning.writes import WritePlan
+from zerostart.transfer.writing import Source
+
+#: Bytes of a write of a push. Its windows are counted from the tensor, and not from a page as in files: each
+#: begins with a row of the digest's sums.
+CHUNK, PAGE = 8 << 20, 1
+
+
+@dataclass(frozen=True)
+class RefitSettings:
+    """The arguments of ``zerostart.refit``, which documents them."""
+
+    workers: int | None = None
+    dtype: torch.dtype | None = None
+    merge_adapters: bool = True
+    timeout: float = 300.0
+    strict: bool = True
+
+    def check(self) -> None:
+        """Raise ConfigError for values that no refit can serve."""
+        if self.dtype is not None and not self.dtype.is_floating_point:
+            raise ConfigError(f"dtype={self.dtype!r} must be a floating torch.dtype")
+        if self.workers is not None and self.workers < 1:
+            raise ConfigError(f"workers={self.workers} must be at least 1")
+        if not 0 < self.timeout < math.inf:
+            raise ConfigError(f"timeout={self.timeout} must be a finite number of seconds above 0")
+
+
+@dataclass(frozen=True)
+class WorkerReport:
+    """One worker's part in a push."""
+
+    name: str
+    version: int
+    #: Bytes of the image that it takes.
+    wanted_bytes: int
+    #: Digest of all that it has read back, which is the trainer's.
+    digest: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class PushReport:
+    """The result of a push; the same on every rank."""
+
+    version: int
+    transport: str
+    #: Seconds of the slowest rank, by phase: ``plan``, ``move``, ``fill``, ``total``.
+    phases: Mapping[str, float]
+    #: Bytes of the model as the engine's loader gets it.
+    owned_bytes: int
+    #: Bytes that all trainer ranks have sent.
+    moved_bytes: int
+    #: Bytes that all workers take.
+    wanted_bytes: int
+    #: Peak memory of a rank in addition to what it had before; the largest of all ranks. An image in shared
+    #: memory is not anonymous, and is not in it.
+    peak_host_bytes: int
+    peak_device_bytes: int
+    workers: tuple[WorkerReport, ...]
+    #: Tensors of the model of which no worker takes anything.
+    untaken: tuple[str, ...]
+
+    def __str__(self) -> str:
+        total = max(self.phases["total"], 1e-9)
+        phases = ", ".join(f"{name} {self.phases[name]:.2f} s" for name in ("plan", "move", "fill"))
+        lines = [
+            f"version {self.version}: {decimal(self.owned_bytes)} by {self.transport} to {len(self.workers)} "
+            f"workers in {total:.2f} s ({decimal(int(self.owned_bytes / total))}/s); moved "
+            f"{decimal(self.moved_bytes)}, taken {decimal(self.wanted_bytes)}",
+            f"  {phases}; peak {decimal(self.peak_host_bytes)} in addition to the shards",
+        ]
+        lines += [
+            f"  {worker.name} serves version {worker.version}: {decimal(worker.wanted_bytes)}, digest "
+            f"{worker.digest}"
+            for worker in self.workers
+        ]
+        if self.untaken:
+            more = f" and {len(self.untaken) - 4} more" if len(self.untaken) > 4 else ""
+            lines.append(f"  taken by nobody: {', '.join(self.untaken[:4])}{more}")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class ModelWrites:
+    """The model's part of a push: what this rank writes where."""
+
+    image: Image
+    plan: WritePlan
+    storages: list[Source]
+
+
+@dataclass(frozen=True)
+class Takers:
+    """The workers of a push; the same on all ranks."""
+
+    #: By rank or worker its name, None if there is none, and the bytes that it takes.
+    names: Sequence[str | None]
+    wanted: Sequence[int]
+    #: Each set of elements that any worker sums up, once, and by worker the numbers of its sets.
+    sets: Sequence[Runs]
+    numbers: Sequence[Sequence[int]]
+    #: Tensors that none of them takes anything of.
+    untaken: tuple[str, ...]
+
+    @classmethod
+    def of(
+        cls, image: Image, names: Sequence[str | None], wants: Sequence[Runs], sums: Sequence[Sequence[bytes]]
+    ) -> Takers:
+        """Put together the wants of the workers, and the sets that they sum up."""
+        numbers: dict[bytes, int] = {}
+        # Replicas want the same, which is summed up once.
+        each = [[numbers.setdefault(data, len(numbers)) for data in theirs] for theirs in sums]
+        taken = {name for runs in wants for name in image.names(runs)}
+        tensors = image.layout.tensors
+        untaken = tuple(name for name, *_ in image.entries if name not in taken and tensors[name].numel)
+        sets = [Runs.from_bytes(data) for data in numbers]
+        return cls(names, [runs.nbytes for runs in wants], sets, each, untaken)
+
+
+def prepare_model(
+    model: nn.Module,
+    settings: RefitSettings,
+    world: World,
+    before: Image | None,
+    fit: Callable[[Sequence[Entry]], Sequence[Entry]],
+) -> ModelWrites:
+    """Find the image, and what this rank writes of it, of the model as it is now; collective.
+
+    The image is ``before`` if that is the same; ``fit`` changes the entries of a save. Raises ConfigError.
+    """
+    with world.phase("looking at the model"):
+        live = LiveModel(model, world)
+        contents = contents_to_serve(model, live, settings.dtype, settings.merge_adapters)
+        entries = tuple((name, dtype, tuple(shape)) for name, dtype, shape in fit(contents.entries))
+        image = before if before is not None and before.entries == entries else Image.of(entries)
+        plan, storages = planned(image.layout, contents.outgoing, CHUNK, PAGE)
+    return ModelWrites(image, plan, storages)
+
+
+def fit_entries(entries: Sequence[Entry], wanted: Mapping[str, Entry], strict: bool) -> Sequence[Entry]:
+    """Return the source's ``entries``, in the target's dtypes if these cannot hold all that the source's can.
+
+    ``wanted`` are those of a target that is a model, none if it is an engine. Raises ConfigError for what
+    the target has and the source has not, or has in another shape, and with ``strict`` for what the target
+    has not.
+    """
+    if not wanted:
+        return entries
+    shapes = {name: tuple(shape) for name, _, shape in entries}
+    if missing := [name for name in wanted if name not in shapes]:
+        raise ConfigError(
+            f"the target has {len(missing)} tensors that the model has not ({', '.join(missing[:3])}): pass "
+            "two models of one architecture, or as an engine what has load_weights"
+        )
+    if strict and (lost := [name for name in shapes if name not in wanted]):
+        raise ConfigError(
+            f"the model has {len(lost)} tensors that the target has not ({', '.join(lost[:3])}), and the "
+            "target would not compute what the model does: pass two models of one architecture (weights tied "
+            "in both or in neither), or strict=False to zerostart.refit if that is intended"
+        )
+    found: list[Entry] = []
+    for name, dtype, shape in entries:
+        other = wanted.get(name, (name, dtype, shape))
+        if tuple(other[2]) != tuple(shape):
+            raise ConfigError(
+                f"tensor {name} is {list(shape)} in the model and {list(other[2])} in the target: pass "
+                "two models of one architecture"
+            )
+        # Rounded before it is sent, and only once: fewer bytes, and the very same values.
+        held, given = torch_dtype(dtype, name), torch_dtype(other[1], name)
+        if given.is_floating_point and held.is_floating_point and not holds(given, held):
+            dtype = other[1]
+        found.append((name, dtype, tuple(shape)))
+    return found

@@ -1,0 +1,397 @@
+"""A worker's side: what its engine's own loader takes of an image, filling that in, and reading it back.
+
+Nothing is known of the engine but its ``load_weights``. That is run on symbolic tensors once, which says
+which bytes of the image each parameter is made of. The plan of a load fills the parameters from them, and
+the same plan run backwards reads them back for their digests.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+import torch
+from torch import nn
+
+from zerostart.checkpoint.digest import Digests
+from zerostart.checkpoint.storage import Reader, Rows
+from zerostart.distributed.world import default_device
+from zerostart.errors import ConfigError, ConversionError, VerifyError
+from zerostart.geometry import Box, Piece
+from zerostart.geometry.layout import Layout, LocalBox
+from zerostart.recipe import Computed, Recipe, symbols_of, torch_dtype
+from zerostart.recipe.dtypes import holds
+from zerostart.refit.image import Image, Sums, differing
+from zerostart.refit.loaders import trace_loader
+from zerostart.refit.runs import Runs
+from zerostart.transfer.execute import Progress, execute
+from zerostart.transfer.planning import Destination, Plan, PlanOptions, join
+from zerostart.transfer.planning.writes import Origin, WritePlan, plan_writes
+from zerostart.transfer.tuning import push_threads
+from zerostart.transfer.writing import Source, write_out
+
+#: Bytes of one read of a fill.
+CHUNK = 8 << 20
+#: No byte that is not wanted: the trainer sends what is read, and nothing else.
+EXACT = PlanOptions(chunk_size=CHUNK, gap_share=0.0, gap_floor=0)
+
+Load: TypeAlias = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
+#: Yields context managers that give the tensors of one stage.
+Stages: TypeAlias = Generator[AbstractContextManager[Mapping[str, torch.Tensor]]]
+
+
+class EngineWeights(Protocol):
+    """The parameters of an engine that are not simply those of a module: packed, or filled layer by layer.
+
+    A method ``may_keep(name)``, if there is one, says of a parameter that no tensor fills whether that is
+    right.
+    """
+
+    #: Name of the engine in messages.
+    name: str
+
+    def tracing(self) -> AbstractContextManager[tuple[Mapping[str, torch.Tensor], Load]]:
+        """Give the engine's tensors by name as its loader finds them, and the loader; nothing is written."""
+        ...
+
+    def stages(self, filled: Mapping[str, bool]) -> Stages:
+        """Yield groups of the tensors that are ``filled`` (true: every element of it), one after the other.
+
+        A group, entered, gives writable tensors of the same names, shapes and dtypes; on leaving it the
+        engine packs them. The generator is closed if a fill fails.
+        """
+        ...
+
+
+class ModuleWeights:
+    """A plain module: its parameters and buffers, all at once."""
+
+    def __init__(self, model: nn.Module, load: Load, name: str) -> None:
+        self._model, self._load = model, load
+        self.name = name
+
+    @property
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        return {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
+
+    @contextlib.contextmanager
+    def tracing(self) -> Iterator[tuple[Mapping[str, torch.Tensor], Load]]:
+        yield self._tensors, self._load
+
+    def stages(self, filled: Mapping[str, bool]) -> Stages:
+        yield contextlib.nullcontext(self._tensors)
+
+
+class Supply(Protocol):
+    """The source of an image's bytes in a fill."""
+
+    def fill(self, plan: Plan, storages: Sequence[torch.Tensor]) -> None:
+        """Fill ``storages``, one for each destination of ``plan``."""
+        ...
+
+    def sum(self, image: Image, runs: Runs, digests: Digests) -> None:
+        """Add the elements of ``runs`` to ``digests``."""
+        ...
+
+
+@dataclass(frozen=True)
+class FromReader:
+    """Bytes that are in memory already."""
+
+    reader: Reader
+
+    def fill(self, plan: Plan, storages: Sequence[torch.Tensor]) -> None:
+        execute(plan, storages, Progress(0, False), push_threads(), self.reader)
+
+    def sum(self, image: Image, runs: Runs, digests: Digests) -> None:
+        for part in runs.batches(CHUNK):
+            for name, first, count, step, rows in image.rows(part):
+                entry = image.layout.tensors[name]
+                width = entry.nbytes // entry.numel
+                data = bytearray(rows * count * width)
+                wanted = Rows(rows, count * width, step * width)
+                self.reader.gather(0, entry.offset + first * width, wanted, memoryview(data), count * width)
+                # As elements, so that rows that begin at the same place of a digest's are summed together.
+                elements = torch.frombuffer(data, dtype=torch_dtype(entry.dtype, name)).view(rows, count)
+                digests.add_rows(name, first, step, elements)
+
+
+class Receiver:
+    """A worker of an engine, or any module with a loader, that takes versions of a model's weights.
+
+    ``model`` is a module, with a ``load_weights`` that takes names and tensors as a checkpoint has them, or
+    an ``EngineWeights``. ``version`` is the one that its parameters have: None before the first, and after a
+    fill that failed.
+    """
+
+    def __init__(
+        self, model: nn.Module | EngineWeights, load_weights: Load | None = None, *, name: str | None = None
+    ) -> None:
+        """``load_weights`` replaces the module's own; ``name`` is the worker's in reports.
+
+        Raises ConfigError for a module without a loader.
+        """
+        self.version: int | None = None
+        self.name = name
+        if not isinstance(model, nn.Module):
+            self.engine: EngineWeights = model
+            return
+        load = load_weights or getattr(model, "load_weights", None)
+        if not callable(load):
+            raise ConfigError(
+                f"this {type(model).__name__} has no load_weights: pass load_weights=, a function that "
+                "takes an iterable of (name, tensor) as a checkpoint has them"
+            )
+        self.engine = ModuleWeights(model, load, type(model).__name__)
+
+    def plan(self, image: Image, strict: bool = True) -> FillPlan:
+        """Find out what of ``image`` the engine takes; nothing of the engine changes.
+
+        Raises ConversionError, naming layer and operation, for a loader that cannot be followed, and with
+        ``strict`` for parameters that it fills with nothing.
+        """
+        return FillPlan(self, image, strict)
+
+
+@dataclass(frozen=True)
+class _Filled:
+    """A tensor of the engine that is filled."""
+
+    recipe: Recipe
+    #: Whether every element of it is filled.
+    whole: bool
+    #: Number of the set by which elements are read back, and the part of the recipe that these are.
+    number: int
+    back: Recipe
+    #: The rest: the engine computes it, or takes an element twice. The bytes read for it are summed instead.
+    rest: Recipe
+
+
+@dataclass(frozen=True)
+class _StagePlan:
+    """How the tensors of a stage are filled and read back."""
+
+    names: tuple[str, ...]
+    plan: Plan
+    #: By number of the set the plan of reading back, and its tensors.
+    back: Mapping[int, tuple[WritePlan, tuple[str, ...]]]
+
+
+class FillPlan:
+    """How an engine is filled from an image, again and again: ``fill``, then ``check``."""
+
+    def __init__(self, receiver: Receiver, image: Image, strict: bool) -> None:
+        self._receiver, self._engine, self._image = receiver, receiver.engine, image
+        catalog = image.catalog()
+        with self._engine.tracing() as (tensors, load):
+            recipes = trace_loader(load, symbols_of(catalog), tensors, self._engine.name)
+            strides = {name: tensors[name].stride() for name in recipes.by_name}
+            real = (tensors[name].device for name in recipes.by_name)
+            #: Device of the tensors, as far as that is known before they are filled.
+            self.device = next((device for device in real if device.type != "meta"), default_device())
+        if not recipes.by_name:
+            raise ConversionError(
+                f"{self._engine.name} takes none of the {len(image.entries)} tensors of the trained model; "
+                "is it the engine of another model?"
+            )
+        if strict:
+            self._check_all_filled(tensors, recipes.by_name)
+        self._stages: dict[object, _StagePlan] = {}
+        self._filled, sets = self._divide(recipes.by_name, strides, recipes.partial)
+        whole = self._stage_plan(tuple(self._filled), strides, frozenset(self._filled))
+        rest = [
+            (one.rest, _layout(one.rest, strides[name], False), _destination(one.rest, True))
+            for name, one in self._filled.items()
+            if one.rest.pieces
+        ]
+        #: Bytes that are summed as they are read.
+        self._read = Runs.of_reads(join(catalog, rest, EXACT))
+        #: All bytes that it reads, and the sets of elements that it sums; a set has an element once at most.
+        self.wants = Runs.of_reads(whole.plan)
+        self.sets = [*sets, self._read] if self._read.nbytes else sets
+        self._names = [image.names(runs) for runs in self.sets]
+
+    def fill(self, supply: Supply) -> None:
+        """Fill the tensors, and read them back; they are of no version before ``check`` has passed.
+
+        Raises what the engine and ``supply`` raise.
+        """
+        self._receiver.version = None
+        entries = self._image.by_name
+        self._digests = [Digests(entries[name] for name in names) for names in self._names]
+        left = set(self._filled)
+        stages = self._engine.stages({name: filled.whole for name, filled in self._filled.items()})
+        with contextlib.closing(stages):
+            for stage in stages:
+                with stage as given:
+                    mine = {name: given[name] for name in given if name in self._filled}
+                    left -= mine.keys()
+                    if mine:
+                        self._fill_stage(mine, supply)
+        if left:
+            raise VerifyError(
+                f"{self._engine.name} gave no room for {', '.join(sorted(left)[:8])}, which its load fills"
+            )
+        if self._read.nbytes:
+            supply.sum(self._image, self._read, self._digests[-1])
+
+    def check(self, sums: Sequence[Sums], version: int) -> None:
+        """Raise VerifyError, naming tensors, unless what was read back has the trainer's ``sums``."""
+        for expected, digest in zip(sums, self._digests, strict=True):
+            if names := differing(expected, digest.sums()):
+                more = f" (and {len(names) - 8} more)" if len(names) > 8 else ""
+                raise VerifyError(
+                    f"{self._engine.name}: what was read back of {', '.join(names[:8])} is not what the "
+                    f"trainer has{more}; push again"
+                )
+        self._receiver.version = version
+
+    def _check_all_filled(self, tensors: Mapping[str, torch.Tensor], recipes: Mapping[str, Recipe]) -> None:
+        """Raise ConversionError for parameters that would stay as they are."""
+        may_keep: Callable[[str], bool] = getattr(self._engine, "may_keep", lambda name: False)
+        filled = {_place(tensors[name]) for name in recipes}
+        left = [
+            name
+            for name, tensor in tensors.items()
+            if isinstance(tensor, nn.Parameter) and tensor.numel() and name not in recipes
+            if _place(tensor) not in filled and not may_keep(name)
+        ]
+        if left:
+            more = f" (and {len(left) - 8} more)" if len(left) > 8 else ""
+            raise ConversionError(
+                f"{self._engine.name} fills {', '.join(left[:8])}{more} with nothing of the trained model, "
+                "and would go on with what is there: push a model that has it, or pass strict=False to "
+                "zerostart.refit if that is intended"
+            )
+
+    def _divide(
+        self,
+        recipes: Mapping[str, Recipe],
+        strides: Mapping[str, tuple[int, ...]],
+        partial: Mapping[str, int],
+    ) -> tuple[dict[str, _Filled], list[Runs]]:
+        """Give each tensor the set by which it is read back; no set has an element twice."""
+        layout = self._image.layout
+        sets: list[list[Runs]] = []
+        sources: list[set[str]] = []
+        found: dict[str, _Filled] = {}
+        for name, recipe in recipes.items():
+            rest = tuple(piece for piece in recipe.pieces if _is_computed(piece))
+            back = Recipe(recipe.target, tuple(piece for piece in recipe.pieces if not _is_computed(piece)))
+            runs = Runs.of_writes(
+                plan_writes(
+                    layout, [(back, _layout(back, strides[name], False), _origin(back, True))], CHUNK
+                ),
+                layout,
+            )
+            own = {str(source) for piece in back.pieces for source in piece.source}
+            kinds = {torch_dtype(layout.tensors[source].dtype, source) for source in own}
+            nbytes = sum(piece.numel for piece in back.pieces) * recipe.target.dtype.itemsize
+            # An element that is there twice, or in a dtype that does not give back every value.
+            if runs.nbytes != nbytes or not all(holds(recipe.target.dtype, kind) for kind in kinds):
+                back, rest, runs, own = Recipe(recipe.target, ()), recipe.pieces, Runs.of([]), set()
+            # Parameters of the same elements (tied ones that the engine has twice) are in two sets.
+            number = 0
+            while (
+                number < len(sets)
+                and sources[number] & own
+                and any(other.intersect(runs).nbytes for other in sets[number])
+            ):
+                number += 1
+            if number == len(sets):
+                sets.append([])
+                sources.append(set())
+            sets[number].append(runs)
+            sources[number] |= own
+            found[name] = _Filled(recipe, name not in partial, number, back, Recipe(recipe.target, rest))
+        return found, [each[0].union(*each[1:]) for each in sets]
+
+    def _stage_plan(
+        self, names: tuple[str, ...], strides: Mapping[str, tuple[int, ...]], hosted: frozenset[str]
+    ) -> _StagePlan:
+        """Plan a stage, of whose tensors ``hosted`` are in host memory."""
+        key = (names, tuple(strides[name] for name in names), hosted)
+        if key in self._stages:
+            return self._stages[key]
+        wanted = []
+        back: dict[int, list[tuple[Recipe, Layout, Origin]]] = {}
+        for name in names:
+            one, host, steps = self._filled[name], name in hosted, strides[name]
+            wanted.append((one.recipe, _layout(one.recipe, steps, one.whole), _destination(one.recipe, host)))
+            if one.back.pieces:
+                placed = _layout(one.back, steps, one.whole and not one.rest.pieces)
+                back.setdefault(one.number, []).append((one.back, placed, _origin(one.back, host)))
+        layout = self._image.layout
+        plans = {
+            # Windows begin with the tensor and not with a page, and so with a row of its digest.
+            number: (plan_writes(layout, items, CHUNK, page=1), tuple(item[0].target.name for item in items))
+            for number, items in back.items()
+        }
+        plan = _StagePlan(names, join(self._image.catalog(), wanted, EXACT), plans)
+        return self._stages.setdefault(key, plan)
+
+    def _fill_stage(self, tensors: Mapping[str, torch.Tensor], supply: Supply) -> None:
+        for name, tensor in tensors.items():
+            target = self._filled[name].recipe.target
+            if tuple(tensor.shape) != target.shape or tensor.dtype != target.dtype:
+                raise VerifyError(
+                    f"{self._engine.name}: {name} is {tensor.dtype} {list(tensor.shape)} now, and was "
+                    f"{target.dtype} {list(target.shape)} when its loader was followed"
+                )
+        strides = {name: tensor.stride() for name, tensor in tensors.items()}
+        hosted = frozenset(name for name, tensor in tensors.items() if tensor.device.type == "cpu")
+        stage = self._stage_plan(tuple(tensors), strides, hosted)
+        storages = {name: _storage(tensor) for name, tensor in tensors.items()}
+        with torch.no_grad():
+            supply.fill(stage.plan, [storages[name] for name in stage.names])
+            for number, (plan, names) in stage.back.items():
+                sources = [Source(storages[name]) for name in names]
+                write_out(plan, sources, None, push_threads(), self._digests[number].add_rows)
+
+
+def _is_computed(piece: Piece) -> bool:
+    return any(isinstance(source, Computed) for source in piece.source)
+
+
+def _place(tensor: torch.Tensor) -> tuple[int, int, int]:
+    """Return the place of a tensor in memory, the same for tied ones."""
+    return tensor.untyped_storage()._cdata, int(tensor.storage_offset()), tensor.numel()
+
+
+def _origin(recipe: Recipe, host: bool) -> Origin:
+    return Origin(recipe.target.name, recipe.target.dtype, host)
+
+
+def _destination(recipe: Recipe, host: bool) -> Destination:
+    return Destination(recipe.target.name, 0, 0, recipe.target.dtype, host)
+
+
+def _layout(recipe: Recipe, strides: tuple[int, ...], whole: bool) -> Layout:
+    """Lay out a tensor with ``strides`` in its memory, from its first element to its last.
+
+    It has the boxes that the recipe has pieces for, or one box if these are the ``whole``.
+    """
+    shape = recipe.target.shape
+    if 0 in shape:
+        return Layout(shape, 0, 0, ())
+    span = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    boxes = [Box((0,) * len(shape), shape)]
+    if not whole:
+        boxes = [Box(piece.origin, piece.extent) for piece in recipe.pieces]
+    placed = (
+        LocalBox(box, sum(at * step for at, step in zip(box.origin, strides, strict=True)), strides)
+        for box in boxes
+    )
+    return Layout(shape, span, span, tuple(placed))
+
+
+def _storage(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the memory of a tensor from its first element to its last, as a row."""
+    tensor = tensor.detach()
+    if not tensor.numel():
+        return tensor.reshape(-1)
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return tensor.as_strided((1 + sum((size - 1) * stride for size, stride in steps),), (1,))

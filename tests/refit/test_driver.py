@@ -1,0 +1,86 @@
+"""An engine that is told when its workers are to connect and to follow, and that fails by itself."""
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import nn
+
+import zerostart
+from tests.ranks import run_ranks
+from zerostart import serving
+from zerostart.errors import ConfigError, PeerError
+
+
+class Engine:
+    """A ``serving.Driver`` of one worker in this process; ``failing`` is where its own call fails next."""
+
+    workers = 1
+
+    def __init__(self) -> None:
+        self.module = nn.Linear(3, 2)
+        self.failing = ""
+        self._connection: serving.Connection | None = None
+
+    def join(self, address: str, timeout: float) -> None:
+        receiver = serving.Receiver(self.module, lambda pairs: self.module.load_state_dict(dict(pairs)))
+        self._connection = serving.Connection(receiver, address, timeout=timeout)
+
+    def follow(self, version: int) -> None:
+        assert self._connection is not None
+        failing, self.failing = self.failing, ""
+        if failing == "before":
+            raise RuntimeError("the engine is asleep")
+        self._connection.follow(version=version)
+        if failing == "after":
+            raise RuntimeError("the cache is in use")
+
+    def leave(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+
+
+def test_what_an_engine_fails_with_is_told_and_the_next_push_succeeds() -> None:
+    weights = {"weight": torch.ones(2, 3), "bias": torch.zeros(2)}
+    model = zerostart.load(weights, lambda: nn.Linear(3, 2), engine="fsdp2", progress=False)
+    engine = Engine()
+    with zerostart.refit(model, engine, timeout=20) as refitter:
+        engine.failing = (
+            "before"  # its worker is told of the push, and that it is given up, and looks at neither
+        )
+        with pytest.raises(PeerError, match="the engine is asleep"):
+            refitter.push()
+        refitter.push()
+        assert engine.module.weight.tolist() == torch.ones(2, 3).tolist()
+        engine.failing = "after"
+        with pytest.raises(PeerError, match=r"all workers have version 3, but .* the cache is in use"):
+            refitter.push()
+        assert refitter.push().workers[0].version == 4
+    assert not [t for t in threading.enumerate() if t.name == "zerostart-refit-engine"]
+
+
+class InRank(Engine):
+    """The same, and it lives in the rank that has it."""
+
+    in_process = True
+
+
+def _with_an_engine_each(path: Path) -> None:
+    rank = dist.get_rank()
+    model = zerostart.load(path, lambda: nn.Linear(3, 2), engine="fsdp2", progress=False)
+    with pytest.raises(ConfigError, match="on rank 1, whose workers are other processes"):
+        zerostart.refit(model, InRank(), timeout=20)
+    # Told by rank 0, where the others have nothing.
+    alone = InRank()
+    with zerostart.refit(model, None if rank else alone, timeout=60) as refitter:
+        assert len(refitter.push().workers) == 1
+    assert rank or torch.equal(alone.module.weight, torch.arange(6.0).view(2, 3))
+
+
+def test_an_engine_within_rank_0(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file({"weight": torch.arange(6.0).view(2, 3), "bias": torch.ones(2)}, path)
+    run_ranks(_with_an_engine_each, 2, path, timeout=120)

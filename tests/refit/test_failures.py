@@ -1,0 +1,235 @@
+"""A worker or a trainer killed at each message in turn: the old version or the new, and the next push "
+"succeeds."""
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zerostart
+from tests.ranks import _context, rank_outcomes, run_ranks
+from zerostart.errors import PeerError
+from zerostart.refit.connection import Connection, serve
+from zerostart.refit.receiver import FillPlan, Receiver
+from zerostart.refit.wire import Channel
+
+SIZE = (6, 4)
+
+
+def _worker(address: str, name: str, out: Path, die: str, push: int = 1, timeout: float = 40) -> None:
+    """Serve, noting what is served after each push; ``die`` is where to be killed in a push, if anywhere."""
+    followed = 0
+    engine = nn.Linear(SIZE[1], SIZE[0])
+
+    def load(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for key, tensor in weights:
+            engine.get_parameter(key).data.copy_(tensor)
+
+    receiver = Receiver(engine, load, name=name)
+    follow, send = Connection.follow, Channel.send
+
+    def noted(self: Connection, timeout: float | None = None) -> int:
+        nonlocal followed
+        try:
+            return follow(self, timeout)
+        finally:
+            followed += 1
+            held = {"version": receiver.version, "weight": engine.weight[0, 0].item()}
+            (out / f".{name}").write_text(json.dumps(held))
+            (out / f".{name}").rename(out / f"{name}.json")
+
+    def dying(self: Channel, kind: str, body: Any, *parts: bytes, **options: Any) -> None:
+        if die == f"before {kind}" and followed == push - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        send(self, kind, body, *parts, **options)
+
+    check = FillPlan.check
+
+    def torn(*arguments: Any) -> None:
+        if followed == push - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        check(*arguments)
+
+    Connection.follow = noted  # type: ignore[method-assign]
+    Channel.send = dying  # type: ignore[method-assign]
+    if die == "in the fill":
+        FillPlan.check = torn  # type: ignore[method-assign]
+    serve(receiver, address, timeout=timeout, patience=40)
+
+
+def _start(*arguments: Any) -> Any:
+    process = _context().Process(target=_worker, args=arguments, daemon=True)
+    process.start()
+    return process
+
+
+def _model() -> nn.Module:
+    weights = {"weight": torch.ones(SIZE), "bias": torch.zeros(SIZE[0])}
+    source = weights if torch.distributed.get_rank() == 0 else None
+    return zerostart.load(source, lambda: nn.Linear(SIZE[1], SIZE[0]), engine="fsdp2", progress=False)
+
+
+def _set(model: nn.Module, value: float) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(value)
+
+
+def _lose_workers(address: str, points: list[str], folder: Path) -> list[tuple[str, int]]:
+    """On one rank: before each push a worker joins that is killed in it; what the push says, and the next."""
+    model, found = _model(), []
+    with zerostart.refit(model, address, timeout=30) as refitter:
+        refitter.push()
+        for number, point in enumerate(points):
+            if torch.distributed.get_rank() == 0:
+                (folder / f"start-{number}").touch()
+                if point == "before wants":
+                    _await(folder / f"died-{number}")
+                else:
+                    refitter._way._server.wait_for(2)  # type: ignore[union-attr]
+            torch.distributed.barrier()
+            _set(model, 10.0 * (number + 1))
+            said = ""
+            try:
+                refitter.push()
+            except PeerError as error:
+                said = str(error)
+            found.append((said, refitter.version))
+            _set(model, 10.0 * (number + 1) + 1)
+            report = refitter.push()
+            assert [worker.name for worker in report.workers] == ["healthy"], report
+    return found
+
+
+def _await(path: Path) -> None:
+    until = time.monotonic() + 40
+    while not path.exists():
+        assert time.monotonic() < until, path
+        time.sleep(0.02)
+
+
+def test_a_worker_killed_at_each_message(tmp_path: Path) -> None:
+    points = ["before wants", "in the fill", "before serving"]
+    address = f"unix://{tmp_path}/workers"
+    healthy = _start(address, "healthy", tmp_path, "")
+
+    def doomed() -> None:
+        for number, point in enumerate(points):
+            _await(tmp_path / f"start-{number}")
+            process = _start(address, "doomed", tmp_path, point)
+            process.join(60)
+            (tmp_path / f"died-{number}").touch()
+
+    thread = threading.Thread(target=doomed, daemon=True)
+    thread.start()
+    try:
+        ranks = run_ranks(_lose_workers, 2, address, points, tmp_path, timeout=150)
+        thread.join(30)
+        healthy.join(30)
+    finally:
+        healthy.kill()
+    for (said, _), (other, _), point in zip(*ranks, points, strict=True):
+        # The same on all ranks; a worker that never joined holds nobody up.
+        assert said == other
+        assert ("doomed" in said) == (point != "before wants"), (point, said)
+        assert not said or "is served by healthy" in said, (point, said)
+    assert json.loads((tmp_path / "healthy.json").read_text()) == {"version": 7, "weight": 31.0}
+
+
+def _die(address: str, point: str, rank: int) -> None:
+    """On one rank: two pushes, in the second of which ``rank`` is killed."""
+    from zerostart.refit import refitter as module
+    from zerostart.refit.server import WorkerServer
+
+    model = _model()
+    with zerostart.refit(model, address, workers=2, timeout=30) as refitter:
+        refitter.push()
+        _set(model, 2.0)
+        if torch.distributed.get_rank() == rank:
+
+            def kill(*arguments: object, **options: object) -> Any:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+            if point == "writing":
+                module.write_out = kill
+            elif point == "written":
+                WorkerServer.serve = kill  # type: ignore[method-assign]
+            elif point == "told":
+                Channel.receive = kill  # type: ignore[method-assign]
+        refitter.push()
+
+
+def _push_again(address: str) -> list[str]:
+    model = _model()
+    with zerostart.refit(model, address, workers=2, timeout=30) as refitter:
+        _set(model, 3.0)
+        return sorted(worker.name for worker in refitter.push().workers)
+
+
+@pytest.mark.parametrize(
+    ("point", "rank", "new"), [("writing", 1, False), ("written", 0, False), ("told", 0, True)]
+)
+def test_a_trainer_killed_at_each_message(tmp_path: Path, point: str, rank: int, new: bool) -> None:
+    address = f"unix://{tmp_path}/workers"
+    workers = [_start(address, name, tmp_path, "") for name in ("a", "b")]
+    try:
+        outcomes = rank_outcomes(_die, 2, address, point, rank, timeout=90, grace=60)
+        assert outcomes[rank].exit_code == -signal.SIGKILL, outcomes[rank].describe()
+        assert outcomes[1 - rank].error.endswith("PeerError"), outcomes[1 - rank].describe()
+        old, held = {"version": 1, "weight": 1.0}, {"version": 2, "weight": 2.0}
+        time.sleep(1)
+        for name in ("a", "b"):
+            # Once it is told, each worker for itself.
+            assert json.loads((tmp_path / f"{name}.json").read_text()) in ([old, held] if new else [old])
+        # Another trainer at the same address: the workers have waited for it.
+        assert run_ranks(_push_again, 2, address, timeout=90) == [["a", "b"]] * 2
+        for worker in workers:
+            worker.join(30)
+        for name in ("a", "b"):
+            assert json.loads((tmp_path / f"{name}.json").read_text()) == {"version": 1, "weight": 3.0}
+    finally:
+        for worker in workers:
+            with suppress(ValueError):
+                worker.kill()
+
+
+def _wait_long(address: str) -> list[int]:
+    from datetime import timedelta
+
+    from zerostart.upstream.torch.process_group import made_groups
+
+    model = _model()
+    for made in made_groups():
+        made._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=4))
+    Path(address.removeprefix("unix://")).with_name("begun").touch()
+    with zerostart.refit(model, address, workers=1, timeout=60) as refitter:
+        return [worker.version for worker in refitter.push().workers]
+
+
+@pytest.mark.slow
+def test_workers_are_waited_for_longer_than_ranks_for_each_other(tmp_path: Path) -> None:
+    address = f"unix://{tmp_path}/workers"
+    started: list[Any] = []
+
+    def late() -> None:
+        _await(tmp_path / "begun")
+        time.sleep(8)
+        started.append(_start(address, "late", tmp_path, ""))
+
+    thread = threading.Thread(target=late, daemon=True)
+    thread.start()
+    try:
+        assert run_ranks(_wait_long, 2, address, timeout=90) == [[1], [1]]
+    finally:
+        thread.join(60)
+        for worker in started:
+            worker.kill()

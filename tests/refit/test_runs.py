@@ -1,0 +1,108 @@
+"""Sets of bytes as rows of runs, against sets of bytes."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.drawn import examples
+from zerostart.errors import CheckpointError
+from zerostart.refit.runs import Runs
+
+Row = tuple[int, int, int, int]
+
+#: Rows as tensors have them: a few strides, many of them alike, so that rows of one stride meet often.
+row = st.tuples(
+    st.integers(0, 200),
+    st.integers(0, 12),
+    st.sampled_from([0, 3, 8, 8, 8, 16, 16, 20, 33]),
+    st.integers(0, 9),
+)
+rows = st.lists(row, max_size=12)
+
+
+def bytes_of(rows: list[Row]) -> set[int]:
+    return {
+        start + n * stride + at
+        for start, width, stride, count in rows
+        for n in range(count)
+        for at in range(width)
+    }
+
+
+def content(runs: Runs) -> set[int]:
+    """The bytes of runs, which are as the class says that they are."""
+    table: list[Row] = [tuple(line) for line in runs.rows.tolist()]  # type: ignore[misc]
+    found = bytes_of(table)
+    assert len(found) == runs.nbytes, "a byte is there twice"
+    assert [line[0] for line in table] == sorted(line[0] for line in table)
+    assert all(
+        width > 0 and (stride > width if count > 1 else stride == 0) for _, width, stride, count in table
+    )
+    assert runs.end == max(found, default=-1) + 1
+    spans = list(zip(runs.low.tolist(), runs.high.tolist(), strict=True))
+    assert all(a[1] < b[0] for a, b in itertools.pairwise(spans))
+    assert {byte for low, high in spans for byte in range(low, high)} == found
+    return found
+
+
+@settings(max_examples=examples(400), deadline=None)
+@given(rows, rows, st.integers(0, 300), st.integers(0, 300), st.integers(1, 40))
+def test_runs_are_sets_of_bytes(a: list[Row], b: list[Row], low: int, high: int, limit: int) -> None:
+    one, other = Runs.of(a), Runs.of(b)
+    assert content(one) == bytes_of(a)
+    assert content(one.intersect(other)) == content(other.intersect(one)) == bytes_of(a) & bytes_of(b)
+    assert content(one.union(other)) == bytes_of(a) | bytes_of(b)
+    assert content(one.within(low, high)) == {byte for byte in bytes_of(a) if low <= byte < high}
+    assert content(Runs.from_bytes(one.to_bytes())) == bytes_of(a)
+    parts = list(one.batches(limit))
+    assert all(0 < part.nbytes <= limit for part in parts)
+    assert sum(part.nbytes for part in parts) == one.nbytes
+    assert set().union(*map(content, parts)) == bytes_of(a)
+
+
+def test_columns_of_a_large_matrix_stay_rows() -> None:
+    """Ranks of tensor parallelism: none of the 65536 runs of each is taken apart, nor between them."""
+    line, many = 1 << 14, 1 << 16
+    shards = [Runs.of([(8 + n * line // 8, line // 8, line, many)]) for n in range(8)]
+    for n, shard in enumerate(shards):
+        whole = shard.intersect(Runs.of([(8, line * many, 0, 1)]))
+        assert whole.rows.tolist() == [[8 + n * line // 8, line // 8, line, many]]
+        halves = Runs.of([(8, line // 2, line, many)])
+        assert shard.intersect(halves).nbytes == (shard.nbytes if n < 4 else 0)
+        assert len(shard.intersect(halves).rows) == (n < 4)
+    # Windows of a save, one behind the other, are one row again.
+    windows = [(8 + n * 16 * line, 100, line, 16) for n in range(many // 16)]
+    assert Runs.of(windows).rows.tolist() == [[8, 100, line, many]]
+    assert len(list(shards[0].batches(32 << 20))) == 4
+
+
+def test_millions_of_runs_are_worked_out_on_arrays() -> None:
+    """Element-wise interleaving, the worst there is: still no loop in Python."""
+    even = Runs.of(
+        np.stack([np.arange(0, 4 << 20, 4), np.full(1 << 20, 2), *np.array([[0], [1]]).repeat(1 << 20, 1)], 1)
+    )
+    assert even.rows.tolist() == [[0, 2, 4, 1 << 20]]
+    steps = np.random.default_rng(0).integers(3, 9, 1 << 20).cumsum()
+    ragged = Runs.of(np.stack([steps, np.full(1 << 20, 2), *np.array([[0], [1]]).repeat(1 << 20, 1)], 1))
+    assert ragged.nbytes == 2 << 20
+    both = ragged.intersect(even)
+    assert 0 < both.nbytes < ragged.nbytes
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [-1, 1, 0, 1],
+        [0, 1, 0, 0],
+        [1 << 60, 8, 0, 1],
+        [0, 1, 1 << 40, 1 << 40],
+    ],
+)
+def test_numbers_of_a_stranger_are_refused(rows: list[int]) -> None:
+    with pytest.raises(CheckpointError, match="rows of bytes"):
+        Runs.from_bytes(np.array(rows, "<i8").tobytes())
+    with pytest.raises(CheckpointError, match="no rows"):
+        Runs.from_bytes(b"123")

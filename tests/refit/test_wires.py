@@ -1,0 +1,312 @@
+"""The control wire: a Unix socket for the own user alone, on which each wait has one deadline."""
+
+import fcntl
+import json
+import os
+import signal
+import socket
+import stat
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zerostart
+from tests.refit.test_failures import SIZE, _start
+from zerostart import serving
+from zerostart.errors import ConfigError, PeerError, ReadError, ZerostartError
+from zerostart.refit import refitter as refitter_module
+from zerostart.refit import wire
+from zerostart.refit.image import Image
+from zerostart.refit.memory import SharedImage, make_memory
+
+
+def _model() -> nn.Module:
+    weights = {"weight": torch.ones(SIZE), "bias": torch.zeros(SIZE[0])}
+    return zerostart.load(weights, lambda: nn.Linear(SIZE[1], SIZE[0]), engine="fsdp2", progress=False)
+
+
+def _receiver(engine: nn.Module, name: str = "worker") -> serving.Receiver:
+    return serving.Receiver(engine, lambda pairs: engine.load_state_dict(dict(pairs)), name=name)
+
+
+def test_the_socket_is_for_the_own_user_alone(tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        with zerostart.refit(_model()) as refitter:
+            path = Path(refitter.address.removeprefix("unix://"))
+            assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+            assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        assert not path.parent.exists()
+        with zerostart.refit(_model(), f"unix://{tmp_path}/made/socket") as refitter:
+            assert stat.S_IMODE((tmp_path / "made").stat().st_mode) == 0o700
+            with pytest.raises(ConfigError, match="another process listens"):
+                zerostart.refit(_model(), refitter.address)
+        assert os.umask(0o022) == 0o022
+    finally:
+        os.umask(before)
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(ConfigError, match="nobody can listen"):
+        zerostart.refit(_model(), f"unix://{tmp_path}/file")
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_process_of_another_user_is_refused_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = socket.socketpair()
+    user = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+    for end in (one, other):
+        with pytest.raises(PeerError, match=f"a process of user {user}"):
+            wire.Channel(end, "somebody")
+        assert end.fileno() == -1
+
+
+def test_no_port_is_opened() -> None:
+    script = """
+import socket, threading, torch, zerostart
+from torch import nn
+from zerostart import serving
+
+class Watched(socket.socket):
+    def bind(self, address):
+        assert self.family == socket.AF_UNIX, address
+        super().bind(address)
+
+    def connect(self, address):
+        assert self.family == socket.AF_UNIX, address
+        super().connect(address)
+
+socket.socket = Watched
+model, engine = nn.Linear(3, 2), nn.Linear(3, 2)
+receiver = serving.Receiver(engine, lambda pairs: engine.load_state_dict(dict(pairs)))
+with zerostart.refit(model) as refitter:
+    threading.Thread(target=serving.serve, args=(receiver, refitter.address)).start()
+    refitter.push()
+assert torch.equal(engine.weight, model.weight)
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+
+
+def test_memory_that_is_not_the_image_is_refused(tmp_path: Path) -> None:
+    image = Image.of([("weight", "F32", (4, 4))])
+    other = Image.of([("weight", "F32", (4, 5))])
+    with pytest.raises(ReadError, match="without its memory"):
+        SharedImage(image, -1)
+    with pytest.raises(ReadError, match="is not the image"):
+        SharedImage(image, make_memory(other))
+    # What may shrink would end whoever reads it.
+    unsealed = os.memfd_create("unsealed")
+    os.ftruncate(unsealed, image.nbytes)
+    with pytest.raises(ReadError, match="is not the image"):
+        SharedImage(image, unsealed)
+    made = make_memory(image)
+    with pytest.raises(OSError, match="not permitted"):
+        os.ftruncate(made, 1)
+    assert fcntl.fcntl(made, fcntl.F_GETFD) & fcntl.FD_CLOEXEC
+    SharedImage(image, made).close()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\0" * 7,
+        struct.pack("!QQ", 1 << 62, 1 << 62),
+        struct.pack("!QQ", 3, 0) + b"{}]",
+        struct.pack("!QQ", 2, 0) + b"{}",
+        struct.pack("!QQ", 39, 0) + b'{"kind": "hello","body": {},"parts":[-1]}'[:39],
+        struct.pack("!QQ", 45, 0) + b'{"kind": "hello", "body": {}, "parts": [1e99]}'[:45],
+    ],
+)
+def test_a_stranger_holds_nobody_up(data: bytes) -> None:
+    model, engine = _model(), nn.Linear(SIZE[1], SIZE[0])
+    with zerostart.refit(model, timeout=20) as refitter:
+        stranger = socket.socket(socket.AF_UNIX)
+        stranger.connect(refitter.address.removeprefix("unix://"))
+        stranger.sendall(data)
+        if not data:
+            stranger.close()
+        thread = threading.Thread(target=serving.serve, args=(_receiver(engine), refitter.address))
+        thread.start()
+        begun = time.monotonic()
+        assert refitter.push().version == 1
+        assert time.monotonic() - begun < 10
+        stranger.close()
+    thread.join(20)
+
+
+def test_a_message_has_one_deadline_for_all_of_it() -> None:
+    """A byte now and then does not put it off."""
+    one, other = socket.socketpair()
+    channel, stop = wire.Channel(one, "a slow one"), threading.Event()
+
+    def drip() -> None:
+        with suppress(OSError):
+            for byte in struct.pack("!QQ", 100, 0) + b" " * 100:
+                other.send(bytes([byte]))
+                if stop.wait(0.1):
+                    return
+
+    thread = threading.Thread(target=drip)
+    thread.start()
+    begun = time.monotonic()
+    with pytest.raises(PeerError, match="a slow one is lost"):
+        channel.receive("hello", deadline=time.monotonic() + 1)
+    assert time.monotonic() - begun < 2
+    stop.set()
+    thread.join()
+    # Nor does a reader that takes nothing.
+    one, other = socket.socketpair()
+    channel = wire.Channel(one, "a full one")
+    begun = time.monotonic()
+    with pytest.raises(PeerError, match="a full one is lost"):
+        channel.send("hello", {}, bytes(64 << 20), deadline=time.monotonic() + 1)
+    assert time.monotonic() - begun < 2
+    other.close()
+
+
+@contextmanager
+def _served(folder: Path, timeout: float) -> Iterator[tuple[Any, nn.Module, Any]]:
+    """A refit, its model, and the process of one worker."""
+    model = _model()
+    with zerostart.refit(model, timeout=timeout) as refitter:
+        worker = _start(refitter.address, "worker", folder, "", 1, timeout)
+        try:
+            yield refitter, model, worker
+        finally:
+            os.kill(worker.pid, signal.SIGCONT)
+            worker.kill()
+
+
+def _push(refitter: Any, model: nn.Module, value: float) -> str:
+    """What a push of ``value`` fails with; empty where it does not."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(value)
+    try:
+        report = refitter.push()
+    except ZerostartError as error:
+        return str(error)
+    assert [worker.version for worker in report.workers] == [refitter.version]
+    return ""
+
+
+@pytest.mark.parametrize("message", ["hello", "image", "wants", "fill", "serving"])
+def test_a_wire_that_is_cut_at_each_message(
+    message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The old version or the new, whole; the next push brings the worker that has come back up to date."""
+    engine, model = nn.Linear(SIZE[1], SIZE[0]), _model()
+    receiver, send, cut = _receiver(engine), wire.Channel.send, threading.Event()
+
+    def cutting(self: wire.Channel, kind: str, *given: Any, **options: Any) -> None:
+        if kind == message and cut.is_set():
+            cut.clear()
+            self._socket.shutdown(socket.SHUT_RDWR)
+        send(self, kind, *given, **options)
+
+    monkeypatch.setattr(wire.Channel, "send", cutting)
+    with zerostart.refit(model, timeout=20) as refitter:
+        how = {"timeout": 20, "patience": 20}
+        thread = threading.Thread(target=serving.serve, args=(receiver, refitter.address), kwargs=how)
+        thread.start()
+        assert _push(refitter, model, 1.0) == ""
+        cut.set()
+        if message in ("hello", "image", "wants"):  # of a worker that comes: have it come again
+            server: Any = refitter._way._server  # type: ignore[union-attr]
+            server.workers["worker"].channel._socket.shutdown(socket.SHUT_RDWR)
+        begun = time.monotonic()
+        said = _push(refitter, model, 2.0)
+        assert time.monotonic() - begun < 20
+        assert "worker" in said
+        held = engine.weight.detach()
+        assert torch.equal(held, torch.full(SIZE, 1.0)) or torch.equal(held, torch.full(SIZE, 2.0))
+        until = time.monotonic() + 20
+        while _push(refitter, model, 3.0):
+            assert time.monotonic() < until
+        assert torch.equal(engine.weight.detach(), torch.full(SIZE, 3.0))
+    thread.join(20)
+    assert not cut.is_set()
+
+
+@pytest.mark.slow
+def test_a_worker_that_stops_is_named_and_comes_back(tmp_path: Path) -> None:
+    with _served(tmp_path, 3.0) as (refitter, model, worker):
+        assert _push(refitter, model, 1.0) == ""
+        os.kill(worker.pid, signal.SIGSTOP)
+        begun = time.monotonic()
+        assert "worker" in _push(refitter, model, 2.0)
+        assert time.monotonic() - begun < 6
+        os.kill(worker.pid, signal.SIGCONT)
+        until = time.monotonic() + 60
+        while _push(refitter, model, 3.0):
+            assert time.monotonic() < until
+        time.sleep(0.5)
+        held = json.loads((tmp_path / "worker.json").read_text())
+        assert held == {"version": refitter.version, "weight": 3.0}
+
+
+def test_more_workers_come_at_once() -> None:
+    model, served = _model(), list[int | None]()
+
+    def worker(number: int, address: str) -> None:
+        served.append(serving.serve(_receiver(nn.Linear(SIZE[1], SIZE[0]), f"{number}"), address, timeout=20))
+
+    with zerostart.refit(model, workers=6, timeout=20) as refitter:
+        threads = [threading.Thread(target=worker, args=(n, refitter.address)) for n in range(6)]
+        for thread in threads:
+            thread.start()
+        assert len(refitter.push().workers) == 6
+        with pytest.raises(ConfigError, match="another worker is connected under the name 3"):
+            serving.Connection(_receiver(nn.Linear(SIZE[1], SIZE[0]), "3"), refitter.address, timeout=20)
+    for thread in threads:
+        thread.join(20)
+    assert served == [1] * 6
+
+
+def test_a_worker_that_found_the_trainer_late_waits_for_pushes_as_long_as_any(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As one does that waited for another trainer, and whose patience had nearly ended."""
+    model, engine, write_out = _model(), nn.Linear(SIZE[1], SIZE[0]), refitter_module.write_out
+
+    def slow(*given: Any) -> int:
+        time.sleep(0.6)
+        return write_out(*given)
+
+    monkeypatch.setattr(refitter_module, "write_out", slow)
+    receiver = _receiver(engine)
+    with zerostart.refit(model, timeout=20) as refitter:
+        connected: list[serving.Connection] = []
+
+        def follow() -> None:
+            connected.append(serving.Connection(receiver, refitter.address, timeout=20, within=0.3))
+            connected[0].follow()
+
+        thread = threading.Thread(target=follow, daemon=True)
+        thread.start()
+        refitter.push()
+        thread.join(20)
+        connected[0].close()
+    assert receiver.version == 1
+
+
+def test_a_model_whose_tensors_change_is_refused() -> None:
+    model, engine = nn.Sequential(nn.Linear(3, 2)), nn.Sequential(nn.Linear(3, 2))
+    with zerostart.refit(model, timeout=20) as refitter:
+        thread = threading.Thread(target=serving.serve, args=(_receiver(engine), refitter.address))
+        thread.start()
+        refitter.push()
+        model.append(nn.Linear(2, 2))
+        with pytest.raises(ConfigError, match=r"tensors have changed since zerostart.refit was called"):
+            refitter.push()
+    thread.join(20)

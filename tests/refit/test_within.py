@@ -1,0 +1,281 @@
+"""Engines that live in the trainer's own ranks: each has what its own load of a save gives."""
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import nn
+
+import zerostart
+from tests.npu_ranks import run_npu_ranks
+from tests.ranks import run_ranks
+from tests.refit import workers
+from tests.refit.test_refit import _change
+from tests.tiny import TINY, TinyCheckpoints
+from zerostart import serving
+from zerostart.errors import ConfigError, ConversionError, PeerError, ZerostartError
+
+BF16 = torch.bfloat16
+
+
+class _Broken(nn.Module):
+    """Its loader does what cannot be followed."""
+
+    def load_weights(self, weights: Any) -> None:
+        raise RuntimeError("no such layer")
+
+
+class _Told:
+    """A driver of an engine whose one worker is in the rank; it may not want to hear of a version."""
+
+    workers, in_process = 1, True
+
+    def __init__(self, engine: nn.Module, failing: bool) -> None:
+        self.receiver = serving.Receiver(engine)
+        self.failing, self.versions = failing, list[int]()
+
+    def worker(self) -> serving.Receiver:
+        return self.receiver
+
+    def served(self, version: int) -> None:
+        if self.failing:
+            raise RuntimeError("the engine is asleep")
+        self.versions.append(version)
+
+    join = follow = leave = served
+
+
+def _push(path: Path, out: Path, options: dict[str, Any], parts: int, device: str = "cpu") -> list[str]:
+    """On one rank: two pushes into its part of an engine, and one into what is none on the last rank."""
+    config, rank = dict(TINY["qwen3_even"][1]), dist.get_rank() if dist.is_initialized() else 0
+    last = rank + 1 == (dist.get_world_size() if dist.is_initialized() else 1)
+    model = zerostart.load(path, progress=False, **options)
+    engine = workers.Engine(config, rank % parts, parts, BF16).to(device)
+    wrong: list[str] = []
+    with zerostart.refit(model, engine, timeout=60) as refitter:
+        for version in (1, 2):
+            _change(model, 1.0 if version == 1 else -0.5)
+            report: Any = refitter.push()
+            assert report.version == version
+            assert len({worker.name for worker in report.workers}) == len(report.workers) > rank
+            assert report.moved_bytes <= report.wanted_bytes
+            assert report.transport == "local" + (f" ({device})" if device != "cpu" else "")
+            zerostart.save(model, out / f"saved-{version}")
+            expected = workers.loaded(config, rank % parts, parts, out / f"saved-{version}", BF16)
+            found = engine.state_dict()
+            wrong += [name for name in expected if not torch.equal(found[name].cpu(), expected[name])]
+    told = _Told(engine, last)
+    with (
+        zerostart.refit(model, told) as refitter,
+        pytest.raises(PeerError, match="engine is asleep"),
+    ):
+        refitter.push()
+    assert (told.receiver.version, told.versions) == (1, [] if last else [1])
+    with pytest.raises(ConversionError, match="no such layer"):
+        zerostart.refit(model, _Broken() if last else engine, timeout=30)
+    return wrong
+
+
+CASES: dict[str, tuple[int, dict[str, Any], int]] = {
+    "two": (2, {"engine": "fsdp2"}, 2),
+    "one": (1, {"engine": "fsdp2"}, 1),
+    "zero3": (2, {"zero_stage": 3}, 1),
+    "four": (4, {"zero_stage": 3}, 2),
+    "tensors": (4, {"engine": "fsdp2", "tensor_parallel": 2}, 2),
+}
+
+
+@pytest.mark.parametrize(
+    "case", [case if case == "two" else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
+)
+def test_each_rank_has_its_part(checkpoints: TinyCheckpoints, tmp_path: Path, case: str) -> None:
+    ranks, options, parts = CASES[case]
+    path = checkpoints("qwen3_even", BF16)
+    assert run_ranks(_push, ranks, path, tmp_path, options, parts, timeout=150) == [[]] * ranks
+
+
+def _push_there(path: Path, out: Path) -> list[str]:
+    dist.init_process_group("cpu:gloo,npu:hccl")
+    return _push(path, out, {"engine": "fsdp2"}, 2, "npu")
+
+
+@pytest.mark.slow
+def test_on_an_accelerator_nothing_comes_to_the_host(checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
+    """On the pretend one, whose memory the host cannot touch."""
+    path = checkpoints("qwen3_even", BF16)
+    assert run_npu_ranks(_push_there, 2, path, tmp_path) == [[], []]
+
+
+class _Rows(nn.Module):
+    """An engine that takes a table, and nothing else."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.table = nn.Embedding(rows, 16)
+        self.nothing = nn.Parameter(torch.empty(0, 3))
+
+    def load_weights(self, weights: Any) -> None:
+        for name, tensor in weights:
+            if name in ("table.weight", "nothing"):
+                self.get_parameter(name).data.copy_(tensor)
+
+
+def test_a_model_whose_tensors_change_between_pushes() -> None:
+    """The engine is asked again in its own call, and refuses what it cannot take, and nothing later."""
+    model, engine = nn.Module(), _Rows(10)
+    model.table = nn.Embedding(10, 16)
+    with zerostart.refit(model, engine) as refitter:
+        assert refitter.push().untaken == ()
+        model.head = nn.Linear(3, 3)
+        assert refitter.push().untaken == ("head.weight", "head.bias")
+        assert refitter.push().version == 3
+        before, model.table = model.table, nn.Embedding(11, 16)
+        with pytest.raises(ConversionError, match="the loading of _Rows failed"):
+            refitter.push()
+        assert torch.equal(engine.table.weight, before.weight)
+        model.table = nn.Embedding(10, 16)
+        assert refitter.push().version == 4
+        assert torch.equal(engine.table.weight, model.table.weight)
+
+
+def test_tensors_of_several_bands() -> None:
+    """Larger than what is brought at a time, and behind each other at odd places."""
+    model, student, engine = nn.Module(), nn.Module(), _Rows(1_400_000).to(BF16)
+    for seed, each in enumerate((model, student)):
+        torch.manual_seed(seed)
+        each.bias = nn.Parameter(torch.randn(3, dtype=BF16))
+        each.nothing = nn.Parameter(torch.empty(0, 3, dtype=BF16))
+        each.table = nn.Embedding(1_400_000, 16, dtype=BF16)
+        each.head = nn.Linear(5, 7)
+    for target in (student, engine):
+        with zerostart.refit(model, target) as refitter:
+            assert refitter.push().version == 1
+        assert torch.equal(target.table.weight, model.table.weight)
+    assert all(torch.equal(a, b) for a, b in zip(student.parameters(), model.parameters(), strict=True))
+
+
+def test_values_that_the_dtype_of_a_target_cannot_hold() -> None:
+    """Of as many bits, and others of them: what is filled in is what a cast gives, and no fault."""
+    model, student = nn.Module(), nn.Module()
+    model.table, student.table = nn.Embedding(10, 16, dtype=BF16), nn.Embedding(10, 16, dtype=torch.half)
+    engine = _Rows(10).half()
+    with torch.no_grad():
+        model.table.weight[1:5] *= 1e-7
+    for target in (student, engine):
+        with zerostart.refit(model, target) as refitter:
+            refitter.push()
+        assert torch.equal(target.table.weight, model.table.weight.half())
+
+
+def test_a_target_without_some_of_the_weights_is_refused_or_told() -> None:
+    """It would compute something else: as a load of a save into it raises, so does a push."""
+    model, tied = nn.Module(), nn.Module()
+    for each in (model, tied):
+        each.table = nn.Embedding(10, 16)
+        each.head = nn.Linear(16, 10, bias=False)
+    tied.head.weight = tied.table.weight
+    before = tied.table.weight.clone()
+    with pytest.raises(ConfigError, match=r"1 tensors that the target has not \(head.weight\)"):
+        zerostart.refit(model, tied)
+    assert torch.equal(tied.table.weight, before)
+    with zerostart.refit(model, tied, strict=False) as refitter:
+        assert refitter.push().untaken == ("head.weight",)
+    assert torch.equal(tied.table.weight, model.table.weight)
+
+
+def test_a_model_without_values_is_told() -> None:
+    model = nn.Module()
+    model.table = nn.Embedding(10, 16, device="meta")
+    with pytest.raises(ZerostartError, match=r"table\.weight is on the meta device"):
+        zerostart.refit(model, _Rows(10))
+
+
+class _Adapter(nn.Module):
+    """An engine's place for an adapter: by PEFT's names, with both factors of a layer in one tensor."""
+
+    def __init__(self, rank: int, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.inputs, self.factors = inputs, nn.Parameter(torch.zeros(rank, inputs + outputs))
+
+    def load_weights(self, weights: Any) -> None:
+        for name, tensor in weights:
+            if name == "base_model.model.head.lora_A.weight":
+                self.factors.data[:, : self.inputs].copy_(tensor)
+            else:
+                assert name == "base_model.model.head.lora_B.weight", name
+                self.factors.data[:, self.inputs :].copy_(tensor.T)
+
+
+def test_an_adapter_is_sent_alone(tmp_path: Path) -> None:
+    """What PEFT itself saves of it, and none of the weights that it is for."""
+    peft = pytest.importorskip("peft")
+    model = nn.Module()
+    model.table, model.head = nn.Embedding(10, 16), nn.Linear(5, 7)
+    config = peft.LoraConfig(r=2, target_modules=["head"], init_lora_weights=False)
+    adapted, engine = peft.get_peft_model(model, config), _Adapter(2, 5, 7)
+    adapted.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "adapter_model.safetensors")
+    with zerostart.refit(adapted, engine, merge_adapters=False) as refitter:
+        report = refitter.push()
+    assert report.owned_bytes == report.moved_bytes + report.wanted_bytes == engine.factors.nbytes
+    expected = torch.cat(
+        [saved["base_model.model.head.lora_A.weight"], saved["base_model.model.head.lora_B.weight"].T], 1
+    )
+    assert torch.equal(engine.factors, expected)
+    given = dict(zerostart.weight_source(adapted, merge_adapters=False))
+    assert given.keys() == saved.keys()
+    assert all(torch.equal(given[name], saved[name]) for name in saved)
+    adapted.add_adapter("other", config)
+    with pytest.raises(ConfigError, match=r"one adapter alone, and this Module has 2 \(default, other\)"):
+        zerostart.refit(adapted, engine, merge_adapters=False)
+    with pytest.raises(ConfigError, match=r"one adapter alone, and this Linear has none"):
+        zerostart.refit(nn.Linear(2, 2), engine, merge_adapters=False)
+
+
+def _other_arguments(given: dict[str, list[Any]]) -> list[str]:
+    """What each argument of refit that differs between the ranks is refused with."""
+    model, found = nn.Linear(3, 2), []
+    for name, values in given.items():
+        with pytest.raises(ConfigError) as error:
+            zerostart.refit(model, **{name: values[dist.get_rank()]})
+        found.append(str(error.value))
+    return found
+
+
+def test_ranks_that_are_given_different_arguments_are_told_so() -> None:
+    given = {
+        "dtype": [None, BF16],
+        "timeout": [4, 5],
+        "strict": [True, False],
+    }
+    first, second = run_ranks(_other_arguments, 2, given, timeout=60)
+    assert first == second
+    assert first[1].startswith(
+        "timeout=4 on rank 0, but timeout=5 on rank 1: call zerostart.refit with the same"
+    )
+    assert [text.partition("=")[0] for text in first] == [*given]
+
+
+def test_trainers_of_different_models_share_an_engine(tmp_path: Path) -> None:
+    """In turns: of each it takes what that has, wherever it lies in its checkpoint."""
+    receiver = serving.Receiver(engine := _Rows(10))
+    models = []
+    for wide in (3, 5, 7):
+        models.append(model := nn.Module())
+        model.head, model.table = nn.Linear(wide, wide), nn.Embedding(10, 16)
+    address = f"unix://{tmp_path}/worker"
+    worker = threading.Thread(target=serving.serve, args=(receiver, address), kwargs={"timeout": 30})
+    worker.start()
+    with (
+        zerostart.refit(models[0], receiver) as one,
+        zerostart.refit(models[1], receiver) as other,
+        zerostart.refit(models[2], address, timeout=30) as third,
+    ):
+        for refitter, model in [*zip((one, other, third), models, strict=True)] * 2:
+            refitter.push()
+            assert torch.equal(engine.table.weight, model.table.weight)
+    worker.join()
