@@ -71,7 +71,7 @@ class WorkerServer:
             self.workers, self._arrived = {}, {}
         for worker in everybody:
             try:
-                if is_over:
+                if is_over and not worker.channel.waiting():  # that of one that has gone is at its end
                     worker.channel.send("close", {}, deadline=time.monotonic() + 1)
             except PeerError as error:
                 logger.warning("%s", error)
