@@ -28,7 +28,6 @@ from zerostart.refit.receiver import Receiver
 from zerostart.refit.server import WorkerServer
 from zerostart.refit.wire import Channel, connect, socket_path
 from zerostart.refit.within import WithinRanks
-from zerostart.state.resuming.background import settle_last
 from zerostart.transfer.meter import PeakMeter
 from zerostart.transfer.tuning import push_threads
 from zerostart.transfer.writing import write_out
@@ -106,8 +105,6 @@ class Refitter:
         with PeakMeter(default_device()) as meter, _timed(phases, "total"):
             with world.phase("pushing weights"):
                 with _timed(phases, "plan"):
-                    # A save in the background may still copy shards that are about to change.
-                    settle_last()
                     ready, takers = self._meet()
                 with _timed(phases, "move"), world.phase("moving weights"):
                     self._sums.begin()
