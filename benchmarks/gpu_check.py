@@ -523,10 +523,6 @@ def refit(path: Path, folder: Path, transport: str, layers: int = 0) -> Result:
     if not layers:
         served.mkdir(exist_ok=True)
     place = rank
-    if transport == "device_group":
-        place += size  # no group of theirs carries what two processes have on one device
-        if torch.accelerator.device_count() < 2 * size:
-            return {"left_out": f"{2 * size} devices are needed, one for each rank and one for each worker"}
     config_path.write_text(json.dumps({**sizes, "device": f"{device.type}:{place}"}))
     engine: Any = None
     target: Any
@@ -538,7 +534,7 @@ def refit(path: Path, folder: Path, transport: str, layers: int = 0) -> Result:
             engine = target = workers.Engine(sizes, rank, size, torch.bfloat16).to(device)
         else:
             target = f"unix://{folder / 'socket'}"
-            options = {"transport": transport, "workers": size, "timeout": 60}
+            options = {"workers": size, "timeout": 60}
             worker = workers.start(config_path, rank, size, target, served, LOCAL_RANK=str(place))
         with zerostart.refit(model, target, **options) as refitter:
             for _ in range(3):

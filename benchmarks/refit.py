@@ -10,10 +10,6 @@ are those of all four processes meanwhile, which other programs on the machine c
 - ``ours``: ``zerostart.refit``, with digests of all that was read back;
 - ``raw``: as many bytes copied into shared memory by the trainers, and out of it by the workers: no names, no
   layouts, no checks;
-- ``group``, ``raw_group``: the same two over gloo;
-- ``file``: into a directory in memory, with workers that follow it;
-- ``group_1``, ``group_2``, ``group_3``, ``ours_2``, ``file_2``: so many hundredths of the elements change
-  before each push, anywhere, and what has changed is sent;
 - ``gather``: the whole state dict on trainer rank 0, then one broadcast for each tensor, and
   ``load_weights``;
 - ``full_tensor``: name by name ``full_tensor()``, a broadcast, and ``load_weights``;
@@ -43,8 +39,7 @@ import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-OURS = ("ours", "ours_2", "group", "group_1", "group_2", "group_3", "file", "file_2")
-ARMS = (*OURS, "raw", "raw_group", "gather", "full_tensor", "reload")
+ARMS = ("ours", "raw", "gather", "full_tensor", "reload")
 TRAINERS = WORKERS = 2
 PUSHES = 3
 CONFIG = {
@@ -141,7 +136,6 @@ def part(options: argparse.Namespace) -> None:
     push, nbytes = side(arm, int(number), Path(folder), config, store)
     before, seconds, used, beside, report = anonymous(), [], [], 0, None
     for _ in range(PUSHES):
-        change(arm)
         meeting.meet()
         begun, cpu = time.perf_counter(), time.process_time()
         most, report = peak(push)
@@ -155,20 +149,6 @@ def part(options: argparse.Namespace) -> None:
     meeting.meet()
     sys.stdout.flush()
     os._exit(0)
-
-
-#: A trainer's shards, as rows of words, for ``change``.
-shards: list[torch.Tensor] = []
-
-
-def change(arm: str) -> None:
-    """Change so many hundredths of a trainer's elements as the arm says, anywhere."""
-    share = int(arm[-1]) / 100 if arm[-1].isdigit() else 0
-    for number, words in enumerate(shards):
-        count = int(words.numel() * share)
-        torch.manual_seed(number)
-        # A place that is drawn twice changes by the more.
-        words.index_add_(0, torch.randint(words.numel(), (count,)), torch.ones(count, dtype=torch.int16))
 
 
 def peak(work: Callable[[], object]) -> tuple[int, object]:
@@ -188,21 +168,6 @@ def peak(work: Callable[[], object]) -> tuple[int, object]:
     stop.set()
     thread.join()
     return most, made
-
-
-def address(kind: str, folder: Path) -> str:
-    return (folder / "versions").as_uri() if kind == "file" else f"unix://{folder}/workers"
-
-
-def every(store: Any, number: int) -> Any:
-    """All four processes, over gloo."""
-    size = TRAINERS + WORKERS
-    return dist.ProcessGroupGloo(dist.PrefixStore("e", store), number, size, timedelta(seconds=500))
-
-
-def pieces(nbytes: int) -> list[int]:
-    """The messages of so many bytes."""
-    return [min(32 << 20, nbytes - begin) for begin in range(0, nbytes, 32 << 20)]
 
 
 def groups(store: Any, number: int) -> Any:
@@ -233,17 +198,9 @@ def trainer(
         local.view(-1).view(torch.int16).copy_(torch.arange(local.numel()) * 31 + index & 0x3FFF)
     nbytes = sum(parameter.numel() * 2 for parameter in model.parameters())
     locals_ = [parameter.to_local().view(-1).view(torch.uint8) for parameter in model.parameters()]  # type: ignore[attr-defined]
-    shards.extend(local.view(torch.int16) for local in locals_)
     store.set("nbytes", str(nbytes))
-    if arm in OURS:
-        kind, _, changed = arm.partition("_")
-        refitter = zerostart.refit(
-            model,
-            address(kind, folder),
-            workers=None if kind == "file" else WORKERS,
-            transport={"ours": "shared_memory"}.get(kind, kind),
-            full_every=PUSHES + 1 if changed else 1,
-        )
+    if arm == "ours":
+        refitter = zerostart.refit(model, f"unix://{folder}/workers", workers=WORKERS)
 
         def push() -> object:
             report = refitter.push()
@@ -252,15 +209,6 @@ def trainer(
             return report
 
         return push, nbytes
-    if arm == "raw_group":
-        wire = every(store, number)
-
-        def send_all() -> None:
-            for place in range(WORKERS):
-                for piece in pieces(nbytes // WORKERS // TRAINERS):
-                    wire.send([torch.empty(piece, dtype=torch.uint8)], TRAINERS + place, 0).wait()
-
-        return send_all, nbytes
     if arm == "raw":
         path = folder / "raw"
         if number == 0:
@@ -315,39 +263,12 @@ def worker(
     engine = Engine(config, place, WORKERS, torch.bfloat16)
     held = [parameter.data.view(-1).view(torch.uint8) for parameter in engine.parameters()]
     own = sum(tensor.numel() for tensor in held)
-    if arm in OURS:
+    if arm == "ours":
         from zerostart import serving
 
         receiver = serving.Receiver(engine, name=f"tp{place}")
-        if arm.startswith("file"):
-            from zerostart.state.refitting.follower import Follower
-
-            follower: list[Follower] = []
-
-            def follow() -> int:
-                if not follower:  # there is no directory before the first push
-                    follower.append(Follower(receiver, folder / "versions", 300))
-                return follower[0].follow()
-
-            return follow, own
-        connection = serving.Connection(receiver, address("", folder))
+        connection = serving.Connection(receiver, f"unix://{folder}/workers")
         return connection.follow, own
-    if arm == "raw_group":
-        wire = every(store, number)
-
-        def take() -> None:
-            # Both trainers' in turn, each into its half.
-            flat = iter(held)
-            for source in range(TRAINERS):
-                for piece in pieces(TOTAL[0] // WORKERS // TRAINERS):
-                    room = torch.empty(piece, dtype=torch.uint8)
-                    wire.recv([room], source, 0).wait()
-                    into = next(flat, held[0])
-                    size = min(into.numel(), piece)
-                    into[:size].copy_(room[:size])
-
-        TOTAL = [int(store.get("nbytes"))]
-        return take, own
     if arm == "raw":
         count = 0
 
@@ -415,7 +336,7 @@ def table(found: dict[str, list[dict[str, Any]]]) -> str:
             return statistics.median(run[key] for run in found[of])
 
         seconds = [run["seconds"] for run in runs]
-        raw = "raw_group" if arm.split("_")[0] == "group" or arm == "raw_group" else "raw"
+        raw = "raw"
         ratios = [
             f"{middle(k) / middle(k, raw):.2f}" if found.get(raw) else "" for k in ("seconds", "cpu_seconds")
         ]
@@ -438,9 +359,8 @@ def page(found: dict[str, list[dict[str, Any]]], options: argparse.Namespace) ->
         f"{WORKERS} workers (tensors cut in two), {os.cpu_count()} cores for all of them, torch "
         f"{torch.__version__}; the best of the later pushes of each of {options.repeats} runs, median and "
         f"range over runs. Other programs shared the machine: CPU seconds of the four processes are told "
-        f"beside. `{command}`.\n\n``of raw`` is by the raw copy of the same transport. What a process takes "
-        f"beside what it holds is anonymous memory; an image in shared memory, and files of memory without a "
-        f"name (a worker's of what it wants, and with deltas a trainer's of what it sent), are none (largest "
+        f"beside. `{command}`.\n\n``of raw`` is by the raw copy. What a process takes "
+        f"beside what it holds is anonymous memory; an image in shared memory is none (largest "
         f"process {most} MiB).\n\n{table(found)}\n"
     )
 
