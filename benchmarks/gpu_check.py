@@ -740,7 +740,7 @@ def checks() -> Iterator[Check]:
     yield Check("rates", "qwen3", rates, tiny=True)
     yield Check("sums", "qwen3", sums)
     yield Check("races", "qwen3", races, tiny=True)
-    for transport in ("within", "shared_memory", "group", "device_group"):
+    for transport in ("within", "shared_memory"):
         yield Check(f"refit {transport}", "qwen3", refit, {"transport": transport})
         yield Check(f"large refit {transport}", "qwen3", refit, {"transport": transport, "layers": 21})
     yield Check("train from YAML, fsdp2", "qwen3", train_from_yaml, {"engine": "fsdp2"}, grouped=False)
