@@ -124,21 +124,6 @@ def test_gradients_that_a_step_has_taken_are_not_added_again(
     assert "did not record whether a step had used them" in caplog.text
 
 
-def test_another_dtype_than_it_was_trained_in_is_told(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """As a run on FSDP2 has it that was saved in bfloat16, before its weights were held in fp32."""
-
-    def made(dtype: torch.dtype) -> tuple[nn.Module, torch.optim.Optimizer]:
-        model = nn.Linear(2, 2, dtype=dtype)
-        return model, torch.optim.AdamW(model.parameters())
-
-    zerostart.save_state(tmp_path / "state", *made(torch.bfloat16))
-    for dtype, told in ((torch.bfloat16, False), (torch.float32, True)):
-        zerostart.load_state(tmp_path / "state", *made(dtype))
-        assert ("was trained in torch.bfloat16, but is in torch.float32 now" in caplog.text) is told
-
-
 def test_a_wrong_generation_configuration_does_not_stop_a_state(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

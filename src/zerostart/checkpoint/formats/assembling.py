@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -13,7 +14,6 @@ from zerostart.checkpoint.formats.inert_pickle import MAX_DIMENSIONS
 from zerostart.checkpoint.strict_json import DAMAGED, shown
 from zerostart.errors import CheckpointError
 from zerostart.geometry import Piece
-from zerostart.geometry.boxes import row_major_strides
 
 #: What separates the name of an optimizer's state from that of its parameter in ``assembled``.
 STATE = ":"
@@ -54,10 +54,6 @@ class TrainingContents:
     schedule: dict[str, Any] | None = None
     #: Other names of weights, and the names that they are stored under.
     ties: dict[str, str] = field(default_factory=dict)
-    #: Those of the weights that are buffers; None where nothing says so.
-    buffers: frozenset[str] | None = None
-    #: The dtype in which the model computes, of whose weights there are masters; empty where nothing says so.
-    computing: str = ""
 
     def add(self, entries: Iterable[TensorEntry]) -> None:
         """Note stored tensors."""
@@ -142,131 +138,47 @@ def _check_dtype(name: str, dtype: str, entry: TensorEntry) -> None:
         )
 
 
-#: Most pairs of pieces of one tensor that are compared, where no shorter way says that they tile it.
+#: Maximum number of pairs of pieces of one tensor that are compared.
 _MOST_PAIRS = 1 << 22
 
 
-# The one place that proves that what a format has found is whole: a reader may be wrong about a damaged
-# directory, and memory that nothing wrote is never taken for weights.
-def check_whole(
-    tensors: Mapping[str, TensorEntry], assembled: Mapping[str, Assembled], sizes: Sequence[int]
-) -> None:
-    """Raise CheckpointError, naming the tensor, unless everything lies where it is said to.
-
-    That is: each stored tensor inside its file, of which ``sizes`` has the bytes; each piece inside the
-    tensor that it is of and inside the one that it fills; and the pieces of a tensor tile its shape.
-    """
-    for entry in tensors.values():
-        _check_stored(entry, sizes)
+# Memory that nothing wrote is never taken for weights, however wrong a reader is about a damaged directory.
+def check_whole(assembled: Mapping[str, Assembled]) -> None:
+    """Raise CheckpointError, naming the tensor, unless the pieces of each tensor tile its shape."""
     for tensor in assembled.values():
-        _check_assembled(tensor, tensors)
-
-
-def _check_stored(entry: TensorEntry, sizes: Sequence[int]) -> None:
-    strides = row_major_strides(entry.shape) if entry.strides is None else entry.strides
-    right = (
-        entry.dtype in DTYPE_BITS
-        and 0 <= entry.file < len(sizes)
-        and len(strides) == len(entry.shape)
-        and entry.offset >= 0
-        and all(size >= 0 for size in entry.shape)
-        and all(stride >= 0 for stride in strides)
-    )
-    if not right:
-        raise CheckpointError(f"tensor {shown(entry.name)} has an impossible offset, shape or strides")
-    if not entry.numel:
-        return
-    span = 1 + sum((size - 1) * stride for size, stride in zip(entry.shape, strides, strict=True))
-    if entry.offset + span * DTYPE_BITS[entry.dtype] // 8 > sizes[entry.file]:
-        raise CheckpointError(
-            f"tensor {shown(entry.name)} reaches beyond the end of its file: the file is truncated or damaged"
-        )
-
-
-def _check_assembled(tensor: Assembled, tensors: Mapping[str, TensorEntry]) -> None:
-    shape, name = tensor.shape, shown(tensor.name)
-    if any(type(size) is not int or size < 0 for size in shape):
-        raise CheckpointError(f"tensor {name} has an invalid shape")
-    for piece in tensor.pieces:
-        ends = [at + size for at, size in zip(piece.origin, piece.extent, strict=True)]
-        if len(ends) != len(shape) or any(
-            at < 0 or end > size for at, end, size in zip(piece.origin, ends, shape, strict=True)
-        ):
+        shape, name = tensor.shape, shown(tensor.name)
+        for piece in tensor.pieces:
+            sizes = zip(piece.origin, piece.extent, shape, strict=True)
+            if any(at < 0 or at + count > size for at, count, size in sizes):
+                raise CheckpointError(
+                    f"tensor {name} of shape {list(shape)} has a part that lies outside that shape"
+                )
+        # As many elements as the shape has, and none twice: then every element is there.
+        have = sum(piece.numel for piece in tensor.pieces)
+        if have != prod(shape):
             raise CheckpointError(
-                f"tensor {name} of shape {list(shape)} has a part that lies outside that shape"
+                f"tensor {name} has {prod(shape)} elements, but the files hold {have}: a file is missing, "
+                "is there twice, or belongs to another job"
             )
-        if not _within_source(piece, tensor.dtype, tensors):
-            raise CheckpointError(f"a part of tensor {name} lies outside the data that is stored for it")
-    # As many elements as the shape has, and none twice: then every element is there.
-    have = sum(piece.numel for piece in tensor.pieces)
-    if have != prod(shape):
-        raise CheckpointError(
-            f"tensor {name} has {prod(shape)} elements, but the files hold {have}: a file is missing, "
-            "is there twice, or belongs to another job"
-        )
-    if len(tensor.pieces) > 1 and not _apart(tensor.pieces, shape):
-        raise CheckpointError(
-            f"two parts of tensor {name} fill the same elements, and other elements stay empty: the "
-            "files belong to two jobs, or are damaged"
-        )
+        if len(tensor.pieces) > 1 and not _apart(tensor.pieces):
+            raise CheckpointError(
+                f"two parts of tensor {name} fill the same elements, and other elements stay empty: the "
+                "files belong to two jobs, or are damaged"
+            )
 
 
-def _within_source(piece: Piece, dtype: str, tensors: Mapping[str, TensorEntry]) -> bool:
-    """Whether every address of a piece is one of a stored tensor of ``dtype``."""
-    unit = piece.unit
-    if piece.offset < 0 or unit < 1:
-        return False
-    # The highest tensor of the run and the highest address in it that any element of the piece has.
-    number, last = divmod(piece.offset, unit)
-    for size, stride in (digit for axis in piece.axes for digit in axis):
-        if stride < 0:
-            return False
-        if stride >= unit:  # from tensor to tensor
-            if stride % unit:
-                return False
-            number += (size - 1) * (stride // unit)
-        else:
-            last += (size - 1) * stride
-    if last >= unit or number >= len(piece.source):
-        return False
-    for source in piece.source:
-        entry = tensors.get(str(source))
-        if entry is None or entry.dtype != dtype or not entry.numel:
-            return False
-        if unit > entry.pieces[0].unit:
-            return False
-    return True
-
-
-def _apart(pieces: Sequence[Piece], shape: Sequence[int]) -> bool:
-    """Whether no two of the pieces, which lie inside the shape, have an element in common."""
-    from zerostart.geometry.tiling import tiles  # numpy, which a catalog alone does without
-
-    strides = row_major_strides(shape)
-    boxes = [(piece.origin, piece.extent) for piece in pieces]
-    fragments = [
-        (sum(map(_times, origin, strides)), tuple(zip(extent, strides, strict=True)))
-        for origin, extent in boxes
-    ]
-    if tiles(fragments, prod(shape)):
-        return True
-    # The long way, for boxes whose fragments do not follow each other: no two may meet. In the order of their
-    # first dimension, so that a box is compared with those only that begin before it ends.
-    boxes.sort()
+def _apart(pieces: Sequence[Piece]) -> bool:
+    """Return whether no two of the pieces have an element in common."""
+    # In the order of their first dimension: a box is compared with those that begin before it ends.
+    boxes = sorted((piece.origin, piece.extent) for piece in pieces)
     pairs = 0
     for number, (origin, extent) in enumerate(boxes):
-        for other, size in boxes[number + 1 :]:
+        for other, size in itertools.islice(boxes, number + 1, None):
             if origin and other[0] >= origin[0] + extent[0]:
                 break
-            # Bounded, since a hostile directory may hold millions of boxes: what would take longer is
-            # refused.
             pairs += 1
-            if pairs > _MOST_PAIRS:
+            if pairs > _MOST_PAIRS:  # a hostile directory may hold millions of boxes
                 return False
             if all(a < b + m and b < a + n for a, n, b, m in zip(origin, extent, other, size, strict=True)):
                 return False
     return True
-
-
-def _times(a: int, b: int) -> int:
-    return a * b

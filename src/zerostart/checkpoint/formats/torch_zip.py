@@ -156,10 +156,6 @@ class TorchArchive:
             name, dtype, tensor.shape, file_index, offset, count * width, strides, before, same_as
         )
 
-    def storages(self, count: int) -> list[tuple[int, int]]:
-        """Return offset and bytes of the first ``count`` storages, as ``torch.save`` numbers them."""
-        return [self._storage(f"number {number}", str(number)) for number in range(count)]
-
     def _storage(self, name: str, key: str) -> tuple[int, int]:
         if key not in self._found:
             record = f"{self._prefix}data/{key}"

@@ -58,11 +58,6 @@ class PartFiles:
         self._states: list[FileState] = []
         self.reading = self.record = ""
 
-    @property
-    def sizes(self) -> list[int]:
-        """The lengths of the files, in bytes."""
-        return [one.size for one in self._states]
-
     def storage(self) -> Storage:
         """What the files are read by. Raises ReadError."""
         return LocalFiles.known(self.paths, self._states)
@@ -237,7 +232,7 @@ def _read(place: Path, format_: TrainingFormat, files: PartFiles) -> TrainingCon
     contents = format_.read(place, files)
     # From here on what is wrong is of the directory, and of no one file.
     files.reading, files.record = str(place), ""
-    check_whole(contents.tensors, contents.assembled, files.sizes)
+    check_whole(contents.assembled)
     return contents
 
 

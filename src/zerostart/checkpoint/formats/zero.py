@@ -16,7 +16,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from zerostart.checkpoint.catalog import TORCH_NAMES, TensorEntry
+from zerostart.checkpoint.catalog import TensorEntry
 from zerostart.checkpoint.formats.assembling import (
     STATE,
     ParameterGroup,
@@ -309,10 +309,6 @@ class ModelStates:
     plain: Mapping[str, TensorEntry]
     #: Other names of parameters.
     shared: Mapping[str, str]
-    #: Those of ``plain`` that are buffers.
-    buffers: frozenset[str]
-    #: The dtype of the trained parameters as the model has them; empty where there are none.
-    computing: str
     counters: Mapping[str, Any]
     schedule: dict[str, Any] | None
 
@@ -330,8 +326,6 @@ class ModelStates:
             engine=dict(self.counters),
             schedule=self.schedule,
             ties=dict(self.shared),
-            buffers=self.buffers,
-            computing=self.computing,
         )
         found.add(self.plain.values())
         for name, entry in self.plain.items():
@@ -402,17 +396,9 @@ def read_model_states(directory: Path, files: PartFiles) -> ModelStates:
         ),
         plain=_placed({name: t for name, t in module.items() if name in plain}, place, "whole "),
         shared=tied,
-        buffers=frozenset(buffers),
-        computing=_computing(module, groups),
         counters={name: value[name] for name in _COUNTERS if type(value.get(name)) is int},
         schedule=value["lr_scheduler"] if isinstance(value.get("lr_scheduler"), dict) else None,
     )
-
-
-def _computing(module: Mapping[str, object], groups: Sequence[Mapping[str, object]]) -> str:
-    """The dtype of the first trained parameter: at stage 3 of an empty tensor in its place."""
-    first = next((module.get(name) for group in groups for name in group), None)
-    return TORCH_NAMES.get(first.dtype, "") if type(first) is StoredTensor else ""
 
 
 def by_rank(directory: Path, pattern: re.Pattern[str]) -> list[Path]:

@@ -37,11 +37,10 @@ from zerostart.state.resuming.background import finish_last
 from zerostart.state.resuming.document import OTHERS, foreign_state, read_document
 from zerostart.state.resuming.local_states import LOCAL, check_local, restored_local
 from zerostart.state.resuming.optimizer import (
-    check_own,
     check_rule,
+    check_saveable,
     optimizers_of,
     restore_groups,
-    restore_own,
     restored_moments,
 )
 from zerostart.state.resuming.training_state import (
@@ -164,8 +163,6 @@ def restore_state(
             if stepped:
                 _check_optimizers(training, saved, world)
             wanted = [*_parameters(training, saved, world), *_beside(beside, saved)]
-            if stepped and world.rank == 0:
-                _tell_of_dtypes(training, saved)
         # Room only; both are filled by the same reads as everything else.
         extra, rows = _extra(saved), _random_rows(saved) if stepped else {}
         # From here on the optimizer is changed: what could be refused has been.
@@ -188,8 +185,6 @@ def restore_state(
         with world.phase("restoring counters and random states"):
             if counters:
                 _restore_engine(training, saved, extra, stepped)
-            if stepped:
-                restore_own(training.steps, saved.document["optimizer"], extra)
             _restore_around(training, saved, extra)
             _restore_modules(training, saved, extra)
             _restore_random(saved, rows, world)
@@ -232,11 +227,11 @@ def _check_optimizers(training: LiveTraining, saved: Saved, world: World) -> Non
     document = saved.document["optimizer"]
     if training.steps and not document:
         raise ConfigError(f"{saved.path} was saved without an optimizer; leave optimizer out")
+    check_saveable(training)
     for optimizer in optimizers_of(training.steps):
         check_rule(optimizer, document)
     with_gradients = bool(_with_gradients(saved))
     training.state.check_window(saved.document["engine"], with_gradients, str(saved.path))
-    check_own(training.steps, document)
     check_local(training, document, world)
 
 
@@ -257,30 +252,6 @@ def _parameters(training: LiveTraining, saved: Saved, world: World) -> list[_Wan
         shard = whole_shard(name, buffer, world)
         wanted.append((f"{MODEL}/{name}", shard.layout, shard.storage))
     return wanted
-
-
-def _tell_of_dtypes(training: LiveTraining, saved: Saved) -> None:
-    """Say so where what is stepped has another dtype than it was saved in, and is rounded at other steps."""
-    shards, left_out, stored = training.shards, saved.document["left_out"], saved.stored
-    other = {
-        name: (before, now)
-        for name in training.stepped_parameters.keys() - left_out
-        for now in [shards[name].storage.dtype]
-        for before in [dtype_of(stored[_source(name, now, saved)])]
-        if before != now
-    }
-    if other:
-        name = min(other)
-        before, now = other[name]
-        logger.warning(
-            "%s was trained in %s, but is in %s now (%s, with %d more): training continues in the "
-            "new dtype, and its results will differ",
-            saved.path,
-            before,
-            now,
-            name,
-            len(other) - 1,
-        )
 
 
 def _beside(beside: Sequence[StateTensor], saved: Saved) -> list[_Wanted]:

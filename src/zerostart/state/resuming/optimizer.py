@@ -18,8 +18,8 @@ from zerostart.engines import Stepped
 from zerostart.errors import CheckpointError, ConfigError
 from zerostart.live.training import LiveTraining, StateTensor, is_number, share_of
 from zerostart.recipe import spelling
-from zerostart.state.resuming.values import decoded, dtype_of, encoded, encoded_whole
-from zerostart.upstream.torch.optimizer_values import inner_optimizers, own_values, set_own_values
+from zerostart.state.resuming.values import decoded, dtype_of, encoded
+from zerostart.upstream.torch.optimizer_values import inner_optimizers, own_values
 from zerostart.upstream.torch.stepped import computes, rule_of
 
 logger = logging.getLogger("zerostart")
@@ -34,6 +34,7 @@ def optimizer_document(training: LiveTraining) -> dict[str, object]:
     steps = training.steps
     if not steps:
         return {}
+    check_saveable(training)
     numbers: dict[str, dict[str, tuple[Any, list[str]]]] = {}
     groups: dict[int, list[str]] = {}
     for step in steps:
@@ -247,78 +248,29 @@ def _set(
             group[key] = new if same or not isinstance(new, torch.Tensor) else new.item()
 
 
-# What an optimizer keeps beside the states of its parameters: kept with it, or refused by name.
-
-#: What its class adds to a state dict, and what lies in its ``state`` under no parameter.
-_VALUES, _STATE = "values", "state"
-
-
-def own_of(training: LiveTraining, tensors: dict[str, torch.Tensor]) -> object:
-    """What the optimizers keep beside, each by its place among them, as ``encoded_whole`` has it.
-
-    Raises ConfigError for what would be lost.
-    """
-    steps = training.steps
-    found = {}
-    for number, optimizer in enumerate(optimizers_of(steps)):
-        check_alone(optimizer)
-        own = own_values(optimizer)
-        state = {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
-        if not training.state.owns_optimizer:
-            stepped = {id(step.tensor) for step in steps}
-            others = [k for k, v in optimizer.state.items() if isinstance(k, torch.Tensor) and v]
-            if any(id(key) not in stepped for key in others):
+def check_saveable(training: LiveTraining) -> None:
+    """Raise ConfigError for an optimizer that keeps more than the states of its parameters."""
+    stepped = {id(step.tensor) for step in training.steps}
+    for optimizer in optimizers_of(training.steps):
+        name = type(optimizer).__name__
+        for attribute, inner in inner_optimizers(optimizer).items():
+            raise ConfigError(
+                f"the optimizer {name} wraps another one, a {type(inner).__name__}, in its attribute "
+                f"{attribute}, whose state would not be saved: pass the inner one as optimizer and the state "
+                "of the outer one in extra, or train with one optimizer"
+            )
+        for key, value in optimizer.state.items():
+            known = isinstance(key, torch.Tensor) and (training.state.owns_optimizer or id(key) in stepped)
+            if value and not known:
                 raise ConfigError(
-                    f"the optimizer {type(optimizer).__name__} has state for a tensor that is in none of "
-                    "its groups, and it would be lost: remove it from optimizer.state, or add the tensor "
-                    "to a group"
+                    f"the optimizer {name} has state for a tensor that is in none of its groups, and it "
+                    "would be lost: remove it from optimizer.state, or add the tensor to a group"
                 )
-        if own or state:
-            # By place: optimizers of a run have no names, and their order is that of the steps.
-            found[str(number)] = {_VALUES: own, _STATE: state}
-    return encoded_whole(found, "optimizer", tensors) if found else {}
-
-
-def check_alone(optimizer: torch.optim.Optimizer) -> None:
-    """Raise ConfigError for an optimizer around another one, of which two states would have to be kept."""
-    for name, inner in inner_optimizers(optimizer).items():
-        raise ConfigError(
-            f"the optimizer {type(optimizer).__name__} wraps another one, a "
-            f"{type(inner).__name__}, in its attribute {name}, whose state would not be saved: "
-            "pass the inner one as optimizer and the state of the outer one in extra, or train "
-            "with one optimizer"
-        )
-
-
-def check_own(steps: Sequence[Stepped], document: JsonMapping) -> None:
-    """Raise CheckpointError unless the running optimizers take what the saved ones kept beside.
-
-    ConfigError for an optimizer around another one.
-    """
-    optimizers = optimizers_of(steps)
-    for optimizer in optimizers:
-        check_alone(optimizer)
-    if document.get("own") and any(class_of(one) != document["class"] for one in optimizers):
-        raise CheckpointError(
-            f"the state was saved by {document['class']}, which has values of its own beside the "
-            "states of parameters, and another class cannot resume it: resume with the optimizer "
-            "that it was saved with"
-        )
-
-
-def restore_own(
-    steps: Sequence[Stepped], document: Mapping[str, object], tensors: Mapping[str, torch.Tensor]
-) -> None:
-    """Give the optimizers what ``own_of`` had of them."""
-    found = decoded(document.get("own", {}), tensors)
-    for number, optimizer in enumerate(optimizers_of(steps)):
-        # What is there under no parameter is of steps since the optimizer was made, not of the saved run.
-        for key in [key for key in optimizer.state if not isinstance(key, torch.Tensor)]:
-            del optimizer.state[key]
-        if str(number) in found:
-            optimizer.state.update(found[str(number)][_STATE])
-            if found[str(number)][_VALUES]:
-                set_own_values(optimizer, found[str(number)][_VALUES])
+        if own := own_values(optimizer):
+            raise ConfigError(
+                f"the optimizer {name} has values of its own in its state_dict() ({', '.join(own)}), which "
+                "would be lost: use another optimizer, or save them in extra with a class without them"
+            )
 
 
 def optimizers_of(steps: Sequence[Stepped]) -> list[torch.optim.Optimizer]:

@@ -72,8 +72,7 @@ def _check_alike(content: Content, world: World) -> None:
     names = zlib.crc32(repr((content.model[0], content.state[0])).encode())
     groups = [group["parameters"] for group in content.document["optimizer"].get("groups", ())]
     stepped = zlib.crc32(repr((content.document["optimizer"].get("class"), groups)).encode())
-    own = content.document["optimizer"].get("own")
-    extra = checksum([content.document["extra"], own], content.whole)
+    extra = checksum(content.document["extra"], content.whole)
     # Ranks with other tensors (gradients, states) would be at another place, and hear of it.
     place = f"saving the tensors with the checksum {names:08x} and the optimizer with {stepped:08x}"
     told = world.all_gather_object(extra, place)

@@ -36,7 +36,7 @@ from zerostart.live.model import LiveModel
 from zerostart.live.training import LiveTraining, StateTensor
 from zerostart.recipe import spelling
 from zerostart.state.resuming.local_states import LOCAL, local_states
-from zerostart.state.resuming.optimizer import optimizer_document, own_of
+from zerostart.state.resuming.optimizer import optimizer_document
 from zerostart.state.resuming.values import encoded_whole
 from zerostart.state.saving.writing import Entry, Outgoing, plain
 
@@ -112,8 +112,6 @@ def collected(
         "engine": _engine(training.state, tensors),
         "extra": encoded_whole(extra, "extra", tensors),
     }
-    if own := own_of(training, tensors):
-        document["optimizer"]["own"] = own
     if of_ranks:
         document["optimizer"][LOCAL] = of_ranks
     document["around"] = encoded_whole(training.wrapper_buffers, "around", tensors)

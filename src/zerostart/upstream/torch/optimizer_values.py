@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -37,13 +36,6 @@ def own_values(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
             f"the optimizer {type(optimizer).__name__} cannot be saved, because its state_dict() "
             f"fails ({error})"
         ) from error
-
-
-def set_own_values(optimizer: torch.optim.Optimizer, values: Mapping[str, Any]) -> None:
-    """Have the class's own ``load_state_dict`` take ``values``; states and groups stay as they are."""
-    shell = _shell(optimizer)
-    shell.load_state_dict({**shell.state_dict(), **values})
-    vars(optimizer).update({key: value for key, value in vars(shell).items() if key not in _COMMON})
 
 
 def _shell(optimizer: torch.optim.Optimizer) -> Any:
