@@ -47,7 +47,7 @@ def gradient_checkpoint(
         >>> x.grad.tolist()
         [4.0, 4.0, 4.0]
     """
-    from zerostart.engines.activation.gradient_checkpoint import checkpointed
+    from zerostart.engines.gradient_checkpoint import checkpointed
 
     made: Result = checkpointed(function, args, kwargs, offload)
     return made
@@ -83,7 +83,7 @@ def checkpoint_blocks(
         ('0', '2')
     """
     check_arguments(checkpoint_blocks, locals(), collective=False)
-    from zerostart.engines.activation.gradient_checkpoint import checkpoint_blocks as checkpoint
+    from zerostart.engines.gradient_checkpoint import checkpoint_blocks as checkpoint
 
     return checkpoint(model, blocks, offload, every)
 

@@ -1,8 +1,7 @@
-"""Places where a model keeps tensors that no state dict knows: attributes, and whatever these hold.
+"""Places where a model keeps tensors that no state dict knows: attributes, and what these hold.
 
-Lists, tuples, dictionaries and their keys, sets, plain objects, closures, partial functions, bound methods
-and weak references are looked into, and modules that a module holds without registering them. A place can
-be given another tensor, also within what cannot be changed: that is then made anew where it is held.
+Lists, tuples, dictionaries, plain objects, weak references and unregistered modules are looked into. A place
+can be given another tensor, also in a tuple or a weak reference, which is then made anew where it is held.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import functools
 import types
 import weakref
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -41,7 +40,6 @@ _REGISTERED = frozenset(("_parameters", "_buffers", "_modules", "_non_persistent
 #: What holds nothing.
 _ATOMS: tuple[type, ...] = (str, bytes, int, float, complex, type(None), type, types.ModuleType)
 _ATOMS += (torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, torch.Generator)
-_METHODS = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
 
 
 def registered(module: nn.Module, leaf: str, path: str) -> Slot:
@@ -70,7 +68,7 @@ def tensor_slots(model: nn.Module) -> Iterator[Slot]:
                     waiting += _attributes(value, Slot(slot.path, slot.get, slot.set, hidden=True))
             # What cannot be changed in place is entered each time it is met: every place that holds it has to
             # be given a new one.
-            elif isinstance(value, (tuple, frozenset, weakref.ref, *_METHODS)) or _first(value, seen):
+            elif isinstance(value, (tuple, weakref.ref)) or _first(value, seen):
                 waiting += _inside(slot, value)
 
 
@@ -84,27 +82,19 @@ def _first(value: object, seen: dict[int, object]) -> bool:
 
 def _empty(value: object) -> bool:
     # Instances of other classes may have attributes besides.
-    return isinstance(value, _ATOMS) or (type(value) in (dict, OrderedDict, list, tuple, set) and not value)
+    return isinstance(value, _ATOMS) or (type(value) in (dict, OrderedDict, list, tuple) and not value)
 
 
 def _inside(slot: Slot, value: object) -> list[Slot]:
     """The places in what lies in ``slot``, but for those that hold nothing."""
     if isinstance(value, dict):
         return [*_entries(slot, value), *_state(slot, value)]
-    if isinstance(value, (list, deque)):
+    if isinstance(value, list):
         return [_item(slot, i) for i, held in enumerate(value) if not _empty(held)] + [*_state(slot, value)]
     if isinstance(value, tuple):
         return [_part(slot, i) for i, held in enumerate(value) if not _empty(held)]
-    if isinstance(value, (set, frozenset)):
-        return [_element(slot, held) for held in value if not _empty(held)]
     if isinstance(value, weakref.ref):
         return [] if value() is None else [_referent(slot)]
-    if isinstance(value, _METHODS):
-        return [] if _empty(value.__self__) else [_owner(slot)]
-    if isinstance(value, functools.partial):
-        return _arguments(slot, value)
-    if isinstance(value, types.FunctionType):
-        return [*_captured(slot, value), *_state(slot, value)]
     return list(_state(slot, value))
 
 
@@ -136,17 +126,10 @@ def _put(owner: object, leaf: str, value: object) -> None:
 
 
 def _state(slot: Slot, value: object) -> Iterator[Slot]:
-    """The attributes of an object, those in ``__slots__`` included."""
+    """The attributes of an object."""
     for leaf, held in list(_dictionary(value).items()):
         if not _empty(held):
             yield _attribute(slot, leaf)
-    # Each class of the MRO has slots of its own; ``vars`` alone does not have their values.
-    for kind in type(value).__mro__:
-        named = vars(kind).get("__slots__", ())
-        for leaf in (named,) if isinstance(named, str) else tuple(named):
-            member = vars(kind).get(leaf)
-            if isinstance(member, types.MemberDescriptorType) and not _empty(getattr(value, leaf, None)):
-                yield _member(slot, member)
 
 
 def _attribute(slot: Slot, leaf: str) -> Slot:
@@ -155,20 +138,10 @@ def _attribute(slot: Slot, leaf: str) -> Slot:
     )
 
 
-def _member(slot: Slot, member: types.MemberDescriptorType) -> Slot:
-    return slot.within(
-        f".{member.__name__}",
-        lambda: member.__get__(slot.get()),
-        lambda new: member.__set__(slot.get(), new),
-    )
-
-
 def _entries(slot: Slot, value: dict[object, object]) -> Iterator[Slot]:
     for key, held in list(value.items()):
         if not _empty(held):
             yield slot.within(f"[{key!r}]" if isinstance(key, (str, int)) else "[...]", *_entry(slot, key))
-        if not _empty(key):
-            yield _key(slot, key)
 
 
 def _entry(slot: Slot, key: object) -> tuple[Callable[[], Any], Callable[[object], None]]:
@@ -177,21 +150,6 @@ def _entry(slot: Slot, key: object) -> tuple[Callable[[], Any], Callable[[object
 
 def _item(slot: Slot, number: int) -> Slot:
     return slot.within(f"[{number}]", *_entry(slot, number))
-
-
-def _key(slot: Slot, key: object) -> Slot:
-    """The key of an entry; the order of the entries stays."""
-    now = [key]
-
-    def put(new: object) -> None:
-        held = slot.get()
-        # Emptied and filled again: a key replaced in place would go to the end.
-        entries = [(new if k is now[0] else k, v) for k, v in held.items()]
-        held.clear()
-        held.update(entries)
-        now[0] = new
-
-    return slot.within(".keys()", lambda: now[0], put)
 
 
 def _part(slot: Slot, number: int) -> Slot:
@@ -204,77 +162,8 @@ def _part(slot: Slot, number: int) -> Slot:
     return slot.within(f"[{number}]", lambda: slot.get()[number], put)
 
 
-def _element(slot: Slot, element: object) -> Slot:
-    now = [element]
-
-    def put(new: object) -> None:
-        held = slot.get()
-        if isinstance(held, frozenset):
-            slot.set(type(held)(new if e is now[0] else e for e in held))
-        else:
-            # By identity and hash of the old element, which ``now`` remembers: the set has no other name for
-            # the place.
-            held.discard(now[0])
-            held.add(new)
-        now[0] = new
-
-    return slot.within("{...}", lambda: now[0], put)
-
-
 def _referent(slot: Slot) -> Slot:
     def put(new: object) -> None:
-        old = slot.get()
-        # Of a ``WeakValueDictionary``, which finds the entry by the key when the value goes.
-        if isinstance(old, weakref.KeyedRef):
-            slot.set(weakref.KeyedRef(new, old.__callback__, old.key))
-        else:
-            slot.set(type(old)(new, old.__callback__))
+        slot.set(type(slot.get())(new, slot.get().__callback__))
 
     return slot.within("()", lambda: slot.get()(), put)
-
-
-def _owner(slot: Slot) -> Slot:
-    """What a method is bound to."""
-
-    def put(new: object) -> None:
-        # A bound method cannot be rebound: the new object is asked for its own of that name.
-        slot.set(getattr(new, slot.get().__name__))
-
-    return slot.within(".__self__", lambda: slot.get().__self__, put)
-
-
-def _arguments(slot: Slot, value: functools.partial[object]) -> list[Slot]:
-    """What a partial function holds; it is changed in place, since others may hold it too."""
-
-    def held() -> list[Any]:
-        return [value.func, value.args, value.keywords, value.__dict__]
-
-    def put(number: int, new: object) -> None:
-        state = held()
-        state[number] = new
-        changed: Any = value
-        changed.__setstate__(tuple(state))
-
-    def place(number: int, suffix: str) -> Slot:
-        return slot.within(suffix, lambda: held()[number], functools.partial(put, number))
-
-    named = enumerate((".func", ".args", ".keywords"))
-    return [place(number, suffix) for number, suffix in named if not _empty(held()[number])]
-
-
-def _captured(slot: Slot, function: types.FunctionType) -> Iterator[Slot]:
-    """What a function closes over, and its defaults."""
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        try:
-            empty = _empty(cell.cell_contents)
-        except ValueError:  # not assigned yet
-            continue
-        if not empty:
-            yield _own(slot, f"<{name}>", cell, "cell_contents")
-    for leaf in ("__defaults__", "__kwdefaults__"):
-        if not _empty(getattr(function, leaf)):
-            yield _own(slot, f".{leaf}", function, leaf)
-
-
-def _own(slot: Slot, suffix: str, owner: object, leaf: str) -> Slot:
-    return slot.within(suffix, lambda: getattr(owner, leaf), functools.partial(setattr, owner, leaf))

@@ -9,6 +9,7 @@ the second run finds in it what the first has found.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, MutableSequence, Sequence
@@ -23,7 +24,6 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.utils import checkpoint as torch_checkpoint
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
-from zerostart.engines.activation.host_copies import on_host
 from zerostart.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -46,8 +46,33 @@ def checkpointed(
     # DeepSpeed's own is asked for by the user; it has no place for what goes to the host.
     if not offload and engine is not None and engine.checkpointing.is_configured():
         return call.through_deepspeed(engine.checkpointing.checkpoint)
-    with on_host(offload):
+    hooks = torch.autograd.graph.saved_tensors_hooks(_Saved, _Saved.value)
+    with hooks if offload else contextlib.nullcontext():
         return torch_checkpoint.checkpoint(call.run, *call.tensors, use_reentrant=False)
+
+
+class _Saved:
+    """An input of a checkpoint: a trained activation of a device in host memory, all else where it is."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._device, self._tensor, self._version = tensor.device, tensor, tensor._version
+        # What needs no gradient is the caller's, for all layers alike, and parameters are the model's.
+        parameter = isinstance(tensor, nn.Parameter)
+        if tensor.device.type != "cpu" and tensor.requires_grad and not parameter:
+            self._tensor = torch.empty_like(tensor, device="cpu", pin_memory=True)
+            # On the stream that computes: what is written to the tensor later comes after the copy.
+            self._tensor.copy_(tensor.detach(), non_blocking=True)
+            self._version = self._tensor._version
+
+    def value(self) -> torch.Tensor:
+        """Return the tensor on its device. Raises ConfigError if it was written to since."""
+        if self._tensor._version != self._version:
+            raise ConfigError(
+                f"a tensor of shape {tuple(self._tensor.shape)} was an input of gradient checkpointing and "
+                "was changed in place before the backward, which computes from it again; let the function "
+                "write to a clone()"
+            )
+        return self._tensor.to(self._device, non_blocking=True)
 
 
 class _SavedLast(torch.autograd.Function):

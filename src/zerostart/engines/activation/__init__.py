@@ -1,1 +1,0 @@
-"""Activation checkpointing on every engine."""
