@@ -70,7 +70,9 @@ _cpuinfo.get_cpu_info()
 # The one operation that DeepSpeed has on a CPU. Compiled here if it is not yet: ranks that compile it side by
 # side wait for each other, and one that is killed meanwhile leaves a lock.
 if os.environ.get("DS_ACCELERATOR") == "cpu":
-    importlib.import_module("zerostart.upstream.torch.extensions").load_operations(("ShareMemCommBuilder",))
+    importlib.import_module("zerostart.upstream.deepspeed.zero3.partitions").load_operations(
+        ("ShareMemCommBuilder",)
+    )
 
 # The collector looks at every object that it knows, and so has each page of them copied: half a second a rank
 # for each of the collections in ``deepspeed.initialize``.

@@ -28,7 +28,7 @@ from zerostart.loading.arguments import (
     dtype_of,
 )
 from zerostart.loading.placement import Placement
-from zerostart.pipelines import drop_components, load_pipeline, synced
+from zerostart.pipelines import drop_components, load_pipeline
 from zerostart.refit.verbs import refit, weight_source
 from zerostart.state.verbs import (
     convert,
@@ -72,7 +72,6 @@ __all__ = [
     "Placement",
     "load_pipeline",
     "drop_components",
-    "synced",
     "gradient_checkpoint",
     "checkpoint_blocks",
 ]

@@ -1,13 +1,12 @@
-"""Whole diffusers pipelines: ``load``, ``Placement``, ``drop`` and ``synced``.
+"""Whole diffusers pipelines: ``load``, ``Placement`` and ``drop``.
 
-``zerostart`` has them under longer names: ``load_pipeline``, ``Placement``, ``drop_components``, ``synced``.
+``zerostart`` has them under longer names: ``load_pipeline``, ``Placement``, ``drop_components``.
 Nothing heavy is imported before one is called.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 from zerostart.loading.arguments import check_arguments, checked_arguments, config_of, dtype_of
@@ -18,11 +17,10 @@ if TYPE_CHECKING:
 
     import torch
     from diffusers import DiffusionPipeline
-    from torch import nn
 
     from zerostart.loading.arguments import EngineConfig
 
-__all__ = ["Placement", "drop", "drop_components", "load", "load_pipeline", "synced"]
+__all__ = ["Placement", "drop", "drop_components", "load", "load_pipeline"]
 
 
 def load_pipeline(
@@ -128,36 +126,6 @@ def drop_components(pipe: DiffusionPipeline, *names: str) -> tuple[str, ...]:
     from zerostart.integrations.diffusers.pipelines import drop_components as drop
 
     return drop(pipe, *names)
-
-
-def synced(pipe: DiffusionPipeline | nn.Module) -> AbstractContextManager[None]:
-    """Context manager in which ranks may call the sharded models of ``pipe`` independently; collective.
-
-    Prompts of other lengths, other numbers of steps, an autoencoder that one rank runs alone: who is not
-    calling what another rank calls runs it along, with inputs that it is sent, and who has done waits for the
-    others at the end. Every such call takes one message of all ranks more, and the time of a call on each.
-    For results, not for gradients. Without it ranks make the same calls in the same order.
-
-    Args:
-        pipe: what ``load_pipeline`` has returned, or a module with loaded models (a pipeline of DiffSynth's).
-
-    Raises:
-        ZerostartError: the same type and text on every rank. ConfigError where nothing of it is in shards,
-            EngineError for a call that needs gradients, or whose arguments cannot be sent.
-
-    Example:
-        >>> import torch, zerostart
-        >>> linear = lambda: torch.nn.Linear(2, 3)
-        >>> model = zerostart.load(linear().state_dict(), linear, engine="fsdp2", progress=False)
-        >>> with zerostart.synced(model), torch.no_grad():
-        ...     made = model(torch.ones(1, 2))
-        >>> made.shape
-        torch.Size([1, 3])
-    """
-    check_arguments(synced, {"pipe": pipe})
-    from zerostart.integrations.diffusers.synced import take_turns
-
-    return take_turns(pipe)
 
 
 load = load_pipeline

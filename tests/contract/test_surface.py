@@ -82,7 +82,7 @@ def test_only_finished_verbs_are_there() -> None:
     """A verb that is not asked for yet is absent, not a stub."""
     verbs = {name for name in zerostart.__all__ if inspect.isfunction(getattr(zerostart, name))}
     started = {"disable", "enable", "enabled", "load", "plan", "report"}
-    started |= {"checkpoint_blocks", "drop_components", "gradient_checkpoint", "load_pipeline", "synced"}
+    started |= {"checkpoint_blocks", "drop_components", "gradient_checkpoint", "load_pipeline"}
     assert verbs == started | {"diff", "digest", "full_tensors", "gathered", "save", "verify"} | {
         "convert",
         "load_state",

@@ -138,31 +138,3 @@ def is_tensors(value: Any) -> bool:
 def test_a_family_in_shards_is_as_diffsynth_loads_and_runs_it(key: str, setting: str, tmp_path: Path) -> None:
     for lines in run_ranks(checked, 2, key, setting, str(tmp_path)):
         assert lines == []
-
-
-class Pipe(nn.Module):
-    """As DiffSynth's pipelines: a module that has the models, which are called one by one."""
-
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.model = model
-
-
-def called(key: str, setting: str, folder: str) -> list[str]:
-    """What differs of three calls on rank 0, and one on rank 1, from those of the unsharded model."""
-    alone, model = loaded(key, setting, folder)
-    family, pipe, lines = FAMILIES[key], Pipe(model.requires_grad_(False)), list[str]()
-    started(SETTINGS[setting]["engine"], pipe)
-    with torch.no_grad(), zerostart.synced(pipe):
-        wanted = kept(family.call(alone))
-        for _ in range(3 - 2 * torch.distributed.get_rank()):
-            lines += differing(kept(family.call(pipe.model)), wanted)
-    return lines
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("key", ["wan2.1 t2v", "flux.1", "wan2.1 vae"])
-def test_each_rank_has_what_it_has_alone(key: str, setting: str, tmp_path: Path) -> None:
-    """One rank calls the model oftener than the other, in parts, in zerostart.synced."""
-    assert run_ranks(called, 2, key, setting, str(tmp_path)) == [[], []]

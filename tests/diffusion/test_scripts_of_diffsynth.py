@@ -196,7 +196,9 @@ def test_two_stages(family: str, made: Path, tmp_path: Path) -> None:
 
 
 def build_adam() -> None:
-    importlib.import_module("zerostart.upstream.torch.extensions").load_operations(("CPUAdamBuilder",))
+    importlib.import_module("zerostart.upstream.deepspeed.zero3.partitions").load_operations(
+        ("CPUAdamBuilder",)
+    )
 
 
 @pytest.fixture(scope="module")

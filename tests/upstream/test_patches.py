@@ -195,18 +195,14 @@ def test_nothing_is_left_of_a_model_and_its_engine(stage: int, checkpoints: Tiny
     saving |= {"inject_adapter", "enable_adapters"}
     saving |= {"check_deepspeed_zero3_enabled", "_collect_token_weights"}
     saving |= {"_maybe_expand_transformer_param_shape_or_error_", "_maybe_expand_lora_state_dict"}
-    saving |= {"_get_in_out_features", "jit_load"}
+    saving |= {"_get_in_out_features"}
     if stage == 3:
-        # The second and third of GatheredParameters.
         assert loaded == saving | {
             "_configure_expert_parallel",
             "_get_trainable_parameter_groups",
-            "__enter__",
             "_no_gather_coalesced",
-            "_exit",
-            "module_state_dict",
         }
-        assert started > loaded
+        assert started == loaded
     else:
         starts = {"__init__", "_broadcast_model", "_configure_optimizer"}
         assert loaded == started == saving | starts

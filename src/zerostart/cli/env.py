@@ -84,7 +84,6 @@ def _found(check: bool) -> dict[str, Any]:
             {"owner": use.owner, "names": use.names, "why": use.why, "misfit": _misfit(use)} for use in uses
         ],
         "devices": _devices(check),
-        "left_locks": _left_locks() if check else None,
         "python": platform.python_version(),
         "platform": platform.platform(),
     }
@@ -111,13 +110,6 @@ def _misfit(use: Use) -> str:
             return use.misfit()
         except Exception as error:  # An import may fail with anything; it is what is asked for.
             return f"{use.library.name} cannot be imported: {error}"
-
-
-def _left_locks() -> list[str]:
-    """Files that stop DeepSpeed's compiles, which killed ones have left."""
-    from zerostart.upstream.torch.extensions import left_locks
-
-    return [str(lock) for lock in left_locks()]
 
 
 def _devices(check: bool) -> dict[str, object]:
@@ -176,9 +168,6 @@ def _print(found: dict[str, Any], check: bool) -> None:
     console.print(Text(f"Python {found['python']}, {found['platform']}"))
     console.print(Text(f"{devices['cores']:g} cores, {memory}, {accelerators}"))
     console.print(_libraries(found))
-    for lock in found["left_locks"] or ():
-        remark = "nobody compiles there, but without zerostart DeepSpeed waits for this file without end"
-        console.print(Text(f"{lock}: {remark}; remove it", style="red"))
     for use in found["uses"]:
         if use["misfit"]:
             console.print(Text(f"{use['misfit']} ({use['why']})", style="red"))

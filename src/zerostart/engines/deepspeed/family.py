@@ -251,18 +251,14 @@ class ZeroThree(DeepSpeed):
         """See ``Engine``; the methods need nothing, as each module gathers its own parameters."""
         from zerostart.engines.deepspeed.calls import keep_calls
         from zerostart.upstream.deepspeed.construction import keep_stage
-        from zerostart.upstream.deepspeed.state_dicts import keep_from_loss
 
         keep_calls(model)
         keep_stage(model, self.title, {3}.__contains__)
-        keep_from_loss(model, list(model.parameters()))
 
     def synchronize_added(self, model: nn.Module, added: Sequence[nn.Parameter]) -> None:
         """See ``Engine``; ``deepspeed.initialize`` partitions them, and each rank gives a part of its own."""
         from zerostart.engines.training import with_first_values
-        from zerostart.upstream.deepspeed.state_dicts import keep_from_loss
 
-        keep_from_loss(model, added)
         # Where a mesh cuts parameters, ranks have different ones, and rank 0's values are not everybody's.
         if not self.mesh.parallel:
             with_first_values(lambda: added)

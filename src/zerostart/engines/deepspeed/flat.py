@@ -26,10 +26,9 @@ from zerostart.geometry.layout.flat import FlatGroup, FlatRules
 from zerostart.transfer.meter import free_bytes
 from zerostart.transfer.rearrange import Segment, in_place, rearrange
 from zerostart.upstream.deepspeed.construction import restore_hooks
-from zerostart.upstream.deepspeed.zero3.partitions import import_deepspeed
+from zerostart.upstream.deepspeed.zero3.partitions import import_deepspeed, load_operations
 from zerostart.upstream.deepspeed.zero12 import buffers as upstream
 from zerostart.upstream.deepspeed.zero12.marks import RunReader
-from zerostart.upstream.torch.extensions import compiling, load_operations
 from zerostart.upstream.torch.tensors import storage_users
 
 logger = logging.getLogger("zerostart")
@@ -201,7 +200,6 @@ class FlatShards(FlatBufferShards):
 
     def finish(self, model: nn.Module) -> int:
         """As it is everywhere; gradients that are partial on each rank are summed by the new parameters."""
-        compiling.hold(model)
         received = super().finish(model)
         restore_hooks(model)
         return received

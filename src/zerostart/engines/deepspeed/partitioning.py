@@ -27,10 +27,7 @@ from zerostart.upstream.deepspeed.construction import restore_hooks
 from zerostart.upstream.deepspeed.types import DeepSpeedConfig
 from zerostart.upstream.deepspeed.zero3 import nvme
 from zerostart.upstream.deepspeed.zero3 import partitions as upstream
-from zerostart.upstream.deepspeed.zero3.gathering import check_outside, note_loaded
-from zerostart.upstream.deepspeed.zero3.optimizer import called
-from zerostart.upstream.deepspeed.zero3.partitions import mark_leaves
-from zerostart.upstream.torch.extensions import compiling, load_operations
+from zerostart.upstream.deepspeed.zero3.partitions import load_operations, mark_leaves
 
 #: Builders of the operations of DeepSpeed's that are compiled at first use: of its layer, and of swapping.
 OPERATIONS = ("ShareMemCommBuilder", "AsyncIOBuilder")
@@ -123,12 +120,9 @@ class PartitionMaker:
 
         Gradients that are partial on each rank are summed by the new parameters.
         """
-        # deepspeed.initialize compiles the optimizer's operation, long after the load.
-        compiling.hold(model)
         if self._swapped:
             nvme.write_through(self._init, self._swapped)
         restore_hooks(model)
-        model.register_load_state_dict_post_hook(note_loaded)  # type: ignore[no-untyped-call]
         return 0
 
     def _check_frozen(self, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -171,11 +165,7 @@ def holders_of(ranks: Sequence[int], world_size: int) -> tuple[int, int]:
 
 
 def current_shards(model: nn.Module) -> dict[str, Shard]:
-    """The ZeRO-3 partitions of ``model`` as they are now.
-
-    Raises ConfigError for parameters that were changed in place outside of what gathers them.
-    """
-    check_outside(model.parameters(), called)
+    """Return the ZeRO-3 partitions of ``model`` as they are now."""
     shards = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         state = upstream.partition_of(parameter)

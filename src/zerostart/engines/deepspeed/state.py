@@ -25,7 +25,7 @@ from zerostart.errors import ConfigError, EngineError
 from zerostart.upstream.deepspeed.state import editing
 from zerostart.upstream.deepspeed.state import engine as upstream
 from zerostart.upstream.deepspeed.state import steps as optimizers
-from zerostart.upstream.deepspeed.zero3 import gathering
+from zerostart.upstream.deepspeed.zero3.partitions import is_gathered
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
@@ -117,7 +117,7 @@ class DeepSpeedStateEngine(StateEngine):
     @classmethod
     def is_gathered(cls, parameter: torch.Tensor) -> bool:
         """Inside ``GatheredParameters``, whose modifier's values are kept, or nobody's."""
-        return gathering.is_gathered(parameter)
+        return is_gathered(parameter)
 
     @classmethod
     def check_editable(cls, parameter: torch.Tensor, name: str) -> None:

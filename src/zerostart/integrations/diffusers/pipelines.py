@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 import weakref
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,9 +17,8 @@ from zerostart.checkpoint.formats.pipeline import Component, components
 from zerostart.checkpoint.source import resolve_source
 from zerostart.checkpoint.strict_json import read_json
 from zerostart.checkpoint.usual_names import PIPELINE_INDEX
-from zerostart.distributed.world import default_device, joined_world
+from zerostart.distributed.world import default_device, is_lost, joined_world
 from zerostart.errors import CheckpointError, ConfigError
-from zerostart.integrations.diffusers.synced import explain_waiting
 from zerostart.integrations.later_calls import serve_saving
 from zerostart.live.model import record_of
 from zerostart.loading.offload import load_offloaded, release
@@ -181,7 +182,7 @@ def _placed(
         engine = record_of(model).engine
         engine.make_callable(model)
         if not engine.replicates_parameters:
-            explain_waiting(component.name, model)
+            _explain_waiting(component.name, model)
     return model
 
 
@@ -194,3 +195,21 @@ def _window(request: PipelineRequest, device: torch.device, taken: int) -> Windo
             "it, shard more of them, or place more of them 'offload'"
         )
     return Window(0 if limit is None else limit - taken, device)
+
+
+def _explain_waiting(name: str, model: nn.Module) -> None:
+    """Have the time-out of a rank that waits for the others in the sharded ``model`` say what to do."""
+
+    def after(path: str, module: nn.Module, args: object, output: object) -> None:
+        error = sys.exception()
+        # Modules are left from the inside to the outside: the innermost adds the note, the others find it
+        # there.
+        if isinstance(error, RuntimeError) and is_lost(error) and not getattr(error, "__notes__", None):
+            error.add_note(
+                f"This rank was in {path} of the sharded component {name}, for which all ranks have to be "
+                "there: make the same calls on each, or make them inside zerostart.synced(pipe), or place "
+                f"{name} 'replicate' or 'offload'"
+            )
+
+    for path, module in model.named_modules():
+        module.register_forward_hook(functools.partial(after, path or type(model).__name__), always_call=True)

@@ -90,15 +90,8 @@ def _split(client: Any, parameters: Sequence[Any]) -> tuple[object, object]:
     return client, parameters
 
 
-# Optimizers for DeepSpeed whose parameter groups are of one kind each: of experts alone, of one load alone.
-# DeepSpeed's ZeRO stages 1 and 2 partition a group of experts over other ranks than the rest, and keep a
-# group in one flat buffer. A client's group with several kinds becomes several there. The client's own
-# optimizer keeps its groups as they are, dictionaries and their number included: what was made on them (a
-# scheduler, a logger) goes on working, and reaches all parts.
-#
-# Used of ``torch.optim.Optimizer``: its attributes ``param_groups`` and ``state``, hooks of a single
-# optimizer around ``step`` and after ``load_state_dict``, and two names on an instance that ``LRScheduler``
-# knows: ``step``, which it wraps, and ``_opt_called``, which tells it that steps come before its own.
+# Optimizers whose parameter groups are of one kind each: of experts, or of one load. The client's own
+# optimizer keeps the number of its groups, so that a scheduler made on it goes on working.
 
 
 class Kind(NamedTuple):
@@ -118,71 +111,60 @@ _OWN = frozenset({"params", "param_names", "moe", "name"})
 _LISTS = ("params", "param_names")
 
 
-class _Follower(dict[str, Any]):
-    """A group whose settings follow those of another, the ``leader``, when these are changed from outside.
-
-    What a step of the optimizer itself notes in its groups (such as a count of steps) is each one's own.
-    """
-
-    def __init__(self, leader: ParameterGroup, own: ParameterGroup) -> None:
-        # A real dictionary with all keys: torch copies, iterates and pickles groups without asking.
-        super().__init__({**leader, **own})
-        self._leader = leader
-        self._seen: ParameterGroup = {}
-        self.settle()
-
-    def follow(self) -> None:
-        """Take what was changed in the leader since."""
-        for key, value in self._leader.items():
-            # By identity: a scheduler puts a new number there; a count that a step keeps here must not be
-            # overwritten.
-            if key not in _OWN and not (key in self._seen and self._seen[key] is value):
-                super().__setitem__(key, value)
-        self.settle()
-
-    def settle(self) -> None:
-        """Regard the leader's settings as they are now as known."""
-        self._seen = dict(self._leader)
-
-    def __getitem__(self, key: str) -> object:
-        self.follow()
-        return super().__getitem__(key)
-
-    def get(self, key: str, default: Any = None) -> Any:
-        self.follow()
-        return super().get(key, default)
-
-    def items(self) -> Any:
-        self.follow()
-        return super().items()
-
-    def values(self) -> Any:
-        self.follow()
-        return super().values()
-
-
 def split_groups(groups: Sequence[ParameterGroup], kind_of: KindOf) -> list[ParameterGroup]:
     """New groups in the place of ``groups``: of each its parts, experts last."""
     return [{**group, **part} for group in groups for part in _parts(group, kind_of)]
 
 
 def split_optimizer(client: torch.optim.Optimizer, kind_of: KindOf) -> torch.optim.Optimizer:
-    """``client``, or an optimizer with its state and hooks that has a group for each part of a client's.
+    """Return ``client``, or an optimizer with its state and hooks that has a group for each part.
 
-    Groups of experts alone are named as such in place.
+    The first part stays the client's own dictionary, which schedulers and loggers refer to. The settings of
+    the other parts follow it. Groups of experts alone are named as such in place.
     """
     groups: list[ParameterGroup] = []
-    leaders: dict[int, int] = {}
+    followers: list[tuple[ParameterGroup, ParameterGroup, ParameterGroup]] = []
     for group in client.param_groups:
-        # The first part stays the client's own dictionary, which schedulers and loggers refer to.
         first, *others = _parts(group, kind_of) or [{}]
-        leader = len(groups)
         groups.append(group)
         for part in others:
-            leaders[len(groups)] = leader
-            groups.append(_Follower(group, part))
+            groups.append({**group, **part})
+            followers.append((groups[-1], group, dict(group)))
         group.update(first)
-    return _twin(client, groups, leaders) if leaders else client
+    if not followers:
+        return client
+    # Not by its constructor, whose arguments are unknown. State, defaults and hooks are the client's objects.
+    split: Any = object.__new__(type(client))
+    vars(split).update({name: value for name, value in vars(client).items() if name != "step"})
+    split.param_groups = list(groups)
+    owner: Any = client  # Held by the hooks: some optimizers free what they share when they end.
+
+    def follow(*_: object) -> None:
+        """Take the settings that a scheduler has changed in the leaders; a step's own counts stay."""
+        for follower, leader, seen in followers:
+            changed = {k: v for k, v in leader.items() if k not in _OWN and seen.get(k, _OWN) is not v}
+            follower.update(changed)
+            seen.update(leader)
+
+    def settle(*_: object) -> None:
+        owner._opt_called = True  # A scheduler of the client warns otherwise.
+        for _, leader, seen in followers:
+            seen.update(leader)
+
+    def loaded(optimizer: torch.optim.Optimizer) -> None:
+        if optimizer is split:
+            # Loading makes other dictionaries; schedulers refer to these.
+            for kept, new in zip(groups, split.param_groups, strict=True):
+                kept.update(new)
+            split.param_groups[:] = groups
+            owner.state = split.state
+
+    split._zerostart_follow = follow
+    split.register_step_pre_hook(follow)
+    split.register_step_post_hook(settle)
+    split.register_load_state_dict_post_hook(loaded)
+    made: torch.optim.Optimizer = split
+    return made
 
 
 def _parts(group: ParameterGroup, kind_of: KindOf) -> list[ParameterGroup]:
@@ -206,50 +188,3 @@ def _parts(group: ParameterGroup, kind_of: KindOf) -> list[ParameterGroup]:
 
 def _is_of_experts(kind: Kind) -> bool:
     return kind.expert is not None
-
-
-def _twin(
-    client: torch.optim.Optimizer, groups: list[ParameterGroup], leaders: dict[int, int]
-) -> torch.optim.Optimizer:
-    """An optimizer of the client's class, with its state and hooks, and with ``groups``.
-
-    ``leaders`` has the number of the group that a group, by its number, was split from.
-    """
-    # Not by its constructor, whose arguments are not known. State, defaults and hooks are the client's own
-    # objects.
-    twin: Any = object.__new__(type(client))
-    vars(twin).update({name: value for name, value in vars(client).items() if name != "step"})
-    twin.param_groups = groups
-    owner: Any = client  # Held by the hooks: some optimizers free what they share with the twin at their end.
-
-    def before(*_: object) -> None:
-        for group in followers():
-            group.follow()
-
-    def after(*_: object) -> None:
-        # A scheduler on the client warns otherwise that it was stepped before its optimizer.
-        owner._opt_called = True
-        for group in followers():
-            group.settle()
-
-    def loaded(optimizer: torch.optim.Optimizer) -> None:
-        if optimizer is not twin:
-            return
-        for number, leader in leaders.items():
-            # Loading has made plain dictionaries of all groups, whose settings would no longer follow.
-            twin.param_groups[number] = _Follower(twin.param_groups[leader], twin.param_groups[number])
-        current[:] = twin.param_groups
-        owner.state = twin.state
-        owner.param_groups = [group for n, group in enumerate(twin.param_groups) if n not in leaders]
-
-    # A list of its own: DeepSpeed steps one group at a time, and sets ``param_groups`` to it meanwhile.
-    current = list(groups)
-
-    def followers() -> list[_Follower]:
-        return [group for group in current if isinstance(group, _Follower)]
-
-    twin.register_step_pre_hook(before)
-    twin.register_step_post_hook(after)
-    twin.register_load_state_dict_post_hook(loaded)
-    made: torch.optim.Optimizer = twin
-    return made

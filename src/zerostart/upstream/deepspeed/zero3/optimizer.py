@@ -20,9 +20,10 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,11 +31,9 @@ import torch
 from zerostart.errors import EngineError
 from zerostart.upstream.deepspeed.state.masters import follow_partition, tell_changed
 from zerostart.upstream.deepspeed.zero3 import start as starting
-from zerostart.upstream.deepspeed.zero3.gathering import aligning, check_step, watching
-from zerostart.upstream.deepspeed.zero3.gathering import note as note_edits
 from zerostart.upstream.deepspeed.zero3.partitions import require
-from zerostart.upstream.guard import Use, demand
-from zerostart.upstream.patches import RefCountedPatches, Ticket, replaced
+from zerostart.upstream.guard import Use, demand, misfit
+from zerostart.upstream.patches import RefCountedPatches, Ticket, replaced, when_imported
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -62,13 +61,19 @@ _SUBCLASS = Use(
     _OPTIMIZER,
     "_get_parameter_partitions, _set_fp16_partitioned_groups_flat, "
     "_create_param_groups_fp16_flat_cpu_memory, _create_fp32_partitions, "
-    "initialize_optimizer_states, create_reduce_and_remove_grad_hooks, offload_states, step, "
+    "initialize_optimizer_states, create_reduce_and_remove_grad_hooks, offload_states, "
     "_create_fp16_partitions_with_defragmentation, _setup_for_real_optimizer, .dp_process_group, "
     ".dtype, .fp16_groups, .fp16_partitioned_groups, .fp16_partitioned_groups_flat, "
     ".fp32_partitioned_groups_flat, .lp_param_buffer, .master_weights_and_grads_dtype, .module, "
     ".offload_optimizer, .offload_param, .param_groups_fp16_flat_cpu_memory, "
     ".params_in_nvme_and_cpu, .swap_optimizer, .trainable_param_groups",
     "overridden by our subclass: sub-groups of several dtypes, masters read from the checkpoint",
+)
+_MODULE = "deepspeed.runtime.zero.partition_parameters"
+_GATHER = Use(
+    _MODULE,
+    "_no_gather_coalesced",
+    "experts that one rank has alone begin at a multiple of 16 bytes, which grouped kernels want",
 )
 TOUCHED = (
     _ENTRY,
@@ -115,20 +120,8 @@ def mark(
 ) -> None:
     """Have the optimizer that gets ``parameter`` take it by the rules of this module, while it lives."""
     require_stage3()
-    held = (_held.ticket(), watch.ticket(), aligned.ticket())
+    held = (_held.ticket(), _aligned.ticket())
     setattr(parameter, _ATTRIBUTE, Mark(name, reader, arrange, held, load))
-    note_edits((parameter,))
-
-
-def called(parameter: Any) -> str:
-    """The name of a marked parameter, or what DeepSpeed calls another one."""
-    found = _mark_of(parameter)
-    return f"parameter {parameter.ds_id} of shape {list(parameter.ds_shape)}" if found is None else found.name
-
-
-#: RefCountedPatches while a marked parameter lives, or by others.
-watch = watching(called)
-aligned = aligning(lambda parameter: _mark_of(parameter) is not None)
 
 
 def _enter(stack: ExitStack) -> None:
@@ -153,6 +146,40 @@ def _enter(stack: ExitStack) -> None:
 
 
 _held = RefCountedPatches(_enter)
+
+#: Alignment of addresses in bytes that TMA requires (CUDA's programming guide).
+_ALIGNMENT = 16
+
+
+def _enter_aligning(stack: ExitStack) -> None:
+    later = stack.enter_context(ExitStack())
+    stack.callback(when_imported(_MODULE, functools.partial(_align, later)))
+
+
+def _align(stack: ExitStack, module: ModuleType) -> None:
+    """Copy gathered experts of loaded models that a kernel would refuse for their address.
+
+    On one rank DeepSpeed gathers nothing: a parameter is a view of its one buffer of all partitions. After a
+    small parameter such a view is not aligned, and ``torch._grouped_mm`` refuses it on CUDA.
+    """
+    if misfit((_GATHER,)):
+        return
+    stock = module.__dict__["_no_gather_coalesced"]
+
+    @functools.wraps(stock)
+    def gathered(params: Iterable[ZeroParameter]) -> Any:
+        params = list(params)
+        handle = stock(params)
+        for parameter in params:
+            experts = len(parameter.ds_shape) > 2 and _mark_of(parameter) is not None
+            if experts and parameter.data.data_ptr() % _ALIGNMENT:
+                parameter.data = parameter.data.clone()
+        return handle
+
+    stack.enter_context(replaced(module, "_no_gather_coalesced", gathered))
+
+
+_aligned = RefCountedPatches(_enter_aligning)
 
 
 @functools.cache
@@ -291,12 +318,6 @@ class _Overrides:
                 self._optimizer_states_and_gradient_swap_in(number)
                 self._read_masters([number])
                 self._optimizer_states_and_gradient_swap_out(number)
-
-    def step(self, closure: Callable[[], torch.Tensor] | None = None) -> object:
-        trained = [parameter for group in self.fp16_groups for parameter in group]
-        # Before it: a change that was lost is told before anything is trained on without it.
-        check_step(trained, self.dp_process_group, called)
-        return super().step(closure)  # type: ignore[misc]
 
     def create_reduce_and_remove_grad_hooks(self) -> None:
         trained = [p for group in self.fp16_groups for p in group if _mark_of(p) is not None]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +26,10 @@ if TYPE_CHECKING:
 
     from deepspeed.runtime.zero.partition_parameters import Init
 
-_INIT = "deepspeed.runtime.zero.partition_parameters:Init"
+logger = logging.getLogger("zerostart")
+
+_MODULE = "deepspeed.runtime.zero.partition_parameters"
+_INIT = f"{_MODULE}:Init"
 _CONTEXTS = Use(
     "deepspeed.runtime.zero.partition_parameters",
     "shutdown_init_context, restore_init_context, top_level_context",
@@ -56,7 +61,7 @@ TOUCHED = (
     ),
     Use(
         "deepspeed.runtime.zero.partition_parameters",
-        "free_param, PartitionedParamStatus",
+        "free_param, PartitionedParamStatus, DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR",
         "the placeholder of a parameter is freed, its partition said to be available",
     ),
     _CONTEXTS,
@@ -78,6 +83,38 @@ def import_deepspeed() -> object:
             "install it with `pip install zerostart[deepspeed]`"
         ) from error
     return deepspeed
+
+
+def load_operations(names: Iterable[str]) -> None:
+    """Load DeepSpeed's operations of the builders ``names``; compiles them once.
+
+    Skips what this accelerator does not have. Raises EngineError for an operation that cannot be compiled.
+    """
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator
+    from torch.utils import cpp_extension
+
+    for name in names:
+        builder = get_accelerator().create_op_builder(name)
+        # None: the accelerator has no such operation; not compatible: this machine cannot build it.
+        if builder is None or not deepspeed.ops.__compatible_ops__.get(builder.NAME, False):
+            continue
+        lock = Path(cpp_extension._get_build_directory(builder.name, False), "lock")
+        if hasattr(cpp_extension, "FileBaton") and lock.exists():
+            logger.warning("%s: another process compiles, or was killed; if none runs, remove it", lock)
+        try:
+            builder.load()
+        except (RuntimeError, OSError, ImportError) as error:
+            raise EngineError(
+                f"DeepSpeed's operation {builder.name} cannot be compiled on this machine ({error}); it "
+                "needs a C++ compiler and ninja"
+            ) from error
+
+
+def is_gathered(parameter: torch.Tensor) -> bool:
+    """Return whether ``parameter`` is inside DeepSpeed's ``GatheredParameters``."""
+    module = sys.modules.get(_MODULE)
+    return module is not None and getattr(parameter, module.DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR, 0) > 0
 
 
 @functools.cache
@@ -192,6 +229,8 @@ def _init_config(
     zero = result.setdefault("zero_optimization", {})
     # Also where the configuration says less: this Init is for parameters of stage 3 alone.
     zero["stage"] = 3
+    # DeepSpeed's check for edits in place that GatheredParameters would drop; it synchronises an accelerator.
+    zero.setdefault("enable_sanity_checks", not torch.accelerator.is_available())
     zero.pop("stage3_partition_stream_chunk_size", None)  # Ours to obey; not every version knows it.
     if dtype in (torch.bfloat16, torch.float16):
         result.setdefault("bf16" if dtype is torch.bfloat16 else "fp16", {})["enabled"] = True
