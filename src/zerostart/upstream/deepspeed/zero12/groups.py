@@ -148,7 +148,7 @@ def split_optimizer(client: torch.optim.Optimizer, kind_of: KindOf) -> torch.opt
 
     def settle(*_: object) -> None:
         owner._opt_called = True  # A scheduler of the client warns otherwise.
-        for _, leader, seen in followers:
+        for _follower, leader, seen in followers:
             seen.update(leader)
 
     def loaded(optimizer: torch.optim.Optimizer) -> None:
