@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from zerostart.checkpoint.catalog import TORCH_NAMES
 from zerostart.checkpoint.strict_json import DAMAGED, shown
@@ -169,11 +169,12 @@ def read_inert_pickle(raw: bytes, path: str, weights: bool = False) -> Any:
         ) from error
 
 
-_READ = pickle._Unpickler.dispatch  # type: ignore[attr-defined]
+#: The types that mypy knows of it are those of the unpickler in C.
+_InPython: Any = pickle._Unpickler
 
 
 # The unpickler in C allocates as many entries of its memo as an index says; this one has a dictionary.
-class _Unpickler(pickle._Unpickler):  # type: ignore[name-defined,misc]
+class _Unpickler(_InPython):  # type: ignore[misc]
     def __init__(self, raw: bytes, weights: bool) -> None:
         super().__init__(io.BytesIO(raw))
         self._weights = weights
@@ -214,16 +215,17 @@ class _Unpickler(pickle._Unpickler):  # type: ignore[name-defined,misc]
     def _load_long(self) -> None:
         self.append(int.from_bytes(self.read(self.read(1)[0]), "little", signed=True))
 
-    dispatch = dict.fromkeys(range(256), _refuse)
+    _read: ClassVar[dict[int, Any]] = _InPython.dispatch
+    dispatch: ClassVar[dict[int, Any]] = dict.fromkeys(range(256), _refuse)
     # Instructions of protocol 2, and those that protocols 3 to 5 add.
     for _code in b"(N\x88\x89)]\x85\x86\x87tRbaesu0QKMJGXcqr\x80." + b"\x81\x92\x93\x94\x95\x8c\x8dCB\x8e":
-        dispatch[_code] = _READ[_code]
+        dispatch[_code] = _read[_code]
     for _code in b"hj":
-        dispatch[_code] = lambda self, load=_READ[_code]: self._get(load)  # type: ignore[misc]
+        dispatch[_code] = lambda self, load=_read[_code]: self._get(load)
     dispatch[0x8A] = _load_long
     dispatch[ord("}")] = lambda self: self.append(_Dict())
     # Sets are read as lists: nothing of a stranger is hashed.
-    dispatch[0x8F], dispatch[0x90], dispatch[0x91] = _READ[ord("]")], _READ[ord("e")], _READ[ord("l")]
+    dispatch[0x8F], dispatch[0x90], dispatch[0x91] = _read[ord("]")], _read[ord("e")], _read[ord("l")]
 
 
 def _size(sizes: Any) -> tuple[int, ...]:

@@ -156,6 +156,13 @@ class TorchArchive:
             name, dtype, tensor.shape, file_index, offset, count * width, strides, before, same_as
         )
 
+    def locate_storages(self) -> None:
+        """Locate all storages, so that ``entry`` works after the file is closed."""
+        begin = f"{self._prefix}data/"
+        for record in self._records:
+            if record.startswith(begin):
+                self._storage(record, record.removeprefix(begin))
+
     def _storage(self, name: str, key: str) -> tuple[int, int]:
         if key not in self._found:
             record = f"{self._prefix}data/{key}"

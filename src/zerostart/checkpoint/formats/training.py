@@ -103,47 +103,17 @@ class PartFiles:
         return Scalar(self.number(entry), entry.dtype) if known else None
 
     def torch_file(self, path: Path) -> tuple[object, Placing]:
-        """What a file of ``torch.save`` holds, and what places its tensors."""
+        """Return what a file of ``torch.save`` holds, and the function that places its tensors."""
         with self.opened(path) as (handle, size, number):
             archive = TorchArchive(handle, size, str(path))
             value = archive.value()
-            # By identity: the pickle's tensors are what ``place`` is asked for, under names of the format's
-            # own.
-            entries = {id(tensor): _entry(archive, tensor, number) for tensor in _tensors(value)}
+            archive.locate_storages()
 
         def place(name: str, tensor: StoredTensor) -> TensorEntry:
             self.reading, self.record = str(path), name
-            found = entries[id(tensor)]
-            # Kept until somebody wants the tensor: a file may hold what no load needs and no reader can read.
-            if isinstance(found, CheckpointError):
-                raise found
-            return TensorEntry(
-                name, found.dtype, found.shape, number, found.offset, found.nbytes, found.strides
-            )
+            return archive.entry(name, tensor, number)
 
         return value, place
-
-
-def _entry(archive: TorchArchive, tensor: StoredTensor, number: int) -> TensorEntry | CheckpointError:
-    """Where a tensor lies, or why it cannot be read, which matters only if somebody wants it."""
-    try:
-        return archive.entry("", tensor, number)
-    except CheckpointError as error:
-        return error
-
-
-def _tensors(value: object) -> Iterator[StoredTensor]:
-    """Every tensor in what a pickle holds, in containers of any depth."""
-    seen: set[int] = set()
-    # By a list and not by recursion: a hostile pickle may nest deeper than Python's stack.
-    open_ones = [value]
-    while open_ones:
-        item = open_ones.pop()
-        if type(item) is StoredTensor:
-            yield item
-        elif isinstance(item, (dict, list, tuple)) and id(item) not in seen:
-            seen.add(id(item))
-            open_ones += item.values() if isinstance(item, dict) else item
 
 
 class TrainingFormat(Format):

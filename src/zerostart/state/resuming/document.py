@@ -20,17 +20,18 @@ from zerostart.state.resuming.training_state import FORMAT, MARKER
 from zerostart.state.resuming.values import encoded
 from zerostart.state.saving.writing import Entry
 
-#: What every document has, and of which kind. What came later may be missing, in older ones.
-_FIELDS: dict[str, tuple[type, ...]] = {
-    "world_size": (int,),
-    "ties": (dict,),
-    "left_out": (list,),
-    "optimizer": (dict,),
-    "engine": (dict,),
-    "extra": (object,),
+#: Entries of a document and of its entry ``optimizer``, and the types that they have.
+_FIELDS = {
+    "world_size": int,
+    "ties": dict,
+    "left_out": list,
+    "optimizer": dict,
+    "engine": dict,
+    "extra": object,
 }
-_OPTIMIZER: dict[str, tuple[type, ...]] = {"class": (str,), "numbers": (dict,), "groups": (list,)}
-_LATER: dict[str, tuple[type, ...]] = {"modules": (dict,), "beside": (list,), "around": (dict,)}
+_OPTIMIZER = {"class": str, "numbers": dict, "groups": list}
+#: Entries that a document may lack.
+_OPTIONAL = {"modules": dict, "beside": list, "around": dict}
 #: Bytes of the document for each tensor beside its name: its digest, quotes, indentation; and for each file.
 _PER_TENSOR, _PER_FILE = 48, 4096
 
@@ -64,24 +65,17 @@ def read_document(state: Path) -> dict[str, object]:
             "zerostart"
         )
     check_seal(document, path)
-    _check_fields(path, document, _FIELDS, _LATER, "")
+    optional = {name: kind for name, kind in _OPTIONAL.items() if name in document}
+    _check_fields(path, document, {**_FIELDS, **optional}, "")
     if document["optimizer"]:
-        _check_fields(path, document["optimizer"], _OPTIMIZER, {}, "optimizer.")
+        _check_fields(path, document["optimizer"], _OPTIMIZER, "optimizer.")
     return document
 
 
-def _check_fields(
-    path: Path,
-    document: Mapping[str, object],
-    needed: Mapping[str, tuple[type, ...]],
-    later: Mapping[str, tuple[type, ...]],
-    where: str,
-) -> None:
-    for name, kinds in {**needed, **later}.items():
-        if name not in document and name in later:
-            continue
-        if name not in document or not isinstance(document[name], kinds):
-            what = "no" if name not in document else "another kind of"
+def _check_fields(path: Path, found: Mapping[str, object], fields: Mapping[str, type], where: str) -> None:
+    for name, kind in fields.items():
+        if name not in found or not isinstance(found[name], kind):
+            what = "no" if name not in found else "another kind of"
             raise CheckpointError(
                 f"{path} has {what} entry {where}{name}: it is damaged, or is not the document of a "
                 "training state; use another checkpoint"
