@@ -26,8 +26,8 @@ from zerostart.distributed.world import World
 from zerostart.geometry.layout import flat_partition
 from zerostart.live.report import Report
 from zerostart.recipe import Recipe, SymbolicTensor, Target, torch_dtype
-from zerostart.transfer import MemoryReader, Progress, execute, peer_readers
-from zerostart.transfer.peer_readers import MappingReader
+from zerostart.transfer import MemoryReader, Progress, execute
+from zerostart.transfer.holders import HolderReader
 from zerostart.transfer.planning import Destination, PlanOptions, join
 
 
@@ -346,56 +346,14 @@ def load_odd(what: str, path: Path) -> None:
     zerostart.load(source, model, engine="fsdp2", progress=False)
 
 
-@pytest.mark.parametrize("requests", [1, 16])
-def test_rounds_are_bounded(requests: int) -> None:
-    """Ranks tell no more of their requests at a time than a round takes, and the holder alone."""
-    torch.manual_seed(0)
-    expected = large().state_dict()
-    outcomes = run_ranks(load_in_rounds, 3, requests)
-    for seen, _, told in outcomes:
-        assert differing(seen, expected) == []
-        assert told < 1000  # bytes that all ranks have of each other, of whatever is wanted
-    (lists,) = [lists for _, lists, _ in outcomes if lists]
-    assert len(lists) > 100 / requests
-    assert max(lists) <= max(requests, 2)
-
-
-def load_in_rounds(requests: int) -> tuple[dict[str, torch.Tensor], list[int], int]:
-    peer_readers.ROUND_REQUESTS = requests
-    lists: list[int] = []
-    told = 0
-    received, gathered = peer_readers._lists, World._gathered
-
-    def counted(ranks: Any, world: World) -> Any:
-        found, failed = received(ranks, world)
-        lists.append(sum(len(table) for table in found.values()))
-        return found, failed
-
-    def measured(self: World, during: str, own: torch.Tensor) -> torch.Tensor:
-        nonlocal told
-        rows = gathered(self, during, own)
-        told += rows.nbytes if during == "agreeing who reads what" else 0
-        return rows
-
-    peer_readers._lists, World._gathered = counted, measured
-    torch.manual_seed(0)
-    model = large()
-    tensors = model.state_dict() if dist.get_rank() == 0 else None
-    seen, _ = loaded(tensors, large, "fsdp2", chunk_size=1 << 16)
-    return seen, lists, told
-
-
 @pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("requests", [16, 1 << 16])
-def test_a_rank_that_fails_half_way_keeps_nobody_waiting(requests: int, victim: int) -> None:
-    """It shows in the next round, or at the end."""
-    outcomes = rank_outcomes(load_failing, 3, victim, requests)
+def test_a_rank_that_fails_half_way_keeps_nobody_waiting(victim: int) -> None:
+    outcomes = rank_outcomes(load_failing, 3, victim)
     same_error(outcomes, errors.ZerostartError, f"rank {victim}", "no room")
 
 
-def load_failing(victim: int, requests: int) -> None:
+def load_failing(victim: int) -> None:
     """After the third message, the victim cannot copy any more; the group is whole afterwards."""
-    peer_readers.ROUND_REQUESTS = requests
     count = 0
 
     def failing(self: Any, file: int, offset: int, buffers: Any) -> None:
@@ -405,7 +363,7 @@ def load_failing(victim: int, requests: int) -> None:
             raise MemoryError("no room")
         original(self, file, offset, buffers)
 
-    reader: Any = MemoryReader if victim == 0 else MappingReader
+    reader: Any = MemoryReader if victim == 0 else HolderReader
     original = reader.read
     tensors = large().state_dict() if dist.get_rank() == 0 else None
     if dist.get_rank() == victim:
@@ -430,7 +388,7 @@ def test_a_rank_that_dies_is_noticed(victim: int) -> None:
 
 def load_dying(victim: int) -> None:
     if dist.get_rank() == victim:
-        reader: Any = MemoryReader if victim == 0 else MappingReader
+        reader: Any = MemoryReader if victim == 0 else HolderReader
         reader.read = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     tensors = large().state_dict() if dist.get_rank() == 0 else None
     zerostart.load(tensors, large, engine="fsdp2", progress=False, chunk_size=1 << 16)

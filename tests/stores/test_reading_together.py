@@ -17,7 +17,6 @@ from torch import nn
 import zerostart
 from tests.ranks import Outcome, rank_outcomes, run_ranks
 from tests.stores import proxy, servers
-from zerostart.checkpoint.storage.object_store import ObjectFiles
 from zerostart.distributed.world import current_world
 from zerostart.transfer import collective
 
@@ -63,14 +62,14 @@ def read(url: str, victim: int, shell: str) -> tuple[dict[str, str], float]:
     """A load in which rank ``victim`` has ``shell`` run, with ``$PID``, when it begins to read."""
     begun, world = time.monotonic(), current_world()
     beside: list[subprocess.Popen[bytes]] = []
-    original = collective._own
+    original = collective.execute
 
     def own(*arguments: Any, **options: Any) -> Any:
         if world.rank == victim and not beside:
             beside.append(subprocess.Popen(["sh", "-c", shell], env={**os.environ, "PID": str(os.getpid())}))
         return original(*arguments, **options)
 
-    collective._own = own
+    collective.execute = own
     try:
         model = zerostart.load(
             f"{url}/model.safetensors", network, engine="fsdp2", chunk_size=64 * KiB, progress=False
@@ -138,46 +137,3 @@ def read_little(url: str, weight: torch.Tensor) -> list[torch.Tensor]:
     with torch.inference_mode():
         inferred = load(f"{url}/small.safetensors")
     return [load(f"{url}/small.safetensors"), mapped, inferred]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("inference", [False, True])
-def test_a_slow_rank_with_computed_tensors_is_overtaken(
-    inference: bool, fast_line: str, stored: Path
-) -> None:
-    """What is computed stays with the rank, the rest is read by others; in inference mode too."""
-    expected = {n: halved(n, t) for n, t in load_file(stored / "model.safetensors").items()}
-    seen = run_ranks(read_halved, 3, fast_line, inference)
-    assert seen[0][0].keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert torch.equal(seen[0][0][name], tensor), name
-    given = [report.given_bytes for _, report in seen]
-    assert given[0] > 0 == given[1] == given[2]
-    assert sum(report.read_bytes for _, report in seen) == sum(report.planned_bytes for _, report in seen)
-
-
-def halved(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """A weight of every third layer divided by its largest element: no index map."""
-    return tensor / tensor.abs().max() if name in ("0.weight", "3.weight", "6.weight", "9.weight") else tensor
-
-
-def read_halved(url: str, inference: bool) -> tuple[dict[str, torch.Tensor], Any]:
-    collective.BEHIND_SECONDS, collective.LEAST_BETWEEN = 0.1, 1 << 17
-    fetch = ObjectFiles.fetch
-
-    def slowly(self: ObjectFiles, *arguments: Any) -> None:
-        time.sleep(0.4 if dist.get_rank() == 0 else 0.02)
-        fetch(self, *arguments)
-
-    ObjectFiles.fetch = slowly  # type: ignore[method-assign]
-    with torch.inference_mode(inference):
-        made = zerostart.load(
-            f"{url}/model.safetensors",
-            network,
-            engine="fsdp2",
-            converter=lambda tensors: {name: halved(name, tensor) for name, tensor in tensors.items()},
-            chunk_size=64 * KiB,
-            progress=False,
-        )
-    seen = {name: tensor for name, tensor in zerostart.full_tensors(made) if tensor is not None}
-    return seen, zerostart.report(made)

@@ -149,7 +149,6 @@ def test_memory_limit_caps_an_exchange(file: str, limit: int | None, device: boo
     assert chunk % MIN_CHUNK == 0
     most = limit or (DEVICE_RING if device else RING)
     assert tuning.exchange_bytes(chunk) <= most
-    assert tuning.exchanging(chunk or MIN_CHUNK).ring_bytes <= max(most, MIN_CHUNK)
     assert (chunk == 0) is (limit == MIN_CHUNK or (limit == 600_000 and device))
 
 
@@ -185,11 +184,6 @@ def test_short_requests_to_a_store_are_more_at_a_time(
     told = f"up to {threads} requests of {decimal(nbytes)} on average in flight"
     assert suited.describe() == told
     assert Tuning(2, 8 * MiB).suited(plan) == Tuning(2, 8 * MiB)
-    # What reads for others takes: four chunks and one of its own, and a buffer of each thread.
-    chunks = 5 * 7 * MiB
-    giving = replace(tuning, cold=True, remote=True)
-    assert replace(giving, limit=chunks + 16 * MiB).gives_away
-    assert not replace(giving, limit=chunks + 16 * MiB - 1).gives_away
 
 
 class _Line(Reader):

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 
 from rich.filesize import decimal
 
-from zerostart.distributed.skew import Skew
 from zerostart.engines.residence import Residence
 from zerostart.errors import printable
 
@@ -67,10 +66,6 @@ class Report:
     planned_bytes: int = 0
     #: Bytes that came from other ranks.
     exchanged_bytes: int = 0
-    #: Bytes of this rank's that faster ranks read in its place.
-    given_bytes: int = 0
-    #: For how long the ranks read; None where they did not meet while they read.
-    skew: Skew | None = None
     #: In words, how the bytes were read.
     reading: str = ""
     #: Anonymous host memory.
@@ -95,7 +90,6 @@ class Report:
             + (f" and got {decimal(self.exchanged_bytes)} from other ranks" if self.exchanged_bytes else "")
             + self._rate()
             + (f" ({self.reading})" if self.reading else ""),
-            *([f"  {self.skew}"] if self.skew is not None else []),
             f"  peak memory: {decimal(self.peak_host_bytes)} on the host" + self._on_the_device(),
         ]
         lines += [f"  whole parameters {self.tier}"] if self.tier is not None else []

@@ -14,8 +14,8 @@ from zerostart.geometry.layout import Layout, replicated
 from zerostart.models import Origins, Program
 from zerostart.recipe import Recipe
 from zerostart.transfer import Progress, Tuning
-from zerostart.transfer.collective import TransferStats, execute_together
-from zerostart.transfer.planning import Destination, Plan, ReadStrategy
+from zerostart.transfer.collective import ReadStrategy, TransferStats, execute_together
+from zerostart.transfer.planning import Destination, Plan
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from zerostart.models import Program
 from zerostart.recipe import Recipe
 from zerostart.transfer import PeakMeter, Tuning
 from zerostart.transfer.buffers import release_locked
-from zerostart.transfer.collective import ReadDemand, TransferStats, agree_on_strategy
+from zerostart.transfer.collective import TransferStats, agree_on_strategy
 from zerostart.transfer.planning import join
 from zerostart.upstream.torch.stepped import watch_model
 
@@ -191,19 +191,18 @@ class _Load:
     ) -> TransferStats:
         """Plan the reads, agree with the other ranks on who does them, and read."""
         world, clock = self.world, self.clock
-        with clock.phase("plan"), world.phase("planning"):
-            # 1. Own slices alone, by which a rank tells what it would read and how much.
-            wanted = destinations.wanted()
-            plan = join(prepared.catalog, wanted, tuning.options())
-            own = ReadDemand.of(plan, tuning, request.exchange_of_reads(prepared.engine))
         with clock.phase("plan"):
-            # 2. Collective, outside of a phase: it is itself what ranks meet in.
-            strategy = agree_on_strategy(own, plan, world)
-            if strategy is not None and strategy.once:
-                with world.phase("planning"):
-                    # 3. Again, in chunks that fit the buffers of an exchange, which all ranks have in one
-                    # size.
-                    plan = join(prepared.catalog, wanted, tuning.options(strategy.chunk_size))
+            # 1. Collective, outside of a phase: it is itself what ranks meet in.
+            wanted, storage = destinations.wanted(), prepared.catalog.storage
+            exchange = request.exchange_of_reads(prepared.engine)
+            strategy = agree_on_strategy(wanted, storage, tuning, exchange, world)
+            if strategy is not None and strategy.exchange:
+                # Requests of one size on all ranks, which fit the buffers of an exchange.
+                tuning = replace(tuning, chunk_size=strategy.chunk_size)
+        with clock.phase("plan"), world.phase("planning"):
+            # 2. Planned by each rank for itself.
+            groups = None if strategy is None else strategy.groups
+            plan = join(prepared.catalog, wanted, tuning.options(), groups)
         with clock.phase("read"), world.phase("reading"):
             shown = request.progress and world.rank == 0
             if prepared.values is None:
@@ -251,8 +250,6 @@ class _Load:
             read_bytes=stats.read,
             planned_bytes=stats.planned,
             exchanged_bytes=stats.received,
-            given_bytes=stats.given,
-            skew=stats.skew,
             reading=stats.how,
             peak_host_bytes=self.meter.host_bytes,
             peak_device_bytes=self.meter.device_bytes,

@@ -4,7 +4,7 @@ from zerostart.checkpoint.memory import MemoryReader
 from zerostart.checkpoint.storage import Reader, Rows
 from zerostart.checkpoint.storage.reader import FileReader
 from zerostart.transfer.buffers import Arena, page_locked
-from zerostart.transfer.execute import Progress, ReadQueue, execute
+from zerostart.transfer.execute import Progress, execute
 from zerostart.transfer.meter import PeakMeter
 from zerostart.transfer.staging import bytes_view
 from zerostart.transfer.tuning import MIN_CHUNK, Tuning, tune
@@ -16,7 +16,6 @@ __all__ = [
     "MemoryReader",
     "PeakMeter",
     "Progress",
-    "ReadQueue",
     "Reader",
     "Rows",
     "Tuning",

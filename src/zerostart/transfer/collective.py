@@ -1,174 +1,134 @@
-"""Who reads what: own slices, each byte once and exchanged, or out of a mapping that only some ranks hold."""
+"""Who reads what: each rank its own slices, or replicas a share each, or the ranks that hold a mapping."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
-import math
-import statistics
-import threading
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
-from rich.filesize import decimal
+import torch.distributed as dist
 
+from zerostart.checkpoint.storage import Reader, Rows, Storage
 from zerostart.distributed.machine import machine_name
-from zerostart.distributed.network import network_rate
-from zerostart.distributed.skew import Skew
 from zerostart.distributed.world import World
 from zerostart.errors import ConfigError, ReadError
-from zerostart.transfer import MIN_CHUNK, Progress, Reader, ReadQueue, Rows, Tuning, execute
-from zerostart.transfer.peer_readers import ExchangeReader, MappingReader, serve_others
-from zerostart.transfer.planning import (
-    Machines,
-    Plan,
-    Rates,
-    Read,
-    ReadStrategy,
-    Routes,
-    Tables,
-    Traffic,
-    choose,
-    exchange_schedule,
-    given_away,
-    in_rounds,
-    pieces_within,
-    spans_within,
-    table_of,
-)
+from zerostart.geometry.layout import Layout
+from zerostart.recipe import Recipe
+from zerostart.transfer.execute import Progress, execute
+from zerostart.transfer.holders import HolderReader
+from zerostart.transfer.planning import Batch, Destination, Group, Plan, find_groups, find_levels, make_rounds
+from zerostart.transfer.staging import Staging, bytes_view, make_staging
+from zerostart.transfer.tuning import MIN_CHUNK, Tuning
 
-#: Requests in one round of an exchange, about: each rank knows those of all, some 500 bytes for each.
-ROUND_REQUESTS = 1 << 16
-#: Bytes that a rank reads for others between two agreements, at most (a second or so) and at least.
-BETWEEN, LEAST_BETWEEN = 1 << 30, 32 << 20
-#: A rank that would read on for longer than this share of the time of the one in the middle, and so many
-#: seconds, when that one has ended, gives away what it has not begun.
-BEHIND, BEHIND_SECONDS = 0.2, 1.0
-
-#: How long reads that are under way are waited for where a load fails.
-ENDING_SECONDS = 5.0
+_READING = "reading"
+_EXCHANGING = "exchanging what was read"
+#: Least bytes that a thread reads of a batch.
+LEAST_PART = 1 << 20
 
 
 @dataclass(frozen=True)
 class TransferStats:
-    """What a transfer did on this rank."""
+    """What a transfer did on this rank, in bytes: read and planned to be read, and received from others."""
 
-    #: Bytes that it read, for others too.
     read: int
-    #: Bytes that it was to read.
     planned: int
-    #: Bytes that others sent it.
     received: int = 0
-    #: Bytes that it was to read, and that faster ranks have read in its place.
-    given: int = 0
-    #: For which it read, itself; 0 where nobody asked.
-    seconds: float = 0.0
-    #: Of all ranks; None where nobody met during the transfer.
-    skew: Skew | None = None
-    #: In words, what it did.
     how: str = ""
 
 
 @dataclass(frozen=True)
 class ReadDemand:
-    """What a rank tells of itself before anything is read."""
+    """What a rank tells of itself before ranks agree who reads what."""
 
-    #: Bytes that it wants.
-    nbytes: int
-    #: Bytes that storage gives for them with own slices: whole rows for narrow columns.
-    fetched: int
-    #: Requests that an exchange would have of it.
-    requests: int
-    #: Most bytes of a request in an exchange; 0 where its memory limit leaves no room for one.
-    chunk: int
-    rates: Rates
-    #: Name of its machine: ranks of one share a page cache.
-    machine: str
     #: The caller's argument; None leaves it to be chosen.
     exchange: bool | None
-    #: What its requests have in common with those of ranks that have the same.
-    requests_digest: bytes = b""
+    #: Most bytes of a request in an exchange; 0 where the memory limit leaves no room for one.
+    chunk: int
+    cold: bool
+    #: Whether all machines read from one storage, over a network.
+    remote: bool
     #: Whether a machine's page cache serves its ranks.
-    cached: bool = True
+    cached: bool
+    machine: str
 
     @classmethod
-    def of(cls, plan: Plan, tuning: Tuning, exchange: bool | None, machine: str | None = None) -> ReadDemand:
-        """What a rank with this plan for own slices tells; ``machine`` is this one unless it is named."""
-        chunk = tuning.exchange_chunk
-        nbytes = got = requests = 0
-        for read in plan.reads:
-            nbytes += read.nbytes
-            if read.rows == 1:
-                got += read.nbytes
-                requests += 1
-            else:
-                got += Rows(read.rows, read.nbytes // read.rows, read.stride).fetched(plan.storage.gap)
-                requests += pieces_within(read, chunk or read.nbytes)
-        digest = hashlib.blake2b(table_of(plan.reads).tobytes(), digest_size=16).digest()
-        return cls(
-            nbytes=nbytes,
-            fetched=got,
-            requests=requests,
-            chunk=chunk,
-            rates=tuning.rates,
-            machine=machine or machine_name(),
-            exchange=exchange,
-            requests_digest=digest,
-            cached=plan.storage.cached,
-        )
+    def of(cls, storage: Storage, tuning: Tuning, exchange: bool | None, machine: str) -> ReadDemand:
+        """Describe a rank on this machine."""
+        return cls(exchange, tuning.exchange_chunk, tuning.cold, tuning.remote, storage.cached, machine)
 
 
-def agree_on_strategy(own: ReadDemand, plan: Plan, world: World) -> ReadStrategy | None:
-    """Whether ranks read own slices or once for each other: the same answer on every rank; collective.
+@dataclass(frozen=True)
+class ReadStrategy:
+    """Whether replicas read a share each and exchange what they have read."""
 
-    The slowest rank's rates and rank 0's argument count. If bytes are read once, plan again with the answer's
-    ``chunk_size``. None where there is nothing to choose: one rank, a mapping, no bytes that several ranks
-    want. Raises ConfigError, on all ranks, if what is asked for does not fit the memory limit.
+    exchange: bool
+    #: Whether an argument says so.
+    asked: bool = False
+    #: Most bytes of a request in an exchange.
+    chunk_size: int = 0
+    #: For each destination the ranks that want the same of it.
+    groups: tuple[Group, ...] | None = None
+    #: Groups of one level have no rank in common, and exchange at the same time.
+    levels: tuple[tuple[Group, int], ...] = ()
+
+    def __str__(self) -> str:
+        way = "each byte read once and exchanged" if self.exchange else "own slices"
+        return f"{way} as asked" if self.asked else way
+
+
+def choose_strategy(demands: Sequence[ReadDemand]) -> ReadStrategy:
+    """Choose for ranks with these ``demands``: the same answer on every rank.
+
+    Raises ConfigError for an exchange that is asked for and does not fit the memory limit.
     """
-    # Both are the same on all ranks: who returned here alone would leave the others in the gathering.
-    if world.size == 1 or not plan.storage.worth_exchanging:
-        return None
-    if (rate := network_rate()) is not None:
-        own = replace(own, rates=replace(own.rates, network=rate))
-    return chosen(world.all_gather_object(own, "agreeing who reads what"), sum(plan.sizes))
-
-
-def chosen(wants: Sequence[ReadDemand], stored: int) -> ReadStrategy | None:
-    """The choice for ranks with these ``wants`` of files of ``stored`` bytes; see ``agree_on_strategy``.
-
-    Raises ConfigError for an exchange that is asked for and cannot be.
-    """
-    # Rank 0's argument and the smallest buffer, so that all ranks come to one answer.
-    exchange, chunk = wants[0].exchange, min(want.chunk for want in wants)
-    wanted, got = sum(want.nbytes for want in wants), sum(want.fetched for want in wants)
-    traffic = Traffic(
-        wanted=wanted,
-        differ=min(wanted, stored),
-        most=max(want.nbytes for want in wants),
-        ranks=len(wants),
-        machines=len({want.machine for want in wants}),
-        chunk=chunk,
-        fetched=got,
-        cached=wants[0].cached,
-    )
-    # No byte is wanted twice: to exchange would only add messages.
-    if exchange is None and got <= traffic.differ:
-        return None
-    strategy = choose(traffic, Rates.slowest([want.rates for want in wants]), exchange)
-    if not strategy.once:
-        return strategy
-    if chunk >= MIN_CHUNK:
-        # Ranks that ask for the same have one table between them.
-        requests = sum({want.requests_digest: want.requests for want in wants}.values())
-        return replace(strategy, rounds=max(1, -(-requests // ROUND_REQUESTS)))
-    if exchange:
+    first, chunk = demands[0], min(demand.chunk for demand in demands)
+    exchange = first.exchange
+    if exchange is None:
+        # Ranks of one machine share its page cache: they read nothing twice. Bytes in memory cost nothing.
+        machines = len({demand.machine for demand in demands})
+        shared = not first.cached or (first.remote and machines > 1)
+        exchange = shared and any(demand.cold for demand in demands) and chunk >= MIN_CHUNK
+    elif exchange and chunk < MIN_CHUNK:
         raise ConfigError(
-            "exchange=True needs room for ten buffers of 64 KiB on each rank; raise memory_limit or "
+            "exchange=True needs room for four buffers of 64 KiB on each rank; raise memory_limit or "
             "chunk_size, or leave exchange out"
         )
-    return replace(strategy, once=False, chunk_size=0)
+    return ReadStrategy(exchange, first.exchange is not None, chunk if exchange else 0)
+
+
+def is_shareable(recipe: Recipe, layout: Layout) -> bool:
+    """True if replicas can share the reads of a parameter: nothing of it is calculated."""
+    return not recipe.computed and bool(layout.boxes)
+
+
+def agree_on_strategy(
+    wanted: Sequence[tuple[Recipe, Layout, Destination]],
+    storage: Storage,
+    tuning: Tuning,
+    exchange: bool | None,
+    world: World,
+) -> ReadStrategy | None:
+    """Agree whether replicas read for each other; collective. None where there is nothing to choose."""
+    if world.size == 1 or not storage.worth_exchanging:
+        return None
+    own = ReadDemand.of(storage, tuning, exchange, machine_name())
+    strategy = choose_strategy(world.all_gather_object(own, "agreeing who reads what"))
+    if not strategy.exchange:
+        return strategy
+    keys = [_key(world.rank, *item) for item in wanted]
+    groups = find_groups(world.all_gather_object(keys, "agreeing who reads what"))
+    levels = find_levels(groups.values())
+    return replace(strategy, groups=tuple(groups[key] for key in keys), levels=tuple(sorted(levels.items())))
+
+
+def _key(rank: int, recipe: Recipe, layout: Layout, destination: Destination) -> bytes:
+    """Digest that ranks have in common which want the same of a destination."""
+    own = None if is_shareable(recipe, layout) else rank
+    words = repr((own, destination.name, layout, destination.dtype, destination.direct))
+    return hashlib.blake2b(words.encode(), digest_size=12).digest()
 
 
 def execute_together(
@@ -181,207 +141,183 @@ def execute_together(
 ) -> TransferStats:
     """``transfer.execute`` wherever the bytes are; collective.
 
-    Where ``strategy`` says so, bytes that several ranks want are read by one of them and sent to the others.
-    Raises PeerError if a rank that serves or is served dies, ReadError for bytes that are not as planned.
+    Raises PeerError if another rank dies, ReadError for bytes that are not as planned.
     """
     reader = tuning.reader(plan)
     if len(plan.storage.readers(world.size)) < world.size:
         moved = _from_holder(plan, storages, progress, tuning, world)
-    elif strategy is not None and strategy.once:
-        tuning = tuning.exchanging(plan.chunk_size)
-        reader = tuning.reader(plan)
-        moved = _once(plan, storages, progress, tuning, reader, world, strategy.rounds)
     else:
-        tuning = tuning.suited(plan)
-        gives = tuning.gives_away and not (strategy is not None and strategy.forced)
-        moved = _own(plan, storages, progress, tuning, reader, world, gives)
+        suited = tuning.suited(plan)
+        most = suited.most_threads
+
+        def run(meet: Callable[[bool], bool] | None) -> None:
+            execute(plan, storages, progress, suited.threads, reader, suited.depth, most, meet)
+
+        before = progress.done
+        # Ranks meet while they read: no collective comes to its timeout, and a failure is known soon.
+        run(None if world.size == 1 or not plan.storage.worth_exchanging else _meeting(world))
+        own = progress.done - before
+        planned = plan.read_bytes - sum(r.nbytes for shared in plan.shared for r in shared.reads)
+        moved = TransferStats(own, planned)
+        if strategy is not None and strategy.levels:
+            rounds = _Rounds(plan, storages, progress, tuning, world)
+            sent = rounds.run(dict(strategy.levels))
+            moved = TransferStats(own + sent.read, planned + sent.planned, sent.received)
+        tuning = suited
     if moved.read != moved.planned or progress.done != plan.read_bytes:
         raise ReadError(
             f"{moved.read} bytes were read and {progress.done} delivered, but the plan has "
             f"{moved.planned} and {plan.read_bytes}; this is a bug in zerostart"
         )
     words = [tuning.describe(reader), *([str(strategy)] if strategy is not None else [])]
-    if moved.given:
-        words.append(f"{decimal(moved.given)} of its bytes read by faster ranks")
     return replace(moved, how="; ".join(words))
 
 
-def _own(
-    plan: Plan,
-    storages: Sequence[torch.Tensor],
-    progress: Progress,
-    tuning: Tuning,
-    reader: Reader,
-    world: World,
-    gives: bool,
-) -> TransferStats:
-    """Each rank its own; one that stays far behind the others gives away what it has not begun, if it may."""
-    before, most = progress.done, tuning.most_threads
-    # A read of a store may not come back for long: in a thread of its own it keeps no interrupt waiting.
-    if not plan.storage.worth_exchanging or (world.size == 1 and not tuning.remote):
-        execute(plan, storages, progress, tuning.threads, reader, tuning.depth, most_threads=most)
-        return TransferStats(progress.done - before, plan.read_bytes)
-    queue, begun = ReadQueue(plan), time.perf_counter()
-    device = next((storage.device for storage in storages if storage.device.type != "cpu"), None)
-    if device is not None:
-        # What the caller's stream still does with memory that these storages now have.
-        torch.accelerator.current_stream(device).synchronize()
-    ended: list[float] = []
-    over = threading.Event()
-    inference = torch.is_inference_mode_enabled()  # modes are a thread's own, as its device is
+def _meeting(world: World) -> Callable[[bool], bool]:
+    def meet(has_ended: bool) -> bool:
+        return all(world.all_gather_object(has_ended, _READING))
 
-    def work() -> None:
-        try:
-            if device is not None and device.index is not None:
-                torch.accelerator.set_device_index(device.index)  # each thread has one of its own
-            with torch.inference_mode(inference), torch.no_grad():
-                execute(plan, storages, progress, tuning.threads, reader, tuning.depth, queue, most)
-            ended.append(time.perf_counter() - begun)
-        finally:
-            over.set()
-
-    def told() -> tuple[int, ...]:
-        seconds = ended[0] if ended else time.perf_counter() - begun
-        # Whether it has ended; the bytes of a chunk, if it may give some away; milliseconds; bytes that it
-        # has, and wants; and how much it has not begun, computations without a byte too.
-        moved, chunk = progress.done - before, plan.chunk_size if gives else 0
-        return len(ended), chunk, int(1000 * seconds), moved, plan.read_bytes, len(queue)
-
-    def heard(rows: list[list[int]]) -> None:
-        if _is_behind(rows, world.rank, queue.given_bytes - (progress.done - before)):
-            queue.close()
-
-    try:
-        rows = world.while_working(work, "reading", told, heard, lambda: progress.done)
-    except BaseException:
-        queue.close()
-        # What is under way ends by itself, unless the storage does not answer.
-        over.wait(ENDING_SECONDS)
-        raise
-    moved = TransferStats(
-        progress.done - before,
-        plan.read_bytes,
-        seconds=ended[0],
-        skew=Skew.of([row[2] for row in rows]),
-    )
-    # The same answer on all ranks, since all have the same rows.
-    if not any(row[5] for row in rows):
-        return moved
-    # What was not begun another rank reads, but for reads that would give it more bytes than are wanted.
-    left, computations = queue.left()
-    cut = spans_within(replace(plan, reads=left), plan.chunk_size).reads
-    moving = tuple(read for read in cut if _in_one_run(read, plan))
-    staying = tuple(read for read in cut if not _in_one_run(read, plan))
-    routes = _routes(moving, world)
-    speeds = [1000 * row[3] / max(1, row[2]) for row in rows]
-    steps = given_away(routes.tables, speeds, LEAST_BETWEEN)
-    rest = replace(plan, reads=moving, computations=())
-    sent = ExchangeReader(steps, routes, reader, world, tuning.threads)
-    execute(rest, storages, progress, 1, sent, tuning.depth)
-    # Collective: those that have nothing left meet the others while these end.
-    kept = replace(plan, reads=staying, computations=computations)
-    done = progress.done
-    _own(kept, storages, progress, tuning, reader, world, gives=False)
-    read = moved.read + sent.read_bytes + progress.done - done
-    planned = moved.read + sent.planned_bytes + kept.read_bytes
-    # All that comes from others has been given to them.
-    got = sent.received_bytes
-    return replace(moved, read=read, planned=planned, received=got, given=got)
+    return meet
 
 
-def _is_behind(rows: Sequence[Sequence[int]], rank: int, begun: int) -> bool:
-    """Whether ``rank`` has as much under way as it can read until the others end, and much more to begin.
+class _Rounds:
+    """The exchange of one load, round by round: each rank reads a batch, and its group passes it round."""
 
-    ``begun`` are bytes that it has asked for and not got; rows are as ``_own`` tells them.
-    """
-    # Others take chunks of this rank's size: who has less memory for its buffers has no room for them.
-    chunks = {row[1] for row in rows}
-    if len(chunks) > 1 or chunks == {0} or rows[rank][0]:
-        return False
-    # By when each rank will have read its own, at its rate so far; in milliseconds.
-    ends = [row[2] if row[0] else row[2] * row[4] / row[3] if row[3] else math.inf for row in rows]
-    middle = statistics.median_low(ends)
-    _, _, now, done, _, left = rows[rank]
-    # Before half of that time a rate says little: connections are being made.
-    if not left or now < middle / 2 or ends[rank] - middle < max(BEHIND * middle, 1000 * BEHIND_SECONDS):
-        return False
-    return now >= middle or (done > 0 and now + begun * now / done >= middle)
+    def __init__(
+        self,
+        plan: Plan,
+        storages: Sequence[torch.Tensor],
+        progress: Progress,
+        tuning: Tuning,
+        world: World,
+    ) -> None:
+        self._plan, self._storages, self._progress = plan, storages, progress
+        self._threads, self._world = tuning.threads, world
+        self._reader = tuning.reader(plan)
+        self._device = next((s.device for s in storages if s.device.type != "cpu"), None)
+        self._read = self._planned = self._received = 0
+
+    def run(self, levels: dict[Group, int]) -> TransferStats:
+        """Run the rounds of all levels; collective."""
+        mine = {levels[shared.ranks]: shared for shared in self._plan.shared}
+        rounds: list[list[tuple[Group, list[Batch]]]] = []
+        for level in range(max(levels.values()) + 1):
+            shared = mine.get(level)
+            batches = (
+                make_rounds(shared.reads, self._plan.chunk_size, len(shared.ranks))
+                if shared is not None
+                else []
+            )
+            rounds.append([(shared.ranks, of_round) for of_round in batches] if shared is not None else [])
+        told = self._world.all_gather_object([len(of_level) for of_level in rounds], _EXCHANGING)
+        # Every rank takes part in the rounds of all groups, and has nothing to do in those of others.
+        steps: list[tuple[Group, list[Batch]]] = []
+        for of_level, counts in zip(rounds, zip(*told, strict=True), strict=True):
+            steps += of_level + [((), [])] * (max(counts) - len(of_level))
+        longest = max((batch.nbytes for _, of_round in steps for batch in of_round), default=0)
+        rooms = [torch.empty(longest, dtype=torch.uint8, device="cpu") for _ in range(3)]
+        with (
+            self._reader,
+            ThreadPoolExecutor(self._threads, thread_name_prefix="zerostart-batches") as pool,
+            make_staging(longest, 1, self._device) as staging,
+        ):
+            self._run(steps, rooms, pool, staging)
+        return TransferStats(self._read, self._planned, self._received)
+
+    def _run(
+        self,
+        steps: list[tuple[Group, list[Batch]]],
+        rooms: list[torch.Tensor],
+        pool: ThreadPoolExecutor,
+        staging: Staging,
+    ) -> None:
+        ahead, held, spare = rooms
+        reading = self._begin(steps[0], ahead, pool) if steps else []
+        for number, (group, of_round) in enumerate(steps):
+            failure: BaseException | None = None
+            with self._world.collectives(_EXCHANGING, functools.partial(_finish, reading)):
+                ahead, held = held, ahead
+                # The next batch is read while this one goes round.
+                if number + 1 < len(steps):
+                    reading = self._begin(steps[number + 1], ahead, pool)
+                for batch, room in self._pass_round(group, of_round, held, spare):
+                    # A failure here is told when the ranks meet next: they wait for messages now.
+                    try:
+                        if failure is None:
+                            self._deliver(batch, room, staging)
+                    except BaseException as error:
+                        failure = error
+            if failure is not None:
+                raise failure
+
+    def _begin(
+        self, step: tuple[Group, list[Batch]], room: torch.Tensor, pool: ThreadPoolExecutor
+    ) -> list[Future[None]]:
+        """Have this rank's batch of a step read, a part by each thread."""
+        batch = _own_batch(step, self._world.rank)
+        if batch is None:
+            return []
+        self._planned += batch.nbytes
+        view, at, parts = bytes_view(room), 0, []
+        part = max(LEAST_PART, -(-batch.nbytes // self._threads))
+        for read in batch.reads:
+            place = view[at : at + read.nbytes]
+            at += read.nbytes
+            if read.rows > 1:
+                rows = Rows(read.rows, read.nbytes // read.rows, read.stride)
+                parts.append(
+                    pool.submit(self._reader.gather, read.file, read.offset, rows, place, rows.width)
+                )
+                continue
+            for first in range(0, read.nbytes, part):
+                some = [place[first : first + part]]
+                parts.append(pool.submit(self._reader.read, read.file, read.offset + first, some))
+        self._read += batch.nbytes
+        return parts
+
+    def _pass_round(
+        self, group: Group, of_round: list[Batch], held: torch.Tensor, spare: torch.Tensor
+    ) -> Iterator[tuple[Batch, torch.Tensor]]:
+        """Send each batch on to the next rank of the group, and yield all of them, each in its room."""
+        if not of_round:
+            return
+        size, place = len(group), group.index(self._world.rank)
+        after, before = group[(place + 1) % size], group[place - 1]
+        empty = Batch((), 0)
+        order = [(place - step) % size for step in range(size)]
+        in_turn = [of_round[n] if n < len(of_round) else empty for n in order]
+        for batch, coming in zip(in_turn, [*in_turn[1:], None], strict=True):
+            sending = None
+            if coming is not None and batch.nbytes:
+                sending = dist.isend(held[: batch.nbytes], after, group=self._world.group)
+            if coming is not None and coming.nbytes:
+                dist.recv(spare[: coming.nbytes], before, group=self._world.group)
+                self._received += coming.nbytes
+            yield batch, held
+            if sending is not None:
+                sending.wait()
+            held, spare = spare, held
+
+    def _deliver(self, batch: Batch, room: torch.Tensor, staging: Staging) -> None:
+        at = 0
+        for read in batch.reads:
+            for part in read.parts:
+                staging.put(part, room[at : at + read.nbytes], self._storages[part.target])
+            at += read.nbytes
+        self._progress.advance(batch.nbytes)
 
 
-def _in_one_run(read: Read, plan: Plan) -> bool:
-    """Whether a rank that reads it for another gets no more bytes than the other would, nor than a chunk."""
-    span = read.end - read.offset
-    rows = Rows(read.rows, read.nbytes // read.rows, read.stride)
-    return span <= plan.chunk_size and (read.rows == 1 or rows.fetched(plan.storage.gap) == span)
+def _own_batch(step: tuple[Group, list[Batch]], rank: int) -> Batch | None:
+    group, of_round = step
+    place = group.index(rank) if of_round else 0
+    return of_round[place] if place < len(of_round) else None
 
 
-def _routes(reads: Sequence[Read], world: World) -> Routes:
-    """The requests of every rank, and which machine it is on."""
-    during = "planning the exchange"
-    machines = Machines.of(world.all_gather_object(machine_name(), during))
-    different, of_rank = world.all_gather_different(table_of(reads).tobytes(), during)
-    tables = [np.frombuffer(data, np.int64).reshape(-1, 5) for data in different]
-    return Routes(Tables(tables, of_rank), machines)
-
-
-def _once(
-    plan: Plan,
-    storages: Sequence[torch.Tensor],
-    progress: Progress,
-    tuning: Tuning,
-    reader: Reader,
-    world: World,
-    rounds: int,
-) -> TransferStats:
-    """Round by round, of files that follow each other; see ``_one_round``."""
-    # Nothing longer than one buffer: a region of the exchange is at most two of these.
-    plan = spans_within(plan, plan.chunk_size)
-    total = TransferStats(0, 0)
-    # What has no bytes that others want comes with the last.
-    *first, last = in_rounds(plan.reads, plan.sizes, rounds)
-    parts = [replace(plan, reads=reads, computations=()) for reads in first]
-    for part in [*parts, replace(plan, reads=last)]:
-        moved = _one_round(part, storages, progress, tuning, reader, world)
-        total = TransferStats(
-            read=total.read + moved.read,
-            planned=total.planned + moved.planned,
-            received=total.received + moved.received,
-            given=total.given + moved.given,
-            seconds=total.seconds + moved.seconds,
-        )
-    told = world.all_gather_numbers([int(1000 * total.seconds)], "telling how long ranks read")
-    return replace(total, skew=Skew.of([of_rank for (of_rank,) in told]))
-
-
-def _one_round(
-    plan: Plan,
-    storages: Sequence[torch.Tensor],
-    progress: Progress,
-    tuning: Tuning,
-    reader: Reader,
-    world: World,
-) -> TransferStats:
-    """What no other rank wants, and computations, by all threads; then the rest in the order of steps."""
-    # 1. Every rank works out the same steps from all tables, so that no message needs an announcement.
-    routes = _routes(plan.reads, world)
-    schedule = exchange_schedule(routes.tables, plan.chunk_size, BETWEEN, LEAST_BETWEEN)
-    alone = frozenset(schedule.alone[world.rank])
-    # Computations make their reads in no order that ranks could agree on.
-    own = replace(plan, reads=tuple(r for n, r in enumerate(plan.reads) if n in alone))
-    others = tuple(r for n, r in enumerate(plan.reads) if n not in alone)
-    rest = replace(plan, reads=others, computations=())
-    # 2. What is this rank's alone, by all threads; no rank waits for another one meanwhile.
-    moved = _own(own, storages, progress, tuning, reader, world, tuning.gives_away)
-    # 3. The steps, by one thread: messages between two ranks have to be in the same order on both sides.
-    sent = ExchangeReader(schedule.steps, routes, reader, world, tuning.threads)
-    execute(rest, storages, progress, 1, sent, tuning.depth)
-    return TransferStats(
-        read=moved.read + sent.read_bytes,
-        planned=moved.planned + sent.planned_bytes,
-        received=moved.received + sent.received_bytes,
-        given=moved.given + sent.given_bytes,
-        seconds=moved.seconds + sent.measured.seconds,
-    )
+def _finish(reading: Sequence[Future[None]]) -> None:
+    # All are waited for, since they write into the room; then the first failure is raised.
+    wait(reading)
+    for one in reading:
+        one.result()
 
 
 def _from_holder(
@@ -389,20 +325,13 @@ def _from_holder(
 ) -> TransferStats:
     """Read from a mapping that some ranks hold, the first of which serves those that do not."""
     holders = plan.storage.readers(world.size)
-    holds = world.rank in holders
-    table = table_of(() if holds else tuple(plan.all_reads()))
-    # A message takes at least one request whole, so the longest request of any rank sets the room of all.
-    longest = max(plan.chunk_size, int(table[:, 2].max(initial=0)))
-    told = world.all_gather_object((len(table), longest), "agreeing who reads what")
-    served = [rank for rank, (requests, _) in enumerate(told) if requests]
-    # Of one size on all ranks: how requests are grouped into messages depends on it, on either side.
-    room = torch.empty(max(nbytes for _, nbytes in told), dtype=torch.uint8, device="cpu")
-    if not holds:
-        reader = MappingReader(table, holders[0], len(served), room, world)
-        execute(plan, storages, progress, 1, reader, tuning.depth)
-        return TransferStats(0, 0, reader.received_bytes)
-    # Those that hold it too, and serve nobody, begin with the others as well.
-    mine = served if world.rank == holders[0] else []
-    sent = serve_others(mine, tuning.reader(plan), room, world)
-    execute(plan, storages, progress, tuning.threads, tuning.reader(plan), tuning.depth)
-    return TransferStats(progress.done + sent, plan.read_bytes + sent)
+    own: Reader = tuning.reader(plan)
+    wants = () if world.rank in holders else tuple(plan.all_reads())
+    served = HolderReader(wants, holders[0], own, tuning.limit, world)
+    if world.rank not in holders:
+        execute(plan, storages, progress, 1, served, tuning.depth)
+        return TransferStats(0, 0, served.received_bytes)
+    with served:
+        pass
+    execute(plan, storages, progress, tuning.threads, own, tuning.depth)
+    return TransferStats(progress.done + served.sent_bytes, plan.read_bytes + served.sent_bytes)

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 #: While a read of a store takes at most so many times what it takes alone, a further one begins beside it: so
 #: no more is in flight than comes in that time, and ranks that share a line all come to as many as they may.
 ROOM = 8.0
+#: Seconds between two meetings of ranks that read.
+MEETING_SECONDS = 0.5
 
 
 def execute(
@@ -31,17 +33,17 @@ def execute(
     threads: int | None = None,
     reader: Reader | None = None,
     depth: int = 2,
-    queue: ReadQueue | None = None,
     most_threads: int = 0,
+    meet: Callable[[bool], bool] | None = None,
 ) -> int:
     """Fill ``storages`` (1-D, one for each of the plan's destinations) and zero their padding.
 
     Returns the bytes read. ``reader`` replaces the one that the plan calls for, of its storage.
-    ``depth`` is the number of a thread's staging buffers where storages are on an accelerator; ``queue`` has
-    the plan's reads, and may be closed by another thread, which then finds there what is left. Of a store up
-    to ``most_threads`` read, further ones beginning while its answers say that there is room. The first
-    error of any thread stops the others and is raised here; the storages are then partly filled and of no
-    use.
+    ``depth`` is the number of a thread's staging buffers where storages are on an accelerator. Of a store up
+    to ``most_threads`` read, further ones beginning while its answers say that there is room. ``meet`` is
+    called by this thread while others read: it gets whether they have ended, and returns whether those of all
+    ranks have. The first error of any thread stops the others and is raised here; the storages are then
+    partly filled and of no use.
     """
     # No more threads than there is work: each would take staging buffers of its own.
     work = max(1, len(plan.reads) + len(plan.computations))
@@ -55,47 +57,8 @@ def execute(
             torch.accelerator.current_stream(each).synchronize()
         device = next(iter(devices), None)
         reading = _Reading(plan, storages, source, progress, device, threads, depth)
-        reading.run(queue or ReadQueue(plan), threads, most)
+        reading.run(threads, most, meet)
     return progress.done
-
-
-class ReadQueue:
-    """A plan's reads, and behind them its computations, each with its number, until it is closed."""
-
-    def __init__(self, plan: Plan) -> None:
-        self._plan = plan
-        self._next = 0
-        self._closed = False
-        self.given_bytes = 0  #: of all reads that have been given
-
-    def __iter__(self) -> ReadQueue:
-        return self
-
-    def __next__(self) -> tuple[int, Read | Computation]:
-        """What is to be done next; one thread at a time asks."""
-        number, reads, computations = self._next, self._plan.reads, self._plan.computations
-        if self._closed or number == len(reads) + len(computations):
-            raise StopIteration
-        self._next += 1
-        if number < len(reads):
-            self.given_bytes += reads[number].nbytes
-            return number, reads[number]
-        computation = computations[number - len(reads)]
-        self.given_bytes += sum(read.nbytes for read in computation.reads)
-        return number, computation
-
-    def close(self) -> None:
-        """Give nothing more; what has been given is still done."""
-        self._closed = True
-
-    def __len__(self) -> int:
-        """How many have not been given."""
-        return len(self._plan.reads) + len(self._plan.computations) - self._next
-
-    def left(self) -> tuple[Sequence[Read], Sequence[Computation]]:
-        """What has not been given."""
-        reads = len(self._plan.reads)
-        return self._plan.reads[self._next :], self._plan.computations[max(0, self._next - reads) :]
 
 
 def _zero_padding(destinations: Sequence[Destination], storages: Sequence[torch.Tensor]) -> None:
@@ -130,13 +93,14 @@ class _Reading:
         self._room = plan.chunk_size if plan.computations else max(staged, default=0)
         self._widen: Callable[[], object] = lambda: None
 
-    def run(self, queue: ReadQueue, threads: int, most: int) -> None:
+    def run(self, threads: int, most: int, meet: Callable[[bool], bool] | None) -> None:
         """Work by so many threads, and further ones up to ``most``."""
-        crew = Crew(queue, self.work, self._device, "zerostart-reader")
+        items: list[Read | Computation] = [*self._plan.reads, *self._plan.computations]
+        crew = Crew(enumerate(items), self.work, self._device, "zerostart-reader")
         if most > threads and self._plan.storage.cost is not None:
             self._widen = lambda: crew.add(most)
         try:
-            crew.run(threads)
+            crew.run(threads, meet)
         finally:
             self._widen = lambda: None  # else a circle keeps what was read alive
 
@@ -268,15 +232,19 @@ class Crew(Generic[T]):
         self._started: list[threading.Thread] = []
         self._error: BaseException | None = None
 
-    def run(self, threads: int) -> None:
-        """Work in this thread and in others beside it, ``threads`` in all, until all have ended.
+    def run(self, threads: int, meet: Callable[[bool], bool] | None = None) -> None:
+        """Work in ``threads`` threads until all have ended: in this one, too, unless it has to ``meet``.
 
         The first error of any of them stops the others and is raised here.
         """
         try:
-            for _ in range(threads - 1):
-                self.add(threads)
-            self._take_part()
+            for _ in range(threads - (meet is None)):
+                self.add(threads + (meet is not None))
+            if meet is None:
+                self._take_part()
+            else:
+                while self._error is None and not meet(self._has_ended(MEETING_SECONDS)):
+                    continue
             self._join()
         except BaseException as error:  # an interrupt: what the others use is closed after they end
             self._error = self._error or error
@@ -295,6 +263,13 @@ class Crew(Generic[T]):
             worker.start()
             self._started.append(worker)
 
+    def _has_ended(self, seconds: float) -> bool:
+        """Wait so many seconds at most; True if all threads have ended."""
+        until = time.monotonic() + seconds
+        for worker in self._started:
+            worker.join(max(0.0, until - time.monotonic()))
+        return not any(worker.is_alive() for worker in self._started)
+
     def _join(self) -> None:
         # Those too that are begun meanwhile: by one that has not ended, and so is waited for.
         for worker in self._started:
@@ -310,7 +285,7 @@ class Crew(Generic[T]):
         """The same in a thread of its own: which device is the current one is a matter of each thread."""
         if self._device is not None and self._device.index is not None:
             torch.accelerator.set_device_index(self._device.index)
-        with torch.inference_mode(self._inference):
+        with torch.inference_mode(self._inference), torch.no_grad():
             self._take_part()
 
     def _taken(self) -> Iterator[T]:

@@ -15,10 +15,9 @@ from rich.filesize import decimal
 
 from zerostart.checkpoint.storage import Reader, RequestCost, Storage
 from zerostart.checkpoint.storage.direct import BOUNCE_BYTES
-from zerostart.distributed.machine import available_memory, cores, cores_of_node, local_ranks
-from zerostart.distributed.network import network_rate
+from zerostart.distributed.machine import available_memory, cores, cores_of_node, local_ranks, network_rate
 from zerostart.transfer.buffers import rounds_up
-from zerostart.transfer.planning import Plan, PlanOptions, Rates
+from zerostart.transfer.planning import Plan, PlanOptions
 
 MiB = 1 << 20
 #: A chunk has to hold at least one element of any type, and a useful number of them.
@@ -30,16 +29,11 @@ CHUNK = 8 * MiB
 RING, DEVICE_RING = 48 * MiB, 128 * MiB
 #: Reads in flight on a machine: for a disk, and for a network file system.
 DISK_DEPTH, NETWORK_DEPTH = 16, 32
-#: Chunks that an exchange takes beside one thread's staging: two extents of two chunks, one that is passed
-#: on, and a message of two.
-EXCHANGE_CHUNKS = 8
-#: The same for reads that a slow rank gives away: two requests, one that is passed on, and a message.
-GIVING_CHUNKS = 4
+#: Chunks that an exchange takes: a batch that is read, one that is sent, one that is received, and staging.
+EXCHANGE_CHUNKS = 4
 #: Requests to a store that a rank has in flight, at least and at most: each of a whole chunk, and of those
 #: that are shorter and need no room.
 LEAST_DEPTH, CHUNKS_DEPTH, MOST_DEPTH = 4, 16, 64
-#: Bytes a second that a network file system is taken to give to all its clients together.
-NETWORK_RATE = 10e9
 #: Most bytes of a rank's buffers for a store: what is in flight there is what hides its latency.
 STORE_RING = 128 * MiB
 #: What is read of a store beyond what is wanted: a share of each run, which is paid for in bytes; and runs so
@@ -63,6 +57,20 @@ BUSY = 8
 def push_threads() -> int:
     """Threads of a process that moves weights to or from others on its machine, and sums them up."""
     return 2 if cores() >= BUSY else 1
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Assumed speeds, in bytes a second."""
+
+    #: Of one machine's link to storage, or of its disk.
+    link: float = 2e9
+    #: Of one machine's copies out of its page cache.
+    copy: float = 8e9
+    #: Of one rank's messages.
+    interconnect: float = 1e9
+    #: Of one machine's network, in each direction.
+    network: float = 3.125e9
 
 
 @dataclass(frozen=True)
@@ -100,7 +108,7 @@ class Tuning:
     @property
     def ring_bytes(self) -> int:
         """Most host memory that reading takes beside the destinations, with own slices."""
-        return self.threads * (self.depth * self.chunk_size + self.buffer + BOUNCE_BYTES * self.direct)
+        return self.threads * self.depth * self.chunk_size + self._reader_bytes
 
     def options(self, chunk_size: int | None = None) -> PlanOptions:
         """How reads are cut and merged, in chunks of another size where ranks read for each other."""
@@ -112,42 +120,33 @@ class Tuning:
     @property
     def exchange_chunk(self) -> int:
         """Most bytes of a request where ranks read for each other; 0 if the limit leaves no room for that."""
-        room = max(0, self.limit - self.threads * self.buffer)
-        most = min(self.chunk_size, room // (self.depth + EXCHANGE_CHUNKS))
-        return most // MIN_CHUNK * MIN_CHUNK
-
-    def exchanging(self, chunk_size: int) -> Tuning:
-        """The setting for ranks that read for each other, in requests of at most ``chunk_size``."""
-        return replace(self, chunk_size=chunk_size, direct=False)
+        room = max(0, self.limit - self._reader_bytes)
+        return min(self.chunk_size, room // EXCHANGE_CHUNKS) // MIN_CHUNK * MIN_CHUNK
 
     def exchange_bytes(self, chunk_size: int) -> int:
-        """Most host memory beside the destinations then: the same threads first, and then the exchange."""
-        chunks = max(self.threads * self.depth, self.depth + EXCHANGE_CHUNKS)
-        return chunk_size * chunks + self.threads * self.buffer
+        """Most host memory beside the destinations where ranks exchange batches of ``chunk_size``."""
+        own = self.threads * self.depth * chunk_size
+        return max(own, EXCHANGE_CHUNKS * chunk_size) + self._reader_bytes
 
     @property
-    def gives_away(self) -> bool:
-        """Whether others may read for this rank what it has not come to: of a storage that all have alike."""
-        needed = self.chunk_size * (self.depth + GIVING_CHUNKS) + self.threads * self.buffer
-        return self.cold and self.remote and self.limit >= needed
+    def _reader_bytes(self) -> int:
+        return self.threads * (self.buffer + BOUNCE_BYTES * self.direct)
 
     @property
     def rates(self) -> Rates:
-        """What the storage is taken to give, for choosing between own slices and reading once."""
+        """What the storage is taken to give, for the seconds of a forecast."""
         if not self.cold:
             return Rates(link=math.inf)
-        if self.cost is not None:
-            # Each request's share of its time is latency.
-            stream = self.chunk_size / (self.cost.latency + self.chunk_size / self.cost.rate)
-            return Rates(shared=math.inf, link=stream * self.threads * self.ranks)
-        return Rates(shared=NETWORK_RATE) if self.remote else Rates()
+        if self.cost is None:
+            return Rates()
+        # Each request's share of its time is latency.
+        stream = self.chunk_size / (self.cost.latency + self.chunk_size / self.cost.rate)
+        return Rates(link=stream * self.threads * self.ranks)
 
     def suited(self, plan: Plan) -> Tuning:
         """The setting with as many threads in ``most_threads`` as fill the link with the plan's requests.
 
-        Those for rows of a shard are short, and land in place: more of them find room within the limit. On a
-        slow line a few fill it, and what is in flight there no other rank can take over: so it begins with
-        ``threads``.
+        Those for rows of a shard are short, and land in place: more of them find room within the limit.
         """
         reads = [read for read in plan.reads if read.nbytes]
         if self.cost is None or not reads or plan.computations:

@@ -23,7 +23,8 @@ from zerostart.loading.request import Request
 from zerostart.models import Origins
 from zerostart.recipe import Coverage, Recipes
 from zerostart.transfer import Tuning
-from zerostart.transfer.planning import Count, Rates
+from zerostart.transfer.planning import Count
+from zerostart.transfer.tuning import Rates
 
 
 @dataclass(frozen=True)
@@ -88,8 +89,8 @@ def foresee(
         computed_whole=recipes.computed_whole,
     )
     # Own slices first; whether bytes are read once instead changes reads and staging of what is made so far.
-    foreseen = Foreseen(catalog, subject.origins, placed, tuning, rates, not target.accelerator)
-    made = foreseen.exchanged(made, exchange)
+    foreseen = Foreseen(catalog, subject.origins, placed, tuning, not target.accelerator)
+    made = foreseen.exchanged(made, exchange, owned, shown)
     stored = catalog.storage.nbytes if catalog.storage.cached else math.inf
     return replace(
         made,

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import repeat
 
@@ -20,27 +19,19 @@ from zerostart.loading.forecast.result import Memory, RankForecast, WorldPlan
 from zerostart.models import Origins
 from zerostart.recipe import Recipe
 from zerostart.transfer import Tuning
-from zerostart.transfer.collective import ReadDemand, chosen
+from zerostart.transfer.collective import ReadDemand, choose_strategy
 from zerostart.transfer.planning import (
-    MARGIN,
     Count,
     Destination,
-    ExchangeStep,
-    Machines,
-    Plan,
-    Rates,
+    Group,
     Read,
-    ReadStrategy,
-    Routes,
     Share,
-    Tables,
     count_reads,
-    exchange_schedule,
-    in_rounds,
+    find_groups,
     join,
-    spans_within,
-    table_of,
+    read_by_place,
 )
+from zerostart.transfer.tuning import Rates
 
 
 @dataclass(frozen=True)
@@ -99,7 +90,7 @@ def counts_of(
 
 @dataclass(frozen=True)
 class Foreseen:
-    """What decides it: the checkpoint, what is read of it, where it goes, how it is read and at what rates.
+    """What decides it: the checkpoint, what is read of it, where it goes, and how it is read.
 
     ``on_host``: what the device has is host memory.
     """
@@ -108,142 +99,97 @@ class Foreseen:
     origins: Origins
     placed: Placements
     tuning: Tuning
-    rates: Rates
     on_host: bool
 
-    def exchanged(self, made: WorldPlan, exchange: bool | None) -> WorldPlan:
-        """The plan ``made`` for own slices, as it is or as it becomes if bytes are read once.
+    def exchanged(
+        self, made: WorldPlan, exchange: bool | None, owned: Mapping[str, Owned], shown: Sequence[int]
+    ) -> WorldPlan:
+        """The plan ``made`` for own slices, as it is or as it becomes if replicas read for each other.
 
-        Raises ConfigError as ``serving.agree_on_strategy`` does.
+        ``owned`` are the shares of the ranks ``shown``, one of each kind. Raises ConfigError as
+        ``collective.choose_strategy`` does.
         """
         if self.placed.gathered:
             # Bytes of flat buffers that ranks gather from each other anyway, whoever reads what.
             made = replace(made, exchanged_bytes=(self.placed.gathered,) * len(made.ranks))
-        if made.world_size == 1 or not self.catalog.storage.worth_exchanging or exchange is False:
+        storage = self.catalog.storage
+        if made.world_size == 1 or not storage.worth_exchanging:
             return made
-        cached = self.catalog.storage.cached and made.world_size <= RANKS_OF_A_MACHINE
-        if exchange is None and (cached or not self.tuning.cold):
-            return made  # one machine's page cache serves all its ranks
-        # Planning every rank is what this saves: thousands of ranks would take minutes.
-        if exchange is None and self._plainly_own(made):
-            return made
-        # Of all ranks, whichever were asked for: who reads what for whom depends on each. Those that hold
-        # alike have one plan.
-        plans = self._plans(made.world_size, self.tuning.chunk_size)
-        strategy = chosen(self._wants(plans, exchange), sum(self.catalog.sizes))
-        if strategy is None or not strategy.once:
-            return replace(made, sharing=strategy)
-        return self._once(made, strategy, plans)
-
-    def _plainly_own(self, made: WorldPlan) -> bool:
-        """Whether own slices are sure to be chosen, found without planning every rank's reads."""
-        of_all = made.world_size / len(made.ranks)
-        # Reading once cannot be faster by the margin where hardly a byte is wanted twice, and whole rows are.
-        wanted = of_all * sum(rank.read_bytes for rank in made.ranks)
-        if wanted * MARGIN > min(wanted, sum(self.catalog.sizes)):
-            return False
-        return all(read.rows == 1 for read in self._plan(0, self.tuning.chunk_size).all_reads())
-
-    def _wants(self, plans: Sequence[Plan], exchange: bool | None) -> list[ReadDemand]:
-        told: dict[int, ReadDemand] = {}
-        for plan in plans:
-            if id(plan) not in told:
-                told[id(plan)] = replace(ReadDemand.of(plan, self.tuning, exchange), rates=self.rates)
         # Ranks are laid on machines of ``RANKS_OF_A_MACHINE``; their numbers stand for names.
-        return [
-            replace(told[id(plan)], machine=str(rank // RANKS_OF_A_MACHINE))
-            for rank, plan in enumerate(plans)
-        ]
-
-    def _once(self, made: WorldPlan, strategy: ReadStrategy, own: Sequence[Plan]) -> WorldPlan:
-        chunk, storage = strategy.chunk_size, self.catalog.storage
-        plans = self._plans(made.world_size, chunk, lambda plan: spans_within(plan, chunk))
-        machines = Machines.of([rank // RANKS_OF_A_MACHINE for rank in range(made.world_size)])
-        different = {id(plan): plan for plan in plans}
-        rounds = {
-            key: in_rounds(plan.reads, storage.sizes, strategy.rounds) for key, plan in different.items()
-        }
-        served: list[list[int]] = [[] for _ in plans]
-        alone: list[list[Read]] = [[] for _ in plans]
-        messages: Counter[tuple[int, int]] = Counter()
-        for number in range(strategy.rounds):
-            # The very schedule that the ranks of a load would make, from the same tables.
-            by_plan = {key: table_of(reads[number]) for key, reads in rounds.items()}
-            tables = Tables.of([by_plan[id(plan)] for plan in plans])
-            schedule = exchange_schedule(tables, chunk)
-            for step in schedule.steps:
-                if isinstance(step, ExchangeStep):
-                    _, begin, end = step.extent
-                    served[step.server].append(end - begin)
-            for rank, numbers in enumerate(schedule.alone):
-                reads = rounds[id(plans[rank])][number]
-                alone[rank] += [reads[n] for n in numbers]
-            messages.update(Routes(tables, machines).messages(schedule.steps))
-        received = [0] * len(plans)
-        for (_, to), nbytes in messages.items():
-            received[to] += nbytes
-
-        def becomes(rank: RankForecast) -> RankForecast:
-            number, plan = rank.rank, plans[rank.rank]
-            computed = [read for computation in plan.computations for read in computation.reads]
-            by_itself = [*alone[number], *computed]
-            # The staging of own slices goes, that of the exchange comes.
-            staged = self.tuning.ring_bytes if own[number].staged else 0
-            more = self.tuning.exchange_bytes(chunk) - staged
-            return replace(
-                rank,
-                read_bytes=sum(read.nbytes for read in by_itself) + sum(served[number]),
-                read_ops=len(by_itself) + len(served[number]),
-                peak_host_bytes=rank.peak_host_bytes + more,
-                memory=_staging(rank.memory, more),
-            )
-
-        return replace(
-            made,
-            ranks=tuple(map(becomes, made.ranks)),
-            sharing=strategy,
-            exchanged_bytes=tuple(received[rank.rank] for rank in made.ranks),
+        machines = [str(rank // RANKS_OF_A_MACHINE) for rank in range(made.world_size)]
+        strategy = choose_strategy(
+            [ReadDemand.of(storage, self.tuning, exchange, machine) for machine in machines]
         )
+        made = replace(made, sharing=str(strategy))
+        return self._shared(made, strategy.chunk_size, owned, shown) if strategy.exchange else made
 
-    def _plans(
-        self, world_size: int, chunk_size: int, made_of: Callable[[Plan], Plan] = lambda plan: plan
-    ) -> list[Plan]:
-        """What is ``made_of`` the plan of each rank: one object for ranks that hold alike."""
-        known: dict[Hashable, Plan] = {}
-        plans = []
-        for rank in range(world_size):
-            layouts = tuple(self._layouts(rank))
-            if layouts not in known:
-                known[layouts] = made_of(self._plan(rank, chunk_size))
-            plans.append(known[layouts])
-        return plans
-
-    def _layouts(self, rank: int) -> Iterator[Layout]:
-        """What ``rank`` holds of a parameter of each kind."""
-        kinds = {
-            (origin.target.shape, self.placed.alike(name)): name
-            for name, origin in self.origins.parameters.items()
-            if isinstance(origin, Recipe)
-        }
-        for name in kinds.values():
-            yield self.placed.layout(name, rank)
-
-    def _plan(self, rank: int, chunk_size: int) -> Plan:
-        wanted: list[tuple[Recipe, Layout, Destination]] = []
-
-        def want(recipe: Recipe, layout: Layout, direct: bool) -> None:
-            target = recipe.target
-            destination = Destination(target.name, layout.numel, layout.owned, target.dtype, direct)
-            wanted.append((recipe, layout, destination))
-
-        for name, recipe in self.origins.parameters.items():
-            if isinstance(recipe, Recipe):
-                want(
-                    recipe, self.placed.layout(name, rank), self.on_host or self.placed.homes[name] != DEVICE
+    def _shared(
+        self, made: WorldPlan, chunk: int, owned: Mapping[str, Owned], shown: Sequence[int]
+    ) -> WorldPlan:
+        tuning, world = replace(self.tuning, chunk_size=chunk), range(made.world_size)
+        # 1. What each rank reads for itself, and what groups of ranks share.
+        plain = [name for name, recipe in self.origins.buffers.items() if not recipe.computed]
+        shared: dict[Group, list[str]] = {tuple(world): plain}
+        alone: dict[str, Owned] = {}
+        known: dict[int, tuple[Owned, list[Group]]] = {}
+        for name, own in owned.items():
+            recipe = self.origins.parameters[name]
+            if not isinstance(recipe, Recipe) or recipe.computed:
+                alone[name] = own
+                continue
+            # Parameters that lie alike have one object, by which ``count_reads`` knows them.
+            if id(own) not in known:
+                layouts = (self.placed.layout(name, rank) for rank in world)
+                groups = find_groups([[layout] if layout.boxes else [] for layout in layouts])
+                mine = [(rank, layout) for rank, layout in own.layouts if len(groups[layout]) == 1]
+                several = [group for group in groups.values() if len(group) > 1]
+                known[id(own)] = Owned(mine, own.numels), several
+            alone[name], several = known[id(own)]
+            for group in several:
+                shared.setdefault(group, []).append(name)
+        buffers = {name: recipe for name, recipe in self.origins.buffers.items() if recipe.computed}
+        origins = replace(self.origins, buffers=buffers)
+        counts = counts_of(self.catalog, origins, self.placed, alone, shown, tuning, self.on_host)
+        # 2. The share of each rank in the reads of its groups.
+        reads: dict[int, list[Read]] = {rank: [] for rank in world}
+        received = dict.fromkeys(world, 0)
+        for group, names in shared.items():
+            every = self._reads(group, names, tuning)
+            for rank, own_reads in zip(group, read_by_place(every, chunk, len(group)), strict=True):
+                reads[rank] += own_reads
+                received[rank] += sum(r.nbytes for r in every) - sum(r.nbytes for r in own_reads)
+        of_twin, ranks = dict(zip(shown, counts, strict=True)), list[RankForecast]()
+        for one in made.ranks:
+            count, own_reads = of_twin[self.placed.twin(one.rank)], reads[one.rank]
+            # The staging of own slices goes, that of the exchange comes.
+            more = tuning.exchange_bytes(chunk) - one.memory["load"].host.get("staging", 0)
+            ranks.append(
+                replace(
+                    one,
+                    read_bytes=count.nbytes + sum(read.nbytes for read in own_reads),
+                    read_ops=count.reads + len(own_reads),
+                    peak_host_bytes=one.peak_host_bytes + more,
+                    memory=_staging(one.memory, more),
                 )
-        for recipe in self.origins.buffers.values():
-            want(recipe, replicated(recipe.target.shape), self.on_host)
-        return join(self.catalog, wanted, self.tuning.options(chunk_size))
+            )
+        return replace(made, ranks=tuple(ranks), exchanged_bytes=tuple(received[one.rank] for one in ranks))
+
+    def _reads(self, group: Group, names: Sequence[str], tuning: Tuning) -> Sequence[Read]:
+        """The reads of the parameters and buffers ``names`` that all ranks of a group want."""
+        wanted = []
+        for name in names:
+            if name in self.origins.buffers:
+                recipe: object = self.origins.buffers[name]
+                assert isinstance(recipe, Recipe)
+                layout, on_host = replicated(recipe.target.shape), self.on_host
+            else:
+                recipe, layout = self.origins.parameters[name], self.placed.layout(name, group[0])
+                on_host = self.on_host or self.placed.homes[name] != DEVICE
+            assert isinstance(recipe, Recipe), "only what is read is shared"
+            target = recipe.target
+            at = Destination(target.name, layout.numel, layout.owned, target.dtype, on_host)
+            wanted.append((recipe, layout, at))
+        return join(self.catalog, wanted, tuning.options()).reads
 
 
 def _staging(memory: Mapping[str, Memory], more: int) -> dict[str, Memory]:

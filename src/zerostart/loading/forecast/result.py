@@ -14,7 +14,6 @@ from zerostart.engines.placements import RANKS_OF_A_MACHINE
 from zerostart.engines.residence import Residence
 from zerostart.errors import ConfigError
 from zerostart.transfer.meter import device_bytes
-from zerostart.transfer.planning import ReadStrategy
 
 #: What memory is told of: the load, the engine's and the optimizer's construction, and the first step.
 PHASES = ("load", "initialize", "step")
@@ -72,7 +71,7 @@ class RankForecast:
 class WorldPlan:
     """The plans of all ranks, summed up.
 
-    ``sharing`` is there if the ranks have a choice between own slices and reading once; ``exchanged_bytes``
+    ``sharing`` says in words whether replicas read for each other, if there are any; ``exchanged_bytes``
     are those that each of ``ranks`` gets from others, empty where all read their own. ``tier`` says where
     parameters that are whole on every rank would lie on machines like this one. ``rates`` are bytes a
     second of ``storage`` (to one machine), of ``copy`` (out of its page cache) and of one rank's
@@ -93,7 +92,7 @@ class WorldPlan:
     unexpected: tuple[str, ...] = ()
     computed: tuple[str, ...] = ()
     computed_whole: tuple[str, ...] = ()
-    sharing: ReadStrategy | None = None
+    sharing: str | None = None
     exchanged_bytes: tuple[int, ...] = ()
     tier: Residence | None = None
     zero_stage: int = 3
@@ -149,12 +148,11 @@ class WorldPlan:
 
     def as_dict(self) -> dict[str, object]:
         """The form of ``zerostart plan --json``; ``memory`` has the parts for each group of ranks."""
-        aside = ("ranks", "sharing", "fits", "tier")
+        aside = ("ranks", "fits", "tier")
         plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in aside}
         return {
             **plain,
             "ranks": [rank.as_dict() for rank in self.ranks],
-            "sharing": None if self.sharing is None else asdict(self.sharing),
             "tier": None if self.tier is None else asdict(self.tier),
             "read_seconds": self.read_seconds,
             "memory": [

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 
 from zerostart.checkpoint.catalog import Catalog
 from zerostart.errors import CoverageError
@@ -10,7 +11,7 @@ from zerostart.geometry import Copy, copies_between, merge_runs
 from zerostart.geometry.layout import Layout
 from zerostart.recipe import Computed, Recipe
 from zerostart.transfer.planning.computing import computations
-from zerostart.transfer.planning.plan import Computation, Destination, Plan
+from zerostart.transfer.planning.plan import Computation, Destination, Plan, SharedReads
 from zerostart.transfer.planning.reads import PlanOptions, Segment, merged_reads, segments
 
 
@@ -18,17 +19,21 @@ def join(
     catalog: Catalog,
     wanted: Iterable[tuple[Recipe, Layout, Destination]],
     options: PlanOptions | None = None,
+    groups: Sequence[tuple[int, ...]] | None = None,
 ) -> Plan:
     """The plan that fills each destination with its layout's share of its recipe.
 
-    Raises CoverageError for a share that its recipe does not fill.
+    ``groups`` has for each destination the ranks that want the same of it. Raises CoverageError for a share
+    that its recipe does not fill.
     """
     options = options or PlanOptions()
     destinations: list[Destination] = []
-    found: list[Segment] = []
+    # By the ranks that share them; what is calculated each rank reads by itself.
+    found: defaultdict[tuple[int, ...], list[Segment]] = defaultdict(list)
     computed: list[Computation] = []
     for recipe, layout, destination in wanted:
         number = len(destinations)
+        group = groups[number] if groups is not None and len(groups[number]) > 1 else ()
         destinations.append(destination)
         to_compute: list[Copy] = []
         copies = pull_back(recipe, layout)
@@ -37,14 +42,18 @@ def join(
             if isinstance(copy.source, Computed):
                 to_compute.append(copy)
             else:
-                found += segments(catalog.tensors, copy, number, destination, options)
+                found[group] += segments(catalog.tensors, copy, number, destination, options)
         computed += computations(catalog.tensors, to_compute, number, options)
     return Plan(
         storage=catalog.storage,
         destinations=tuple(destinations),
-        reads=tuple(merged_reads(found, options)),
+        reads=tuple(merged_reads(found.pop((), []), options)),
         chunk_size=options.chunk_size,
         computations=tuple(computed),
+        shared=tuple(
+            SharedReads(group, tuple(merged_reads(of_group, options)))
+            for group, of_group in sorted(found.items())
+        ),
     )
 
 

@@ -115,15 +115,24 @@ class Computation:
         return largest + sum(register.nbytes for register in self.registers)
 
 
+@dataclass(frozen=True, slots=True)
+class SharedReads:
+    """Reads that all ``ranks`` want, each of which makes a share of them for the others."""
+
+    ranks: tuple[int, ...]
+    reads: tuple[Read, ...]
+
+
 @dataclass(frozen=True)
 class Plan:
-    """Everything that one rank reads, from which files of which storage, into which destinations."""
+    """Everything that one rank wants, from which files of which storage, into which destinations."""
 
     storage: Storage
     destinations: tuple[Destination, ...]
     reads: Sequence[Read]
     chunk_size: int
     computations: Sequence[Computation] = ()
+    shared: Sequence[SharedReads] = ()
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -137,14 +146,16 @@ class Plan:
 
     @property
     def read_bytes(self) -> int:
-        """Bytes that the rank reads, merged gaps included."""
+        """Bytes that the rank wants, merged gaps included."""
         return sum(read.nbytes for read in self.all_reads())
 
     def all_reads(self) -> Iterator[Read]:
-        """Every read, in the order in which one thread makes them."""
+        """Every read: the rank's own in the order in which one thread makes them, then shared ones."""
         yield from self.reads
         for computation in self.computations:
             yield from computation.reads
+        for shared in self.shared:
+            yield from shared.reads
 
     @property
     def device_bytes(self) -> int:
