@@ -4,7 +4,6 @@ python node_rank.py ENGINE SETTINGS, as JSON: ``url``, options of the load, ``se
 ``ready``, a folder in which it makes a file when it begins.
 """
 
-import dataclasses
 import json
 import os
 import sys
@@ -17,8 +16,6 @@ import torch.distributed as dist
 from torch import nn
 
 import zerostart
-from zerostart.distributed import roll_call
-from zerostart.transfer import collective
 
 WIDTH, LAYERS = 1024, 14
 
@@ -30,9 +27,6 @@ def network() -> nn.Module:
 
 def main(engine: str, settings: dict[str, object]) -> None:
     seconds, url, ready = settings.pop("seconds"), settings.pop("url"), settings.pop("ready", None)
-    roll_call.SILENCE = 3.0
-    # As often as in a load of many gigabytes.
-    collective.LEAST_BETWEEN = 1 << 20
     dist.init_process_group("gloo", timeout=timedelta(seconds=float(str(seconds))))
     dist.barrier()
     if ready is not None:
@@ -48,8 +42,6 @@ def main(engine: str, settings: dict[str, object]) -> None:
             "read": report.read_bytes,
             "planned": report.planned_bytes,
             "got": report.exchanged_bytes,
-            "given": report.given_bytes,
-            "skew": report.skew and dataclasses.asdict(report.skew),
             "text": str(report),
             "digest": zerostart.digest(model),
         }

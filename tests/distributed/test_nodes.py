@@ -69,42 +69,12 @@ def test_the_store_gives_the_checkpoint_once(count: int, ranks: int, stored: Pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("replicas", [False, True])
-@pytest.mark.parametrize("count", [4, pytest.param(8, marks=pytest.mark.slow)])
-def test_a_node_that_is_ten_times_slower(count: int, replicas: bool, stored: Path, tmp_path: Path) -> None:
-    options = {"engine_config": {"replicate": count}, "exchange": True} if replicas else {}
-    with nodes.made(count, tmp_path) as made:
-        seconds, reading = [], []
-        for limit in (USUAL, SLOW):
-            for node in range(count):
-                made.limit(node, limit if node == count - 1 else USUAL)
-            told, given = loaded(made, stored, **options)
-            seconds.append(max(one["seconds"] for one in told))
-            reading.append(max(one["reading"] for one in told))
-            assert given < 1.01 * whole(stored) + 100 * KiB
-        slow = told[-1]
-        assert slow["given"] > 0
-        assert "read by faster ranks" in slow["text"]
-        print(
-            f"{count} nodes, replicas={replicas}: {seconds[1] / seconds[0]:.2f}",
-            seconds,
-            told[0]["skew"],
-            slow["given"],
-        )
-        # What else a load does takes as long, and longer beside other programs.
-        assert reading[1] - reading[0] < 0.5 * seconds[0], (seconds, reading, told)
-
-
-@pytest.mark.slow
 def test_a_load_that_gets_on_is_cut_by_no_time_out(stored: Path, tmp_path: Path) -> None:
-    """One node takes three times the time-out of the process group, and may give nothing away."""
+    """One node takes three times the time-out of the process group."""
     with nodes.made(2, tmp_path) as made:
         made.limit(1, "16mbit")
         told, _ = loaded(made, stored, seconds=5, exchange=False)
         assert told[0]["seconds"] > 12
-        assert told[0]["skew"] == told[1]["skew"]
-        assert told[0]["skew"]["slowest"] == 1
-        assert told[0]["skew"]["slowest_seconds"] > 12 > told[0]["skew"]["fastest_seconds"]
 
 
 def begun(made: nodes.Nodes, seconds: float, folder: Path) -> list[subprocess.Popen[str]]:

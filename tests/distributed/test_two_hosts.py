@@ -73,7 +73,6 @@ def outcomes(
     ranks: tuple[int, ...] = (0, 1),
     seconds: float = 60,
     before: Mapping[int, str] | None = None,
-    interfaces: bool = True,
     meanwhile: Callable[[], None] = lambda: None,
 ) -> list[dict[str, Any]]:
     """Run ``two_hosts.py``, a rank for each number of a host in ``ranks``; what they print."""
@@ -81,7 +80,7 @@ def outcomes(
     for rank, host in enumerate(ranks):
         own = {"RANK": rank, "WORLD_SIZE": len(ranks), "LOCAL_RANK": ranks[:rank].count(host)}
         own |= {"LOCAL_WORLD_SIZE": ranks.count(host), "MASTER_ADDR": "10.231.7.1", "MASTER_PORT": 29500}
-        named = {"GLOO_SOCKET_IFNAME": f"wire{host}"} if interfaces else {}
+        named = {"GLOO_SOCKET_IFNAME": f"wire{host}"}
         rest = {
             k: v
             for k, v in os.environ.items()
@@ -169,15 +168,3 @@ def test_checkpoints_of_the_hosts_own_that_differ_are_one_error(hosts: tuple[str
     assert "error" in first, first
     assert (first["error"], first["text"]) == (second["error"], second["text"])
     assert "model.safetensors" in first["text"]
-
-
-@pytest.mark.slow
-def test_a_host_name_that_resolves_to_the_host_itself_alone_is_explained(
-    hosts: tuple[str, str], folder: Path
-) -> None:
-    """With NCCL alone as the default group: gloo's group beside it takes the address of the host's name."""
-    first, second = outcomes(hosts, "resolves", folder, interfaces=False)
-    assert first.get("error") == second.get("error") == "ConfigError", (first, second)
-    assert first["text"] == second["text"]
-    assert "the ranks are on several hosts" in first["text"]
-    assert "set GLOO_SOCKET_IFNAME=wire" in first["text"]

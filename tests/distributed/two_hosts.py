@@ -5,7 +5,6 @@
 WHAT is what is done, FOLDER what the hosts share, SECONDS the time-out of the process group.
 """
 
-import importlib
 import json
 import os
 import sys
@@ -19,10 +18,8 @@ import torch.distributed as dist
 from torch import nn
 
 import zerostart
-from zerostart.distributed import roll_call
 
 what, folder, seconds = sys.argv[1], Path(sys.argv[2]), float(sys.argv[3])
-roll_call.SILENCE = 1.0
 
 
 def load() -> nn.Module:
@@ -59,15 +56,8 @@ def dies() -> object:
 
 
 def main(jobs: dict[str, Callable[[], object]]) -> None:
-    rank, size, limit = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timedelta(seconds=seconds)
-    if what == "resolves":
-        # What NCCL does needs no device here: only the group for messages is real, and the store.
-        importlib.import_module("torch.testing._internal.distributed.fake_pg")  # registers it
-        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        store = dist.TCPStore(*address, size, is_master=rank == 0)
-        dist.init_process_group("fake", store=store, rank=rank, world_size=size, timeout=limit)
-    else:
-        dist.init_process_group("gloo", timeout=limit)
+    limit = timedelta(seconds=seconds)
+    dist.init_process_group("gloo", timeout=limit)
     begun = time.monotonic()
     try:
         told = {"value": repr(jobs[what]())}
@@ -79,4 +69,4 @@ def main(jobs: dict[str, Callable[[], object]]) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main({"whole": whole, "cut": cut, "dies": dies, "differ": load, "resolves": load})
+    main({"whole": whole, "cut": cut, "dies": dies, "differ": load})

@@ -6,9 +6,7 @@ import json
 import os
 import shutil
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,6 @@ import torch.distributed as dist
 import zerostart
 from tests.ranks import RankError, rank_outcomes, run_ranks
 from tests.tiny import TinyCheckpoints, edit_tensors
-from zerostart.distributed.roll_call import RollCall
 from zerostart.errors import ConfigError
 from zerostart.integrations.barrier import _Calls
 
@@ -288,7 +285,7 @@ def _ranks(store: dist.Store, calls: tuple[str, str]) -> list[Exception | None]:
 
     def rank(number: int) -> Exception | None:
         group = dist.PrefixStore("group", store)
-        own = _Calls(group, number, 2, RollCall(group, number, 2, timedelta(seconds=10)))
+        own = _Calls(group, number, 2, 10)
         if number == 0:
             second_is_here.wait(10)
         else:
@@ -297,7 +294,7 @@ def _ranks(store: dist.Store, calls: tuple[str, str]) -> list[Exception | None]:
             own.gather(calls[number])
         except ConfigError as error:
             return error
-        own.wait()
+        own.note_wait()
         return None
 
     with ThreadPoolExecutor(2) as pool:
@@ -316,30 +313,3 @@ def test_ranks_at_different_loads_are_told_in_any_group_over_the_store() -> None
     assert _ranks(store, ("A.from_pretrained",) * 2) == [None, None]
     for error in _ranks(store, ("B.from_pretrained", "C.from_pretrained")):
         assert "something else on another" in str(error)
-
-
-class _Slow:
-    """A store at which other ranks see each step of a rank before it takes the next one."""
-
-    def __init__(self, store: Any) -> None:
-        self._store = store
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._store, name)
-
-    def add(self, key: str, amount: int) -> int:
-        total = int(self._store.add(key, amount))
-        if amount:
-            time.sleep(0.1)
-        return total
-
-
-def test_ranks_that_are_slow_to_tell_are_not_taken_to_load_something_else() -> None:
-    store = dist.HashStore()
-
-    def load(number: int) -> None:
-        own = _Slow(store) if number else store
-        _Calls(own, number, 2, RollCall(own, number, 2, timedelta(seconds=10))).gather("A.from_pretrained")
-
-    with ThreadPoolExecutor(2) as pool:
-        assert list(pool.map(load, range(2))) == [None, None]

@@ -460,7 +460,7 @@ def join_group(timeout: timedelta | None = None) -> None:
     """
     import torch.distributed as dist
 
-    from zerostart.distributed.network import explained
+    from zerostart.distributed.missing_ranks import explain
     from zerostart.distributed.world import backend_of, default_device, make_device_current
     from zerostart.errors import ConfigError
     from zerostart.upstream.torch.process_group import connected_lazily
@@ -477,7 +477,7 @@ def join_group(timeout: timedelta | None = None) -> None:
             with few:
                 dist.init_process_group(backend, timeout=timeout)
         except RuntimeError as error:
-            if remedy := explained(error):
+            if remedy := explain(error):
                 raise ConfigError(f"torch cannot make a process group: {error}.{remedy}") from error
             raise
         return

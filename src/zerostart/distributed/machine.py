@@ -57,6 +57,15 @@ def available_memory(root: Path = ROOT) -> int:
     return min([*free, *_memory_left(root)], default=UNKNOWN)
 
 
+def network_rate(root: Path = ROOT) -> float | None:
+    """Bytes a second of the interface to other hosts, as its driver says; None if it does not."""
+    named = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    routes = [line.split() for line in _text(root / "proc/net/route").splitlines()[1:]]
+    names = [named] if named else [route[0] for route in routes if route[1:2] == ["00000000"]]
+    speed = _text(root / "sys/class/net" / names[0] / "speed") if names else ""
+    return int(speed) * 1e6 / 8 if speed.isdecimal() and int(speed) else None
+
+
 def _quotas(root: Path) -> Iterator[float]:
     """Processors that each control group above this process allows."""
     for folder in _groups(root, "cpu"):

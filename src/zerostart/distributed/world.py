@@ -10,6 +10,7 @@ itself.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import hashlib
 import os
@@ -18,9 +19,10 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,9 +36,7 @@ from zerostart.distributed.failures import (
     report_of,
     restored,
 )
-from zerostart.distributed.last_messages import remember
-from zerostart.distributed.network import explained, network_view, tell_file_limit, unreachable
-from zerostart.distributed.roll_call import RollCall
+from zerostart.distributed.missing_ranks import Attendance, explain
 from zerostart.errors import ConfigError, PeerError
 from zerostart.upstream.torch.process_group import (
     made_groups,
@@ -134,16 +134,16 @@ def joined_world(device: torch.device | None = None) -> World:
 #: By default process group that is not gloo's: the group over which the ranks' messages go.
 _control: weakref.WeakKeyDictionary[Any, object] = weakref.WeakKeyDictionary()
 #: By group over which messages go: who has come to a call.
-_roll_calls: weakref.WeakKeyDictionary[object, RollCall | None] = weakref.WeakKeyDictionary()
+_attendances: weakref.WeakKeyDictionary[object, Attendance | None] = weakref.WeakKeyDictionary()
 
 
 def _control_group() -> object:
     """A process group for small CPU messages: the default one if it is gloo, else one made once beside it."""
     default = dist.group.WORLD
     if "gloo" in str(dist.get_backend(default)):
-        # Made when a rank first asks, without meeting the others: see the counters of `RollCall`.
-        if default not in _roll_calls:
-            _roll_calls[default] = _new_roll_call("calls")
+        # Made when a rank first asks, without meeting the others.
+        if default not in _attendances:
+            _attendances[default] = _make_attendance("calls")
         return default
     if default not in _control:
         _control[default] = group_beside()
@@ -153,38 +153,28 @@ def _control_group() -> object:
 def group_beside() -> object:
     """Another group of all ranks, for messages alone, of another thread perhaps; collective.
 
-    Raises ConfigError where hosts cannot reach each other, naming the host and the remedy.
+    Raises ConfigError where torch cannot make it, with the remedy.
     """
-    calls = _new_roll_call("beside")  # counted apart: the other one is made by each rank when it asks
-    group = _messages_group(calls)
-    _roll_calls[group] = calls
+    attendance = _make_attendance("beside")
+    if attendance is not None:
+        attendance.gather(_call("making a process group"))
+    try:
+        group = messages_group()
+    except RuntimeError as error:
+        raise ConfigError(f"torch cannot make a group over gloo: {error}.{explain(error)}") from error
+    _attendances[group] = attendance
     return group
 
 
-def _new_roll_call(prefix: str) -> RollCall | None:
-    """For a group of several ranks, whose store can count: that of a pretended group cannot."""
+def _make_attendance(name: str) -> Attendance | None:
+    """None for one rank, and for a pretended group, whose store cannot count: nobody is named there."""
     size = dist.get_world_size()
     if size == 1:
         return None
     try:
-        return RollCall(store_of(f"zerostart/{prefix}"), dist.get_rank(), size, patience())
-    # None: calls are then waited for without a word about who is missing.
+        return Attendance(store_of("zerostart"), name, dist.get_rank(), size, patience().total_seconds())
     except RuntimeError:
         return None
-
-
-def _messages_group(calls: RollCall | None) -> object:
-    """A group of all ranks, each of which is connected with those alone that it has messages for."""
-    during = "making a process group"
-    if calls is not None:
-        tell_file_limit(calls.size)
-        trouble = calls.gather(_call(during), network_view(), unreachable)
-        if trouble:
-            raise ConfigError(trouble)
-    try:
-        return messages_group()
-    except RuntimeError as error:
-        raise ConfigError(f"torch cannot make a group over gloo: {error}.{explained(error)}") from error
 
 
 #: The names of the phases that this thread is in, outermost first.
@@ -197,35 +187,8 @@ def _call(during: str) -> str:
     return f"'{during}' ({outer[0]})" if outer and outer[0] != during else f"'{during}'"
 
 
-#: Seconds between two meetings of ranks that work for long.
-_BEAT = 0.5
-
-
-class _Work(Generic[T]):
-    """A call in a thread of its own, which keeps no process from ending."""
-
-    def __init__(self, make: Callable[[], T]) -> None:
-        self._made: list[T] = []
-        self._failed: list[BaseException] = []
-        self._thread = threading.Thread(target=self._run, args=(make,), daemon=True)
-        self._thread.start()
-
-    def _run(self, make: Callable[[], T]) -> None:
-        try:
-            self._made.append(make())
-        except BaseException as error:
-            self._failed.append(error)
-
-    def ended_within(self, seconds: float) -> bool:
-        """Whether it has ended after so many seconds at most."""
-        self._thread.join(seconds)
-        return not self._thread.is_alive()
-
-    def result(self) -> T:
-        """What it gave; raises what it failed with."""
-        if self._failed:
-            raise self._failed[0]
-        return self._made[0]
+#: Seconds between two meetings of ranks that wait for long work of one.
+_MEETING_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
@@ -251,27 +214,6 @@ class World:
         gathered = self._meet(during, failure, data, gather=True).bodies or [data] * self.size
         # The own value is handed back itself: a copy of it would be another object than the caller's.
         return [value if rank == self.rank else pickle.loads(d) for rank, d in enumerate(gathered)]
-
-    def all_gather_different(self, data: bytes, during: str) -> tuple[list[bytes], list[int]]:
-        """The ``data`` of all ranks, each only once, and which of them each rank has.
-
-        Raises what ``all_gather_object`` raises.
-        """
-        digest = hashlib.blake2b(data, digest_size=16).digest()
-        own = [len(data), *(int.from_bytes(half, "little", signed=True) for half in (digest[:8], digest[8:]))]
-        with DeferredSignals() as signals:
-            told = [tuple(row) for row in self.all_gather_numbers(own, during)]
-            # In the order of the first rank that has it, which sends it.
-            first = {row: rank for rank, row in reversed(list(enumerate(told)))}
-            numbers = {row: n for n, row in enumerate(sorted(first, key=lambda row: first[row]))}
-            different = []
-            for row in numbers:
-                sent = _room(row[0], data if first[row] == self.rank else b"")
-                if self.size > 1 and row[0]:
-                    self._transfer(during, dist.broadcast, sent, src=first[row])
-                different.append(sent.numpy().tobytes())
-        signals.deliver()
-        return different, [numbers[row] for row in told]
 
     def broadcast_object(self, make: Callable[[], T], during: str, source: int = 0) -> T:
         """What ``make`` gives on rank ``source``, or its error, on every rank.
@@ -300,75 +242,24 @@ class World:
     def broadcast_slow(self, make: Callable[[], T], during: str, source: int = 0) -> T:
         """As ``broadcast_object``, for what may take longer than ranks wait for each other.
 
-        They meet every second meanwhile, so that no collective comes to its time-out; ``make`` runs in a
-        thread of its own, and meets nobody. Raises what ``all_gather_object`` raises.
+        They meet meanwhile, so that no collective comes to its timeout; ``make`` runs in a thread of its own,
+        and meets nobody.
         """
         if self.size == 1:
             return self.broadcast_object(make, during, source)
-        with self.phase(during):
-            made: list[T] = []
-            self.while_working(lambda: made.append(make()) if self.rank == source else None, during)
-            return self.broadcast_object(lambda: made[0], during, source)
+        made: Future[T] = Future()
 
-    def while_working(
-        self,
-        work: Callable[[], object],
-        during: str,
-        told: Callable[[], Sequence[int]] = tuple,
-        heard: Callable[[list[list[int]]], None] = lambda rows: None,
-        advanced: Callable[[], int] | None = None,
-    ) -> list[list[int]]:
-        """Run ``work`` on every rank beside meetings of all, twice a second, until it has ended on all.
+        def work() -> None:
+            try:
+                made.set_result(make())
+            except BaseException as error:
+                made.set_exception(error)
 
-        So no collective comes to its time-out, however long the slowest takes, and a failure is known to all
-        within a second. At each meeting a rank tells whether it has ended and the numbers ``told`` (as many
-        on all ranks); ``heard`` gets these of all ranks, and the last of them are returned. What ``heard``
-        raises it has to raise on every rank.
-
-        Raises what ``work`` raises on any rank, and PeerError where ``advanced``, a number that grows while a
-        rank gets on, has stood still on one of them for the time-out of the process group.
-        """
-        running = _Work(work)
-        mark, since = -1, time.monotonic()
-        while True:
-            ended = running.ended_within(_BEAT)
-            if ended:
-                # Raises what it failed with: the others learn of it in the meeting that they come to next.
-                running.result()
-            if advanced is not None and (at := advanced()) != mark:
-                mark, since = at, time.monotonic()
-            idle = 0 if ended or advanced is None else int(time.monotonic() - since)
-            rows = self.all_gather_numbers([int(ended), idle, *told()], during)
-            self._raise_stalled([row[1] for row in rows], during)
-            heard([row[2:] for row in rows])
-            if all(row[0] for row in rows):
-                return [row[2:] for row in rows]
-
-    def _raise_stalled(self, idle: Sequence[int], during: str) -> None:
-        # A process alone has no group, and no time-out.
-        calls = None if self.group is None else _roll_calls.get(self.group)
-        if calls is None or max(idle) < calls.timeout:
-            return
-        stalled = [rank for rank, seconds in enumerate(idle) if seconds >= calls.timeout]
-        has = "has" if len(stalled) == 1 else "have"
-        # On all ranks alike, and so nobody waits for another; it is not told again.
-        raise beyond_telling(
-            PeerError(
-                f"{calls.named(stalled)} {has} got no further in {_call(during)} for {calls.timeout:.0f} s, "
-                "the time-out of the process group; the storage there does not answer, or the process is "
-                "stopped. The operation in progress is incomplete: start all ranks again"
-            )
-        )
-
-    def all_gather_numbers(self, values: Sequence[int], during: str) -> list[list[int]]:
-        """As many integers of every rank, in rank order. Raises what ``all_gather_object`` raises."""
-        if self.size == 1:
-            return [list(values)]
-        with DeferredSignals() as signals:
-            self._meet(during, None)
-            rows = self._gathered(during, torch.tensor(values, dtype=torch.int64, device="cpu")).tolist()
-        signals.deliver()
-        return list(rows)
+        if self.rank == source:
+            threading.Thread(target=work, daemon=True).start()  # one that keeps no process from ending
+        while self.broadcast_object(lambda: bool(wait([made], _MEETING_SECONDS).not_done), during, source):
+            continue
+        return self.broadcast_object(made.result, during, source)
 
     def all_reduce_sum(self, values: torch.Tensor, during: str) -> torch.Tensor:
         """The sum over all ranks of a 1-D CPU tensor of integers, of one length on all, on every rank.
@@ -381,7 +272,9 @@ class World:
             # Tensors of unlike lengths would be added up wrongly, or wait for ever: so lengths are compared
             # first.
             if not self._meet(during, None, length.numpy().tobytes()).alike:
-                raise _uneven(self._gathered(during, length).view(-1).tolist(), during)
+                raise _diverged(
+                    [f"{n} numbers of '{during}'" for n in self._gathered(during, length).view(-1).tolist()]
+                )
             if self.size > 1 and total.numel():
                 self._transfer(during, dist.all_reduce, total)
         signals.deliver()
@@ -525,7 +418,7 @@ class World:
         if failed:
             self._raise(failure, told.numpy().tobytes(), -first if others else None)
         if astray:
-            raise _astray([body.decode() for body in bodies])
+            raise _diverged([f"'{body.decode()}'" for body in bodies])
         return _Head(longest, not unlike, bodies)
 
     def _raise(self, failure: BaseException | None, report: bytes, rank: int | None) -> NoReturn:
@@ -557,12 +450,11 @@ class World:
         at = _call(during)
         try:
             work = collective(*arguments, group=self.group, async_op=True, **options)
-            calls = _roll_calls.get(self.group)
-            if calls is None:
+            attendance = _attendances.get(self.group)
+            if attendance is None:
                 work.wait()
             else:
-                calls.finish(work, at, lambda who: str(self._lost_at(at, who)))
-            remember(arguments)
+                attendance.wait(work, at, lambda who: str(self._lost_at(at, who)))
         except PeerError:
             raise
         except RuntimeError as error:
@@ -617,23 +509,16 @@ def _pickled(value: object) -> tuple[bytes, Exception | None]:
         return b"", error
 
 
-def _uneven(lengths: Sequence[int], during: str) -> ConfigError:
-    first = next(rank for rank, length in enumerate(lengths) if length != lengths[0])
-    error = ConfigError(
-        f"the ranks do not do the same: during '{during}' rank 0 has {lengths[0]} numbers and rank "
-        f"{first} has {lengths[first]}; call the same functions of zerostart, with the same "
-        "arguments, on every rank"
-    )
-    mark_agreed(error)
-    return error
-
-
-def _astray(places: Sequence[str]) -> ConfigError:
+def _diverged(places: Sequence[str]) -> ConfigError:
     first = next(rank for rank, place in enumerate(places) if place != places[0])
     error = ConfigError(
-        f"the ranks do not do the same: rank 0 is at '{places[0]}' and rank {first} at "
-        f"'{places[first]}'; call the same functions of zerostart, with the same arguments, on "
-        "every rank"
+        f"the ranks do not do the same: rank 0 is at {places[0]} and rank {first} at {places[first]}; call "
+        "the same functions of zerostart, with the same arguments, on every rank"
     )
     mark_agreed(error)
     return error
+
+
+# A thread of gloo's releases a message a moment after the wait for it has ended. If Python ends then, the
+# thread takes the process along (SIGABRT): one of six scripts that end with a collective, with torch 2.13.
+atexit.register(time.sleep, 0.05)
