@@ -22,18 +22,14 @@ from zerostart.upstream.torch.byte_sums import (
     BLOCK,
     LANES,
     ROW,
-    added,
     lanes_of,
     lanes_of_rows,
-    numbers_of,
 )
 
 #: What each digest begins with. Those of the definition before, sums over words, had nothing there.
 DEFINITION = "02"
 #: Bytes that a thread takes which adds.
 ROOM = BLOCK
-#: Sums on devices that are kept before they are waited for; each takes the least that is allocated there.
-MOST_THERE = 1 << 12
 
 
 class Ranks(Protocol):
@@ -57,8 +53,6 @@ class Digests:
         }
         self._sums: dict[str, list[int]] = {}
         self._counts: dict[str, int] = {}
-        #: What devices may still be summing up.
-        self._there: list[tuple[str, torch.Tensor]] = []
         self._lock = threading.Lock()
 
     def add(self, name: str, first: int, data: torch.Tensor | bytes | bytearray | memoryview) -> None:
@@ -71,18 +65,6 @@ class Digests:
         octets = _octets(data)
         self._count(name, octets.numel() * 8 // bits)
         self._note(name, lanes_of(octets, first * bits // 8))
-
-    def lanes(self, name: str, first: int, data: torch.Tensor, lead: int = 0) -> list[int]:
-        """The sums over elements as ``add`` takes them, which are not added.
-
-        ``data`` may begin ``lead`` bytes within its first element, and end within its last one.
-        """
-        return added([lanes_of(_octets(data), first * self._bits(name) // 8 + lead)])
-
-    def add_lanes(self, name: str, elements: int, lanes: Sequence[int]) -> None:
-        """Add elements whose sums ``lanes`` gave."""
-        self._count(name, elements)
-        self._note(name, lanes)
 
     def add_rows(self, name: str, first: int, step: int, data: torch.Tensor) -> None:
         """Add rows: ``data`` is [rows, count], and row ``k`` begins at element ``first + k * step``."""
@@ -121,8 +103,6 @@ class Digests:
 
         Collective, one reduction; None: nobody else.
         """
-        with self._lock:
-            self._settle()
         # One row for each entry, in the order that all ranks have: sums and counts travel in one reduction.
         table = torch.tensor([self._row(name) for name in self._entries], dtype=torch.int64, device="cpu")
         total = table if world is None else world.all_reduce_sum(table.view(-1), "summing up digests")
@@ -140,25 +120,11 @@ class Digests:
         with self._lock:
             self._counts[name] = self._counts.get(name, 0) + elements
 
-    def _note(self, name: str, lanes: Sequence[int] | torch.Tensor) -> None:
+    def _note(self, name: str, lanes: Sequence[int]) -> None:
         with self._lock:
-            if not isinstance(lanes, torch.Tensor):
-                self._add(name, lanes)
-                return
-            self._there.append((name, lanes))
-            if len(self._there) == MOST_THERE:
-                self._settle()
-
-    def _settle(self) -> None:
-        """Wait for devices, and add their sums to the others; with the lock."""
-        there, self._there = self._there, []
-        for (name, _), lanes in zip(there, numbers_of([lanes for _, lanes in there]), strict=True):
-            self._add(name, lanes)
-
-    def _add(self, name: str, lanes: Sequence[int]) -> None:
-        sums = self._sums.setdefault(name, [0] * LANES)
-        for lane, value in enumerate(lanes):
-            sums[lane] = (sums[lane] + value) & ALL
+            sums = self._sums.setdefault(name, [0] * LANES)
+            for lane, value in enumerate(lanes):
+                sums[lane] = (sums[lane] + value) & ALL
 
     def _row(self, name: str) -> list[int]:
         """The lanes in halves, whose sum over ranks fits, and the elements."""

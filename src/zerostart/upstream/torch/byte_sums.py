@@ -18,7 +18,7 @@ name; CUDA's takes 17 rows at least, each of which begins at a multiple of 16 by
 that of fp32, which is exact as well: bytes and keys have eight bits, and no sum of products leaves the 24 of
 fp32. Other devices multiply and add integers.
 
-An accelerator is not waited for: what it sums up are tensors of its own until somebody asks for the numbers.
+Sums of rows are made where the bytes are, and weighed on the host: a thirtieth of the bytes.
 Run on the CPU, on the pretend accelerator (docs/configuring.md), and on one H200.
 """
 
@@ -48,15 +48,10 @@ MANY, HOST_MANY = 4 * BLOCK, 1 << 17
 THERE_MANY = 64 * BLOCK
 #: Fewest rows of a product of bytes on an accelerator (CUDA), and where in memory each begins.
 LEAST_THERE, ALIGNED = 17, 16
-#: Blocks for which an accelerator keeps B, at first: of tensors of 4 GiB.
-FIRST_BLOCKS = 1 << 12
 ALL = (1 << 64) - 1
 #: Seeds of the keys: W, A of both lanes, B of both.
 _SEEDS = tuple(number << 48 for number in range(1, 2 * LANES + 2))
 _STEP, _MIX, _MORE = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-
-#: The sums of both lanes: numbers, or a tensor [LANES] of what a device may still be summing up.
-Lanes = list[int] | torch.Tensor
 
 TOUCHED = (
     Use(
@@ -67,7 +62,7 @@ TOUCHED = (
 )
 
 
-def lanes_of(octets: torch.Tensor, position: int = 0) -> Lanes:
+def lanes_of(octets: torch.Tensor, position: int = 0) -> list[int]:
     """The sums of both lanes over the bytes ``octets``, which begin at byte ``position`` of the tensor."""
     parts = []
     octets, most = octets.view(torch.int8), MANY if _is_host(octets.device) else THERE_MANY
@@ -78,10 +73,10 @@ def lanes_of(octets: torch.Tensor, position: int = 0) -> Lanes:
         taken = whole * ROW or min(count, ROW - inside)
         parts.append(_weighed(_row_sums(octets[:taken].view(max(whole, 1), -1), inside), row))
         octets, position = octets[taken:], position + taken
-    return _together(parts)
+    return _added(parts)
 
 
-def lanes_of_rows(octets: torch.Tensor, position: int, step: int) -> Lanes:
+def lanes_of_rows(octets: torch.Tensor, position: int, step: int) -> list[int]:
     """The same over ``octets`` [number, length], of which ``k`` begins at byte ``position + k * step``."""
     number, length = octets.shape
     parts = []
@@ -96,7 +91,7 @@ def lanes_of_rows(octets: torch.Tensor, position: int, step: int) -> Lanes:
         sums = torch.zeros(last + 1 - row, COLUMNS, dtype=torch.int32, device=part.device)
         _sum_rows(sums, part.view(torch.int8), at - row * ROW, step)
         parts.append(_weighed(sums, row))
-    return _together(parts)
+    return _added(parts)
 
 
 def _sum_rows(sums: torch.Tensor, octets: torch.Tensor, position: int, step: int) -> None:
@@ -120,26 +115,6 @@ def _sum_rows(sums: torch.Tensor, octets: torch.Tensor, position: int, step: int
             made = _row_sums(part[:, at : at + taken], inside)
             sums[row : row + (count - 1) * apart + 1 : apart].add_(made)
             row, at, inside = row + 1, at + taken, 0
-
-
-def numbers_of(parts: Sequence[torch.Tensor]) -> list[list[int]]:
-    """The numbers of lanes that are on devices, which are waited for, whatever streams make them."""
-    found: list[list[int]] = [[]] * len(parts)
-    for device in {part.device for part in parts}:
-        there = [number for number, part in enumerate(parts) if part.device == device]
-        if device.type != "cpu":
-            torch.accelerator.synchronize(device)
-        lanes = torch.stack([parts[number] for number in there]).tolist()
-        for number, each in zip(there, lanes, strict=True):
-            found[number] = each
-    return found
-
-
-def added(parts: Sequence[Lanes]) -> list[int]:
-    """The numbers of lanes together; those on devices are waited for."""
-    here = [part for part in parts if not isinstance(part, torch.Tensor)]
-    here += numbers_of([part for part in parts if isinstance(part, torch.Tensor)])
-    return [sum(part[lane] for part in here) & ALL for lane in range(LANES)]
 
 
 def signed(number: int) -> int:
@@ -191,12 +166,10 @@ def _by_floats(octets: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     return made.to(torch.int32)
 
 
-def _weighed(sums: torch.Tensor, row: int) -> Lanes:
+def _weighed(sums: torch.Tensor, row: int) -> list[int]:
     """The lanes of sums of rows that follow each other from ``row`` on."""
-    if not _is_host(sums.device):
-        return _weighed_there(sums, row)
     lanes = [0] * LANES
-    values, keys = sums.view(-1).numpy().astype(np.int64), _host_keys()
+    values, keys = sums.cpu().view(-1).numpy().astype(np.int64), _row_keys()
     while len(values):
         block, first = divmod(row, ROWS)
         # Whole blocks together; what begins or ends within one by itself.
@@ -210,32 +183,8 @@ def _weighed(sums: torch.Tensor, row: int) -> Lanes:
     return lanes
 
 
-def _weighed_there(sums: torch.Tensor, row: int) -> torch.Tensor:
-    """The same on a device, in few calls: each costs more than it computes."""
-    block, first = divmod(row, ROWS)
-    count = sums.shape[0]
-    blocks = -(-(first + count) // ROWS)
-    if count == blocks * ROWS:
-        values = sums.to(torch.int64)
-    else:
-        values = torch.zeros(blocks * ROWS, COLUMNS, dtype=torch.int64, device=sums.device)
-        values[first : first + count] = sums
-    by_block = (values.view(blocks, 1, -1) * _row_keys(sums.device)).sum(2)
-    room = max(FIRST_BLOCKS, 1 << (block + blocks - 1).bit_length())
-    return (by_block * _block_keys(sums.device, room)[block : block + blocks]).sum(0)
-
-
-def _weights(blocks: torch.Tensor) -> torch.Tensor:
-    """Return B of ``blocks`` [number, LANES]."""
-    return torch.stack([_mixed(blocks + signed(seed)) | 1 for seed in _SEEDS[1 + LANES :]], 1)
-
-
-def _together(parts: Sequence[Lanes]) -> Lanes:
-    """Lanes of parts that are all of one device, where these are."""
-    there = [part for part in parts if isinstance(part, torch.Tensor)]
-    if there:
-        return there[0] if len(there) == 1 else torch.stack(there).sum(0)
-    return added(parts)
+def _added(parts: Sequence[list[int]]) -> list[int]:
+    return [sum(part[lane] for part in parts) & ALL for lane in range(LANES)]
 
 
 @functools.cache
@@ -294,16 +243,10 @@ def _float_keys() -> torch.Tensor:
 
 
 @functools.cache
-def _row_keys(device: torch.device) -> torch.Tensor:
-    """A of both lanes [LANES, ROWS * COLUMNS]."""
+def _row_keys() -> npt.NDArray[Any]:
+    """Return A of both lanes [LANES, ROWS * COLUMNS]."""
     number = torch.arange(ROWS * COLUMNS, dtype=torch.int64, device="cpu")
-    return _moved(torch.stack([_mixed(number + seed) | 1 for seed in _SEEDS[1 : 1 + LANES]]), device)
-
-
-@functools.cache
-def _block_keys(device: torch.device, count: int) -> torch.Tensor:
-    """B of the first ``count`` blocks [count, LANES]."""
-    return _moved(_weights(torch.arange(count, dtype=torch.int64, device="cpu")), device)
+    return torch.stack([_mixed(number + seed) | 1 for seed in _SEEDS[1 : 1 + LANES]]).numpy()
 
 
 def _moved(keys: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -312,11 +255,6 @@ def _moved(keys: torch.Tensor, device: torch.device) -> torch.Tensor:
     if device.type != "cpu":
         torch.accelerator.current_stream(device).synchronize()
     return there
-
-
-@functools.cache
-def _host_keys() -> npt.NDArray[Any]:
-    return _row_keys(torch.device("cpu")).numpy()
 
 
 def _mixed(numbers: torch.Tensor) -> torch.Tensor:

@@ -39,7 +39,7 @@ from zerostart.upstream.deepspeed.zero12.optimizers import TOUCHED as OPTIMIZERS
 from zerostart.upstream.deepspeed.zero12.optimizers import enter_constructors
 from zerostart.upstream.guard import Use, misfit
 from zerostart.upstream.patches import RefCountedPatches, replaced
-from zerostart.upstream.torch.byte_sums import added, lanes_of, signed
+from zerostart.upstream.torch.byte_sums import lanes_of, signed
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
@@ -212,4 +212,4 @@ def alike(parameters: Sequence[torch.Tensor], group: dist.ProcessGroup) -> list[
 def fingerprint(tensor: torch.Tensor) -> list[int]:
     """The sums over a tensor's bits in row-major order, wherever in memory they lie: two of 64 bits."""
     octets = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    return [signed(lane) for lane in added([lanes_of(octets)])]
+    return [signed(lane) for lane in lanes_of(octets)]
