@@ -14,7 +14,7 @@ from torch import nn
 from zerostart.errors import ConfigError, PeerError
 from zerostart.refit.image import Image
 from zerostart.refit.memory import SharedImage
-from zerostart.refit.receiver import EngineWeights, FromReader, Receiver
+from zerostart.refit.receiver import EngineWeights, FillPlan, FromReader, Receiver
 from zerostart.refit.wire import PROTOCOL, Message, connect, socket_path
 
 logger = logging.getLogger("zerostart")
@@ -106,7 +106,7 @@ class Connection:
         image = Image.from_bytes(message.parts[0])
         self._image = SharedImage(image, message.descriptor)
         try:
-            self._plan = self.receiver.plan(image, strict=message.body.get("strict") is not False)
+            self._plan = FillPlan(self.receiver, image, message.body.get("strict") is not False)
         except Exception as error:  # an engine's loader raises anything
             self._send("refused", {"why": f"{type(error).__name__}: {error}"})
             raise

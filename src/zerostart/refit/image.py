@@ -63,11 +63,6 @@ class Image:
         """The entries by name."""
         return {entry[0]: entry for entry in self.entries}
 
-    @cached_property
-    def fingerprint(self) -> str:
-        """The same for images of the same tensors in the same order."""
-        return hashlib.blake2b(self.to_bytes(), digest_size=16).hexdigest()
-
     def catalog(self) -> Catalog:
         """Return the tensors as those of a checkpoint, whose storage cannot be read."""
         tensors = {name: self.layout.tensors[name] for name, _, _ in self.entries}

@@ -147,14 +147,6 @@ class Receiver:
             )
         self.engine = ModuleWeights(model, load, type(model).__name__)
 
-    def plan(self, image: Image, strict: bool = True) -> FillPlan:
-        """Find out what of ``image`` the engine takes; nothing of the engine changes.
-
-        Raises ConversionError, naming layer and operation, for a loader that cannot be followed, and with
-        ``strict`` for parameters that it fills with nothing.
-        """
-        return FillPlan(self, image, strict)
-
 
 @dataclass(frozen=True)
 class _Filled:
@@ -163,8 +155,7 @@ class _Filled:
     recipe: Recipe
     #: Whether every element of it is filled.
     whole: bool
-    #: Number of the set by which elements are read back, and the part of the recipe that these are.
-    number: int
+    #: The part of the recipe by which elements are read back.
     back: Recipe
     #: The rest: the engine computes it, or takes an element twice. The bytes read for it are summed instead.
     rest: Recipe
@@ -176,14 +167,19 @@ class _StagePlan:
 
     names: tuple[str, ...]
     plan: Plan
-    #: By number of the set the plan of reading back, and its tensors.
-    back: Mapping[int, tuple[WritePlan, tuple[str, ...]]]
+    #: How the tensors are read back.
+    back: WritePlan
 
 
 class FillPlan:
     """How an engine is filled from an image, again and again: ``fill``, then ``check``."""
 
     def __init__(self, receiver: Receiver, image: Image, strict: bool) -> None:
+        """Find out what of ``image`` the engine takes; nothing of the engine changes.
+
+        Raises ConversionError, naming layer and operation, for a loader that cannot be followed, and with
+        ``strict`` for parameters that it fills with nothing.
+        """
         self._receiver, self._engine, self._image = receiver, receiver.engine, image
         catalog = image.catalog()
         with self._engine.tracing() as (tensors, load):
@@ -200,7 +196,7 @@ class FillPlan:
         if strict:
             self._check_all_filled(tensors, recipes.by_name)
         self._stages: dict[object, _StagePlan] = {}
-        self._filled, sets = self._divide(recipes.by_name, strides, recipes.partial)
+        self._filled, back = self._divide(recipes.by_name, strides, recipes.partial)
         whole = self._stage_plan(tuple(self._filled), strides, frozenset(self._filled))
         rest = [
             (one.rest, _layout(one.rest, strides[name], False), _destination(one.rest, True))
@@ -211,7 +207,7 @@ class FillPlan:
         self._read = Runs.of_reads(join(catalog, rest, EXACT))
         #: All bytes that it reads, and the sets of elements that it sums; a set has an element once at most.
         self.wants = Runs.of_reads(whole.plan)
-        self.sets = [*sets, self._read] if self._read.nbytes else sets
+        self.sets = [back, self._read]
         self._names = [image.names(runs) for runs in self.sets]
 
     def fill(self, supply: Supply) -> None:
@@ -235,8 +231,7 @@ class FillPlan:
             raise VerifyError(
                 f"{self._engine.name} gave no room for {', '.join(sorted(left)[:8])}, which its load fills"
             )
-        if self._read.nbytes:
-            supply.sum(self._image, self._read, self._digests[-1])
+        supply.sum(self._image, self._read, self._digests[1])
 
     def check(self, sums: Sequence[Sums], version: int) -> None:
         """Raise VerifyError, naming tensors, unless what was read back has the trainer's ``sums``."""
@@ -272,42 +267,31 @@ class FillPlan:
         recipes: Mapping[str, Recipe],
         strides: Mapping[str, tuple[int, ...]],
         partial: Mapping[str, int],
-    ) -> tuple[dict[str, _Filled], list[Runs]]:
-        """Give each tensor the set by which it is read back; no set has an element twice."""
+    ) -> tuple[dict[str, _Filled], Runs]:
+        """Divide each tensor into what can be read back and the rest; return the bytes that can be."""
         layout = self._image.layout
-        sets: list[list[Runs]] = []
-        sources: list[set[str]] = []
+        taken: dict[str, list[Runs]] = {}
         found: dict[str, _Filled] = {}
+        every: list[Runs] = []
         for name, recipe in recipes.items():
-            rest = tuple(piece for piece in recipe.pieces if _is_computed(piece))
             back = Recipe(recipe.target, tuple(piece for piece in recipe.pieces if not _is_computed(piece)))
-            runs = Runs.of_writes(
-                plan_writes(
-                    layout, [(back, _layout(back, strides[name], False), _origin(back, True))], CHUNK
-                ),
-                layout,
-            )
+            rest = tuple(piece for piece in recipe.pieces if _is_computed(piece))
+            placed = _layout(back, strides[name], False)
+            runs = Runs.of_writes(plan_writes(layout, [(back, placed, _origin(back, True))], CHUNK), layout)
             own = {str(source) for piece in back.pieces for source in piece.source}
-            kinds = {torch_dtype(layout.tensors[source].dtype, source) for source in own}
             nbytes = sum(piece.numel for piece in back.pieces) * recipe.target.dtype.itemsize
-            # An element that is there twice, or in a dtype that does not give back every value.
-            if runs.nbytes != nbytes or not all(holds(recipe.target.dtype, kind) for kind in kinds):
-                back, rest, runs, own = Recipe(recipe.target, ()), recipe.pieces, Runs.of([]), set()
-            # Parameters of the same elements (tied ones that the engine has twice) are in two sets.
-            number = 0
-            while (
-                number < len(sets)
-                and sources[number] & own
-                and any(other.intersect(runs).nbytes for other in sets[number])
+            # An element that is taken twice, or in a dtype that does not give back every value.
+            if (
+                runs.nbytes != nbytes
+                or any(other.intersect(runs).nbytes for source in own for other in taken.get(source, ()))
+                or not all(holds(recipe.target.dtype, torch_dtype(layout.tensors[s].dtype, s)) for s in own)
             ):
-                number += 1
-            if number == len(sets):
-                sets.append([])
-                sources.append(set())
-            sets[number].append(runs)
-            sources[number] |= own
-            found[name] = _Filled(recipe, name not in partial, number, back, Recipe(recipe.target, rest))
-        return found, [each[0].union(*each[1:]) for each in sets]
+                back, rest, runs, own = Recipe(recipe.target, ()), recipe.pieces, Runs.of([]), set()
+            for source in own:
+                taken.setdefault(source, []).append(runs)
+            every.append(runs)
+            found[name] = _Filled(recipe, name not in partial, back, Recipe(recipe.target, rest))
+        return found, every[0].union(*every[1:])
 
     def _stage_plan(
         self, names: tuple[str, ...], strides: Mapping[str, tuple[int, ...]], hosted: frozenset[str]
@@ -316,21 +300,15 @@ class FillPlan:
         key = (names, tuple(strides[name] for name in names), hosted)
         if key in self._stages:
             return self._stages[key]
-        wanted = []
-        back: dict[int, list[tuple[Recipe, Layout, Origin]]] = {}
+        wanted, back = [], []
         for name in names:
             one, host, steps = self._filled[name], name in hosted, strides[name]
             wanted.append((one.recipe, _layout(one.recipe, steps, one.whole), _destination(one.recipe, host)))
-            if one.back.pieces:
-                placed = _layout(one.back, steps, one.whole and not one.rest.pieces)
-                back.setdefault(one.number, []).append((one.back, placed, _origin(one.back, host)))
-        layout = self._image.layout
-        plans = {
-            # Windows begin with the tensor and not with a page, and so with a row of its digest.
-            number: (plan_writes(layout, items, CHUNK, page=1), tuple(item[0].target.name for item in items))
-            for number, items in back.items()
-        }
-        plan = _StagePlan(names, join(self._image.catalog(), wanted, EXACT), plans)
+            placed = _layout(one.back, steps, one.whole and not one.rest.pieces)
+            back.append((one.back, placed, _origin(one.back, host)))
+        # Windows begin with the tensor and not with a page, and so with a row of its digest.
+        reading = plan_writes(self._image.layout, back, CHUNK, page=1)
+        plan = _StagePlan(names, join(self._image.catalog(), wanted, EXACT), reading)
         return self._stages.setdefault(key, plan)
 
     def _fill_stage(self, tensors: Mapping[str, torch.Tensor], supply: Supply) -> None:
@@ -346,10 +324,10 @@ class FillPlan:
         stage = self._stage_plan(tuple(tensors), strides, hosted)
         storages = {name: _storage(tensor) for name, tensor in tensors.items()}
         with torch.no_grad():
-            supply.fill(stage.plan, [storages[name] for name in stage.names])
-            for number, (plan, names) in stage.back.items():
-                sources = [Source(storages[name]) for name in names]
-                write_out(plan, sources, None, push_threads(), self._digests[number].add_rows)
+            in_order = [storages[name] for name in stage.names]
+            supply.fill(stage.plan, in_order)
+            sources = [Source(storage) for storage in in_order]
+            write_out(stage.back, sources, None, push_threads(), self._digests[0].add_rows)
 
 
 def _is_computed(piece: Piece) -> bool:

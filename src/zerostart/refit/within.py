@@ -346,7 +346,7 @@ class EngineTarget:
         self.receiver, self.name = receiver, receiver.name or f"rank {rank}"
         self._driver, self._strict = driver, strict
         self._plan: FillPlan | None = None
-        self._fingerprint = ""
+        self._image: Image | None = None
 
     def look(self) -> Mapping[str, Entry]:
         """Return nothing: a loader takes what comes."""
@@ -359,8 +359,8 @@ class EngineTarget:
 
     def plan(self, image: Image) -> tuple[Runs, list[Runs]]:
         """Find out what the engine takes; raise ConversionError if that is not possible."""
-        if self._plan is None or self._fingerprint != image.fingerprint:
-            self._plan, self._fingerprint = self.receiver.plan(image, self._strict), image.fingerprint
+        if self._plan is None or self._image is not image:
+            self._plan, self._image = FillPlan(self.receiver, image, self._strict), image
         return self._plan.wants, self._plan.sets
 
     def take(self, rounds: Rounds) -> None:
@@ -475,8 +475,8 @@ class WithinRanks:
         told = world.all_gather_object(
             (own.to_bytes(), taken, [each.to_bytes() for each in sets]), "planning the messages"
         )
-        if self._takers is None or self._told != (ready.image.fingerprint, told):
-            self._told = ready.image.fingerprint, told
+        if self._takers is None or self._told != (ready.image.entries, told):
+            self._told = ready.image.entries, told
             self._owns = [Runs.from_bytes(data) for data, *_ in told]
             self._wants = [Runs.from_bytes(data or b"") for _, data, _ in told]
             self._takers = Takers.of(ready.image, self._names, self._wants, [sums for *_, sums in told])
