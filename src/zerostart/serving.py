@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from zerostart.refit.connection import Closed, Connection, serve
-    from zerostart.refit.drivers import Driver, register_target
+    from zerostart.refit.drivers import Driver
     from zerostart.refit.receiver import EngineWeights, Receiver
     from zerostart.refit.sglang import weight_loader as sglang_weight_loader
-    from zerostart.refit.vllm.driver import register as register_with_vllm
+    from zerostart.refit.vllm import register as register_with_vllm
 
 __all__ = [
     "Closed",
@@ -27,7 +27,6 @@ __all__ = [
     "Driver",
     "EngineWeights",
     "Receiver",
-    "register_target",
     "register_with_vllm",
     "serve",
     "sglang_weight_loader",
@@ -39,8 +38,7 @@ _HOMES = {
     "Driver": "drivers",
     "EngineWeights": "receiver",
     "Receiver": "receiver",
-    "register_target": "drivers",
-    "register_with_vllm": "vllm.driver:register",
+    "register_with_vllm": "vllm:register",
     "serve": "connection",
     "sglang_weight_loader": "sglang:weight_loader",
 }

@@ -26,7 +26,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
 
 from zerostart import serving
-from zerostart.refit.vllm.worker import VLLMWeights
+from zerostart.refit.vllm import VLLMWeights
 
 
 def configured(path: str, world: int, expert_parallel: bool) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
 from zerostart.errors import PeerError
@@ -37,35 +37,14 @@ class Driver(Protocol):
         ...
 
 
-_makers: list[Callable[[object], Driver | None]] = []
-
-
-def register_target(make: Callable[[object], Driver | None]) -> Callable[[object], Driver | None]:
-    """Register a function that makes the driver of a target, or None of what it does not know."""
-    _makers.append(make)
-    return make
-
-
 def driver_of(target: object) -> Driver | None:
-    """Return the driver of ``target``; None for what no registered function knows."""
-    if isinstance(target, Driver):
+    """Return the driver of ``target``; None for what is no engine."""
+    if target is None or isinstance(target, Driver):
         return target
-    return next((driver for make in _makers if (driver := make(target)) is not None), None)
+    from zerostart.refit import sglang, vllm
 
-
-# Before vLLM, whose server has no route that tells it from others: this asks an address what it is.
-@register_target
-def _sglang(target: object) -> Driver | None:
-    from zerostart.refit.sglang import driver_of
-
-    return driver_of(target)
-
-
-@register_target
-def _vllm(target: object) -> Driver | None:
-    from zerostart.refit.vllm.driver import driver_of
-
-    return driver_of(target)
+    # vLLM last: its server has no route that tells it from others, and SGLang asks an address what it is.
+    return sglang.driver_of(target) or vllm.driver_of(target)
 
 
 class Server:

@@ -17,7 +17,7 @@ from zerostart.integrations import adoption as adoption
 from zerostart.integrations.saving import in_shards
 from zerostart.refit.pushes import RefitSettings
 from zerostart.refit.refitter import Refitter
-from zerostart.refit.vllm.driver import BACKEND
+from zerostart.refit.vllm import BACKEND
 from zerostart.upstream.trl.syncing import Client, Generation, WeightSyncs, backend_of, wake
 from zerostart.upstream.vllm import reload
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
 
-from zerostart.refit.vllm.worker import JoinInfo, PushInfo, engine_worker
+from zerostart.refit.vllm import JoinInfo, PushInfo, engine_worker
 
 
 class WeightTransfer(WeightTransferEngine):  # type: ignore[misc]  # the base is untyped

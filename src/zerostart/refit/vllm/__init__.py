@@ -1,1 +1,0 @@
-"""vLLM's workers and engines as places to which weights are pushed."""
