@@ -14,7 +14,7 @@ import mmap
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import torch
 
@@ -122,73 +122,6 @@ class _Pages(mmap.mmap):
                 self._unregister(self._address)
 
 
-class LockedSpans:
-    """Parts of memory that are page-locked until ``release``, for accelerators to copy by themselves.
-
-    They are not counted in ``locked_bytes``: the memory is there without being locked.
-    """
-
-    def __init__(self, memory: torch.Tensor, device: torch.device) -> None:
-        # Kept for as long: of memory that goes while it is locked the accelerator goes on using the pages,
-        # also for what lies at its address later.
-        self._memory: torch.Tensor | None = memory
-        self._device = device
-        self._addresses: list[int] = []
-        self._process = os.getpid()
-
-    @classmethod
-    def of(
-        cls, memory: torch.Tensor, spans: Iterable[tuple[int, int]], device: torch.device
-    ) -> LockedSpans | None:
-        """Lock the pages of ``spans`` (first byte, one past the last; in order) of a row of bytes.
-
-        None where the accelerator's runtime does not lock memory, or not this.
-        """
-        runtime = _runtime()
-        if runtime is None:
-            return None
-        register, made, page = runtime[0], cls(memory, device), mmap.PAGESIZE
-        begin, joined = memory.data_ptr(), list[tuple[int, int]]()
-        for low, high in spans:
-            # What lies near each other together: each call takes a while, and no page is locked twice.
-            low, high = low - (begin + low) % page, high + -(begin + high) % page
-            if joined and low - joined[-1][1] < JOINED:
-                low, high = joined[-1][0], max(high, joined.pop()[1])
-            joined.append((low, high))
-        with torch.accelerator.device_index(made._index):
-            for low, high in joined:
-                if int(register(begin + low, high - low)):  # type: ignore[call-overload]  # an enumeration or a number
-                    _forget_error(made._index)
-                    made.release()
-                    return None
-                made._addresses.append(begin + low)
-        return made
-
-    def release(self) -> None:
-        """Wait for copies that are under way, and let the pages go; what was forked has not locked them."""
-        addresses, self._addresses = self._addresses, []
-        # Asked in this order: a forked process cannot begin to use the runtime.
-        runtime = _runtime() if addresses and os.getpid() == self._process else None
-        if runtime is not None:
-            with torch.accelerator.device_index(self._index):
-                # What has failed there is told to whoever uses it next; the pages go all the same.
-                with contextlib.suppress(RuntimeError):
-                    torch.accelerator.synchronize(self._index)
-                for address in addresses:
-                    runtime[1](address)
-        self._memory = None
-
-    def __del__(self, ends: Callable[[], bool] = sys.is_finalizing) -> None:
-        # A script may forget to close what they are of; nothing is left to do at the end of Python.
-        if self._addresses and not ends():
-            self.release()
-
-    @property
-    def _index(self) -> int:
-        index = self._device.index
-        return torch.accelerator.current_device_index() if index is None else index
-
-
 def _forget_error(index: int) -> None:
     """CUDA's runtime keeps the error of a call, and torch raises it at the next kernel, whatever that is."""
     kind = torch.accelerator.current_accelerator()
@@ -197,8 +130,6 @@ def _forget_error(index: int) -> None:
         torch.zeros(1, device=torch.device(kind.type, index))
 
 
-#: Bytes between two spans that are locked rather than left out.
-JOINED = 64 << 20
 #: What a module of a device has for its runtime: CUDA's and ROCm's, and the one of NPUs.
 _RUNTIMES = ("cudart", "npurt")
 

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 
@@ -42,18 +42,6 @@ class Writer(Protocol):
         """Take ``rows`` of ``length`` bytes, ``step`` bytes apart in ``data`` and in tensor ``name``.
 
         The first goes to byte ``offset`` of it. ``data`` must not be kept.
-        """
-        ...
-
-
-@runtime_checkable
-class LockedWriter(Writer, Protocol):
-    """One that may have page-locked memory, which an accelerator fills by itself."""
-
-    def locked(self, name: str, offset: int, nbytes: int) -> torch.Tensor | None:
-        """Where ``nbytes`` from byte ``offset`` of tensor ``name`` on go, which then count as taken.
-
-        They are there when ``write_out`` returns. None: ``write_rows`` is to be given them.
         """
         ...
 
@@ -114,7 +102,6 @@ class _Writing:
         self._plan = plan
         self._storages = storages
         self._writer = writer
-        self._locked = writer if isinstance(writer, LockedWriter) else None
         self._noted = noted
         self._device = device
 
@@ -137,7 +124,7 @@ class _Writing:
             # Put together, cast and summed up by the accelerator: fewer bytes to send, and less for the host.
             data = self._data_there(write, room)
             self._note(write, data)
-            if self._writer is None or self._sent(write, data, room):
+            if self._writer is None:
                 return
             lead = self._writer.lead(write.name, write.first * write.dtype.itemsize)
             data = room.fetched(data, lead)
@@ -159,15 +146,6 @@ class _Writing:
         for first, count, step, rows in write.rows():
             seen = data.as_strided((rows, count), (step, 1), int(data.storage_offset()) + first)
             self._noted(write.name, write.first + first, step, seen)
-
-    def _sent(self, write: Write, data: torch.Tensor, room: _Room) -> bool:
-        """Have the accelerator copy to where the writer wants it, waited for later; False if it does not."""
-        if self._locked is None or write.count != write.span:
-            return False
-        place = self._locked.locked(write.name, write.first * write.dtype.itemsize, data.nbytes)
-        if place is not None:
-            room.copy(place, data.view(torch.uint8))
-        return place is not None
 
     def _is_there(self, write: Write) -> bool:
         """Whether all of it is on the accelerator, whose stream alone is waited for."""
