@@ -26,8 +26,7 @@ from zerostart import serving
 from zerostart.errors import ConfigError, PeerError, ReadError, ZerostartError
 from zerostart.refit import refitter as refitter_module
 from zerostart.refit import wire
-from zerostart.refit.image import Image
-from zerostart.refit.memory import SharedImage, make_memory
+from zerostart.refit.image import Image, SharedImage, make_memory
 
 
 def _model() -> nn.Module:

@@ -12,8 +12,7 @@ from typing import Any
 from torch import nn
 
 from zerostart.errors import ConfigError, PeerError
-from zerostart.refit.image import Image
-from zerostart.refit.memory import SharedImage
+from zerostart.refit.image import Image, SharedImage
 from zerostart.refit.receiver import EngineWeights, FillPlan, FromReader, Receiver
 from zerostart.refit.wire import PROTOCOL, Message, connect, socket_path
 

@@ -6,8 +6,11 @@ their parameters, by the plan of a load. So neither knows how the other is shard
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
+import mmap
+import os
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +24,7 @@ from zerostart.checkpoint.digest import Digests, Ranks
 from zerostart.checkpoint.memory import move_bytes
 from zerostart.checkpoint.storage import Reader, Rows, Storage
 from zerostart.checkpoint.write.shards import SaveLayout, plan_shards
-from zerostart.errors import CheckpointError, ConfigError, ReadError
+from zerostart.errors import CheckpointError, ConfigError, ReadError, WriteError
 from zerostart.refit.runs import Runs
 from zerostart.transfer.planning.writes import Write
 
@@ -31,6 +34,8 @@ Entry = tuple[str, str, Sequence[int]]
 Sums = Mapping[str, Sequence[int]]
 #: The one file of an image.
 FILE = "model.safetensors"
+#: An image in memory can neither shrink nor grow: a missing page would end who reads it.
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 @dataclass(frozen=True)
@@ -236,3 +241,43 @@ def digest_of(sums: Sequence[Sums]) -> str:
     """Return one digest over the sums of several sets."""
     text = repr([sorted((name, *row) for name, row in each.items()) for each in sums])
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def make_memory(image: Image) -> int:
+    """Make an anonymous file for an image, with all its memory; return its descriptor. Raises WriteError.
+
+    Other processes get the descriptor over the control wire. The file ends with the last of them.
+    """
+    descriptor = os.memfd_create("zerostart-refit", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        # All of it at once: a page that is missing later would end the process that writes to it.
+        os.posix_fallocate(descriptor, 0, image.nbytes)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
+    except OSError as error:
+        os.close(descriptor)
+        raise WriteError(
+            f"{image.nbytes} bytes of shared memory for the weights cannot be had: {error.strerror}; free "
+            "memory, or use zerostart.weight_source"
+        ) from error
+    return descriptor
+
+
+class SharedImage:
+    """The mapping of an image's memory in this process."""
+
+    def __init__(self, image: Image, descriptor: int) -> None:
+        """Map the file, and close its ``descriptor``. Raises ReadError if it is not the image's."""
+        if descriptor < 0:
+            raise ReadError("the image of the weights came without its memory")
+        try:
+            sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS == _SEALS
+            if not sealed or os.fstat(descriptor).st_size != image.nbytes:
+                raise ReadError(f"the memory of the weights is not the image of {image.nbytes} bytes")
+            self._memory = mmap.mmap(descriptor, image.nbytes)
+        finally:
+            os.close(descriptor)
+        self.part = ImagePart(image.layout, 0, torch.frombuffer(self._memory, dtype=torch.uint8))
+
+    def close(self) -> None:
+        """Unmap the memory, with the last reference to it."""
+        del self.part, self._memory

@@ -56,40 +56,28 @@ def trace_loader(
     elsewhere.
     """
     own = OwnTensors(tensors, known_as)
-    given = _Given(copies_of(symbols))
+    at = ""
+
+    def pairs() -> Iterator[tuple[str, torch.Tensor]]:
+        nonlocal at
+        for name, symbol in copies_of(symbols).items():
+            at = f" (after it was given {name})"
+            yield name, symbol
+        at = ""
 
     def run() -> None:
         with Following(own), _Replacing(own):
-            load(iter(given))
+            load(pairs())
 
     try:
         recorded(f"the loading of {known_as}", run)
     except ConversionError as error:
-        raise ConversionError(f"{error}{given.where}") from error
+        raise ConversionError(f"{error}{at}") from error
     except Exception as error:
         raise ConversionError(
-            f"the loading of {known_as} failed{given.where}: {type(error).__name__}: {error}"
+            f"the loading of {known_as} failed{at}: {type(error).__name__}: {error}"
         ) from error
     return _recipes(own, tensors, symbols, known_as)
-
-
-class _Given:
-    """The pairs that a loader iterates over, and which of them it has come to."""
-
-    def __init__(self, symbols: Mapping[str, SymbolicTensor]) -> None:
-        self._symbols = symbols
-        self._at: str | None = None
-
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, symbol in self._symbols.items():
-            self._at = name
-            yield name, symbol
-        self._at = None
-
-    @property
-    def where(self) -> str:
-        """For a message: the tensor that had been handed out last."""
-        return "" if self._at is None else f" (after it was given {self._at})"
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,7 @@ from torch import nn
 from zerostart.distributed.world import World, current_world, default_device
 from zerostart.errors import ConfigError, PeerError
 from zerostart.refit.drivers import Driver, driver_of
-from zerostart.refit.image import Entry, Image, SetSums, Sums, digest_of
-from zerostart.refit.memory import SharedImage
+from zerostart.refit.image import Entry, Image, SetSums, SharedImage, Sums, digest_of
 from zerostart.refit.pushes import (
     ModelWrites,
     PushReport,
