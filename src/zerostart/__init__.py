@@ -17,16 +17,6 @@ from typing import TYPE_CHECKING
 from zerostart import errors
 from zerostart.activation import checkpoint_blocks, gradient_checkpoint
 from zerostart.errors import ZerostartError
-from zerostart.loading.arguments import (
-    EnabledArguments,
-    ForecastArguments,
-    LoadArguments,
-    check_arguments,
-    checked_arguments,
-    config_of,
-    documented,
-    dtype_of,
-)
 from zerostart.loading.placement import Placement
 from zerostart.pipelines import drop_components, load_pipeline
 from zerostart.refit.verbs import refit, weight_source
@@ -45,8 +35,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from zerostart.live.report import Report
-    from zerostart.loading.arguments import Converter, EngineConfig, ModelLike, Source
     from zerostart.loading.forecast import WorldPlan
+    from zerostart.loading.request import Converter, EngineConfig, ModelLike, Source
 
 __all__ = [
     "load",
@@ -79,7 +69,6 @@ __version__ = "0.1.0.dev0"
 logging.getLogger("zerostart").addFilter(errors.printable_record)
 
 
-@documented(LoadArguments)
 def load(
     source: Source,
     model: ModelLike = None,
@@ -107,7 +96,58 @@ def load(
     or a plain FSDP2 loop. Like ``from_pretrained`` it is in evaluation mode.
 
     Args:
-        LoadArguments: its fields, which are described there.
+        source: a directory, a ``.safetensors`` file, a file of ``torch.save`` (weights are read as data, no
+            code in it is run), a directory that DeepSpeed, ``torch.distributed.checkpoint`` or accelerate
+            saved while training, a hub id (fetched where the local cache has it not), the URL of a file or a
+            directory (``docs/stores.md``), or a mapping of name to tensor. Of a diffusers pipeline it is the
+            component of the class of ``model``. A file with no configuration and a mapping need ``model``; a
+            mapping is held by every rank or, with the others passing None, by one, and must not change during
+            the load. None on every rank: there is no checkpoint, see ``docs/starting.md``.
+        model: a module on the meta device, a class, or a callable that builds one; without it, the class that
+            the checkpoint's configuration names. Without a source a configuration too, initialised as the
+            unsharded model from the same seed; or a module with values, which is sharded itself, rank 0's
+            values where ranks differ.
+        engine: ``"deepspeed"`` or ``"fsdp2"``; None for the one that ``accelerate launch`` has set up, else
+            DeepSpeed where it is installed, else FSDP2; the report says which it is, and why.
+        zero_stage: 3 shards parameters. At 1 and 2 on DeepSpeed, and at 0, they are whole on every rank:
+            views into a flat buffer, which DeepSpeed's optimizer takes as its own, in the dtype to which
+            DeepSpeed casts them; 0 on FSDP2 is for DistributedDataParallel. At 1 and 2 FSDP2 shards them at
+            rest, and gathers them less often. See ``docs/zero12.md``.
+        engine_config: a mapping, or the path of a JSON file that holds it. For DeepSpeed its configuration;
+            for FSDP2 keyword arguments of ``fully_shard`` (``mesh``, ``reshard_after_forward``,
+            ``shard_placement_fn``, ``mp_policy``, ``offload_policy``), ``replicate``, the number of replicas
+            (HSDP), and ``wrap``, the units: classes, their names, or names of modules such as
+            ``model.layers.*``. For both, ``ep_plan`` and ``tp_plan`` in the place of the plans that the model
+            declares. See ``docs/placements.md``.
+        expert_parallel: ranks that share the experts of a mixture: each holds its own alone, and tokens
+            travel to them. Divides the number of ranks; where tensors are shared too, ``docs/parallelism.md``
+            says how the two go together.
+        tensor_parallel: ranks that share tensors and see one batch: by the model's tensor-parallel plan, or
+            on DeepSpeed as its section ``tensor_parallel`` says, whose ``autotp_size`` counts where this is
+            1. Divides the number of ranks. See ``docs/parallelism.md``.
+        sequence_parallel: ranks that share each sequence of a batch: attention heads travel between them
+            (DeepSpeed's Ulysses, stages 1 to 3) or keys and values do (context parallelism, FSDP2). It cuts
+            no parameter. Divides the number of ranks; see ``docs/parallelism.md``.
+        dtype: floating dtype of the model, or its name (``"bfloat16"``); None keeps the checkpoint's own (its
+            configuration's, else the stored one), or the one that ``engine_config`` asks for.
+        converter: None for the conversions that transformers or diffusers registers for the model, a callable
+            from state dict to state dict, or a list of transformers conversions.
+        memory_limit: most bytes of staging buffers on this rank.
+        chunk_size: most bytes of one read.
+        strict: raise on missing, unexpected and mismatched tensors before weights are read; if False,
+            initialise what is missing, ignore what is unexpected, and still raise on a mismatch.
+        progress: show a progress bar on rank 0 where a terminal is attached.
+        fp32_masters: where parameters hold less than the checkpoint stores (bf16 from fp32), have fp32 master
+            weights start from the stored values and not from their rounding. With DeepSpeed the masters are
+            read when ``deepspeed.initialize`` makes them, so that the source must still be there, unchanged
+            (a mapping too, which is not kept alive for it). With FSDP2 and an ``mp_policy`` that computes in
+            ``dtype``, the sharded parameters are the masters, and are held in fp32.
+        exchange: whether bytes that several ranks want (replicas, columns of one matrix, at stages 1 and 2
+            all) are read by one of them and sent to the others. None takes what is estimated to be faster,
+            which the report tells; at stages 1 and 2 an exchange on accelerators, and reading on the CPU,
+            where a message costs more than the page cache.
+        trust_remote_code: run the code that lies beside the checkpoint (transformers' ``auto_map``), where
+            the model's class is there. Without it none is run, and nobody is asked.
 
     Raises:
         ZerostartError: the same type and text on every rank; see ``zerostart.errors`` for the leaves.
@@ -119,37 +159,32 @@ def load(
         >>> model(torch.ones(1, 3)).tolist()
         [[3.0, 3.0]]
     """
-    with checked_arguments(load, locals()):
-        from zerostart.integrations.later_calls import serve
-        from zerostart.loading.request import Request
-        from zerostart.loading.run import run
+    from zerostart.integrations.later_calls import serve
+    from zerostart.loading.request import Request
+    from zerostart.loading.run import run
 
-        config, floating = config_of(engine_config), dtype_of(dtype)
-    return run(
-        Request(
-            source,
-            model=model,
-            engine=engine,
-            zero_stage=zero_stage,
-            engine_config=config,
-            expert_parallel=expert_parallel,
-            tensor_parallel=tensor_parallel,
-            sequence_parallel=sequence_parallel,
-            dtype=floating,
-            converter=converter,
-            memory_limit=memory_limit,
-            chunk_size=chunk_size,
-            strict=strict,
-            progress=progress,
-            fp32_masters=fp32_masters,
-            exchange=exchange,
-            trust_remote_code=trust_remote_code,
-        ),
-        serve,
+    request = Request(
+        source,
+        model=model,
+        engine=engine,
+        zero_stage=zero_stage,
+        engine_config=engine_config,
+        expert_parallel=expert_parallel,
+        tensor_parallel=tensor_parallel,
+        sequence_parallel=sequence_parallel,
+        dtype=dtype,
+        converter=converter,
+        memory_limit=memory_limit,
+        chunk_size=chunk_size,
+        strict=strict,
+        progress=progress,
+        fp32_masters=fp32_masters,
+        exchange=exchange,
+        trust_remote_code=trust_remote_code,
     )
+    return run(request, serve)
 
 
-@documented(ForecastArguments)
 def plan(
     source: Source,
     world_size: int = 8,
@@ -182,7 +217,15 @@ def plan(
     is quicker. See ``docs/forecast.md`` for what is counted.
 
     Args:
-        ForecastArguments: its fields, which are described there.
+        device_memory: bytes of one accelerator; given, ranks compute on accelerators wherever the plan is
+            made. Without it and ``host_memory``, the limits of a job of up to eight ranks are this machine's.
+        host_memory: bytes of one machine, which up to eight ranks share.
+        storage_rate: bytes a second that one machine gets from its disk or over its link to storage; None:
+            2 GB/s, or no limit for a checkpoint that is in the page cache.
+        interconnect_rate: bytes a second that one rank sends or receives; None: 1 GB/s.
+        optimizer: ``"adamw"``, ``"adam"``, ``"momentum"`` and ``"sgd"`` are torch's,
+            ``"fused_adamw"`` is one in fused kernels; None: the one that a DeepSpeed configuration names,
+            else AdamW.
 
     Returns:
         WorldPlan: ``ranks`` with bytes, operations, peaks of the load, seconds, and ``memory`` by phase and
@@ -198,33 +241,26 @@ def plan(
         >>> [rank.read_bytes for rank in made.ranks]
         [3000, 3000, 3000, 3000]
     """
-    with checked_arguments(plan, locals(), collective=False):
-        from zerostart.loading.forecast.job import forecast
-        from zerostart.loading.request import Request
+    from zerostart.loading.forecast.job import Machine, forecast
+    from zerostart.loading.request import Request
 
-        request = Request(
-            source,
-            model=model,
-            engine=engine,
-            zero_stage=zero_stage,
-            engine_config=config_of(engine_config),
-            expert_parallel=expert_parallel,
-            tensor_parallel=tensor_parallel,
-            sequence_parallel=sequence_parallel,
-            dtype=dtype_of(dtype),
-            converter=converter,
-            memory_limit=memory_limit,
-            chunk_size=chunk_size,
-            exchange=exchange,
-            trust_remote_code=trust_remote_code,
-        )
-        machine = ForecastArguments(
-            device_memory=device_memory,
-            host_memory=host_memory,
-            storage_rate=storage_rate,
-            interconnect_rate=interconnect_rate,
-            optimizer=optimizer,
-        )
+    request = Request(
+        source,
+        model=model,
+        engine=engine,
+        zero_stage=zero_stage,
+        engine_config=engine_config,
+        expert_parallel=expert_parallel,
+        tensor_parallel=tensor_parallel,
+        sequence_parallel=sequence_parallel,
+        dtype=dtype,
+        converter=converter,
+        memory_limit=memory_limit,
+        chunk_size=chunk_size,
+        exchange=exchange,
+        trust_remote_code=trust_remote_code,
+    )
+    machine = Machine(device_memory, host_memory, storage_rate, interconnect_rate, optimizer)
     return forecast(request, world_size, rank, machine)
 
 
@@ -243,7 +279,6 @@ def report(model: nn.Module) -> Report:
         >>> found.missing, found.read_bytes
         (('bias',), 24)
     """
-    check_arguments(report, locals(), collective=False)
     from zerostart.live.model import report_of
 
     return report_of(model)
@@ -263,7 +298,6 @@ def full_tensors(model: nn.Module, rank: int | None = 0) -> Iterator[tuple[str, 
         >>> {name: tuple(tensor.shape) for name, tensor in zerostart.full_tensors(model)}
         {'weight': (2, 2), 'bias': (2,)}
     """
-    check_arguments(full_tensors, locals())
     from zerostart.live.full_tensors import full_tensors as gather
 
     return gather(model, rank)
@@ -291,13 +325,11 @@ def gathered(
         >>> model(torch.ones(1, 2)).tolist()
         [[3.0, 3.0]]
     """
-    check_arguments(gathered, locals())
     from zerostart.state.editing import gathered as gather
 
     return gather(model, name, modifier_rank)
 
 
-@documented(EnabledArguments)
 def enabled(
     engine: str | None = None,
     zero_stage: int | None = None,
@@ -322,7 +354,10 @@ def enabled(
     that FSDP2 has sharded is collective then, and works until the first forward.
 
     Args:
-        EnabledArguments: its fields, which are described there.
+        engine: None for the active configuration's, ``"deepspeed"`` or ``"fsdp2"``.
+        engine_config: with ``engine``, as in ``load``, in the place of the active configuration's.
+        zero_stage: with ``engine``, as in ``load``; None for the configuration's own, or 3.
+        expert_parallel: as in ``load``, and so are the arguments that follow.
 
     Raises:
         ZerostartError: inside, at ``from_pretrained`` and ``accelerator.prepare``, the same on every rank.
@@ -337,15 +372,14 @@ def enabled(
         >>> zerostart.report(model).engine
         'fsdp2'
     """
-    with checked_arguments(enabled, locals(), collective=False):
-        from zerostart.refit.trl import adoption
+    from zerostart.loading.request import Request
+    from zerostart.refit.trl import adoption
 
-        config = config_of(engine_config)
     return adoption.enabled(
-        EnabledArguments(
+        Request(
             engine=engine,
             zero_stage=zero_stage,
-            engine_config=config,
+            engine_config=engine_config,
             expert_parallel=expert_parallel,
             tensor_parallel=tensor_parallel,
             sequence_parallel=sequence_parallel,
@@ -376,24 +410,11 @@ def enable(
         >>> zerostart.enable(engine="deepspeed", zero_stage=2)
         >>> zerostart.disable()
     """
-    with checked_arguments(enable, locals(), collective=False):
-        from zerostart.refit.trl import adoption
+    settings = locals()
+    from zerostart.loading.request import Request
+    from zerostart.refit.trl import adoption
 
-        config = config_of(engine_config)
-    adoption.enable(
-        EnabledArguments(
-            engine=engine,
-            zero_stage=zero_stage,
-            engine_config=config,
-            expert_parallel=expert_parallel,
-            tensor_parallel=tensor_parallel,
-            sequence_parallel=sequence_parallel,
-            memory_limit=memory_limit,
-            chunk_size=chunk_size,
-            progress=progress,
-            fp32_masters=fp32_masters,
-        )
-    )
+    adoption.enable(Request(**settings))
 
 
 def disable() -> None:

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
-from zerostart.loading.arguments import check_arguments
-
 if TYPE_CHECKING:
     from torch import nn
 
@@ -82,7 +80,6 @@ def checkpoint_blocks(
         >>> zerostart.checkpoint_blocks(model, blocks=["Linear"])
         ('0', '2')
     """
-    check_arguments(checkpoint_blocks, locals(), collective=False)
     from zerostart.engines.gradient_checkpoint import checkpoint_blocks as checkpoint
 
     return checkpoint(model, blocks, offload, every)

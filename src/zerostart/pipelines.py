@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from zerostart.loading.arguments import check_arguments, checked_arguments, config_of, dtype_of
 from zerostart.loading.placement import Placement
 
 if TYPE_CHECKING:
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
     import torch
     from diffusers import DiffusionPipeline
 
-    from zerostart.loading.arguments import EngineConfig
+    from zerostart.loading.request import EngineConfig
 
 __all__ = ["Placement", "drop", "drop_components", "load", "load_pipeline"]
 
@@ -76,24 +75,23 @@ def load_pipeline(
         >>> type(pipe).__name__
         'DDPMPipeline'
     """
-    with checked_arguments(load_pipeline, locals()):
-        from zerostart.integrations.diffusers.pipelines import PipelineRequest
-        from zerostart.integrations.diffusers.pipelines import load_pipeline as load_whole
+    from zerostart.integrations.diffusers.pipelines import PipelineRequest
+    from zerostart.integrations.diffusers.pipelines import load_pipeline as load_whole
 
-        request = PipelineRequest(
-            source=source,
-            placement=placement,
-            engine=engine,
-            zero_stage=zero_stage,
-            device_memory_limit=device_memory_limit,
-            engine_config=config_of(engine_config),
-            dtype=dtype_of(dtype),
-            trainable=trainable,
-            memory_limit=memory_limit,
-            progress=progress,
-            parallel_config=parallel_config,
-            without=without,
-        )
+    request = PipelineRequest(
+        source=source,
+        placement=placement,
+        engine=engine,
+        zero_stage=zero_stage,
+        device_memory_limit=device_memory_limit,
+        engine_config=engine_config,
+        dtype=dtype,
+        trainable=trainable,
+        memory_limit=memory_limit,
+        progress=progress,
+        parallel_config=parallel_config,
+        without=without,
+    )
     made: DiffusionPipeline = load_whole(request)
     return made
 
@@ -122,7 +120,6 @@ def drop_components(pipe: DiffusionPipeline, *names: str) -> tuple[str, ...]:
         >>> zerostart.drop_components(pipe)
         ('unet',)
     """
-    check_arguments(drop_components, {"pipe": pipe}, collective=False)
     from zerostart.integrations.diffusers.pipelines import drop_components as drop
 
     return drop(pipe, *names)

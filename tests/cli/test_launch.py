@@ -1,21 +1,17 @@
 """The local launcher, with workers that import no torch."""
 
-import errno
-import fcntl
 import json
 import os
 import signal
 import subprocess
 import sys
-import tempfile
 import textwrap
 import time
 from pathlib import Path
 
 import pytest
 
-from zerostart.cli import launch
-from zerostart.cli.launch import _scratch, run_local_ranks
+from zerostart.cli.launch import run_local_ranks
 from zerostart.errors import ConfigError, CoverageError, PeerError
 
 PRELUDE = """
@@ -154,7 +150,7 @@ def test_tracebacks_only_when_asked_for(worker, capfd, monkeypatch):
 
 LAUNCHER = """
 import sys
-from zerostart.cli.launch import _scratch, run_local_ranks
+from zerostart.cli.launch import run_local_ranks
 print(run_local_ranks("tiny_worker", sys.argv[1:], 2), flush=True)
 """
 
@@ -197,59 +193,16 @@ def test_interrupt_is_forwarded_once_and_ranks_end_in_their_own_way(worker, tmp_
     assert not any(alive(pid) for pid in pids)
 
 
-def test_folders_that_may_be_somebody_elses_stay(tmp_path, monkeypatch):
-    """Those of launchers on another machine, whose locks nobody sees here, and what a person calls so."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    with monkeypatch.context() as elsewhere:
-        elsewhere.setattr(launch, "_boot", lambda: "0" * 32)
-        with _scratch() as folder:
-            other = folder.rename(tmp_path / folder.name.replace("zerostart", "kept"))
-    other = other.rename(tmp_path / folder.name)
-    own = [other, tmp_path / "zerostart-ranks.old", tmp_path / f"zerostart-ranks.{launch._boot()}.backup"]
-    for entry in own:
-        entry.mkdir(exist_ok=True)
-        (entry / "file").touch()
-        os.utime(entry, (1e9, 1e9))
-    with _scratch():
-        assert all((entry / "file").exists() for entry in own)
-
-
-def test_a_file_system_without_locks_serves_and_nothing_is_removed_there(tmp_path, monkeypatch):
-    def no_locks(*_):
-        raise OSError(errno.EBADF, "Bad file descriptor")  # as NFS answers for a directory
-
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(fcntl, "flock", no_locks)
-    with _scratch() as living:
-        os.utime(living, (1e9, 1e9))
-        with _scratch():
-            assert living.exists()
-
-
-def test_no_rank_outlives_a_killed_launcher(worker, tmp_path, monkeypatch):
-    """And its folder goes with the next launcher, which leaves that of a living one alone."""
+def test_no_rank_outlives_a_killed_launcher(worker, tmp_path):
     _, env = worker(CLEAN_STOP)
-    env["TMPDIR"] = str(tmp_path / "scratch")
-    (tmp_path / "scratch").mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", env["TMPDIR"])
     (tmp_path / "pids").mkdir()
     process, pids = start_launcher(env, str(tmp_path / "pids"))
-    (left,) = Path(env["TMPDIR"]).iterdir()
-    with _scratch() as living:
-        os.utime(living, (1e9, 1e9))
-        os.utime(left, (1e9, 1e9))
-        with _scratch():
-            assert living.exists()
-            assert left.exists(), "its launcher lives"
     process.kill()
     process.communicate(timeout=20)
     deadline = time.monotonic() + 30
     while any(alive(pid) for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not any(alive(pid) for pid in pids)
-    os.utime(left, (1e9, 1e9))
-    with _scratch():
-        assert not left.exists()
 
 
 def test_a_temporary_folder_without_room_is_named(tmp_path, monkeypatch):

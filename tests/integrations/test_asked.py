@@ -14,7 +14,7 @@ from tests.ranks import run_ranks
 from zerostart.errors import ConfigError
 from zerostart.integrations.transformers.loading import ParallelArguments as Asked
 from zerostart.integrations.transformers.loading import take_parallel_arguments
-from zerostart.loading.arguments import EnabledArguments
+from zerostart.loading.request import Request
 
 FLAG = {"enable_expert_parallel": True}
 GIVEN = {"ep_size": 4, "tp_size": 2, "fsdp_size": 4}
@@ -100,8 +100,8 @@ def test_what_the_arguments_ask_for() -> None:
 
 
 def test_settings_and_arguments_agree_or_are_refused() -> None:
-    settings = EnabledArguments(expert_parallel=4)
-    assert Asked(4, 2).over(settings) == EnabledArguments(expert_parallel=4, tensor_parallel=2)
+    settings = Request(expert_parallel=4)
+    assert Asked(4, 2).over(settings) == Request(expert_parallel=4, tensor_parallel=2)
     assert Asked().over(settings) == settings
     with pytest.raises(ConfigError, match="has expert_parallel=2, but zerostart is enabled with expert_p"):
         Asked(2).over(settings)

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from zerostart.errors import ConfigError, WriteError
-from zerostart.loading.arguments import LoadArguments
 
 if TYPE_CHECKING:
     from zerostart.engines import Engine
@@ -35,7 +34,7 @@ def command(
         typer.Option(
             "--zero-stage", metavar="N", min=0, max=3, help="3 shards parameters, 0 to 2 leave them whole."
         ),
-    ] = LoadArguments.zero_stage,
+    ] = 3,
     lora: Annotated[bool, typer.Option("--lora", help="Train low-rank adapters.")] = False,
     accelerate: Annotated[
         bool,

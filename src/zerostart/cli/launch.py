@@ -1,24 +1,18 @@
-"""Start the ranks of one machine, watch them, and bring back one result or one error.
+"""Start the ranks of one machine, watch them, and return one result or one error.
 
-The launcher is a plain subprocess supervisor and imports no torch, so that it starts at once and owes
-nothing to the state of the workers. torch's own ``start_processes`` was considered: it stops the
-survivors as soon as one rank fails, so they could never report the error that they agreed on.
+A plain supervisor of processes, without torch: ``torch.distributed.run`` ends the survivors of a failed rank
+before they can report the error that they agreed on, and gives ranks no time to save after Ctrl-C.
 
-Environment of a worker, besides the usual ``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE``,
-``LOCAL_WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``: ``ZEROSTART_STATUS_FILE`` (where its report
-goes), ``ZEROSTART_LAUNCHER_PID``, and on rank 0 ``ZEROSTART_STORE_FD`` (a listening socket for the
-rendezvous store, which leaves no moment in which another process could take the port).
+Environment of a worker, besides the variables of ``torchrun``: ``ZEROSTART_STATUS_FILE`` (path of its
+report), ``ZEROSTART_LAUNCHER_PID``, and on rank 0 ``ZEROSTART_STORE_FD`` (the listening socket of the
+rendezvous store).
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import fcntl
 import json
 import os
-import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -39,12 +33,11 @@ from zerostart import errors
 from zerostart.checkpoint.strict_json import dump_json
 from zerostart.errors import ConfigError, PeerError, ZerostartError, printable
 
-# Seconds: between two looks at the ranks, and from SIGTERM to SIGKILL. Then lines of a rank's output that are
-# shown.
-_POLL_SECONDS = 0.02
-_TERM_SECONDS = 5.0
-_TAIL_LINES = 30
+POLL_SECONDS, TERMINATE_SECONDS = 0.02, 5.0
+#: Lines of a rank's output that are shown if it ends without a report.
+TAIL_LINES = 30
 _INTERRUPTED = (128 + signal.SIGINT, -signal.SIGINT, -signal.SIGTERM)
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 @dataclass
@@ -60,30 +53,39 @@ class _Worker:
     stopped: bool = False  # by this launcher, so its exit code says nothing about the cause
 
     def poll(self) -> bool:
-        """Whether the rank has ended; what it left behind in its process group is ended with it."""
+        """Return whether the rank has ended; its process group ends with it."""
         if self.returncode is None:
-            # WNOWAIT keeps the zombie, and with it the group id, until the group has been signalled:
-            # a group id that nobody holds could belong to a stranger by then.
+            # WNOWAIT keeps the zombie, and with it the group id, until the group has been signalled.
             flags = os.WEXITED | os.WNOWAIT | os.WNOHANG
             if os.waitid(os.P_PID, self.process.pid, flags) is None:
                 return False
             _signal_group(self.process.pid, signal.SIGKILL)
-            self.returncode = self._ended(self.process.wait())
+            code = self.process.wait()
+            # Threads of torch may abort the interpreter at its end, after the result has been written.
+            aborted = -code in (signal.SIGABRT, signal.SIGSEGV) and "result" in self.report()
+            self.returncode = 0 if aborted else code
         return True
 
-    def _ended(self, code: int) -> int:
-        """How the rank ended: well, too, where its interpreter was aborted after it had told its result.
-
-        Threads of torch's stores and process groups run while it is taken down, and all is written by then.
-        """
-        return 0 if -code in (signal.SIGABRT, signal.SIGSEGV) and "result" in self.report() else code
-
     def report(self) -> dict[str, Any]:
-        """What the rank wrote before it ended; empty when it could not."""
-        if not self.status.exists():
-            return {}
-        loaded = json.loads(self.status.read_text())
-        return loaded if isinstance(loaded, dict) else {}
+        """Read what the rank wrote before it ended; empty when it could not."""
+        loaded: dict[str, Any] = json.loads(self.status.read_text()) if self.status.exists() else {}
+        return loaded
+
+    def error(self) -> ZerostartError:
+        """Return the error that the rank reports, or one that says how it ended."""
+        report = self.report()
+        kind, message = getattr(errors, str(report.get("type")), None), str(report.get("message"))
+        if isinstance(kind, type) and issubclass(kind, ZerostartError):
+            return kind(message)
+        if report:
+            hint = "" if os.environ.get("ZEROSTART_TRACEBACK") else " (--traceback shows where)"
+            return PeerError(f"rank {self.rank} failed with {report.get('type')}: {message}{hint}")
+        if self.stopped:
+            return PeerError(f"rank {self.rank} did not exit and was stopped")
+        # Rank 0 has written to the terminal itself.
+        for line in self.log.read_text(errors="replace").splitlines()[-TAIL_LINES:]:
+            print(f"[rank {self.rank}] {printable(line)}", file=sys.stderr)
+        return PeerError(f"rank {self.rank} exited with status {self.returncode} and without a report")
 
 
 def run_local_ranks(
@@ -94,107 +96,48 @@ def run_local_ranks(
     grace: float = 20.0,
     env: Mapping[str, str] | None = None,
 ) -> list[Any]:
-    """Run ``python -m module *argv`` as ``nproc`` ranks on this machine; returns their results by rank.
+    """Run ``python -m module *argv`` as ``nproc`` ranks on this machine; return their results by rank.
 
-    The module's main calls :func:`zerostart.cli.launch.worker_main`; the result of a rank is what its
-    function returned, through JSON. Rank 0 writes to this terminal; the output of the others is kept
-    aside and shown when they end without a report. ``env`` is added to the environment of every rank.
+    The module's main calls ``worker_main``; the result of a rank is what its function returned, through JSON.
+    Rank 0 writes to this terminal; the output of the others is shown if they end without a report. When a
+    rank fails, the others have ``grace`` seconds to raise the error that names the cause. The first Ctrl-C
+    (or SIGTERM) is passed on, and the ranks end in their own way; the second ends them.
 
-    When a rank fails, the others have ``grace`` seconds to raise the error that names the cause; then
-    they are terminated. The first Ctrl-C (or SIGTERM) is passed on once, and the ranks end in their own
-    way; the second ends them.
-
-    Raises the :class:`ZerostartError` that the ranks report; :class:`PeerError` when a rank was killed,
-    ended without a report, or failed with a foreign exception; :class:`KeyboardInterrupt` when the ranks
-    were interrupted before they had a result; :class:`ConfigError` when ``nproc`` is not positive.
+    Raises the ZerostartError that the ranks report, PeerError when a rank was killed, ended without a report
+    or failed with a foreign exception, KeyboardInterrupt when the ranks were interrupted before they had a
+    result, and ConfigError when ``nproc`` is not positive.
     """
     if nproc < 1:
         raise ConfigError(f"the number of local ranks must be at least 1, not {nproc}")
-    with _scratch() as scratch:
-        # Before the first rank is started, so that a Ctrl-C finds all of them supervised.
-        with _caught_signals() as caught:
-            workers = _start(module, argv, nproc, scratch, env or {})
-            # In the order in which they end, which tells a cause from what follows of it.
-            ended: list[_Worker] = []
-            try:
-                _supervise(workers, ended, caught, grace)
-            finally:
-                _stop(workers)
-        # Within the scratch folder's life: reports and logs of ranks lie there.
-        return _outcome(ended, interrupted=bool(caught))
-
-
-#: How names of launchers' folders begin and end, and the seconds after which one that nobody has locked was
-#: left.
-_SCRATCH, _DRAWN, _LEFT_SECONDS = "zerostart-ranks.", "[a-z0-9_]{8}", 60.0
-
-_OTHER_TEMPORARY = "Free room there, or name another directory in the variable TMPDIR"
-
-
-@contextmanager
-def _scratch() -> Iterator[Path]:
-    """A folder for what ranks tell, gone at the end; those of launchers that were killed go as well.
-
-    Its lock ends with this process, however it ends.
-    """
-    prefix = f"{_SCRATCH}{_boot()}."
-    with contextlib.suppress(OSError):  # there is none: said below
-        _remove_left(Path(tempfile.gettempdir()), prefix)
     try:
-        made = tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True)
+        scratch = tempfile.TemporaryDirectory(prefix="zerostart-ranks.", ignore_cleanup_errors=True)
     except OSError as error:
-        raise ConfigError(f"no temporary folder can be made: {error}. {_OTHER_TEMPORARY}") from error
-    with made as folder:
-        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        raise ConfigError(
+            f"no temporary folder can be made: {error}. Name another directory in the variable TMPDIR"
+        ) from error
+    # Signals are caught before the first rank is started, so that Ctrl-C finds all of them supervised.
+    with scratch as folder, _caught_signals() as caught:
+        workers = _start(module, argv, nproc, Path(folder), env or {})
         try:
-            with contextlib.suppress(OSError):  # NFS locks no directory: nobody removes it there either
-                fcntl.flock(handle, fcntl.LOCK_EX)
-            yield Path(folder)
+            ended = _supervise(workers, caught, grace)
         finally:
-            os.close(handle)
-
-
-def _boot() -> str:
-    """What no other running kernel has: locks of a shared file system may hold on one machine alone."""
-    with contextlib.suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", "")
-    return re.sub(r"\W", "_", socket.gethostname())
-
-
-def _remove_left(place: Path, prefix: str) -> None:
-    """Remove the folders in ``place`` that this user's launchers on this machine have left."""
-    own = re.compile(re.escape(prefix) + _DRAWN)
-    for folder in place.glob(f"{prefix}*"):
-        if not own.fullmatch(folder.name):
-            continue
-        with contextlib.suppress(OSError):  # another launcher removes it, or it is another user's
-            handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
-            try:
-                known = os.fstat(handle)
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # One that was made a moment ago may not be locked yet.
-                if known.st_uid == os.getuid() and time.time() - known.st_mtime > _LEFT_SECONDS:
-                    shutil.rmtree(folder, ignore_errors=True)
-            finally:
-                os.close(handle)
+            _stop(workers)
+        return _outcome(ended, interrupted=bool(caught))
 
 
 def _start(
     module: str, argv: Sequence[str], nproc: int, scratch: Path, env: Mapping[str, str]
 ) -> list[_Worker]:
-    # Those that this process may use, of which a container or taskset may leave fewer than the machine has.
-    cores = len(os.sched_getaffinity(0))
     workers: list[_Worker] = []
     with socket.socket() as store:
-        # The socket is bound here and handed to rank 0: a port that was only chosen could be another's by the
-        # time rank 0 listens.
+        # Bound here and handed to rank 0: a port that was only chosen could be another's by then.
         store.bind(("127.0.0.1", 0))
         store.listen(max(64, nproc))
+        names = {name for _, name in socket.if_nameindex()}
+        loopback = {"GLOO_SOCKET_IFNAME": "lo"} if "lo" in names else {}
         common = {
-            # Before the environment, so that a user's own setting holds; what follows it is the launcher's
-            # alone.
-            "OMP_NUM_THREADS": str(max(1, cores // nproc)),
-            **_loopback(),
+            "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // nproc)),
+            **loopback,  # ranks on one machine need no host name that resolves
             **os.environ,
             "WORLD_SIZE": str(nproc),
             "LOCAL_WORLD_SIZE": str(nproc),
@@ -216,8 +159,6 @@ def _start(
                         stdin=subprocess.DEVNULL,
                         stdout=None if rank == 0 else output,
                         stderr=None if rank == 0 else subprocess.STDOUT,
-                        # Rank 0 listens on it after ``with`` has closed it here: the port is never free in
-                        # between.
                         pass_fds=(store.fileno(),) if rank == 0 else (),
                         # A session of its own: the terminal's Ctrl-C reaches the launcher alone.
                         start_new_session=True,
@@ -229,24 +170,15 @@ def _start(
     return workers
 
 
-def _loopback() -> dict[str, str]:
-    """Keep gloo on the loopback interface: ranks on one machine need no host name that resolves."""
-    names = {name for _, name in socket.if_nameindex()}
-    return {"GLOO_SOCKET_IFNAME": "lo"} if "lo" in names else {}
-
-
-def _supervise(workers: Sequence[_Worker], ended: list[_Worker], caught: Sequence[int], grace: float) -> None:
-    """Wait until every rank has ended; ``ended`` receives them in the order in which they did."""
-    pending = list(workers)
-    # None until a rank has failed.
+def _supervise(workers: Sequence[_Worker], caught: Sequence[int], grace: float) -> list[_Worker]:
+    """Wait until every rank has ended; return them in the order in which they did."""
+    pending, ended = list(workers), list[_Worker]()
     deadline: float | None = None
     forwarded = False
     while pending:
         for worker in [worker for worker in pending if worker.poll()]:
             pending.remove(worker)
             ended.append(worker)
-            # The first failure starts the clock: the others are to raise the error that all agree on, and
-            # have so long for it.
             if worker.returncode != 0 and deadline is None:
                 deadline = time.monotonic() + grace
         if caught and not forwarded:
@@ -254,24 +186,23 @@ def _supervise(workers: Sequence[_Worker], ended: list[_Worker], caught: Sequenc
             for worker in pending:
                 # The rank alone and not its group: its workers that load data are its own to end.
                 os.kill(worker.process.pid, caught[0])
-        # Stopped ranks are still polled: the next turns take them to ``ended``, and the loop ends with them.
         if len(caught) > 1 or (deadline is not None and time.monotonic() > deadline):
             _stop(pending)
         else:
-            time.sleep(_POLL_SECONDS)
+            time.sleep(POLL_SECONDS)
+    return ended
 
 
 def _stop(workers: Sequence[_Worker]) -> None:
-    """End the ranks that still run: SIGTERM to each process group, SIGKILL to those that stay."""
+    """End the ranks that still run: SIGTERM to each process group, then SIGKILL."""
     running = [worker for worker in workers if not worker.poll()]
     for worker in running:
         worker.stopped = True
         _signal_group(worker.process.pid, signal.SIGTERM)
-    deadline = time.monotonic() + _TERM_SECONDS
-    # One time for all of them together, not for each.
+    deadline = time.monotonic() + TERMINATE_SECONDS
     while running and time.monotonic() < deadline:
         running = [worker for worker in running if not worker.poll()]
-        time.sleep(_POLL_SECONDS)
+        time.sleep(POLL_SECONDS)
     for worker in running:
         _signal_group(worker.process.pid, signal.SIGKILL)
         worker.returncode = worker.process.wait()
@@ -304,7 +235,7 @@ def _caught_signals() -> Iterator[list[int]]:
 
 
 def _outcome(ended: Sequence[_Worker], *, interrupted: bool) -> list[object]:
-    """The results by rank, or the one error that tells why there are none."""
+    """Return the results by rank, or raise the one error that says why there are none."""
     failed = [worker for worker in ended if worker.returncode != 0]
     if not failed:
         return [worker.report().get("result") for worker in sorted(ended, key=lambda worker: worker.rank)]
@@ -313,11 +244,17 @@ def _outcome(ended: Sequence[_Worker], *, interrupted: bool) -> list[object]:
     if interrupted and all(worker.returncode in _INTERRUPTED for worker in own):
         raise KeyboardInterrupt
     if os.environ.get("ZEROSTART_TRACEBACK"):
-        _show_tracebacks(failed)
+        for worker in failed:
+            for line in str(worker.report().get("traceback", "")).splitlines():
+                print(f"[rank {worker.rank}] {printable(line)}", file=sys.stderr)
     killed = [worker for worker in own if worker.returncode is not None and worker.returncode < 0]
     if killed:
         raise PeerError(_killed_message(killed, [worker for worker in failed if worker not in killed]))
-    raise _primary(own or failed)
+    # A named cause first, then another library's error; a reported PeerError is an echo of either.
+    found = [(worker.report(), worker.error()) for worker in own or failed]
+    causes = [error for _, error in found if not isinstance(error, PeerError)]
+    foreign = [error for report, error in found if report.get("type") != "PeerError"]
+    raise (causes or foreign or [error for _, error in found])[0]
 
 
 def _killed_message(killed: Sequence[_Worker], survivors: Sequence[_Worker]) -> str:
@@ -327,76 +264,18 @@ def _killed_message(killed: Sequence[_Worker], survivors: Sequence[_Worker]) -> 
         hint = "; the kernel does so when memory runs out" if number == signal.SIGKILL else ""
         name = signal.Signals(number).name
         deaths.append(f"rank {worker.rank} was killed by signal {number} ({name}{hint})")
-    said = dict.fromkeys(_line(worker) for worker in survivors if worker.report())
-    # Ranks that agreed on an error say the same: it is told once.
-    message = ", ".join(deaths)
+    reports = [report for worker in survivors if (report := worker.report())]
+    said = dict.fromkeys(f"{report.get('type')}: {report.get('message')}" for report in reports)
     if said:
-        message += "; surviving ranks report: " + "; ".join(said)
-    elif survivors:
-        message += "; surviving ranks were stopped without a report"
-    return message
-
-
-def _line(worker: _Worker) -> str:
-    report = worker.report()
-    return f"{report.get('type')}: {report.get('message')}"
-
-
-def _primary(failed: Sequence[_Worker]) -> ZerostartError:
-    """The error of the rank that names the cause: a named error first, else what ended first.
-
-    A :class:`PeerError` comes last, for it is an echo of what happened on another rank.
-    """
-    named = [(worker, _named_error(worker)) for worker in failed]
-    causes = [error for _, error in named if error is not None and not isinstance(error, PeerError)]
-    if causes:
-        return causes[0]
-    # No cause among named errors: then an exception of somebody else's, of the rank that ended first, before
-    # the echoes of it.
-    for worker, error in named:
-        if error is None:
-            return _foreign_error(worker)
-    return named[0][1] or _foreign_error(named[0][0])
-
-
-def _named_error(worker: _Worker) -> ZerostartError | None:
-    report = worker.report()
-    # By its name, in our module of errors alone: a report is data, and a class of another name is a foreign
-    # one.
-    kind = getattr(errors, str(report.get("type")), None)
-    if isinstance(kind, type) and issubclass(kind, ZerostartError):
-        return kind(str(report.get("message")))
-    return None
-
-
-def _foreign_error(worker: _Worker) -> PeerError:
-    if worker.report():
-        hint = "" if os.environ.get("ZEROSTART_TRACEBACK") else " (--traceback shows where)"
-        return PeerError(f"rank {worker.rank} failed with {_line(worker)}{hint}")
-    if worker.stopped:
-        return PeerError(f"rank {worker.rank} did not exit and was stopped")
-    # Of rank 0 there is nothing in it: it has written to the terminal itself.
-    tail = worker.log.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
-    for line in tail:
-        print(f"[rank {worker.rank}] {printable(line)}", file=sys.stderr)
-    return PeerError(f"rank {worker.rank} exited with status {worker.returncode} and without a report")
-
-
-def _show_tracebacks(failed: Sequence[_Worker]) -> None:
-    for worker in failed:
-        for line in str(worker.report().get("traceback", "")).splitlines():
-            print(f"[rank {worker.rank}] {printable(line)}", file=sys.stderr)
-
-
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+        deaths[-1] += "; surviving ranks report: " + "; ".join(said)
+    return ", ".join(deaths)
 
 
 def worker_main(function: Callable[[list[str]], object]) -> NoReturn:
     """Run ``function(argv)`` as one rank and end the process with 0, 1 (error) or 130 (interrupted).
 
-    What the function returns must be plain JSON data; it becomes the rank's result in
-    :func:`zerostart.cli.launch.run_local_ranks`. Any exception is written to the rank's status file and
-    not printed: the launcher prints one line for all ranks.
+    The function returns plain JSON data, the rank's result in ``run_local_ranks``. Any exception is written
+    to the rank's status file and not printed: the launcher prints one line for all ranks.
     """
     _die_with_launcher()
     try:
@@ -410,8 +289,7 @@ def worker_main(function: Callable[[list[str]], object]) -> NoReturn:
 
 
 def _leave(code: int) -> NoReturn:
-    # Not sys.exit: finalising an interpreter whose process group waits for a dead peer can hang for the
-    # length of the group's time-out.
+    # Not sys.exit: an interpreter whose process group waits for a dead peer ends only at the group's timeout.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -428,48 +306,40 @@ def _report(status: dict[str, object]) -> None:
         # Renamed when it is whole: the launcher reads it as soon as it is there.
         temporary.replace(target)
     except OSError as error:
-        # What it was about to tell comes first: it may be all that anybody learns of it.
         print(status.get("traceback", ""), file=sys.stderr, end="")
-        rank = os.environ.get("RANK", "0")
-        print(
-            f"error: rank {rank} cannot write {temporary}: {error.strerror}. {_OTHER_TEMPORARY}",
-            file=sys.stderr,
-        )
+        text = f"error: rank {os.environ.get('RANK', '0')} cannot write {temporary}: {error.strerror}"
+        print(f"{text}. Free room there, or name another directory in TMPDIR", file=sys.stderr)
         _leave(1)
 
 
 def _die_with_launcher() -> None:
-    """Ask the kernel to end this process when the launcher is gone, however it went."""
+    """Ask the kernel to end this process with its launcher."""
     launcher = os.environ.get("ZEROSTART_LAUNCHER_PID")
     if launcher is None or not sys.platform.startswith("linux"):
         return
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    # The kernel tells only of an end that comes after it was asked.
-    if os.getppid() != int(launcher):  # it went before the call above
+    if os.getppid() != int(launcher):  # it ended before the call above
         os._exit(1)
 
 
 def join_group(timeout: timedelta | None = None) -> None:
-    """Initialise ``torch.distributed`` for this rank from its environment; does nothing when it is already.
+    """Initialise ``torch.distributed`` for this rank from its environment, unless it is already.
 
-    Uses the socket that the local launcher holds open, where there is one, and the ordinary ``env://``
-    rendezvous (``torchrun``, ``accelerate launch``) elsewhere. The backend is gloo for tensors on the host,
-    beside that of the accelerator (NCCL, XCCL, HCCL, ...), of which the rank's device is made current.
-    Without a ``timeout`` torch's own holds. Raises ConfigError for an accelerator that no backend serves, and
-    where the hosts cannot connect to each other, with what to do.
+    Uses the socket of the local launcher, where there is one, and the ordinary ``env://`` rendezvous
+    (``torchrun``, ``accelerate launch``) elsewhere. The backend is gloo for tensors on the host and that of
+    the accelerator, whose device is made current. Raises ConfigError for an accelerator that no backend
+    serves, and where the hosts cannot connect to each other.
     """
     import torch.distributed as dist
 
     from zerostart.distributed.missing_ranks import explain
     from zerostart.distributed.world import backend_of, default_device, make_device_current
-    from zerostart.errors import ConfigError
     from zerostart.upstream.torch.process_group import connected_lazily
 
     if dist.is_initialized():
         return
     make_device_current()
     backend = backend_of(default_device())
-    # Started by another launcher, or by hand: the address in the environment is its own affair.
     if "ZEROSTART_LAUNCHER_PID" not in os.environ:
         # Where an accelerator has a backend of its own, gloo carries messages alone.
         few = nullcontext() if backend == "gloo" else connected_lazily()
@@ -489,14 +359,13 @@ def join_group(timeout: timedelta | None = None) -> None:
         world_size,
         is_master=rank == 0,
         timeout=dist.default_pg_timeout if timeout is None else timeout,
-        # Rank 0 alone has one; the others connect to it.
         master_listen_fd=int(descriptor) if descriptor is not None else None,
     )
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
 def leave_group() -> None:
-    """Take the process group down after a successful run; does nothing where there is none."""
+    """Destroy the process group after a successful run, if there is one."""
     import torch.distributed as dist
 
     if dist.is_initialized():

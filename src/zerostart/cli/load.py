@@ -14,16 +14,15 @@ import typer
 
 from zerostart.checkpoint.strict_json import dump_json
 from zerostart.cli.launch import join_group, leave_group, run_local_ranks, worker_main
-from zerostart.cli.options import Download, SourceArgument, fetched, takes, values_of
+from zerostart.cli.options import LOAD_OPTIONS, Download, SourceArgument, fetched, takes, values_of
 from zerostart.errors import ConfigError, ZerostartError
-from zerostart.loading.arguments import LoadArguments, dtype_of
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
 
-@takes(LoadArguments)
+@takes(*LOAD_OPTIONS)
 def command(
     source: SourceArgument,
     nproc: Annotated[
@@ -132,10 +131,10 @@ def _run(argv: list[str]) -> dict[str, object]:
     options = json_module.loads(argv[0])
     verify = options.pop("verify")
     place = options.pop("place")
-    options["dtype"] = dtype_of(options["dtype"])
     # What a training script has imported long before; the rehearsal times the load alone.
     number, size = (0, int(os.environ["WORLD_SIZE"])) if place is None else place
-    Request(**options).resolve(size, number).require()
+    request = Request(**options).with_engine()
+    request.resolve(size, number).require()
     catalog = open_catalog(options["source"])
     models.require(None, catalog.root, {name: one.shape for name, one in catalog.weights.items()})
     forecast = _forecast(options, place)
@@ -144,7 +143,7 @@ def _run(argv: list[str]) -> dict[str, object]:
         join_group()
         model = zerostart.load(**options)
         made = zerostart.report(model)
-        wrong = _differences(model, str(options["source"]), options["dtype"]) if verify else None
+        wrong = _differences(model, str(options["source"]), request.dtype) if verify else None
         leave_group()
     else:
         made, _ = rehearse(Request(**options), place[1], place[0])

@@ -1,54 +1,77 @@
-"""Options that several commands share: the arguments of a load or a forecast, by their description."""
+"""Options that several commands share: the settings of a load and of a forecast."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import typer
 
-from zerostart.loading.arguments import config_of, dtype_of, options
-
 Command = TypeVar("Command", bound=Callable[..., None])
 
 
 @dataclass(frozen=True)
-class _Typed:
-    """What is typed for an option; a ``number`` may have a ``least`` and a ``most``."""
+class Option:
+    """One option; a size is like 80GB, a rate like 7GB/s, and json the path of a file."""
 
+    name: str
+    help: str
     kind: Literal["text", "number", "switch", "size", "rate", "dtype", "json"] = "text"
+    default: Any = None
     least: int | None = None
     most: int | None = None
 
 
-_SIZE, _RATE, _SHARERS = _Typed("size"), _Typed("rate"), _Typed("number", least=1)
-#: By the arguments' names; any other is text. A size is like 80GB, a rate like 7GB/s, json a file's path.
-_TYPED = {
-    "zero_stage": _Typed("number", least=0, most=3),
-    "engine_config": _Typed("json"),
-    "expert_parallel": _SHARERS,
-    "tensor_parallel": _SHARERS,
-    "sequence_parallel": _SHARERS,
-    "memory_limit": _SIZE,
-    "chunk_size": _SIZE,
-    "dtype": _Typed("dtype"),
-    "exchange": _Typed("switch"),
-    "trust_remote_code": _Typed("switch"),
-    "device_memory": _SIZE,
-    "host_memory": _SIZE,
-    "storage_rate": _RATE,
-    "interconnect_rate": _RATE,
-}
+ENABLE_OPTIONS = (
+    Option("engine", "deepspeed or fsdp2; default: what the script is set up for."),
+    Option(
+        "zero_stage",
+        "With --engine, 3 shards parameters, 0 to 2 leave them whole.",
+        "number",
+        least=0,
+        most=3,
+    ),
+    Option("engine_config", "A JSON file: DeepSpeed's configuration, or the settings of FSDP2.", "json"),
+    Option("expert_parallel", "Ranks that share experts.", "number", 1, least=1),
+    Option("tensor_parallel", "Ranks that share a tensor.", "number", 1, least=1),
+    Option("sequence_parallel", "Ranks that share each sequence.", "number", 1, least=1),
+    Option("memory_limit", "Most staging buffers of a rank.", "size"),
+    Option("chunk_size", "Most bytes of one read.", "size"),
+)
+LOAD_OPTIONS = (
+    Option("engine", "deepspeed or fsdp2; default: the launcher's, else the one that is installed."),
+    replace(ENABLE_OPTIONS[1], default=3, help="ZeRO stage; 0: whole on every rank."),
+    *ENABLE_OPTIONS[2:],
+    Option("dtype", "Floating dtype, such as bfloat16; default: the checkpoint's own.", "dtype"),
+    Option(
+        "exchange",
+        "Read what several ranks want once and exchange it, or on each; default: what is faster.",
+        "switch",
+    ),
+    Option(
+        "trust_remote_code", "Run the code of the model that lies beside the checkpoint.", "switch", False
+    ),
+)
+FORECAST_OPTIONS = (
+    Option(
+        "device_memory",
+        "Memory of one accelerator, such as 80GB; plans for accelerators also where there is none.",
+        "size",
+    ),
+    Option("host_memory", "Memory of one machine, which up to 8 ranks share.", "size"),
+    Option("storage_rate", "What storage gives to one machine, such as 7GB/s.", "rate"),
+    Option("interconnect_rate", "What one rank exchanges with others, such as 200GB/s.", "rate"),
+    Option("optimizer", "adamw, fused_adamw, adam, momentum or sgd; default: as configured, else adamw."),
+)
+_KINDS = {option.name: option.kind for option in (*LOAD_OPTIONS, *FORECAST_OPTIONS)}
 
 SourceArgument = Annotated[
     str,
     typer.Argument(metavar="SOURCE", help="A checkpoint: directory, file, URL, or cached hub id."),
 ]
-
-
 Download = Annotated[bool, typer.Option("--download", help="Fetch a hub id that is not in the local cache.")]
 
 
@@ -61,11 +84,8 @@ def fetched(source: str, download: bool) -> str:
     return source
 
 
-def takes(*kinds: type) -> Callable[[Command], Command]:
-    """Decorator: give a command the options of the arguments in ``kinds`` in place of its ``**given``.
-
-    They come before the command's own options that may be left out.
-    """
+def takes(*options: Option) -> Callable[[Command], Command]:
+    """Decorate a command: ``options`` replace its ``**given`` and come before its own optional ones."""
 
     def extend(command: Command) -> Command:
         # Annotations as objects, and not as the text that they are in the file: typer reads what is in them.
@@ -73,8 +93,7 @@ def takes(*kinds: type) -> Callable[[Command], Command]:
         # The last parameter is ``**given``, which typer knows nothing of.
         required = [p for p in own[:-1] if p.default is p.empty]
         optional = [p for p in own[:-1] if p.default is not p.empty]
-        shared = [_parameter(*described) for described in options(*kinds)]
-        every = [p.replace(kind=p.KEYWORD_ONLY) for p in (*required, *shared, *optional)]
+        every = [p.replace(kind=p.KEYWORD_ONLY) for p in (*required, *map(_parameter, options), *optional)]
         command.__signature__ = inspect.Signature(every)  # type: ignore[attr-defined]
         command.__annotations__ = {p.name: p.annotation for p in every} | {"return": None}
         return command
@@ -82,54 +101,47 @@ def takes(*kinds: type) -> Callable[[Command], Command]:
     return extend
 
 
-def _parameter(name: str, default: Any, words: str) -> inspect.Parameter:
-    """One option, as typer reads a command's signature."""
-    word, option = name.replace("_", "-"), _TYPED.get(name, _Typed())
-    # A switch's default is told by its own words, for ``no-`` and its name would be said twice.
-    shown = default is not None and option.kind != "switch"
-    more: dict[str, Any] = {"help": words, "show_default": shown}
+def _parameter(option: Option) -> inspect.Parameter:
+    """Describe one option as typer reads a command's signature."""
+    flag = f"--{option.name.replace('_', '-')}"
+    # A switch shows its default by its own words.
+    more: dict[str, Any] = {"help": option.help, "show_default": option.default is not None}
     kind: Any = str
     if option.kind == "number":
         kind, more = int, {**more, "min": option.least, "max": option.most, "metavar": "N"}
     elif option.kind == "switch":
-        kind = bool
+        kind, flag, more["show_default"] = bool, f"{flag}/--no-{flag[2:]}", False
     elif option.kind == "json":
         kind, more = Path, {**more, "exists": True, "dir_okay": False, "metavar": "FILE"}
     elif option.kind in ("size", "rate"):
         more["metavar"] = option.kind.upper()
-    flag = f"--{word}/--no-{word}" if option.kind == "switch" else f"--{word}"
-    wanted: object = kind if default is not None else kind | None
     return inspect.Parameter(
-        name,
+        option.name,
         inspect.Parameter.KEYWORD_ONLY,
-        default=default,
-        annotation=Annotated[wanted, typer.Option(flag, **more)],
+        default=option.default,
+        annotation=Annotated[kind if option.default is not None else kind | None, typer.Option(flag, **more)],
     )
 
 
 def values_of(given: Mapping[str, Any]) -> dict[str, Any]:
     """Convert typed options to JSON data: sizes to bytes, configuration files to their content.
 
-    Raises ConfigError for a dtype or a configuration that is none, and a usage error for a size.
+    Raises ConfigError for a wrong dtype or configuration, and a usage error for a wrong size.
     """
-    read: dict[str, Callable[[Any], object]] = {
-        "size": _size_of,
-        "rate": lambda text: _size_of(text.removesuffix("/s")),
-        "json": config_of,
-        "dtype": lambda name: str(dtype_of(name)).removeprefix("torch."),
-    }
-    kinds = {name: _TYPED.get(name, _Typed()).kind for name in given}
-    return {
-        name: value if value is None or kinds[name] not in read else read[kinds[name]](value)
-        for name, value in given.items()
-    }
+    return {name: value if value is None else _read(_KINDS[name], value) for name, value in given.items()}
 
 
-def _size_of(text: str) -> int:
-    from zerostart.checkpoint.write.shards import parse_size
-    from zerostart.errors import ConfigError
+def _read(kind: str, value: Any) -> Any:
+    if kind in ("size", "rate"):
+        from zerostart.checkpoint.write.shards import parse_size
+        from zerostart.errors import ConfigError
 
-    try:
-        return parse_size(text)
-    except ConfigError as error:
-        raise typer.BadParameter(str(error)) from error
+        try:
+            return parse_size(value.removesuffix("/s"))
+        except ConfigError as error:
+            raise typer.BadParameter(str(error)) from error
+    if kind in ("json", "dtype"):
+        from zerostart.loading.request import config_of, dtype_of
+
+        return config_of(value) if kind == "json" else str(dtype_of(value)).removeprefix("torch.")
+    return value

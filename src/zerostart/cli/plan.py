@@ -12,11 +12,18 @@ from typing import Annotated, Any
 import typer
 
 from zerostart.checkpoint.strict_json import dump_json
-from zerostart.cli.options import Download, SourceArgument, fetched, takes, values_of
-from zerostart.loading.arguments import ForecastArguments, LoadArguments
+from zerostart.cli.options import (
+    FORECAST_OPTIONS,
+    LOAD_OPTIONS,
+    Download,
+    SourceArgument,
+    fetched,
+    takes,
+    values_of,
+)
 
 
-@takes(LoadArguments, ForecastArguments)
+@takes(*LOAD_OPTIONS, *FORECAST_OPTIONS)
 def command(
     source: SourceArgument,
     world_size: Annotated[

@@ -14,7 +14,6 @@ from typing import Annotated, Any
 import typer
 
 from zerostart.cli.launch import join_group, leave_group, run_local_ranks, worker_main
-from zerostart.cli.once import show_warnings_once
 from zerostart.cli.options import Download, fetched
 from zerostart.errors import ConfigError
 
@@ -72,7 +71,6 @@ def _run(arguments: list[str]) -> dict[str, Any]:
     from zerostart.training.config.load import load_config
     from zerostart.training.loop.runner import train
 
-    show_warnings_once()
     config = load_config(arguments[0], arguments[1:])
     join_group()
     result = dataclasses.asdict(train(config))

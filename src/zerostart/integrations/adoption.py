@@ -34,7 +34,7 @@ from zerostart.integrations.transformers import trainer
 from zerostart.integrations.transformers.loading import FromConfigLoad, TransformersLoad
 from zerostart.live.full_tensors import full_tensors
 from zerostart.live.model import loaded_models, record_of
-from zerostart.loading.arguments import EnabledArguments, config_of
+from zerostart.loading.request import Request
 from zerostart.upstream.accelerate.plugins import join_ranks
 from zerostart.upstream.accelerate.preparing import AcceleratorPatches
 from zerostart.upstream.accelerate.types import Accelerator
@@ -50,7 +50,7 @@ from zerostart.upstream.transformers.loading import TransformersSeam
 #: The kind of call that serves one library's loading.
 Load = TypeVar("Load", bound=InterceptedLoad)
 #: Settings that are in force, the innermost last.
-_stack: list[EnabledArguments] = []
+_stack: list[Request] = []
 
 
 @dataclass(frozen=True)
@@ -100,11 +100,12 @@ def _several() -> bool:
     return int(os.environ.get("WORLD_SIZE", "1") or 1) > 1
 
 
-def enable(settings: EnabledArguments) -> None:
+def enable(settings: Request) -> None:
     """Put ``settings`` in force until ``disable``; see ``zerostart.enable``.
 
     Raises ConfigError for an engine or a stage that is not known, and settings without an engine.
     """
+    settings = settings.read()
     _check(settings)
     # Where one of them cannot be put in place, those before it are taken out again.
     with contextlib.ExitStack() as stack:
@@ -128,7 +129,7 @@ def disable() -> None:
 
 
 @contextlib.contextmanager
-def enabled(settings: EnabledArguments) -> Iterator[None]:
+def enabled(settings: Request) -> Iterator[None]:
     """``enable`` for a block; see ``zerostart.enabled``."""
     enable(settings)
     try:
@@ -137,7 +138,7 @@ def enabled(settings: EnabledArguments) -> Iterator[None]:
         disable()
 
 
-def _check(settings: EnabledArguments) -> None:
+def _check(settings: Request) -> None:
     if settings.engine is not None:
         check_choice(settings.engine, 3 if settings.zero_stage is None else settings.zero_stage)
         return
@@ -174,14 +175,14 @@ def _choose(kind_of_load: type[Load], model: type, arguments: dict[str, Any]) ->
     return call
 
 
-def _resolved(settings: EnabledArguments, model: type) -> EngineSetup | None:
+def _resolved(settings: Request, model: type) -> EngineSetup | None:
     """The active configuration, or the engine asked for, with the active one's settings where they fit."""
     found = find_active(model)
     if settings.engine is None:
         return found
     # What the script is set up for counts as long as enabled() names the same engine and no configuration.
     if settings.engine_config is not None or found is None or found.engine != settings.engine:
-        config, stage = dict(config_of(settings.engine_config) or {}), settings.zero_stage
+        config, stage = dict(settings.engine_config or {}), settings.zero_stage
         if stage is None:
             configured = family_of(settings.engine).configured_stage(config)
             stage = 3 if configured is None else configured

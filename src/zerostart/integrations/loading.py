@@ -16,7 +16,6 @@ from zerostart.distributed.world import current_world
 from zerostart.errors import ConfigError, ZerostartError
 from zerostart.integrations.engine_setup import EngineSetup
 from zerostart.live.model import record_of
-from zerostart.loading.arguments import EnabledArguments
 from zerostart.loading.request import Request
 from zerostart.loading.run import run
 from zerostart.models import Built, library_of
@@ -24,7 +23,7 @@ from zerostart.models.operator_log import OperatorLog
 from zerostart.upstream.seam import Findings
 
 if TYPE_CHECKING:
-    from zerostart.loading.arguments import Converter, Source
+    from zerostart.loading.request import Converter, Source
 
 
 class InterceptedLoad:
@@ -40,7 +39,7 @@ class InterceptedLoad:
 
     def __init__(
         self,
-        settings: EnabledArguments,
+        settings: Request,
         setup: EngineSetup,
         arguments: Mapping[str, Any],
         on_loaded: Callable[[nn.Module, str], None],
@@ -113,18 +112,13 @@ class InterceptedLoad:
     def _request(self, source: Source, model: Any, obstacle: str) -> Request:
         """The load of ``model``; ``obstacle`` is why ranks cannot share its sequences, "" where they can."""
         settings, setup = self._settings, self._setup
-        return Request(
-            source,
+        return replace(
+            settings,
+            source=source,
             model=model,
             engine=setup.engine,
             engine_reason=setup.reason,
             zero_stage=setup.zero_stage,
             engine_config=setup.config,
-            expert_parallel=settings.expert_parallel,
-            tensor_parallel=settings.tensor_parallel,
             sequence_parallel=setup.sequences.unless(obstacle).size,
-            memory_limit=settings.memory_limit,
-            chunk_size=settings.chunk_size,
-            progress=settings.progress,
-            fp32_masters=settings.fp32_masters,
         )

@@ -55,6 +55,7 @@ def load_offloaded(request: Request, placement: Placement, window: Window, grows
         with world.phase("loading"):
             clock = Clock()
             # For its settings alone: nothing here is sharded, and every rank brings its own layers.
+            request = request.with_engine()
             engine = request.resolve(world.size)
             prepared = prepare(request, engine, world, clock, strict=True)
             with world.phase("offloading the model"):

@@ -1,9 +1,13 @@
-"""The arguments of a load, checked, and what follows from them alone."""
+"""The settings of a load: read and checked once, and what follows from them alone."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import numbers
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -11,69 +15,109 @@ from zerostart import engines
 from zerostart.checkpoint.catalog import Catalog
 from zerostart.distributed.world import default_device
 from zerostart.engines import Engine
-from zerostart.errors import ConfigError
+from zerostart.errors import ConfigError, ZerostartError
 from zerostart.geometry.layout import Mesh
-from zerostart.loading.arguments import LoadArguments
 from zerostart.recipe import main_dtype
 from zerostart.transfer import MIN_CHUNK, Tuning, tune
 
+if TYPE_CHECKING:
+    from zerostart.checkpoint.source import Files
+    from zerostart.models import ModelLike as ModelLike
 
-@dataclass(frozen=True, kw_only=True)
-class Request(LoadArguments):
-    """The arguments of a load, names and paths read, and what they are checked for."""
+    Source: TypeAlias = str | os.PathLike[str] | Files | Mapping[str, torch.Tensor] | None
+    Converter: TypeAlias = (
+        Callable[[dict[str, torch.Tensor]], Mapping[str, torch.Tensor]] | Sequence[object] | None
+    )
+    EngineConfig: TypeAlias = Mapping[str, object] | str | os.PathLike[str]
 
-    dtype: torch.dtype | None = None
-    engine_config: Mapping[str, object] | None = None
-    #: Whether a tensor of another shape in the checkpoint is initialised as if it were missing, or an error.
+_NUMBERS = ("expert_parallel", "tensor_parallel", "sequence_parallel", "memory_limit", "chunk_size")
+_SWITCHES = ("strict", "progress", "fp32_masters", "exchange", "trust_remote_code")
+
+
+@dataclass(frozen=True)
+class Request:
+    """The arguments of ``zerostart.load``, ``plan`` and ``enabled``, which describe them."""
+
+    source: Any = None
+    model: Any = None
+    #: Name; None for the engine that the launcher has set up, else the first one installed.
+    engine: str | None = None
+    #: None in ``enabled``: the stage of the active configuration.
+    zero_stage: int | None = 3
+    #: Engine settings, or the path of a JSON file that ``read`` replaces by its content.
+    engine_config: Any = None
+    expert_parallel: int = 1
+    tensor_parallel: int = 1
+    sequence_parallel: int = 1
+    #: A dtype, or a name that ``read`` replaces.
+    dtype: Any = None
+    converter: Any = None
+    memory_limit: int | None = None
+    chunk_size: int | None = None
+    strict: bool = True
+    progress: bool = True
+    fp32_masters: bool = True
+    exchange: bool | None = None
+    trust_remote_code: bool = False
+    #: Initialise a tensor that has another shape in the checkpoint as if it were missing.
     reinitialise_mismatched: bool = False
-    #: Why it is this ``engine``, in a few words; "" where only its name is known.
+    #: Why the load uses this ``engine``, in a few words.
     engine_reason: str = ""
+
+    def read(self) -> Request:
+        """Return the request with its dtype and configuration read. Raises ConfigError for wrong kinds."""
+        for name in _NUMBERS:
+            value, least = getattr(self, name), 1 if name.endswith("parallel") else MIN_CHUNK
+            if value is None and name in ("memory_limit", "chunk_size"):
+                continue
+            if not _is_whole(value):
+                raise ConfigError(f"{name}={value!r} is not accepted; give a whole number")
+            if value < least and least == MIN_CHUNK:
+                raise ConfigError(f"{name}={value} must be a number of bytes, at least {MIN_CHUNK}")
+        for name in _SWITCHES:
+            value = getattr(self, name)
+            if not isinstance(value, bool) and not (name == "exchange" and value is None):
+                raise ConfigError(f"{name}={value!r} is not accepted; give True or False")
+        if self.zero_stage is not None and not _is_whole(self.zero_stage):
+            raise ConfigError(f"zero_stage={self.zero_stage!r} is not accepted; give a whole number")
+        return replace(self, dtype=dtype_of(self.dtype), engine_config=config_of(self.engine_config))
 
     @property
     def device(self) -> torch.device:
-        """Where this rank's shards will lie: the host, if the configuration has a mesh of the host's."""
+        """Device of this rank's shards: the host, if the configuration has a mesh on the host."""
         mesh = self.engine_config.get("mesh") if isinstance(self.engine_config, Mapping) else None
         return torch.device("cpu") if getattr(mesh, "device_type", None) == "cpu" else default_device()
 
     def with_engine(self) -> Request:
-        """The same with an engine that is named, and the reason for it. Raises ConfigError."""
+        """Return the request read, with a named engine and the reason for it. Raises ConfigError."""
         name, reason = engines.choose_engine(self.engine)
-        return replace(self, engine=name, engine_reason=self.engine_reason or reason)
+        return replace(self.read(), engine=name, engine_reason=self.engine_reason or reason)
 
     def resolve(self, world_size: int, rank: int | None = None) -> Engine:
-        """The engine of this load over ``world_size`` ranks, all arguments checked.
+        """Return the engine of this load over ``world_size`` ranks, of which ``rank`` must be one.
 
-        ``rank``, where given, must be one of them. Raises ConfigError or EngineError for arguments that no
-        load can serve.
+        Raises ConfigError or EngineError for arguments that no load can serve.
         """
-        name, _ = engines.choose_engine(self.engine)
-        family = engines.check_choice(name, self.zero_stage)
-        self._check()
+        asked = self.with_engine()
+        stage = 3 if asked.zero_stage is None else asked.zero_stage
+        family = engines.check_choice(str(asked.engine), stage)
         if world_size < 1:
             raise ConfigError(f"world_size={world_size} must be at least 1")
         if rank is not None and not 0 <= rank < world_size:
             raise ConfigError(f"rank={rank} is not one of the {world_size} ranks")
         tensors, experts = self.tensor_parallel, self.expert_parallel
         # 1 stands for "not given": then what the engine's own configuration says counts.
-        if self.engine_config:
-            tensors = family.configured_tensor_parallel(self.engine_config) if tensors == 1 else tensors
-            experts = family.configured_expert_parallel(self.engine_config) if experts == 1 else experts
+        if config := asked.engine_config:
+            tensors = family.configured_tensor_parallel(config) if tensors == 1 else tensors
+            experts = family.configured_expert_parallel(config) if experts == 1 else experts
         mesh = Mesh(world_size, experts, tensors, self.sequence_parallel)
-        return engines.resolve_engine(name, self.zero_stage, self.engine_config, mesh, self.exchange)
+        return engines.resolve_engine(str(asked.engine), stage, config, mesh, self.exchange)
 
     def exchange_of_reads(self, engine: Engine) -> bool | None:
-        """What is asked for of the exchange between reading ranks; None leaves it to the estimate."""
+        """Return whether reading ranks are to exchange bytes; None leaves it to the estimate."""
         # An engine with flat buffers gathers them itself: there ``exchange`` asks for that, and each rank
         # reads a share that nobody else wants.
         return None if engine.replicates_parameters and self.exchange else self.exchange
-
-    def _check(self) -> None:
-        if self.dtype is not None and not self.dtype.is_floating_point:
-            raise ConfigError(f"dtype={self.dtype!r} must be a floating torch.dtype")
-        for name in ("memory_limit", "chunk_size"):
-            value = getattr(self, name)
-            if value is not None and value < MIN_CHUNK:
-                raise ConfigError(f"{name}={value} must be a number of bytes, at least {MIN_CHUNK}")
 
     def tuning(
         self,
@@ -83,10 +127,10 @@ class Request(LoadArguments):
         computes: bool,
         ranks: int | None = None,
     ) -> Tuning:
-        """How the catalog's bytes are read into memory of ``device``, with ``ranks`` ranks on the machine.
+        """Choose how the catalog is read into memory of ``device``, with ``ranks`` ranks on the machine.
 
-        A thread that also ``computes`` has a chunk of scratch beside its staging buffers. The elements of a
-        read that the engine's configuration asks for are followed where no chunk is given here.
+        A thread that also ``computes`` has a chunk of scratch next to its staging buffers. The chunk of the
+        engine's configuration counts where none is given here.
         """
         chunk = self.chunk_size
         elements = engine.chunk_elements
@@ -95,3 +139,39 @@ class Request(LoadArguments):
             # From elements to bytes, by the checkpoint's main dtype; 4 where none is floating.
             chunk = max(MIN_CHUNK, elements * (stored.itemsize if stored is not None else 4))
         return tune(catalog.storage, device.type != "cpu", computes, self.memory_limit, chunk, ranks)
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def dtype_of(dtype: object) -> torch.dtype | None:
+    """Return a floating ``dtype``, given itself or by its name. Raises ConfigError for anything else."""
+    found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+    if found is None and dtype is None:
+        return None
+    if not isinstance(found, torch.dtype):
+        raise ConfigError(f"dtype={dtype!r} is not a torch dtype; try float32, bfloat16 or float16")
+    if not found.is_floating_point:
+        raise ConfigError(f"dtype={dtype!r} must be a floating torch.dtype")
+    return found
+
+
+def config_of(config: object) -> Mapping[str, object] | None:
+    """Return ``config`` itself, or the content of the JSON file at that path.
+
+    Raises ConfigError, which names the file, for one that cannot be read and for one that holds no object.
+    """
+    if config is None or isinstance(config, Mapping):
+        return config
+    if not isinstance(config, str | os.PathLike):
+        raise ConfigError(
+            f"engine_config={config!r} is not accepted; give a dictionary or the path of a JSON file"
+        )
+    from zerostart.checkpoint.strict_json import DAMAGED, MAX_CONFIG_BYTES, read_json
+
+    hint = "give a JSON file; an accelerate configuration (YAML) names DeepSpeed's as deepspeed_config_file"
+    try:
+        return read_json(Path(config), "configuration", MAX_CONFIG_BYTES)
+    except (ZerostartError, OSError, TypeError, ValueError) as error:
+        raise ConfigError(f"engine_config: {str(error).replace(DAMAGED, hint)}") from error

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from zerostart.loading.arguments import checked_arguments, dtype_of
-
 if TYPE_CHECKING:
     import torch
     from torch import nn
@@ -70,7 +68,10 @@ def refit(
         >>> report.version, engine.weight.tolist()
         (1, [[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]])
     """
-    with checked_arguments(refit, locals()):
+    from zerostart.distributed.world import current_world
+
+    with current_world().phase("arguments"):
+        from zerostart.loading.request import dtype_of
         from zerostart.refit.pushes import RefitSettings
         from zerostart.refit.refitter import Refitter
 
@@ -115,7 +116,10 @@ def weight_source(
         >>> {name: tensor.tolist() for name, tensor in source}
         {'weight': [[1.0, 0.0], [0.0, 1.0]], 'bias': [0.0, 0.0]}
     """
-    with checked_arguments(weight_source, locals()):
+    from zerostart.distributed.world import current_world
+
+    with current_world().phase("arguments"):
+        from zerostart.loading.request import dtype_of
         from zerostart.refit.pushes import RefitSettings
         from zerostart.refit.source import WeightSource
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from zerostart.errors import ConfigError
-from zerostart.loading.arguments import check_arguments, checked_arguments, dtype_of
 
 if TYPE_CHECKING:
     import os
@@ -75,7 +74,6 @@ def save_state(
         >>> saving.done(), zerostart.load_state(folder + "/state", model, optimizer)
         (True, {'step': 7})
     """
-    check_arguments(save_state, locals())
     from zerostart.state.resuming.save_state import write_state
 
     return write_state(path, model, optimizer, extra, wait)
@@ -107,7 +105,6 @@ def load_state(
         >>> zerostart.load_state(folder + "/state", model)
         [1, 'two']
     """
-    check_arguments(load_state, locals())
     from zerostart.state.resuming.load_state import restore_state
 
     found: Extra = restore_state(path, model, optimizer)
@@ -173,8 +170,11 @@ def save(
         >>> zerostart.save(model, tempfile.mkdtemp()).tensors
         ('bias', 'weight')
     """
-    with checked_arguments(save, locals()):
+    from zerostart.distributed.world import current_world
+
+    with current_world().phase("arguments"):
         from zerostart.checkpoint.paths import scheme_of
+        from zerostart.loading.request import dtype_of
         from zerostart.state.saving.save import SaveRequest, save_model, written_as
 
         if hub_private is not None and push_to_hub is None:
@@ -192,7 +192,6 @@ def save(
         )
     report = save_model(model, path, request)
     if push_to_hub is not None:
-        from zerostart.distributed.world import current_world
         from zerostart.live.model import find_record
         from zerostart.state.saving.hub import push
 
@@ -221,7 +220,6 @@ def digest(model: nn.Module) -> dict[str, str]:
         >>> sorted(found), len(found["weight"])
         (['bias', 'weight'], 34)
     """
-    check_arguments(digest, locals())
     from zerostart.state.comparing.digest import digest_model
 
     return digest_model(model)
@@ -248,7 +246,6 @@ def verify(path: str | os.PathLike[str]) -> Verified:
         >>> zerostart.verify(folder).tensors
         2
     """
-    check_arguments(verify, locals(), collective=False)
     from zerostart.checkpoint.verifying import verify as verify_path
 
     return verify_path(path)
@@ -290,7 +287,10 @@ def convert(
         >>> zerostart.convert(folder, folder + "-dcp", "dcp").tensors
         2
     """
-    with checked_arguments(convert, locals()):
+    from zerostart.distributed.world import current_world
+
+    with current_world().phase("arguments"):
+        from zerostart.loading.request import dtype_of
         from zerostart.state.converting.convert import convert as convert_files
 
         floating = dtype_of(dtype)

@@ -17,7 +17,7 @@ from zerostart.integrations.loading import InterceptedLoad
 from zerostart.loading.run import run
 
 if TYPE_CHECKING:
-    from zerostart.loading.arguments import Source
+    from zerostart.loading.request import Source
 
 #: Under these DiffSynth looks for a torch file's weights, where it has nothing else.
 _UNWRAPPED = ("state_dict", "module", "model_state")

@@ -6,7 +6,7 @@ import functools
 import sys
 import weakref
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from zerostart.integrations.later_calls import serve_saving
 from zerostart.live.model import record_of
 from zerostart.loading.offload import load_offloaded, release
 from zerostart.loading.placement import Placement
-from zerostart.loading.request import Request
+from zerostart.loading.request import Request, dtype_of
 from zerostart.loading.run import run
 from zerostart.loading.window import Window
 from zerostart.transfer.meter import allocated_bytes
@@ -44,8 +44,8 @@ class PipelineRequest:
     engine: str | None = None
     zero_stage: int = 3
     device_memory_limit: int | None = None
-    engine_config: Mapping[str, object] | None = None
-    dtype: torch.dtype | None = None
+    engine_config: object = None
+    dtype: object = None
     trainable: Sequence[str] = ()
     memory_limit: int | None = None
     progress: bool = True
@@ -57,6 +57,7 @@ def load_pipeline(request: PipelineRequest) -> Any:
     """See ``zerostart.load_pipeline``. Raises ZerostartError, the same on every rank."""
     world = joined_world()
     with world.phase("loading the pipeline"):
+        request = replace(request, dtype=dtype_of(request.dtype))
         root, found, placements = world.broadcast_object(lambda: _looked_at(request), "the pipeline's index")
         kind = pipeline_class(read_json(root / PIPELINE_INDEX, "pipeline index").get("_class_name"), root)
         found = tuple(component for component in found if component.name not in request.without)

@@ -20,7 +20,7 @@ from zerostart.errors import ConfigError
 from zerostart.integrations.engine_setup import EngineSetup
 from zerostart.integrations.loading import InterceptedLoad
 from zerostart.live.model import record_of
-from zerostart.loading.arguments import EnabledArguments
+from zerostart.loading.request import Request
 from zerostart.loading.run import run
 from zerostart.models import Built, build_fresh, library_of
 from zerostart.upstream.seam import Findings
@@ -43,7 +43,7 @@ class _TransformersCall(InterceptedLoad):
 
     def __init__(
         self,
-        settings: EnabledArguments,
+        settings: Request,
         setup: EngineSetup,
         arguments: Mapping[str, object],
         on_loaded: Callable[[nn.Module, str], None],
@@ -177,7 +177,7 @@ class ParallelArguments:
     expert_plan: Mapping[str, str] | None = None
     tensor_plan: Mapping[str, str] | None = None
 
-    def over(self, settings: EnabledArguments) -> EnabledArguments:
+    def over(self, settings: Request) -> Request:
         """``settings`` with what is asked for here; raises ConfigError where they say otherwise."""
         sizes: dict[str, Any] = {}
         for name in ("expert_parallel", "tensor_parallel"):

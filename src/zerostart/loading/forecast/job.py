@@ -14,7 +14,6 @@ from zerostart.distributed.world import World, default_device
 from zerostart.engines import RANKS_OF_A_MACHINE, Engine
 from zerostart.engines.forecast import Target
 from zerostart.live.report import Clock
-from zerostart.loading.arguments import ForecastArguments
 from zerostart.loading.forecast.memory import moments_of, optimizer_of, parameter_bytes, peaks
 from zerostart.loading.forecast.reading import Foreseen, counts_of, owned_by, rates_of, timed
 from zerostart.loading.forecast.result import Fit, Limits, Memory, RankForecast, WorldPlan
@@ -25,6 +24,17 @@ from zerostart.recipe import Coverage, Recipes
 from zerostart.transfer import Tuning
 from zerostart.transfer.planning import Count
 from zerostart.transfer.tuning import Rates
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The machine and the optimizer that a forecast is for, as ``zerostart.plan`` describes them."""
+
+    device_memory: int | None = None
+    host_memory: int | None = None
+    storage_rate: float | None = None
+    interconnect_rate: float | None = None
+    optimizer: str | None = None
 
 
 @dataclass(frozen=True)
@@ -43,7 +53,7 @@ def foresee(
     engine: Engine,
     ranks: Sequence[int],
     tuning: Tuning,
-    asked: ForecastArguments,
+    asked: Machine,
     exchange: bool | None,
 ) -> WorldPlan:
     """The plan of ``ranks``; ``exchange``: whether bytes that several want must be read once.
@@ -123,14 +133,14 @@ def _shown(rates: Rates) -> dict[str, float | None]:
 
 
 def forecast(
-    request: Request, world_size: int, rank: int | None = None, asked: ForecastArguments | None = None
+    request: Request, world_size: int, rank: int | None = None, asked: Machine | None = None
 ) -> WorldPlan:
     """The plan of every rank, or of one, without a process group; see ``zerostart.plan``."""
     with undisturbed():
-        return _forecast(request, world_size, rank, asked or ForecastArguments())
+        return _forecast(request, world_size, rank, asked or Machine())
 
 
-def _forecast(request: Request, world_size: int, rank: int | None, asked: ForecastArguments) -> WorldPlan:
+def _forecast(request: Request, world_size: int, rank: int | None, asked: Machine) -> WorldPlan:
     clock = Clock()
     request = request.with_engine()
     engine = request.resolve(world_size, rank)

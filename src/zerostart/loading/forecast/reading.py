@@ -205,7 +205,7 @@ def rates_of(assumed: Rates, storage: float | None, interconnect: float | None) 
     ``storage`` is what one machine gets from its disk or over its link. Raises ConfigError for no rate.
     """
     for name, value in (("storage_rate", storage), ("interconnect_rate", interconnect)):
-        if value is not None and not 0 < value < math.inf:
+        if value is not None and not (isinstance(value, float | int) and 0 < value < math.inf):
             raise ConfigError(f"{name}={value!r} must be a number of bytes a second")
     link = assumed.link if storage is None else float(storage)
     return replace(

@@ -184,7 +184,7 @@ class Limits:
         ConfigError for a limit that is not a number of bytes.
         """
         for name, value in (("device_memory", device), ("host_memory", host)):
-            if value is not None and value < 1:
+            if value is not None and (not isinstance(value, int) or value < 1):
                 raise ConfigError(f"{name}={value!r} must be a number of bytes")
         here = default_device()
         accelerator = device is not None or here.type != "cpu"

@@ -13,7 +13,6 @@ from pydantic import BeforeValidator, Field, SerializeAsAny, field_validator, mo
 
 from zerostart.checkpoint.write.shards import parse_size
 from zerostart.errors import ConfigError
-from zerostart.loading.arguments import LoadArguments
 from zerostart.training.config.sections import Count, Positive, Proportion, Section, TaskConfig
 from zerostart.training.data.media_config import MediaConfig
 
@@ -77,9 +76,9 @@ class ModelConfig(Section):
     ``bfloat16`` is what the model computes in: what is trained is held in float32, and the frozen model of a
     LoRA in bfloat16.
     """
-    strict: bool = LoadArguments.strict
+    strict: bool = True
     """false: initialise parameters that the checkpoint lacks, such as a new head."""
-    fp32_masters: bool = LoadArguments.fp32_masters
+    fp32_masters: bool = True
     """false: start mixed precision from weights that were rounded to 16 bits first."""
     trust_remote_code: bool = False
     """true: run the code of a model or a tokenizer that lies beside its files. Nobody is asked."""
@@ -123,14 +122,14 @@ class EngineConfig(Section):
 
     Where neither a launcher has set up an engine nor DeepSpeed is installed, null is ``fsdp2``.
     """
-    zero_stage: int = LoadArguments.zero_stage
+    zero_stage: int = 3
     """3: weights in shards; 1, 2: gradients and optimizer; 0: nothing.
 
     At 0 the model is whole on every rank: with ``fsdp2`` that is DistributedDataParallel.
     """
-    expert_parallel: Positive = LoadArguments.expert_parallel
+    expert_parallel: Positive = 1
     """Ranks that share the experts of a mixture, each with batches of its own."""
-    sequence_parallel: Positive = LoadArguments.sequence_parallel
+    sequence_parallel: Positive = 1
     """Ranks that share each sequence, and see one batch."""
     config: dict[str, Any] | str = Field(default_factory=dict)
     """The engine's own configuration, or the path of a JSON file with it, merged over ours.
