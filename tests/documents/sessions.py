@@ -13,8 +13,8 @@ from tests.documents.blocks import REPOSITORY
 #: Text in commands and files, and what stands there when they are run.
 CHANGED: Mapping[str, str] = {
     # Synopses.
-    "zerostart config FAMILY OUT.yaml [--engine E] [--zero-stage S] [--lora] [--accelerate] [--deepspeed]": (
-        "zerostart config causal-lm OUT.yaml --zero-stage 2 --lora --accelerate --deepspeed"
+    "zerostart config FAMILY OUT.yaml [--engine E] [--zero-stage S] [--lora] [--accelerate]": (
+        "zerostart config causal-lm OUT.yaml --zero-stage 2 --lora --accelerate"
     ),
     "CONFIG.yaml [KEY=VALUE ...] [--nproc N]": "CONFIG.yaml --nproc 1",
     # Files of this machine in the place of a bucket's.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,7 +10,7 @@ import typer
 from zerostart.errors import ConfigError, WriteError
 
 if TYPE_CHECKING:
-    from zerostart.engines import Engine
+    pass
 
 
 def command(
@@ -40,9 +39,6 @@ def command(
         bool,
         typer.Option("--accelerate", help="Write a file for accelerate launch, too: OUT.accelerate.yaml."),
     ] = False,
-    deepspeed: Annotated[
-        bool, typer.Option("--deepspeed", help="Write the engine's own file, too: OUT.deepspeed.json.")
-    ] = False,
 ) -> None:
     """Write a training configuration to begin with.
 
@@ -52,30 +48,13 @@ def command(
     from zerostart.engines import Mesh, check_choice, default_engine
     from zerostart.training.config.templates import described, template_of
 
-    if engine is None:  # the other option names it, too
-        engine = "deepspeed" if deepspeed else default_engine()
-    chosen = check_choice(engine, zero_stage).for_stage(zero_stage, None, Mesh(1), None)
+    chosen = check_choice(engine or default_engine(), zero_stage).for_stage(zero_stage, None, Mesh(1), None)
     template, values = template_of(family)
-    files: dict[Path, str] = {}
-    own = out.with_suffix(".deepspeed.json") if deepspeed else None
-    if own is not None:
-        files[own] = _own_file(chosen)
-        values = {**values, "engine.config": str(own)}
-    files = {out: described(template, values, chosen, lora), **files}
+    files = {out: described(template, values, chosen, lora)}
     if accelerate:
-        precision = "bf16" if "bf16" in chosen.precisions else "no"
-        launcher = chosen.launcher_file(precision, None if own is None else str(own))
-        files[out.with_suffix(".accelerate.yaml")] = _yaml(
-            {**launcher, "num_machines": 1, "num_processes": 8}
-        )
+        launcher = {"distributed_type": "MULTI_GPU", "num_machines": 1, "num_processes": 8}
+        files[out.with_suffix(".accelerate.yaml")] = _yaml(launcher)
     _write(files)
-
-
-def _own_file(engine: Engine) -> str:
-    settings = engine.config_template()
-    if settings is None:
-        raise ConfigError(f"{engine.title} has no configuration file of its own; leave out --deepspeed")
-    return json.dumps(settings, indent=2) + "\n"
 
 
 def _yaml(values: dict[str, object]) -> str:

@@ -56,17 +56,6 @@ class AccelerateSetup:
 
 
 @dataclass(frozen=True)
-class LauncherSetup:
-    """What accelerate's launcher has set up for an engine, in the words of a training configuration."""
-
-    #: What ``engine.config`` would say of it.
-    config: EngineConfig = field(default_factory=dict)
-    #: Values of other keys, by their dotted names, each with what the launcher's own file calls it; they must
-    #: be what the configuration says.
-    agreed: Mapping[str, tuple[str, object]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class TrainingEngine(EngineBase):
     """The part of an engine that a training run asks: its configuration, then each step."""
 
@@ -85,24 +74,6 @@ class TrainingEngine(EngineBase):
         Raises ConfigError for what contradicts the job.
         """
         return dict(given)
-
-    def launcher_setup(self) -> LauncherSetup:
-        """What accelerate's launcher has set up for this engine, where ``launched_by`` is in the environment.
-
-        Raises ConfigError, by the launcher's own word, for what a training run cannot do so.
-        """
-        return LauncherSetup()
-
-    def launcher_file(self, mixed_precision: str, own_file: str | None) -> dict[str, object]:
-        """accelerate's configuration file for a run on this engine, but for the number of ranks.
-
-        ``own_file`` is the path of the engine's own, if it is to have one.
-        """
-        return {"distributed_type": "MULTI_GPU", "mixed_precision": mixed_precision}
-
-    def config_template(self) -> dict[str, object] | None:
-        """A configuration file of the engine's own, as JSON, to begin with; None where it knows none."""
-        return None
 
     def accelerate_setup(self, mixed_precision: str) -> AccelerateSetup:
         """How accelerate is set up for a model that this engine, with its configuration, has sharded."""

@@ -72,21 +72,14 @@ def test_files_for_launchers_and_no_file_twice(tmp_path: Path, capsys: pytest.Ca
     out = tmp_path / "run.yaml"
     for expected in (0, 1):
         with pytest.raises(SystemExit) as ended:
-            main(["config", "causal-lm", str(out), "--zero-stage", "2", "--accelerate", "--deepspeed"])
+            main(["config", "causal-lm", str(out), "--zero-stage", "2", "--accelerate"])
         assert ended.value.code == expected
     assert "run.yaml, " in (told := capsys.readouterr().err)
     assert told.count("already exist; choose another name") == 1
-    assert yaml.safe_load((tmp_path / "run.accelerate.yaml").read_text())["deepspeed_config"] == {
-        "deepspeed_config_file": str(tmp_path / "run.deepspeed.json")
-    }
+    launcher = yaml.safe_load((tmp_path / "run.accelerate.yaml").read_text())
+    assert launcher["distributed_type"] == "MULTI_GPU"
     filled = engine_config(load_config(out, ["train.accumulation=3"]), world_size=2, hidden_size=16)
     assert filled["gradient_accumulation_steps"] == 3
-    assert filled["zero_optimization"]["reduce_bucket_size"] == 256
-    assert "auto" not in json.dumps(filled)
-    with pytest.raises(SystemExit):
-        main(["config", "causal-lm", str(tmp_path / "b.yaml"), "--engine", "fsdp2", "--deepspeed"])
-    assert "FSDP2 has no configuration file of its own" in capsys.readouterr().err
-    assert not (tmp_path / "b.yaml").exists()
 
 
 def test_a_directory_is_looked_at(tmp_path: Path) -> None:

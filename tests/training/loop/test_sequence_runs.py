@@ -9,8 +9,7 @@ from tests.training.loop import test_run, test_weighing
 from tests.training.loop.test_resumed_runs import going_on, interrupted
 from tests.training.loop.test_run import losses, run
 from tests.training.loop.test_weighing import EXACT, alone, first_step
-from zerostart.errors import ConfigError, EngineError
-from zerostart.training.config.engine_config import with_launcher
+from zerostart.errors import ConfigError
 from zerostart.training.config.load import parse_config
 
 running, weighing = test_run.values, test_weighing.values
@@ -102,12 +101,3 @@ def test_only_what_looks_back_is_shared():
     given |= {"output": {"directory": "x"}, "engine": {"sequence_parallel": 2}, "task": {"name": "masked-lm"}}
     with pytest.raises(ConfigError, match=r"sequence_parallel 2 is not available with task.name masked-lm"):
         parse_config(given)
-
-
-def test_a_launcher_shares_nothing_besides(monkeypatch):
-    given = {"model": {"source": "x"}, "data": {"source": "x"}, "train": {"steps": 1}}
-    config = parse_config(given | {"output": {"directory": "x"}, "task": {"name": "causal-lm"}})
-    with_launcher(config)
-    monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
-    with pytest.raises(EngineError, match=r"engine.sequence_parallel says which"):
-        with_launcher(config)

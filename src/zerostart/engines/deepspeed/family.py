@@ -31,7 +31,7 @@ from zerostart.engines.parallelism import resolve
 from zerostart.engines.placements import DEVICE, HOST, STORAGE, Placements, placed_on_mesh
 from zerostart.engines.sequences import check_heads
 from zerostart.engines.shard import Shard
-from zerostart.engines.training import AccelerateSetup, LauncherSetup, TrainingJob
+from zerostart.engines.training import AccelerateSetup, TrainingJob
 from zerostart.errors import ConfigError
 from zerostart.geometry.layout import Layout, Mesh, Parallelism, flat_partition
 from zerostart.geometry.layout.flat import FlatRules
@@ -160,24 +160,6 @@ class DeepSpeed(DeepSpeedStateEngine, Engine):
     def training_config(self, job: TrainingJob, given: EngineConfig) -> dict[str, Any]:
         """See ``Engine``."""
         return training_config(self.zero_stage, job, given)
-
-    def launcher_setup(self) -> LauncherSetup:
-        """See ``Engine``; raises ConfigError for a file that cannot be read."""
-        from zerostart.engines.deepspeed.training import launched
-
-        return launched()
-
-    def launcher_file(self, mixed_precision: str, own_file: str | None) -> dict[str, Any]:
-        """See ``Engine``."""
-        from zerostart.engines.deepspeed.training import launcher_file
-
-        return launcher_file(self.zero_stage, mixed_precision, own_file)
-
-    def config_template(self) -> dict[str, Any]:
-        """See ``Engine``."""
-        from zerostart.engines.deepspeed.training import own_file
-
-        return own_file(self.zero_stage)
 
     def accelerate_setup(self, mixed_precision: str) -> AccelerateSetup:
         """See ``Engine``."""

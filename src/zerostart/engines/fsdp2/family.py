@@ -26,7 +26,7 @@ from zerostart.engines.loading import ShardMaker
 from zerostart.engines.placements import DEVICE, HOST, Placements
 from zerostart.engines.sequences import check_ring
 from zerostart.engines.shard import Shard
-from zerostart.engines.training import AccelerateSetup, LauncherSetup, TrainingJob
+from zerostart.engines.training import AccelerateSetup, TrainingJob
 from zerostart.errors import ConfigError
 from zerostart.geometry.layout import Mesh, Parallelism, dimension_shard
 from zerostart.geometry.layout.flat import FlatRules
@@ -211,19 +211,6 @@ class FSDP2(FSDP2StateEngine, Engine):
         # The shards stay fp32, as masters; units cast what they gather, and reduce gradients in fp32.
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         return {**given, "mp_policy": policy}
-
-    def launcher_setup(self) -> LauncherSetup:
-        """See ``Engine``; raises ConfigError for what a run does otherwise."""
-        from zerostart.engines.fsdp2.settings import launched
-
-        return launched(self.zero_stage)
-
-    def launcher_file(self, mixed_precision: str, own_file: str | None) -> dict[str, object]:
-        """See ``Engine``; it is the plain one at stage 0."""
-        from zerostart.engines.fsdp2.settings import launcher_file
-
-        plain = super().launcher_file(mixed_precision, own_file)
-        return launcher_file(self.zero_stage, mixed_precision) if self.uses_fully_shard else plain
 
     def accelerate_setup(self, mixed_precision: str) -> AccelerateSetup:
         """See ``Engine``."""

@@ -28,7 +28,7 @@ from zerostart.state.saving.hub import check_repository, push
 from zerostart.training.adapt.export import check_export, export_model, export_step
 from zerostart.training.adapt.trained import choose_trained, round_to
 from zerostart.training.config.configuration import TrainConfig
-from zerostart.training.config.engine_config import with_launcher
+from zerostart.training.config.engine_config import check_launcher
 from zerostart.training.loop.batches import epochs_as_steps
 from zerostart.training.loop.checkpoints import Checkpoints, History, checkpoint_to_resume
 from zerostart.training.loop.evaluate import HeldOut
@@ -90,7 +90,7 @@ def train(config: TrainConfig) -> TrainResult:
     with world.phase("checking the surroundings"):
         Mesh(world.size, sequence_parallel=config.engine.sequence_parallel)
         check_trackers(config.tracking.trackers)
-        config = with_launcher(config)
+        check_launcher(config)
         check_optimizer(config.train, config.engine.chosen(), world)
         if config.output.push_to_hub is not None and world.rank == 0:
             check_repository(
