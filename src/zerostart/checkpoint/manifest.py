@@ -31,6 +31,8 @@ _HEAD_BYTES = 1 << 16
 #: Where saves that are under way write, in the directory that they save to.
 HIDDEN = ".zerostart"
 INDEX = ".index.json"
+#: End of the names of the plans of these saves.
+PLAN_SUFFIX = ".plan"
 #: Files of weights: the stem, the mark of the save where the usual name was taken, the number of the shard.
 WEIGHTS = re.compile(
     r"(?P<stem>.+?)(-[0-9a-f]{12})?(?P<shard>-\d{5}-of-\d{5})?\.safetensors(?P<index>\.index\.json)?"
@@ -147,19 +149,17 @@ def grouped(names: Iterable[str], staged: bool = False) -> dict[str, list[str]]:
 
 def _pending(place: Path, name: str) -> JsonObject | None:
     """The document of a save that has made its switch, and has not given the document its name yet."""
-    saves: list[Path] = []
-    with contextlib.suppress(OSError):  # not there, gone meanwhile, or not ours to look into
-        saves = list((place / HIDDEN).iterdir())
-    for directory in saves:
-        with contextlib.suppress(VerifyError):
-            document = _read(directory / name) if _TOKEN.fullmatch(directory.name) else None
-            if document is None or not {"switch"} <= document.keys():
-                continue
-            switch, over = str(document["switch"]), str(document.get("over") or "")
-            # The staged switch has gone to its place, and the single file that readers would prefer is gone
-            # as well.
-            if not (directory / switch).exists() and not (over and os.path.lexists(place / over)):
-                return document
+    for plan in (place / HIDDEN).glob(f"*{PLAN_SUFFIX}"):
+        staged = plan.with_suffix("")
+        try:
+            document, renames = _read(staged / name), read_json(plan, "plan")
+        except (VerifyError, CheckpointError, ReadError):  # ended meanwhile, or not written by a save
+            continue
+        switch, over = str(renames.get("switch")), str(renames.get("over") or "")
+        # The staged switch has got its name, and the file that readers would prefer is gone.
+        switched = not (staged / switch).exists() and not (over and os.path.lexists(place / over))
+        if document is not None and _TOKEN.fullmatch(staged.name) and switched:
+            return document
     return None
 
 

@@ -11,7 +11,6 @@ from tests.training.loop.held_locks import lock_held
 from tests.training.loop.test_resumed_runs import going_on, interrupted, steps_in
 from tests.training.loop.test_run import losses, metrics, run
 from tests.training.loop.test_run import values as values
-from zerostart.checkpoint.write.folders import Folder
 from zerostart.distributed.world import World
 from zerostart.errors import ConfigError, WriteError
 from zerostart.state.resuming.retention import complete
@@ -160,13 +159,13 @@ def test_of_checkpoints_that_could_not_be_removed_none_looks_whole(tmp_path, mon
     folder = tmp_path / "checkpoints"
     checkpoint(folder, "step-00000001", 1)
 
-    def fails(self, name, known=None):
-        if name == "weights":
-            raise PermissionError(13, "not allowed", name)
-        return removed(self, name, known)
+    def fails(self, missing_ok=False):
+        if self.name == "weights":
+            raise PermissionError(13, "not allowed", str(self))
+        return removed(self, missing_ok)
 
-    removed = Folder.remove
-    monkeypatch.setattr(Folder, "remove", fails)
+    removed = Path.unlink
+    monkeypatch.setattr(Path, "unlink", fails)
     with pytest.raises(WriteError, match="cannot be removed"), set_aside(own_place(tmp_path), None, ALONE):
         remove_earlier_run(own_place(tmp_path), None)
     assert complete(folder) == []

@@ -17,7 +17,7 @@ from typing import ClassVar
 
 from zerostart.checkpoint.catalog import Catalog
 from zerostart.checkpoint.storage.files import FileState
-from zerostart.checkpoint.write.switching import finish_switched
+from zerostart.checkpoint.write.staging import finish_switched
 from zerostart.errors import ConfigError
 
 #: Entry points of other packages: a name, and the subclass of ``Format``.

@@ -37,7 +37,7 @@ from zerostart.checkpoint.storage import Storage, storage_at
 from zerostart.checkpoint.storage.files import read_small
 from zerostart.checkpoint.strict_json import MAX_DOCUMENT_BYTES, JsonObject, read_json
 from zerostart.checkpoint.usual_names import STANDARD_NAMES
-from zerostart.checkpoint.write.switching import finish_switched
+from zerostart.checkpoint.write.staging import finish_switched
 from zerostart.errors import CheckpointError, CheckpointNotFoundError, ReadError, VerifyError, ZerostartError
 
 logger = logging.getLogger("zerostart")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from zerostart.checkpoint.manifest import saved_at
 from zerostart.checkpoint.strict_json import MAX_DOCUMENT_BYTES, JsonObject, read_json
-from zerostart.checkpoint.write.staging import remove
+from zerostart.checkpoint.write.staging import clear_leftovers, remove
 from zerostart.errors import CheckpointError, ConfigError, WriteError
 from zerostart.state.resuming.training_state import MARKER
 
@@ -49,13 +49,17 @@ def prune(
     the document (more is better; None and nan are none of the best). ``keep=None`` keeps all. What is
     incomplete, or no training checkpoint, or none of ``own``, is left alone.
     A checkpoint is none any more from one step on, and then the files go that its document names: what others
-    have put there stays, and what a kill has left goes with the next save.
+    have put there stays, and what a kill has left goes with the next call.
     Raises ConfigError for numbers that keep nothing, WriteError where removing fails.
     """
     if keep is None:
         return []
     if keep < 1 or best < 0 or (best and score is None):
         raise ConfigError(f"keep={keep} and best={best}: keep the last one at least, and say what is best")
+    # Killed saves and removals, whose directories nobody saves to again.
+    for place in Path(directory).glob("*") if isinstance(directory, Path) else ():
+        if not (place / MARKER).exists():
+            clear_leftovers(place)
     found = complete(directory, own)
     kept = set(found[-keep:])
     if score is not None:

@@ -355,7 +355,7 @@ _VOCABULARIES = ("vocab.txt", "merges.txt")
 #: What describes the weights that are saved anew, or a run, and not the model.
 _NOT_COPIED = re.compile(
     r".*\.index\.json|(config|generation_config|adapter_config|trainer_state|state|zerostart|model_index)\.json"
-    r"|(train|eval|test|all|predict)_results\.json|requirements\.txt|setup\.py"
+    r"|(train|eval|test|all|predict)_results\.json|requirements\.txt|setup\.py|zero_to_(fp32|torch)\.py"
 )
 #: A file of more bytes is no setting.
 _MOST = 256 << 20
