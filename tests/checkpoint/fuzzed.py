@@ -430,7 +430,7 @@ def _state(root: Path) -> Values:
 
 
 def _adapter(root: Path) -> Values:
-    from zerostart.state.saving.lora_files import _read
+    from zerostart.training.adapt.lora_files import _read
 
     _read(root / "adapter_model.safetensors", "it")
     return values_of(open_catalog(root / "adapter_model.safetensors"))

@@ -24,17 +24,6 @@ def command(
     dtype: Annotated[
         Dtype | None, typer.Option(help="Floating type of the weights; without it each stays as it is.")
     ] = None,
-    adapter_format: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FORMAT",
-            help="RUN is a LoRA: write it as peft, diffusers, diffsynth, comfyui or kohya have it.",
-        ),
-    ] = None,
-    base: Annotated[
-        str | None,
-        typer.Option(metavar="SOURCE", help="The model that a LoRA is for, where RUN does not say it."),
-    ] = None,
     push_to_hub: Annotated[
         str | None,
         typer.Option(metavar="REPO", help="Upload OUT to the hub with a model card, as in me/my-model."),
@@ -59,14 +48,7 @@ def command(
     from zerostart.state.converting.convert import export
 
     chosen = None if dtype is None else getattr(torch, dtype.value)
-    if adapter_format is not None:
-        from zerostart.state.saving.export_adapters import export_adapters
-
-        made = export_adapters(run, out, adapter_format, base, chosen)
-    elif base is not None:
-        raise typer.BadParameter("goes with --adapter-format", param_hint="--base")
-    else:
-        made = export(run, out, chosen, max_shard_size)
+    made = export(run, out, chosen, max_shard_size)
     files = f"{len(made.files)} {'file' if len(made.files) == 1 else 'files'}"
     typer.echo(f"{shown_url(str(made.path))}: {made.tensors} tensors, {decimal(made.bytes)} in {files}")
     if push_to_hub is not None:

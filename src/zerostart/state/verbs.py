@@ -120,7 +120,6 @@ def save(
     adapters_only: bool = False,
     merge_adapters: bool = False,
     *,
-    adapter_format: str | None = None,
     memory_limit: int | None = None,
     push_to_hub: str | None = None,
     hub_private: bool | None = None,
@@ -143,12 +142,9 @@ def save(
         dtype: floating dtype of the tensors in the files, or its name; None: the one in which the model holds
             each. In fp32 the engine of ``deepspeed.initialize`` gives its masters.
         trainable_only: leave out frozen parameters, and buffers.
-        adapters_only: save PEFT's adapters alone, in PEFT's format or in ``adapter_format``.
+        adapters_only: save only PEFT's adapters, in PEFT's format.
         merge_adapters: save the model with LoRA's adapters in its weights, as ``merge_and_unload`` has it.
             The model itself stays as it is.
-        adapter_format: with ``adapters_only``, whose file it is: ``"peft"``, ``"diffusers"``,
-            ``"diffsynth"``, ``"comfyui"`` or ``"kohya"``, as ``output.format`` of a training run; the last
-            three for the diffusion models of ``docs/lora.md``.
         memory_limit: most bytes that a rank takes beside its shards; None: 32 MiB. Factors of adapters that
             are merged come to that.
         push_to_hub: the id of a repository of the hub, such as ``"me/my-model"``, to which rank 0 uploads
@@ -175,7 +171,7 @@ def save(
     with current_world().phase("arguments"):
         from zerostart.checkpoint.paths import scheme_of
         from zerostart.loading.request import dtype_of
-        from zerostart.state.saving.save import SaveRequest, save_model, written_as
+        from zerostart.state.saving.save import SaveRequest, save_model
 
         if hub_private is not None and push_to_hub is None:
             raise ConfigError("hub_private is of push_to_hub, which was not passed; name a repository there")
@@ -188,7 +184,6 @@ def save(
             adapters_only,
             merge_adapters,
             memory_limit,
-            adapter_format=written_as(adapter_format, adapters_only, model),
         )
     report = save_model(model, path, request)
     if push_to_hub is not None:

@@ -134,7 +134,7 @@ def test_diffsynths_names(family, engine, stage, tmp_path):
     """As its scripts save a LoRA, without their prefix, and with what scales it in the second factor."""
     prefix = {"format": "diffsynth", "remove_prefix": "pipe.dit."}
     out, adapters, _ = trained(tmp_path, family, engine, stage, output=prefix)
-    from zerostart.state.saving.diffsynth_names import names_for
+    from zerostart.state.saving.adapter_formats import names_for
 
     names = names_for(COMPONENTS[FAMILIES[family][0]].build())
     found = load_file(out / "step-3.safetensors")
@@ -156,7 +156,7 @@ def read_by_diffsynth(file, source):
     from diffsynth.models.wan_video_dit import WanModel
     from diffsynth.utils.lora.general import GeneralLoRALoader
 
-    from zerostart.state.saving.diffsynth_names import names_for
+    from zerostart.state.saving.adapter_formats import names_for
 
     theirs = WanModel(
         dim=24,

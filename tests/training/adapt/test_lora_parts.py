@@ -11,7 +11,7 @@ from torch import nn
 from tests.diffusion.components import COMPONENTS
 from zerostart.distributed.world import current_world
 from zerostart.errors import CheckpointError, CheckpointNotFoundError, ConfigError
-from zerostart.state.saving.diffsynth_names import names_for
+from zerostart.state.saving.adapter_formats import names_for
 from zerostart.training.adapt import ema
 from zerostart.training.adapt.ema import Ema
 from zerostart.training.adapt.export import check_export
@@ -125,25 +125,20 @@ def test_files_that_are_gone_on_from(tmp_path: Path) -> None:
         "diffsynth": {"pipe.dit.{}.lora_A.default.weight": 0, "pipe.dit.{}.lora_B.default.weight": 1},
         "removed": {"{}.lora_A.default.weight": 0, "{}.lora_B.default.weight": 1},
         "older": {"diffusion_model.{}.lora_down.weight": 0, "diffusion_model.{}.lora_up.weight": 1},
-        "kohya": {"lora_unet_{}.lora_down.weight": 0, "lora_unet_{}.lora_up.weight": 1},
         "configured": {"base_model.model.{}.lora_A.weight": 0, "base_model.model.{}.lora_B.weight": 1},
     }
     for kind, keys in files.items():
         shown = diffsynth if kind in ("diffsynth", "removed", "older") else {n: n for n in names}
-        if kind == "kohya":
-            shown = {n: n.replace(".", "_") for n in names}
         tensors = {key.format(shown[n]): factors[n][at] for n in names for key, at in keys.items()}
         if kind == "older":
             tensors |= {f"diffusion_model.{shown[n]}.alpha": torch.tensor(6.0) for n in names}
-        if kind == "kohya":
-            tensors |= {f"lora_unet_{shown[n]}.alpha": torch.tensor(1.0) for n in names}
         (tmp_path / kind).mkdir()
         if kind == "configured":
             (tmp_path / kind / "adapter_config.json").write_text(json.dumps({"r": 2, "lora_alpha": 5}))
         metadata = {"transformer.r": 2, "transformer.lora_alpha": 8}
         header = {"lora_adapter_metadata": json.dumps(metadata)} if kind == "diffusers" else None
         save_file(tensors, tmp_path / kind / "file.safetensors", header)
-        scaling = {"diffusers": 4.0, "older": 3.0, "kohya": 0.5, "configured": 2.5}.get(kind, 1.0)
+        scaling = {"diffusers": 4.0, "older": 3.0, "configured": 2.5}.get(kind, 1.0)
         given = config.model_copy(update={"start_from": str(tmp_path / kind)})
         start_from(model, names, given, current_world())
         for name in names:

@@ -12,7 +12,6 @@ from tests.ranks import rank_outcomes, run_ranks
 from tests.training.loop.test_run import losses, run
 from zerostart.errors import ConfigError
 from zerostart.state.converting.convert import export
-from zerostart.state.saving.export_adapters import export_adapters
 
 TARGETS = ["q_proj", "v_proj", "down_proj"]
 RATE, STEPS, SEED = 1e-2, 4, 42
@@ -219,12 +218,6 @@ def test_a_lora_goes_on_elsewhere(engine, ranks, checkpoints, given):
     )
     with pytest.raises(ConfigError, match="holds only the trained tensors"):
         export(first, Path(straight.directory, "exported"))
-    last = Path(straight.directory, "checkpoints", "step-00000004")
-    export_adapters(last, exported := Path(straight.directory, "exported"), "peft")
-    saved = load_file(Path(straight.directory, "adapter_model.safetensors"))
-    again = load_file(exported / "adapter_model.safetensors")
-    assert again.keys() == saved.keys()
-    assert all(torch.equal(again[name], saved[name]) for name in saved)
     config = given(path, engine, "resumed", ranks, **sections, resume=str(first))
     resumed = run_ranks(run, ranks, config)[0]
     assert losses(resumed) == pytest.approx(losses(straight)[2:], rel=1e-5)

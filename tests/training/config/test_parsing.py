@@ -11,7 +11,7 @@ import yaml
 from safetensors.torch import save_file
 
 from zerostart.errors import CheckpointError, ConfigError
-from zerostart.state.saving.lora_files import _parsed, _read
+from zerostart.training.adapt.lora_files import _parse, _read
 from zerostart.training.config.engine_config import user_config
 from zerostart.training.config.load import load_config, parse_config
 from zerostart.training.config.parsing import parsed_yaml
@@ -96,7 +96,7 @@ def test_lora_files_that_say_something_else(tmp_path: Path) -> None:
             _read(path, str(path))
     (tmp_path / "adapter_config.json").write_text('{"lora_alpha": [8]}')
     with pytest.raises(CheckpointError, match=r"lora_alpha is \[8\], not a number"):
-        _parsed(*_read(path, str(path)), str(path))
+        _parse(*_read(path, str(path)), str(path))
 
 
 def test_a_state_of_another_program_is_no_checkpoint_of_a_run(tmp_path: Path) -> None:

@@ -1,86 +1,47 @@
-"""Formats of adapters' files by name: PEFT's, diffusers', DiffSynth's, ComfyUI's, and kohya's scripts'.
-
-Whoever saves adapters takes a format from here: ``zerostart.save``, a training run, and ``zerostart export``.
-"""
+"""Formats of adapters' files: PEFT's, diffusers' and DiffSynth's, with DiffSynth's names of modules."""
 
 from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import replace
-from typing import Any, NamedTuple
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import nn
 
 from zerostart.errors import ConfigError
 from zerostart.state.saving.adapters import PEFT_FORMAT, AdapterFormat
-from zerostart.state.saving.diffsynth_names import PREFIX, names_for
-from zerostart.state.saving.tool_names import comfyui_names, kohya_names
 
-#: Formats for other tools: what gives the names of factors there, of a model and of what asks for it.
-TOOLS: Mapping[str, Callable[[nn.Module, str], Callable[[str], str]]] = {
-    "comfyui": comfyui_names,
-    "kohya": kohya_names,
-}
-#: Of diffusers' LoRA files: the name, what names begin with, and where PEFT's configuration is in the header.
+ADAPTER_FORMATS = ("peft", "diffusers", "diffsynth")
+#: diffusers' LoRA files: the name, the start of all names, and the key of PEFT's configuration in the header.
 _LORA_WEIGHTS, _COMPONENT, _METADATA = "pytorch_lora_weights", "transformer.", "lora_adapter_metadata"
 
 
 def adapter_format(
     kind: str, model: nn.Module, *, key: str = "adapter_format", stem: str = _LORA_WEIGHTS, prefix: str = ""
 ) -> AdapterFormat:
-    """The format ``kind``, one of ``ADAPTER_FORMATS``, for adapters of ``model``, which nothing is around.
+    """Return the format ``kind`` of ``ADAPTER_FORMATS`` for adapters of ``model``, which nothing wraps.
 
-    ``stem`` names DiffSynth's file, which there is called as one likes. ``prefix`` is left out of the names
-    that begin with it. Raises ConfigError, in which ``key`` asks for the format, for an unknown one and for a
-    model whose names it does not have.
+    ``stem`` names DiffSynth's file. ``prefix`` is removed from names that start with it. Raises ConfigError,
+    which calls the format's argument ``key``, for an unknown format and for a model without names in it.
     """
     if kind not in ADAPTER_FORMATS:
         raise ConfigError(f"{key} {kind!r} is unknown: it is one of {', '.join(ADAPTER_FORMATS)}")
-    if kind in TOOLS:
-        # These tools read the scale from an alpha beside each pair of factors, not from a configuration.
-        return AdapterFormat(_LORA_WEIGHTS, TOOLS[kind](model, key), False, configured=False, alphas=True)
-    return _OF_LIBRARIES[kind].made(model, key, stem, prefix)
-
-
-def _of_peft(model: nn.Module, key: str, stem: str, prefix: str) -> AdapterFormat:
-    return replace(PEFT_FORMAT, renamed=without(prefix, lambda name: name))
-
-
-def _of_diffusers(model: nn.Module, key: str, stem: str, prefix: str) -> AdapterFormat:
+    if kind == "peft":
+        return replace(PEFT_FORMAT, renamed=without(prefix, lambda name: name))
     component = without(prefix, lambda name: _COMPONENT + name)
-    described = functools.partial(_described, component)
-    return AdapterFormat(_LORA_WEIGHTS, component, False, described, configured=False)
-
-
-def _of_diffsynth(model: nn.Module, key: str, stem: str, prefix: str) -> AdapterFormat:
+    if kind == "diffusers":
+        described = functools.partial(_described, component)
+        return AdapterFormat(_LORA_WEIGHTS, component, False, described, configured=False)
     names = names_for(model)
-    renamed = without(prefix, lambda name: _COMPONENT + name)
-    # Of modules that are one there, its loader puts together what diffusers' names stand for.
+    # DiffSynth's loader fuses the factors of diffusers' single modules itself.
     if names is None or not names.fused:
         of = diffsynth_names(model, key)
-        renamed = without(prefix, lambda name: PREFIX + _with_adapter(of(name)))
-    # DiffSynth reads no alpha: what scales the product is folded into the factors.
-    return AdapterFormat(stem, renamed, False, configured=False, folded=True)
-
-
-class _Format(NamedTuple):
-    """A format that a library opens again; ``made`` takes what follows ``kind`` in ``adapter_format``."""
-
-    name: str
-    made: Callable[[nn.Module, str, str, str], AdapterFormat]
-
-
-_OF_LIBRARIES = {
-    one.name: one
-    for one in (
-        _Format("peft", _of_peft),
-        _Format("diffusers", _of_diffusers),
-        _Format("diffsynth", _of_diffsynth),
-    )
-}
-ADAPTER_FORMATS = (*_OF_LIBRARIES, *TOOLS)
+        component = without(prefix, lambda name: PREFIX + _with_adapter(of(name)))
+    # DiffSynth reads no alpha: the scale is multiplied into the factors.
+    return AdapterFormat(stem, component, False, configured=False, folded=True)
 
 
 def diffsynth_names(model: nn.Module, key: str) -> Callable[[str], str]:
@@ -115,3 +76,102 @@ def _described(named: Callable[[str], str], config: Any) -> dict[str, str]:
         for key, value in config.to_dict().items()
     }
     return {"format": "pt", _METADATA: json.dumps(values, indent=2, sort_keys=True)}
+
+
+#: Start of DiffSynth's names: its pipelines call the model ``dit``.
+PREFIX = "pipe.dit."
+
+
+@dataclass(frozen=True)
+class DiffSynthNames:
+    """Names of one kind of model: ``rules`` of regular expressions and replacements, applied in turn.
+
+    ``fused``: some of its modules are one module there, so that ``rules`` give the name of a whole for each
+    of its parts; that is enough to recognise targets, and nothing to write files with. ``targets`` are those
+    that its LoRA scripts give.
+    """
+
+    targets: str
+    rules: tuple[tuple[str, str], ...] = ()
+    fused: bool = False
+
+    def of(self, name: str) -> str:
+        """The name there of a module, a parameter or a tensor of an adapter."""
+        # In turn, each on what the last has made: so names can be exchanged by way of a third one.
+        for pattern, replacement in self.rules:
+            name = re.sub(pattern, replacement, name)
+        return name
+
+
+def _feed_forward(module: str, there: str) -> tuple[tuple[str, str], ...]:
+    """The two linear layers of diffusers' ``FeedForward``, which are entries of a sequence there."""
+    return (rf"^{module}\.net\.0\.proj\b", rf"{there}.0"), (rf"^{module}\.net\.2\b", rf"{there}.2")
+
+
+_WAN = (
+    (r"^condition_embedder\.time_embedder\.linear_1\b", "time_embedding.0"),
+    (r"^condition_embedder\.time_embedder\.linear_2\b", "time_embedding.2"),
+    (r"^condition_embedder\.text_embedder\.linear_1\b", "text_embedding.0"),
+    (r"^condition_embedder\.text_embedder\.linear_2\b", "text_embedding.2"),
+    (r"^condition_embedder\.time_proj\b", "time_projection.1"),
+    (r"^condition_embedder\.image_embedder\.pos_embed$", "img_emb.emb_pos"),
+    (r"^condition_embedder\.image_embedder\.norm1\b", "img_emb.proj.0"),
+    (r"^condition_embedder\.image_embedder\.ff\.net\.0\.proj\b", "img_emb.proj.1"),
+    (r"^condition_embedder\.image_embedder\.ff\.net\.2\b", "img_emb.proj.3"),
+    (r"^condition_embedder\.image_embedder\.norm2\b", "img_emb.proj.4"),
+    (r"^scale_shift_table$", "head.modulation"),
+    (r"^proj_out\b", "head.head"),
+    (r"^(blocks\.\d+)\.scale_shift_table$", r"\1.modulation"),
+    # norm2 and norm3 change places: the one goes by way of a name that neither has.
+    (r"^(blocks\.\d+)\.norm2\b", r"\1.norm_crossed"),
+    (r"^(blocks\.\d+)\.norm3\b", r"\1.norm2"),
+    (r"^(blocks\.\d+)\.norm_crossed\b", r"\1.norm3"),
+    (r"^(blocks\.\d+)\.attn1\b", r"\1.self_attn"),
+    (r"^(blocks\.\d+)\.attn2\b", r"\1.cross_attn"),
+    (r"_attn\.to_out\.0\b", "_attn.o"),
+    (r"_attn\.to_([qkv])\b", r"_attn.\1"),
+    (r"_attn\.add_([kv])_proj\b", r"_attn.\1_img"),
+    (r"_attn\.norm_added_k\b", "_attn.norm_k_img"),
+    *_feed_forward(r"(blocks\.\d+\.ffn)", r"\1"),
+)
+_FLUX = (
+    (r"^proj_out\b", "final_proj_out"),
+    (r"^norm_out\b", "final_norm_out"),
+    (r"^single_transformer_blocks\.(\d+)\.attn\.to_[qkv]\b", r"single_blocks.\1.to_qkv_mlp"),
+    (r"^single_transformer_blocks\.(\d+)\.proj_mlp\b", r"single_blocks.\1.to_qkv_mlp"),
+    (r"^single_transformer_blocks\b", "single_blocks"),
+    (r"^transformer_blocks\.(\d+)\.norm1_context\b", r"blocks.\1.norm1_b"),
+    (r"^transformer_blocks\.(\d+)\.norm1\b", r"blocks.\1.norm1_a"),
+    (r"^transformer_blocks\.(\d+)\.attn\.to_[qkv]\b", r"blocks.\1.attn.a_to_qkv"),
+    (r"^transformer_blocks\.(\d+)\.attn\.add_[qkv]_proj\b", r"blocks.\1.attn.b_to_qkv"),
+    (r"^transformer_blocks\.(\d+)\.attn\.to_out\.0\b", r"blocks.\1.attn.a_to_out"),
+    (r"^transformer_blocks\.(\d+)\.attn\.to_add_out\b", r"blocks.\1.attn.b_to_out"),
+    *_feed_forward(r"transformer_blocks\.(\d+)\.ff_context", r"blocks.\1.ff_b"),
+    *_feed_forward(r"transformer_blocks\.(\d+)\.ff", r"blocks.\1.ff_a"),
+)
+_FLUX2 = (
+    "to_q,to_k,to_v,add_q_proj,add_k_proj,add_v_proj,to_qkv_mlp_proj,to_out.0,to_add_out,linear_in,linear_out"
+)
+#: By classes of diffusers, with the targets of the scripts in DiffSynth's ``examples/*/model_training/lora``.
+#: The FLUX.2 scripts name the last projection of each single block by its number, which is that of the model.
+_KNOWN = {
+    "WanTransformer3DModel": DiffSynthNames("q,k,v,o,ffn.0,ffn.2", _WAN),
+    "QwenImageTransformer2DModel": DiffSynthNames(
+        "to_q,to_k,to_v,add_q_proj,add_k_proj,add_v_proj,to_out.0,to_add_out,img_mlp.net.2,img_mod.1,"
+        "txt_mlp.net.2,txt_mod.1"
+    ),
+    "FluxTransformer2DModel": DiffSynthNames(
+        "a_to_qkv,b_to_qkv,ff_a.0,ff_a.2,ff_b.0,ff_b.2,a_to_out,b_to_out,proj_out,norm.linear,"
+        "norm1_a.linear,norm1_b.linear,to_qkv_mlp",
+        _FLUX,
+        fused=True,
+    ),
+    "Flux2Transformer2DModel": DiffSynthNames(f"{_FLUX2},single_transformer_blocks.*.attn.to_out"),
+    "ZImageTransformer2DModel": DiffSynthNames("to_q,to_k,to_v,to_out.0,w1,w2,w3"),
+}
+
+
+def names_for(model: nn.Module) -> DiffSynthNames | None:
+    """The names of the kind of ``model``; None for one that DiffSynth does not have, or has otherwise."""
+    kinds = [kind.__name__ for kind in type(model).__mro__]  # FSDP2 gives modules a class of their own
+    return next((_KNOWN[kind] for kind in kinds if kind in _KNOWN), None)

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerostart.distributed.world import World
-from zerostart.engines import Shard, whole_shard
+from zerostart.engines import Shard
 from zerostart.errors import ConfigError
 from zerostart.geometry.layout import Layout
 from zerostart.live.full_tensors import whole_tensor
@@ -49,9 +48,6 @@ class AdapterFormat:
     configured: bool = True
     #: Whether the second factor is multiplied by what the product would be, since nothing else tells that.
     folded: bool = False
-    #: Whether each module has its alpha beside the factors (``MODULE.alpha``, [] in float32): by its ratio to
-    #: the rank a reader multiplies their product.
-    alphas: bool = False
 
 
 #: What PEFT's ``save_pretrained`` writes.
@@ -177,7 +173,6 @@ def adapter_files(
     shards: Mapping[int, Shard],
     dtype: torch.dtype | None,
     written_as: AdapterFormat,
-    world: World,
 ) -> list[AdapterFile]:
     """The files of all adapters.
 
@@ -187,7 +182,7 @@ def adapter_files(
     return [
         AdapterFile(
             adapter,
-            _contents(adapted, adapter, shards, dtype, written_as, world),
+            _contents(adapted, adapter, shards, dtype, written_as),
             written_as.metadata(adapted.model.peft_config[adapter]),
         )
         for adapter in adapted.adapter_names()
@@ -200,7 +195,6 @@ def _contents(
     shards: Mapping[int, Shard],
     dtype: torch.dtype | None,
     written_as: AdapterFormat,
-    world: World,
 ) -> Contents:
     """What PEFT's ``save_pretrained`` puts into the file of one adapter, by the format's names."""
     from peft.utils import get_peft_model_state_dict
@@ -226,29 +220,11 @@ def _contents(
                 "rank's shard holds; use PEFT's save_pretrained on the gathered model"
             )
         held[adapted.prefix + name] = shard
-    return adapter_contents(adapter, config, held, dtype, written_as, world)
-
-
-def adapter_contents(
-    adapter: str,
-    config: Any,
-    held: Mapping[str, Shard],
-    dtype: torch.dtype | None,
-    written_as: AdapterFormat,
-    world: World,
-) -> Contents:
-    """What the file of one adapter has, in the format ``written_as``.
-
-    ``held`` are its shards by their names in PEFT's file, ``config`` is PEFT's.
-    Raises ConfigError for scalings that the format cannot tell.
-    """
     contents = Contents()
     # Only the second factor is multiplied, else the product would have the factor twice.
-    told = written_as.folded or written_as.alphas
-    scaling = _scaling(config, adapter) if told else 1.0
-    times = scaling if written_as.folded else 1.0
+    times = _scaling(config, adapter) if written_as.folded else 1.0
     for name, shard in held.items():
-        if told and not name.endswith((".lora_A.weight", ".lora_B.weight")):
+        if written_as.folded and not name.endswith((".lora_A.weight", ".lora_B.weight")):
             raise ConfigError(
                 f"the adapter {adapter!r} has {name}, which is no factor of a LoRA, and this format has no "
                 "other entries; save it in PEFT's format"
@@ -261,16 +237,7 @@ def adapter_contents(
         if times != 1.0 and ".lora_B." in name:
             outgoing = replace(outgoing, change=_Times(times))
         contents.outgoing.append(outgoing)
-        if written_as.alphas and ".lora_A." in name:
-            _add_alpha(contents, f"{stored.rpartition('.lora_')[0]}.alpha", float(config.lora_alpha), world)
     return contents
-
-
-def _add_alpha(contents: Contents, name: str, alpha: float, world: World) -> None:
-    """A number that every rank has, as a tensor of the file."""
-    shard = whole_shard(name, torch.tensor(alpha, device="cpu"), world)
-    contents.entries.append((name, spelling(shard.storage.dtype), shard.layout.shape))
-    contents.outgoing.append(plain(name, shard))
 
 
 def _scaling(config: Any, adapter: str) -> float:

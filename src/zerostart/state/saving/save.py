@@ -22,10 +22,9 @@ from zerostart.checkpoint.write.shards import parse_size
 from zerostart.distributed.world import World, current_world
 from zerostart.engines import Shard
 from zerostart.errors import ConfigError, WriteError
-from zerostart.live.model import LiveModel, LoadRecord, LogicalTensor, bare_model
+from zerostart.live.model import LiveModel, LoadRecord, LogicalTensor
 from zerostart.live.training import LiveTraining
 from zerostart.models import ModelLibrary, library_of
-from zerostart.state.saving.adapter_formats import adapter_format
 from zerostart.state.saving.adapters import (
     PEFT_FORMAT,
     Adapted,
@@ -108,15 +107,6 @@ class SaveReport:
         ]
         lines += [f"  {name} under the model's own name: {why}" for name, why in self.own_names.items()]
         return "\n".join(lines)
-
-
-def written_as(kind: str | None, adapters_only: bool, model: nn.Module) -> AdapterFormat:
-    """The format ``kind`` for the adapters of ``model``; None: PEFT's. Raises ConfigError as it does."""
-    if kind is None:
-        return PEFT_FORMAT
-    if not adapters_only:
-        raise ConfigError(f"adapter_format={kind!r} is for adapters alone: pass adapters_only=True as well")
-    return adapter_format(kind, bare_model(model))
 
 
 def save_model(model: nn.Module, path: str | os.PathLike[str], request: SaveRequest) -> SaveReport:
@@ -270,7 +260,7 @@ def _adapter_files(live: LiveModel, adapted: Adapted, request: SaveRequest) -> l
     if request.overrides is not None:
         tensors = overridden(tensors, request.overrides, live.world)
     shards = _by_identity(live.module, tensors)
-    return adapter_files(adapted, shards, request.dtype, request.adapter_format, live.world)
+    return adapter_files(adapted, shards, request.dtype, request.adapter_format)
 
 
 def contents_to_serve(

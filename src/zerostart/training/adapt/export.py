@@ -18,10 +18,9 @@ from zerostart.engines import full_shape
 from zerostart.errors import ConfigError
 from zerostart.live.model import bare_model
 from zerostart.models import library_of
-from zerostart.state.saving.adapter_formats import adapter_format, diffsynth_names, without
+from zerostart.state.saving.adapter_formats import PREFIX, adapter_format, diffsynth_names, without
 from zerostart.state.saving.adapters import AdapterFormat
 from zerostart.state.saving.contents import TensorOverrides
-from zerostart.state.saving.diffsynth_names import PREFIX
 from zerostart.state.saving.save import SaveReport, SaveRequest, save_model
 from zerostart.training.adapt.ema import Ema
 from zerostart.training.loop.task import Task

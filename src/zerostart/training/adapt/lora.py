@@ -18,7 +18,7 @@ from torch import nn
 
 from zerostart.engines import full_shape
 from zerostart.errors import ConfigError
-from zerostart.state.saving.diffsynth_names import names_for
+from zerostart.state.saving.adapter_formats import names_for
 from zerostart.training.config.configuration import LoraConfig
 
 #: PEFT's name for the one adapter.

@@ -1,44 +1,79 @@
-"""A LoRA that training goes on from: the values of another one's file, in the adapters of a run."""
+"""Start a LoRA training from the values of another one: a file, or a training checkpoint.
+
+Files of PEFT, diffusers and DiffSynth hold the two factors of each adapted module under names of their own.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import hashlib
+import logging
+import math
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from zerostart.checkpoint.formats.saved_state import open_saved_state
+from zerostart.checkpoint.paths import expanded
+from zerostart.checkpoint.strict_json import load_json, read_json
 from zerostart.distributed.world import World
-from zerostart.errors import CheckpointError, ConfigError
-from zerostart.state.saving.lora_files import Factors, read_lora
+from zerostart.errors import CheckpointError, CheckpointNotFoundError, ConfigError
+from zerostart.state.resuming.training_state import MARKER, MODEL
+from zerostart.state.resuming.values import decoded
+from zerostart.state.saving.adapter_formats import PREFIX, names_for
 from zerostart.training.adapt.lora import ADAPTER
 from zerostart.training.config.configuration import LoraConfig
+
+logger = logging.getLogger("zerostart")
+
+#: Names of PEFT's and diffusers' files in a directory; DiffSynth's are called by their step.
+_FILES = ("adapter_model.safetensors", "pytorch_lora_weights.safetensors")
+#: Starts of the names of modules: PEFT's, diffusers' (two), DiffSynth's.
+_BEFORE = ("base_model.model.", "transformer.", "diffusion_model.", PREFIX)
+_FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<kind>A|B|down|up)(\.[^.]+)?\.weight")
+#: Key of diffusers' configuration of an adapter in the header of its file.
+_METADATA = "lora_adapter_metadata"
+
+
+@dataclass(frozen=True)
+class Factors:
+    """The factors [rank, inputs] and [outputs, rank] of one module, and the scale of their product."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    scaling: float
 
 
 def start_from(model: nn.Module, adapted: Iterable[str], config: LoraConfig, world: World) -> None:
     """Give the adapters of ``model`` the values in the file ``config.start_from``; every rank reads it.
 
     The modules ``adapted`` have adapters, still whole. Raises CheckpointNotFoundError, CheckpointError for a
-    file of other adapters, and ConfigError for one that says more than factors and what they are scaled by.
+    file of other adapters, and ConfigError for one that has more than factors and their scale.
     """
-    assert config.start_from is not None, "whoever calls this has looked"
+    assert config.start_from is not None, "the caller has looked"
     with world.phase("reading the LoRA file"):
-        file = read_lora(config.start_from, "lora.start_from ")
-        checksum = file.checksum()
-    # A rank that has read another file hears of it here: the ranks compare what they are about to do.
+        tensors, metadata, named = _read_lora(config.start_from)
+        checksum = _checksum(tensors, metadata)
+    # The ranks compare their next phase, so a rank that has read another file raises here.
     world.raise_together(None, f"starting from the LoRA file with the checksum {checksum}")
     with world.phase("starting from the LoRA file"):
-        factors, unexpected = file.factors(names := list(adapted), model)
+        names = list(adapted)
+        factors, unexpected = _match_modules(_parse(tensors, metadata, named), names, model)
         missing = [name for name in names if name not in factors]
         if missing or unexpected:
             raise CheckpointError(
-                f"{file.named} does not fit lora.targets: it lacks {len(missing)} of their "
+                f"{named} does not fit lora.targets: it lacks {len(missing)} of their "
                 f"adapters, and has {len(unexpected)} others, such as {(missing or unexpected)[0]}; "
                 "set the targets that it was trained with"
             )
         with torch.no_grad():
             for name, pair in factors.items():
-                _fill(model.get_submodule(name), name, pair, config, file.named)
+                _fill(model.get_submodule(name), name, pair, config, named)
 
 
 def _fill(layer: Any, name: str, found: Factors, config: LoraConfig, named: str) -> None:
@@ -57,6 +92,148 @@ def _fill(layer: Any, name: str, found: Factors, config: LoraConfig, named: str)
         )
     # The adapter's own scaling is the configuration's: the second factor makes up for the difference.
     times = found.scaling / config.scaling
-    # The whole difference goes into B, by way of float32: a factor in half precision is rounded once.
+    # By way of float32: a factor in half precision is rounded once.
     a.copy_(found.a)
     b.copy_(found.b if times == 1.0 else found.b.float() * times)
+
+
+def _read_lora(source: str | os.PathLike[str]) -> tuple[dict[str, torch.Tensor], Mapping[str, Any], str]:
+    """Read a file, a directory with one, or a training checkpoint; return what messages call it, too."""
+    path = expanded(source)
+    # A training checkpoint first: its folders hold safetensors files without an alpha. Its model folder, or a
+    # file in that, is a path that a user may have copied.
+    state = next((one for one in (path, path.parent, path.parent.parent) if (one / MARKER).is_file()), None)
+    if state is not None:
+        return *_read_state(state), f"lora.start_from {state}"
+    file = _find_file(path)
+    return *_read(file, f"lora.start_from {file}"), f"lora.start_from {file}"
+
+
+def _read_state(state: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    document, (weights,) = open_saved_state(state, [MODEL])
+    extra = document.get("extra")
+    course = extra.get("course") if isinstance(extra, dict) else None
+    alpha = decoded(course, {}).get("lora.alpha") if isinstance(course, dict) else None
+    if not isinstance(alpha, int | float):
+        raise ConfigError(
+            f"lora.start_from {state} is a training state without lora.alpha, so the scale of its "
+            "factors is unknown; save the adapter alone (zerostart.save with adapters_only), and "
+            "name that"
+        )
+    tensors: dict[str, torch.Tensor] = {}
+    for file in weights.files:  # other files may be next to them
+        tensors |= _read(Path(file), f"lora.start_from {state}: {file}")[0]
+    return tensors, {"lora_alpha": alpha}
+
+
+def _find_file(path: Path) -> Path:
+    if path.is_file():
+        return path
+    usual = [path / name for name in _FILES if (path / name).is_file()]
+    files = usual or (sorted(path.glob("*.safetensors")) if path.is_dir() else [])
+    if len(files) != 1:
+        several = "has several safetensors files; name one"
+        what = several if files else "is neither a LoRA file nor a directory with one"
+        raise CheckpointNotFoundError(f"lora.start_from {path} {what}")
+    return files[0]
+
+
+def _read(path: Path, named: str) -> tuple[dict[str, torch.Tensor], dict[str, object]]:
+    """Return the tensors of a file, and the configuration of the adapter in it or next to it."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, "pt") as file:
+            # Whole, on the host: factors are small, and every rank needs all of them until they are sharded.
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
+            written = (file.metadata() or {}).get(_METADATA)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{named} cannot be read: {error}") from error
+    if written is not None:
+        settings = load_json(written.encode("utf-8", "surrogatepass"), str(path), _METADATA)
+        # diffusers puts the name of the component before each key.
+        return tensors, {key.rpartition(".")[2]: value for key, value in settings.items()}
+    beside = path.with_name("adapter_config.json")
+    return tensors, read_json(beside, "configuration of an adapter") if beside.is_file() else {}
+
+
+def _checksum(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, Any]) -> str:
+    digest = hashlib.blake2b(repr(metadata).encode(), digest_size=8)
+    for name in sorted(tensors):
+        tensor = tensors[name].contiguous()
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _parse(
+    tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, object], named: str
+) -> dict[str, Factors]:
+    """Return the factors by the names of modules in the file."""
+    # Each of these means that a product is more than `scale * B @ A` with one rank for all modules.
+    for key in ("rank_pattern", "alpha_pattern", "use_dora", "lora_bias", "modules_to_save"):
+        if metadata.get(key):
+            raise ConfigError(f"{named} has {key}, which is not available in a run")
+    factors: dict[str, dict[str, torch.Tensor]] = {"A": {}, "B": {}}
+    alphas: dict[str, float] = {}
+    for name, tensor in tensors.items():
+        if name.endswith(".alpha") and tensor.numel() == 1:
+            alphas[name.removesuffix(".alpha")] = float(tensor)
+            continue
+        match = _FACTOR.fullmatch(name)
+        if match is None or tensor.dim() < 2:
+            raise CheckpointError(f"{named} has {name}, which is not a factor of an adapter")
+        # Older files call A ([rank, inputs]) `down` and B ([outputs, rank]) `up`.
+        those = factors["A" if match["kind"] in ("A", "down") else "B"]
+        if match["module"] in those:
+            raise CheckpointError(
+                f"{named} has several adapters, such as two of {match['module']}: save one by itself"
+            )
+        those[match["module"]] = tensor
+    if single := sorted(factors["A"].keys() ^ factors["B"].keys()):
+        raise CheckpointError(f"{named} has only one of the two factors of {single[0]}")
+    whole = metadata.get("lora_alpha")
+    if whole is None and not alphas and any(name.startswith(_BEFORE[0]) for name in factors["A"]):
+        logger.warning(
+            "%s has PEFT's names but no adapter_config.json beside it: its alpha "
+            "is assumed to equal its rank",
+            named,
+        )
+    return {
+        module: Factors(a, factors["B"][module], _scaling(a.shape[0], alphas.get(module), metadata, named))
+        for module, a in factors["A"].items()
+    }
+
+
+def _scaling(rank: int, alpha: float | None, metadata: Mapping[str, object], named: str) -> float:
+    """Return the scale of a product: a module's own ``alpha`` counts before the adapter's."""
+    if alpha is not None:
+        return alpha / rank
+    whole = metadata.get("lora_alpha")
+    if whole is None:
+        return 1.0
+    if not isinstance(whole, int | float):
+        raise CheckpointError(f"{named}: lora_alpha is {whole!r}, not a number")
+    # Rank-stabilised LoRA divides by the square root.
+    return whole / (math.sqrt(rank) if metadata.get("use_rslora") else rank)
+
+
+def _match_modules(
+    found: Mapping[str, Factors], adapted: list[str], model: nn.Module
+) -> tuple[dict[str, Factors], list[str]]:
+    """Return the factors by the model's names of modules, and the names that are of none of them."""
+    names = names_for(model)
+    known = {name: name for name in adapted}
+    if names is not None and not names.fused:
+        known |= {names.of(name): name for name in adapted}
+    factors: dict[str, Factors] = {}
+    unexpected = []
+    for in_file, pair in found.items():
+        # The name as it stands comes first: a model may have a module that is called `transformer`.
+        candidates = (in_file, *(in_file.removeprefix(one) for one in _BEFORE if in_file.startswith(one)))
+        name = next((known[candidate] for candidate in candidates if candidate in known), None)
+        if name is None:
+            unexpected.append(in_file)
+        else:
+            factors[name] = pair
+    return factors, unexpected

@@ -243,8 +243,8 @@ class OutputConfig(Section):
     """true: a model that is in the directory may be replaced. Without it a directory has to be empty."""
     pipeline: bool = False
     """true: save the whole pipeline, with what is trained in it."""
-    format: Literal["diffusers", "peft", "diffsynth", "comfyui", "kohya"] | None = None
-    """diffusers, peft, diffsynth, comfyui, kohya, of a LoRA (or trained tensors); null: the library's."""
+    format: Literal["diffusers", "peft", "diffsynth"] | None = None
+    """diffusers, peft, diffsynth, of a LoRA (or trained tensors); null: the library's."""
     trainable_only: bool = False
     """true: leave out what is frozen."""
     remove_prefix: str = ""

@@ -222,15 +222,8 @@ def check_trained(config: TrainConfig) -> None:
             "output.merge is not available with ema, because averaged adapters are saved as "
             "adapters; leave one of them out"
         )
-    if output.format in ("peft", "comfyui", "kohya") and lora is None:
-        raise ValueError(
-            f"output.format {output.format} is for adapters, and there is no section lora; leave it out"
-        )
-    if output.format in ("comfyui", "kohya") and output.remove_prefix:
-        raise ValueError(
-            f"output.format {output.format} has the names that its readers know; leave output.remove_prefix "
-            "out"
-        )
+    if output.format == "peft" and lora is None:
+        raise ValueError("output.format peft is for adapters, and there is no section lora; leave it out")
     if output.merge and (output.format is not None or output.trainable_only):
         raise ValueError("output.merge saves a whole model; leave output.format and trainable_only out")
     part = lora is not None or output.trainable_only or output.format == "diffsynth"
