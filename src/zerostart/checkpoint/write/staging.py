@@ -439,13 +439,11 @@ def _unnamed(path: Path) -> list[str]:
     return [name for document, name in names if lies_at(path, document, name) != path / name]
 
 
-def remove(path: Path | str, marker: str) -> None:
+def remove(path: Path, marker: str) -> None:
     """Delete the files that the document ``marker`` of a directory lists, and the directory if it is empty.
 
     From the first deletion on it is no checkpoint. Raises OSError and ZerostartError.
     """
-    if isinstance(path, str):
-        raise WriteError(f"{path}: a checkpoint in a store is removed by the store's own tools")
     with lock_directory(path) as held:
         if held is False:
             raise _busy(path)

@@ -57,7 +57,7 @@ def prune(
     if keep < 1 or best < 0 or (best and score is None):
         raise ConfigError(f"keep={keep} and best={best}: keep the last one at least, and say what is best")
     # Killed saves and removals, whose directories nobody saves to again.
-    for place in Path(directory).glob("*") if isinstance(directory, Path) else ():
+    for place in Path(directory).glob("*"):
         if not (place / MARKER).exists():
             clear_leftovers(place)
     found = complete(directory, own)
