@@ -16,9 +16,8 @@ import torch
 from safetensors.torch import save_file
 
 from zerostart.checkpoint.catalog import Assembled
-from zerostart.checkpoint.formats.assembling import check_whole
 from zerostart.checkpoint.formats.inert_pickle import read_inert_pickle
-from zerostart.checkpoint.formats.training import training_states
+from zerostart.checkpoint.formats.training import check_whole, training_states
 from zerostart.checkpoint.source import open_catalog
 from zerostart.errors import CheckpointError, ReadError, ZerostartError
 from zerostart.geometry import Piece

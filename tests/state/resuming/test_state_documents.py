@@ -12,7 +12,7 @@ from torch import nn
 
 import zerostart
 from zerostart.errors import CheckpointError, ConfigError, VerifyError
-from zerostart.state.resuming import document
+from zerostart.state.resuming import save_state as document
 
 
 def saved(place: Path) -> dict[str, Any]:

@@ -60,7 +60,7 @@ _OWN = {
     "state": ("zerostart.checkpoint.formats.saved_state", "SavedState"),
     "pipeline": ("zerostart.checkpoint.formats.pipeline", "Pipeline"),
     "dcp": ("zerostart.checkpoint.formats.dcp", "TorchDistributed"),
-    "universal": ("zerostart.checkpoint.formats.universal", "Universal"),
+    "universal": ("zerostart.checkpoint.formats.zero", "Universal"),
     "zero": ("zerostart.checkpoint.formats.zero", "Zero"),
     "weights": ("zerostart.checkpoint.formats.weights", "Weights"),
 }

@@ -13,17 +13,18 @@ from pathlib import Path
 from typing import Any
 
 from zerostart.checkpoint.catalog import TORCH_NAMES, TensorEntry
-from zerostart.checkpoint.formats.assembling import (
+from zerostart.checkpoint.formats.inert_pickle import InertObject, Opaque, StoredTensor, read_inert_pickle
+from zerostart.checkpoint.formats.torch_zip import WRAPPERS, TorchArchive
+from zerostart.checkpoint.formats.training import (
     STATE,
     ParameterGroup,
+    PartFiles,
     TrainingContents,
+    TrainingFormat,
     from_boxes,
     is_shape,
     names_of,
 )
-from zerostart.checkpoint.formats.inert_pickle import InertObject, Opaque, StoredTensor, read_inert_pickle
-from zerostart.checkpoint.formats.torch_zip import WRAPPERS, TorchArchive
-from zerostart.checkpoint.formats.training import PartFiles, TrainingFormat
 from zerostart.checkpoint.strict_json import DAMAGED, shown
 from zerostart.errors import CheckpointError
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -14,16 +15,16 @@ import torch
 from torch import nn
 
 from zerostart.checkpoint.manifest import SAVED_AT, sealed
+from zerostart.checkpoint.strict_json import MAX_DOCUMENT_BYTES
 from zerostart.checkpoint.write.space import check_space
 from zerostart.distributed.world import World, current_world
 from zerostart.errors import ConfigError, WriteError
 from zerostart.live.training import StateTensor
 from zerostart.state.resuming.background import Saving, begin, copied_to_host, finish_last
-from zerostart.state.resuming.document import check_size
 from zerostart.state.resuming.training_state import MARKER, MODEL, STATE, Content, collected
 from zerostart.state.resuming.values import checksum
 from zerostart.state.saving.save import save_settings
-from zerostart.state.saving.writing import agreed_place, entry_bytes, publishing, write_tensors
+from zerostart.state.saving.writing import Entry, agreed_place, entry_bytes, publishing, write_tensors
 
 logger = logging.getLogger("zerostart")
 
@@ -65,6 +66,25 @@ def write_state(
         # Nothing that the thread writes may lie where training goes on: from here on content has copies.
         content = copied_to_host(content, world, budget)
         return begin(partial(_write, place, content), place, world, begun)
+
+
+#: Bytes of the document for each tensor beside its name: its digest, quotes, indentation; and for each file.
+_PER_TENSOR, _PER_FILE = 48, 4096
+
+
+def check_size(document: Mapping[str, object], entries: Sequence[Entry]) -> None:
+    """Raise ConfigError, before anything is written, for a document that could not be read again.
+
+    ``entries`` are the tensors whose digests come to it.
+    """
+    size = len(json.dumps(document, indent=1)) + _PER_FILE
+    size += sum(len(json.dumps(name)) + _PER_TENSOR for name, _, _ in entries)
+    if size > MAX_DOCUMENT_BYTES:
+        raise ConfigError(
+            f"the document of the training state would have {size} bytes for {len(entries)} tensors, but at "
+            f"most {MAX_DOCUMENT_BYTES} can be read back: train fewer parameters, join small ones, or pass "
+            "less in extra"
+        )
 
 
 def _check_alike(content: Content, world: World) -> None:

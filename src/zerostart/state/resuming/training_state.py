@@ -35,8 +35,7 @@ from zerostart.geometry.layout import dimension_shard
 from zerostart.live.model import LiveModel
 from zerostart.live.training import LiveTraining, StateTensor
 from zerostart.recipe import spelling
-from zerostart.state.resuming.local_states import LOCAL, local_states
-from zerostart.state.resuming.optimizer import optimizer_document
+from zerostart.state.resuming.optimizer import LOCAL, local_states, optimizer_document
 from zerostart.state.resuming.values import encoded_whole
 from zerostart.state.saving.writing import Entry, Outgoing, plain
 

@@ -17,8 +17,7 @@ from zerostart.distributed.world import World, current_world
 from zerostart.errors import ConfigError, WriteError
 from zerostart.live.training import StateTensor
 from zerostart.state.resuming.background import Saving, finish_last
-from zerostart.state.resuming.document import read_document
-from zerostart.state.resuming.load_state import restore_state
+from zerostart.state.resuming.load_state import read_document, restore_state
 from zerostart.state.resuming.retention import complete, prune
 from zerostart.state.resuming.save_state import write_state
 from zerostart.state.resuming.values import decoded
