@@ -20,7 +20,7 @@ from zerostart.recipe import Recipe
 from zerostart.transfer.execute import Progress, execute
 from zerostart.transfer.holders import HolderReader
 from zerostart.transfer.planning import Batch, Destination, Group, Plan, find_groups, find_levels, make_rounds
-from zerostart.transfer.staging import Staging, bytes_view, make_staging
+from zerostart.transfer.staging import HostStaging, bytes_view, make_staging
 from zerostart.transfer.tuning import MIN_CHUNK, Tuning
 
 _READING = "reading"
@@ -229,7 +229,7 @@ class _Rounds:
         steps: list[tuple[Group, list[Batch]]],
         rooms: list[torch.Tensor],
         pool: ThreadPoolExecutor,
-        staging: Staging,
+        staging: HostStaging,
     ) -> None:
         ahead, held, spare = rooms
         reading = self._begin(steps[0], ahead, pool) if steps else []
@@ -298,7 +298,7 @@ class _Rounds:
                 sending.wait()
             held, spare = spare, held
 
-    def _deliver(self, batch: Batch, room: torch.Tensor, staging: Staging) -> None:
+    def _deliver(self, batch: Batch, room: torch.Tensor, staging: HostStaging) -> None:
         at = 0
         for read in batch.reads:
             for part in read.parts:

@@ -14,7 +14,7 @@ import torch
 from zerostart.checkpoint.storage import Reader, Rows
 from zerostart.recipe import one_thread
 from zerostart.transfer.planning import Computation, Destination, Part, Plan, Read
-from zerostart.transfer.staging import Staging, bytes_view, make_staging
+from zerostart.transfer.staging import HostStaging, bytes_view, make_staging
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
@@ -124,7 +124,7 @@ class _Reading:
                 else:
                     self._compute(item, self._targets, staging)
 
-    def _read(self, read: Read, targets: _Targets, staging: Staging) -> None:
+    def _read(self, read: Read, targets: _Targets, staging: HostStaging) -> None:
         if read.direct:
             self._into_place(read, targets)
         else:
@@ -159,7 +159,7 @@ class _Reading:
         place = targets.place(part, (rows.count - 1) * step + rows.width)
         self._reader.gather(read.file, read.offset, rows, place, step)
 
-    def _compute(self, computation: Computation, targets: _Targets, staging: Staging) -> None:
+    def _compute(self, computation: Computation, targets: _Targets, staging: HostStaging) -> None:
         """Fill the registers, run the steps, and deliver the last one's result to ``targets``."""
         rows = [torch.empty(r.numel, dtype=r.dtype, device="cpu") for r in computation.registers]
         _zero_padding(computation.registers, rows)

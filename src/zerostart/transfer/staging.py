@@ -13,46 +13,13 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import product
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from zerostart.transfer.buffers import page_locked
 from zerostart.transfer.meter import has_streams
 from zerostart.transfer.planning import Part
-
-
-class Staging(Protocol):
-    """One thread's buffers, for a ``with`` in that thread; allocated when the first is asked for.
-
-    Behind the ``with`` everything is in its place.
-    """
-
-    def __enter__(self) -> Staging:
-        """Begin, in the thread that uses it."""
-        ...
-
-    def __exit__(self, *error: object) -> None:
-        """Wait for what is under way, also where the thread has failed."""
-        ...
-
-    def view(self, nbytes: int) -> memoryview:
-        """Room for the next ``nbytes``."""
-        ...
-
-    def deliver(self, parts: Sequence[Part], storages: Sequence[torch.Tensor]) -> None:
-        """Copy, permute and cast the parts of what was read into that room to their destinations."""
-        ...
-
-    def put(self, part: Part, data: torch.Tensor, storage: torch.Tensor) -> None:
-        """The same for one part of the bytes ``data``, on the host, which the caller then forgets."""
-        ...
-
-
-def make_staging(nbytes: int, depth: int, device: torch.device | None) -> Staging:
-    """Staging in buffers of ``nbytes``: ``depth`` of them on the way to ``device``, one without a device."""
-    return HostStaging(nbytes) if device is None else DeviceStaging(nbytes, depth, device)
-
 
 #: Streams that no thread uses now, by device.
 _idle: dict[torch.device, list[torch.Stream]] = {}
@@ -90,7 +57,7 @@ def bytes_view(tensor: torch.Tensor) -> memoryview:
 
 
 class HostStaging:
-    """One buffer; what is delivered is in its place at once."""
+    """One thread's buffer on the host, for a ``with`` in that thread; what is delivered is in its place."""
 
     def __init__(self, nbytes: int) -> None:
         self._nbytes = nbytes
@@ -123,7 +90,7 @@ class HostStaging:
         copy_strided(storage, part.to, raw.view(part.dtype), part.loops)
 
 
-class DeviceStaging:
+class DeviceStaging(HostStaging):
     """Pinned buffers in turn, a stream, and as many bytes on the device.
 
     What is done for each chunk is little: threads hand the interpreter's lock over at each call of torch, and
@@ -133,12 +100,11 @@ class DeviceStaging:
     """
 
     def __init__(self, nbytes: int, depth: int, device: torch.device) -> None:
-        self._nbytes = nbytes
+        super().__init__(nbytes)
         self._depth = depth
         self._device = device
         self._pinned = has_streams(device)
         self._turn = 0
-        self._host_only = HostStaging(nbytes)
         self._stream: torch.Stream | None = None
         #: Of each buffer the event after its last copy; None before the first.
         self._sent: list[torch.Event | None] = [None] * depth
@@ -203,7 +169,7 @@ class DeviceStaging:
     def _send(self, part: Part, data: torch.Tensor, storage: torch.Tensor) -> None:
         # A register, a tensor that stays on the host, or one on a device whose streams are not waited for.
         if storage.device != self._device:
-            self._host_only.put(part, data, storage)
+            super().put(part, data, storage)
             return
         source = data[part.at : part.at + part.nbytes]
         # As it is to be: from pinned memory straight to its place, without the buffer on the device.
@@ -218,7 +184,12 @@ class DeviceStaging:
             raw.copy_(source, non_blocking=self._pinned)
             copy_strided(storage, part.to, raw.view(part.dtype), part.loops)
         else:  # the result of a computation that could not be cut
-            self._host_only.put(part, data, storage)
+            super().put(part, data, storage)
+
+
+def make_staging(nbytes: int, depth: int, device: torch.device | None) -> HostStaging:
+    """Staging in buffers of ``nbytes``: ``depth`` of them on the way to ``device``, one without a device."""
+    return HostStaging(nbytes) if device is None else DeviceStaging(nbytes, depth, device)
 
 
 def is_one_run(part: Part) -> bool:

@@ -247,13 +247,9 @@ class _Room:
     def fetched(self, data: torch.Tensor, lead: int) -> torch.Tensor:
         """``data`` of the accelerator, here; waited for."""
         here = self.elements(data.numel(), data.dtype, lead)
-        self.copy(here, data)
+        here.copy_(data, non_blocking=self._stream is not None)
         self.wait()
         return here
-
-    def copy(self, here: torch.Tensor, data: torch.Tensor) -> None:
-        """Copy ``data`` of the accelerator to page-locked memory, which is done when ``wait`` returns."""
-        here.copy_(data, non_blocking=self._stream is not None)
 
     def wait(self) -> None:
         """Return when the accelerator has done what this thread has asked of it."""
