@@ -27,7 +27,7 @@ from zerostart.geometry.layout import flat_partition
 from zerostart.live.report import Report
 from zerostart.recipe import Recipe, SymbolicTensor, Target, torch_dtype
 from zerostart.transfer import MemoryReader, Progress, execute
-from zerostart.transfer.holders import HolderReader
+from zerostart.transfer.collective import HolderReader
 from zerostart.transfer.planning import Destination, PlanOptions, join
 
 

@@ -13,7 +13,7 @@ from torch import nn
 
 import zerostart
 from tests.ranks import rank_outcomes, run_ranks
-from zerostart.distributed import missing_ranks
+from zerostart.distributed import failures
 from zerostart.distributed.world import current_world, group_beside, joined_world
 
 HOST = platform.node()
@@ -21,7 +21,7 @@ HOST = platform.node()
 
 def joined(seconds: float, backend: str = "gloo") -> None:
     """Initialise this rank's group with a time-out of ``seconds``."""
-    missing_ranks.LOOK_SECONDS = 0.2
+    failures.LOOK_SECONDS = 0.2
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), size, is_master=False)
     limit = timedelta(seconds=seconds)

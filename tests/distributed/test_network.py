@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from zerostart.distributed.failures import explain
 from zerostart.distributed.machine import network_rate
-from zerostart.distributed.missing_ranks import explain
 from zerostart.distributed.world import current_world
 
 

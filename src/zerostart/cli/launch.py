@@ -332,7 +332,7 @@ def join_group(timeout: timedelta | None = None) -> None:
     """
     import torch.distributed as dist
 
-    from zerostart.distributed.missing_ranks import explain
+    from zerostart.distributed.failures import explain
     from zerostart.distributed.world import backend_of, default_device, make_device_current
     from zerostart.upstream.torch.process_group import connected_lazily
 

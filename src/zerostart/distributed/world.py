@@ -28,15 +28,16 @@ import torch
 import torch.distributed as dist
 
 from zerostart.distributed.failures import (
+    Attendance,
     DeferredSignals,
     agreed_since,
     beyond_telling,
+    explain,
     mark_agreed,
     now,
     report_of,
     restored,
 )
-from zerostart.distributed.missing_ranks import Attendance, explain
 from zerostart.errors import ConfigError, PeerError
 from zerostart.upstream.torch.process_group import (
     made_groups,

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from zerostart.distributed.missing_ranks import await_ranks, name_ranks
+from zerostart.distributed.failures import await_ranks, name_ranks
 from zerostart.distributed.world import current_world
 from zerostart.errors import ConfigError
 from zerostart.upstream.torch.process_group import patience, store_of

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
+from types import TracebackType
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -18,8 +20,7 @@ from zerostart.errors import ConfigError, ReadError
 from zerostart.geometry.layout import Layout
 from zerostart.recipe import Recipe
 from zerostart.transfer.execute import Progress, execute
-from zerostart.transfer.holders import HolderReader
-from zerostart.transfer.planning import Batch, Destination, Group, Plan, find_groups, find_levels, make_rounds
+from zerostart.transfer.planning import Destination, Plan, Read
 from zerostart.transfer.staging import HostStaging, bytes_view, make_staging
 from zerostart.transfer.tuning import MIN_CHUNK, Tuning
 
@@ -335,3 +336,171 @@ def _from_holder(
         pass
     execute(plan, storages, progress, tuning.threads, own, tuning.depth)
     return TransferStats(progress.done + served.sent_bytes, plan.read_bytes + served.sent_bytes)
+
+
+#: Ranks, ascending.
+Group = tuple[int, ...]
+
+
+def find_groups(keys: Sequence[Iterable[Hashable]]) -> dict[Hashable, Group]:
+    """Find the ranks that have each key; ``keys`` has those of every rank."""
+    found: dict[Hashable, list[int]] = {}
+    for rank, own in enumerate(keys):
+        for key in own:
+            found.setdefault(key, []).append(rank)
+    return {key: tuple(ranks) for key, ranks in found.items()}
+
+
+def find_levels(groups: Iterable[Group]) -> dict[Group, int]:
+    """Number the groups of several ranks so that those of one level have no rank in common."""
+    next_level: dict[int, int] = {}
+    levels = {}
+    for group in sorted({group for group in groups if len(group) > 1}):
+        levels[group] = max(next_level.get(rank, 0) for rank in group)
+        next_level.update(dict.fromkeys(group, levels[group] + 1))
+    return levels
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Reads that one rank makes for its group, and that travel in one message of ``nbytes``."""
+
+    reads: tuple[Read, ...]
+    nbytes: int
+
+
+def make_rounds(reads: Sequence[Read], limit: int, ranks: int) -> list[list[Batch]]:
+    """Share ``reads`` out to ``ranks``: in each round one batch for each of them, while there are any.
+
+    A batch has at most ``limit`` bytes, or one read.
+    """
+    # Small batches where there is little to read: every rank is to read its share of it.
+    share = sum(read.nbytes for read in reads) // ranks
+    every = [Batch(tuple(some), sum(r.nbytes for r in some)) for some in batches(reads, min(limit, share))]
+    return [every[first : first + ranks] for first in range(0, len(every), ranks)]
+
+
+def batches(reads: Iterable[Read], limit: int) -> Iterator[list[Read]]:
+    """Consecutive reads of at most ``limit`` bytes together, or one read that is longer."""
+    batch: list[Read] = []
+    total = 0
+    for read in reads:
+        if batch and total + read.nbytes > limit:
+            yield batch
+            batch, total = [], 0
+        batch.append(read)
+        total += read.nbytes
+    if batch:
+        yield batch
+
+
+def read_by_place(reads: Sequence[Read], limit: int, ranks: int) -> list[list[Read]]:
+    """The reads that the rank at each place of a group of so many ``ranks`` makes."""
+    of_place: list[list[Read]] = [[] for _ in range(ranks)]
+    for batch_round in make_rounds(reads, limit, ranks):
+        for place, batch in enumerate(batch_round):
+            of_place[place] += batch.reads
+    return of_place
+
+
+_DURING = "reading from the mapping"
+#: Most requests in one list; each takes 40 bytes.
+MAX_REQUESTS = 1 << 14
+
+
+class HolderReader(Reader):
+    """Gives the bytes of this rank's ``requests``, in their order, to one thread; collective.
+
+    A rank without requests takes part by an empty ``with``. The holder answers out of ``own``, and has
+    answers of about ``limit`` bytes together in memory.
+    """
+
+    def __init__(self, requests: Sequence[Read], holder: int, own: Reader, limit: int, world: World) -> None:
+        self._holder, self._own, self._world = holder, own, world
+        longest = max((read.nbytes for read in requests), default=0)
+        longest = max(world.all_gather_object(longest, _DURING))
+        found = [
+            some[first : first + MAX_REQUESTS]
+            for some in batches(requests, longest)
+            for first in range(0, len(some), MAX_REQUESTS)
+        ]
+        counts = world.all_gather_object(len(found), _DURING)
+        served = [rank for rank, count in enumerate(counts) if count]
+        # So many ranks in a round as the holder has room for: it has each answer twice while it sends.
+        width = max(1, limit // (2 * max(1, longest)))
+        self._turns = [
+            served[first : first + width]
+            for first in range(0, len(served), width)
+            for _ in range(max(counts[rank] for rank in served[first : first + width]))
+        ]
+        self._lists = iter(found)
+        self._left = memoryview(b"")
+        self.received_bytes = 0
+        self.sent_bytes = 0
+
+    def __enter__(self) -> HolderReader:
+        self._own.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            # Others may want more. A rank that has failed tells it at the end of its phase.
+            while error is None and self._turns:
+                self._run_round()
+        finally:
+            self._own.__exit__(kind, error, trace)
+
+    def read(self, file: int, offset: int, buffers: Sequence[memoryview]) -> None:
+        self._wait()
+        for buffer in buffers:
+            buffer[:] = self._left[: len(buffer)]
+            self._left = self._left[len(buffer) :]
+
+    def gather(self, file: int, offset: int, rows: Rows, target: memoryview, step: int) -> None:
+        self._wait()
+        nbytes = rows.count * rows.width
+        source = torch.frombuffer(self._left, dtype=torch.uint8)[:nbytes].view(rows.count, rows.width)
+        placed = torch.frombuffer(target, dtype=torch.uint8)
+        placed.as_strided((rows.count, rows.width), (step, 1)).copy_(source)
+        self._left = self._left[nbytes:]
+
+    def announce(self, file: int, offset: int, rows: Rows) -> None:
+        """Do nothing: the lists say what is read."""
+
+    def _wait(self) -> None:
+        while not self._left:
+            self._run_round()
+
+    def _run_round(self) -> None:
+        ranks = self._turns.pop(0)
+        size, rank = self._world.size, self._world.rank
+        mine = next(self._lists, []) if rank in ranks else []
+        rows = [(read.file, read.offset, read.nbytes, read.rows, read.stride) for read in mine]
+        nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
+        asks = [nothing] * size
+        asks[self._holder] = torch.from_numpy(np.array(rows, np.int64).reshape(-1).view(np.uint8))
+        asked = self._world.exchange(asks, _DURING)
+        answers = [nothing] * size
+        if rank == self._holder:
+            answers = [self._answer(table) for table in asked]
+        got = self._world.exchange(answers, _DURING)[self._holder]
+        self.received_bytes += got.numel()
+        self._left = bytes_view(got)
+
+    def _answer(self, asked: torch.Tensor) -> torch.Tensor:
+        """Read the requests of one list, one behind the other."""
+        table = asked.numpy().view(np.int64).reshape(-1, 5)
+        answer = torch.empty(int(table[:, 2].sum()), dtype=torch.uint8, device="cpu")
+        view, at = bytes_view(answer), 0
+        for file, offset, nbytes, count, stride in table.tolist():
+            place = view[at : at + nbytes]
+            at += nbytes
+            if count == 1:
+                self._own.read(file, offset, [place])
+            else:
+                width = nbytes // count
+                self._own.gather(file, offset, Rows(count, width, stride), place, width)
+        self.sent_bytes += answer.numel()
+        return answer

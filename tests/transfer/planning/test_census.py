@@ -15,7 +15,7 @@ from zerostart.checkpoint.source import open_catalog
 from zerostart.geometry.layout import Layout, dimension_shard, flat_partition, packed, replicated
 from zerostart.recipe import Recipe, SymbolicTensor, Target
 from zerostart.transfer.planning import Count, Destination, PlanOptions, Share, count_reads, join
-from zerostart.transfer.planning.reads import read_starts, read_starts_of_many
+from zerostart.transfer.planning.plan import read_starts, read_starts_of_many
 
 LAYERS = 3
 THREADS = 2

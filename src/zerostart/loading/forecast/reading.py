@@ -19,18 +19,8 @@ from zerostart.loading.forecast.result import Memory, RankForecast, WorldPlan
 from zerostart.models import Origins
 from zerostart.recipe import Recipe
 from zerostart.transfer import Tuning
-from zerostart.transfer.collective import ReadDemand, choose_strategy
-from zerostart.transfer.planning import (
-    Count,
-    Destination,
-    Group,
-    Read,
-    Share,
-    count_reads,
-    find_groups,
-    join,
-    read_by_place,
-)
+from zerostart.transfer.collective import Group, ReadDemand, choose_strategy, find_groups, read_by_place
+from zerostart.transfer.planning import Count, Destination, Read, Share, count_reads, join
 from zerostart.transfer.tuning import Rates
 
 

@@ -16,10 +16,15 @@ from zerostart.checkpoint.catalog import Catalog
 from zerostart.geometry import Copy
 from zerostart.geometry.layout import Layout
 from zerostart.recipe import Computed, Recipe
-from zerostart.transfer.planning.computing import computations
-from zerostart.transfer.planning.join import pull_back
-from zerostart.transfer.planning.plan import Computation, Destination
-from zerostart.transfer.planning.reads import Numbers, PlanOptions, read_starts_of_many, segments
+from zerostart.transfer.planning.join import computations, pull_back
+from zerostart.transfer.planning.plan import (
+    Computation,
+    Destination,
+    Numbers,
+    PlanOptions,
+    read_starts_of_many,
+    segments,
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,17 +2,39 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 
-from zerostart.checkpoint.catalog import Catalog
+from zerostart.checkpoint.catalog import Catalog, TensorEntry
 from zerostart.errors import CoverageError
-from zerostart.geometry import Copy, copies_between, merge_runs
+from zerostart.geometry import (
+    Box,
+    Copy,
+    Piece,
+    Region,
+    copies_between,
+    merge_runs,
+    regions,
+    row_major_strides,
+    split_region,
+)
 from zerostart.geometry.layout import Layout
-from zerostart.recipe import Computed, Recipe
-from zerostart.transfer.planning.computing import computations
-from zerostart.transfer.planning.plan import Computation, Destination, Plan, SharedReads
-from zerostart.transfer.planning.reads import PlanOptions, Segment, merged_reads, segments
+from zerostart.recipe import Computed, Operand, Recipe
+from zerostart.transfer.planning.plan import (
+    Computation,
+    Destination,
+    OperandView,
+    Part,
+    Plan,
+    PlanOptions,
+    Segment,
+    SharedReads,
+    Step,
+    merged_reads,
+    segments,
+)
 
 
 def join(
@@ -76,3 +98,199 @@ def pull_back(recipe: Recipe, layout: Layout) -> list[Copy]:
         for piece in recipe.pieces
         for copy in copies_between(piece, placed.box, placed.to, placed.strides)
     )
+
+
+Tensors = Mapping[str, TensorEntry]
+
+
+def computations(
+    tensors: Tensors, copies: Iterable[Copy], target: int, options: PlanOptions
+) -> Iterator[Computation]:
+    """The computations that give destination ``target`` what ``copies`` take from computed tensors.
+
+    One that can be evaluated in boxes is cut until it takes no more memory than a chunk; one that needs an
+    operand whole is evaluated once, for all copies out of it.
+    """
+    operands = Operands()
+    by_source: dict[Computed, list[Copy]] = {}
+    for copy in copies:
+        assert isinstance(copy.source, Computed), "a tensor of the checkpoint is read"
+        by_source.setdefault(copy.source, []).append(copy)
+    for source, taken in by_source.items():
+        limit = max(1, options.chunk_size // source.element_bytes)
+        for regions_of_box in _regions(source, taken, limit):
+            yield _Builder(tensors, options, operands).computation(source, regions_of_box, target)
+
+
+def _regions(
+    source: Computed, copies: Sequence[Copy], limit: int | None = None
+) -> Iterator[Sequence[Region]]:
+    """What ``copies`` take, as regions of one box at a time, of ``limit`` elements if it can be cut."""
+    if source.whole:
+        factors = tuple((size,) for size in source.shape)
+        box = Box((0,) * len(source.shape), source.shape)
+        yield [Region(factors, box, copy.to, copy.loops, copy.start) for copy in copies]
+        return
+    for copy in copies:
+        for found in regions(source.shape, copy):
+            parts = [found] if limit is None else split_region(found, limit)
+            yield from ([part] for part in parts)
+
+
+class _Builder:
+    """Makes one computation: the registers and reads that its steps need, each once."""
+
+    def __init__(self, tensors: Tensors, options: PlanOptions, operands: Operands) -> None:
+        self._tensors = tensors
+        self._options = options
+        self._operands = operands
+        self._registers: list[Destination] = []
+        self._known: dict[tuple[int, Box], int] = {}
+        self._segments: list[Segment] = []
+        self._steps: list[Step] = []
+
+    def computation(self, source: Computed, taken: Sequence[Region], target: int) -> Computation:
+        """What gives ``target`` the regions ``taken`` of one box of ``source``."""
+        self._step(source, taken, target)
+        self._segments.sort(key=lambda segment: segment[:2])
+        reads = tuple(merged_reads(self._segments, self._options))
+        return Computation(tuple(self._registers), reads, tuple(self._steps))
+
+    def _step(self, source: Computed, taken: Sequence[Region], target: int) -> None:
+        """Evaluate a box of ``source``, after what it needs."""
+        factors, box = taken[0].factors, taken[0].box
+        operands = []
+        for operand, aligned in zip(source.operands, source.aligned, strict=True):
+            if aligned:
+                # Boxes are of the split shape, so the operand's dimensions are split alike first.
+                operand = self._operands.split(operand, factors)
+                region = _aligned(operand.shape, box)
+                operands.append(self._register(operand, region, region.extent))
+            else:
+                operands.append(self._whole(operand))
+        width = source.dtype.itemsize
+        parts = tuple(
+            Part(region.start * width, source.dtype, target, region.to, region.loops, direct=False)
+            for region in taken
+        )
+        self._steps.append(Step(source, factors, box, tuple(operands), parts))
+
+    def _whole(self, operand: Operand) -> OperandView:
+        """All of the operand, in the strides that it has in eager torch."""
+        box = Box((0,) * len(operand.shape), operand.shape)
+        # Row-major, as registers are.
+        if operand.strides is None or not operand.numel:
+            return self._register(operand, box, operand.shape)
+        # What is expanded is in memory once.
+        there = tuple(
+            size if stride else 1 for size, stride in zip(operand.shape, operand.strides, strict=True)
+        )
+        return self._register(operand, Box(box.origin, there), operand.shape, operand.strides)
+
+    def _register(
+        self,
+        operand: Operand,
+        region: Box,
+        shape: tuple[int, ...],
+        strides: tuple[int, ...] | None = None,
+    ) -> OperandView:
+        """The register with ``region`` of ``operand``, filled by then."""
+        # Equal operands are one object, by whose identity registers are known.
+        operand = self._operands.one(operand)
+        known = self._known.get((id(operand), region))
+        if known is not None:
+            return known, shape, strides
+        number = len(self._registers)
+        size = region.numel
+        if strides is not None:
+            size = 1 + sum((n - 1) * stride for n, stride in zip(region.extent, strides, strict=True))
+        # Products of short types read on into a gap, and multiply what is there by zero: it must not be NaN.
+        owned = size if size == region.numel else 0
+        storage = Destination(f"register {number}", size, owned, operand.dtype, direct=True)
+        self._registers.append(storage)
+        computed: dict[Computed, list[Copy]] = {}
+        for copy in self._operands.copies(operand, region, strides):
+            if isinstance(copy.source, Computed):
+                computed.setdefault(copy.source, []).append(copy)
+            else:
+                self._segments += segments(self._tensors, copy, number, storage, self._options)
+        # Operands that are computed themselves: their steps are listed before the step that uses this
+        # register.
+        for source, copies in computed.items():
+            for taken in _regions(source, copies):
+                self._step(source, taken, number)
+        # Only now: its steps are listed, so that whoever meets it later comes after them.
+        self._known[(id(operand), region)] = number
+        return number, shape, strides
+
+
+def _aligned(shape: tuple[int, ...], box: Box) -> Box:
+    """The region of an operand of ``shape`` that is broadcast to what ``box`` is a part of."""
+    lead = len(box.extent) - len(shape)
+    one = [size == 1 for size in shape]
+    return Box(
+        tuple(0 if o else at for o, at in zip(one, box.origin[lead:], strict=True)),
+        tuple(1 if o else n for o, n in zip(one, box.extent[lead:], strict=True)),
+    )
+
+
+Factors = tuple[tuple[int, ...], ...]
+
+
+class Operands:
+    """Operands by identity, each sorted, and split, once; equal ones are one."""
+
+    def __init__(self) -> None:
+        # Operands are keys by what they hold, which takes as long to hash as they have pieces.
+        self._equal: dict[Operand, Operand] = {}
+        self._known: dict[int, tuple[Operand, Operand]] = {}
+        self._split: dict[tuple[int, Factors], Operand] = {}
+        self._sorted: dict[int, _Sorted] = {}
+
+    def one(self, operand: Operand) -> Operand:
+        """The operand itself, or the equal one that was there before; it stays as long as this does."""
+        if id(operand) not in self._known:
+            self._known[id(operand)] = (operand, self._equal.setdefault(operand, operand))
+        return self._known[id(operand)][1]
+
+    def split(self, operand: Operand, factors: Sequence[Sequence[int]]) -> Operand:
+        """The operand with its dimensions split like those of a result, see ``Operand.split``."""
+        key = (id(self.one(operand)), tuple(tuple(parts) for parts in factors))
+        if key not in self._split:
+            self._split[key] = self.one(operand.split(factors))
+        return self._split[key]
+
+    def copies(self, operand: Operand, box: Box, strides: Sequence[int] | None) -> list[Copy]:
+        """The copies that lay ``box`` down row-major, or with ``strides``."""
+        operand = self.one(operand)
+        if id(operand) not in self._sorted:
+            self._sorted[id(operand)] = _Sorted(operand.pieces)
+        if not box.numel:
+            return []
+        steps = row_major_strides(box.extent) if strides is None else strides
+        pieces = self._sorted[id(operand)].meeting(box)
+        return merge_runs([copy for piece in pieces for copy in copies_between(piece, box, 0, steps)])
+
+
+class _Sorted:
+    """Pieces by where they begin in the dimension in which they begin at most places."""
+
+    def __init__(self, pieces: Sequence[Piece]) -> None:
+        dims = range(len(pieces[0].origin)) if pieces else range(0)
+        self._dim = max(dims, key=lambda dim: len({piece.origin[dim] for piece in pieces}), default=None)
+        self._pieces = list(pieces)
+        if self._dim is None:
+            return
+        dim = self._dim
+        self._pieces.sort(key=lambda piece: piece.origin[dim])
+        self._first = [piece.origin[dim] for piece in self._pieces]
+        # Where the furthest of all pieces up to one ends: it ascends too.
+        self._last = list(accumulate((p.origin[dim] + p.extent[dim] for p in self._pieces), max))
+
+    def meeting(self, box: Box) -> Sequence[Piece]:
+        """The pieces that may have elements in common with ``box``."""
+        if self._dim is None:
+            return self._pieces
+        low = box.origin[self._dim]
+        begin = bisect_right(self._last, low)
+        return self._pieces[begin : bisect_left(self._first, low + box.extent[self._dim])]

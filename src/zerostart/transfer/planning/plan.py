@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise, product
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
+from zerostart.checkpoint.catalog import TensorEntry
 from zerostart.checkpoint.storage import Storage
-from zerostart.geometry import Box
-from zerostart.recipe import Computed
+from zerostart.geometry import Box, Copy, Loop
+from zerostart.recipe import Computed, torch_dtype
 
 #: Register of an operand, its shape, and its strides there in elements (None for row-major).
 OperandView = tuple[int, tuple[int, ...], tuple[int, ...] | None]
@@ -166,3 +171,207 @@ class Plan:
     def staged(self) -> bool:
         """Whether any read needs a staging buffer."""
         return any(not read.direct for read in self.all_reads())
+
+
+Numbers = npt.NDArray[np.int64]
+
+MiB = 1 << 20
+#: One preadv call takes at most this many buffers (Linux: UIO_MAXIOV).
+MAX_BUFFERS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class PlanOptions:
+    """How reads are cut and merged.
+
+    Runs that are left alone and follow each other at equal distances are one read of several rows.
+    """
+
+    #: Most bytes of one read, and the size of a staging buffer.
+    chunk_size: int = 8 * MiB
+    #: A gap between two wanted runs is read through when it is at most this share of the run before it,
+    gap_share: float = 0.04
+    #: or when run and gap together are at most so many bytes, where taking the run alone costs more than the
+    #: bytes.
+    gap_floor: int = 512
+
+    def reads_through(self, gap: int, run: int) -> bool:
+        """Whether a gap of ``gap`` bytes after a run of ``run`` bytes is read along with it."""
+        return gap <= self.gap_share * run or gap + run <= self.gap_floor
+
+
+#: (file, offset, bytes, part relative to offset, rows, bytes from row to row)
+Segment = tuple[int, int, int, Part, int, int]
+
+
+def segments(
+    tensors: Mapping[str, TensorEntry],
+    copy: Copy,
+    target: int,
+    destination: Destination,
+    options: PlanOptions,
+) -> Iterator[Segment]:
+    """A copy as dense spans of its source tensor, none longer than a chunk."""
+    entry = tensors[str(copy.source)]
+    dtype = torch_dtype(entry.dtype, entry.name)
+    width = dtype.itemsize
+    # Innermost loops whose gaps are read through make one span; each step of the outer ones is a span of its
+    # own.
+    outer, inner = _dense(copy.loops, width, options)
+    span = 1 + sum((size - 1) * stride for size, stride, _ in inner)
+    # The innermost of the outer loops steps from row to row of one read, if a row fits into a chunk at all.
+    rows = outer.pop() if outer and span * width <= options.chunk_size else None
+    for indices in product(*(range(size) for size, _, _ in outer)):
+        start = copy.start + sum(i * loop[1] for i, loop in zip(indices, outer, strict=True))
+        to = copy.to + sum(i * loop[2] for i, loop in zip(indices, outer, strict=True))
+        for first, place, loops, count in _cut(start, to, inner, span, rows, options.chunk_size // width):
+            direct = destination.direct and dtype == destination.dtype and _lands(loops, count)
+            part = Part(0, dtype, target, place, loops, direct)
+            # A single row needs no distance, and merges with its neighbours as a plain span does.
+            stride = rows[1] * width if rows is not None and count > 1 else 0
+            yield entry.file, entry.offset + first * width, part.nbytes, part, count, stride
+
+
+def _cut(
+    start: int, to: int, inner: tuple[Loop, ...], span: int, rows: Loop | None, limit: int
+) -> Iterator[tuple[int, int, tuple[Loop, ...], int]]:
+    """Spans of at most ``limit`` elements, or rows of spans packed to as many: with their loops and rows."""
+    if rows is None:
+        for first, place, loops in _bounded(start, to, inner, limit):
+            yield first, place, loops, 1
+        return
+    size, source, destination = rows
+    most = max(1, limit // span)
+    for begin in range(0, size, most):
+        count = min(most, size - begin)
+        # In the staging buffer rows lie one after the other, ``span`` elements apart; in the file,
+        # ``source``.
+        loops = ((count, span, destination), *inner) if count > 1 else inner
+        yield start + begin * source, to + begin * destination, loops, count
+
+
+def _lands(loops: Sequence[Loop], rows: int) -> bool:
+    """Whether the elements are one run on both sides, or rows of such runs."""
+    within = loops[1:] if rows > 1 else loops
+    return not within or (len(within) == 1 and within[0][1:] == (1, 1))
+
+
+def _dense(loops: Sequence[Loop], width: int, options: PlanOptions) -> tuple[list[Loop], tuple[Loop, ...]]:
+    """Split the loops into outer ones, a read for each step, and inner ones that one read spans."""
+    span = 1
+    inner: list[Loop] = []
+    outer = list(loops)
+    while outer:
+        size, stride, _ = outer[-1]
+        # The gap between two steps, after what one step spans. Strides may be smaller than the span, where a
+        # copy repeats or interleaves elements: then there is no gap.
+        if not options.reads_through(max(0, stride - span) * width, span * width):
+            break
+        span += (size - 1) * stride
+        inner.insert(0, outer.pop())
+    return outer, tuple(inner)
+
+
+def _bounded(
+    start: int, to: int, loops: tuple[Loop, ...], limit: int
+) -> Iterator[tuple[int, int, tuple[Loop, ...]]]:
+    """Cut the loops, largest source stride first, until each part spans at most ``limit`` elements."""
+    span = 1 + sum((size - 1) * stride for size, stride, _ in loops)
+    if span <= limit or not loops:
+        yield start, to, loops
+        return
+    (size, source, destination), rest = loops[0], loops[1:]
+    # So many steps of the largest loop fit into the limit; where not even one does, its steps are cut one by
+    # one, and the loops below it in turn.
+    below = 1 + sum((n - 1) * stride for n, stride, _ in rest)
+    steps = max(1, (limit - below) // source + 1) if source and below <= limit else 1
+    for first in range(0, size, steps):
+        count = min(steps, size - first)
+        part = ((count, source, destination), *rest) if count > 1 else rest
+        yield from _bounded(start + first * source, to + first * destination, part, limit)
+
+
+def merged_reads(found: Iterable[Segment], options: PlanOptions) -> Iterator[Read]:
+    """Segments, sorted by place, as reads: those that follow each other closely in a file are one."""
+    ordered = sorted(found, key=_place)
+    columns = ((file, at, size, part.direct, rows) for file, at, size, part, rows, _ in ordered)
+    starts = [*read_starts(columns, options), len(ordered)]
+    return (_read(ordered[first:stop]) for first, stop in pairwise(starts))
+
+
+def _place(segment: Segment) -> tuple[int, int, int, bool]:
+    # To the last digit, so that what is read does not depend on the order in which tensors were planned.
+    return (*segment[:3], segment[3].direct)
+
+
+def read_starts(found: Iterable[tuple[int, int, int, bool, int]], options: PlanOptions) -> Iterator[int]:
+    """The rule of merging: the numbers of the segments ``found``, sorted by place, with which a read begins.
+
+    A segment is ``(file, offset, bytes, direct, rows)``. What may be read into place is scattered by one
+    call and has to follow without a gap; what is staged is read with small gaps. Rows are left alone.
+    """
+    begin = end = members = 0
+    group: tuple[int, bool] | None = None
+    for number, (file, offset, nbytes, direct, rows) in enumerate(found):
+        # Segments may overlap (several parameters of one tensor): a read ends with the furthest.
+        until = max(end, offset + nbytes)
+        if (
+            group == (file, direct)
+            and rows == 1
+            and members < MAX_BUFFERS
+            and until - begin <= options.chunk_size
+            and (offset == end if direct else options.reads_through(max(0, offset - end), end - begin))
+        ):
+            end = until
+            members += 1
+        else:
+            yield number
+            # None: nothing may join a read of several rows, whatever follows.
+            group = (file, direct) if rows == 1 else None
+            begin, end, members = offset, offset + nbytes, 1
+
+
+def read_starts_of_many(
+    place: Numbers, nbytes: Numbers, direct: Numbers, rows: Numbers, options: PlanOptions
+) -> Numbers:
+    """``read_starts`` of millions of segments, as an array; ``place`` is ascending.
+
+    Files (and ranks) lie one after the other in it, more than a chunk apart. Segments that begin a read
+    whatever came before them are found at once, and the rule is asked for what is left between these.
+    """
+    if not len(place):
+        return place
+    # A segment certainly begins a read where no read that holds the one before could reach it: that needs no
+    # loop. The rule itself runs on the islands between such segments alone.
+    stop = place + nbytes
+    pair = np.maximum(stop[1:], stop[:-1]) - place[:-1]
+    # A read may reach past the last of its segments, and is no longer than a chunk.
+    gap = place[1:] - np.maximum.accumulate(stop)[:-1]
+    far = (gap > options.gap_floor) & (gap > options.gap_share * options.chunk_size)
+    apart = pair > options.chunk_size
+    apart |= (direct[1:] != direct[:-1]) | (np.maximum(rows[1:], rows[:-1]) > 1)
+    apart |= np.where(direct[1:] != 0, place[1:] != stop[:-1], far)
+    # Islands of one segment are reads already; the others are given to the rule, each as a file of its own.
+    starts = np.flatnonzero(np.concatenate([[True], apart]))
+    length = np.diff(starts, append=len(place))
+    open_ones = np.flatnonzero(np.repeat(length > 1, length))
+    island = np.repeat(np.arange(len(starts)), length)[open_ones]
+    columns = (island, place[open_ones], nbytes[open_ones], direct[open_ones] != 0, rows[open_ones])
+    found = np.fromiter(read_starts(_rows(*columns), options), np.int64)
+    return np.sort(np.concatenate([starts[length == 1], open_ones[found]]))
+
+
+def _rows(*columns: npt.NDArray[Any]) -> Iterator[tuple[Any, ...]]:
+    # As Python's own numbers, for the speed of the loop, but not all at once: they take ten times the room.
+    for start in range(0, len(columns[0]), 1 << 16):
+        yield from zip(*(column[start : start + (1 << 16)].tolist() for column in columns), strict=True)
+
+
+def _read(group: Sequence[Segment]) -> Read:
+    file, begin, _, first, rows, stride = group[0]
+    end = max(offset + nbytes for _, offset, nbytes, _, _, _ in group)
+    parts = tuple(
+        Part(offset - begin, part.dtype, part.target, part.to, part.loops, part.direct)
+        for _, offset, _, part, _, _ in group
+    )
+    return Read(file, begin, end - begin, parts, first.direct, rows, stride)
