@@ -26,8 +26,6 @@ CHANGED: Mapping[str, str] = {
     ),
     # A name of this run's own.
     '"my-run"': '"my-run-" + str(__import__("os").getppid())',
-    # Files of this machine in the place of a bucket's.
-    '"s3://bucket/': '"file://" + __import__("os").getcwd() + "/',
     '"file:///shared/': '"file://" + __import__("os").getcwd() + "/',
     # A disk that every machine has, and buffers for tiny layers.
     '"/nvme/swap"': '"nvme"',

@@ -17,8 +17,6 @@ CHANGED: Mapping[str, str] = {
         "zerostart config causal-lm OUT.yaml --zero-stage 2 --lora --accelerate"
     ),
     "CONFIG.yaml [KEY=VALUE ...] [--nproc N]": "CONFIG.yaml --nproc 1",
-    # Files of this machine in the place of a bucket's.
-    "s3://bucket/": "file://$PWD/",
     # As many ranks as a small machine bears.
     "--nproc-per-node 8": "--nproc-per-node 2",
     "--nproc 8": "--nproc 2",

@@ -150,10 +150,9 @@ def test_copies_on_each_machine(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("what", "kind", "words"),
     [
-        ("other header", errors.ReadError, ["rank 1", "differs from the file on the machine of rank 0"]),
+        ("other header", errors.ReadError, ["rank 1", "has another length on this machine"]),
         ("not there", errors.CheckpointNotFoundError, ["rank 1", "does not exist on this machine"]),
         ("written", errors.ReadError, ["rank 1", "was changed", "written to"]),
-        ("replaced for rank 0", errors.ReadError, ["rank 0", "was changed", "replaced"]),
     ],
 )
 def test_copies_that_differ(what: str, kind: type[Exception], words: list[str], tmp_path: Path) -> None:
@@ -186,10 +185,7 @@ def load_from_own(root: Path, name: str, what: str) -> set[float]:
         with lock:
             if what == "written" and world.rank == 1:
                 in_place(here / name)
-            descriptor = opened(self, file)
-            if what == "replaced for rank 0" and world.rank == 0:
-                over(here / name)
-        return descriptor
+            return opened(self, file)
 
     FileReader._descriptor = opens  # type: ignore[method-assign]
     model = zerostart.load(f"/proc/self/cwd/{name}", lambda: Two(), engine="fsdp2", progress=False)

@@ -11,7 +11,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -353,39 +352,25 @@ def test_a_library_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_profile_gives_keys_region_and_endpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the command line of the provider writes them; what only its own library follows is named."""
-    from zerostart.checkpoint.storage.aws_profiles import has_endpoint, settings_of
+    from zerostart.checkpoint.storage.object_store import _aws_profile
 
-    (tmp_path / "config").write_text(
-        "[default]\nregion = eu-central-1\n[profile lab]\nregion = us-west-2\nendpoint_url = http://store:9000\n"
-        "[profile role]\nrole_arn = arn:aws:iam::1:role/reader\n"
-        "[profile own]\nservices = ours\n[services ours]\nsqs =\n  endpoint_url = http://queue\n"
-        "s3 =\n  endpoint_url = https://own:9000\n"
-    )
+    (tmp_path / "config").write_text("[profile lab]\nregion = us-west-2\nendpoint_url = http://store:9000\n")
     (tmp_path / "credentials").write_text("[lab]\naws_access_key_id = one\naws_secret_access_key = two\n")
-    files: dict[str, Any] = {
+    given = {
         "AWS_CONFIG_FILE": str(tmp_path / "config"),
         "AWS_SHARED_CREDENTIALS_FILE": str(tmp_path / "credentials"),
+        "AWS_PROFILE": "lab",
     }
-    assert settings_of(files) == {"region": "eu-central-1"}
-    found = settings_of({**files, "AWS_PROFILE": "lab"})
-    assert (found["access_key_id"], found["secret_access_key"]) == ("one", "two")
-    assert (found["region"], found["endpoint"]) == ("us-west-2", "http://store:9000")
-    assert settings_of({**files, "AWS_PROFILE": "own"}) == {"endpoint": "https://own:9000"}
-    assert has_endpoint({**files, "AWS_PROFILE": "own"})
-    assert not has_endpoint(files)
-    # Keys of the environment go before a profile's.
-    given = {**files, "AWS_PROFILE": "lab", "AWS_ACCESS_KEY_ID": "three"}
-    assert "access_key_id" not in settings_of(given)
-    with pytest.raises(ConfigError, match="no such profile"):
-        settings_of({**files, "AWS_PROFILE": "absent"})
-    (tmp_path / "credentials").write_text("[lab]\nsecret\n")
-    with pytest.raises(ConfigError, match="no file of AWS profiles") as caught:
-        settings_of(files)
-    assert "secret" not in str(caught.value)
-    monkeypatch.delenv("HOME")
-    monkeypatch.setattr(os, "getuid", lambda: 3999999999)
-    assert settings_of({}) == {}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    found = _aws_profile(given)
+    provider = found["credential_provider"]
+    assert (found["endpoint"], found["region"]) == ("http://store:9000", "us-west-2")
+    assert (provider()["access_key_id"], provider()["secret_access_key"]) == ("one", "two")
+    assert _aws_profile({**given, "AWS_ACCESS_KEY_ID": "three"}) == {}
+    monkeypatch.setenv("AWS_PROFILE", "absent")
+    with pytest.raises(ConfigError, match="ProfileNotFound"):
+        _aws_profile(given)
 
 
 @pytest.mark.parametrize(

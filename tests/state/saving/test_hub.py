@@ -1,8 +1,6 @@
 """A saved model on its way to the hub: what huggingface_hub is to commit, and the card, as it reads it."""
 
-import glob
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -20,7 +18,7 @@ from tests.state.saving.hub_server import serving
 from tests.tiny import TinyCheckpoints
 from zerostart.distributed.world import World
 from zerostart.errors import WriteError
-from zerostart.state.saving.hub import by_hand, push
+from zerostart.state.saving.hub import push
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -145,27 +143,6 @@ def test_a_whole_run_pushes_what_it_has_saved(checkpoints: TinyCheckpoints, tmp_
         assert not list(tmp_path.glob("other/*"))
 
 
-def test_the_command_in_the_error_uploads_what_the_push_would(tmp_path: Path) -> None:
-    """The hub's own command, as a shell takes it."""
-    out = tmp_path / "out of a run"
-    out.mkdir()
-    names = ["config.json", *(f"model-{n:05d}-of-00003.safetensors" for n in (1, 2, 3)), "a [b].txt"]
-    for name in [*names, ".env", "run.html", "model-00001-of-00002.safetensors"]:
-        (out / name).write_text(name)
-    patterns = [glob.escape(name) for name in names]
-    line = by_hand(out, "me/mine", patterns, True)
-    assert line.count("--include") == 3
-    with serving() as hub:
-        told = hub.environment(tmp_path / "home")
-        # The commands of this environment, which need not be a shell's own.
-        told["PATH"] = os.pathsep.join(
-            [str(Path(sys.executable).parent), *os.environ["PATH"].split(os.pathsep)]
-        )
-        subprocess.run(["sh", "-c", line], env=told, check=True, capture_output=True, timeout=120)
-        assert hub.files["me/mine"] == {name: name.encode() for name in names}
-        assert hub.private == {"me/mine": True}
-
-
 def test_what_the_hub_refuses_is_saved_all_the_same(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     model = zerostart.load(
         {"weight": torch.ones(2, 2)},
@@ -174,8 +151,6 @@ def test_what_the_hub_refuses_is_saved_all_the_same(monkeypatch: pytest.MonkeyPa
         progress=False,
     )
     out = tmp_path / "out"
-    with pytest.raises(
-        WriteError, match=r"out is saved, but not pushed to no/such/id: .*hf upload no/such/id .* --include"
-    ):
+    with pytest.raises(WriteError, match=r"out is saved, but not pushed to no/such/id: .*hf upload"):
         zerostart.save(model, out, push_to_hub="no/such/id")  # which the client itself refuses
     zerostart.verify(out)

@@ -343,9 +343,9 @@ def _kind_of(source: object) -> type[Storage] | None:
     else:
         known = sorted({*_registered, *_installed(), *_OWN})
         raise ConfigError(
-            f"{shown_url(str(source))}: zerostart reads no {scheme}:// URLs; copy the files to a "
-            "local directory, register a storage of that scheme "
-            f"(zerostart.checkpoint.storage.register_storage), or use {', '.join(known)}"
+            f"{shown_url(str(source))}: nothing reads {scheme}:// here; copy the files to a local directory, "
+            "register a storage of that scheme (zerostart.checkpoint.storage.register_storage), or use "
+            f"{', '.join(known)}"
         )
     return kind
 

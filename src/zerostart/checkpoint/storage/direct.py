@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -38,16 +38,14 @@ def read_direct(
     descriptor: int,
     buffers: Sequence[memoryview],
     offset: int,
-    size: int,
     bounce: mmap.mmap,
-    missed: Callable[[], None],
 ) -> int:
     """Fill the start of ``buffers`` from ``offset`` on, through ``bounce``; bytes filled, 0 at the end."""
     begin = offset // BLOCK * BLOCK
     wanted = sum(map(len, buffers))
     length = min(len(bounce), -(-(offset + wanted - begin) // BLOCK) * BLOCK)
     with memoryview(bounce) as whole:
-        got = read_some(descriptor, [whole[:length]], begin, size, missed)
+        got = read_some(descriptor, [whole[:length]], begin)
     ready = np.frombuffer(bounce, np.uint8, count=max(0, got))[offset - begin :][:wanted]
     done = 0
     for buffer in buffers:

@@ -7,10 +7,9 @@ import errno
 import os
 import stat
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 from zerostart.checkpoint.storage.base import HeaderBytes
 from zerostart.errors import CheckpointError, CheckpointNotFoundError, ReadError
@@ -111,45 +110,18 @@ class _Opened:
         return b"".join(chunks)
 
 
-T = TypeVar("T")
-
-#: Errors that a later attempt may not meet: an interrupted or busy call, a device or server that stumbled.
-PASSING = frozenset(
-    {errno.EINTR, errno.EAGAIN, errno.EIO, errno.EBUSY, errno.ETIMEDOUT, errno.ENOBUFS, errno.EREMOTEIO}
-)
-#: Seconds to wait before each further attempt.
+#: Errors of a network file system that may not come again, and pauses before further attempts in seconds.
+PASSING = frozenset({errno.EAGAIN, errno.EIO, errno.EBUSY, errno.ETIMEDOUT, errno.ENOBUFS, errno.EREMOTEIO})
 DELAYS = (0.05, 0.1, 0.2, 0.4)
 
 
-def patient(call: Callable[[], T], missed: Callable[[], None]) -> T:
-    """What ``call`` gives, tried again after each of `DELAYS` while it fails with one of `PASSING`.
-
-    ``missed`` is called before each further attempt. The last attempt's OSError is raised.
-    """
+def read_some(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+    """Read some bytes, retrying passing errors; return their number, 0 at the end of the file."""
     for delay in DELAYS:
         try:
-            return call()
+            return os.preadv(descriptor, buffers, offset)
         except OSError as error:
             if error.errno not in PASSING:
                 raise
-        missed()
-        time.sleep(delay)
-    return call()
-
-
-def read_some(
-    descriptor: int, buffers: Sequence[memoryview], offset: int, size: int, missed: Callable[[], None]
-) -> int:
-    """One ``preadv``, tried again on passing faults; bytes read, 0 at the end of the file.
-
-    A file system over a network may tell of an end where there is none while its server comes back: an end
-    before ``size`` bytes is believed only if the file has that length, or when it stays.
-    """
-    for delay in DELAYS:
-        count = patient(lambda: os.preadv(descriptor, buffers, offset), missed)
-        # Bytes, or an end where the plan has one, or a file that is really shorter now.
-        if count or offset >= size or os.fstat(descriptor).st_size != size:
-            return count
-        missed()
         time.sleep(delay)
     return os.preadv(descriptor, buffers, offset)

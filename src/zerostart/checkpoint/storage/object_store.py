@@ -11,12 +11,11 @@ import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 from urllib.parse import unquote, unquote_to_bytes, urlsplit, urlunsplit
 
 from zerostart.checkpoint.paths import shown_url, without_secrets
-from zerostart.checkpoint.storage.aws_profiles import settings_of
 from zerostart.checkpoint.storage.base import Reader, RequestCost, Residency, Rows, Storage
 from zerostart.checkpoint.usual_names import STANDARD_NAMES, USUAL_SETTINGS
 from zerostart.errors import CheckpointNotFoundError, ConfigError, ReadError
@@ -27,8 +26,9 @@ if TYPE_CHECKING:
 
 WEB, AWS = ("http", "https"), ("s3", "s3a")
 STORES = (*AWS, "gs", "az", "azure", "adl", "abfs", "abfss")
-#: Retries of a request, with growing pauses, and seconds after which there are no more of them.
-RETRIES, RETRY_TIMEOUT_S = 8, 30
+#: Retries of a request, with growing pauses; of a question, so that a wrong address is told soon; and seconds
+#: after which there are no more of them.
+RETRIES, QUESTION_RETRIES, RETRY_TIMEOUT_S = 8, 4, 30
 #: Seconds to connect, seconds without a byte of a read and of a write, and seconds of a whole request.
 CONNECT_TIMEOUT_S, READ_TIMEOUT_S, WRITE_TIMEOUT_S, REQUEST_TIMEOUT_S = 10.0, 15.0, 60.0, 3600.0
 #: Bytes of a piece of an answer, and host memory of a reader's thread in addition to its buffers.
@@ -42,6 +42,11 @@ USUAL_COST = RequestCost(latency=0.03, rate=100e6)
 MEASURED_BYTES, SAMPLE_BYTES = 64 << 20, 4 << 20
 #: Endings of names of files, which are no directories.
 _FILE_ENDINGS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".json")
+#: Variables that say where AWS credentials come from, other than a profile.
+_CREDENTIALS = {
+    *("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_SKIP_SIGNATURE"),
+    *("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "AWS_CONTAINER_CREDENTIALS_FULL_URI"),
+}
 #: Parts of errors that say why no connection was made.
 _ADDRESS = re.compile(r'"tcp connect error",\s*([^\s,]+),')
 _REASON = re.compile(r'(?:message|error): "([^"]+)"|Invalid(Certificate|Message)\(\s*(\w+)')
@@ -194,7 +199,7 @@ class ObjectFiles(Storage):
         failed = f"reading {length} bytes of {name} at offset {offset} failed"
         with _errors(failed, f"{name} was removed after the checkpoint was opened"):
             try:
-                answer = _obstore().get(self._store, self._key(name), options=options)
+                answer = _obstore().get(open_store(self.base, RETRIES), self._key(name), options=options)
             except _obstore().exceptions.PreconditionError:
                 raise self._replaced(name, f"its ETag is not {mark} any more") from None
             if mark is not None and (found := _found(answer.meta)) != Found(self.sizes[file], mark):
@@ -215,7 +220,7 @@ class ObjectFiles(Storage):
 
     @property
     def _store(self) -> ObjectStore:
-        return open_store(self.base)
+        return open_store(self.base, min(RETRIES, QUESTION_RETRIES))
 
     def _key(self, file: str) -> str:
         return file.removeprefix(self.root)
@@ -237,19 +242,20 @@ class ObjectFiles(Storage):
 
     def _begin(self, key: str, length: int) -> tuple[Found, bytes] | None:
         """Return the object at ``key`` and its first bytes."""
-        if length:
+        if not length:
+            found = self._find(key)
+            return None if found is None else (found, b"")
+        with _errors(f"{self.root}{key}: asking the store failed"):
             try:
                 answer = _obstore().get(self._store, key, options={"range": (0, length)})
                 found, head = _found(answer.meta), bytes(answer.bytes())
-                return found, head if len(head) == min(length, found.size) else b""
             except FileNotFoundError:
                 return None
-            except Exception as error:  # an empty object has no ranges, and `_find` tells other errors
-                if (found_empty := self._find(key)) and found_empty.size:
-                    with _errors(f"{self.root}{key}: asking the store failed"):
-                        raise error
-        found_only = self._find(key)
-        return None if found_only is None else (found_only, b"")
+            except Exception:  # an empty object has no ranges
+                found, head = self._find(key), b""
+                if found is None or found.size:
+                    raise
+        return found, head if len(head) == min(length, found.size) else b""
 
     def _listed(self, folder: str) -> dict[str, Found] | None:
         """Return the objects right below ``folder``; None if the store gives no list."""
@@ -356,26 +362,26 @@ class ObjectReader(Reader):
         self._storage.fetch(file, offset, rows.span, scatter)
 
 
-def open_store(base: str, writing: bool = False) -> ObjectStore:
+def open_store(base: str, retries: int, writing: bool = False) -> ObjectStore:
     """Return the store at ``base``; its connections are shared by all threads. Raises ConfigError."""
     _check_process()
     taken = ("AWS_", "GOOGLE_", "AZURE_", "SSL_CERT_")
     settings = tuple(sorted(item for item in os.environ.items() if item[0].startswith(taken)))
-    return _opened(base, settings, writing, RETRIES)
+    return _opened(base, settings, writing, retries)
 
 
 @functools.lru_cache(maxsize=8)
 def _opened(base: str, given: tuple[tuple[str, str], ...], writing: bool, retries: int) -> ObjectStore:
-    obstore, scheme, settings = _obstore(), base.partition(":")[0], dict(given)
+    obstore, scheme = _obstore(), base.partition(":")[0]
     still = WRITE_TIMEOUT_S if writing else READ_TIMEOUT_S
     client: dict[str, Any] = {
         "timeout": timedelta(seconds=REQUEST_TIMEOUT_S),
         "read_timeout": timedelta(seconds=still),
         "connect_timeout": timedelta(seconds=CONNECT_TIMEOUT_S),
     }
-    more: dict[str, Any] = settings_of(settings) if scheme in AWS else {}
+    more: dict[str, Any] = _aws_profile(dict(given)) if scheme in AWS else {}
     more["retry_config"] = {"max_retries": retries, "retry_timeout": timedelta(seconds=RETRY_TIMEOUT_S)}
-    more["client_options"] = client | more.get("client_options", {})
+    more["client_options"] = client
     if writing and scheme in AWS:
         more["checksum_algorithm"] = "SHA256"  # the store refuses bytes that were changed on the way
     url = urlsplit(base)
@@ -385,7 +391,8 @@ def _opened(base: str, given: tuple[tuple[str, str], ...], writing: bool, retrie
         pair = base64.b64encode(b":".join((unquote_to_bytes(name), unquote_to_bytes(password))))
         more["client_options"]["default_headers"] = {"authorization": f"Basic {pair.decode()}"}
         base = urlunsplit(url._replace(netloc=host))
-    if scheme == "http" or any("ENDPOINT" in name and one.startswith("http://") for name, one in given):
+    endpoints = [one for name, one in given if "ENDPOINT" in name] + [str(more.get("endpoint"))]
+    if scheme == "http" or any(one.startswith("http://") for one in endpoints):
         more["client_options"]["allow_http"] = True
     try:
         store: ObjectStore = obstore.store.from_url(base, **more)
@@ -395,6 +402,43 @@ def _opened(base: str, given: tuple[tuple[str, str], ...], writing: bool, retrie
             "own tools take (see docs/stores.md)"
         ) from None
     return store
+
+
+def _aws_profile(settings: Mapping[str, str]) -> dict[str, Any]:
+    """Return what the user's AWS profile says, which obstore does not read. Raises ConfigError."""
+    files = (("AWS_CONFIG_FILE", "~/.aws/config"), ("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials"))
+    there = [os.path.exists(os.path.expanduser(settings.get(name, file))) for name, file in files]  # noqa: PTH110, PTH111
+    if _CREDENTIALS & settings.keys() or not (any(there) or "AWS_PROFILE" in settings):
+        return {}
+    try:
+        from botocore.session import Session
+
+        session = Session()
+        profile: dict[str, Any] = session.get_scoped_config()
+        credentials = session.get_credentials()
+    except ImportError as error:
+        raise ConfigError(
+            "AWS profiles are read by botocore: pip install botocore, or give AWS_ACCESS_KEY_ID and "
+            "AWS_SECRET_ACCESS_KEY"
+        ) from error
+    except Exception as error:  # of botocore, whose text may be a line with a key
+        raise ConfigError(f"botocore does not read the AWS profile ({type(error).__name__})") from None
+
+    def provide() -> dict[str, Any]:
+        keys = credentials.get_frozen_credentials()
+        return {
+            "access_key_id": keys.access_key,
+            "secret_access_key": keys.secret_key,
+            "token": keys.token,
+            "expires_at": datetime.now(UTC) + timedelta(minutes=15),
+        }
+
+    more: dict[str, Any] = {} if credentials is None else {"credential_provider": provide}
+    if "region" in profile and not {"AWS_REGION", "AWS_DEFAULT_REGION"} & settings.keys():
+        more["region"] = profile["region"]
+    if "endpoint_url" in profile and not any("ENDPOINT" in name for name in settings):
+        more["endpoint"] = profile["endpoint_url"]
+    return more
 
 
 def _obstore() -> Any:

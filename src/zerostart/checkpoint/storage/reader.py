@@ -57,7 +57,6 @@ class FileReader(Reader):
         self.cold = cold
         self.direct = direct
         self.refused = False  #: whether a file system did not take reads round the page cache
-        self.retries = 0  #: attempts that met a passing fault of the storage
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -88,7 +87,7 @@ class FileReader(Reader):
         direct = self._direct_descriptor(file) if self.direct and wanted >= LEAST_DIRECT else None
         while left:
             try:
-                count = self._some(file, descriptor, direct, left, offset)
+                count = self._some(descriptor, direct, left, offset)
             except OSError as error:
                 raise ReadError(
                     f"reading {self._files[file]} at offset {offset} failed: {error.strerror or error}"
@@ -122,29 +121,22 @@ class FileReader(Reader):
             advise(self._descriptor(file), offset, rows)
 
     def note(self) -> str:
-        """Whether reads went round the page cache, and how many were tried again."""
-        words = []
+        """Say whether reads went round the page cache."""
         if self.direct:
-            words.append("round the page cache")
-        elif self.refused:
-            words.append("through the page cache, since the file system takes no reads round it")
-        if self.retries:
-            words.append(f"{self.retries} reads tried again")
-        return "; ".join(words)
+            return "round the page cache"
+        refused = "through the page cache, since the file system takes no reads round it"
+        return refused if self.refused else ""
 
-    def _some(
-        self, file: int, descriptor: int, direct: int | None, buffers: Sequence[memoryview], offset: int
-    ) -> int:
-        """Some bytes of a read, through the page cache or round it."""
-        size = self._sizes[file]
+    def _some(self, descriptor: int, direct: int | None, buffers: Sequence[memoryview], offset: int) -> int:
+        """Read some bytes, through the page cache or round it."""
         if direct is not None:
             try:
-                return read_direct(direct, buffers, offset, size, self._bounce(), self._missed)
+                return read_direct(direct, buffers, offset, self._bounce())
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
                 self._refuse()  # some file systems open such a file, and then take no read of it
-        return read_some(descriptor, buffers, offset, size, self._missed)
+        return read_some(descriptor, buffers, offset)
 
     def _bounce(self) -> mmap.mmap:
         if not hasattr(self._own, "bounce"):
@@ -165,10 +157,6 @@ class FileReader(Reader):
 
     def _refuse(self) -> None:
         self.direct, self.refused = False, True
-
-    def _missed(self) -> None:
-        with self._lock:
-            self.retries += 1
 
     def _descriptor(self, file: int) -> int:
         with self._lock:

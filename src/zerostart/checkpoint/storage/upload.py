@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from zerostart.checkpoint.paths import scheme_of, shown_url
+from zerostart.checkpoint.storage import object_store
 from zerostart.checkpoint.storage.object_store import STORES, ObjectFiles, error_text, open_store
 from zerostart.errors import ConfigError, WriteError
 
@@ -88,7 +89,7 @@ class StoreDirectory:
 
     @property
     def _store(self) -> Any:
-        return open_store(self.base, writing=True)
+        return open_store(self.base, object_store.RETRIES, writing=True)
 
     @contextlib.contextmanager
     def _errors(self, name: str, action: str) -> Iterator[None]:

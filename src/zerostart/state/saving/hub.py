@@ -5,8 +5,7 @@ from __future__ import annotations
 import glob
 import os
 import re
-import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,14 +31,11 @@ def push(
     world: World,
     private: bool | None = None,
 ) -> str:
-    """Upload what was saved in ``path`` to ``repo_id`` of the hub, made if need be; gives its address.
+    """Upload what saves have written into ``path`` to the hub, and return its address; collective.
 
-    What else lies there stays here: it may be anybody's, and a secret.
-
-    Collective: rank 0 does it. A card is written into ``path`` unless one is there: from what was trained
-    (``root``, the directory or the snapshot that it was loaded from), and ``facts`` by name. ``private`` is
-    as :func:`made_repository` has it. However long it takes, no collective of others comes to its time-out.
-    Raises WriteError on every rank where the hub does not take it; the directory then stays as it is saved.
+    Other files in ``path`` stay here. Rank 0 uploads, and writes a card first unless there is one: from what
+    was trained (``root``, the directory or snapshot that it was loaded from) and ``facts`` by name. Raises
+    WriteError on every rank if the hub refuses; the directory stays as it is.
     """
 
     def upload() -> str:
@@ -59,28 +55,16 @@ def push(
             )
         except Exception as error:  # the hub's own, a network's, and mistakes in the name
             raise WriteError(
-                f"{os.fspath(path)} is saved, but not pushed to {repo_id}: {_reason(error)}; log in with "
-                f"hf auth login, and push it with {by_hand(path, repo_id, patterns, private)}"
+                f"{os.fspath(path)} is saved, but not pushed to {repo_id}: {_reason(error)}; log in with hf "
+                "auth login, and upload it with hf upload"
             ) from error
         return str(made)
 
     return world.broadcast_slow(upload, f"pushing to {repo_id}")
 
 
-def by_hand(path: str | os.PathLike[str], repo_id: str, patterns: Sequence[str], private: bool | None) -> str:
-    """The command that uploads what ``push`` does: the files of ``patterns``, and nothing beside them."""
-    # One pattern for all parts of a model, of which there may be hundreds.
-    told = dict.fromkeys(re.sub(r"-\d{5}(-of-\d{5})", r"-*\1", pattern) for pattern in patterns)
-    words = ["hf", "upload", repo_id, os.fspath(path), ".", *(["--private"] if private else [])]
-    return shlex.join([*words, *(word for pattern in told for word in ("--include", pattern))])
-
-
 def made_repository(repo_id: str, private: bool | None) -> RepoUrl:
-    """The repository ``repo_id`` of the hub, made unless it is there.
-
-    ``private``: a new one is that; None: what the account's settings say. Raises WriteError where one that is
-    to be private is there, and is public: then nothing may go there. Raises what the hub's client raises.
-    """
+    """Make the repository unless it exists. Raises WriteError if it should be private and is public."""
     from huggingface_hub import HfApi
 
     api = HfApi()
@@ -93,10 +77,7 @@ def made_repository(repo_id: str, private: bool | None) -> RepoUrl:
 
 
 def saved_files(path: Path) -> list[str]:
-    """The files that saves have written into ``path``, and its card, as patterns of the hub's client.
-
-    Of a whole pipeline the folders that its index names.
-    """
+    """Return patterns of the files that saves have written into ``path``, and of its card."""
     names = {name for document in documents(path) for name in document["files"]}
     patterns = [glob.escape(name) for name in sorted({*names, MARKER, CARD})]
     if (path / PIPELINE_INDEX).is_file():
@@ -107,11 +88,7 @@ def saved_files(path: Path) -> list[str]:
 
 
 def check_repository(repo_id: str, private: bool | None = None) -> None:
-    """Make the repository ``repo_id``, unless it is there: a mistake is told before a run and not after.
-
-    ``private`` is as :func:`made_repository` has it. Raises ConfigError where the hub does not let this user
-    write there, or it is not as private as is asked for.
-    """
+    """Make the repository before a run. Raises ConfigError if this user cannot write there."""
     try:
         made_repository(repo_id, private)
     except Exception as error:  # as above
@@ -127,7 +104,7 @@ def _reason(error: Exception) -> str:
 
 
 def model_card(path: Path, root: str, facts: Mapping[str, object]) -> ModelCard:
-    """The card of the model in ``path``, trained from what lies in ``root``; ``facts`` are a table in it."""
+    """Return the card of the model in ``path``, trained from ``root``, with a table of ``facts``."""
     import importlib.metadata
 
     from huggingface_hub import ModelCard, ModelCardData
