@@ -37,7 +37,6 @@ from zerostart.live.model import loaded_models, record_of
 from zerostart.loading.request import Request
 from zerostart.upstream.accelerate.plugins import join_ranks
 from zerostart.upstream.accelerate.preparing import AcceleratorPatches
-from zerostart.upstream.accelerate.types import Accelerator
 from zerostart.upstream.deepspeed.state_dicts import Consolidation
 from zerostart.upstream.diffsynth.loading import DiffSynthSeam
 from zerostart.upstream.diffusers.loading import DiffusersSeam
@@ -46,6 +45,7 @@ from zerostart.upstream.saving_calls import SavingCalls
 from zerostart.upstream.torch.stepped import adopted_steps
 from zerostart.upstream.transformers.distributed import Noting
 from zerostart.upstream.transformers.loading import TransformersSeam
+from zerostart.upstream.types import Accelerator
 
 #: The kind of call that serves one library's loading.
 Load = TypeVar("Load", bound=InterceptedLoad)

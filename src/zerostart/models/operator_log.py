@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from zerostart.errors import BuildError
 from zerostart.upstream.torch.tensors import truncated_normal_goes_to
-from zerostart.upstream.torch.types import Arguments, Keywords
+from zerostart.upstream.types import Arguments, Keywords
 
 
 @dataclass(frozen=True)

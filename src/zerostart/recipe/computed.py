@@ -11,7 +11,7 @@ import torch
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from zerostart.geometry import Box, Piece, reshape
-from zerostart.upstream.torch.types import Arguments
+from zerostart.upstream.types import Arguments
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,8 +25,8 @@ from zerostart.recipe.operators import cast
 from zerostart.recipe.refusals import by_torch, refusal
 from zerostart.recipe.values import HANDLERS, Value, compute, names_of
 from zerostart.recipe.views import KNOWN_VIEWS, SAME, Layout, Step, single_views
-from zerostart.upstream.torch.types import Arguments, Keywords
 from zerostart.upstream.torch.wrapper import shares_storage
+from zerostart.upstream.types import Arguments, Keywords
 
 aten = torch.ops.aten
 

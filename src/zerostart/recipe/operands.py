@@ -16,8 +16,8 @@ from torch._ops import OpOverload
 from zerostart.recipe.memory import Memory, Symbol
 from zerostart.recipe.refusals import by_torch, refusal
 from zerostart.recipe.values import Value, check_layout, constant, depends_on_values, names_of
-from zerostart.upstream.torch.types import Arguments, Keywords
 from zerostart.upstream.torch.wrapper import resizable
+from zerostart.upstream.types import Arguments, Keywords
 
 aten = torch.ops.aten
 #: Views of an operand, though their schemas do not say so.

@@ -29,7 +29,7 @@ from zerostart.recipe.operands import (
 )
 from zerostart.recipe.refusals import by_torch, ours_are_refused, refusal
 from zerostart.recipe.values import HANDLERS, Value, compute, depends_on_values, names_of
-from zerostart.upstream.torch.types import Arguments, Keywords
+from zerostart.upstream.types import Arguments, Keywords
 
 aten = torch.ops.aten
 

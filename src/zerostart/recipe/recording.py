@@ -17,7 +17,7 @@ from zerostart.recipe.refusals import refusal, refusals_count
 from zerostart.recipe.sealed import SEALED
 from zerostart.recipe.symbolic import SymbolicTensor, constants_become_real
 from zerostart.upstream.torch.tensors import asks_for_memory
-from zerostart.upstream.torch.types import Arguments, Keywords
+from zerostart.upstream.types import Arguments, Keywords
 
 T = TypeVar("T")
 

@@ -28,8 +28,8 @@ from zerostart.recipe.refusals import ours_are_refused, refusal
 from zerostart.recipe.sealed import Sealed
 from zerostart.recipe.values import Value, constant, names_of
 from zerostart.recipe.views import Layout, Step
-from zerostart.upstream.torch.types import Arguments, Keywords
 from zerostart.upstream.torch.wrapper import become_wrapper, make_wrapper, without_dispatch
+from zerostart.upstream.types import Arguments, Keywords
 
 _CONSTANTS: ContextVar[list[weakref.ref[SymbolicTensor]] | None] = ContextVar("constants", default=None)
 

@@ -33,7 +33,7 @@ from zerostart.recipe.recording import recorded
 from zerostart.recipe.refusals import refusal
 from zerostart.recipe.stored import copies_of
 from zerostart.recipe.symbolic import SymbolicTensor, settled
-from zerostart.upstream.torch.types import Arguments, Keywords
+from zerostart.upstream.types import Arguments, Keywords
 
 
 def run_converter(

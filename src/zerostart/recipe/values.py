@@ -20,7 +20,7 @@ from zerostart.errors import ConversionError
 from zerostart.recipe.computed import Computed, Operand, leaves_of
 from zerostart.recipe.dtypes import holds
 from zerostart.recipe.refusals import refusal
-from zerostart.upstream.torch.types import Arguments, Keywords
+from zerostart.upstream.types import Arguments, Keywords
 
 aten = torch.ops.aten
 #: Operators whose CPU kernels lay out results in another way than their meta kernels, of any tensors, or of

@@ -20,7 +20,7 @@ from zerostart.recipe.operators import (
     slice_scatter,
 )
 from zerostart.recipe.values import HANDLERS, Value, compute
-from zerostart.upstream.torch.types import Arguments
+from zerostart.upstream.types import Arguments
 
 aten = torch.ops.aten
 

@@ -34,7 +34,7 @@ from zerostart.recipe.stored import copies_of
 from zerostart.recipe.symbolic import SymbolicTensor, settled
 from zerostart.recipe.values import Value, constant, names_of
 from zerostart.recipe.views import Layout
-from zerostart.upstream.torch.types import Arguments, Keywords
+from zerostart.upstream.types import Arguments, Keywords
 
 aten = torch.ops.aten
 

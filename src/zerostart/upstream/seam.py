@@ -15,8 +15,8 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack
-from typing import Any, Generic, Protocol, TypeVar
+from contextlib import ExitStack
+from typing import Any
 
 import torch
 
@@ -28,52 +28,31 @@ from zerostart.upstream.patches import RefCountedPatches
 Findings = tuple[set[str], set[str], set[tuple[str, tuple[int, ...], tuple[int, ...]]]]
 
 
-class InterceptedCall(Protocol):
-    """One call of ``from_pretrained`` whose weights zerostart loads."""
-
-    #: The model, once it has its weights.
-    model: Any
-    #: Keyword arguments with which the library goes on.
-    arguments: dict[str, Any]
-
-    @property
-    def setup(self) -> str:
-        """What the model is loaded for, in the words of transformers' own message of ZeRO-3."""
-        ...
-
-    def building(self, dtype: torch.dtype) -> tuple[torch.dtype, AbstractContextManager[None]]:
-        """The dtype to build in, and a context for building; ``dtype`` is the one that the call has found."""
-        ...
-
-    def agreeing(self) -> AbstractContextManager[None]:
-        """A context for the whole call: what fails on one rank is raised on all of them."""
-        ...
-
-
-Call = TypeVar("Call", bound=InterceptedCall)
 #: The calls that each thread is in, of any library, the innermost last.
 _open_calls = threading.local()
 
 
-def _calls() -> list[InterceptedCall]:
+def _calls() -> list[Any]:
     """The open calls of this thread."""
     if not hasattr(_open_calls, "stack"):
         _open_calls.stack = []
-    stack: list[InterceptedCall] = _open_calls.stack
+    stack: list[Any] = _open_calls.stack
     return stack
 
 
-class LoadingSeam(RefCountedPatches, Generic[Call]):
+class LoadingSeam(RefCountedPatches):
     """Takes over the loading of one library while it is open.
 
-    ``choose(class, keyword arguments)`` is asked at each call of ``from_pretrained``: None leaves the call to
-    the library, and ``left(model)`` is told of what the library gave.
+    ``choose(class, keyword arguments)`` is asked at each call of ``from_pretrained``. None leaves the call to
+    the library, and ``left(model)`` gets its result. Otherwise it returns a call with ``model`` (None until
+    it has its weights), ``arguments`` (for the library), ``setup`` (words for a message), ``building(dtype)``
+    (the dtype and a context to build in) and ``agreeing()`` (a context: one error on all ranks).
     """
 
     def __init__(
         self,
         enter: Callable[[ExitStack], None],
-        choose: Callable[[type, dict[str, object]], Call | None],
+        choose: Callable[[type, dict[str, object]], Any],
         left: Callable[[object], None],
     ) -> None:
         super().__init__(enter)
@@ -81,12 +60,12 @@ class LoadingSeam(RefCountedPatches, Generic[Call]):
         self._left = left
         self._own = threading.local()
 
-    def innermost(self) -> Call | None:
+    def innermost(self) -> Any:
         """This library's call that the thread is in."""
-        call: Call | None = getattr(self._own, "call", None)
+        call = getattr(self._own, "call", None)
         return call if _calls()[-1:] == [call] else None
 
-    def without_weights(self) -> Call | None:
+    def without_weights(self) -> Any:
         """The same, until its model has its weights: what is built or read later is not of this call."""
         call = self.innermost()
         return None if call is None or call.model is not None else call
@@ -116,7 +95,7 @@ class LoadingSeam(RefCountedPatches, Generic[Call]):
         return classmethod(from_pretrained)
 
     @contextlib.contextmanager
-    def _serving(self, call: Call) -> Iterator[None]:
+    def _serving(self, call: Any) -> Iterator[None]:
         # Of this library; the stack that all libraries share has the order among them.
         outer = getattr(self._own, "call", None)
         dtype = torch.get_default_dtype()

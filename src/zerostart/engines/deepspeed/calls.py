@@ -17,9 +17,8 @@ from torch import nn
 from zerostart.engines.calls import OutsideInferenceMode, has_containers, leave_inference_mode
 from zerostart.errors import EngineError
 from zerostart.upstream.deepspeed.state_dicts import check_called
-from zerostart.upstream.deepspeed.types import DeepSpeedConfig
 from zerostart.upstream.guard import Function
-from zerostart.upstream.torch.types import Arguments, Keywords
+from zerostart.upstream.types import Arguments, DeepSpeedConfig, Keywords
 
 
 def keep_calls(model: nn.Module) -> None:

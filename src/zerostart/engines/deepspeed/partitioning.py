@@ -24,10 +24,10 @@ from zerostart.errors import EngineError
 from zerostart.geometry.layout import Layout, flat_partition
 from zerostart.transfer import Arena, page_locked
 from zerostart.upstream.deepspeed.construction import restore_hooks
-from zerostart.upstream.deepspeed.types import DeepSpeedConfig
 from zerostart.upstream.deepspeed.zero3 import nvme
 from zerostart.upstream.deepspeed.zero3 import partitions as upstream
 from zerostart.upstream.deepspeed.zero3.partitions import load_operations, mark_leaves
+from zerostart.upstream.types import DeepSpeedConfig
 
 #: Builders of the operations of DeepSpeed's that are compiled at first use: of its layer, and of swapping.
 OPERATIONS = ("ShareMemCommBuilder", "AsyncIOBuilder")

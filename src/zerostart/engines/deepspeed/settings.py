@@ -12,7 +12,7 @@ import torch
 from zerostart.errors import ConfigError, EngineError
 from zerostart.geometry.layout import Mesh
 from zerostart.geometry.layout.flat import FlatRules
-from zerostart.upstream.deepspeed.types import DeepSpeedConfig
+from zerostart.upstream.types import DeepSpeedConfig
 
 #: Where parameters and states can be put.
 DEVICES = ("none", "cpu", "nvme")

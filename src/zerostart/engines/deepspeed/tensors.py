@@ -22,7 +22,7 @@ from zerostart.models import library_of
 from zerostart.upstream.deepspeed.construction import TensorGroups, mark_sliced
 from zerostart.upstream.deepspeed.parallel import tensors as upstream
 from zerostart.upstream.deepspeed.parallel.tensors import Slice, slices_of
-from zerostart.upstream.deepspeed.types import DeepSpeedConfig
+from zerostart.upstream.types import DeepSpeedConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

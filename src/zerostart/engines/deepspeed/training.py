@@ -13,7 +13,7 @@ from zerostart.distributed.world import default_device
 from zerostart.engines.training import AccelerateSetup, TrainingJob
 from zerostart.errors import ConfigError
 from zerostart.upstream.deepspeed.state.steps import steps_of
-from zerostart.upstream.deepspeed.types import DeepSpeedConfig
+from zerostart.upstream.types import DeepSpeedConfig
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine

@@ -21,7 +21,7 @@ from zerostart.engines.fsdp2.units import check_frozen, scalars_of
 from zerostart.errors import EngineError
 from zerostart.models import Alias
 from zerostart.upstream.torch.fsdp2 import begin_at, in_backward
-from zerostart.upstream.torch.types import Arguments, Keywords
+from zerostart.upstream.types import Arguments, Keywords
 
 
 def keep_calls(model: nn.Module, entries: Sequence[str]) -> None:

@@ -25,7 +25,7 @@ from zerostart.live.training import training_state
 from zerostart.state.resuming.load_state import restore_state
 from zerostart.state.resuming.save_state import write_state
 from zerostart.state.resuming.values import checksum, encoded_whole
-from zerostart.upstream.accelerate.types import Accelerator, FSDPPlugin
+from zerostart.upstream.types import Accelerator, FSDPPlugin
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine

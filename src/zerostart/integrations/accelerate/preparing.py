@@ -18,7 +18,7 @@ from zerostart.upstream.accelerate.plugins import FSDP2Plugin, fsdp2_plugin
 from zerostart.upstream.deepspeed.active import config_stage
 
 if TYPE_CHECKING:
-    from zerostart.upstream.accelerate.types import Accelerator
+    from zerostart.upstream.types import Accelerator
 
 #: Settings of FSDP2 that the parameters of a model have, and which cannot be left to the engine's default.
 POLICIES = ("mp_policy", "offload_policy")

@@ -20,8 +20,7 @@ from zerostart.state.resuming.load_state import planned_reads
 from zerostart.state.saving.writing import agreed_place, plain, publishing, write_tensors
 from zerostart.transfer import Progress
 from zerostart.transfer.collective import execute_together
-from zerostart.upstream.accelerate.types import Accelerator
-from zerostart.upstream.diffsynth.types import ModelLogger, TrainingModule
+from zerostart.upstream.types import Accelerator, ModelLogger, TrainingModule
 
 Original = Callable[[], object]
 

@@ -24,8 +24,8 @@ from zerostart.errors import CheckpointError, ReadError
 from zerostart.integrations.saving import already_saved, in_shards, save_weights
 from zerostart.live.model import loaded_models, record_of
 from zerostart.state.resuming.load_state import restore_state
-from zerostart.upstream.accelerate.types import Accelerator, Trainer
 from zerostart.upstream.deepspeed.parallel.ulysses import sequence_group
+from zerostart.upstream.types import Accelerator, Trainer
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine

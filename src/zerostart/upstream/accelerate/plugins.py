@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from zerostart.upstream.accelerate.types import FSDPPlugin, Parallelism
 from zerostart.upstream.guard import Use, demand
+from zerostart.upstream.types import FSDPPlugin, Parallelism
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from accelerate.utils import FullyShardedDataParallelPlugin
     from transformers import TrainingArguments
 
-    from zerostart.upstream.accelerate.types import Accelerator
+    from zerostart.upstream.types import Accelerator
 
 logger = logging.getLogger("zerostart")
 _ACCELERATOR = "accelerate.accelerator:Accelerator"

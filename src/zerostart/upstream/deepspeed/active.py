@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from zerostart.upstream.deepspeed.types import DeepSpeedConfig
 from zerostart.upstream.guard import Use, demand
+from zerostart.upstream.types import DeepSpeedConfig
 
 if TYPE_CHECKING:
     from types import ModuleType

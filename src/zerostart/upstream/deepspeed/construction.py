@@ -28,10 +28,10 @@ from torch import nn
 
 from zerostart.errors import EngineError
 from zerostart.upstream.deepspeed.parallel.tensors import slices_of
-from zerostart.upstream.deepspeed.types import DeepSpeedConfig
 from zerostart.upstream.deepspeed.zero3 import partitions as upstream
 from zerostart.upstream.guard import Use, demand, misfit
 from zerostart.upstream.patches import RefCountedPatches, Ticket, replaced
+from zerostart.upstream.types import DeepSpeedConfig
 
 if TYPE_CHECKING:
     from types import ModuleType

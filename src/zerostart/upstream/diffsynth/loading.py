@@ -15,7 +15,7 @@ import inspect
 from collections.abc import Callable
 from contextlib import ExitStack
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 from zerostart.upstream.guard import Function, Use, demand
 from zerostart.upstream.patches import RefCountedPatches, enter_when_imported, replaced, replaced_everywhere
@@ -51,14 +51,6 @@ def require() -> None:
     demand(TOUCHED, "zerostart.enabled() cannot take over its loading; use zerostart.load")
 
 
-class DiffSynthCall(Protocol):
-    """One call of ``load_model`` that zerostart serves."""
-
-    def load_model(self, original: Callable[[], Any]) -> object:
-        """The model, in shards; collective. ``original()`` is DiffSynth's own, which partitions nothing."""
-        ...
-
-
 class DiffSynthSeam(RefCountedPatches):
     """``load_model`` and the recognition of torch files, from the import of DiffSynth on.
 
@@ -69,7 +61,7 @@ class DiffSynthSeam(RefCountedPatches):
 
     def __init__(
         self,
-        choose: Callable[[type, dict[str, Any]], DiffSynthCall | None],
+        choose: Callable[[type, dict[str, Any]], Any],
         left: Callable[[Any], None],
         keys: Callable[[str], dict[str, object] | None],
     ) -> None:

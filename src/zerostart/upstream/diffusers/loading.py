@@ -14,17 +14,17 @@ diffusers is not imported for this: the seams are replaced once it is.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from zerostart.upstream.diffusers.weights import require as require_version
 from zerostart.upstream.guard import Function, Use, demand
 from zerostart.upstream.patches import enter_when_imported, replaced
-from zerostart.upstream.seam import Findings, InterceptedCall, LoadingSeam
+from zerostart.upstream.seam import LoadingSeam
 
 if TYPE_CHECKING:
     from diffusers import ModelMixin
@@ -52,20 +52,12 @@ def require() -> None:
     demand(TOUCHED, "zerostart.enabled() cannot take over its loading; use zerostart.load")
 
 
-class DiffusersCall(InterceptedCall, Protocol):
-    """One call of ``from_pretrained``."""
-
-    def load(self, model: ModelMixin, files: list[str], name: object, options: Mapping[str, Any]) -> Findings:
-        """Give ``model`` (on meta) its weights; collective. ``name`` is the checkpoint's, for messages."""
-        ...
-
-
-class DiffusersSeam(LoadingSeam[DiffusersCall]):
+class DiffusersSeam(LoadingSeam):
     """``ModelMixin.from_pretrained``, from the import of diffusers on."""
 
     def __init__(
         self,
-        choose: Callable[[type, dict[str, Any]], DiffusersCall | None],
+        choose: Callable[[type, dict[str, Any]], Any],
         left: Callable[[ModelMixin], None],
     ) -> None:
         super().__init__(self._enter, choose, left)

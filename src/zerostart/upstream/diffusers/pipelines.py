@@ -6,7 +6,7 @@ import importlib
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -15,6 +15,7 @@ from zerostart.errors import BuildError
 from zerostart.upstream.diffusers.weights import require
 from zerostart.upstream.guard import Use, demand
 from zerostart.upstream.transformers.code import unasked, without_bars
+from zerostart.upstream.types import Pipeline
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
@@ -34,23 +35,6 @@ TOUCHED = (
 
 #: Packages whose classes components may be of. Other names are folders of diffusers' own pipelines.
 _PACKAGES = ("diffusers", "transformers")
-
-
-class Pipeline(Protocol):
-    """``DiffusionPipeline``, as far as it is used."""
-
-    @property
-    def components(self) -> Mapping[str, object]:
-        """Models, schedulers and tokenizers by name; None for what it does without."""
-        ...
-
-    def register_modules(self, **components: object) -> None:
-        """Put components into the pipeline."""
-        ...
-
-    def register_to_config(self, **values: object) -> None:
-        """Put values into its index."""
-        ...
 
 
 def pipeline_class(name: object, root: Path) -> type[DiffusionPipeline]:

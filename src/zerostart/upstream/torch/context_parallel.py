@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Shard
 from zerostart.errors import ConfigError, EngineError
 from zerostart.upstream.guard import Use, demand
 from zerostart.upstream.patches import RefCountedPatches, replaced
-from zerostart.upstream.torch.types import Arguments, Keywords
+from zerostart.upstream.types import Arguments, Keywords
 
 _RING = "torch.distributed.tensor.experimental._context_parallel._attention"
 _CPU_KERNEL = Use(

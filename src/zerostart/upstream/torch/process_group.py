@@ -31,12 +31,7 @@ _STORE = Use(
     "_get_default_store, _world",
     "a rank that is alone in a call learns it without a collective, which would wait for the others",
 )
-_BACKENDS = Use(
-    "torch.distributed.distributed_c10d:Backend",
-    "_plugins",
-    "a group of trainer ranks and an engine's workers by the accelerators' backend, beside all others",
-)
-TOUCHED = (_STORE, _BACKENDS, _DESTROY)
+TOUCHED = (_STORE, _DESTROY)
 #: Has gloo connect two ranks when they first send each other something, not all ranks with all at once.
 LAZILY = "TORCH_GLOO_LAZY_INIT"
 #: Has NCCL's operations waited for in the thread that asks, and raise there; read when a group is made.
@@ -109,53 +104,6 @@ def connected_lazily() -> Iterator[None]:
             del os.environ[LAZILY]
         else:
             os.environ[LAZILY] = before
-
-
-def has_backend(device: torch.device) -> bool:
-    """Whether ``backend_of_its_own`` can make one for tensors on ``device``."""
-    try:
-        return _maker(dist.get_default_backend_for_device(device)) is not None
-    except ValueError:
-        return False
-
-
-def backend_of_its_own(
-    device: torch.device, store: Store, rank: int, size: int, timeout: timedelta
-) -> object:
-    """torch's default backend for tensors on ``device``, over ``store`` and beside all groups.
-
-    Its sends and receives are waited for, and raise, in the thread that asks: a peer that dies is not to end
-    this process. Raises RuntimeError where not all come. Run on the pretend accelerator alone.
-    """
-    maker = _maker(dist.get_default_backend_for_device(device))
-    assert maker is not None, "asked before"
-    before = os.environ.get(BLOCKING)
-    os.environ[BLOCKING] = "1"
-    try:
-        return maker(store, rank, size, timeout)
-    finally:
-        if before is None:
-            del os.environ[BLOCKING]
-        else:
-            os.environ[BLOCKING] = before
-
-
-def _maker(name: str) -> Callable[..., object] | None:
-    """What makes a backend of a name from store, rank, size and time-out."""
-    parts: ModuleType = distributed_c10d
-    plugin = parts.Backend._plugins.get(name.upper())
-    if plugin is not None:
-        return None if plugin.extended_api else plugin.creator_fn
-    kind = getattr(parts, f"ProcessGroup{name.upper()}", None)  # those of torch's own that this build has
-    if kind is None:
-        return None
-
-    def made(store: Store, rank: int, size: int, timeout: timedelta) -> object:
-        options = kind.Options()
-        options._timeout = timeout
-        return kind(store, rank, size, options)
-
-    return made
 
 
 class BeforeTheEnd(RefCountedPatches):

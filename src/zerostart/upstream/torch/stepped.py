@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from zerostart.upstream.patches import RefCountedPatches
 
 if TYPE_CHECKING:
-    from zerostart.upstream.torch.types import ParameterGroup
+    from zerostart.upstream.types import ParameterGroup
 
 #: On a gradient that a step has taken: how often its memory had been written to by then.
 _ATTRIBUTE = "_zerostart_taken"

@@ -17,18 +17,17 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from zerostart.upstream.guard import Function, Use, demand
 from zerostart.upstream.patches import replaced
-from zerostart.upstream.seam import Findings, InterceptedCall, LoadingSeam
+from zerostart.upstream.seam import LoadingSeam
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -108,18 +107,9 @@ class _ZeRO3:
         return True
 
 
-#: What is put in the place of the configuration, the last one on top, above what was there before; each in a
-#: list of its own, for that is told apart by identity.
-_put_configurations: list[list[object]] = []
-_configuring = threading.Lock()
-
-
 @contextlib.contextmanager
 def _configured(config: object) -> Iterator[None]:
-    """Inside, ``config`` is the DeepSpeed configuration that transformers knows of; None for none.
-
-    Of several threads inside the first may leave first: the last one leaves what the first one found.
-    """
+    """Have transformers see ``config`` as its DeepSpeed configuration; None for none."""
     from transformers.integrations import deepspeed
 
     def put(found: Any) -> None:
@@ -128,22 +118,13 @@ def _configured(config: object) -> Iterator[None]:
         else:
             deepspeed.set_hf_deepspeed_config(found)
 
-    mine = [config]
-    with _configuring:
-        if not _put_configurations:
-            reference = deepspeed._hf_deepspeed_config_weak_ref
-            _put_configurations.append([None if reference is None else reference()])
-        _put_configurations.append(mine)
-        put(config)
+    reference = deepspeed._hf_deepspeed_config_weak_ref
+    before = None if reference is None else reference()
+    put(config)
     try:
         yield
     finally:
-        with _configuring:
-            at = next(i for i, one in enumerate(_put_configurations) if one is mine)
-            del _put_configurations[at]
-            put(_put_configurations[-1][0])
-            if len(_put_configurations) == 1:  # what was there before, which is not to live on by us
-                _put_configurations.clear()
+        put(before)
 
 
 def without_zero3() -> AbstractContextManager[None]:
@@ -159,46 +140,17 @@ def knowing_partitions() -> Iterator[None]:
         yield
 
 
-class TransformersCall(InterceptedCall, Protocol):
-    """One call of ``from_pretrained``."""
+class TransformersSeam(LoadingSeam):
+    """``from_pretrained`` and ``from_config`` of transformers; ``starting`` is asked as ``choose`` is.
 
-    def dequantising(self, config: PreTrainedConfig) -> None:
-        """Have a quantised checkpoint of the configuration ``config`` dequantised; others are left alone."""
-        ...
-
-    def load(
-        self,
-        model: PreTrainedModel,
-        files: list[str] | None,
-        state_dict: Mapping[str, torch.Tensor] | None,
-        config: LoadStateDictConfig,
-    ) -> Findings:
-        """Give ``model`` (on meta) its weights; collective. ``config`` is the LoadStateDictConfig."""
-        ...
-
-
-class FromConfigCall(Protocol):
-    """One call of ``from_config`` whose model zerostart initialises."""
-
-    #: Keyword arguments with which the library goes on.
-    arguments: dict[str, Any]
-
-    def start(self, make: Callable[[], PreTrainedModel]) -> PreTrainedModel:
-        """The model that ``make`` builds; collective."""
-        ...
-
-    def agreeing(self) -> AbstractContextManager[None]:
-        """See ``InterceptedCall``."""
-        ...
-
-
-class TransformersSeam(LoadingSeam[TransformersCall]):
-    """``from_pretrained`` and ``from_config`` of transformers; ``starting`` is asked as ``choose`` is."""
+    ``choose`` returns a call with ``dequantising(config)`` and ``load(model, files, state_dict, config)``,
+    ``starting`` one with ``start(make)``, ``arguments`` and ``agreeing()``.
+    """
 
     def __init__(
         self,
-        choose: Callable[[type, dict[str, object]], TransformersCall | None],
-        starting: Callable[[type, dict[str, object]], FromConfigCall | None],
+        choose: Callable[[type, dict[str, object]], Any],
+        starting: Callable[[type, dict[str, object]], Any],
         left: Callable[[PreTrainedModel], None],
     ) -> None:
         super().__init__(self._enter, choose, left)

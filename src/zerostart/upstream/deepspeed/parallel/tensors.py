@@ -22,10 +22,10 @@ import torch
 from torch import nn
 
 from zerostart.errors import ConfigError
-from zerostart.upstream.deepspeed.types import DeepSpeedConfig
 from zerostart.upstream.deepspeed.zero3 import partitions as upstream
 from zerostart.upstream.guard import Use, demand
 from zerostart.upstream.patches import replaced
+from zerostart.upstream.types import DeepSpeedConfig
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -23,7 +23,7 @@ from zerostart.upstream.patches import RefCountedPatches, replaced
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
 
-    from zerostart.upstream.torch.types import ParameterGroup
+    from zerostart.upstream.types import ParameterGroup
 
 _ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
 _CONFIGURE = Use(
@@ -31,14 +31,7 @@ _CONFIGURE = Use(
     "_configure_optimizer(client_optimizer, model_parameters), _configure_zero_optimizer, .has_moe_layers",
     "its groups are of experts or of others, and of one load, alone; the engine has experts meanwhile",
 )
-TOUCHED = (
-    _CONFIGURE,
-    Use(
-        "torch.optim:Optimizer",
-        "",
-        "of the client's one optimizer: its schedulers see the steps of the one that the engine has",
-    ),
-)
+TOUCHED = (_CONFIGURE,)
 
 
 def _enter(stack: ExitStack) -> None:

@@ -25,7 +25,7 @@ from zerostart.upstream.deepspeed.state.masters import follow, tell_changed
 from zerostart.upstream.deepspeed.zero12.marks import Keeper, RunReader, marked, remark
 from zerostart.upstream.guard import Function, Use
 from zerostart.upstream.patches import replaced
-from zerostart.upstream.torch.types import Arguments, Keywords
+from zerostart.upstream.types import Arguments, Keywords
 
 if TYPE_CHECKING:
     from deepspeed.runtime.base_optimizer import ZeROOptimizer
@@ -116,25 +116,6 @@ class Adoption(abc.ABC):
 
         with replaced(self.optimizer, self.flatten, flatten):
             yield
-
-    @contextlib.contextmanager
-    def cleaned_up(self) -> Iterator[None]:
-        """If the body fails, leave no hook and no buffer behind, and the client's optimizer as it was."""
-        before = [list(group["params"]) for group in self.client]
-        try:
-            yield
-        except BaseException:
-            for hook in self.optimizer.__dict__.get("_grad_acc_hooks", []):
-                # These hold the half-made optimizer, which holds all its buffers.
-                hook.remove()
-            for parameter in (p for group in self.groups for p in group):
-                if getattr(parameter, "_hp_mapping", None) is not None:
-                    parameter._hp_mapping = None
-            for group, parameters in zip(self.client, before, strict=True):
-                group["params"] = parameters
-            # The traceback holds the object: what it made is not to live as long.
-            self.optimizer.__dict__.clear()
-            raise
 
     def read_masters(self) -> None:
         """Read the masters of rounded parameters into this rank's partitions."""
@@ -279,7 +260,7 @@ def _constructor(original: Function, kind: type[Adoption]) -> Function:
             original(self, *args, **kwargs)
             return
         # No gradients while parameters move; the constructor itself runs with them, as it would.
-        with adoption.cleaned_up(), torch.no_grad():
+        with torch.no_grad():
             adoption.adopt()
             with torch.enable_grad(), adoption.overrides():
                 original(self, *args, **kwargs)

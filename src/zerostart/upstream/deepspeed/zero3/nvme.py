@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from deepspeed.runtime.zero.partition_parameters import Init, PartitionedParamStatus
 
-    from zerostart.upstream.deepspeed.types import ZeroParameter, ZeroPartition
+    from zerostart.upstream.types import ZeroParameter, ZeroPartition
 
 _SWAPPER = "deepspeed.runtime.swap_tensor.partitioned_param_swapper:AsyncPartitionedParameterSwapper"
 TOUCHED = (

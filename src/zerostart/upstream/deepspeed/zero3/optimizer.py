@@ -39,8 +39,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
-    from zerostart.upstream.deepspeed.types import ZeroParameter
-    from zerostart.upstream.torch.types import ParameterGroup
+    from zerostart.upstream.types import ParameterGroup, ZeroParameter
 
 #: Fills 1-D fp32 tensors with this rank's shares of parameters, by name. Collective, in the same order.
 Reader = Callable[[Sequence[tuple[str, torch.Tensor]]], None]

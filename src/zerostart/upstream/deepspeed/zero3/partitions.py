@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import nn
 
 from zerostart.errors import ConfigError, EngineError
-from zerostart.upstream.deepspeed.types import DeepSpeedConfig
 from zerostart.upstream.deepspeed.zero3 import nvme
 from zerostart.upstream.guard import Use, demand
+from zerostart.upstream.types import DeepSpeedConfig
 
 if TYPE_CHECKING:
     from types import ModuleType

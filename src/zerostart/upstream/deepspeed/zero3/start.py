@@ -31,7 +31,7 @@ from torch.overrides import TorchFunctionMode
 
 from zerostart.upstream.guard import Function, Use, demand, misfit
 from zerostart.upstream.patches import RefCountedPatches, replaced
-from zerostart.upstream.torch.types import Arguments, Keywords
+from zerostart.upstream.types import Arguments, Keywords
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
