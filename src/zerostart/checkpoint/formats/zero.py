@@ -57,36 +57,20 @@ class Zero(TrainingFormat):
 
 
 def _read(directory: Path, files: PartFiles) -> TrainingContents:
-    """What the files of all ranks hold together; ``files`` takes what is read.
+    """Read what the files of all ranks hold together; ``files`` takes what is read.
 
     Raises CheckpointError for files that are not whole, or not of one job.
     """
     states = read_model_states(directory, files)
-    found = states.begun()
+    found = states.found
     ranks = [_Rank.read(path, number, files) for number, path in enumerate(by_rank(directory, _OPTIMIZER))]
     first = ranks[0]
     for rank in ranks:
-        if (rank.stage, rank.partitions) != (first.stage, len(ranks)):
+        if rank.partitions != len(ranks) or rank.form != first.form:
             raise CheckpointError(
-                f"{rank.path}: written by one of {rank.partitions} ranks at stage {rank.stage}, but the "
-                f"directory has files of {len(ranks)} ranks, the first of stage {first.stage}: some are "
-                "missing, or files of two jobs are mixed"
-            )
-        if rank.kinds != first.kinds:
-            raise CheckpointError(
-                f"{rank.path}: holds {rank.kinds} (states and groups of parameters), but {first.path} "
-                f"holds {first.kinds}: files of two jobs, or of two moments, are mixed"
-            )
-        if (step := rank.base.step(files)) != (other := first.base.step(files)):
-            raise CheckpointError(
-                f"{rank.path} is of step {step:g}, but {first.path} of step {other:g}: files of two "
-                "moments are mixed; use a complete checkpoint"
-            )
-        if first.partitioned and rank.lengths != first.lengths:
-            raise CheckpointError(
-                f"{rank.path}: its parts have {rank.lengths} elements, but those of {first.path} have "
-                f"{first.lengths}; all ranks' must be equal: one file is truncated, or files of two jobs "
-                "are mixed"
+                f"{rank.path} holds {rank.form} of {rank.partitions} ranks, but {first.path}, of "
+                f"{len(ranks)} ranks, holds {first.form}; all ranks' must be equal: a file is missing or "
+                "truncated, or files of two jobs, or of two moments, are mixed"
             )
         for buffers in rank.buffers.values():
             found.add(buffers)
@@ -99,7 +83,7 @@ def _read(directory: Path, files: PartFiles) -> TrainingContents:
             found.assembled[key] = from_runs(key, shape, first.buffers[kind][0].dtype, parts)
     first.base.describe(found, states, files)
     found.engine |= {"stage": first.stage, "scale": dict(first.scale)}
-    return states.ended(found)
+    return add_ties(found)
 
 
 @dataclass(frozen=True)
@@ -174,16 +158,8 @@ class _Rank:
     paddings: Sequence[Sequence[int]] | None
     base: Base
     scale: Mapping[str, object]
-
-    @property
-    def kinds(self) -> dict[str, int]:
-        """What there is of each parameter, and in how many buffers."""
-        return {kind: len(buffers) for kind, buffers in sorted(self.buffers.items())}
-
-    @property
-    def lengths(self) -> list[int]:
-        """Elements of each of its buffers of masters."""
-        return [buffer.numel for buffer in self.buffers[MASTERS]]
+    #: What is the same on all ranks: the stage, the states and their buffers, the step, and lengths.
+    form: str
 
     @classmethod
     def read(cls, path: Path, number: int, files: PartFiles) -> _Rank:
@@ -214,7 +190,12 @@ class _Rank:
             kind: [place(f"rank {number}: {kind} {group}", t) for group, t in enumerate(tensors)]
             for kind, tensors in kinds.items()
         }
+        kinds_held = {kind: len(of_kind) for kind, of_kind in sorted(buffers.items())}
+        form = f"{kinds_held} of stage {stage} and step {base.step(files):g}"
+        if _PARTITIONED in states:
+            form += f" with {[buffer.numel for buffer in buffers[MASTERS]]} elements"
         return cls(
+            form=form,
             path=path,
             stage=stage,
             partitioned=_PARTITIONED in states,
@@ -299,65 +280,31 @@ _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
 @dataclass(frozen=True)
 class ModelStates:
-    """What the files of the model's states say."""
+    """What the files of the model's states hold besides the trained parameters, and the shapes of these."""
 
+    found: TrainingContents
     #: Shapes of trained parameters, by their groups.
     groups: tuple[Mapping[str, tuple[int, ...]], ...]
-    #: Shapes of the other parameters.
-    frozen: Mapping[str, tuple[int, ...]]
-    #: Each rank's part of the frozen ones; of rank 0 alone where parameters are whole.
-    fragments: tuple[Mapping[str, TensorEntry], ...]
-    #: Buffers, and at stage 1 frozen parameters, stored as they are.
-    plain: Mapping[str, TensorEntry]
-    #: Other names of parameters.
-    shared: Mapping[str, str]
-    counters: Mapping[str, Any]
-    schedule: dict[str, Any] | None
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of all trained parameters."""
+        """Return the shapes of all trained parameters."""
         return {name: shape for group in self.groups for name, shape in group.items()}
 
-    def begun(self) -> TrainingContents:
-        """What there is beside the trained parameters: frozen ones and buffers, counters.
 
-        Raises CheckpointError where a part of one is not there.
-        """
-        found = TrainingContents(
-            engine=dict(self.counters),
-            schedule=self.schedule,
-            ties=dict(self.shared),
-        )
-        found.add(self.plain.values())
-        for name, entry in self.plain.items():
-            found.assembled[name] = from_boxes(
-                name, entry.shape, entry.dtype, [(entry, (0,) * len(entry.shape))]
-            )
-        for name, shape in self.frozen.items():
-            parts = [fragments[name] for fragments in self.fragments if name in fragments]
-            if not parts:
-                raise CheckpointError(
-                    f"the frozen parameter {shown(name)} is in none of the files of model states: a file is "
-                    "missing, or files of two jobs are mixed"
-                )
-            found.add(parts)
-            if parts[0].shape == shape:  # whole on every rank
-                found.assembled[name] = from_boxes(
-                    name, shape, parts[0].dtype, [(parts[0], (0,) * len(shape))]
-                )
-            else:
-                runs = [(part, 0, part.numel) for part in parts]
-                found.assembled[name] = from_runs(name, shape, parts[0].dtype, runs)
-        return found
+def _add_whole(found: TrainingContents, name: str, entry: TensorEntry) -> None:
+    found.add([entry])
+    boxes = [(entry, (0,) * len(entry.shape))]
+    found.assembled[name] = from_boxes(name, entry.shape, entry.dtype, boxes)
 
-    def ended(self, found: TrainingContents) -> TrainingContents:
-        """``found`` with tied parameters under all of their names."""
-        for name, other in self.shared.items():
-            if other in found.assembled:
-                # Whatever else is stored under the name: a universal checkpoint has its rounded value there.
-                found.assembled[name] = replace(found.assembled[other], name=name)
-        return found
+
+def add_ties(found: TrainingContents) -> TrainingContents:
+    """Add tied parameters under all of their names."""
+    for name, other in found.ties.items():
+        if other in found.assembled:
+            # Whatever else is stored under the name: a universal checkpoint has its rounded value there.
+            found.assembled[name] = replace(found.assembled[other], name=name)
+    return found
 
 
 def read_model_states(directory: Path, files: PartFiles) -> ModelStates:
@@ -389,18 +336,32 @@ def read_model_states(directory: Path, files: PartFiles) -> ModelStates:
     if path.name.startswith("mp_rank"):
         # Whole parameters: one that nothing else names is frozen, at stage 1. At stage 3 they are empty here.
         plain |= {str(name) for name in module} - {*frozen, *tied, *(n for group in groups for n in group)}
-    return ModelStates(
-        groups=groups,
-        frozen=frozen,
-        fragments=tuple(
-            _placed(v.get("frozen_param_fragments") or {}, p, f"rank {r}: frozen ")
-            for r, (v, p, _) in enumerate(found)
-        ),
-        plain=_placed({name: t for name, t in module.items() if name in plain}, place, "whole "),
-        shared=tied,
-        counters={name: value[name] for name in _COUNTERS if type(value.get(name)) is int},
+    contents = TrainingContents(
+        engine={name: value[name] for name in _COUNTERS if type(value.get(name)) is int},
         schedule=value["lr_scheduler"] if isinstance(value.get("lr_scheduler"), dict) else None,
+        ties=tied,
     )
+    for name, tensor in module.items():
+        if name in plain and type(tensor) is StoredTensor:
+            _add_whole(contents, name, place(f"whole {name}", tensor))
+    for name, shape in frozen.items():
+        parts = []
+        for rank, (held, place_of, _) in enumerate(found):
+            fragment = (held.get("frozen_param_fragments") or {}).get(name)
+            if type(fragment) is StoredTensor:
+                parts.append(place_of(f"rank {rank}: frozen {name}", fragment))
+        if not parts:
+            raise CheckpointError(
+                f"the frozen parameter {shown(name)} is in none of the files of model states: a file is "
+                "missing, or files of two jobs are mixed"
+            )
+        if parts[0].shape == shape:  # whole on every rank
+            _add_whole(contents, name, parts[0])
+        else:
+            contents.add(parts)
+            runs = [(part, 0, part.numel) for part in parts]
+            contents.assembled[name] = from_runs(name, shape, parts[0].dtype, runs)
+    return ModelStates(contents, groups)
 
 
 def by_rank(directory: Path, pattern: re.Pattern[str]) -> list[Path]:
@@ -449,14 +410,6 @@ def _pairs(value: Any) -> Iterator[tuple[Any, object]]:
     yield from value.items() if isinstance(value, dict) else value
 
 
-def _placed(tensors: Mapping[str, object], place: Placing, prefix: str) -> dict[str, TensorEntry]:
-    return {
-        str(name): place(f"{prefix}{name}", tensor)
-        for name, tensor in tensors.items()
-        if type(tensor) is StoredTensor
-    }
-
-
 class Universal(TrainingFormat):
     """What DeepSpeed's ds_to_universal.py writes."""
 
@@ -478,7 +431,7 @@ def _read_universal(directory: Path, files: PartFiles) -> TrainingContents:
     Raises CheckpointError for files that are not as ds_to_universal.py writes them.
     """
     states = read_model_states(directory, files)
-    found, shapes = states.begun(), states.shapes
+    found, shapes = states.found, states.shapes
     for folder in sorted(entry for entry in (directory / "zero").iterdir() if entry.is_dir()):
         name = folder.name
         for path in sorted(folder.glob("*.pt")):
@@ -501,7 +454,7 @@ def _read_universal(directory: Path, files: PartFiles) -> TrainingContents:
             f"{directory / 'zero' / absent[0]} is missing, and {len(absent) - 1} more files are"
         )
     _add_groups(directory / "zero" / "optimizer_state.pt", states, found, files)
-    return states.ended(found)
+    return add_ties(found)
 
 
 def _add_groups(path: Path, states: ModelStates, found: TrainingContents, files: PartFiles) -> None:
