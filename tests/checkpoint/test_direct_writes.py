@@ -102,7 +102,7 @@ def test_most_of_a_large_tensor_goes_past_the_cache(tmp_path: Path, written: Wri
     whole = torch.arange(3 << 20, dtype=torch.int32)
     layout = flat_partition((3 << 20,), 0, 1)
     done = write_tensors(
-        Publication(Files(tmp_path, None)),
+        Publication(Files(tmp_path)),
         [("w", "I32", whole.shape)],
         [plain("w", shard("w", whole, layout))],
         World(0, 1, None),
@@ -140,7 +140,7 @@ def test_a_device_that_has_no_such_writes(
     tensors = stored()
     layout = plan_shards(entries(tensors))
     outgoing = [plain(n, shard(n, t, flat_partition(tuple(t.shape), 0, 1))) for n, t in tensors.items()]
-    write_tensors(Publication(Files(tmp_path, None)), entries(tensors), outgoing, World(0, 1, None))
+    write_tensors(Publication(Files(tmp_path)), entries(tensors), outgoing, World(0, 1, None))
     found = load_file(tmp_path / "model.safetensors")
     assert all(torch.equal(found[n].view(torch.int16), t.view(torch.int16)) for n, t in tensors.items())
     assert sum(n for _, _, n in written) == layout.total_size + sum(len(f.header) for f in layout.files)
@@ -161,7 +161,5 @@ def test_what_goes_wrong_past_the_cache_is_told(
     whole = torch.zeros(1 << 20)
     outgoing = [plain("w", shard("w", whole, flat_partition((1 << 20,), 0, 1)))]
     with pytest.raises(WriteError, match=f"writing failed: {os.strerror(error)}"):
-        write_tensors(
-            Publication(Files(tmp_path, None)), [("w", "F32", whole.shape)], outgoing, World(0, 1, None)
-        )
+        write_tensors(Publication(Files(tmp_path)), [("w", "F32", whole.shape)], outgoing, World(0, 1, None))
     assert not list(tmp_path.iterdir())

@@ -114,7 +114,7 @@ def test_cast_on_the_way_out(tmp_path: Path) -> None:
     whole = torch.randn(40, 5)
     shard = _shard("w", whole, replicated((40, 5)))
     write_tensors(
-        Publication(Files(tmp_path, None)), [("w", "BF16", (40, 5))], [plain("w", shard)], World(0, 1, None)
+        Publication(Files(tmp_path)), [("w", "BF16", (40, 5))], [plain("w", shard)], World(0, 1, None)
     )
     assert torch.equal(load_file(tmp_path / "model.safetensors")["w"], whole.to(torch.bfloat16))
 
@@ -125,7 +125,7 @@ def test_a_place_that_cannot_be_is_a_named_error(tmp_path: Path) -> None:
     shard = _shard("w", torch.zeros(2), replicated((2,)))
     with pytest.raises(WriteError, match="file: the directory cannot be created"):
         write_tensors(
-            Publication(Files(tmp_path / "file", None)),
+            Publication(Files(tmp_path / "file")),
             [("w", "F32", (2,))],
             [plain("w", shard)],
             World(0, 1, None),
@@ -137,7 +137,7 @@ def test_what_is_not_whole_is_not_saved(tmp_path: Path) -> None:
     half = _shard("w", torch.randn(8, 2), dimension_shard((8, 2), 0, 0, 2))
     with pytest.raises(CheckpointError, match="w: 8 elements"):
         write_tensors(
-            Publication(Files(tmp_path, None)), [("w", "BF16", (8, 2))], [plain("w", half)], World(0, 1, None)
+            Publication(Files(tmp_path)), [("w", "BF16", (8, 2))], [plain("w", half)], World(0, 1, None)
         )
     assert not list(tmp_path.iterdir())
 

@@ -1,20 +1,16 @@
-"""Where the ranks' bytes of a save go: into files of a directory that all see, or into objects of a store."""
+"""Write the ranks' bytes of a save into files of a directory that all ranks see."""
 
 from __future__ import annotations
 
 import uuid
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from zerostart.checkpoint.digest import ROOM
 from zerostart.checkpoint.storage.direct import PAGE
-from zerostart.checkpoint.strict_json import JsonObject
 from zerostart.checkpoint.write.shards import SaveLayout
 from zerostart.checkpoint.write.space import check_space
-from zerostart.checkpoint.write.staging import Staging
-from zerostart.checkpoint.write.store import StoreStaging
 from zerostart.checkpoint.write.writer import CheckpointWriter
 from zerostart.distributed.machine import cores, local_ranks
 from zerostart.distributed.world import World
@@ -31,106 +27,37 @@ CHUNK = 8 * MiB
 THREADS = 4
 
 
-class Place(ABC):
-    """A directory that is being saved to, as one rank has it: of files, or of objects.
+class Files:
+    """A directory of a file system that is saved to; rank 0 writes small files into ``directory``."""
 
-    ``directory`` is where small files are written, by the first rank.
-    """
-
-    directory: Path
-    #: What to call it.
-    name: str
-    #: On the first rank what is written, and has no names yet.
-    staging: Staging | StoreStaging | None
-
-    @abstractmethod
-    def check_visible(self, world: World) -> None:
-        """Raise WriteError where this rank does not reach what the first one has made."""
-
-    @abstractmethod
-    def check_room(self, nbytes: int, what: str) -> None:
-        """Raise WriteError where so many bytes do not fit, as far as that can be told."""
-
-    @abstractmethod
-    def output(self, folder: str, layout: SaveLayout) -> Output:
-        """What writes the files of ``layout`` into ``folder`` (a path from the place)."""
-
-    def complete(self, document: JsonObject) -> dict[str, str]:
-        """On the first rank: give all its names, see ``Staging.complete``."""
-        assert self.staging is not None, "the first rank has it"
-        return self.staging.complete(document)
-
-    def discard(self) -> None:
-        """On the first rank: remove what has no names yet."""
-        if self.staging is not None:
-            self.staging.discard()
-
-
-class Output(ABC):
-    """How the tensors of one layout are written by all ranks, in this order."""
-
-    #: Bytes at multiples of which writes begin.
-    page: int = PAGE
-
-    @abstractmethod
-    def tuned(self, memory_limit: int | None) -> tuple[int, int]:
-        """Bytes of a write, and threads. Raises ConfigError for a limit that is too low."""
-
-    @abstractmethod
-    def begin(self) -> Any:
-        """On the first rank, before any writes: what the others have to know. Raises WriteError."""
-
-    @abstractmethod
-    def write(
-        self,
-        begun: Any,
-        plan: WritePlan,
-        storages: Sequence[Source],
-        threads: int,
-        noted: Noted,
-        world: World,
-    ) -> None:
-        """Write this rank's share, all of which has come to its place in the end. Raises WriteError."""
-
-    @abstractmethod
-    def commit(self, world: World) -> None:
-        """After all ranks have written; collective."""
-
-    @abstractmethod
-    def discard(self) -> None:
-        """Remove what this rank can, after an error."""
-
-
-class Files(Place):
-    """A directory of a file system."""
-
-    def __init__(self, directory: Path, staging: Staging | None) -> None:
-        self.directory, self.staging = directory, staging
-        self.name = str(directory.parents[1])
+    def __init__(self, directory: Path) -> None:
+        self.directory, self.name = directory, str(directory.parents[1])
 
     def check_visible(self, world: World) -> None:
-        """See ``Place``."""
+        """Raise WriteError if this rank does not see the directory."""
         if not self.directory.is_dir():
             raise WriteError(
                 f"{self.directory}: rank {world.rank} does not see the directory that rank 0 made; save to "
                 "a file system that all ranks share"
             )
 
-    def check_room(self, nbytes: int, what: str) -> None:
-        """See ``Place``."""
-        check_space(self.directory, nbytes, what)
-
-    def output(self, folder: str, layout: SaveLayout) -> Output:
-        """See ``Place``."""
-        return _FileOutput(self.directory / folder, layout)
+    def output(self, folder: str, layout: SaveLayout) -> FileOutput:
+        """Return the writer of the files of ``layout`` in ``folder``."""
+        return FileOutput(self.directory / folder, layout)
 
 
-class _FileOutput(Output):
+class FileOutput:
+    """Writes the files of one layout, each rank its own bytes."""
+
+    #: Writes begin at multiples of this, in bytes.
+    page = PAGE
+
     def __init__(self, directory: Path, layout: SaveLayout) -> None:
         self._directory, self._layout = directory, layout
         self._writer: CheckpointWriter | None = None
 
     def tuned(self, memory_limit: int | None) -> tuple[int, int]:
+        """Return the bytes of a write and the number of threads. Raises ConfigError for a low limit."""
         if memory_limit is not None and memory_limit < MIN_CHUNK:
             raise ConfigError(f"memory_limit={memory_limit} must be a number of bytes, at least {MIN_CHUNK}")
         beside = ROOM + SLACK
@@ -142,6 +69,7 @@ class _FileOutput(Output):
         return chunk - chunk % 4096, threads
 
     def begin(self) -> str:
+        """Make the files on rank 0, and return their token. Raises WriteError."""
         token = uuid.uuid4().hex[:12]
         check_space(self._directory, self._layout.total_size, "what is to be saved")
         self._writer = CheckpointWriter(self._directory, self._layout, token)
@@ -157,16 +85,19 @@ class _FileOutput(Output):
         noted: Noted,
         world: World,
     ) -> None:
+        """Write the share of this rank, and sync it. Raises WriteError."""
         # Rank 0 has made the files inside ``begin``; the others open them by its token.
         self._writer = self._writer or CheckpointWriter(self._directory, self._layout, begun)
         write_out(plan, storages, self._writer, threads, noted)
         self._writer.close()
 
     def commit(self, world: World) -> None:
+        """Rename the files on rank 0, after all ranks have written."""
         if world.rank == 0 and self._writer is not None:
             self._writer.commit()
 
     def discard(self) -> None:
+        """Remove the files of this rank after an error."""
         if self._writer is not None:
             self._writer.discard()
 

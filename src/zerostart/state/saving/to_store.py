@@ -17,7 +17,6 @@ from zerostart.checkpoint.write.shards import SaveLayout
 from zerostart.checkpoint.write.store import StoreStaging
 from zerostart.distributed.world import World
 from zerostart.errors import CheckpointError, ConfigError
-from zerostart.state.saving.output import Output, Place
 from zerostart.transfer.planning.writes import Write, WritePlan
 from zerostart.transfer.writing import Noted, Source, write_out
 
@@ -30,22 +29,20 @@ THREADS, MEMORY_BYTES = 2, 64 << 20
 _Bytes = npt.NDArray[np.uint8]
 
 
-class StorePlace(Place):
-    """A directory of an object store."""
+class StorePlace:
+    """A directory of an object store; rank 0 has its ``staging``."""
 
     def __init__(self, store: StoreDirectory, staging: StoreStaging | None) -> None:
-        self.name, self.staging = store.url, staging
-        self._store, self._own = store, staging
+        self.name = store.url
+        self._store, self._staging = store, staging
         self.directory = Path() if staging is None else staging.directory
 
     def check_visible(self, world: World) -> None:
         """Do nothing: the first request tells whether a rank reaches the store."""
 
-    def check_room(self, nbytes: int, what: str) -> None:
-        """Do nothing: a store has room."""
-
-    def output(self, folder: str, layout: SaveLayout) -> Output:
-        return _StoreOutput(self._store, self._own, folder, layout)
+    def output(self, folder: str, layout: SaveLayout) -> StoreOutput:
+        """Return the writer of the files of ``layout`` in ``folder``."""
+        return StoreOutput(self._store, self._staging, folder, layout)
 
 
 @dataclass(frozen=True)
@@ -57,7 +54,9 @@ class _Window:
     end: int
 
 
-class _StoreOutput(Output):
+class StoreOutput:
+    """Uploads the files of one layout; the methods are those of ``FileOutput``."""
+
     page = WRITE_BYTES
 
     def __init__(

@@ -29,8 +29,8 @@ from zerostart.errors import ConfigError
 from zerostart.geometry.layout import Layout
 from zerostart.recipe import Recipe, Target
 from zerostart.recipe.dtypes import torch_dtype
-from zerostart.state.saving.output import Files, Output, Place
-from zerostart.state.saving.to_store import StorePlace
+from zerostart.state.saving.output import FileOutput, Files
+from zerostart.state.saving.to_store import StoreOutput, StorePlace
 from zerostart.transfer.planning.writes import Origin, WritePlan, own_parts, plan_writes
 from zerostart.transfer.writing import Change, Source
 
@@ -98,7 +98,7 @@ def write_tensors(
     element is on no rank or counted by two, CheckpointError, on every rank; then no file is left.
     """
     begun = time.perf_counter()
-    output: Output | None = None
+    output: FileOutput | StoreOutput | None = None
     try:
         # All ranks leave this together: nobody still writes when the files are removed.
         with world.phase("writing the tensors"):
@@ -158,7 +158,7 @@ def planned(
 class Publication:
     """What is being saved."""
 
-    place: Place
+    place: Files | StorePlace
     #: Rank 0's becomes the one that says what was saved.
     document: JsonObject = field(default_factory=dict)
     #: Those that weights have in the end, by those that they were written under; the same on all ranks once
@@ -206,33 +206,33 @@ def publishing(
     on any rank all that was written is removed, and ``path`` is as before. Raises WriteError, or what the
     body raised, on every rank.
     """
-    place: Place | None = None
+    staging: Staging | StoreStaging | None = None
 
     def begin() -> Path | StoreDirectory:
-        nonlocal place
+        nonlocal staging
         if isinstance(at, str):
             store = StoreDirectory.at(at)
-            place = StorePlace(store, StoreStaging(store, marker, bool(by_document) or marker != MARKER))
+            staging = StoreStaging(store, marker, bool(by_document) or marker != MARKER)
             return store
         staging = Staging(at, marker, by_document)
-        place = Files(staging.directory, staging)
         return staging.directory
+
+    def complete() -> dict[str, str]:
+        assert staging is not None, "rank 0 has it"
+        return staging.complete(publication.document)
 
     with world.phase("saving to a directory"):
         at = agreed_place(path, world)
         try:
             found = world.broadcast_object(begin, "making a directory to save to")
-            if place is None:
-                place = Files(found, None) if isinstance(found, Path) else StorePlace(found, None)
+            store = None if isinstance(staging, Staging) else staging
+            place = Files(found) if isinstance(found, Path) else StorePlace(found, store)
             publication = Publication(place)
             with publication.written(world, "writing the files"):
                 place.check_visible(world)
                 yield publication
-            names = world.broadcast_object(
-                lambda: publication.place.complete(publication.document), "giving the files their names"
-            )
-            publication.names.update(names)
+            publication.names.update(world.broadcast_object(complete, "giving the files their names"))
         except BaseException:
-            if place is not None:
-                place.discard()
+            if staging is not None:
+                staging.discard()
             raise
