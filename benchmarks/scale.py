@@ -135,8 +135,7 @@ def saved(known: Any, weights: list[Any]) -> dict[str, Any]:
     from zerostart.live.model import LoadRecord, LogicalTensor
     from zerostart.recipe import Recipe
     from zerostart.state.saving.contents import contents_of
-    from zerostart.state.saving.output import CHUNK
-    from zerostart.state.saving.writing import planned
+    from zerostart.state.saving.writing import CHUNK, planned
 
     recipes = {name: r for name, r in known.origins.parameters.items() if isinstance(r, Recipe)}
     record: Any = LoadRecord(known.catalog, recipes, known.engine, known.parallelism, None, None)  # type: ignore[arg-type]
@@ -156,8 +155,7 @@ def saved_state(weights: list[Any], state: list[Any]) -> dict[str, Any]:
     """``save_state``: both folders."""
     from zerostart.checkpoint.write.shards import plan_shards
     from zerostart.recipe import spelling
-    from zerostart.state.saving.output import CHUNK
-    from zerostart.state.saving.writing import plain, planned
+    from zerostart.state.saving.writing import CHUNK, plain, planned
 
     def plan() -> Any:
         folders = []

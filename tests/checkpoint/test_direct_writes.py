@@ -18,8 +18,7 @@ from zerostart.distributed.world import World
 from zerostart.engines import Shard
 from zerostart.errors import WriteError
 from zerostart.geometry.layout import Layout, dimension_shard, flat_partition
-from zerostart.state.saving.output import Files
-from zerostart.state.saving.writing import Publication, plain, planned, write_tensors
+from zerostart.state.saving.writing import Files, Publication, plain, planned, write_tensors
 from zerostart.transfer.writing import write_out
 
 Written = list[tuple[bool, int, int]]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import zerostart
-from zerostart.checkpoint.write.space import free_space
+from zerostart.checkpoint.write.folders import free_space
 from zerostart.errors import WriteError
 from zerostart.training.config.configuration import TrainConfig
 from zerostart.training.loop.output_directory import RunPlace, check_room

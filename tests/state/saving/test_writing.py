@@ -14,8 +14,7 @@ from zerostart.engines import Shard
 from zerostart.errors import CheckpointError, WriteError
 from zerostart.geometry.layout import Layout, dimension_shard, flat_partition, replicated
 from zerostart.recipe import Recipe, SymbolicTensor, Target, spelling
-from zerostart.state.saving.output import Files
-from zerostart.state.saving.writing import Outgoing, Publication, plain, planned, write_tensors
+from zerostart.state.saving.writing import Files, Outgoing, Publication, plain, planned, write_tensors
 from zerostart.transfer.planning.writes import GRAIN, own_part
 from zerostart.transfer.writing import write_out
 

@@ -1,4 +1,4 @@
-"""Locks of directories, and writes that reach the disk."""
+"""Locks of directories, writes that reach the disk, and its free space."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from rich.filesize import decimal
 
 from zerostart.checkpoint.manifest import HIDDEN
 from zerostart.errors import WriteError
@@ -127,3 +129,26 @@ def _sync_file_range() -> Any:
     if call is not None:
         call.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
     return call
+
+
+def free_space(path: str | os.PathLike[str]) -> int | None:
+    """Bytes that this user may still write at ``path``, which need not be there yet; None where unknown."""
+    place = Path(os.path.abspath(path))  # noqa: PTH100  # links are followed by the call below
+    try:
+        while not place.exists() and place != place.parent:
+            place = place.parent
+        found = os.statvfs(place)
+    except OSError:  # also of a folder that may not be searched: whoever writes there says what is wrong
+        return None
+    # Object stores that are mounted have no blocks to count.
+    return found.f_bavail * found.f_frsize if found.f_blocks else None
+
+
+def check_space(path: str | os.PathLike[str], nbytes: int, what: str) -> None:
+    """Raise WriteError where ``what``, of so many bytes, does not fit on the file system of ``path``."""
+    free = free_space(path)
+    if free is not None and nbytes > free:
+        raise WriteError(
+            f"{os.fspath(path)}: {what} takes {decimal(nbytes)}, and {decimal(free)} are free on this file "
+            "system; free more, or name a directory on another one"
+        )

@@ -15,8 +15,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from zerostart.checkpoint.write.folders import sync_directory
-from zerostart.checkpoint.write.space import check_space
+from zerostart.checkpoint.write.folders import check_space, sync_directory
 from zerostart.checkpoint.write.staging import write_errors
 from zerostart.distributed.world import World
 from zerostart.state.converting.source import SourceReader, SourceTensor

@@ -16,7 +16,7 @@ from torch import nn
 
 from zerostart.checkpoint.manifest import SAVED_AT, sealed
 from zerostart.checkpoint.strict_json import MAX_DOCUMENT_BYTES
-from zerostart.checkpoint.write.space import check_space
+from zerostart.checkpoint.write.folders import check_space
 from zerostart.distributed.world import World, current_world
 from zerostart.errors import ConfigError, WriteError
 from zerostart.live.training import StateTensor

@@ -4,36 +4,47 @@ from __future__ import annotations
 
 import os
 import time
+import uuid
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from zerostart import geometry
-from zerostart.checkpoint.digest import Digests
+from zerostart.checkpoint.digest import ROOM, Digests
 from zerostart.checkpoint.manifest import MARKER
 from zerostart.checkpoint.paths import located, shown_url
 from zerostart.checkpoint.storage.direct import PAGE
 from zerostart.checkpoint.storage.upload import StoreDirectory
 from zerostart.checkpoint.strict_json import JsonObject
+from zerostart.checkpoint.write.folders import check_space
 from zerostart.checkpoint.write.shards import SaveLayout, parse_size, plan_shards
 from zerostart.checkpoint.write.staging import Staging, write_errors
 from zerostart.checkpoint.write.store import StoreStaging
+from zerostart.checkpoint.write.writer import CheckpointWriter
+from zerostart.distributed.machine import cores, local_ranks
 from zerostart.distributed.world import World
 from zerostart.engines import Shard
-from zerostart.errors import ConfigError
+from zerostart.errors import ConfigError, WriteError
 from zerostart.geometry.layout import Layout
 from zerostart.recipe import Recipe, Target
 from zerostart.recipe.dtypes import torch_dtype
-from zerostart.state.saving.output import FileOutput, Files
 from zerostart.state.saving.to_store import StoreOutput, StorePlace
+from zerostart.transfer.buffers import rounds_up
 from zerostart.transfer.planning.writes import Origin, WritePlan, own_parts, plan_writes
-from zerostart.transfer.writing import Change, Source
+from zerostart.transfer.tuning import MIN_CHUNK
+from zerostart.transfer.writing import SLACK, Change, Noted, Source, write_out
 
+MiB = 1 << 20
+#: Bytes of one write, and of a thread's staging buffer, where no limit asks for less.
+CHUNK = 8 * MiB
+#: Most threads that write on one rank.
+THREADS = 4
 #: Name, dtype in safetensors' spelling, and shape of a tensor of the files.
 Entry = tuple[str, str, Sequence[int]]
 
@@ -149,6 +160,86 @@ def planned(
                 yield item.recipe, part, origin
 
     return plan_writes(layout, own(), chunk_size, page), storages
+
+
+class Files:
+    """A directory of a file system that is saved to; rank 0 writes small files into ``directory``."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory, self.name = directory, str(directory.parents[1])
+
+    def check_visible(self, world: World) -> None:
+        """Raise WriteError if this rank does not see the directory."""
+        if not self.directory.is_dir():
+            raise WriteError(
+                f"{self.directory}: rank {world.rank} does not see the directory that rank 0 made; save to "
+                "a file system that all ranks share"
+            )
+
+    def output(self, folder: str, layout: SaveLayout) -> FileOutput:
+        """Return the writer of the files of ``layout`` in ``folder``."""
+        return FileOutput(self.directory / folder, layout)
+
+
+class FileOutput:
+    """Writes the files of one layout, each rank its own bytes."""
+
+    #: Writes begin at multiples of this, in bytes.
+    page = PAGE
+
+    def __init__(self, directory: Path, layout: SaveLayout) -> None:
+        self._directory, self._layout = directory, layout
+        self._writer: CheckpointWriter | None = None
+
+    def tuned(self, memory_limit: int | None) -> tuple[int, int]:
+        """Return the bytes of a write and the number of threads. Raises ConfigError for a low limit."""
+        if memory_limit is not None and memory_limit < MIN_CHUNK:
+            raise ConfigError(f"memory_limit={memory_limit} must be a number of bytes, at least {MIN_CHUNK}")
+        beside = ROOM + SLACK
+        limit = THREADS * (CHUNK + beside) if memory_limit is None else memory_limit
+        threads = min(most_threads(), max(1, limit // (MIN_CHUNK + beside)))
+        chunk = min(CHUNK, max(MIN_CHUNK, limit // threads - beside))
+        if rounds_up():  # so that a buffer, which is a chunk and SLACK, is a power of two
+            chunk = max(MIN_CHUNK, (1 << ((chunk + SLACK).bit_length() - 1)) - SLACK)
+        return chunk - chunk % 4096, threads
+
+    def begin(self) -> str:
+        """Make the files on rank 0, and return their token. Raises WriteError."""
+        token = uuid.uuid4().hex[:12]
+        check_space(self._directory, self._layout.total_size, "what is to be saved")
+        self._writer = CheckpointWriter(self._directory, self._layout, token)
+        self._writer.create()
+        return token
+
+    def write(
+        self,
+        begun: Any,
+        plan: WritePlan,
+        storages: Sequence[Source],
+        threads: int,
+        noted: Noted,
+        world: World,
+    ) -> None:
+        """Write the share of this rank, and sync it. Raises WriteError."""
+        # Rank 0 has made the files inside ``begin``; the others open them by its token.
+        self._writer = self._writer or CheckpointWriter(self._directory, self._layout, begun)
+        write_out(plan, storages, self._writer, threads, noted)
+        self._writer.close()
+
+    def commit(self, world: World) -> None:
+        """Rename the files on rank 0, after all ranks have written."""
+        if world.rank == 0 and self._writer is not None:
+            self._writer.commit()
+
+    def discard(self) -> None:
+        """Remove the files of this rank after an error."""
+        if self._writer is not None:
+            self._writer.discard()
+
+
+def most_threads() -> int:
+    """How many threads of a rank write at once."""
+    return min(THREADS, max(2, int(cores()) // local_ranks()))
 
 
 # Publications: directories of which readers see the whole or nothing.

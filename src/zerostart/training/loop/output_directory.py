@@ -23,8 +23,7 @@ from zerostart.checkpoint.manifest import is_inside, saved_at
 from zerostart.checkpoint.paths import expanded, inside, is_same, name_of, parent_of, scheme_of, shown_url
 from zerostart.checkpoint.source import resolve_source
 from zerostart.checkpoint.strict_json import MAX_DOCUMENT_BYTES, read_json
-from zerostart.checkpoint.write.folders import sync_directory, write_whole
-from zerostart.checkpoint.write.space import check_space, free_space
+from zerostart.checkpoint.write.folders import check_space, free_space, sync_directory, write_whole
 from zerostart.checkpoint.write.staging import remove
 from zerostart.distributed.world import World
 from zerostart.engines.shard import full_shape
