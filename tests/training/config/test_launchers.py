@@ -20,9 +20,10 @@ def test_a_plain_launcher_starts_ranks_and_no_more() -> None:
 
 @pytest.mark.parametrize("engine", ["DEEPSPEED", "FSDP", "MEGATRON_LM", "PARALLELISM_CONFIG"])
 def test_an_engine_of_the_launcher_is_refused(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = run()
     monkeypatch.setenv(f"ACCELERATE_USE_{engine}", "true")
     with pytest.raises(ConfigError, match=r"in the section engine .* plain multi-process accelerate"):
-        check_launcher(run())
+        check_launcher(config)
 
 
 def test_another_precision_and_a_compiler_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

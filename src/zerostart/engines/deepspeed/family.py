@@ -77,12 +77,11 @@ class DeepSpeed(DeepSpeedStateEngine, Engine):
 
     @classmethod
     def configured_stage(cls, config: EngineConfig) -> int | None:
-        """See ``Engine``."""
         return DeepSpeedSettings.of(config).stage
 
     @classmethod
     def configured_expert_parallel(cls, config: EngineConfig) -> int:
-        """See ``Engine``; it is ``autoep_size`` of an enabled section ``expert_parallel``."""
+        # It is ``autoep_size`` of an enabled section ``expert_parallel``.
         return DeepSpeedSettings.of(config).autoep_size or 1
 
     @cached_property
@@ -92,7 +91,7 @@ class DeepSpeed(DeepSpeedStateEngine, Engine):
 
     @property
     def common_config(self) -> EngineConfig:
-        """See ``Engine``: not what is logged, and where; a rank may have its own path on its own disk."""
+        # Not what is logged, and where; a rank may have its own path on its own disk.
         given = self.config or {}
         common = {name: given[name] for name in _COMMON if name in given}
         zero = common.get("zero_optimization")
@@ -101,16 +100,15 @@ class DeepSpeed(DeepSpeedStateEngine, Engine):
         return common
 
     def check(self) -> None:
-        """See ``Engine``."""
         self.settings.check(self.zero_stage, self.mesh)
 
     @classmethod
     def configured_tensor_parallel(cls, config: EngineConfig) -> int:
-        """See ``Engine``; it is ``autotp_size``."""
+        # It is ``autotp_size``.
         return DeepSpeedSettings.of(config).autotp_size or 1
 
     def parallelism(self, model: nn.Module) -> Parallelism:
-        """See ``Engine``; what is cut over ranks that share tensors, DeepSpeed itself says."""
+        # What is cut over ranks that share tensors, DeepSpeed itself says.
         # Imports stand in the methods: an engine answers from its settings without DeepSpeed, which takes
         # seconds to import and which the machine that plans may lack.
         if self.mesh.tensor_parallel == 1:
@@ -123,25 +121,24 @@ class DeepSpeed(DeepSpeedStateEngine, Engine):
 
     @property
     def parameter_dtype(self) -> torch.dtype | None:
-        """See ``Engine``."""
         return self.settings.dtype
 
     @property
     def chunk_elements(self) -> int:
-        """See ``Engine``; it is ``stage3_partition_stream_chunk_size``."""
+        # It is ``stage3_partition_stream_chunk_size``.
         return self.settings.stream_elements
 
     @property
     def configured_optimizer(self) -> str | None:
-        """See ``Engine``; it is the section ``optimizer``."""
+        # It is the section ``optimizer``.
         return self.settings.optimizer
 
     def check_sequence_parallel(self, model: nn.Module) -> None:
-        """See ``Engine``: Ulysses."""
+        # Ulysses.
         check_heads(model, self.mesh.sequence_parallel)
 
     def enable_sequence_parallel(self, model: nn.Module) -> None:
-        """See ``Engine``: Ulysses itself is registered by whoever starts DeepSpeed's engine."""
+        # Ulysses itself is registered by whoever starts DeepSpeed's engine.
         from zerostart.upstream.deepspeed.parallel.ulysses import mask_sequences
         from zerostart.upstream.deepspeed.zero3.partitions import join_group
 
@@ -150,30 +147,27 @@ class DeepSpeed(DeepSpeedStateEngine, Engine):
             mask_sequences(model)
 
     def parallel_plans(self) -> tuple[Mapping[str, str] | None, Mapping[str, str] | None]:
-        """See ``Engine``."""
         return self.settings.ep_plan, self.settings.tp_plan
 
     def training_dtype(self, mixed_precision: str) -> torch.dtype | None:
-        """See ``Engine``; the masters are copies of its own."""
+        # The masters are copies of its own.
         return KEPT[mixed_precision]
 
     def training_config(self, job: TrainingJob, given: EngineConfig) -> dict[str, Any]:
-        """See ``Engine``."""
         return training_config(self.zero_stage, job, given)
 
     def accelerate_setup(self, mixed_precision: str) -> AccelerateSetup:
-        """See ``Engine``."""
         ranks = self.mesh.sequence_parallel, self.mesh.world_size
         return accelerate_setup(mixed_precision, self.config or {}, *ranks)
 
     def spare_unreached(self, model: nn.Module) -> None:
-        """See ``Engine``: in flat tensors its gradient is zero."""
+        # In flat tensors its gradient is zero.
         from zerostart.engines.deepspeed.training import spare_unreached
 
         spare_unreached(model)
 
     def begin_sequence_parallel(self, model: nn.Module) -> None:
-        """See ``Engine``: what is evaluated is shared, too."""
+        # What is evaluated is shared, too.
         from zerostart.upstream.deepspeed.parallel.ulysses import evaluate_in_parts
 
         if self.mesh.sequence_parallel > 1:
@@ -184,7 +178,6 @@ class ZeroThree(DeepSpeed):
     """Every parameter partitioned over the ranks that hold it, by runs of its row-major order."""
 
     def require(self) -> None:
-        """See ``Engine``."""
         # Also what the end of a load imports, which is then no part of the memory that the load takes.
         from zerostart.engines.deepspeed import calls, masters  # noqa: F401
         from zerostart.upstream.deepspeed import construction  # noqa: F401
@@ -194,16 +187,15 @@ class ZeroThree(DeepSpeed):
 
     @property
     def adopted_dtype(self) -> torch.dtype | None:
-        """See ``Engine``; ``zero.Init`` makes parameters in fp32 where no other dtype is enabled."""
+        # ``zero.Init`` makes parameters in fp32 where no other dtype is enabled.
         return self.parameter_dtype or torch.float32
 
     @property
     def building_dtype(self) -> torch.dtype | None:
-        """See ``Engine``; inside ``zero.Init`` what is computed has the parameters' dtype."""
+        # Inside ``zero.Init`` what is computed has the parameters' dtype.
         return self.adopted_dtype
 
     def placements(self, model: nn.Module, parallelism: Parallelism) -> Placements:
-        """See ``Engine``."""
         shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         # Of rank 0, which has as many experts as any.
         sizes = {
@@ -223,14 +215,13 @@ class ZeroThree(DeepSpeed):
     def shard_maker(
         self, world: World, dtype: torch.dtype | None, parallelism: Parallelism, placements: Placements
     ) -> ShardMaker:
-        """See ``Engine``."""
         from zerostart.engines.deepspeed.partitioning import PartitionMaker
 
         cut, owners = cutter(world, self.settings, parallelism, partitioned=True)
         return PartitionMaker(world, dtype, self.config, self.settings, placements, cut, owners)
 
     def preserve_calls(self, model: nn.Module, entries: Sequence[str]) -> None:
-        """See ``Engine``; the methods need nothing, as each module gathers its own parameters."""
+        # The methods need nothing, as each module gathers its own parameters.
         from zerostart.engines.deepspeed.calls import keep_calls
         from zerostart.upstream.deepspeed.construction import keep_stage
 
@@ -238,7 +229,7 @@ class ZeroThree(DeepSpeed):
         keep_stage(model, self.title, {3}.__contains__)
 
     def synchronize_added(self, model: nn.Module, added: Sequence[nn.Parameter]) -> None:
-        """See ``Engine``; ``deepspeed.initialize`` partitions them, and each rank gives a part of its own."""
+        # ``deepspeed.initialize`` partitions them, and each rank gives a part of its own.
         from zerostart.engines.training import with_first_values
 
         # Where a mesh cuts parameters, ranks have different ones, and rank 0's values are not everybody's.
@@ -246,20 +237,18 @@ class ZeroThree(DeepSpeed):
             with_first_values(lambda: added)
 
     def offer_masters(self, model: nn.Module, rounded: Collection[str], reader: MasterReader | None) -> None:
-        """See ``Engine``."""
         from zerostart.engines.deepspeed.masters import mark_parameters
 
         mark_parameters(model, rounded, reader.read if reader else None)
 
     def shards_of(self, model: nn.Module, parallelism: Parallelism, rank: int) -> dict[str, Shard]:
-        """See ``Engine``."""
         from zerostart.engines.deepspeed.experts import expert_shards
         from zerostart.engines.deepspeed.partitioning import current_shards
 
         return expert_shards(model, parallelism, rank) if parallelism.mesh.parallel else current_shards(model)
 
     def make_callable(self, model: nn.Module) -> None:
-        """See ``Engine``: the hooks that gather partitions are those of ``deepspeed.initialize``."""
+        # The hooks that gather partitions are those of ``deepspeed.initialize``.
         from zerostart.engines.deepspeed.calls import serve
 
         serve(model, self.config)
@@ -272,7 +261,6 @@ class ZeroThree(DeepSpeed):
         optimizer: OptimizerCost,
         target: Target,
     ) -> list[MemoryPeak]:
-        """See ``Engine``."""
         return memory.stage3_peaks(shares, self.settings, optimizer, target)
 
 
@@ -286,7 +274,6 @@ class FlatBuffers(DeepSpeed):
     replicates_parameters = True
 
     def check(self) -> None:
-        """See ``Engine``; raises ConfigError for an exchange of slices, too."""
         super().check()
         if self.exchange and self.mesh.tensor_parallel > 1:
             raise ConfigError(
@@ -296,7 +283,7 @@ class FlatBuffers(DeepSpeed):
             )
 
     def preserve_calls(self, model: nn.Module, entries: Sequence[str]) -> None:
-        """See ``Engine``; nothing is gathered, and stage 3 would partition what ranks share otherwise."""
+        # Nothing is gathered, and stage 3 would partition what ranks share otherwise.
         from zerostart.upstream.deepspeed.construction import keep_stage
 
         if self.mesh.parallel:
@@ -306,11 +293,10 @@ class FlatBuffers(DeepSpeed):
 
     @property
     def gradient_divisor(self) -> int:
-        """See ``Engine``: ranks that share sequences are one. Stage 3 counts all."""
+        # Ranks that share sequences are one. Stage 3 counts all.
         return self.mesh.world_size // self.mesh.sequence_parallel
 
     def require(self) -> None:
-        """See ``Engine``."""
         from zerostart.upstream.deepspeed.zero3.partitions import check_sections
         from zerostart.upstream.deepspeed.zero12.buffers import is_known
 
@@ -319,37 +305,33 @@ class FlatBuffers(DeepSpeed):
 
     @property
     def cast_dtype(self) -> torch.dtype | None:
-        """See ``Engine``."""
         return self.parameter_dtype
 
     def placements(self, model: nn.Module, parallelism: Parallelism) -> Placements:
-        """See ``Engine``."""
         parameters = dict(model.named_parameters())
         return placed_whole(parameters, parallelism, self._rules(), self.exchange, True, self.zero_stage)
 
     def shard_maker(
         self, world: World, dtype: torch.dtype | None, parallelism: Parallelism, placements: Placements
     ) -> ShardMaker:
-        """See ``Engine``."""
         from zerostart.engines.deepspeed.flat import FlatShards
 
         cut, _ = cutter(world, self.settings, parallelism, partitioned=False)
         return FlatShards(world, self.zero_stage, self._rules(), self.exchange, parallelism, cut)
 
     def rehearsal_maker(self, world: World, parallelism: Parallelism, placements: Placements) -> ShardMaker:
-        """See ``Engine``: buffers as large as they will be; where ranks are to exchange, the rest stays."""
+        # Buffers as large as they will be; where ranks are to exchange, the rest stays.
         rules = self._rules()
         return FlatBufferShards(world, self.zero_stage, rules, self.exchange, parallelism, alone=True)
 
     def offer_masters(self, model: nn.Module, rounded: Collection[str], reader: MasterReader | None) -> None:
-        """See ``Engine``."""
         from zerostart.engines.deepspeed.flat import offer_runs
 
         if reader is not None and self.zero_stage > 0:
             offer_runs(model, rounded, reader.read_runs)
 
     def shards_of(self, model: nn.Module, parallelism: Parallelism, rank: int) -> dict[str, Shard]:
-        """See ``Engine``: this rank's experts or slices; everything else is whole."""
+        # This rank's experts or slices; everything else is whole.
         from zerostart.engines.deepspeed.experts import flat_expert_shards
 
         return flat_expert_shards(model, parallelism, rank)
@@ -362,7 +344,6 @@ class FlatBuffers(DeepSpeed):
         optimizer: OptimizerCost,
         target: Target,
     ) -> list[MemoryPeak]:
-        """See ``Engine``."""
         whole = placements.held or 0
         if self.zero_stage == 0:
             return replicated_peaks(shares, whole, optimizer, target, masters=True)

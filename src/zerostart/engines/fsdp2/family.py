@@ -55,7 +55,7 @@ class FSDP2(FSDP2StateEngine, Engine):
 
     @classmethod
     def is_launched(cls) -> bool:
-        """See ``Engine``; FSDP has two versions, and accelerate's own choice is the first."""
+        # FSDP has two versions, and accelerate's own choice is the first.
         if not super().is_launched():
             return False
         if (version := launched_fsdp_version()) != "2":
@@ -79,7 +79,6 @@ class FSDP2(FSDP2StateEngine, Engine):
         return FSDP2Settings.of(self.config).at_stage(self.zero_stage, self.mesh.parallel)
 
     def check(self) -> None:
-        """See ``Engine``; raises ConfigError."""
         self.settings.check_mesh(self.mesh)
         size = self.mesh.sequence_parallel
         if size > 1 and not self.uses_fully_shard:
@@ -90,22 +89,20 @@ class FSDP2(FSDP2StateEngine, Engine):
 
     @classmethod
     def configured_tensor_parallel(cls, config: EngineConfig) -> int:
-        """See ``Engine``; it is ``autotp_size``, as in DeepSpeed's section."""
+        # It is ``autotp_size``, as in DeepSpeed's section.
         return FSDP2Settings.of(config).autotp_size
 
     def require(self) -> None:
-        """See ``Engine``."""
         # Imported for its time alone, so that it is no part of the load's own.
         import zerostart.engines.fsdp2.storage  # noqa: F401
 
     @property
     def compute_dtype(self) -> torch.dtype | None:
-        """See ``Engine``."""
         policy = self.settings.mp_policy
         return None if policy is None else policy.param_dtype
 
     def check_sequence_parallel(self, model: nn.Module) -> None:
-        """See ``Engine``: torch's context parallelism, of a device that it has kernels for."""
+        # Torch's context parallelism, of a device that it has kernels for.
         from zerostart.upstream.torch.context_parallel import check_kernels
 
         check_ring(model, self.mesh.sequence_parallel)
@@ -113,7 +110,7 @@ class FSDP2(FSDP2StateEngine, Engine):
             check_kernels(kind)
 
     def enable_sequence_parallel(self, model: nn.Module) -> None:
-        """See ``Engine``: the ring is entered by whoever calls the model."""
+        # The ring is entered by whoever calls the model.
         from zerostart.upstream.torch.context_parallel import require, ring_on_cpu
 
         if self.mesh.sequence_parallel > 1:
@@ -122,17 +119,14 @@ class FSDP2(FSDP2StateEngine, Engine):
                 ring_on_cpu(model)
 
     def parallel_plans(self) -> tuple[Mapping[str, str] | None, Mapping[str, str] | None]:
-        """See ``Engine``."""
         return self.settings.ep_plan, self.settings.tp_plan
 
     def allow_cast(self, parameter: nn.Parameter, dtype: torch.dtype) -> None:
-        """See ``Engine``."""
         from zerostart.engines.fsdp2.units import let_cast
 
         let_cast(parameter, dtype)
 
     def placements(self, model: nn.Module, parallelism: Parallelism) -> Placements:
-        """See ``Engine``."""
         parameters = dict(model.named_parameters())
         homes = dict.fromkeys(parameters, HOST if self.settings.offloaded else DEVICE)
         if not parallelism.mesh.parallel:
@@ -169,7 +163,6 @@ class FSDP2(FSDP2StateEngine, Engine):
     def shard_maker(
         self, world: World, dtype: torch.dtype | None, parallelism: Parallelism, placements: Placements
     ) -> ShardMaker:
-        """See ``Engine``."""
         if parallelism.mesh.parallel:
             from zerostart.engines.fsdp2.parallel import FSDP2ParallelShards
 
@@ -179,19 +172,18 @@ class FSDP2(FSDP2StateEngine, Engine):
         return FSDP2Shards(world, self.settings)
 
     def follow_aliases(self, model: nn.Module, aliases: Sequence[Alias]) -> None:
-        """See ``Engine``; FSDP2 swaps parameters in their modules."""
+        # FSDP2 swaps parameters in their modules.
         from zerostart.engines.fsdp2.calls import follow_swaps
 
         follow_swaps(model, aliases)
 
     def preserve_calls(self, model: nn.Module, entries: Sequence[str]) -> None:
-        """See ``Engine``."""
         from zerostart.engines.fsdp2.calls import keep_calls
 
         keep_calls(model, entries)
 
     def shards_of(self, model: nn.Module, parallelism: Parallelism, rank: int) -> dict[str, Shard]:
-        """See ``Engine``; parameters that a forward left gathered are resharded."""
+        # Parameters that a forward left gathered are resharded.
         if parallelism.mesh.parallel:
             from zerostart.engines.fsdp2.parallel import parallel_shards
 
@@ -199,7 +191,7 @@ class FSDP2(FSDP2StateEngine, Engine):
         return current_shards(model)
 
     def training_config(self, job: TrainingJob, given: EngineConfig) -> dict[str, Any]:
-        """See ``Engine``; the units cast what they gather. Raises ConfigError for an unknown key."""
+        # The units cast what they gather. Raises ConfigError for an unknown key.
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
         # A run's configuration is a file: only settings that are plain data, and no meshes or functions.
@@ -213,7 +205,6 @@ class FSDP2(FSDP2StateEngine, Engine):
         return {**given, "mp_policy": policy}
 
     def accelerate_setup(self, mixed_precision: str) -> AccelerateSetup:
-        """See ``Engine``."""
         # Where the units cast (their MixedPrecisionPolicy), autocast would do so again.
         precision = "no" if self.uses_fully_shard else mixed_precision
         options: dict[str, object] = {
@@ -235,7 +226,7 @@ class FSDP2(FSDP2StateEngine, Engine):
         )
 
     def shard_added(self, model: nn.Module, mixed_precision: str) -> None:
-        """See ``Engine``: as units of their own. Raises EngineError for what cannot be one."""
+        # As units of their own. Raises EngineError for what cannot be one.
         from zerostart.engines.fsdp2.added import hold_masters, shard_added
 
         if self.uses_fully_shard:
@@ -244,7 +235,7 @@ class FSDP2(FSDP2StateEngine, Engine):
             hold_masters(model.parameters(), mixed_precision != "no")
 
     def synchronize_added(self, model: nn.Module, added: Sequence[nn.Parameter]) -> None:
-        """See ``Engine``: a plain loop has nothing that would reduce their gradients."""
+        # A plain loop has nothing that would reduce their gradients.
         from zerostart.engines.fsdp2.added import share_added
 
         if self.uses_fully_shard:
@@ -253,14 +244,13 @@ class FSDP2(FSDP2StateEngine, Engine):
             share_added(model, added, f"with {' and '.join(shared)}" if shared else "")
 
     def begin_batch(self, model: nn.Module, last: bool) -> None:
-        """See ``Engine``."""
         from torch.distributed.fsdp import FSDPModule
 
         if isinstance(model, FSDPModule):
             begin_batch(model, self.zero_stage, last)
 
     def begin_sequence_parallel(self, model: nn.Module) -> None:
-        """See ``Engine``: the groups of ranks that share a batch, and no masks of one rank's tokens."""
+        # The groups of ranks that share a batch, and no masks of one rank's tokens.
         from zerostart.upstream.torch.context_parallel import drop_masks
 
         if self.mesh.sequence_parallel > 1:
@@ -277,13 +267,11 @@ class FSDP2(FSDP2StateEngine, Engine):
         return init_device_mesh(default_device().type, shape, mesh_dim_names=("batch", "cp", "tp"))["cp"]
 
     def sequence_chunks(self, rank: int) -> tuple[tuple[int, ...], int]:
-        """See ``Engine``."""
         from zerostart.upstream.torch.context_parallel import head_and_tail
 
         return head_and_tail(*self.mesh.sequence(rank))
 
     def attention_context(self) -> AbstractContextManager[None]:
-        """See ``Engine``."""
         from zerostart.upstream.torch.context_parallel import ring
 
         return contextlib.nullcontext() if self.mesh.sequence_parallel == 1 else ring(self._sequence_mesh)
@@ -296,7 +284,6 @@ class FSDP2(FSDP2StateEngine, Engine):
         optimizer: OptimizerCost,
         target: Target,
     ) -> list[MemoryPeak]:
-        """See ``Engine``."""
         units = memory.Units.of(model, self.settings, shares, self.mesh.data(0)[1])
         return memory.after_load(shares, units, optimizer, target)
 
@@ -315,7 +302,6 @@ class Replicated(FSDP2):
         """See ``Engine``; nothing is gathered."""
 
     def placements(self, model: nn.Module, parallelism: Parallelism) -> Placements:
-        """See ``Engine``."""
         return placed_whole(
             dict(model.named_parameters()), parallelism, self._rules(), self.exchange, False, 0
         )
@@ -323,15 +309,12 @@ class Replicated(FSDP2):
     def shard_maker(
         self, world: World, dtype: torch.dtype | None, parallelism: Parallelism, placements: Placements
     ) -> ShardMaker:
-        """See ``Engine``."""
         return FlatBufferShards(world, 0, self._rules(), self.exchange, parallelism)
 
     def rehearsal_maker(self, world: World, parallelism: Parallelism, placements: Placements) -> ShardMaker:
-        """See ``Engine``."""
         return FlatBufferShards(world, 0, self._rules(), self.exchange, parallelism, alone=True)
 
     def shards_of(self, model: nn.Module, parallelism: Parallelism, rank: int) -> dict[str, Shard]:
-        """See ``Engine``."""
         return {}
 
     def memory_peaks(
@@ -342,7 +325,6 @@ class Replicated(FSDP2):
         optimizer: OptimizerCost,
         target: Target,
     ) -> list[MemoryPeak]:
-        """See ``Engine``."""
         return replicated_peaks(shares, placements.held or 0, optimizer, target, masters=False)
 
     def _rules(self) -> FlatRules:
