@@ -14,7 +14,7 @@ from zerostart.geometry.layout import Mesh
 ROOT = Path(__file__).parents[2]
 #: Where combinations are refused without a model, by file: all that these functions raise is on the page.
 REFUSING = {
-    "geometry/layout/mesh.py": {"__post_init__"},
+    "geometry/layout/parallel_plans.py": {"__post_init__"},
     "engines/deepspeed/settings.py": {"check", "_refusals", "_expert_refusals", "_tensor_refusals"},
     "engines/deepspeed/family.py": {"check"},
     "engines/fsdp2/settings.py": {"at_stage", "check_mesh"},

@@ -19,7 +19,7 @@ from tests.identity.test_deepspeed_placements import BATCH, LENGTH, configuratio
 from tests.ranks import run_ranks
 from tests.tiny import TINY, TinyCheckpoints
 from tests.upstream.sent import patches, use
-from zerostart.engines.deepspeed.masters import arrange
+from zerostart.engines.deepspeed.partitioning import arrange
 from zerostart.transfer import Arena, PeakMeter
 from zerostart.transfer.meter import anonymous_bytes
 from zerostart.upstream.deepspeed.zero3 import start as deepspeed_start

@@ -13,7 +13,7 @@ from torch import nn
 
 from zerostart.errors import BuildError
 from zerostart.models import Aliases
-from zerostart.models.slots import tensor_slots
+from zerostart.models.aliases import tensor_slots
 
 Pair = namedtuple("Pair", ("left", "right"))
 

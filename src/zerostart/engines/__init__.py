@@ -6,7 +6,6 @@ import contextlib
 
 from zerostart.engines.engine import Engine
 from zerostart.engines.loading import MasterReader, ShardMaker
-from zerostart.engines.names import plain_name
 from zerostart.engines.placements import DEVICE, HOST, RANKS_OF_A_MACHINE, STORAGE, Placements
 from zerostart.engines.registry import (
     EngineChoice,
@@ -27,6 +26,7 @@ from zerostart.engines.shard import (
     first_rank_shard,
     full_shape,
     laid_out,
+    plain_name,
     whole_shard,
 )
 from zerostart.engines.state import Gradient, Master, OptimizerState, TrainingState

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from types import ModuleType
 from typing import TYPE_CHECKING
 
+import torch
+import torch.distributed as dist
 from torch import nn
 
+from zerostart.distributed.world import default_device
 from zerostart.errors import ConfigError
 from zerostart.geometry.layout import Mesh, Parallelism, ParallelPlan, expert_plan, tensor_plan
-from zerostart.models import library_of
+from zerostart.models import Attention, library_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -138,3 +142,78 @@ def _check_heads(model: nn.Module, size: int, plan: ParallelPlan) -> None:
 
 def _modules(model: nn.Module) -> list[str]:
     return [name for name, _ in model.named_modules() if name]
+
+
+# Ranks that share tensors draw the same numbers: dropout on what all of them see is one dropout.
+
+
+def share_draws(model: nn.Module, group: dist.ProcessGroup) -> None:
+    """Have each forward of ``model`` in training begin, on all ranks of ``group``, as on its first.
+
+    A forward needs all these ranks anyway, for what they share; one in evaluation draws nothing, and waits
+    for nobody here.
+    """
+
+    # A function, and no partial: a copy of the model copies what that has, and no group can be copied.
+    def begin(module: nn.Module, _: object) -> None:
+        if module.training:
+            _draw_alike(group)
+
+    model.register_forward_pre_hook(begin)
+
+
+def _draw_alike(group: dist.ProcessGroup) -> None:
+    device = default_device()
+    backend: ModuleType = torch if device.type == "cpu" else torch.get_device_module(device)
+    arguments = () if device.type == "cpu" else (device,)
+    state = backend.get_rng_state(*arguments).to(device)
+    dist.broadcast(state, group=group, group_src=0)
+    backend.set_rng_state(state.cpu(), *arguments)
+
+
+# Sequences that ranks share: which models each way of it can serve, before anything is read.
+
+
+def check_heads(model: nn.Module, size: int) -> None:
+    """Raise ConfigError unless ``size`` ranks can share the heads of ``model`` (on meta)."""
+    known = _attention(model, size)
+    if known.implementation != "sdpa" and "flash" not in known.implementation:
+        raise _refused(model, size, f"the attention implementation {known.implementation!r}", _ATTENTION)
+    if known.heads % size:
+        raise _indivisible(model, size, "num_attention_heads", known.heads)
+    if known.key_value_heads % size and size % known.key_value_heads:
+        raise _indivisible(model, size, "num_key_value_heads", known.key_value_heads)
+
+
+def check_ring(model: nn.Module, size: int) -> None:
+    """Raise ConfigError unless keys and values of ``model`` (on meta) can travel among ``size`` ranks."""
+    known = _attention(model, size)
+    if known.implementation != "sdpa":
+        raise _refused(model, size, f"the attention implementation {known.implementation!r}", _ATTENTION)
+    if others := sorted(known.kinds - {"full_attention"}):
+        raise _refused(model, size, f"layers of type {', '.join(others)}", "use engine='deepspeed'")
+
+
+#: What serves both ways.
+_ATTENTION = "build it with attn_implementation='sdpa'"
+
+
+def _attention(model: nn.Module, size: int) -> Attention:
+    known = library_of(model).attention(model)
+    if known.obstacle:
+        raise _refused(model, size, known.obstacle, "use sequence_parallel=1")
+    return known
+
+
+def _refused(model: nn.Module, size: int, what: str, remedy: str) -> ConfigError:
+    return ConfigError(
+        f"sequence_parallel={size} is not available for {type(model).__name__}, which has {what}; {remedy}"
+    )
+
+
+def _indivisible(model: nn.Module, size: int, key: str, heads: int) -> ConfigError:
+    fitting = max(n for n in range(1, size) if heads % n == 0)
+    return ConfigError(
+        f"sequence_parallel={size} does not divide the {heads} of {key} in {type(model).__name__}; use "
+        f"sequence_parallel={fitting}"
+    )

@@ -1,7 +1,14 @@
 """Pure integers: boxes, row-major ranges, strided pieces and the copies between them."""
 
-from zerostart.geometry.boxes import Box, row_major_boxes, row_major_strides
-from zerostart.geometry.copies import Copy, Loop, copies_between, merge_runs
+from zerostart.geometry.copies import (
+    Box,
+    Copy,
+    Loop,
+    copies_between,
+    merge_runs,
+    row_major_boxes,
+    row_major_strides,
+)
 from zerostart.geometry.digits import Digit, Digits, cut, extent, simplify, split_at
 from zerostart.geometry.pieces import (
     Piece,
@@ -17,7 +24,7 @@ from zerostart.geometry.pieces import (
     whole,
 )
 from zerostart.geometry.regions import Region, regions, split_region
-from zerostart.geometry.strided import View, view_within, without
+from zerostart.geometry.tiling import View, view_within, without
 
 __all__ = [
     "Box",

@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from zerostart.geometry.boxes import Box, row_major_strides
-from zerostart.geometry.copies import Copy, Loop
+from zerostart.geometry.copies import Box, Copy, Loop, row_major_strides
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from zerostart.checkpoint.catalog import Catalog
 from zerostart.geometry import Box
 from zerostart.geometry.layout import Layout, LocalBox, replicated
 from zerostart.recipe import Recipe
-from zerostart.recipe.computed import leaves_of
+from zerostart.recipe.values import leaves_of
 from zerostart.transfer import Arena, Progress, Tuning, execute, page_locked
 from zerostart.transfer.planning import Destination, Plan, join
 

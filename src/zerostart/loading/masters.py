@@ -19,7 +19,7 @@ from zerostart.errors import EngineError
 from zerostart.geometry.layout import Layout
 from zerostart.geometry.layout.flat import narrowed
 from zerostart.recipe import Computed, Recipe, torch_dtype
-from zerostart.recipe.computed import leaves_of
+from zerostart.recipe.values import leaves_of
 from zerostart.transfer import Progress, Tuning
 from zerostart.transfer.collective import execute_together
 from zerostart.transfer.planning import Destination, join

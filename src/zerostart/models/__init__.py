@@ -1,24 +1,22 @@
 """Models without their weights: built on meta, every tensor's origin settled before anything is sharded."""
 
-from zerostart.models.aliases import Alias, Aliases
+from zerostart.models.aliases import Alias, Aliases, replace_tensor, state_names
 from zerostart.models.build import (
     ModelLike,
-    build,
-    cast_parameters,
-    from_config,
-    let_cast,
-    require,
-    set_dtypes,
-)
-from zerostart.models.fresh import (
     Taken,
+    build,
     build_fresh,
+    cast_parameters,
     existing_origins,
     existing_recipes,
     fresh_origins,
+    from_config,
     has_values,
     import_model,
+    let_cast,
     named_tensors,
+    require,
+    set_dtypes,
 )
 from zerostart.models.initialise import Program, fill_missing
 from zerostart.models.library import (
@@ -39,7 +37,6 @@ from zerostart.models.registry import (
     model_library_names,
     register_model_library,
 )
-from zerostart.models.tensors import replace_tensor, state_names
 
 __all__ = [
     "Alias",

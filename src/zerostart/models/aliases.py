@@ -7,8 +7,13 @@ been built, and given what is under the name afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+import functools
+import types
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,7 +21,159 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 
 from zerostart.errors import BuildError
 from zerostart.models.operator_log import storage_key
-from zerostart.models.slots import Slot, registered, tensor_slots
+
+# Places where a model keeps tensors that no state dict knows: attributes, and what these hold.
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A place; ``path`` is how one would write it, ``hidden`` whether it is inside an unregistered module.
+
+    It is looked up anew each time, so that a container may be replaced by one of the same form.
+    """
+
+    path: str
+    get: Callable[[], Any]
+    set: Callable[[object], None]
+    hidden: bool = False
+
+    def within(self, suffix: str, get: Callable[[], object], put: Callable[[object], None]) -> Slot:
+        """A place inside what lies here."""
+        return Slot(self.path + suffix, get, put, self.hidden)
+
+
+#: What every module has of its own and registers tensors in.
+_REGISTERED = frozenset(("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"))
+#: What holds nothing.
+_ATOMS: tuple[type, ...] = (str, bytes, int, float, complex, type(None), type, types.ModuleType)
+_ATOMS += (torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, torch.Generator)
+
+
+def registered(module: nn.Module, leaf: str, path: str) -> Slot:
+    """The place of a parameter or buffer, past the setters."""
+    held: Any = module._parameters if leaf in module._parameters else module._buffers
+    return Slot(path, lambda: held[leaf], functools.partial(held.__setitem__, leaf))
+
+
+def tensor_slots(model: nn.Module) -> Iterator[Slot]:
+    """Every place with a tensor that is not registered, in the order of the modules."""
+    # Modules of the model are walked by ``named_modules``: met inside an attribute they are passed over.
+    own = {id(module) for module in model.modules()}
+    seen: dict[int, object] = {}
+    for prefix, module in model.named_modules():
+        # A place that is never set: it gives the path only.
+        start = Slot(prefix, lambda: None, lambda _: None)
+        # By a list and not by recursion: structures may be deeper than Python's stack.
+        waiting = list(_attributes(module, start, _REGISTERED))
+        while waiting:
+            slot = waiting.pop()
+            value = slot.get()
+            if isinstance(value, torch.Tensor):
+                yield slot
+            elif isinstance(value, nn.Module):
+                if id(value) not in own and _first(value, seen):
+                    waiting += _attributes(value, Slot(slot.path, slot.get, slot.set, hidden=True))
+            # What cannot be changed in place is entered each time it is met: every place that holds it has to
+            # be given a new one.
+            elif isinstance(value, (tuple, weakref.ref)) or _first(value, seen):
+                waiting += _inside(slot, value)
+
+
+def _first(value: object, seen: dict[int, object]) -> bool:
+    """Whether ``value`` is met for the first time; it is kept, for its ``id`` to stay its own."""
+    if id(value) in seen:
+        return False
+    seen[id(value)] = value
+    return True
+
+
+def _empty(value: object) -> bool:
+    # Instances of other classes may have attributes besides.
+    return isinstance(value, _ATOMS) or (type(value) in (dict, OrderedDict, list, tuple) and not value)
+
+
+def _inside(slot: Slot, value: object) -> list[Slot]:
+    """The places in what lies in ``slot``, but for those that hold nothing."""
+    if isinstance(value, dict):
+        return [*_entries(slot, value), *_state(slot, value)]
+    if isinstance(value, list):
+        return [_item(slot, i) for i, held in enumerate(value) if not _empty(held)] + [*_state(slot, value)]
+    if isinstance(value, tuple):
+        return [_part(slot, i) for i, held in enumerate(value) if not _empty(held)]
+    if isinstance(value, weakref.ref):
+        return [] if value() is None else [_referent(slot)]
+    return list(_state(slot, value))
+
+
+def _attributes(module: nn.Module, slot: Slot, but: frozenset[str] = frozenset()) -> Iterator[Slot]:
+    """The attributes of a module; of one that is registered nowhere, what it registers as well."""
+    for leaf, held in list(vars(module).items()):
+        if leaf not in but and not _empty(held):
+            path = f".{leaf}" if slot.path else leaf
+            yield slot.within(
+                path, functools.partial(_look, module, leaf), functools.partial(_put, module, leaf)
+            )
+
+
+def _dictionary(owner: object) -> dict[str, object]:
+    """What an object has as its own attributes, past what its class makes of the question."""
+    try:
+        held: dict[str, Any] = object.__getattribute__(owner, "__dict__")
+    except AttributeError:
+        return {}
+    return held
+
+
+def _look(owner: object, leaf: str) -> object:
+    return _dictionary(owner)[leaf]
+
+
+def _put(owner: object, leaf: str, value: object) -> None:
+    _dictionary(owner)[leaf] = value
+
+
+def _state(slot: Slot, value: object) -> Iterator[Slot]:
+    """The attributes of an object."""
+    for leaf, held in list(_dictionary(value).items()):
+        if not _empty(held):
+            yield _attribute(slot, leaf)
+
+
+def _attribute(slot: Slot, leaf: str) -> Slot:
+    return slot.within(
+        f".{leaf}", lambda: _dictionary(slot.get())[leaf], lambda new: _put(slot.get(), leaf, new)
+    )
+
+
+def _entries(slot: Slot, value: dict[object, object]) -> Iterator[Slot]:
+    for key, held in list(value.items()):
+        if not _empty(held):
+            yield slot.within(f"[{key!r}]" if isinstance(key, (str, int)) else "[...]", *_entry(slot, key))
+
+
+def _entry(slot: Slot, key: object) -> tuple[Callable[[], Any], Callable[[object], None]]:
+    return (lambda: slot.get()[key]), (lambda new: slot.get().__setitem__(key, new))
+
+
+def _item(slot: Slot, number: int) -> Slot:
+    return slot.within(f"[{number}]", *_entry(slot, number))
+
+
+def _part(slot: Slot, number: int) -> Slot:
+    def put(new: object) -> None:
+        old = slot.get()
+        parts = [*old[:number], new, *old[number + 1 :]]
+        made = getattr(type(old), "_make", type(old))  # a named tuple takes its parts one by one
+        slot.set(made(parts))
+
+    return slot.within(f"[{number}]", lambda: slot.get()[number], put)
+
+
+def _referent(slot: Slot) -> Slot:
+    def put(new: object) -> None:
+        slot.set(type(slot.get())(new, slot.get().__callback__))
+
+    return slot.within("()", lambda: slot.get()(), put)
 
 
 @dataclass(frozen=True)
@@ -218,3 +375,48 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int, int]:
     low = int(tensor.storage_offset()) * tensor.itemsize
     high = low + (last + 1) * tensor.itemsize
     return low, high, high - low
+
+
+# A model's tensors, by name.
+
+
+def owner_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """The module that holds the tensor ``name``, and its name there."""
+    path, _, leaf = name.rpartition(".")
+    return (model.get_submodule(path) if path else model), leaf
+
+
+def replace_tensor(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    """Put ``tensor`` in the place of the parameter or buffer ``name``, past the setters.
+
+    Raises KeyError if there is none.
+    """
+    owner, leaf = owner_of(model, name)
+    if leaf in owner._parameters:
+        owner._parameters[leaf] = tensor  # type: ignore[assignment]  # a Parameter, by the caller's care
+    elif leaf in owner._buffers:
+        owner._buffers[leaf] = tensor
+    else:
+        raise KeyError(name)
+
+
+def state_names(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
+    """``(name, tensor, is a buffer)`` of the state dict, tied names included, in its order."""
+    for prefix, module in model.named_modules():
+        start = f"{prefix}." if prefix else ""
+        for leaf, parameter in module._parameters.items():
+            if parameter is not None:
+                yield start + leaf, parameter, False
+        for leaf, buffer in module._buffers.items():
+            if buffer is not None and leaf not in module._non_persistent_buffers_set:
+                yield start + leaf, buffer, True
+
+
+def recast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A meta tensor in another dtype; a parameter stays one, with its marks."""
+    cast = torch.empty(tensor.shape, dtype=dtype, device="meta")
+    if not isinstance(tensor, nn.Parameter):
+        return cast
+    parameter = nn.Parameter(cast, requires_grad=tensor.requires_grad and dtype.is_floating_point)
+    parameter.__dict__.update(tensor.__dict__)
+    return parameter

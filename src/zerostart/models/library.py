@@ -20,8 +20,8 @@ from torch import nn
 from zerostart.checkpoint.catalog import Catalog
 from zerostart.checkpoint.strict_json import JsonObject
 from zerostart.errors import BuildError, ConversionError
+from zerostart.models.aliases import owner_of, replace_tensor, state_names
 from zerostart.models.operator_log import OperatorLog
-from zerostart.models.tensors import owner_of, replace_tensor, state_names
 from zerostart.recipe import Coverage, Recipes, Target, matched, one_thread, run_converter, symbols_of
 
 #: What autoencoders and image encoders are run by.

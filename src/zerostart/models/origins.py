@@ -14,16 +14,16 @@ import torch
 from torch import nn
 
 from zerostart.errors import BuildError
-from zerostart.models.aliases import Aliases
-from zerostart.models.initialise import Program, program_of
-from zerostart.models.library import Built
-from zerostart.models.slots import tensor_slots
-from zerostart.models.tensors import (
+from zerostart.models.aliases import (
+    Aliases,
     owner_of,
     recast,
     replace_tensor,
     state_names,
+    tensor_slots,
 )
+from zerostart.models.initialise import Program, program_of
+from zerostart.models.library import Built
 from zerostart.recipe import Coverage, Recipe, Recipes, SymbolicTensor
 
 #: Tells whether two state-dict names hold equal bytes in the checkpoint; the same answer on every rank.

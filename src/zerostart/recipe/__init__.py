@@ -1,13 +1,13 @@
 """Recipes: which checkpoint elements make up each model parameter, and what neither side accounts for."""
 
 from zerostart.recipe import operators as _operators  # noqa: F401  # registers the operators
-from zerostart.recipe.computed import Computed, Operand
 from zerostart.recipe.dtypes import main_dtype, spelling, torch_dtype
 from zerostart.recipe.recipe import Coverage, Recipe, Recipes, Target
 from zerostart.recipe.recording import recorded
 from zerostart.recipe.stored import symbols_of
 from zerostart.recipe.symbolic import SymbolicTensor, settled
 from zerostart.recipe.trace import assembled, loaded_into, matched, one_thread, run_converter
+from zerostart.recipe.values import Computed, Operand
 
 __all__ = [
     "Computed",

@@ -16,8 +16,8 @@ from zerostart import geometry
 from zerostart.checkpoint.catalog import TensorEntry
 from zerostart.geometry import Box, Copy, Piece, row_major_strides
 from zerostart.geometry.tiling import Strided, tiles
-from zerostart.recipe.computed import Computed
 from zerostart.recipe.recipe import Recipe
+from zerostart.recipe.values import Computed
 
 #: Most pieces into which one tensor is cut on its way back.
 MOST_PIECES = 1 << 14

@@ -10,8 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from zerostart import geometry
-from zerostart.recipe.computed import Computed
-from zerostart.recipe.values import HANDLERS, Value, compute, constant
+from zerostart.recipe.values import HANDLERS, Computed, Value, compute, constant
 
 aten = torch.ops.aten
 H = TypeVar("H", bound=Callable[..., Any])

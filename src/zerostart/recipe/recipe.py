@@ -11,7 +11,7 @@ import torch
 
 from zerostart.errors import BuildError, CoverageError, printable
 from zerostart.geometry import Box, Piece
-from zerostart.recipe.computed import Computed
+from zerostart.recipe.values import Computed
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,11 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from zerostart.recipe.in_place import view, write
-from zerostart.recipe.memory import Memory, Symbol
-from zerostart.recipe.operands import (
+from zerostart import geometry
+from zerostart.recipe.memory import (
+    UNSAID_VIEWS,
+    Memory,
+    Symbol,
     all_constant,
     constant_of,
     counted,
@@ -27,9 +29,253 @@ from zerostart.recipe.operands import (
     valued,
     writes,
 )
+from zerostart.recipe.operators import cast
 from zerostart.recipe.refusals import by_torch, ours_are_refused, refusal
 from zerostart.recipe.values import HANDLERS, Value, compute, depends_on_values, names_of
+from zerostart.recipe.views import KNOWN_VIEWS, SAME, Layout, Step, single_views
+from zerostart.upstream.torch.wrapper import shares_storage
 from zerostart.upstream.types import Arguments, Keywords
+
+# Operators on symbolic tensors that show memory that is there in another way, or write into it.
+
+
+def view(cls: type[Symbol], func: OpOverload, args: Arguments, kwargs: Keywords) -> Any:
+    """What an operator gives that shows the same memory in another way.
+
+    Raises ConversionError for a view that is not known.
+    """
+    source, rest = args[0], args[1:]
+    metas = on_meta(cls, func, args, kwargs)
+    if isinstance(metas, torch.Tensor) and func not in UNSAID_VIEWS:
+        return _viewed(cls, source, func, rest, metas)
+    if isinstance(metas, torch.Tensor):
+        metas = [metas]
+    # A view with several results (split, unbind) is followed as one view each, which a write can go back
+    # through.
+    singles = single_views(func, source.shape, rest)
+    if len(singles) != len(metas):
+        singles = [(None, ())] * len(metas)
+    views = [_viewed(cls, source, f, r, m) for (f, r), m in zip(singles, metas, strict=True)]
+    return views[0] if func is aten._unsafe_view.default else views
+
+
+def _viewed(cls: type[Symbol], source: Any, func: OpOverload, rest: Arguments, meta: torch.Tensor) -> object:
+    layout = Layout(tuple(meta.shape), meta.stride(), int(meta.storage_offset()))
+    if func in SAME:
+        return cls(source.memory, source.steps, meta)
+    if func in KNOWN_VIEWS:
+        return cls(source.memory, (*source.steps, Step(func, rest, layout, meta.dtype)), meta)
+    if meta.dtype != source.dtype or not shares_storage(meta, source.meta):
+        raise refusal(
+            f"the conversion of {names_of(source)} calls {func}, a view that zerostart does not support"
+        )
+    # No rule for this view: its strides on meta say which elements it shows, as they do for as_strided.
+    found = None if any(step.reads_anew for step in source.steps) else boxed(cls(source.memory), layout)
+    if found is None:
+        raise refusal(
+            f"the conversion of {names_of(source)} calls {func}, whose result is no box of the tensor's "
+            "memory; use slices, permute and reshape, or clone the tensor first"
+        )
+    return found
+
+
+def boxed(whole: Any, layout: Layout) -> Any:
+    """The view of a symbolic tensor that lies as ``layout``, by views with rules; None if it is no box."""
+    have = whole.layout_in_memory
+    if have == layout:
+        return whole
+    found = geometry.view_within(
+        *(have.shape, have.strides, have.offset), *(layout.shape, layout.strides, layout.offset)
+    )
+    if found is None:
+        return None
+    view = whole.permute(found.order).view(found.split)
+    for dim, (start, count) in enumerate(zip(found.starts, found.counts, strict=True)):
+        view = aten.slice.Tensor(view, dim, start, start + count)
+    return view.view(found.joined).permute(found.turned).view(found.shape)
+
+
+def write(cls: type[Symbol], func: OpOverload, args: Arguments, kwargs: Keywords) -> Any:
+    """What an operator gives that writes into tensors. Raises ConversionError for what cannot be followed."""
+    if func is aten.copy_.default and args[0] is args[1]:
+        return args[0]
+    if torch.Tag.inplace_view in func.tags:
+        return _view_in_place(cls, func, args, kwargs)
+    # 1. What no weight has gone into yet is written by torch itself, on the real elements.
+    tensors = list(tensors_in((args, kwargs.values())))
+    written = _written(func, args, kwargs)
+    if all_constant(cls, tensors):
+        with by_torch():
+            func(*reals(cls, args), **reals(cls, kwargs))
+        for target in written:
+            if isinstance(target, cls):
+                target.memory.touch()
+        return _given_back(func, args, kwargs)
+    # 2. Weights cannot go into memory that is not symbolic: nothing would follow them from there.
+    outside = [t for t in written if not isinstance(t, cls)]
+    if outside and not any(t.numel() for t in written):
+        on_meta(cls, func, args, kwargs)  # refuses what torch would refuse
+        return _given_back(func, args, kwargs)  # and nothing goes anywhere
+    if outside:
+        raise refusal(
+            f"the conversion of {names_of(args)} writes them ({func}) into a tensor that torch did "
+            "not make during the conversion: one from NumPy, from a global variable, or from "
+            "another thread"
+        )
+    # 3. A write is its functional twin (``add_`` is ``add``), whose result is put into the target's place.
+    functional = _functional(func)
+    if functional is None:
+        raise refusal(
+            f"the conversion of {names_of(args)} calls {func}, an in-place write that zerostart cannot trace"
+        )
+    # As in `record`: constant masks become indices, for the twin as for any operator.
+    args = counted(cls, func, args)
+    kept = {k: v for k, v in kwargs.items() if not _is_out(func, k)}
+    # The call itself, not its twin: an in-place operator refuses shapes and dtypes that the twin broadcasts.
+    on_meta(cls, func, args, kwargs)  # refuses what torch would refuse
+    # 4. The twin reads everything before anything is written; torch's loop does not. Where that could show
+    #    (two elements in one place, an operand that shares memory at another place) the result is nobody's to
+    #    say.
+    if any(t.layout_in_memory.overlaps() for t in written):
+        raise refusal(
+            f"the conversion of {names_of(args)} writes ({func}) into a view whose elements share "
+            "memory; write into the tensor that it is a view of, or clone it"
+        )
+    if _goes_along(functional) and reads_what_it_writes(written, [*args, *kept.values()]):
+        raise refusal(
+            f"the conversion of {names_of(args)} reads memory that it also writes to ({func}), so "
+            "the result depends on the order of torch's loops; clone the source or the target"
+        )
+    # 5. Into each target in turn, cast as torch casts. Its memory has a new version, which all views show.
+    handler = HANDLERS.get(functional)
+    values, named = valued(cls, args), valued(cls, kept)
+    made = handler(*values, **named) if handler else compute(functional, values, named)
+    for target, value in zip(written, [made] if isinstance(made, Value) else made, strict=True):
+        if value.shape != tuple(target.shape) and not target.numel():
+            target.become(cls(Memory.holding(value)))  # an empty tensor for a result of any shape
+            continue
+        if value.shape != tuple(target.shape):
+            raise refusal(
+                f"the conversion of {names_of(value)} calls {func} with an out= tensor of another shape"
+            )
+        target.write(cast(value, target.dtype))
+    return _given_back(func, args, kwargs)
+
+
+@functools.cache
+def _goes_along(functional: OpOverload) -> bool:
+    """Whether an operator reads its operands while it writes, element by element or tensor by tensor."""
+    if torch.Tag.pointwise in functional.tags or functional is aten.copy.default:
+        return True
+    return bool(functional._schema.name.startswith("aten::_foreach"))
+
+
+def _written(func: OpOverload, args: Sequence[object], kwargs: Keywords) -> list[Any]:
+    """The tensors that an operator writes into."""
+    found: list[Any] = []
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[position] if position < len(args) else kwargs.get(argument.name)
+            found += tensors_in([given])
+    return found
+
+
+def _given_back(func: OpOverload, args: Sequence[object], kwargs: Keywords) -> Any:
+    """What an operator that writes returns: the tensors that it wrote into."""
+    returns = func._schema.returns
+    written = _written(func, args, kwargs)
+    if not returns:
+        return None
+    return written[0] if len(returns) == 1 and len(written) == 1 else tuple(written)
+
+
+def _is_out(func: OpOverload, name: str) -> bool:
+    return any(a.name == name and a.is_out for a in func._schema.arguments)
+
+
+@functools.cache
+def _functional(func: OpOverload) -> Any:
+    """The operator that gives as new tensors what ``func`` writes; None if torch has none."""
+    space, name = func._schema.name.split("::")
+    if name.startswith("__i"):
+        name = "__" + name.removeprefix("__i")
+    elif name.endswith("_") and not name.endswith("__"):
+        name = name[:-1]
+    # Found by name and arguments: torch says of no operator which other one is its functional form.
+    wanted = [(a.name, str(a.type)) for a in func._schema.arguments if not a.is_out]
+    packet = getattr(getattr(torch.ops, space), name, None)
+    for overload in packet.overloads() if packet is not None else ():
+        found = getattr(packet, overload)
+        given = [(a.name, str(a.type)) for a in found._schema.arguments]
+        if not found._schema.is_mutable and given == wanted:
+            return found
+    return None
+
+
+def _view_in_place(cls: type[Symbol], func: OpOverload, args: Arguments, kwargs: Keywords) -> object:
+    """An operator that makes a tensor another view of its memory, such as ``t_``."""
+    target = args[0]
+    if func._schema.name == "aten::set_" and isinstance(args[1], torch.UntypedStorage):
+        real = torch.empty(0, dtype=target.dtype, device="cpu")
+        memory = Memory.of_constant(func(real, *args[1:], **kwargs))
+        # Exported memory is read anew each time that its value is wanted, as what others may change has to
+        # be.
+        memory.exported = True  # a file that is read has others in it
+        target.become(cls(memory))
+        return target
+    functional = _functional(func)
+    if functional is None or not isinstance(target, cls) or not is_view(functional):
+        raise refusal(
+            f"the conversion of {names_of(args)} calls {func}, which gives a tensor other memory; "
+            "make a new tensor instead"
+        )
+    target.become(view(cls, functional, args, kwargs))
+    return target
+
+
+def reads_what_it_writes(written: list[Any], given: list[object]) -> bool:
+    """Whether an operator takes of its arguments ``given`` what it changes meanwhile, by writing ``written``.
+
+    An operand may be what is written, element by element; of lists, the one at the same place.
+    """
+    for argument in given:
+        operands = argument if isinstance(argument, (list, tuple)) else [argument]
+        for place, operand in enumerate(operands):
+            for number, target in enumerate(written):
+                if operand is target and len(written) == 1:
+                    continue
+                if (
+                    not isinstance(operand, torch.Tensor)
+                    or getattr(operand, "memory", None) is not target.memory
+                ):
+                    continue
+                # The same elements in the same order are read before they are written, one by one: nothing
+                # can show.
+                same = place == number and _alike(operand, target)
+                if not same and not _apart(operand, target):
+                    return True
+    return False
+
+
+def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+    places = [(t.shape, t.stride(), t.storage_offset(), t.dtype, t.is_conj(), t.is_neg()) for t in (a, b)]
+    return places[0] == places[1]
+
+
+def _apart(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """True if two views of one memory end before the other begins."""
+    if not a.numel() or not b.numel():
+        return True
+    (first, stop), (other, end) = _span(a), _span(b)
+    return stop <= other or end <= first
+
+
+def _span(t: torch.Tensor) -> tuple[int, int]:
+    """The first byte of a view, and that behind its last."""
+    width, first = t.element_size(), int(t.storage_offset())
+    last = first + sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
+    return first * width, (last + 1) * width
+
 
 aten = torch.ops.aten
 

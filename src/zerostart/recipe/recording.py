@@ -14,8 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zerostart.errors import ConversionError
 from zerostart.recipe.record import record
 from zerostart.recipe.refusals import refusal, refusals_count
-from zerostart.recipe.sealed import SEALED
-from zerostart.recipe.symbolic import SymbolicTensor, constants_become_real
+from zerostart.recipe.symbolic import SEALED, SymbolicTensor, constants_become_real
 from zerostart.upstream.torch.tensors import asks_for_memory
 from zerostart.upstream.types import Arguments, Keywords
 

@@ -22,17 +22,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zerostart import geometry
 from zerostart.errors import ConversionError
 from zerostart.geometry import Box, Piece
-from zerostart.recipe.computed import Computed
-from zerostart.recipe.in_place import boxed
-from zerostart.recipe.memory import Memory
-from zerostart.recipe.operands import fill_of, is_view, mapped, tensors_in, writes
+from zerostart.recipe.memory import Memory, fill_of, is_view, mapped, tensors_in, writes
 from zerostart.recipe.operators import cast, expand, permute, reshape, slice_of
 from zerostart.recipe.recipe import Coverage, Recipe, Recipes, Target
+from zerostart.recipe.record import boxed
 from zerostart.recipe.recording import recorded
 from zerostart.recipe.refusals import refusal
 from zerostart.recipe.stored import copies_of
 from zerostart.recipe.symbolic import SymbolicTensor, settled
-from zerostart.recipe.values import Value, constant, names_of
+from zerostart.recipe.values import Computed, Value, constant, names_of
 from zerostart.recipe.views import Layout
 from zerostart.upstream.types import Arguments, Keywords
 

@@ -1,6 +1,6 @@
 """What DeepSpeed itself makes of tensors beside sequences: why loads refuse both.
 
-Where this fails because DeepSpeed has learnt it, the refusal in ``geometry/layout/mesh.py`` is to go.
+Where this fails because DeepSpeed has learnt it, the refusal in ``parallel_plans.py`` is to go.
 """
 
 from typing import Any

@@ -80,7 +80,7 @@ class Run:
             torch.manual_seed(5)
             self.model = get_peft_model(self.model, LoraConfig(r=2, target_modules=["q_proj"]))
             if case.engine == "fsdp2":
-                from zerostart.engines.fsdp2.added import shard_added
+                from zerostart.engines.fsdp2.units import shard_added
 
                 shard_added(self.model, {}, fp32=False)
         self.model.train()

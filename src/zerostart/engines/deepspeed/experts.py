@@ -19,8 +19,7 @@ from zerostart.engines.deepspeed.partitioning import current_shards
 from zerostart.engines.deepspeed.settings import DeepSpeedSettings
 from zerostart.engines.exchange import exchange_tokens, expert_modules
 from zerostart.engines.flat_buffers import held_layouts
-from zerostart.engines.names import loaded_names
-from zerostart.engines.shard import Shard
+from zerostart.engines.shard import Shard, loaded_names
 from zerostart.geometry.layout import Layout, Parallelism, flat_partition, replicated
 from zerostart.upstream.deepspeed.construction import TensorGroups, note_shared
 from zerostart.upstream.deepspeed.parallel.experts import (

@@ -27,9 +27,8 @@ from zerostart.engines.engine import Engine
 from zerostart.engines.flat_buffers import FlatBufferShards, placed_whole
 from zerostart.engines.forecast import MemoryPeak, OptimizerCost, ParameterBytes, Target, replicated_peaks
 from zerostart.engines.loading import MasterReader, ShardMaker
-from zerostart.engines.parallelism import resolve
+from zerostart.engines.parallelism import check_heads, resolve
 from zerostart.engines.placements import DEVICE, HOST, STORAGE, Placements, placed_on_mesh
-from zerostart.engines.sequences import check_heads
 from zerostart.engines.shard import Shard
 from zerostart.engines.training import AccelerateSetup, TrainingJob
 from zerostart.errors import ConfigError
@@ -179,7 +178,7 @@ class ZeroThree(DeepSpeed):
 
     def require(self) -> None:
         # Also what the end of a load imports, which is then no part of the memory that the load takes.
-        from zerostart.engines.deepspeed import calls, masters  # noqa: F401
+        from zerostart.engines.deepspeed import calls, partitioning  # noqa: F401
         from zerostart.upstream.deepspeed import construction  # noqa: F401
         from zerostart.upstream.deepspeed.zero3.optimizer import require_stage3
 
@@ -237,7 +236,7 @@ class ZeroThree(DeepSpeed):
             with_first_values(lambda: added)
 
     def offer_masters(self, model: nn.Module, rounded: Collection[str], reader: MasterReader | None) -> None:
-        from zerostart.engines.deepspeed.masters import mark_parameters
+        from zerostart.engines.deepspeed.partitioning import mark_parameters
 
         mark_parameters(model, rounded, reader.read if reader else None)
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from zerostart.distributed.world import World
 from zerostart.engines.deepspeed.settings import TENSOR_RULES
-from zerostart.engines.same_draws import share_draws
+from zerostart.engines.parallelism import share_draws
 from zerostart.errors import ConfigError, EngineError
 from zerostart.geometry.layout import Parallelism, ParallelPlan, Ranges, expand, rules_without, shard_spec_of
 from zerostart.models import library_of

@@ -19,12 +19,11 @@ from zerostart.engines.flat_buffers import FlatBufferShards, placed_whole
 from zerostart.engines.forecast import MemoryPeak, OptimizerCost, ParameterBytes, Target, replicated_peaks
 from zerostart.engines.fsdp2 import memory
 from zerostart.engines.fsdp2.calls import begin_batch
-from zerostart.engines.fsdp2.layouts import MeshShares
-from zerostart.engines.fsdp2.settings import FSDP2Settings
+from zerostart.engines.fsdp2.settings import FSDP2Settings, MeshShares
 from zerostart.engines.fsdp2.state import FSDP2StateEngine, current_shards
 from zerostart.engines.loading import ShardMaker
+from zerostart.engines.parallelism import check_ring
 from zerostart.engines.placements import DEVICE, HOST, Placements
-from zerostart.engines.sequences import check_ring
 from zerostart.engines.shard import Shard
 from zerostart.engines.training import AccelerateSetup, TrainingJob
 from zerostart.errors import ConfigError
@@ -227,7 +226,7 @@ class FSDP2(FSDP2StateEngine, Engine):
 
     def shard_added(self, model: nn.Module, mixed_precision: str) -> None:
         # As units of their own. Raises EngineError for what cannot be one.
-        from zerostart.engines.fsdp2.added import hold_masters, shard_added
+        from zerostart.engines.fsdp2.units import hold_masters, shard_added
 
         if self.uses_fully_shard:
             shard_added(model, self.settings.options(), mixed_precision != "no")
@@ -236,7 +235,7 @@ class FSDP2(FSDP2StateEngine, Engine):
 
     def synchronize_added(self, model: nn.Module, added: Sequence[nn.Parameter]) -> None:
         # A plain loop has nothing that would reduce their gradients.
-        from zerostart.engines.fsdp2.added import share_added
+        from zerostart.engines.fsdp2.units import share_added
 
         if self.uses_fully_shard:
             axes = ("expert_parallel", "tensor_parallel")

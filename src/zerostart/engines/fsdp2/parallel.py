@@ -23,15 +23,13 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from zerostart.distributed.world import World, default_device
 from zerostart.engines.base import EngineConfig
 from zerostart.engines.exchange import exchange_tokens, expert_modules
-from zerostart.engines.fsdp2.layouts import MeshShares
-from zerostart.engines.fsdp2.settings import FSDP2Settings
+from zerostart.engines.fsdp2.settings import FSDP2Settings, MeshShares
 from zerostart.engines.fsdp2.state import FSDP2StateEngine
 from zerostart.engines.fsdp2.storage import arena_of, give_storage
 from zerostart.engines.fsdp2.units import blocks_of, scalars_of, units_of
-from zerostart.engines.names import loaded_names
+from zerostart.engines.parallelism import share_draws
 from zerostart.engines.residence import Residence
-from zerostart.engines.same_draws import share_draws
-from zerostart.engines.shard import Shard, replace_everywhere
+from zerostart.engines.shard import Shard, loaded_names, replace_everywhere
 from zerostart.errors import EngineError
 from zerostart.geometry.layout import Parallelism, Ranges, ShardSpec
 from zerostart.upstream.transformers.distributed import require_styles, run_in_style

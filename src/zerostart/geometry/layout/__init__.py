@@ -1,8 +1,19 @@
 """Layouts: which elements of a parameter a rank holds, and where in its local storage. Pure integers."""
 
-from zerostart.geometry.layout.layout import Layout, LocalBox, dimension_shard, flat_partition, replicated
-from zerostart.geometry.layout.mesh import Mesh
+from zerostart.geometry.layout.layout import (
+    Layout,
+    LocalBox,
+    Section,
+    chunk,
+    dimension_shard,
+    entire,
+    flat_partition,
+    packed,
+    ranged,
+    replicated,
+)
 from zerostart.geometry.layout.parallel_plans import (
+    Mesh,
     Parallelism,
     ParallelPlan,
     Ranges,
@@ -13,7 +24,6 @@ from zerostart.geometry.layout.parallel_plans import (
     shard_spec_of,
     tensor_plan,
 )
-from zerostart.geometry.layout.section import Section, chunk, entire, packed, ranged
 
 __all__ = [
     "ShardSpec",

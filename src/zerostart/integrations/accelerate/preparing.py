@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from zerostart import engines
-from zerostart.engines.fsdp2.added import shard_added, shard_around
+from zerostart.engines.fsdp2.units import shard_added, shard_around
 from zerostart.errors import ConfigError
 from zerostart.integrations.engine_setup import check_sharing, check_tensors, fsdp2_config
 from zerostart.live.model import find_record, loaded_model, loaded_models, record_of

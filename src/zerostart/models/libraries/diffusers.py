@@ -16,8 +16,8 @@ from zerostart.checkpoint.formats.base import CONFIG_NAME
 from zerostart.checkpoint.source import config_path, read_config
 from zerostart.checkpoint.strict_json import JsonObject
 from zerostart.errors import BuildError, ConversionError, UnsupportedVersionError
+from zerostart.models.aliases import state_names
 from zerostart.models.library import Built, Construction, ModelLibrary, OwnLoading, Stored
-from zerostart.models.tensors import state_names
 from zerostart.recipe import Recipes, SymbolicTensor, Target, matched, run_converter, symbols_of
 from zerostart.upstream.diffusers import weights as upstream
 from zerostart.upstream.diffusers.weights import fix_names, model_class, original_layout, require

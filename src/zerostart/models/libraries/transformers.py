@@ -20,8 +20,8 @@ from zerostart.checkpoint.catalog import Catalog
 from zerostart.checkpoint.source import read_config
 from zerostart.checkpoint.strict_json import JsonObject
 from zerostart.errors import BuildError, CheckpointError, ConversionError
+from zerostart.models.aliases import state_names
 from zerostart.models.library import Attention, Built, Construction, ModelLibrary, OwnLoading, Stored
-from zerostart.models.tensors import state_names
 from zerostart.recipe import (
     Coverage,
     Recipes,
