@@ -53,7 +53,7 @@ class WorkerServer:
         self.workers: dict[str, Worker] = {}
         self._listener, self.path = listen(path)
         # Also at the end of a script that does not close it.
-        self._remove = weakref.finalize(self, _remove_socket, self.path, path is None)
+        self._remove = weakref.finalize(self, _remove_socket, os.getpid(), self.path, path is None)
         self._descriptor = make_memory(image)
         self._thread = threading.Thread(target=self._accept, name="zerostart-refit", daemon=True)
         self._thread.start()
@@ -250,7 +250,9 @@ class WorkerServer:
         return ""
 
 
-def _remove_socket(path: Path, with_folder: bool) -> None:
+def _remove_socket(process: int, path: Path, with_folder: bool) -> None:
+    if os.getpid() != process:
+        return  # forked from the trainer, which goes on
     path.unlink(missing_ok=True)
     if with_folder:
         path.parent.rmdir()

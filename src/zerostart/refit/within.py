@@ -432,7 +432,6 @@ class _Bands(Reader):
 class WithinRanks:
     """The way of a push to targets in the ranks: each rank may have a part of the target."""
 
-    name = "local"
     #: Nobody connects.
     address = ""
 
@@ -455,6 +454,12 @@ class WithinRanks:
         self._names = world.all_gather_object(name, "naming the workers")
         self._takers: Takers | None = None
         self._told: object = None
+
+    @property
+    def name(self) -> str:
+        """Name of the transport, with the kind of accelerator that bands are on."""
+        kind = self._device.type
+        return "local" if kind == "cpu" else f"local ({kind})"
 
     def look(self) -> Mapping[str, Entry]:
         """Return the tensors of a target that is a model; collective."""
