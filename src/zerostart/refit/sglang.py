@@ -43,49 +43,34 @@ def driver_of(target: object) -> SGLangDriver | None:
         except (PeerError, ValueError):  # it may be anybody's
             return None
         known = info.keys() >= {"tp_size", "custom_weight_loader"}
-        return SGLangDriver(_ServerCalls(server), info) if known else None
+        return SGLangDriver(server, None, info) if known else None
     if all(callable(getattr(target, name, None)) for name in _CALLS) and hasattr(target, "tokenizer_manager"):
         engine: Any = target
         # Asked here, in the thread that has the engine: its event loop belongs to whoever calls it first.
-        driver = SGLangDriver(engine, engine.get_server_info())
-        driver.in_process = True
-        return driver
+        return SGLangDriver(None, engine, engine.get_server_info())
     return None
 
 
 class SGLangDriver:
-    """An SGLang engine, by its calls; no other thread may generate with an ``Engine`` meanwhile."""
+    """An SGLang server, or an ``Engine`` with which no other thread may generate meanwhile."""
 
-    in_process = False
-
-    def __init__(self, calls: Any, info: Mapping[str, Any]) -> None:
+    def __init__(self, server: Server | None, engine: Any, info: Mapping[str, Any]) -> None:
         """Raises ConfigError for an engine that cannot take weights."""
-        self._calls = calls
+        self._server, self._engine, self.in_process = server, engine, server is None
         self._tensor_parallel = int(info["tp_size"])
         self.workers = self._tensor_parallel * int(info.get("pp_size") or 1)
-        for wrong, why in (
-            (
-                LOADER not in (info.get("custom_weight_loader") or ()),
-                f"does not know zerostart's loader: make it with custom_weight_loader=[{LOADER!r}], or start "
-                f"its server with --custom-weight-loader {LOADER}",
-            ),
-            (
-                int(info.get("dp_size") or 1) > 1,
-                "has dp_size above 1, with which it updates no weights from tensors: start one server for "
-                "each replica, and call zerostart.refit for each",
-            ),
-            (
-                info.get("speculative_algorithm"),
-                "has a draft model for speculative decoding, which would keep its weights: start it without",
-            ),
-            (
-                info.get("quantization"),
-                f"quantises its weights ({info.get('quantization')}), which no push has been tried with: "
-                "start it without",
-            ),
-        ):
-            if wrong:
-                raise ConfigError(f"this SGLang {why}")
+        if LOADER not in (info.get("custom_weight_loader") or ()):
+            raise ConfigError(
+                "this SGLang does not know zerostart's loader: make it with "
+                f"custom_weight_loader=[{LOADER!r}], or start its server with --custom-weight-loader {LOADER}"
+            )
+        replicas = int(info.get("dp_size") or 1)
+        refused = {name: info[name] for name in ("speculative_algorithm", "quantization") if info.get(name)}
+        if replicas > 1 or refused:
+            raise ConfigError(
+                f"this SGLang has dp_size={replicas} and {refused or 'no draft model'}: start it without "
+                "speculative decoding and quantization, and one server for each replica"
+            )
 
     def join(self, address: str, timeout: float) -> None:
         self._ask({"do": "join", "address": address, "timeout": timeout}, False)
@@ -95,10 +80,10 @@ class SGLangDriver:
 
     def served(self, version: int) -> None:
         """Have the engine say that it serves ``version``."""
-        if isinstance(self._calls, _ServerCalls):
-            _check(self._calls.update_weight_version(str(version)))
+        if self._server is None:
+            updating.tell_version(self._engine, str(version))
         else:
-            updating.tell_version(self._calls, str(version))
+            self._call("update_weight_version", new_version=str(version), abort_all_requests=False)
 
     def leave(self) -> None:
         try:
@@ -107,50 +92,32 @@ class SGLangDriver:
             logger.warning("SGLang's workers have not left: %s", error)
 
     def _ask(self, what: Mapping[str, Any], flush: bool) -> None:
-        calls = self._calls
         try:
-            _check(calls.begin_weight_update(selector="target"))
+            self._call("begin_weight_update", selector="target")
         except PeerError:
             # A trainer that was killed in an update has not ended it.
-            _check(calls.end_weight_update())
-            _check(calls.begin_weight_update(selector="target"))
+            self._call("end_weight_update")
+            self._call("begin_weight_update", selector="target")
         try:
-            tensors: Any = [(json.dumps(what), torch.zeros(0, device="cpu"))]
-            if isinstance(calls, _ServerCalls):
+            tensors = [(json.dumps(what), torch.zeros(0, device="cpu"))]
+            given: dict[str, Any] = {"named_tensors": tensors}
+            if self._server is not None:
                 # SGLang's reader takes a pickle of text and an empty tensor.
-                tensors = [base64.b64encode(pickle.dumps(tensors)).decode()] * self._tensor_parallel
-            _check(calls.update_weights_from_tensor(tensors, load_format=LOADER, flush_cache=flush))
+                data = base64.b64encode(pickle.dumps(tensors)).decode()
+                given = {"serialized_named_tensors": [data] * self._tensor_parallel}
+            self._call("update_weights_from_tensor", **given, load_format=LOADER, flush_cache=flush)
         finally:
-            _check(calls.end_weight_update())
+            self._call("end_weight_update")
 
-
-class _ServerCalls:
-    """The calls of an ``Engine``, by the routes of a server."""
-
-    def __init__(self, server: Server) -> None:
-        self._server = server
-
-    def begin_weight_update(self, selector: str) -> object:
-        return self._server.post("begin_weight_update", {"selector": selector})
-
-    def update_weights_from_tensor(self, tensors: list[str], **options: Any) -> object:
-        body = {"serialized_named_tensors": tensors, **options}
-        return self._server.post("update_weights_from_tensor", body)
-
-    def end_weight_update(self) -> object:
-        return self._server.post("end_weight_update")
-
-    def update_weight_version(self, version: str) -> object:
-        body = {"new_version": version, "abort_all_requests": False}
-        return self._server.post("update_weight_version", body)
-
-
-def _check(answer: Any) -> None:
-    """Raise PeerError if SGLang answers that a call has failed: a mapping by HTTP, else a pair."""
-    if isinstance(answer, Mapping):
-        answer = answer.get("success"), answer.get("message")
-    if answer is not None and answer[0] is False:
-        raise PeerError(f"SGLang answers: {answer[1]}")
+    def _call(self, name: str, **body: Any) -> None:
+        """Call SGLang; raise PeerError if it answers that this has failed."""
+        if self._server is not None:
+            answer = self._server.post(name, body)
+            success, why = answer.get("success"), answer.get("message")
+        else:
+            success, why = (getattr(self._engine, name)(**body) or (None, ""))[:2]
+        if success is False:
+            raise PeerError(f"SGLang answers: {why}")
 
 
 # In a worker of SGLang.

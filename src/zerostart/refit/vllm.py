@@ -45,76 +45,49 @@ def register() -> None:
 def driver_of(target: object) -> VLLMDriver | None:
     """Return the driver of a vLLM engine; None for any other target."""
     if isinstance(target, str) and target.startswith(("http://", "https://")):
-        return VLLMDriver(_ServerCalls(target))
+        return VLLMDriver(target)
     if hasattr(target, "init_weight_transfer_engine") and hasattr(target, "llm_engine"):
         return EngineDriver(target)
     return None
 
 
-def _check_emptied(answer: object) -> None:
-    """Raise PeerError if vLLM has kept its prefix cache, as it does while requests run."""
-    if answer is False:
-        raise PeerError(
-            "vLLM has not emptied its prefix cache, whose keys and values are of the version before, since "
-            "requests are running: wait for them, or pause generation, before a push; then push again"
-        )
-
-
 class VLLMDriver:
-    """A vLLM engine, by its calls for weights: an ``LLM``, or the same by the routes of a server."""
+    """vLLM's server, by its routes."""
 
-    def __init__(self, calls: Any) -> None:
-        self._calls, self.workers = calls, int(getattr(calls, "workers", 1))
+    def __init__(self, address: str) -> None:
+        remedy = f"start it with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config '{_CONFIG}'"
+        self._server = Server(address, remedy)
+        self.workers = int(self._server.get("get_world_size", ANSWER_TIMEOUT_S)["world_size"])
 
     def join(self, address: str, timeout: float) -> None:
-        self._calls.init_weight_transfer_engine({"init_info": {"address": address, "timeout": timeout}})
+        self._call("init_weight_transfer_engine", init_info={"address": address, "timeout": timeout})
 
     def follow(self, version: int) -> None:
-        self._calls.start_weight_update()
+        self._call("start_weight_update")
         finished = ""
         try:
-            self._calls.update_weights({"update_info": {"version": version}})
+            self._call("update_weights", update_info={"version": version})
             finished = str(version)
         finally:  # workers that took it are still within the update
-            self._calls.finish_weight_update(finished)
+            self._call("finish_weight_update", weight_version=finished)
 
     def served(self, version: int) -> None:
-        """Have the engine drop what it has cached of prompts."""
-        _check_emptied(self._calls.reset_prefix_cache())
+        """Have the engine drop what it has cached of prompts, which it does not while requests run."""
+        answer = self._call("reset_prefix_cache")
+        if (answer.get("success") if isinstance(answer, dict) else answer) is False:
+            raise PeerError(
+                "vLLM has not emptied its prefix cache, whose keys and values are of the version before, "
+                "since requests are running: wait for them, or pause generation; then push again"
+            )
 
     def leave(self) -> None:
         try:
-            self._calls.shutdown_weight_transfer_engine()
+            self._call("shutdown_weight_transfer_engine")
         except Exception as error:  # of an engine that may be gone
             logger.warning("vLLM's workers have not left: %s", error)
 
-
-class _ServerCalls(Server):
-    """The routes of vLLM's server."""
-
-    def __init__(self, address: str) -> None:
-        super().__init__(
-            address, f"start it with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config '{_CONFIG}'"
-        )
-        self.workers = int(self.get("get_world_size", ANSWER_TIMEOUT_S)["world_size"])
-
-    def init_weight_transfer_engine(self, body: dict[str, Any]) -> None:
-        self.post("init_weight_transfer_engine", body)
-
-    def start_weight_update(self) -> None:
-        self.post("start_weight_update")
-
-    def update_weights(self, body: dict[str, Any]) -> None:
-        self.post("update_weights", body)
-
-    def finish_weight_update(self, weight_version: str) -> None:
-        self.post("finish_weight_update", {"weight_version": weight_version})
-
-    def reset_prefix_cache(self) -> object:
-        return self.post("reset_prefix_cache").get("success")
-
-    def shutdown_weight_transfer_engine(self) -> None:
-        self.post("shutdown_weight_transfer_engine", timeout=ANSWER_TIMEOUT_S)
+    def _call(self, name: str, **body: Any) -> Any:
+        return self._server.post(name, body)
 
 
 class EngineDriver(VLLMDriver):
@@ -123,7 +96,7 @@ class EngineDriver(VLLMDriver):
     in_process = True
 
     def __init__(self, engine: Any) -> None:
-        super().__init__(engine)
+        self._engine = engine
         config = engine.llm_engine.vllm_config
         parallel, transfer = config.parallel_config, config.weight_transfer_config
         # Of an engine that several processes make up, each by an LLM of its own, one worker is here.
@@ -141,7 +114,7 @@ class EngineDriver(VLLMDriver):
 
     def served(self, version: int) -> None:
         """Have the engine also say which version it has."""
-        tell = getattr(self._calls.llm_engine, "set_weight_version", None)  # newer ones count
+        tell = getattr(self._engine.llm_engine, "set_weight_version", None)  # newer ones count
         if tell is not None:
             tell(str(version))
         super().served(version)
@@ -151,7 +124,7 @@ class EngineDriver(VLLMDriver):
         if self.workers != 1:
             return None
         try:
-            found = self._calls.collective_rpc(receiver, kwargs={"process": os.getpid()})
+            found = self._engine.collective_rpc(receiver, kwargs={"process": os.getpid()})
         except TypeError as error:  # vLLM sends no functions to other processes
             logger.debug("%s", error)
             return None
@@ -161,6 +134,12 @@ class EngineDriver(VLLMDriver):
     def leave(self) -> None:
         if self._is_configured:
             super().leave()
+
+    def _call(self, name: str, **body: Any) -> Any:
+        call = getattr(self._engine, name)
+        if "weight_version" in body:
+            return call(body["weight_version"])
+        return call(body) if body else call()
 
 
 # In a worker of vLLM.
