@@ -129,26 +129,17 @@ _BEGINNINGS = (
     (b"GGUF", "a GGUF file, of llama.cpp", "take the repository with the safetensors that it was made of"),
     (b"PK\3\4", "a zip archive, as torch.save writes it", "call it .bin or .pt if it is one of torch's"),
     (b"\x1f\x8b", "compressed (gzip)", "unpack it first"),
-    (b"\x28\xb5\x2f\xfd", "compressed (zstd)", "unpack it first"),
-    (b"7z\xbc\xaf\x27\x1c", "a 7z archive", "unpack it first"),
-    (b"Rar!", "a rar archive", "unpack it first"),
-    (b"\x89HDF", "an HDF5 file, of Keras", "take the repository with the safetensors"),
     (b"\x80\2", "a bare pickle", "save its tensors as safetensors, if you trust where it comes from"),
     (b"\x80\4", "a bare pickle", "save its tensors as safetensors, if you trust where it comes from"),
 )
 #: Suffixes of files of weights that are not read, and what to do about each.
 OTHER_FORMATS = {
     ".gguf": "GGUF files, of llama.cpp, are not read: take the repository with the safetensors",
-    ".incomplete": "an incomplete download: run it again",
-    ".part": "an incomplete download: run it again",
-    ".crdownload": "an incomplete download: run it again",
     ".h5": "HDF5 files, of Keras, are not read: take the repository with the safetensors",
     ".msgpack": "files of Flax are not read: take the repository with the safetensors",
     ".onnx": "ONNX files are not read: take the repository with the safetensors",
-    ".tar": "an archive: unpack it first",
-    ".tgz": "an archive: unpack it first",
-    ".gz": "compressed: unpack it first",
-    ".zip": "an archive: unpack it first",
+    **dict.fromkeys((".incomplete", ".part", ".crdownload"), "an incomplete download: run it again"),
+    **dict.fromkeys((".tar", ".tgz", ".gz", ".zip"), "an archive: unpack it first"),
 }
 
 

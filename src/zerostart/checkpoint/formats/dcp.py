@@ -84,8 +84,8 @@ def _read(directory: Path, files: PartFiles) -> TrainingContents:
     # A setting of a group may be a tensor, such as the learning rate of what is captured in a graph.
     for (key, _), entry in stored.items():
         route = _route(_routes(value).get(key), key)
-        if _is_setting(route) and (setting := files.setting(entry)) is not None:
-            pickled[key] = setting
+        if _is_setting(route) and entry.shape == ():
+            pickled[key] = files.number(entry)
     _add_groups(value, pickled, found)
     return found
 

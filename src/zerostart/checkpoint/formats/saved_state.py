@@ -105,63 +105,43 @@ def open_saved_state(
     there. ``read`` gives the document in a directory, and may raise for one that it does not take. Raises as
     ``open_catalog`` does.
     """
-    here = _Stored(path) if isinstance(path, str) else _Here(path)
+    storage = storage_at(path) if isinstance(path, str) else None
+    if isinstance(path, Path):
+        # A save that was killed behind its switch is brought to its end first.
+        finish_switched(path)
     for _ in range(TRIES):
-        document = read(here.documents())
+        document = read(_directory(path, storage))
         try:
-            return document, [here.catalog(document, folder) for folder in folders]
+            return document, [_catalog(path, storage, document, folder) for folder in folders]
         except CheckpointNotFoundError as error:  # unless a save has replaced it meanwhile
-            if read(here.documents()) == document:
+            if read(_directory(path, storage)) == document:
                 raise
             missing = error
     raise missing
 
 
-class _Here:
-    """A training state in a directory of this machine."""
+def _directory(path: Path | str, storage: Storage | None) -> Path:
+    """Return the directory with the document, or with a copy of it as it is now."""
+    if storage is None:
+        return Path(path)
+    if not is_stored_state(storage):
+        raise CheckpointNotFoundError(
+            f"{shown_url(str(path))} is not a complete training state: {STATE_MARKER}, which "
+            "zerostart.save_state writes last, is missing"
+        )
+    return copied(storage, [STATE_MARKER])
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        # A save that was killed behind its switch is brought to its end first: the document names files that
-        # still have other names.
-        finish_switched(path)
 
-    def documents(self) -> Path:
-        """The directory with the document."""
-        return self._path
-
-    def catalog(self, document: dict[str, object], folder: str) -> Catalog:
-        """The tensors of one folder."""
-        names = _weights_of(document, folder)
+def _catalog(path: Path | str, storage: Storage | None, document: JsonObject, folder: str) -> Catalog:
+    names = _weights_of(document, folder)
+    if storage is not None:
         if not names:
-            return catalog_at(Path(os.path.abspath(self._path / folder)))  # noqa: PTH100
-        return catalog_of(self._path / folder, [self._path / name for name in names])
-
-
-class _Stored:
-    """A training state at a URL."""
-
-    def __init__(self, url: str) -> None:
-        self._url = url
-        storage = storage_at(url)
-        assert storage is not None, "it is a URL"
-        self._storage = storage
-
-    def documents(self) -> Path:
-        """A directory of this machine with a copy of the document, as it is now."""
-        if self._storage.asked or STATE_MARKER not in self._storage.names():
-            raise CheckpointNotFoundError(
-                f"{shown_url(self._url)} is not a complete training state: {STATE_MARKER}, which "
-                "zerostart.save_state writes last, is missing"
-            )
-        return copied(self._storage, [STATE_MARKER])
-
-    def catalog(self, document: dict[str, object], folder: str) -> Catalog:
-        """The tensors of one folder."""
-        names = _weights_of(document, folder)
-        if not names:
-            raise CheckpointNotFoundError(f"{self._url}/{folder}: the document names no weights there")
-        return storage_catalog(replace(self._storage.named(names), folder=""))
+            raise CheckpointNotFoundError(f"{storage.folder}/{folder}: the document names no weights there")
+        return storage_catalog(replace(storage.named(names), folder=""))
+    place = Path(path)
+    if not names:
+        return catalog_at(Path(os.path.abspath(place / folder)))  # noqa: PTH100
+    return catalog_of(place / folder, [place / name for name in names])
 
 
 def is_stored_state(storage: Storage) -> bool:

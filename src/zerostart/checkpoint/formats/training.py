@@ -34,20 +34,9 @@ from zerostart.geometry import Piece
 STATE = ":"
 
 
-@dataclass(frozen=True, slots=True)
-class Scalar:
-    """A number that was saved as a tensor without dimensions, and its type in safetensors' spelling."""
-
-    value: float
-    dtype: str
-
-
 @dataclass(frozen=True)
 class ParameterGroup:
-    """One parameter group of an optimizer: its ``settings`` as they were pickled, and its parameters.
-
-    A setting that was a tensor without dimensions is a ``Scalar``.
-    """
+    """One parameter group of an optimizer: its ``settings`` as they were pickled, and its parameters."""
 
     settings: dict[str, Any]
     parameters: tuple[str, ...]
@@ -262,18 +251,14 @@ class PartFiles:
             return float(struct.unpack(form, handle.read(length, entry.offset))[0])
 
     def settings(self, values: Mapping[Any, Any], place: Placing) -> dict[str, Any]:
-        """Settings of an optimizer's group, with the values of those numbers that are tensors."""
-        return {
-            str(key): self.setting(place(str(key), value)) or value
-            if type(value) is StoredTensor and value.shape == ()
-            else value
-            for key, value in values.items()
-        }
-
-    def setting(self, entry: TensorEntry) -> Scalar | None:
-        """The number that a tensor without dimensions is; None for one of another type, or another shape."""
-        known = entry.dtype in _NUMBERS and entry.shape == ()
-        return Scalar(self.number(entry), entry.dtype) if known else None
+        """Return the settings of an optimizer's group; tensors without dimensions become numbers."""
+        found = {}
+        for key, value in values.items():
+            if type(value) is StoredTensor and value.shape == ():
+                entry = place(str(key), value)
+                value = self.number(entry) if entry.dtype in _NUMBERS else None
+            found[str(key)] = value
+        return found
 
     def torch_file(self, path: Path) -> tuple[object, Placing]:
         """Return what a file of ``torch.save`` holds, and the function that places its tensors."""

@@ -22,7 +22,7 @@ from zerostart.checkpoint.formats.saved_state import (
     state_in,
     tell_of_newer,
 )
-from zerostart.checkpoint.formats.training import Scalar, TrainingContents, training_states
+from zerostart.checkpoint.formats.training import TrainingContents, training_states
 from zerostart.checkpoint.manifest import check_seal
 from zerostart.checkpoint.paths import shown_url
 from zerostart.checkpoint.storage import storage_at
@@ -35,7 +35,6 @@ from zerostart.live.model import LiveModel
 from zerostart.live.training import LiveTraining, StateTensor
 from zerostart.loading.source import open_source
 from zerostart.recipe import Recipe, Target
-from zerostart.recipe.dtypes import torch_dtype
 from zerostart.state.resuming.background import finish_last
 from zerostart.state.resuming.optimizer import (
     LOCAL,
@@ -62,6 +61,16 @@ from zerostart.transfer import Progress, Tuning
 from zerostart.transfer.collective import execute_together
 from zerostart.transfer.planning import Destination, Plan, join
 from zerostart.transfer.tuning import tune
+
+logger = logging.getLogger("zerostart")
+
+#: A tensor of the checkpoint, and where this rank's share of it goes: the name, the layout, 1-D storage.
+_Wanted = tuple[str, Layout, torch.Tensor]
+#: What tensors of the state are kept for, in the first part of their names; other ones are whole.
+_OF_PARAMETERS = frozenset({"master", "optimizer", "gradient", "random", LOCAL})
+#: accelerate's and the Trainer's files of an optimizer that one rank has gathered.
+_WHOLE_OPTIMIZERS = ("optimizer.bin", "optimizer.pt")
+
 
 #: Entries of a document and of its entry ``optimizer``, and the types that they have.
 _FIELDS = {
@@ -155,30 +164,14 @@ def _document(found: TrainingContents) -> dict[str, object]:
     }
 
 
-def plain_settings(values: Mapping[Any, Any]) -> dict[str, Any]:
-    """The settings that are numbers (in tensors, too), words, or tuples and lists of these."""
+def _encoded(values: Mapping[Any, Any]) -> dict[str, object]:
+    """Encode the settings that are numbers, words, or tuples and lists of these."""
     return {
-        str(key): torch.tensor(value.value, dtype=torch_dtype(value.dtype), device="cpu")
-        if isinstance(value, Scalar)
-        else value
+        str(key): encoded(value, key, {})
         for key, value in values.items()
-        if type(value) in (*_SIMPLE, Scalar)
+        if type(value) in _SIMPLE
         or (type(value) in (tuple, list) and all(type(item) in _SIMPLE for item in value))
     }
-
-
-def _encoded(values: Mapping[Any, Any]) -> dict[str, object]:
-    return {key: encoded(value, key, {}) for key, value in plain_settings(values).items()}
-
-
-logger = logging.getLogger("zerostart")
-
-#: A tensor of the checkpoint, and where this rank's share of it goes: the name, the layout, 1-D storage.
-_Wanted = tuple[str, Layout, torch.Tensor]
-#: What tensors of the state are kept for, in the first part of their names; other ones are whole.
-_OF_PARAMETERS = frozenset({"master", "optimizer", "gradient", "random", LOCAL})
-#: accelerate's and the Trainer's files of an optimizer that one rank has gathered.
-_WHOLE_OPTIMIZERS = ("optimizer.bin", "optimizer.pt")
 
 
 @dataclass(frozen=True)
