@@ -290,7 +290,6 @@ SCENES = (
     Scene("docs/placements.md", "nvme", {"path/or/hub-id": "qwen3_wide"}, _common),
     Scene("docs/placements.md", "", MODEL, _common, slow=False),
     Scene("docs/preemption.md", "", {"path/or/hub-id": "qwen3"}, _trained, slow=False),
-    Scene("docs/stores.md", "", {"Qwen3-0.6B": "qwen3"}, _common),
     Scene("docs/resuming.md", "", {"path/or/hub-id": "qwen3"}, _trained, slow=False),
     Scene("docs/starting.md", "", {"path/or/hub-id": "qwen3", "path/encoder": "qwen3"}, _started, slow=False),
     Scene("docs/verify.md", "", {"path/or/hub-id": "qwen3"}, _saved, slow=False),

@@ -135,7 +135,6 @@ SESSIONS = (
     Session("docs/examples.md", files={"nodes.py": NODES}),
     Session("docs/forecast.md", MIXTURE),
     Session("docs/convert.md", QWEN),
-    Session("docs/stores.md", {"Qwen3-0.6B": "qwen3"}),
     Session("docs/training.md", CHECKPOINT, {"CONFIG.yaml": TRAIN}),
     Session("docs/verify.md", CHECKPOINT, {}, SAVED),
     Session(

@@ -9,7 +9,6 @@ import contextlib
 import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from pathlib import Path
 
 from zerostart.checkpoint.catalog import Catalog
@@ -43,22 +42,15 @@ class Files:
 
 
 def open_catalog(source: str | os.PathLike[str] | Files, classes: Collection[str] = ()) -> Catalog:
-    """Catalog of the checkpoint at ``source``, every header checked.
+    """Return the catalog of the checkpoint at ``source``, with every header checked.
 
     ``source`` is a ``.safetensors`` file, a file of torch.save (``.bin``, ``.pt``, ``.pth``, ``.ckpt``), an
     index file of either kind, a directory with the names of transformers or diffusers or with one single
-    such file or index, the URL of any of these, a hub id, optionally ``id@revision``, that lies in the local
-    cache, ``Files``, or a URL of a registered storage, all of whose files are the checkpoint.
-    Where a directory has both kinds, safetensors are taken. Tensors are in the order of files, then of
-    offsets (in a torch file, of its state dict). A tensor in a listed shard belongs to the checkpoint even if
-    the index does not list it, because transformers too loads all that the listed files hold.
-
-    A directory that a training run left is read as what it is: DeepSpeed's ZeRO and universal checkpoints,
-    those of ``torch.distributed.checkpoint`` and accelerate's, and zerostart's own; their tensors lie in the
-    shares of the ranks that wrote them (``Catalog.assembled``).
-
-    A directory with a ``model_index.json`` is a pipeline: meant is the component whose class is among
-    ``classes``, or the only model that there is.
+    such file or index, a directory of a training run, the URL of any of these, a hub id (optionally
+    ``id@revision``) in the local cache, or ``Files``. Safetensors are preferred. Tensors are in the order of
+    files, then of offsets (in a torch file, of its state dict). A tensor in a listed shard belongs to the
+    checkpoint even if the index does not list it, because transformers loads it, too. In a pipeline
+    (``model_index.json``) the component is meant whose class is among ``classes``, or the only model.
 
     Raises CheckpointNotFoundError if nothing is there or a listed file is absent, CheckpointError if a
     file is malformed or contradicts the index, ReadError if reading fails.
@@ -94,18 +86,7 @@ def resolve_source(source: str | os.PathLike[str]) -> Path:
     # After the path itself: a directory of that name comes before the cache.
     if isinstance(source, str) and _may_be_hub_id(name):
         return _cached_snapshot(name, path)
-    raise CheckpointNotFoundError(f"{path}: there is no such file or directory{_like(path)}")
-
-
-def _like(path: Path) -> str:
-    """What lies there under nearly the same name, as a question."""
-    # From the first part that does not exist: a typing error may be in any.
-    while path.parent != path and not path.parent.is_dir():
-        path = path.parent
-    with contextlib.suppress(OSError):
-        close = get_close_matches(path.name, os.listdir(path.parent)[:5000], n=1, cutoff=0.75)  # noqa: PTH208
-        return f"; did you mean {path.parent / close[0]}?" if close else ""
-    return ""
+    raise CheckpointNotFoundError(f"{path}: there is no such file or directory")
 
 
 #: The weights of each kind in a model's repository; of several kinds one is enough.
@@ -150,7 +131,7 @@ def download(source: str, classes: Collection[str] = ()) -> Path:
     if not _may_be_hub_id(source):
         return resolve_source(source)  # which says what is missing
     import huggingface_hub
-    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     identifier, _, revision = source.partition("@")
     where = huggingface_hub.constants.ENDPOINT
@@ -167,15 +148,10 @@ def download(source: str, classes: Collection[str] = ()) -> Path:
             f"fetch it where there is a network (hf download {identifier}), and copy the cache or name "
             "the directory"
         ) from error
-    except GatedRepoError as error:
-        raise CheckpointNotFoundError(
-            f"{missing}, and {where} gives it only to those who have accepted its licence; accept it on the "
-            "model's page, and log in with hf auth login"
-        ) from error
     except HfHubHTTPError as error:
         raise CheckpointNotFoundError(
-            f"{missing}, and {where} does not give this model ({_line(error)}); "
-            "look for a mistake in its name, or log in with hf auth login where it is private"
+            f"{missing}, and {where} does not give this model ({_line(error)}); look for a mistake in its name, "
+            "or accept its licence on its page and log in with hf auth login"
         ) from error
     except (ZerostartError, ImportError):
         raise
@@ -266,16 +242,14 @@ def _cached_snapshot(name: str, looked_for: Path) -> Path:
             huggingface_hub.snapshot_download(identifier, revision=revision or None, local_files_only=True)
         )
     except HFValidationError as error:
-        raise CheckpointNotFoundError(
-            f"{looked_for}: there is no such file or directory{_like(looked_for)}"
-        ) from error
+        raise CheckpointNotFoundError(f"{looked_for}: there is no such file or directory") from error
     except LocalEntryNotFoundError as error:
         # A snapshot can lack files that no load needs; which ones are needed, its index says.
         if (incomplete := getattr(error, "snapshot_path", None)) is not None:
             return Path(incomplete)
         wanted = identifier + (f" --revision {revision}" if revision else "")
         raise CheckpointNotFoundError(
-            f"{name}: no file or directory {looked_for}{_like(looked_for)}, and no such model in the local "
+            f"{name}: no file or directory {looked_for}, and no such model in the local "
             f"hub cache ({huggingface_hub.constants.HF_HUB_CACHE}); fetch it first: hf download {wanted}, "
             "or with --download, which inspect, plan, load, train and cache take"
         ) from error
