@@ -150,8 +150,8 @@ def download(source: str, classes: Collection[str] = ()) -> Path:
         ) from error
     except HfHubHTTPError as error:
         raise CheckpointNotFoundError(
-            f"{missing}, and {where} does not give this model ({_line(error)}); look for a mistake in its name, "
-            "or accept its licence on its page and log in with hf auth login"
+            f"{missing}, and {where} does not give this model ({_line(error)}); look for a mistake in its "
+            "name, or accept its licence on its page and log in with hf auth login"
         ) from error
     except (ZerostartError, ImportError):
         raise

@@ -108,16 +108,14 @@ class StoreOutput:
                     router.receive(message)
             if window is None:
                 continue
-            router.check(layout.files[window.file].name)
+            file, name = layout.files[window.file], begun[window.file]
+            router.check(file.name)
             if window.begin == 0:
-                size = layout.files[window.file].size
-                writer = self._store.writer(begun[window.file], size)
+                writer = self._store.writer(name, file.size)
             assert writer is not None, "the first window opens it"
             writer.write(router.window)
-            held = self._staging is not None and window.end == layout.files[window.file].size
-            if held and self._staging is not None and self._staging.hold(begun[window.file], writer):
-                continue
-            if window.end == layout.files[window.file].size:
+            is_whole = window.end == file.size
+            if is_whole and not (self._staging is not None and self._staging.hold(name, writer)):
                 writer.close()
 
     def commit(self, world: World) -> None:
