@@ -86,13 +86,16 @@ class StoreOutput:
     ) -> None:
         layout = self._layout
         windows = _windows(layout, world)
-        first = np.cumsum([0, *(-(-file.size // WINDOW_BYTES) for file in layout.files)])
+        first = {
+            window.file: number
+            for number, current in enumerate(windows)
+            for window in current
+            if window is not None and window.begin == 0
+        }
         rounds: dict[int, list[Write]] = {}
         for write in plan.writes:
             file, offset = _place(layout, write.name, write.first * write.dtype.itemsize)
-            # Files of one rank follow each other: count the windows of those before this one.
-            before = sum(int(first[n + 1] - first[n]) for n in range(file % world.size, file, world.size))
-            rounds.setdefault(before + offset // WINDOW_BYTES, []).append(write)
+            rounds.setdefault(first[file] + offset // WINDOW_BYTES, []).append(write)
         batches = {number: list(_batches(layout, writes, world)) for number, writes in rounds.items()}
         own = np.array([len(batches.get(number, ())) for number in range(len(windows))], np.int64)
         steps = np.max(np.stack(world.all_gather_object(own, "counting what the ranks send")), axis=0)
@@ -108,14 +111,14 @@ class StoreOutput:
                     router.receive(message)
             if window is None:
                 continue
-            file, name = layout.files[window.file], begun[window.file]
-            router.check(file.name)
+            whole, name = layout.files[window.file], begun[window.file]
+            router.check(whole.name)
             if window.begin == 0:
-                writer = self._store.writer(name, file.size)
+                writer = self._store.writer(name, whole.size)
             assert writer is not None, "the first window opens it"
             writer.write(router.window)
-            is_whole = window.end == file.size
-            if is_whole and not (self._staging is not None and self._staging.hold(name, writer)):
+            is_last = window.end == whole.size
+            if is_last and not (self._staging is not None and self._staging.hold(name, writer)):
                 writer.close()
 
     def commit(self, world: World) -> None:
