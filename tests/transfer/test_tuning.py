@@ -51,13 +51,6 @@ def test_quota_of_a_group_above(tmp_path: Path) -> None:
     assert machine.cores(tmp_path) == 1.5
 
 
-def test_quota_of_the_first_version(tmp_path: Path) -> None:
-    put(tmp_path, "proc/self/cgroup", "3:cpu,cpuacct:/docker/a\n2:memory:/docker/a")
-    put(tmp_path, "sys/fs/cgroup/cpu,cpuacct/docker/a/cpu.cfs_quota_us", "120000")
-    put(tmp_path, "sys/fs/cgroup/cpu,cpuacct/docker/a/cpu.cfs_period_us", "100000")
-    assert machine.cores(tmp_path) == 1.2
-
-
 def test_no_quota_leaves_the_affinity(tmp_path: Path) -> None:
     assert machine.cores(tmp_path) == len(os.sched_getaffinity(0))
 

@@ -11,11 +11,6 @@ from pathlib import Path
 ROOT = Path("/")
 #: More memory than there is: what is available where nothing says how much.
 UNKNOWN = 1 << 62
-#: Files of a control group's limit and use of memory, version 2 and version 1.
-VERSIONS = (
-    ("memory.max", "memory.current"),
-    ("memory.limit_in_bytes", "memory.usage_in_bytes"),
-)
 
 
 def local_ranks() -> int:
@@ -68,39 +63,28 @@ def network_rate(root: Path = ROOT) -> float | None:
 
 def _quotas(root: Path) -> Iterator[float]:
     """Processors that each control group above this process allows."""
-    for folder in _groups(root, "cpu"):
-        quota, _, period = _text(folder / "cpu.max").partition(" ")  # version 2
+    for folder in _groups(root):
+        quota, _, period = _text(folder / "cpu.max").partition(" ")
         if quota.isdecimal() and period.strip().isdecimal():
             yield max(1.0, int(quota) / int(period))
-        first = _text(folder / "cpu.cfs_quota_us")  # version 1; -1: none
-        if first.isdecimal() and (length := _text(folder / "cpu.cfs_period_us")).isdecimal():
-            yield max(1.0, int(first) / int(length))
 
 
 def _memory_left(root: Path) -> Iterator[int]:
-    """What each control group leaves; page cache that can be given back counts as free."""
-    for folder in _groups(root, "memory"):
-        for limit, usage in VERSIONS:
-            most, used = _text(folder / limit), _text(folder / usage)
-            if most.isdecimal() and used.isdecimal():
-                stat = _text(folder / "memory.stat")
-                cached = re.search(r"^(?:total_)?inactive_file (\d+)$", stat, re.MULTILINE)
-                yield max(0, int(most) - int(used) + (int(cached[1]) if cached else 0))
+    """Bytes that each control group leaves; page cache that can be given back counts as free."""
+    for folder in _groups(root):
+        most, used = _text(folder / "memory.max"), _text(folder / "memory.current")
+        if most.isdecimal() and used.isdecimal():
+            cached = re.search(r"^inactive_file (\d+)$", _text(folder / "memory.stat"), re.MULTILINE)
+            yield max(0, int(most) - int(used) + (int(cached[1]) if cached else 0))
 
 
-def _groups(root: Path, controller: str) -> Iterator[Path]:
-    """Folders of this process's control groups for ``controller``, from its own up to the top."""
+def _groups(root: Path) -> Iterator[Path]:
+    """Folders of this process's control groups (version 2), from its own up to the top."""
+    base = root / "sys/fs/cgroup"
     for line in _text(root / "proc/self/cgroup").splitlines():
-        _, names, path = line.split(":", 2)
-        if names and controller not in names.split(","):
-            continue
-        base = root / "sys/fs/cgroup" / names if names else root / "sys/fs/cgroup"
-        folder = base / path.strip("/")
-        while True:
-            yield folder
-            if folder == base or base not in folder.parents:
-                break
-            folder = folder.parent
+        if line.startswith("0::"):
+            folder = base / line[3:].strip("/")
+            yield from (each for each in (folder, *folder.parents) if each == base or base in each.parents)
 
 
 def _listed(text: str) -> int:

@@ -3,7 +3,6 @@
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,7 +14,7 @@ from zerostart.checkpoint.source import open_catalog
 from zerostart.geometry.layout import Layout, dimension_shard, flat_partition, packed, replicated
 from zerostart.recipe import Recipe, SymbolicTensor, Target
 from zerostart.transfer.planning import Count, Destination, PlanOptions, Share, count_reads, join
-from zerostart.transfer.planning.plan import read_starts, read_starts_of_many
+from zerostart.transfer.planning.plan import read_starts
 
 LAYERS = 3
 THREADS = 2
@@ -85,31 +84,6 @@ def test_counts_equal_the_plans(tmp_path: Path, data: st.DataObject, world: int,
         reads = [*plan.all_reads()]
         scratch = sum(sorted((c.nbytes for c in plan.computations), reverse=True)[:THREADS])
         assert count == Count(plan.read_bytes, len(reads), plan.staged, scratch)
-
-
-SEGMENT = st.tuples(st.integers(0, 2), st.integers(0, 400), st.integers(1, 60), st.booleans())
-
-
-@settings(max_examples=examples(170, 5000))
-@given(
-    found=st.lists(st.tuples(SEGMENT, st.sampled_from([1, 1, 1, 3])), max_size=60),
-    chunk=st.sampled_from([64, 100, 1000]),
-    share=st.sampled_from([0.04, 0.5]),
-    floor=st.sampled_from([0, 8, 64]),
-    straight=st.booleans(),
-)
-def test_the_rule_of_merging_is_one(
-    found: list[tuple[tuple[int, int, int, bool], int]], chunk: int, share: float, floor: int, straight: bool
-) -> None:
-    options = PlanOptions(chunk, share, floor)
-    segments = sorted((*segment, rows) for segment, rows in found)
-    if straight:  # one after the other, as the shards of a rank often lie
-        ends = np.cumsum([0, *(s[2] for s in segments)]).tolist()
-        segments = [(0, at, *s[2:]) for s, at in zip(segments, ends, strict=False)]
-    file, offset, nbytes, direct, rows = np.array(segments, np.int64).reshape(-1, 5).T
-    place = file * (1000 + chunk) + offset
-    starts = read_starts_of_many(place, nbytes, direct, rows, options)
-    assert starts.tolist() == [*read_starts(segments, options)]
 
 
 @pytest.mark.parametrize(("gap", "reads"), [(0, 1), (40, 1), (41, 2)])

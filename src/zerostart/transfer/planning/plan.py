@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -329,42 +328,6 @@ def read_starts(found: Iterable[tuple[int, int, int, bool, int]], options: PlanO
             # None: nothing may join a read of several rows, whatever follows.
             group = (file, direct) if rows == 1 else None
             begin, end, members = offset, offset + nbytes, 1
-
-
-def read_starts_of_many(
-    place: Numbers, nbytes: Numbers, direct: Numbers, rows: Numbers, options: PlanOptions
-) -> Numbers:
-    """``read_starts`` of millions of segments, as an array; ``place`` is ascending.
-
-    Files (and ranks) lie one after the other in it, more than a chunk apart. Segments that begin a read
-    whatever came before them are found at once, and the rule is asked for what is left between these.
-    """
-    if not len(place):
-        return place
-    # A segment certainly begins a read where no read that holds the one before could reach it: that needs no
-    # loop. The rule itself runs on the islands between such segments alone.
-    stop = place + nbytes
-    pair = np.maximum(stop[1:], stop[:-1]) - place[:-1]
-    # A read may reach past the last of its segments, and is no longer than a chunk.
-    gap = place[1:] - np.maximum.accumulate(stop)[:-1]
-    far = (gap > options.gap_floor) & (gap > options.gap_share * options.chunk_size)
-    apart = pair > options.chunk_size
-    apart |= (direct[1:] != direct[:-1]) | (np.maximum(rows[1:], rows[:-1]) > 1)
-    apart |= np.where(direct[1:] != 0, place[1:] != stop[:-1], far)
-    # Islands of one segment are reads already; the others are given to the rule, each as a file of its own.
-    starts = np.flatnonzero(np.concatenate([[True], apart]))
-    length = np.diff(starts, append=len(place))
-    open_ones = np.flatnonzero(np.repeat(length > 1, length))
-    island = np.repeat(np.arange(len(starts)), length)[open_ones]
-    columns = (island, place[open_ones], nbytes[open_ones], direct[open_ones] != 0, rows[open_ones])
-    found = np.fromiter(read_starts(_rows(*columns), options), np.int64)
-    return np.sort(np.concatenate([starts[length == 1], open_ones[found]]))
-
-
-def _rows(*columns: npt.NDArray[Any]) -> Iterator[tuple[Any, ...]]:
-    # As Python's own numbers, for the speed of the loop, but not all at once: they take ten times the room.
-    for start in range(0, len(columns[0]), 1 << 16):
-        yield from zip(*(column[start : start + (1 << 16)].tolist() for column in columns), strict=True)
 
 
 def _read(group: Sequence[Segment]) -> Read:
