@@ -1,22 +1,17 @@
 """How a load reads: from what the machine and the storage say of themselves."""
 
 import os
-import threading
-import time
-from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from rich.filesize import decimal
 
 from zerostart.checkpoint.memory import MemoryStorage, memory_catalog
 from zerostart.checkpoint.storage import RequestCost, page_cache
 from zerostart.checkpoint.storage.local import LocalFiles
 from zerostart.distributed import machine
-from zerostart.transfer import Progress, Reader, Tuning, execute, tune
-from zerostart.transfer.planning import Destination, Part, Plan, Read
+from zerostart.transfer import Tuning, tune
+from zerostart.transfer.planning import Plan, Read
 from zerostart.transfer.tuning import DEVICE_RING, MIN_CHUNK, RING, STORE_RING
 
 MiB = 1 << 20
@@ -172,38 +167,8 @@ def test_short_requests_to_a_store_are_more_at_a_time(
     cost = RequestCost(latency, 100e6)
     tuning = Tuning(16, 7 * MiB, limit=STORE_RING, ranks=ranks, buffer=MiB, cost=cost)
     suited = tuning.suited(plan)
-    assert (suited.threads, suited.most_threads) == (16, threads)
+    assert suited.threads == max(16, threads)
     assert threads * (MiB + nbytes * (not direct)) <= max(STORE_RING, 16 * 9 * MiB)
     told = f"up to {threads} requests of {decimal(nbytes)} on average in flight"
     assert suited.describe() == told
     assert Tuning(2, 8 * MiB).suited(plan) == Tuning(2, 8 * MiB)
-
-
-class _Line(Reader):
-    """An answer takes 20 ms; on a ``shared`` line as many times that as there are others beside it."""
-
-    def __init__(self, shared: bool) -> None:
-        self._shared, self._lock = shared, threading.Lock()
-        self._now = self.most = 0
-
-    def read(self, file: int, offset: int, buffers: Sequence[memoryview]) -> None:
-        with self._lock:
-            self._now += 1
-            self.most = max(self.most, self._now)
-        left = 0.02
-        while left > 0:
-            time.sleep(0.004)
-            left -= 0.004 / (self._now if self._shared else 1)
-        with self._lock:
-            self._now -= 1
-
-
-@pytest.mark.parametrize(("shared", "most"), [(True, 12), (False, 20)])
-def test_more_requests_are_in_flight_where_answers_say_that_there_is_room(shared: bool, most: int) -> None:
-    """On a line that a few fill, more of them would keep others from taking over what is left."""
-    count, storage = 48, replace(memory_catalog({}).storage, cost=RequestCost(0.02, 1e9))
-    reads = tuple(Read(0, n, 1, (Part(0, torch.uint8, 0, n, (), True),), True) for n in range(count))
-    plan = Plan(storage, (Destination("x", count, count, torch.uint8, True),), reads, MiB)
-    target, line = [torch.zeros(count, dtype=torch.uint8)], _Line(shared)
-    execute(plan, target, Progress(count, shown=False), 12, line, most_threads=20)
-    assert line.most == most

@@ -90,8 +90,7 @@ class InFiles(AtRest):
         # Weights in memory are held weakly until here: this raises where they are gone.
         storage, tuning = self._catalog.storage.recalled(_PURPOSE), self._tuning.suited(plan)
         reader = storage.reader(cold=tuning.cold)
-        progress, most = Progress(plan.read_bytes, False), tuning.most_threads
-        execute(plan, storages, progress, tuning.threads, reader, tuning.depth, most_threads=most)
+        execute(plan, storages, Progress(plan.read_bytes, False), tuning.threads, reader, tuning.depth)
 
 
 class InMemory(AtRest):

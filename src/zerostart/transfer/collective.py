@@ -149,14 +149,11 @@ def execute_together(
         moved = _from_holder(plan, storages, progress, tuning, world)
     else:
         suited = tuning.suited(plan)
-        most = suited.most_threads
-
-        def run(meet: Callable[[bool], bool] | None) -> None:
-            execute(plan, storages, progress, suited.threads, reader, suited.depth, most, meet)
 
         before = progress.done
         # Ranks meet while they read: no collective comes to its timeout, and a failure is known soon.
-        run(None if world.size == 1 or not plan.storage.worth_exchanging else _meeting(world))
+        meet = None if world.size == 1 or not plan.storage.worth_exchanging else _meeting(world)
+        execute(plan, storages, progress, suited.threads, reader, suited.depth, meet)
         own = progress.done - before
         planned = plan.read_bytes - sum(r.nbytes for shared in plan.shared for r in shared.reads)
         moved = TransferStats(own, planned)

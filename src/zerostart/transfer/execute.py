@@ -19,9 +19,6 @@ from zerostart.transfer.staging import HostStaging, bytes_view, make_staging
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
 
-#: While a read of a store takes at most so many times what it takes alone, a further one begins beside it: so
-#: no more is in flight than comes in that time, and ranks that share a line all come to as many as they may.
-ROOM = 8.0
 #: Seconds between two meetings of ranks that read.
 MEETING_SECONDS = 0.5
 
@@ -33,21 +30,19 @@ def execute(
     threads: int | None = None,
     reader: Reader | None = None,
     depth: int = 2,
-    most_threads: int = 0,
     meet: Callable[[bool], bool] | None = None,
 ) -> int:
     """Fill ``storages`` (1-D, one for each of the plan's destinations) and zero their padding.
 
     Returns the bytes read. ``reader`` replaces the one that the plan calls for, of its storage.
-    ``depth`` is the number of a thread's staging buffers where storages are on an accelerator. Of a store up
-    to ``most_threads`` read, further ones beginning while its answers say that there is room. ``meet`` is
+    ``depth`` is the number of a thread's staging buffers where storages are on an accelerator. ``meet`` is
     called by this thread while others read: it gets whether they have ended, and returns whether those of all
     ranks have. The first error of any thread stops the others and is raised here; the storages are then
     partly filled and of no use.
     """
     # No more threads than there is work: each would take staging buffers of its own.
     work = max(1, len(plan.reads) + len(plan.computations))
-    threads, most = min(threads or 2, work), min(most_threads, work)
+    threads = min(threads or 2, work)
     # The reader first: with one that gets its bytes from other ranks, these have to hear of whatever fails.
     with reader or plan.storage.reader() as source, progress, one_thread(bool(plan.computations)):
         _zero_padding(plan.destinations, storages)
@@ -57,7 +52,7 @@ def execute(
             torch.accelerator.current_stream(each).synchronize()
         device = next(iter(devices), None)
         reading = _Reading(plan, storages, source, progress, device, threads, depth)
-        reading.run(threads, most, meet)
+        reading.run(threads, meet)
     return progress.done
 
 
@@ -91,18 +86,11 @@ class _Reading:
         # No more room than what takes any: results of computations do as well.
         staged = (read.nbytes for read in plan.reads if not read.direct)
         self._room = plan.chunk_size if plan.computations else max(staged, default=0)
-        self._widen: Callable[[], object] = lambda: None
 
-    def run(self, threads: int, most: int, meet: Callable[[bool], bool] | None) -> None:
-        """Work by so many threads, and further ones up to ``most``."""
+    def run(self, threads: int, meet: Callable[[bool], bool] | None) -> None:
+        """Work by so many threads."""
         items: list[Read | Computation] = [*self._plan.reads, *self._plan.computations]
-        crew = Crew(enumerate(items), self.work, self._device, "zerostart-reader")
-        if most > threads and self._plan.storage.cost is not None:
-            self._widen = lambda: crew.add(most)
-        try:
-            crew.run(threads, meet)
-        finally:
-            self._widen = lambda: None  # else a circle keeps what was read alive
+        Crew(enumerate(items), self.work, self._device, "zerostart-reader").run(threads, meet)
 
     def work(self, items: Iterator[tuple[int, Read | Computation]]) -> None:
         """Reads in order, then computations; each time the read after those in flight is announced."""
@@ -117,10 +105,7 @@ class _Reading:
                     following = reads[number + self._ahead]
                     self._reader.announce(following.file, following.offset, _rows(following))
                 if isinstance(item, Read):
-                    begun = time.perf_counter()
                     self._read(item, self._targets, staging)
-                    if self._has_room(item, time.perf_counter() - begun):
-                        self._widen()
                 else:
                     self._compute(item, self._targets, staging)
 
@@ -131,14 +116,6 @@ class _Reading:
             self._into(staging.view(read.nbytes), read)
             staging.deliver(read.parts, targets.storages)
         self._progress.advance(read.nbytes)
-
-    def _has_room(self, read: Read, seconds: float) -> bool:
-        """Whether the line to a store took no more than ``ROOM`` times what this read takes alone."""
-        cost = self._plan.storage.cost
-        if cost is None:
-            return False
-        requests = len(list(_rows(read).extents(cost.gap))) if read.rows > 1 else 1
-        return seconds <= ROOM * (requests * cost.latency + read.nbytes / cost.rate)
 
     def _into(self, buffer: memoryview, read: Read) -> None:
         if read.rows == 1:
@@ -237,9 +214,12 @@ class Crew(Generic[T]):
 
         The first error of any of them stops the others and is raised here.
         """
+        beside = threads - (meet is None)
+        names = [f"{self._name}-{number}" for number in range(beside)]
+        self._started = [threading.Thread(target=self._take_part_beside, name=n, daemon=True) for n in names]
         try:
-            for _ in range(threads - (meet is None)):
-                self.add(threads + (meet is not None))
+            for worker in self._started:
+                worker.start()
             if meet is None:
                 self._take_part()
             else:
@@ -252,17 +232,6 @@ class Crew(Generic[T]):
         if self._error is not None:
             raise self._error
 
-    def add(self, most: int) -> None:
-        """Have one more thread take part, which may be called by those that do; up to ``most`` in all."""
-        with self._lock:
-            number = len(self._started)
-            if number + 1 >= most:
-                return
-            name = f"{self._name}-{number}"
-            worker = threading.Thread(target=self._take_part_beside, name=name, daemon=True)
-            worker.start()
-            self._started.append(worker)
-
     def _has_ended(self, seconds: float) -> bool:
         """Wait so many seconds at most; True if all threads have ended."""
         until = time.monotonic() + seconds
@@ -271,9 +240,9 @@ class Crew(Generic[T]):
         return not any(worker.is_alive() for worker in self._started)
 
     def _join(self) -> None:
-        # Those too that are begun meanwhile: by one that has not ended, and so is waited for.
         for worker in self._started:
-            worker.join()
+            if worker.ident is not None:  # it was started
+                worker.join()
 
     def _take_part(self) -> None:
         try:

@@ -100,8 +100,6 @@ class Tuning:
     buffer: int = 0
     #: What a request to the storage takes; None where reads are no requests.
     cost: RequestCost | None = None
-    #: Threads that there may be, once answers say that the line has room for more; see ``suited``.
-    most_threads: int = 0
     #: Bytes of a request on average, where that is known.
     request_bytes: int = 0
 
@@ -144,7 +142,7 @@ class Tuning:
         return Rates(link=stream * self.threads * self.ranks)
 
     def suited(self, plan: Plan) -> Tuning:
-        """The setting with as many threads in ``most_threads`` as fill the link with the plan's requests.
+        """The setting with as many threads as fill the link to a store with the plan's requests.
 
         Those for rows of a shard are short, and land in place: more of them find room within the limit.
         """
@@ -158,7 +156,7 @@ class Tuning:
         mean = sum(read.nbytes for read in reads) / len(reads)
         stream = mean / (self.cost.latency + mean / self.cost.rate)
         wanted = min(MOST_DEPTH, math.ceil((network_rate() or Rates().network) / self.ranks / stream))
-        return replace(self, most_threads=max(self.threads, min(wanted, room)), request_bytes=int(mean))
+        return replace(self, threads=max(self.threads, min(wanted, room)), request_bytes=int(mean))
 
     def reader(self, plan: Plan) -> Reader:
         """What the plan's reads are made with."""
@@ -173,7 +171,7 @@ class Tuning:
             # Threads with a request each, which may be much shorter than a chunk.
             mean = self.request_bytes
             each = f"{decimal(mean)} on average" if mean else f"up to {chunk}"
-            words = [f"up to {max(self.threads, self.most_threads)} requests of {each} in flight"]
+            words = [f"up to {self.threads} requests of {each} in flight"]
         if self.file_system:
             cached = "" if self.resident is None else f", {self.resident:.0%} in the page cache"
             words.append(f"{self.file_system}{cached}")
