@@ -137,7 +137,7 @@ def test_memory_limit_caps_an_exchange(file: str, limit: int | None, device: boo
     assert chunk % MIN_CHUNK == 0
     most = limit or (DEVICE_RING if device else RING)
     assert tuning.exchange_bytes(chunk) <= most
-    assert (chunk == 0) is (limit == MIN_CHUNK or (limit == 600_000 and device))
+    assert (chunk == 0) is (limit == MIN_CHUNK)
 
 
 def test_ranks_of_a_machine_know_it(tmp_path: Path) -> None:
