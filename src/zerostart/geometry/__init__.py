@@ -7,9 +7,8 @@ from zerostart.geometry.copies import (
     copies_between,
     merge_runs,
     row_major_boxes,
-    row_major_strides,
 )
-from zerostart.geometry.digits import Digit, Digits, cut, extent, simplify, split_at
+from zerostart.geometry.digits import Digit, Digits, cut, extent, row_major_strides, simplify, split_at
 from zerostart.geometry.pieces import (
     Piece,
     broadcast,

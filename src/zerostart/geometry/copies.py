@@ -25,16 +25,6 @@ class Box:
         return prod(self.extent)
 
 
-def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides, in elements, of a contiguous tensor of ``shape``."""
-    strides: list[int] = []
-    step = 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= size
-    return tuple(reversed(strides))
-
-
 def row_major_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
     """Disjoint boxes, in order, that cover the elements ``[start, stop)`` of the row-major order.
 

@@ -8,6 +8,8 @@ no single stride can say, has two or three. This is what keeps a conversion to a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 Digit = tuple[int, int]
 Digits = tuple[Digit, ...]
 
@@ -120,3 +122,13 @@ def split_at(digits: Digits, minor: int) -> tuple[Digits, Digits] | None:
         else:
             return None
     return tuple(rest), tuple(low)
+
+
+def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides, in elements, of a contiguous tensor of ``shape``."""
+    strides: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= size
+    return tuple(reversed(strides))

@@ -16,8 +16,7 @@ from functools import lru_cache
 from itertools import pairwise, product
 from math import prod
 
-from zerostart.geometry.copies import row_major_strides
-from zerostart.geometry.digits import Digits, cut, extent, simplify, split_at
+from zerostart.geometry.digits import Digits, cut, extent, row_major_strides, simplify, split_at
 
 #: A reshape that no digit boundary allows is cut into at most this many pieces before it is refused.
 MAX_PIECES = 1 << 16

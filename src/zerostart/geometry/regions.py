@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from zerostart.geometry.copies import Box, Copy, Loop, row_major_strides
+from zerostart.geometry.copies import Box, Copy, Loop
+from zerostart.geometry.digits import row_major_strides
 
 
 @dataclass(frozen=True, slots=True)
