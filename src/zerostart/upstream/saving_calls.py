@@ -29,39 +29,35 @@ _PIPELINE = "diffsynth.diffusion.base_pipeline:BasePipeline"
 _SAVE_PRETRAINED = Use(
     _MODEL,
     "save_pretrained(save_directory, is_main_process, state_dict, *, max_shard_size, push_to_hub, "
-    "variant, save_original_format, save_peft_format), "
-    "push_to_hub",
-    "a sharded model is saved by all ranks, each its own bytes, and not uploaded by any",
+    "variant, save_original_format, save_peft_format), push_to_hub",
+    "a sharded model is saved by all ranks",
 )
 _SAVE_MIXIN = Use(
     _MIXIN,
-    "save_pretrained(save_directory, is_main_process, *, safe_serialization, variant, "
-    "max_shard_size, push_to_hub), "
-    "push_to_hub",
-    "a sharded model is saved by all ranks, each its own bytes, and not uploaded by any",
+    "save_pretrained(save_directory, is_main_process, *, safe_serialization, variant, max_shard_size, "
+    "push_to_hub), push_to_hub",
+    "a sharded model is saved by all ranks",
 )
 _SAVE_PIPELINE = Use(
     _DIFFUSERS_PIPELINE,
     "save_pretrained(save_directory), push_to_hub",
-    "the index names the classes of models as the library has them, not as FSDP2 makes them; no upload",
+    "the index names the classes of models as the library has them",
 )
 _SAVE_ADAPTERS = Use(
     _PEFT_MODEL,
     "save_pretrained(save_directory, safe_serialization, selected_adapters, *, is_main_process, "
-    "save_embedding_layers), "
-    "push_to_hub",
+    "save_embedding_layers), push_to_hub",
     "the same for adapters of a sharded model",
 )
 _SAVE_MODEL = Use(
     _ACCELERATOR,
     "save_model(model, save_directory, max_shard_size, *, safe_serialization), get_state_dict(model, unwrap)",
-    "a model that zerostart loaded is saved without a gather; experts that ranks share are put together",
+    "a model that zerostart loaded is saved without a gather",
 )
 _FSDP = Use(
     "accelerate.accelerator",
     "save_fsdp_model, save_fsdp_optimizer, load_fsdp_model, load_fsdp_optimizer, load_accelerator_state",
-    "save_state and load_state, for any number of ranks: of FSDP2 models, and of the step, which "
-    "ranks that were not there when it was saved learn",
+    "save_state and load_state work for any number of ranks",
 )
 _WAITING = Use(
     "accelerate.state:PartialState",
@@ -73,41 +69,34 @@ _CHECKPOINTS = Use(
     "save_checkpoint(save_dir, tag, client_state, save_latest, exclude_frozen_parameters), "
     "load_checkpoint(load_dir, tag, load_module_strict, load_optimizer_states, *, "
     "load_lr_scheduler_states, load_module_only, custom_load_fn)",
-    "checkpoints of accelerate and the Trainer are for any number of ranks, stage and engine",
+    "checkpoints of accelerate and the Trainer are for any number of ranks",
 )
 _TRAINER_MODEL = Use(
     _TRAINER,
     "save_model(output_dir, _internal_call), _load_from_checkpoint(resume_from_checkpoint, model), "
     "_load_optimizer_and_scheduler(checkpoint)",
-    "the model is saved without a gather; a checkpoint is resumed from whichever engine has written it",
+    "the model is saved without a gather",
 )
 _TRAINER_STATE = Use(
     "transformers.trainer",
     "deepspeed_load_checkpoint(deepspeed_engine, checkpoint_path), save_fsdp_model, "
     "save_fsdp_optimizer, load_fsdp_model, load_fsdp_optimizer, get_last_checkpoint(folder)",
-    "the same functions of accelerate; the one that knows DeepSpeed's checkpoints by their names; "
-    "and the one that finds the last, where what a killed run has left half written is passed over",
+    "the same functions, as the Trainer imports them",
 )
 _TRAINER_LOSS = Use(
     "transformers.trainer",
     "deepspeed_sp_compute_loss(accelerator, model, inputs, return_outputs, pc)",
-    "what it does to sequences that ranks share is told, where one process would train otherwise",
+    "what it does to sequences that ranks share is told",
 )
 _SAVE_TRAINED = Use(
-    _LOGGER,
-    "save_model(accelerator, model, file_name)",
-    "what is trained is saved by all ranks, each its own bytes: the pipeline would be gathered",
+    _LOGGER, "save_model(accelerator, model, file_name)", "what is trained is saved by all ranks"
 )
 _RESUME_TRAINED = Use(
     _TRAINED,
     "resume_from_checkpoint(path, remove_prefix_in_ckpt)",
-    "what was trained before is read by each rank, its own bytes, into its shards",
+    "what was trained before is read by each rank",
 )
-_LOAD_LORA = Use(
-    _PIPELINE,
-    "load_lora(module)",
-    "it adds a LoRA to whole weights, and is refused by name where each rank has a part",
-)
+_LOAD_LORA = Use(_PIPELINE, "load_lora(module)", "refused where each rank has a part of the weights")
 TOUCHED = (
     _SAVE_PRETRAINED,
     _SAVE_MIXIN,

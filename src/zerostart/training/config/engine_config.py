@@ -13,7 +13,7 @@ from zerostart.engines.training import TrainingJob
 from zerostart.errors import ConfigError
 from zerostart.training.config.configuration import EngineConfig, TrainConfig
 from zerostart.training.config.parsing import parsed_json
-from zerostart.upstream.accelerate.launched import launched_dynamo, launched_for, launched_precision
+from zerostart.upstream.accelerate.plugins import is_set, launched_dynamo, launched_precision
 
 
 def engine_config(config: TrainConfig, world_size: int, hidden_size: int | None) -> dict[str, Any]:
@@ -71,7 +71,7 @@ def check_launcher(config: TrainConfig) -> None:
             f"the launcher's configuration has dynamo_backend: {backend}, but zerostart train does "
             "not compile models; leave it out of the launcher's configuration"
         )
-    if found := [name for name in _SET_UP if launched_for(name)]:
+    if found := [name for name in _SET_UP if is_set(name)]:
         raise ConfigError(
             f"accelerate launch has set {found[0]}, which zerostart train does not read; write the engine in "
             "the section engine of the configuration, and start it with a plain multi-process accelerate "

@@ -32,7 +32,7 @@ from zerostart.training.loop.batches import Buckets, Sharing, order_of
 from zerostart.training.loop.failures import unreported
 from zerostart.training.loop.optimizers import optimizer_of
 from zerostart.training.loop.task import Batch, Items, Task
-from zerostart.upstream.accelerate.launched import hidden
+from zerostart.upstream.accelerate.plugins import hidden
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

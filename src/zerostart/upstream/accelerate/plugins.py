@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -25,7 +27,7 @@ TOUCHED = (
     Use(
         _ACCELERATOR_STATE,
         "_shared_state, is_fsdp2, ._mixed_precision, .parallelism_config",
-        "whether an Accelerator has an FSDP plugin or parallelism, and its mixed precision",
+        "whether an Accelerator has an FSDP plugin or parallelism",
     ),
     Use(
         _PLUGIN,
@@ -163,3 +165,37 @@ def is_set(name: str) -> bool:
 def launched_fsdp_version() -> str:
     """The version of FSDP that the launcher asks for; accelerate takes the first where it names none."""
     return os.environ.get("FSDP_VERSION", "1")
+
+
+#: Beginnings of the names of all that is read again where an ``Accelerator`` or a plugin is made.
+_READ_AGAIN = (
+    "ACCELERATE_CONFIG_DS_FIELDS",
+    "ACCELERATE_DEEPSPEED_",
+    "ACCELERATE_GRADIENT_",
+    "ACCELERATE_MIXED_PRECISION",
+    "ACCELERATE_USE_DEEPSPEED",
+    "ACCELERATE_USE_FSDP",
+    "FSDP_",
+)
+
+
+def launched_precision() -> str:
+    """The launcher's mixed precision; ``"no"`` where it says nothing of it, too."""
+    return os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
+
+
+def launched_dynamo() -> str:
+    """By what the launcher wants models compiled; ``"no"`` for nothing."""
+    return os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()
+
+
+@contextlib.contextmanager
+def hidden() -> Iterator[None]:
+    """Inside, accelerate finds nothing of an engine in the environment, as after a plain launch."""
+    taken = {name: value for name, value in os.environ.items() if name.startswith(_READ_AGAIN)}
+    for name in taken:
+        del os.environ[name]
+    try:
+        yield
+    finally:
+        os.environ.update(taken)

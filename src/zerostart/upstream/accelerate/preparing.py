@@ -43,24 +43,22 @@ _PREPARE = Use(
     _ACCELERATOR,
     "_prepare_fsdp2, _prepare_tp, _prepare_deepspeed, "
     "accelerate.utils.dataclasses:FullyShardedDataParallelPlugin.set_auto_wrap_policy(model)",
-    "a model in shards is left as it is, by whichever names fully_shard gives its classes, or "
-    "refused if it was loaded for another engine; its optimizer keeps parameters that stay, though "
-    "an empty shard has no address",
+    "a model in shards is left as it is",
 )
 _BACKEND = Use(
     "accelerate.state:PartialState",
     "_prepare_backend",
-    "ranks of DeepSpeed or FSDP2 on hosts without an accelerator get a backend, gloo",
+    "ranks of DeepSpeed or FSDP2 on hosts without an accelerator get a backend",
 )
 _STATE = Use(
     _ACCELERATOR_STATE,
     "__init__(*, fsdp_plugin)",
-    "there the state says FSDP, which was asked for, and not DDP on CPUs",
+    "on hosts without an accelerator the state says FSDP, not DDP",
 )
 _ARGUMENTS = Use(
     "transformers.training_args:TrainingArguments",
     "_process_fsdp_args",
-    "arguments are remembered while they live, since a Trainer makes its Accelerator after the model",
+    "arguments are remembered while they live",
 )
 TOUCHED = (
     _PREPARE_FSDP2,

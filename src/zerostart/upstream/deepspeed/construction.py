@@ -45,19 +45,10 @@ _ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
 _CONSTRUCTION = Use(
     _ENGINE,
     "_configure_expert_parallel(model), __init__",
-    "the first step that gets the model: an engine of another stage is refused, one of a model in "
-    "slices shares tensors as if configured, and experts that are shared out already stay as they are",
+    "engines of another stage are refused; slices and experts stay",
 )
-_STAGE = Use(
-    _ENGINE,
-    "zero_optimization_stage",
-    "the stage of an engine, as its configuration has it",
-)
-_EXPERTS = Use(
-    _ENGINE,
-    "_configure_expert_parallel, ._config",
-    "the section expert_parallel, and what the step gives back where it does nothing",
-)
+_STAGE = Use(_ENGINE, "zero_optimization_stage", "the stage of an engine, as its configuration has it")
+_EXPERTS = Use(_ENGINE, "_configure_expert_parallel, ._config", "the section expert_parallel")
 _SHARED = Use(
     _ENGINE,
     "__init__, autotp_size, ._config",
@@ -66,7 +57,7 @@ _SHARED = Use(
 _GROUPS = Use(
     "deepspeed.utils.groups",
     "_init_tp_mesh_device, get_data_parallel_group",
-    "DeepSpeed's own groups of ranks that share tensors, which a process makes once",
+    "DeepSpeed's own groups of ranks that share tensors",
 )
 _SUMS = Use(
     "deepspeed.module_inject.auto_tp:AutoTP",

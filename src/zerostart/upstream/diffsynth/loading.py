@@ -25,9 +25,9 @@ _MODEL = "diffsynth.core.loader.model"
 _FILE = "diffsynth.core.loader.file"
 _LOADING = Use(
     "diffsynth.core.loader.model",
-    "load_model(model_class, path, config, torch_dtype, device, state_dict_converter, "
-    "use_disk_map, module_map, vram_config, vram_limit, state_dict, quantize)",
-    "builds and fills every model; in every module that has imported it",
+    "load_model(model_class, path, config, torch_dtype, device, state_dict_converter, use_disk_map, "
+    "module_map, vram_config, vram_limit, state_dict, quantize)",
+    "builds and fills every model",
 )
 _KEYS = Use(
     "diffsynth.core.loader.file",
@@ -40,7 +40,7 @@ TOUCHED = (
     Use(
         "diffsynth.core.loader.model",
         "is_deepspeed_zero3_enabled, get_init_context",
-        "what DiffSynth keeps in its own way is built without zero.Init, which transformers tells it of",
+        "what DiffSynth keeps in its own way is built without zero.Init",
     ),
 )
 

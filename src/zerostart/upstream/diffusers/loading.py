@@ -33,15 +33,14 @@ _MODULE = "diffusers.models.modeling_utils"
 _MIXIN = "diffusers.models.modeling_utils:ModelMixin"
 _FROM_PRETRAINED = Use(
     _MIXIN,
-    "from_pretrained, "
-    "_load_pretrained_model(model, state_dict, resolved_model_file, pretrained_model_name_or_path, "
-    "loaded_keys)",
-    "zerostart reads the weights of calls that it serves; of the library's reading its warnings are left",
+    "from_pretrained, _load_pretrained_model(model, state_dict, resolved_model_file, "
+    "pretrained_model_name_or_path, loaded_keys)",
+    "zerostart reads the weights of calls that it serves",
 )
 _WITHIN = Use(
     "diffusers.models.modeling_utils",
     "ContextManagers, load_state_dict",
-    "within from_pretrained a model is built in contexts of ours, and its only file is not read whole",
+    "within from_pretrained a model is built in contexts of ours",
 )
 TOUCHED = (_FROM_PRETRAINED, _WITHIN)
 

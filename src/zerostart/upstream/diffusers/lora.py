@@ -17,7 +17,7 @@ _FLUX = Use(
     "diffusers.loaders.lora_pipeline:FluxLoraLoaderMixin",
     "_maybe_expand_transformer_param_shape_or_error_(transformer, lora_state_dict, norm_state_dict), "
     "_maybe_expand_lora_state_dict(transformer, lora_state_dict)",
-    "a LoRA is compared with the shapes of whole weights, where ZeRO-3 shows none",
+    "a LoRA is compared with the shapes of whole weights",
 )
 TOUCHED = (_FLUX,)
 

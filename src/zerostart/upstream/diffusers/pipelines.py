@@ -24,7 +24,7 @@ TOUCHED = (
     Use(
         "diffusers.pipelines.pipeline_utils:DiffusionPipeline",
         "from_pretrained, register_modules, components, register_to_config",
-        "a pipeline is made of models that are loaded already, and of the rest by diffusers",
+        "a pipeline is made of models that are loaded already",
     ),
     Use(
         "diffusers.pipelines.pipeline_loading_utils",

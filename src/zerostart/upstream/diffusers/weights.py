@@ -26,7 +26,7 @@ TOUCHED = (
         "diffusers.loaders.single_file_utils",
         "LDM_UNET_KEY, LDM_VAE_KEYS, infer_diffusers_model_type, DIFFUSERS_DEFAULT_PIPELINE_PATHS, "
         "fetch_diffusers_config(checkpoint)",
-        "prefixes of a component's keys in a file with several, and which release a file is of",
+        "prefixes of a component's keys in a file with several",
     ),
     Use(
         "diffusers.models.modeling_utils:ModelMixin",

@@ -31,38 +31,33 @@ _FILES = "peft.utils.save_and_load"
 _INJECTED = Use(
     "peft.tuners.tuners_utils:BaseTuner",
     "inject_adapter(model, adapter_name)",
-    "adapters that are put into a model in shards are the same on every rank, and stay so",
+    "adapters that are put into a model in shards are the same on every rank",
 )
-_SIZES = Use(
-    _LAYERS,
-    "_get_in_out_features(module)",
-    "a layer in shards computes with its whole weight, whatever the dimensions of their mesh are called",
-)
+_SIZES = Use(_LAYERS, "_get_in_out_features(module)", "a layer in shards computes with its whole weight")
 _MERGED = Use(
     "peft.tuners.tuners_utils:BaseTunerLayer",
     "merge, unmerge, enable_adapters(enabled)",
-    "a weight in shards is whole while PEFT adds an adapter to it, or takes it out: before a layer "
-    "is switched off, and not in the midst of a forward",
+    "a weight in shards is whole while PEFT adds an adapter to it",
 )
 _READ = Use(
     "peft.utils.save_and_load",
     "get_peft_model_state_dict(model, state_dict, adapter_name)",
-    "adapters in shards are put together, where PEFT would give what a rank has",
+    "adapters in shards are put together",
 )
 _GATHERED = Use(
     "peft.utils.integrations",
     "check_deepspeed_zero3_enabled",
-    "adapters that begin with values of a weight gather it, where transformers knows of no ZeRO-3, too",
+    "adapters that begin with values of a weight gather it",
 )
 _TOKENS = Use(
     "peft.tuners.trainable_tokens.layer:TrainableTokensLayer",
     "_collect_token_weights(weight, rows, embed_dim)",
-    "rows of what is not partitioned are at hand, though partitions of another model are gathered",
+    "rows of what is not partitioned are at hand",
 )
 _PROMPTS = Use(
     "peft.peft_model:PeftModel",
     "_setup_prompt_encoder(adapter_name)",
-    "what stands around a model in shards is the same on every rank, and is trained alike",
+    "what stands around a model in shards is the same on every rank",
 )
 TOUCHED = (_INJECTED, _SIZES, _MERGED, _GATHERED, _TOKENS, _READ, _PROMPTS)
 _REMEDY = "zerostart cannot take over adapters of models in shards"

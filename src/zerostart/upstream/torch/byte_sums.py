@@ -53,13 +53,7 @@ ALL = (1 << 64) - 1
 _SEEDS = tuple(number << 48 for number in range(1, 2 * LANES + 2))
 _STEP, _MIX, _MORE = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
-TOUCHED = (
-    Use(
-        "torch",
-        "_int_mm",
-        "the product of matrices of bytes, for digests; fp32 serves without it",
-    ),
-)
+TOUCHED = (Use("torch", "_int_mm", "the product of matrices of bytes"),)
 
 
 def lanes_of(octets: torch.Tensor, position: int = 0) -> list[int]:

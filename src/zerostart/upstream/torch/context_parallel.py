@@ -29,24 +29,21 @@ from zerostart.upstream.types import Arguments, Keywords
 _RING = "torch.distributed.tensor.experimental._context_parallel._attention"
 _CPU_KERNEL = Use(
     _RING,
-    "custom_ops, _enable_cp_dtensor_dispatcher, "
-    "_templated_ring_attention(group, seq_dim, op, query, key, value, is_causal), "
-    "_templated_ring_attention_backward(group, seq_dim, op, grad_out, grad_out_name, query, key, "
-    "value, out, *, logsumexp, is_causal)",
+    "custom_ops, _enable_cp_dtensor_dispatcher, _templated_ring_attention(group, seq_dim, op, query, "
+    "key, value, is_causal), _templated_ring_attention_backward(group, seq_dim, op, grad_out, "
+    "grad_out_name, query, key, value, out, *, logsumexp, is_causal)",
     "attention on DTensors of the CPU goes around the ring as it does on accelerators",
 )
 _MASKS = Use(
     "accelerate.big_modeling",
     "_attach_context_parallel_hooks(model)",
-    "masks of one rank's tokens are taken out; accelerate does it where it prepares the model itself",
+    "masks of one rank's tokens are taken out",
 )
 TOUCHED = (
     _CPU_KERNEL,
     _MASKS,
     Use(
-        "torch.distributed.tensor.experimental",
-        "context_parallel",
-        "the ring itself, which is experimental",
+        "torch.distributed.tensor.experimental", "context_parallel", "the ring itself, which is experimental"
     ),
     Use(
         "torch._C",

@@ -17,40 +17,29 @@ from zerostart.upstream.guard import Use, need
 from zerostart.upstream.torch.tensors import over
 
 _PARAMETER = "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam"
-_UNITS = Use(
-    "torch.distributed.fsdp:FSDPModule",
-    "_get_fsdp_state",
-    "the parameter groups of a unit",
-)
+_UNITS = Use("torch.distributed.fsdp:FSDPModule", "_get_fsdp_state", "the parameter groups of a unit")
 _STATES = Use(
     "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState",
     "_lazy_init, ._fsdp_param_group, ._is_root",
-    "whether a forward has been through a unit, which settles its parameters, and which is the root",
+    "whether a forward has been through a unit",
 )
-_BACKWARD = Use(
-    "torch._C",
-    "_current_graph_task_id",
-    "whether a unit is called in a backward, which runs checkpointed layers again",
-)
+_BACKWARD = Use("torch._C", "_current_graph_task_id", "whether a unit is called in a backward")
 _GROUPS = Use(
     "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup",
     ".modules, .offload_policy",
-    "parameters of embeddings that are resized leave their unit, and new ones join it",
+    "parameters of embeddings that are resized leave their unit",
 )
 _SHARDS = Use(
     _PARAMETER,
-    "_init_sharded_param, _setattr_on_modules, "
-    "__init__(param, module_info, mesh_info, post_forward_mesh_info, device, shard_placement_fn, "
-    "mp_policy, offload_policy), "
+    "_init_sharded_param, _setattr_on_modules, __init__(param, module_info, mesh_info, "
+    "post_forward_mesh_info, device, shard_placement_fn, mp_policy, offload_policy), "
     "torch.distributed.fsdp._fully_shard._fsdp_param_group:_get_param_module_infos(params, modules), "
     "._module_info, ._post_load_hook_handle, .device, .fsdp_placement, .mesh_info, .mp_policy, "
     ".post_forward_mesh_info, .sharded_param",
-    "a shard is made of a whole parameter, with the settings of the one in whose place it is",
+    "a shard is made of a whole parameter",
 )
 _ACCUMULATED = Use(
-    _PARAMETER,
-    ".unsharded_accumulated_grad",
-    "whether gradients have been accumulated that were not reduced",
+    _PARAMETER, ".unsharded_accumulated_grad", "whether gradients have been accumulated that were not reduced"
 )
 TOUCHED = (_UNITS, _STATES, _BACKWARD, _GROUPS, _SHARDS, _ACCUMULATED)
 

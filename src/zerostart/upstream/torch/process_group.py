@@ -29,7 +29,7 @@ _DESTROY = Use(
 _STORE = Use(
     "torch.distributed.distributed_c10d",
     "_get_default_store, _world",
-    "a rank that is alone in a call learns it without a collective, which would wait for the others",
+    "a rank that is alone in a call learns it without a collective",
 )
 TOUCHED = (_STORE, _DESTROY)
 #: Has gloo connect two ranks when they first send each other something, not all ranks with all at once.

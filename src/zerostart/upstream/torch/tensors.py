@@ -25,17 +25,13 @@ if TYPE_CHECKING:
 _TRUNCATED_NORMAL = Use(
     "torch.nn.init",
     "_no_grad_trunc_normal_(tensor, mean, std, a, b, *, generator), trunc_normal_",
-    "samples by rejection, looks at values, and so does nothing on meta: it is logged as it is called",
+    "does nothing on meta, and is logged as it is called",
 )
-_SPEC = Use(
-    "torch.distributed.tensor:DTensor",
-    "_spec",
-    "a DTensor with the sharding of another, over a local tensor that lies on the host",
-)
+_SPEC = Use("torch.distributed.tensor:DTensor", "_spec", "a DTensor with the sharding of another")
 _GROUPS = Use(
     "torch.distributed.fsdp:FSDPModule",
     "_apply",
-    "FSDP2's parameter groups look again at what the modules hold, as after any Module.to",
+    "FSDP2's parameter groups look again at what the modules hold",
 )
 _USERS = Use(
     "torch._C",

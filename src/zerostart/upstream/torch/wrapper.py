@@ -28,11 +28,7 @@ TOUCHED = (
         "_set_conj, _set_neg, _dispatch_keys, _additional_keys_to_prop_for_wrapper_tensors",
         "the conjugate and negative bits are the same for a tensor and what wraps it",
     ),
-    Use(
-        "torch:_C",
-        "_DisableTorchDispatch",
-        "operators run past the modes and classes in Python",
-    ),
+    Use("torch:_C", "_DisableTorchDispatch", "operators run past the modes and classes in Python"),
 )
 T = TypeVar("T", bound=torch.Tensor)
 _CPU = torch.device("cpu")

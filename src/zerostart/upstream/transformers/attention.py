@@ -18,7 +18,7 @@ TOUCHED = (
     Use(
         _MODEL,
         "_is_stateful, _supports_attention_backend",
-        "whether attention goes through the library's interface, and carries no state along a sequence",
+        "whether attention goes through the library's interface",
     ),
     Use(
         "transformers.configuration_utils:PreTrainedConfig",
@@ -28,7 +28,7 @@ TOUCHED = (
     Use(
         "transformers.masking_utils",
         "find_packed_sequence_indices(position_ids)",
-        "which document of a packed sequence a token is of, by its position",
+        "which document of a packed sequence a token is of",
     ),
 )
 #: Layers whose tokens see each other through attention alone.

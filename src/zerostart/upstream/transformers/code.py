@@ -21,11 +21,7 @@ _SECONDS = Use(
 )
 TOUCHED = (
     _SECONDS,
-    Use(
-        _MODULE,
-        "get_class_from_dynamic_module",
-        "the class of a model in the code beside its checkpoint, for a caller who trusts that",
-    ),
+    Use(_MODULE, "get_class_from_dynamic_module", "the class of a model in the code beside its checkpoint"),
 )
 
 

@@ -27,21 +27,12 @@ _CONFIG = "transformers.distributed.configuration_utils:DistributedConfig"
 _ATTRIBUTE = "_zerostart_experts_alone"
 _FLAG = Use(
     _CONFIG,
-    "__post_init__, "
-    "transformers.distributed.configuration_utils:DistributedConfig(*, tp_size, tp_plan, "
-    "enable_expert_parallel, fsdp_size, pp_size)",
-    "enable_expert_parallel without a size is noted, which the object itself may forget",
+    "__post_init__, transformers.distributed.configuration_utils:DistributedConfig(*, tp_size, "
+    "tp_plan, enable_expert_parallel, fsdp_size, pp_size)",
+    "enable_expert_parallel without a size is noted",
 )
-_ASKED = Use(
-    _CONFIG,
-    "from_dict",
-    "what a call of from_pretrained asks for",
-)
-_STYLES = Use(
-    "transformers.distributed.tensor_parallel",
-    "ALL_PARALLEL_STYLES",
-    "the registry of styles",
-)
+_ASKED = Use(_CONFIG, "from_dict", "what a call of from_pretrained asks for")
+_STYLES = Use("transformers.distributed.tensor_parallel", "ALL_PARALLEL_STYLES", "the registry of styles")
 _FORWARDS = Use(
     "transformers.distributed.tensor_parallel:TensorParallelLayer",
     "install_forward(module)",

@@ -39,22 +39,17 @@ if TYPE_CHECKING:
 _MODEL = "transformers.modeling_utils:PreTrainedModel"
 _FROM_PRETRAINED = Use(
     _MODEL,
-    "from_pretrained, get_init_context(dtype), "
-    "_load_pretrained_model(model, state_dict, checkpoint_files, load_config, expected_keys), "
-    "_finalize_model_loading(model, load_config, loading_info), "
-    "transformers.modeling_utils:log_state_dict_report(*, model, pretrained_model_name_or_path, "
-    "ignore_mismatched_sizes, loading_info, logger)",
-    "zerostart builds without zero.Init, reads the weights, and leaves the report, of calls it serves",
+    "from_pretrained, get_init_context(dtype), _load_pretrained_model(model, state_dict, "
+    "checkpoint_files, load_config, expected_keys), _finalize_model_loading(model, load_config, "
+    "loading_info), transformers.modeling_utils:log_state_dict_report(*, model, "
+    "pretrained_model_name_or_path, ignore_mismatched_sizes, loading_info, logger)",
+    "zerostart builds without zero.Init",
 )
-_FROM_CONFIG = Use(
-    _MODEL,
-    "_from_config(config)",
-    "a model that has no checkpoint starts in shards",
-)
+_FROM_CONFIG = Use(_MODEL, "_from_config(config)", "a model that has no checkpoint starts in shards")
 _QUANTIZER = Use(
     "transformers.modeling_utils",
     "get_hf_quantizer, transformers.quantizers.auto:get_hf_quantizer(config, quantization_config)",
-    "a quantised checkpoint is dequantised, before modules become those of quantised weights",
+    "a quantised checkpoint is dequantised",
 )
 _RESIZING = Use(
     _MODEL,
@@ -65,7 +60,7 @@ _CONFIGURED = Use(
     "transformers.integrations.deepspeed",
     "set_hf_deepspeed_config, unset_hf_deepspeed_config, _hf_deepspeed_config_weak_ref, "
     "is_deepspeed_zero3_enabled",
-    "models are built as without a DeepSpeed configuration; embeddings of partitions resized as with one",
+    "models are built as without a DeepSpeed configuration",
 )
 TOUCHED = (
     _FROM_PRETRAINED,

@@ -54,7 +54,7 @@ _DECLARED = Use(
 _DEVICE = Use(
     "transformers.modeling_utils",
     "get_torch_context_manager_or_global_device",
-    "a model that is built on meta initialises its weights as one on the CPU does, for the log of calls",
+    "a model that is built on meta initialises its weights as one on the CPU does",
 )
 _CREATION = Use(
     "transformers.initialization",

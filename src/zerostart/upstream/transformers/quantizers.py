@@ -19,9 +19,8 @@ _DEQUANTISED = Use(
     "transformers.quantizers.base:HfQuantizer",
     "update_weight_conversions, "
     "transformers.integrations.finegrained_fp8:Fp8Dequantize._dequantize_one(quantized, scales, *, "
-    "output_dtype), "
-    ".quantization_config",
-    "of the one quantizer: its weights are dequantised while they are read, blocks that an edge cuts too",
+    "output_dtype), .quantization_config",
+    "of the one quantizer: its weights are dequantised while they are read",
 )
 TOUCHED = (
     _DEQUANTISED,
@@ -29,7 +28,7 @@ TOUCHED = (
         "transformers.quantizers.base:HfQuantizer",
         "get_weight_conversions, remove_quantization_config, preprocess_model(*, model, dtype), "
         "transformers.quantizers.auto:AutoHfQuantizer.from_config(quantization_config)",
-        "the operations that dequantise, which are run on what a rank reads",
+        "the operations that dequantise",
     ),
 )
 

@@ -28,19 +28,17 @@ _GROUPS = Use(
     "deepspeed.utils.groups",
     "_create_expert_and_data_parallel(expert_parallel_size_), _get_expert_parallel_group, "
     "_get_expert_parallel_group_dict, _get_expert_data_parallel_group",
-    "DeepSpeed's own groups of ranks that share experts, made once for each size",
+    "DeepSpeed's own groups of ranks that share experts",
 )
 _PARTITIONED = Use(
     _STAGE3,
     "_autoep_expert_parallel_group",
-    "a parameter of experts is partitioned among the ranks that have it, its gradient is divided by "
-    "all ranks, and its norm counted over its group, as AutoEP's own",
+    "a parameter of experts is partitioned among the ranks that have it",
 )
 _MARKS = Use(
     _OPTIMIZER,
     "get_grad_norm_direct, is_moe_group, _configure_moe_settings",
-    "a gradient is summed over the ranks that hold the same experts, and divided by all batches; "
-    "every rank counts its own in the norm, also where ranks share tensors",
+    "a gradient is summed over the ranks that hold the same experts",
 )
 TOUCHED = (_GROUPS, _PARTITIONED, _MARKS)
 

@@ -73,10 +73,9 @@ TOUCHED = (
     ),
     Use(
         _LAYERS,
-        "DS_AUTOTP_UC_META, "
-        "_build_param_uc_restore_meta(*, partition_dim, partition_sizes, original_shape, replicated, "
-        "affine_map)",
-        "what a sliced parameter says of itself: which elements of the whole one each rank has",
+        "DS_AUTOTP_UC_META, _build_param_uc_restore_meta(*, partition_dim, partition_sizes, "
+        "original_shape, replicated, affine_map)",
+        "what a sliced parameter says of itself",
     ),
 )
 

@@ -37,17 +37,12 @@ if TYPE_CHECKING:
 _ULYSSES = "deepspeed.runtime.sequence_parallel.ulysses_sp:UlyssesSPAttentionHF"
 _REGISTERING = Use(
     _ULYSSES,
-    "register_with_transformers(model_name_or_path), __init__(attn), "
-    "forward(module, query, key, value, attention_mask), .attn, .attn_head_count, .attn_head_size, "
-    ".global_kv_head_count, .disable_in_eval",
-    "it serves the loaded model alone, sdpa gets a mask of the whole sequence, and a run of "
-    "zerostart train shares its held-out sequences among ranks, too",
+    "register_with_transformers(model_name_or_path), __init__(attn), forward(module, query, key, "
+    "value, attention_mask), .attn, .attn_head_count, .attn_head_size, .global_kv_head_count, "
+    ".disable_in_eval",
+    "Ulysses serves the loaded model alone",
 )
-_GROUP = Use(
-    "deepspeed.utils.groups",
-    "_get_sequence_parallel_group",
-    "the ranks that share a sequence, as transformers' Trainer asks for them",
-)
+_GROUP = Use("deepspeed.utils.groups", "_get_sequence_parallel_group", "the ranks that share a sequence")
 TOUCHED = (_REGISTERING, _GROUP)
 
 

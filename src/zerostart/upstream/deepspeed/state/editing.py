@@ -25,13 +25,13 @@ TOUCHED = (
     Use(
         "deepspeed.runtime.zero.partition_parameters",
         "free_param, ZeroParamStatus",
-        "a gathered copy of a changed parameter is dropped, for a module to gather it again",
+        "a gathered copy of a changed parameter is dropped",
     ),
     Use(
         "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3",
         "get_param_id, _get_fp32_opt_state_partition, _swappable_optimizer_subgroup, "
         "_optimizer_states_and_gradient_swap_out",
-        "its fp32 master follows, in a swap file too, as set_local_hp_param has it",
+        "its fp32 master follows, in a swap file too",
     ),
 )
 _MODULE = "deepspeed.runtime.zero.partition_parameters"

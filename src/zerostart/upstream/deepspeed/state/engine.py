@@ -32,13 +32,9 @@ TOUCHED = (
     Use(
         "deepspeed.runtime.fp16.loss_scaler:DynamicLossScaler",
         ".cur_hysteresis, .cur_iter, .last_overflow_iter",
-        "losses are scaled as they were, here and by the LossScaleConfig of stage 0",
+        "losses are scaled as they were",
     ),
-    Use(
-        _ZERO,
-        "_epilogue_ran_this_backward, .all_grad_tensors, .micro_step_id",
-        "the same at stage 2",
-    ),
+    Use(_ZERO, "_epilogue_ran_this_backward, .all_grad_tensors, .micro_step_id", "the same at stage 2"),
     Use(
         _STAGE3,
         "_epilogue_ran_this_backward, clear_backward_seen_flag, .micro_step_id",

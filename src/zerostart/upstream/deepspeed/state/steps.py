@@ -24,8 +24,8 @@ TOUCHED = (
     Use(
         _STAGE3,
         "get_param_id, _get_fp32_opt_state_partition, _setup_for_real_optimizer, .fp16_groups, "
-        ".fp32_partitioned_groups_flat, .grad_partitions_flat_buffer, .grad_position, "
-        ".offload_optimizer, .params_in_nvme_and_cpu, .sub_group_to_group_id, .swap_optimizer",
+        ".fp32_partitioned_groups_flat, .grad_partitions_flat_buffer, .grad_position, .offload_optimizer, "
+        ".params_in_nvme_and_cpu, .sub_group_to_group_id, .swap_optimizer",
         "masters and moments of a parameter are a run of the flat tensor of its sub-group",
     ),
     Use(
@@ -36,11 +36,7 @@ TOUCHED = (
         ".partition_gradients, .single_partition_of_fp32_groups",
         "masters, moments and reduced gradients of a rank are its partition of the flat group",
     ),
-    Use(
-        _BFLOAT16,
-        ".fp32_groups_flat_partition",
-        "the same for stage 1 in bf16 with gradients in fp32",
-    ),
+    Use(_BFLOAT16, ".fp32_groups_flat_partition", "the same for stage 1 in bf16 with gradients in fp32"),
 )
 
 

@@ -40,9 +40,7 @@ logger = logging.getLogger("zerostart")
 
 _ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
 _CONSTRUCTION = Use(
-    _ENGINE,
-    "__init__(*, model, optimizer)",
-    "buffers that wait on the host are brought to the device first",
+    _ENGINE, "__init__(*, model, optimizer)", "buffers that wait on the host are brought to the device first"
 )
 TOUCHED = (_CONSTRUCTION,)
 

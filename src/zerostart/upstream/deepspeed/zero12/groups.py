@@ -29,7 +29,7 @@ _ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
 _CONFIGURE = Use(
     _ENGINE,
     "_configure_optimizer(client_optimizer, model_parameters), _configure_zero_optimizer, .has_moe_layers",
-    "its groups are of experts or of others, and of one load, alone; the engine has experts meanwhile",
+    "its groups are of experts or of others",
 )
 TOUCHED = (_CONFIGURE,)
 

@@ -195,13 +195,11 @@ _BF16_OPTIMIZER = "deepspeed.runtime.bf16_optimizer:BF16_Optimizer"
 _ZERO = Use(
     _ZERO_OPTIMIZER,
     "__init__(*, init_optimizer, dp_process_group, round_robin_gradients, parameter_alignment, "
-    "has_moe_layers, zenflow_config), "
-    "flatten_dense_tensors_aligned(tensor_list, alignment, *, param_padding), "
-    "initialize_optimizer_states, .bit16_groups, .cpu_offload, .master_weights_and_grads_dtype, "
-    ".parallel_partitioned_bit16_groups, .round_robin_bit16_groups, .round_robin_bit16_offsets, "
-    ".single_partition_of_fp32_groups",
-    "the flat buffer of the load is taken as its own, masters are not cloned on the way and are read "
-    "from the checkpoint, and gradients that are made to be dropped are left out",
+    "has_moe_layers, zenflow_config), flatten_dense_tensors_aligned(tensor_list, alignment, *, "
+    "param_padding), initialize_optimizer_states, .bit16_groups, .cpu_offload, "
+    ".master_weights_and_grads_dtype, .parallel_partitioned_bit16_groups, .round_robin_bit16_groups, "
+    ".round_robin_bit16_offsets, .single_partition_of_fp32_groups",
+    "the flat buffer of the load is taken as its own",
     source=(
         "__init__: self.parallel_partitioned_bit16_groups[i][partition_id].detach().clone().to(",
         "__init__: available_memory = accelerator.available_memory()",
@@ -211,23 +209,21 @@ _ZERO = Use(
 _BFLOAT16 = Use(
     _BF16_OPTIMIZER,
     "__init__(*, init_optimizer, dp_process_group, has_moe_layers), "
-    "_flatten_dense_tensors_aligned(tensor_list, alignment), _setup_for_real_optimizer, "
-    ".bf16_groups, .fp32_groups_flat_partition",
+    "_flatten_dense_tensors_aligned(tensor_list, alignment), _setup_for_real_optimizer, .bf16_groups, "
+    ".fp32_groups_flat_partition",
     "the same for stage 1 in bf16 with gradients in fp32",
 )
 _MEMORY = Use(
     "deepspeed.accelerator.abstract_accelerator:DeepSpeedAccelerator",
     "available_memory",
-    "a group that is flat already needs no memory, and so does not go by way of the CPU",
+    "a group that is flat already needs no memory",
 )
 TOUCHED = (
     _ZERO,
     _BFLOAT16,
     _MEMORY,
     Use(
-        "deepspeed.runtime.utils",
-        "is_optimized_parameter",
-        "which parameters of a group the optimizers take",
+        "deepspeed.runtime.utils", "is_optimized_parameter", "which parameters of a group the optimizers take"
     ),
     Use(
         "deepspeed.utils.groups",

@@ -27,15 +27,11 @@ _SWAPPER = "deepspeed.runtime.swap_tensor.partitioned_param_swapper:AsyncPartiti
 TOUCHED = (
     Use(
         _SWAPPER,
-        "synchronize_reads, get_path(param, *, must_exist), _io_aligned_numel(numel), "
-        "swappable_tensor(*, numel), .dtype, .elements_per_buffer, .invalid_buffer, .param_id_to_numel",
+        "synchronize_reads, get_path(param, *, must_exist), _io_aligned_numel(numel), swappable_tensor(*, "
+        "numel), .dtype, .elements_per_buffer, .invalid_buffer, .param_id_to_numel",
         "where the swap file of a partition is, and how large",
     ),
-    Use(
-        _SWAPPER,
-        "remove_partition_and_release_buffers",
-        "of a partition that was written to its swap file: that it is there, and not in memory",
-    ),
+    Use(_SWAPPER, "remove_partition_and_release_buffers", "how DeepSpeed marks a partition in its swap file"),
 )
 
 

@@ -36,7 +36,6 @@ from zerostart.upstream.guard import Use, demand, misfit
 from zerostart.upstream.patches import RefCountedPatches, Ticket, replaced, when_imported
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
     from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
     from zerostart.upstream.types import ParameterGroup, ZeroParameter
@@ -54,25 +53,23 @@ _OPTIMIZER = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
 _ENTRY = Use(
     _OPTIMIZER,
     "_get_trainable_parameter_groups, __init__",
-    "the first look at the parameters: with a marked one, the optimizer becomes one of our subclass",
+    "the optimizer of marked parameters becomes our subclass",
 )
 _SUBCLASS = Use(
     _OPTIMIZER,
     "_get_parameter_partitions, _set_fp16_partitioned_groups_flat, "
-    "_create_param_groups_fp16_flat_cpu_memory, _create_fp32_partitions, "
-    "initialize_optimizer_states, create_reduce_and_remove_grad_hooks, offload_states, "
+    "_create_param_groups_fp16_flat_cpu_memory, _create_fp32_partitions, initialize_optimizer_states, "
+    "create_reduce_and_remove_grad_hooks, offload_states, "
     "_create_fp16_partitions_with_defragmentation, _setup_for_real_optimizer, .dp_process_group, "
     ".dtype, .fp16_groups, .fp16_partitioned_groups, .fp16_partitioned_groups_flat, "
     ".fp32_partitioned_groups_flat, .lp_param_buffer, .master_weights_and_grads_dtype, .module, "
-    ".offload_optimizer, .offload_param, .param_groups_fp16_flat_cpu_memory, "
-    ".params_in_nvme_and_cpu, .swap_optimizer, .trainable_param_groups",
-    "overridden by our subclass: sub-groups of several dtypes, masters read from the checkpoint",
+    ".offload_optimizer, .offload_param, .param_groups_fp16_flat_cpu_memory, .params_in_nvme_and_cpu, "
+    ".swap_optimizer, .trainable_param_groups",
+    "overridden for several dtypes and masters of the checkpoint",
 )
 _MODULE = "deepspeed.runtime.zero.partition_parameters"
 _GATHER = Use(
-    _MODULE,
-    "_no_gather_coalesced",
-    "experts that one rank has alone begin at a multiple of 16 bytes, which grouped kernels want",
+    _MODULE, "_no_gather_coalesced", "experts that one rank has alone begin at a multiple of 16 bytes"
 )
 TOUCHED = (
     _ENTRY,
@@ -81,7 +78,7 @@ TOUCHED = (
         _OPTIMIZER,
         "_swappable_optimizer_subgroup, _optimizer_states_and_gradient_swap_in, "
         "_optimizer_states_and_gradient_swap_out",
-        "masters on NVMe are read a sub-group at a time, between these two",
+        "masters on NVMe are read a sub-group at a time",
     ),
 )
 
@@ -187,30 +184,12 @@ def _subclass(base: type) -> type:
     return type(base.__name__, (_Overrides, base), {"__module__": base.__module__})
 
 
-class _Overrides:
-    """Goes before DeepSpeedZeroOptimizer_Stage3 in the order of resolution."""
+#: The optimizer's attributes and methods, which the overrides use.
+_Optimizer: Any = object
 
-    # What is used of the optimizer.
-    dtype: torch.dtype
-    main_buffer: Buffer
-    module: torch.nn.Module
-    offload_param: bool
-    offload_optimizer: bool
-    params_in_nvme_and_cpu: bool
-    swap_optimizer: bool
-    zenflow: bool
-    dp_process_group: dist.ProcessGroup
-    fp16_groups: list[list[ZeroParameter]]
-    fp16_partitioned_groups: list[list[ZeroParameter]]
-    fp16_partitioned_groups_flat: list[torch.Tensor | None]
-    fp32_partitioned_groups_flat: list[torch.Tensor]
-    lp_param_buffer: torch.Tensor
-    trainable_param_groups: list[ParameterGroup]
-    param_groups_fp16_flat_cpu_memory: list[torch.Tensor]
-    master_weights_and_grads_dtype: torch.dtype
-    _swappable_optimizer_subgroup: Callable[[int], bool]
-    _optimizer_states_and_gradient_swap_in: Callable[[int], None]
-    _optimizer_states_and_gradient_swap_out: Callable[[int], None]
+
+class _Overrides(_Optimizer):  # type: ignore[misc]
+    """Goes before DeepSpeedZeroOptimizer_Stage3 in the order of resolution."""
 
     def split_by_buffer(self, groups: list[ParameterGroup]) -> list[ParameterGroup]:
         """Groups of one dtype and one load each; the dtype with most elements becomes the optimizer's own."""
@@ -253,7 +232,7 @@ class _Overrides:
 
     def _create_fp16_partitions_with_defragmentation(self, groups: list[ParameterGroup]) -> None:
         with starting.defragmenting() if starting.is_known() else contextlib.nullcontext():
-            super()._create_fp16_partitions_with_defragmentation(groups)  # type: ignore[misc]
+            super()._create_fp16_partitions_with_defragmentation(groups)
 
     def _of_other_buffers(self) -> bool:
         return any(_buffer_of(group[0]) != self.main_buffer for group in self.fp16_groups)
@@ -283,7 +262,7 @@ class _Overrides:
             if all(f is not None and starting.takes(f, True) for f in flats):
                 self.param_groups_fp16_flat_cpu_memory += [f for f in flats if f is not None]
                 return
-        super()._create_param_groups_fp16_flat_cpu_memory()  # type: ignore[misc]
+        super()._create_param_groups_fp16_flat_cpu_memory()
         for number, group in enumerate(self.trainable_param_groups):
             dtype = group["params"][0].dtype
             if dtype != self.dtype:
@@ -297,11 +276,11 @@ class _Overrides:
             raise EngineError(
                 "offload_states() moves ZeRO-3 parameters of one dtype and one load; this model mixes them"
             )
-        super().offload_states(*args, **kwargs)  # type: ignore[misc]
+        super().offload_states(*args, **kwargs)
 
     def _create_fp32_partitions(self) -> None:
         with starting.FuseToClone() if starting.is_known() else contextlib.nullcontext():
-            super()._create_fp32_partitions()  # type: ignore[misc]
+            super()._create_fp32_partitions()
         # Those on NVMe have no memory yet: see ``initialize_optimizer_states``.
         self._read_masters([n for n in range(len(self.fp16_groups)) if not self._is_swapped(n)])
 
@@ -310,7 +289,7 @@ class _Overrides:
         unread = starting.is_known() and not (self.swap_optimizer or self.zenflow)
         largest = max(sum(p.ds_numel for p in group) for group in self.fp16_partitioned_groups)
         with starting.SharedZeroGradients(largest) if unread else contextlib.nullcontext():
-            super().initialize_optimizer_states()  # type: ignore[misc]
+            super().initialize_optimizer_states()
         # Masters on NVMe exist in memory a sub-group at a time, between these two calls, as in a step.
         for number in range(len(self.fp16_groups)):
             if self._is_swapped(number) and any(_reader(p) for p in self.fp16_groups[number]):
@@ -321,7 +300,7 @@ class _Overrides:
     def create_reduce_and_remove_grad_hooks(self) -> None:
         trained = [p for group in self.fp16_groups for p in group if _mark_of(p) is not None]
         with starting.ungathered(trained) if starting.is_known() else contextlib.nullcontext():
-            super().create_reduce_and_remove_grad_hooks()  # type: ignore[misc]
+            super().create_reduce_and_remove_grad_hooks()
 
     def _is_swapped(self, number: int) -> bool:
         swapped: bool = self._swappable_optimizer_subgroup(number)

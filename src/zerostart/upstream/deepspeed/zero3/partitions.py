@@ -33,12 +33,12 @@ _INIT = f"{_MODULE}:Init"
 _CONTEXTS = Use(
     "deepspeed.runtime.zero.partition_parameters",
     "shutdown_init_context, restore_init_context, top_level_context",
-    "an open zero.Init is suspended while a model is built, by DeepSpeed's own functions for that",
+    "an open zero.Init is suspended while a model is built",
 )
 _HIERARCHICAL = Use(
     "deepspeed.utils.groups",
     "_create_zero_param_parallel_group, _get_zero_param_intra_parallel_group",
-    "the groups of hierarchical partitions, which a process makes once",
+    "the groups of hierarchical partitions",
 )
 _REGISTERING = "deepspeed.runtime.zero.parameter_offload:DeepSpeedZeRoOffload"
 _LEAVES = Use(
@@ -55,14 +55,12 @@ TOUCHED = (
         "an Init as an object, which converts parameters one by one",
     ),
     Use(
-        _INIT,
-        "_partition_param(param)",
-        "a parameter is given its partition without being made whole first",
+        _INIT, "_partition_param(param)", "a parameter is given its partition without being made whole first"
     ),
     Use(
         "deepspeed.runtime.zero.partition_parameters",
         "free_param, PartitionedParamStatus, DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR",
-        "the placeholder of a parameter is freed, its partition said to be available",
+        "the placeholder of a parameter is freed",
     ),
     _CONTEXTS,
     _HIERARCHICAL,

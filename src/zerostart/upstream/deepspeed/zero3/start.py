@@ -48,8 +48,7 @@ _DEFRAGMENT = Use(
 _MEMORY = Use(
     _OPTIMIZER,
     "_create_fp32_partitions, initialize_optimizer_states, create_reduce_and_remove_grad_hooks",
-    "run in modes of torch in which x.to(...).clone() makes one tensor, and gradients that nobody "
-    "reads are one zero, seen many times; a parameter that only gets a hook is not gathered for that",
+    "the optimizer's constructor takes less memory",
     source=(
         "_create_fp16_partitions_with_defragmentation: defragment(parameter_partitions)",
         "_create_fp32_partitions: .append(converted.clone().detach())",
@@ -58,10 +57,7 @@ _MEMORY = Use(
     ),
 )
 _BEGINNING = Use(
-    _ENGINE,
-    "_configure_zero_optimizer(optimizer)",
-    "a text of the model is made where ZeRO begins, of modules that print what they do not have: "
-    "meanwhile the text of its class is the name",
+    _ENGINE, "_configure_zero_optimizer(optimizer)", "the model is not printed where ZeRO begins"
 )
 TOUCHED = (_DEFRAGMENT, _MEMORY, _BEGINNING)
 #: Elements that are converted at a time where a device does it for the host.
