@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 
-from zerostart.engines.engine import Engine
-from zerostart.engines.loading import MasterReader, ShardMaker
+from zerostart.engines.engine import Engine, MasterReader, ShardMaker
 from zerostart.engines.placements import DEVICE, HOST, RANKS_OF_A_MACHINE, STORAGE, Placements
 from zerostart.engines.registry import (
     EngineChoice,

@@ -8,10 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import nn
 
-from zerostart.engines.base import EngineBase
-from zerostart.engines.placements import Placements
 from zerostart.transfer.buffers import rounded_up
 
 #: A number for each rank in question.
@@ -122,30 +119,6 @@ class MemoryPeak:
             return self
         names = dict.fromkeys((*self.device, *self.host))
         return MemoryPeak(self.phase, {n: self.host.get(n, 0) + self.device.get(n, 0) for n in names})
-
-
-@dataclass(frozen=True)
-class ForecastEngine(EngineBase):
-    """The part of an engine that a forecast of memory asks."""
-
-    @property
-    def configured_optimizer(self) -> str | None:
-        """The name, as ``zerostart.plan`` takes it, of the optimizer that the engine is to make itself."""
-        return None
-
-    def memory_peaks(
-        self,
-        model: nn.Module,
-        placements: Placements,
-        shares: ParameterBytes,
-        optimizer: OptimizerCost,
-        target: Target,
-    ) -> list[MemoryPeak]:
-        """The moments after the load, through the first step, at which memory may be at its highest."""
-        shards: dict[str, Array | int] = {"parameters": shares.device, "buffers": shares.buffers}
-        gradients = shares.trained * shares.dtype.itemsize
-        full = {**shards, "gradients": gradients, "optimizer state": optimizer.states * gradients}
-        return [MemoryPeak("initialize", {}, shards), MemoryPeak("step", {"parameters": shares.host}, full)]
 
 
 # What stage 0 takes after a load: everything whole on every rank.

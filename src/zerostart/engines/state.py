@@ -6,20 +6,13 @@ Saving, resuming, comparing and editing ask no more than this of an engine.
 from __future__ import annotations
 
 import abc
-import contextlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import nn
 
-from zerostart.distributed.world import World
-from zerostart.engines.base import EngineBase
-from zerostart.engines.shard import Shard
 from zerostart.errors import ConfigError
-from zerostart.geometry.layout import Parallelism
 from zerostart.upstream.torch.stepped import Member, Stepped, has_taken, plain_steps, watch_steps
 
 #: What an engine keeps beside tensors, as JSON has it: counts of steps, scales, names.
@@ -43,92 +36,6 @@ class Stateful(Protocol):
     def load_state_dict(self, state_dict: dict[str, Any]) -> object:
         """Set the state to a saved one."""
         ...
-
-
-@dataclass(frozen=True)
-class StateEngine(EngineBase):
-    """The methods of an engine that saving, resuming and comparing call on a loaded model.
-
-    All but ``shards_of`` is asked of every engine that is installed, of models of whatever origin: what is
-    not this kind of engine's is answered by the defaults.
-    """
-
-    # Where the parameters are.
-
-    @abc.abstractmethod
-    def shards_of(self, model: nn.Module, parallelism: Parallelism, rank: int) -> dict[str, Shard]:
-        """The shards of a live model as they are now, by parameter name, aliases included.
-
-        What is not there is whole on every rank. Of replicas ``Shard.held`` tells which one this rank has.
-        """
-
-    @classmethod
-    def find_shards(cls, model: nn.Module, world: World) -> dict[str, Shard]:
-        """The shards in which this kind of engine holds a live model, whoever loaded it.
-
-        By parameter name, aliases included; what is not there is not sharded by it.
-        """
-        return {}
-
-    @classmethod
-    def put_to_rest(cls, model: nn.Module) -> None:
-        """Have ``model`` hold its shards as its parameters again, where a forward has left copies gathered.
-
-        Every rank by itself. Nothing is to be done where the parameters stay the same objects.
-        """
-
-    @classmethod
-    def has_own_values(cls, parameter: torch.Tensor) -> bool:
-        """Whether other ranks have other values under the name of ``parameter``, and no shard of it."""
-        return False
-
-    # What is kept for them.
-
-    @classmethod
-    def training_state(cls, model: nn.Module, optimizer: object) -> TrainingState | None:
-        """What is kept for ``model`` in training; None where this kind of engine does not keep it.
-
-        Raises ConfigError where an engine trains the model and is not what is given, and ConfigError or
-        EngineError for a state that cannot be read where it is.
-        """
-        return None
-
-    # What follows when parameters are changed or replaced.
-
-    @classmethod
-    def drop_gathered(cls, parameters: Iterable[torch.Tensor]) -> None:
-        """Drop gathered copies of those ``parameters`` whose shards have been written to."""
-
-    @classmethod
-    def is_gathered(cls, parameter: torch.Tensor) -> bool:
-        """Whether a script has gathered ``parameter`` itself, and the engine takes its values afterwards."""
-        return False
-
-    @classmethod
-    def check_editable(cls, parameter: torch.Tensor, name: str) -> None:
-        """Raise ConfigError where the trained values of a parameter are not where they would be changed."""
-
-    @classmethod
-    def master_of(cls, parameter: torch.Tensor) -> AbstractContextManager[Master | None]:
-        """The fp32 master of this rank's share of ``parameter``, to be changed in place; None without one.
-
-        Not collective, but every rank that has a share must come through it.
-        """
-        return contextlib.nullcontext()
-
-    @classmethod
-    def check_replaceable(cls, model: nn.Module, parameter: torch.Tensor, action: str) -> None:
-        """Raise EngineError, which begins with ``action``, once ``parameter`` cannot be replaced any more."""
-
-    @classmethod
-    def whole_for_a_while(
-        cls, model: nn.Module, modules: Sequence[nn.Module]
-    ) -> AbstractContextManager[None]:
-        """Inside, the parameters of ``modules`` are whole on every rank and may be replaced; collective.
-
-        Afterwards what the modules then have is sharded again, with the values of rank 0.
-        """
-        return contextlib.nullcontext()
 
 
 class TrainingState(abc.ABC):

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from zerostart.engines import Engine, Mesh, check_choice, family_of, titled
-from zerostart.engines.base import EngineConfig
+from zerostart.engines.training import EngineConfig
 from zerostart.errors import ConfigError
 from zerostart.live.model import record_of
 from zerostart.models import library_of

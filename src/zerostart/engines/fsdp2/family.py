@@ -13,20 +13,18 @@ import torch
 from torch import nn
 
 from zerostart.distributed.world import World, default_device
-from zerostart.engines.base import EngineConfig
-from zerostart.engines.engine import Engine
+from zerostart.engines.engine import Engine, ShardMaker
 from zerostart.engines.flat_buffers import FlatBufferShards, placed_whole
 from zerostart.engines.forecast import MemoryPeak, OptimizerCost, ParameterBytes, Target, replicated_peaks
 from zerostart.engines.fsdp2 import memory
 from zerostart.engines.fsdp2.calls import begin_batch
 from zerostart.engines.fsdp2.settings import FSDP2Settings, MeshShares
-from zerostart.engines.fsdp2.state import FSDP2StateEngine, current_shards
-from zerostart.engines.loading import ShardMaker
 from zerostart.engines.parallelism import check_ring
 from zerostart.engines.placements import DEVICE, HOST, Placements
 from zerostart.engines.shard import Shard
-from zerostart.engines.training import AccelerateSetup, TrainingJob
-from zerostart.errors import ConfigError
+from zerostart.engines.state import OptimizerState, TrainingState
+from zerostart.engines.training import AccelerateSetup, EngineConfig, TrainingJob
+from zerostart.errors import ConfigError, EngineError
 from zerostart.geometry.layout import Mesh, Parallelism, dimension_shard
 from zerostart.geometry.layout.flat import FlatRules
 from zerostart.models import Alias
@@ -36,7 +34,20 @@ from zerostart.upstream.accelerate.plugins import launched_fsdp_version
 PLAIN = ("replicate", "reshard_after_forward", "wrap")
 
 
-class FSDP2(FSDP2StateEngine, Engine):
+class FSDP2State(OptimizerState):
+    """An optimizer's state, and units that may hold gradients which are not reduced yet."""
+
+    def check_reduced(self) -> None:
+        from zerostart.upstream.torch.fsdp2 import has_unreduced
+
+        if has_unreduced(self._model):
+            raise ConfigError(
+                "FSDP2 holds gradients that are not reduced yet (set_requires_gradient_sync(False)): save "
+                "after an optimizer step"
+            )
+
+
+class FSDP2(Engine):
     """DTensors over the mesh; ``config`` has keyword arguments of ``fully_shard`` and zerostart's own."""
 
     name = "fsdp2"
@@ -187,6 +198,8 @@ class FSDP2(FSDP2StateEngine, Engine):
             from zerostart.engines.fsdp2.parallel import parallel_shards
 
             return parallel_shards(model, self.settings, parallelism, rank)
+        from zerostart.engines.fsdp2.storage import current_shards
+
         return current_shards(model)
 
     def training_config(self, job: TrainingJob, given: EngineConfig) -> dict[str, Any]:
@@ -285,6 +298,52 @@ class FSDP2(FSDP2StateEngine, Engine):
     ) -> list[MemoryPeak]:
         units = memory.Units.of(model, self.settings, shares, self.mesh.data(0)[1])
         return memory.after_load(shares, units, optimizer, target)
+
+    @classmethod
+    def find_shards(cls, model: nn.Module, world: World) -> dict[str, Shard]:
+        """DTensors. Raises EngineError for a mesh that is not of all ranks."""
+        from zerostart.engines.fsdp2.storage import current_shards
+
+        shards = current_shards(model)
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            mesh = getattr(parameter, "device_mesh", None)
+            if name in shards and mesh is not None and mesh.size() != world.size:
+                raise EngineError(
+                    f"{name} lies on {mesh.size()} of the {world.size} ranks, so what the other ranks "
+                    "hold is "
+                    "unknown; load the model with zerostart, or shard it over a mesh of all ranks"
+                )
+        return shards
+
+    @classmethod
+    def put_to_rest(cls, model: nn.Module) -> None:
+        from zerostart.engines.fsdp2.storage import put_to_rest
+
+        put_to_rest(model)
+
+    @classmethod
+    def training_state(cls, model: nn.Module, optimizer: object) -> TrainingState | None:
+        from torch.distributed.fsdp import FSDPModule
+
+        sharded = any(isinstance(module, FSDPModule) for module in model.modules())
+        return FSDP2State(model, optimizer) if sharded else None
+
+    @classmethod
+    def check_replaceable(cls, model: nn.Module, parameter: torch.Tensor, action: str) -> None:
+        from zerostart.upstream.torch.fsdp2 import has_run
+
+        if has_run(model):
+            raise EngineError(
+                f"{action} after FSDP2 has run a forward; resize them right after from_pretrained"
+            )
+
+    @classmethod
+    def whole_for_a_while(
+        cls, model: nn.Module, modules: Sequence[nn.Module]
+    ) -> AbstractContextManager[None]:
+        from zerostart.upstream.torch.fsdp2 import whole_for_a_while
+
+        return whole_for_a_while(model, modules)
 
 
 class Replicated(FSDP2):

@@ -21,15 +21,14 @@ from torch.distributed.tensor import Shard as ShardPlacement
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from zerostart.distributed.world import World, default_device
-from zerostart.engines.base import EngineConfig
 from zerostart.engines.exchange import exchange_tokens, expert_modules
 from zerostart.engines.fsdp2.settings import FSDP2Settings, MeshShares
-from zerostart.engines.fsdp2.state import FSDP2StateEngine
-from zerostart.engines.fsdp2.storage import arena_of, give_storage
+from zerostart.engines.fsdp2.storage import arena_of, give_storage, put_to_rest
 from zerostart.engines.fsdp2.units import blocks_of, scalars_of, units_of
 from zerostart.engines.parallelism import share_draws
 from zerostart.engines.residence import Residence
 from zerostart.engines.shard import Shard, loaded_names, replace_everywhere
+from zerostart.engines.training import EngineConfig
 from zerostart.errors import EngineError
 from zerostart.geometry.layout import Parallelism, Ranges, ShardSpec
 from zerostart.upstream.transformers.distributed import require_styles, run_in_style
@@ -137,7 +136,7 @@ def parallel_shards(
 ) -> dict[str, Shard]:
     """The shards of ``model`` as they are now; parameters that a forward left gathered are resharded."""
     # What a forward left gathered has no shard to look at until then.
-    FSDP2StateEngine.put_to_rest(model)
+    put_to_rest(model)
     names = loaded_names(model)
     # A tied parameter lies as its first name says.
     found = {

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import Shard
 
-from zerostart.engines.base import EngineConfig
+from zerostart.engines.training import EngineConfig
 from zerostart.errors import ConfigError, EngineError
 from zerostart.geometry.layout import Layout, Mesh, Parallelism, Section, dimension_shard
 

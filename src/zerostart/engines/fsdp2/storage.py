@@ -12,9 +12,10 @@ import weakref
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import Shard as ShardPlacement
 
@@ -192,3 +193,26 @@ class FSDP2Shards:
     def finish(self, model: nn.Module) -> int:
         """Nothing is left to do: FSDP2 looks at the storages themselves."""
         return 0
+
+
+def put_to_rest(model: nn.Module) -> None:
+    """Have the units of ``model`` hold their shards again.
+
+    A root, or every unit below stage 3, keeps what its forward has gathered: other objects, in the compute
+    dtype, than the parameters that are trained.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def current_shards(model: nn.Module) -> dict[str, Shard]:
+    """The FSDP2 shards of ``model`` as they are now, resharded where a forward left them gathered."""
+    put_to_rest(model)
+    shards = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if isinstance(parameter, DTensor):
+            at = functools.partial(sharded_layout, parameter)
+            local = parameter.to_local().detach().view(-1)
+            shards[name] = Shard(name, at(dist.get_rank()), local, at, holders(parameter))
+    return shards

@@ -20,8 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from zerostart.engines.base import EngineConfig
-from zerostart.engines.training import with_first_values
+from zerostart.engines.training import EngineConfig, with_first_values
 from zerostart.errors import ConfigError, EngineError
 from zerostart.models import library_of
 from zerostart.upstream.torch.fsdp2 import whole_tensor
