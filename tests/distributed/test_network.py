@@ -2,14 +2,12 @@
 
 from collections.abc import Iterator
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from zerostart.distributed.failures import explain
-from zerostart.distributed.machine import network_rate
 from zerostart.distributed.world import current_world
 
 
@@ -37,15 +35,3 @@ def test_what_stands_in_the_way_is_told_with_its_remedy(group: None, monkeypatch
     assert "set GLOO_SOCKET_IFNAME" in explain(caught.value)
     assert "ulimit -n" in explain(RuntimeError("socket: Too many open files"))
     assert explain(RuntimeError("out of memory")) == ""
-
-
-def test_the_rate_of_an_interface_is_what_its_driver_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = tmp_path / "sys/class/net/eth7"
-    folder.mkdir(parents=True)
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7,eth8")
-    assert network_rate(tmp_path) is None
-    for told, rate in (("25000", 3.125e9), ("-1", None), ("", None)):
-        (folder / "speed").write_text(f"{told}\n")
-        assert network_rate(tmp_path) == rate

@@ -39,26 +39,11 @@ def cores(root: Path = ROOT) -> float:
     return min([float(own), *_quotas(root)])
 
 
-def cores_of_node(root: Path = ROOT) -> int:
-    """Processors of the largest NUMA node; all where the system knows no nodes."""
-    lists = (root / "sys/devices/system/node").glob("node[0-9]*/cpulist")
-    return max((_listed(text) for path in lists if (text := _text(path))), default=0) or os.cpu_count() or 1
-
-
 def available_memory(root: Path = ROOT) -> int:
     """Bytes that this process may still take, of the machine and of its control groups."""
     meminfo = dict(line.split(":", 1) for line in _text(root / "proc/meminfo").splitlines() if ":" in line)
     free = [int(meminfo["MemAvailable"].split()[0]) * 1024] if "MemAvailable" in meminfo else []
     return min([*free, *_memory_left(root)], default=UNKNOWN)
-
-
-def network_rate(root: Path = ROOT) -> float | None:
-    """Bytes a second of the interface to other hosts, as its driver says; None if it does not."""
-    named = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
-    routes = [line.split() for line in _text(root / "proc/net/route").splitlines()[1:]]
-    names = [named] if named else [route[0] for route in routes if route[1:2] == ["00000000"]]
-    speed = _text(root / "sys/class/net" / names[0] / "speed") if names else ""
-    return int(speed) * 1e6 / 8 if speed.isdecimal() and int(speed) else None
 
 
 def _quotas(root: Path) -> Iterator[float]:
@@ -85,15 +70,6 @@ def _groups(root: Path) -> Iterator[Path]:
         if line.startswith("0::"):
             folder = base / line[3:].strip("/")
             yield from (each for each in (folder, *folder.parents) if each == base or base in each.parents)
-
-
-def _listed(text: str) -> int:
-    """Members of a list such as ``0-3,8``."""
-    total = 0
-    for part in text.split(","):
-        first, _, last = part.partition("-")
-        total += int(last or first) - int(first) + 1
-    return total
 
 
 def _text(path: Path) -> str:

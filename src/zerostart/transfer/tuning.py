@@ -15,7 +15,7 @@ from rich.filesize import decimal
 
 from zerostart.checkpoint.storage import Reader, RequestCost, Storage
 from zerostart.checkpoint.storage.direct import BOUNCE_BYTES
-from zerostart.distributed.machine import available_memory, cores, cores_of_node, local_ranks, network_rate
+from zerostart.distributed.machine import available_memory, cores, local_ranks
 from zerostart.transfer.buffers import rounds_up
 from zerostart.transfer.planning import Plan, PlanOptions
 
@@ -34,6 +34,8 @@ EXCHANGE_CHUNKS = 4
 #: Requests to a store that a rank has in flight, at least and at most: each of a whole chunk, and of those
 #: that are shorter and need no room.
 LEAST_DEPTH, CHUNKS_DEPTH, MOST_DEPTH = 4, 16, 64
+#: Bytes a second of a machine's line to a store, for which it has enough requests in flight.
+LINE_RATE = 12.5e9
 #: Most bytes of a rank's buffers for a store: what is in flight there is what hides its latency.
 STORE_RING = 128 * MiB
 #: What is read of a store beyond what is wanted: a share of each run, which is paid for in bytes; and runs so
@@ -69,8 +71,6 @@ class Rates:
     copy: float = 8e9
     #: Of one rank's messages.
     interconnect: float = 1e9
-    #: Of one machine's network, in each direction.
-    network: float = 3.125e9
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ class Tuning:
         room = self.limit // max(1, self.depth * staged + self.buffer)
         mean = sum(read.nbytes for read in reads) / len(reads)
         stream = mean / (self.cost.latency + mean / self.cost.rate)
-        wanted = min(MOST_DEPTH, math.ceil((network_rate() or Rates().network) / self.ranks / stream))
+        wanted = min(MOST_DEPTH, math.ceil(LINE_RATE / self.ranks / stream))
         return replace(self, threads=max(self.threads, min(wanted, room)), request_bytes=int(mean))
 
     def reader(self, plan: Plan) -> Reader:
@@ -195,8 +195,7 @@ def tune(
     reads none.
     """
     ranks = ranks or local_ranks()
-    # A rank reads with processors of one NUMA node at most.
-    share = max(1, math.floor(min(cores() / ranks, cores_of_node())))
+    share = max(1, math.floor(cores() / ranks))
     depth = 2 if staged_on_device else 1
     found = storage.residency()
     cold = (found.resident or 0.0) < WARM
