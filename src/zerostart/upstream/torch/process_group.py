@@ -34,8 +34,6 @@ _STORE = Use(
 TOUCHED = (_STORE, _DESTROY)
 #: Has gloo connect two ranks when they first send each other something, not all ranks with all at once.
 LAZILY = "TORCH_GLOO_LAZY_INIT"
-#: Has NCCL's operations waited for in the thread that asks, and raise there; read when a group is made.
-BLOCKING = "TORCH_NCCL_BLOCKING_WAIT"
 
 
 @functools.cache
