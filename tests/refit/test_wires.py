@@ -200,9 +200,7 @@ def _push(refitter: Any, model: nn.Module, value: float) -> str:
 
 
 @pytest.mark.parametrize("message", ["hello", "image", "wants", "fill", "serving"])
-def test_a_wire_that_is_cut_at_each_message(
-    message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wire_that_is_cut_at_each_message(message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The old version or the new, whole; the next push brings the worker that has come back up to date."""
     engine, model = nn.Linear(SIZE[1], SIZE[0]), _model()
     receiver, send, cut = _receiver(engine), wire.Channel.send, threading.Event()
