@@ -12,7 +12,7 @@ from typing import Any
 from zerostart.checkpoint.paths import scheme_of, shown_url
 from zerostart.checkpoint.storage import object_store
 from zerostart.checkpoint.storage.object_store import STORES, ObjectFiles, error_text, open_store
-from zerostart.errors import ConfigError, WriteError
+from zerostart.errors import ConfigError, WriteError, ZerostartError
 
 #: Bytes of a part of a multipart upload, parts that one upload sends at once, and most parts of an object.
 PART_BYTES, MAX_PARTS_IN_FLIGHT, MAX_PARTS = 8 << 20, 2, 10_000
@@ -95,8 +95,9 @@ class StoreDirectory:
     def _errors(self, name: str, action: str) -> Iterator[None]:
         try:
             yield
-        # obstore raises its own errors and built-in ones.
-        except Exception as error:
+        except ZerostartError:
+            raise
+        except Exception as error:  # obstore raises its own errors and built-in ones
             place = f"{self.url}/{name}".rstrip("/")
             raise WriteError(f"{action} {place} failed: {error_text(error)}") from None
 

@@ -45,13 +45,14 @@ class StoreStaging:
     Then :meth:`complete` publishes all of them, or :meth:`discard` deletes them.
     """
 
-    def __init__(self, store: StoreDirectory, marker: str, by_document: bool) -> None:
+    def __init__(self, store: StoreDirectory, marker: str, by_document: bool | None = None) -> None:
         """List the directory. Raises WriteError.
 
         ``marker`` is the name of the document, empty for none. ``by_document``: readers use the document, and
-        not the index of the weights.
+        not the index of the weights; None: if it is that of a training state.
         """
-        self._store, self._marker, self._by_document = store, marker, by_document
+        self._store, self._marker = store, marker
+        self._by_document = marker not in (MARKER, "") if by_document is None else by_document
         self._token = uuid.uuid4().hex[:12]
         self._temporary = tempfile.TemporaryDirectory(prefix="zerostart-save-")
         self.directory = Path(self._temporary.name)

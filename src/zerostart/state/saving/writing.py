@@ -303,7 +303,7 @@ def publishing(
         nonlocal staging
         if isinstance(at, str):
             store = StoreDirectory.at(at)
-            staging = StoreStaging(store, marker, bool(by_document) or marker != MARKER)
+            staging = StoreStaging(store, marker, by_document)
             return store
         staging = Staging(at, marker, by_document)
         return staging.directory
