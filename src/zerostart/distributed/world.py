@@ -60,11 +60,8 @@ def default_device() -> torch.device:
 
 
 def _own_index(kind: torch.device) -> int:
-    """The device that the script has made current, else its process group's, else the local rank's.
-
-    To ask which device is current initialises the accelerator, and then torch no longer makes the rank's own
-    the current one: it is asked only where that has happened. 0 is current without anybody's doing.
-    """
+    """Return the current device of the script, of its process group, or of the local rank."""
+    # Asking for the current device initialises the accelerator: ask only where that has happened.
     begun = getattr(torch.get_device_module(kind), "is_initialized", None)
     current = torch.accelerator.current_device_index() if begun is None or begun() else 0
     group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
@@ -79,20 +76,14 @@ def _own_index(kind: torch.device) -> int:
 
 
 def make_device_current(device: torch.device | None = None) -> None:
-    """Let what other libraries put on the current device lie where this rank's shards lie.
-
-    That is ``device``, by default ``default_device()``; on the host no accelerator is begun.
-    """
+    """Make ``device``, or this rank's default one, the current accelerator; nothing for the host."""
     device = device or default_device()
     if device.type != "cpu":
         torch.accelerator.set_device_index(device)
 
 
 def backend_of(device: torch.device) -> str:
-    """What ``init_process_group`` is told: gloo for tensors on the host, beside the backend of ``device``.
-
-    Raises ConfigError for an accelerator that no backend of torch's serves.
-    """
+    """Return the backend for ``init_process_group``: gloo for the host and torch's own for ``device``."""
     if device.type == "cpu":
         return "gloo"
     try:
@@ -113,12 +104,7 @@ def current_world() -> World:
 
 
 def joined_world(device: torch.device | None = None) -> World:
-    """The process group's world, with this rank's ``device`` made current, see ``make_device_current``.
-
-    A group of one is made for a process that is alone.
-
-    Raises ConfigError in one of several ranks that a launcher has started, where there is no group.
-    """
+    """Make this rank's ``device`` current and return the world; a process alone gets a group of one."""
     make_device_current(device)
     if not dist.is_initialized():
         launched = int(os.environ.get("WORLD_SIZE", "1") or 1)
@@ -203,10 +189,10 @@ class World:
     # Every method below is collective: all ranks of the group call it, in the same order, with the same
     # `during`.
     def all_gather_object(self, value: T, during: str) -> list[T]:
-        """``value`` of every rank, in rank order.
+        """Return ``value`` of every rank, in rank order.
 
-        Raises PeerError if a rank has died or does not answer, ConfigError if the ranks do not do the same,
-        and what another rank failed with meanwhile.
+        This and the other methods raise PeerError if a rank has died or does not answer, ConfigError if the
+        ranks do not do the same, and what another rank has failed with.
         """
         if self.size == 1:
             return [value]
@@ -217,10 +203,7 @@ class World:
         return [value if rank == self.rank else pickle.loads(d) for rank, d in enumerate(gathered)]
 
     def broadcast_object(self, make: Callable[[], T], during: str, source: int = 0) -> T:
-        """What ``make`` gives on rank ``source``, or its error, on every rank.
-
-        Raises what ``all_gather_object`` raises.
-        """
+        """Return what ``make`` gives on rank ``source``, or raise its error, on every rank."""
         made, data = None, b""
         failure: BaseException | None = None
         if self.rank == source:
@@ -263,10 +246,7 @@ class World:
         return self.broadcast_object(made.result, during, source)
 
     def all_reduce_sum(self, values: torch.Tensor, during: str) -> torch.Tensor:
-        """The sum over all ranks of a 1-D CPU tensor of integers, of one length on all, on every rank.
-
-        Raises as ``all_gather_object`` does, and ConfigError where the lengths differ.
-        """
+        """Return the sum over all ranks of a 1-D CPU tensor of integers, of one length on all."""
         total = values.clone()
         with DeferredSignals() as signals:
             length = torch.tensor([values.numel()], device="cpu")
@@ -282,10 +262,7 @@ class World:
         return total
 
     def exchange(self, messages: Sequence[torch.Tensor], during: str) -> list[torch.Tensor]:
-        """Send each rank its own 1-D CPU tensor of bytes; what every rank has sent this one, in rank order.
-
-        Raises as ``all_gather_object`` does.
-        """
+        """Send each rank its own 1-D CPU tensor of bytes; return those of every rank for this one."""
         if self.size == 1:
             self._meet(during, None)
             return list(messages)
@@ -302,10 +279,7 @@ class World:
         return list(torch.split(received, incoming))
 
     def raise_together(self, failure: BaseException | None, during: str) -> None:
-        """Raise the first failing rank's error on every rank, with the same type and text.
-
-        Raises what ``all_gather_object`` raises.
-        """
+        """Raise the first failing rank's error on every rank, with the same type and text."""
         self._meet(during, failure)
 
     @contextlib.contextmanager
@@ -314,9 +288,8 @@ class World:
 
         Phases may be nested. An interrupt stays what it is on its own rank, and is a PeerError on the others.
         """
-        # Errors are marked with the moment at which all ranks agreed on them, or found that a rank has gone.
-        # One that was agreed on since this phase began has been raised on every rank, and must not be told
-        # a second time: nobody would listen. Any other, a PeerError of this rank alone too, is told.
+        # An error that all ranks agreed on since this phase began has been raised on every rank, and is not
+        # told a second time: nobody would listen.
         begun = now()
         failure: BaseException | None = None
         outer = _phases.get()
@@ -376,12 +349,9 @@ class World:
     def _meet(
         self, during: str, failure: BaseException | None, data: bytes = b"", gather: bool = False
     ) -> _Head:
-        """One message, of as few bytes for any number of ranks: whether all ``data`` are alike.
+        """Send one short message: whether any rank has failed, is elsewhere, or has other ``data``.
 
-        With ``gather`` there is a second one where they are not, of all of them.
-
-        Raises, on every rank, the first error if any rank has a ``failure``, and ConfigError if the ranks are
-        in different places: only then they tell each other more.
+        With ``gather`` a second one has the data of all ranks where they differ.
         """
         if self.size == 1:
             if failure is not None:

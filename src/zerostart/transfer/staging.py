@@ -1,10 +1,8 @@
 """Staging buffers: where reads land that cannot land in place, and how their bytes go on from there.
 
-On the host a thread has one buffer, and copies out of it. With an accelerator it has two, pinned: while one
-is filled from storage, the other is on its way to the device, on a stream of the thread's own. There the raw
-bytes land in a buffer of the thread's, and are cast and put in place by the device. So storage, bus and cast
-overlap, and neither side takes more than its buffers. With an accelerator this has run on one H200 and
-on the pretend one (docs/configuring.md), whose copies happen late, so that a missing wait shows.
+On the host a thread has one buffer. With an accelerator it has two, page-locked: one is filled from storage
+while the other is copied to the device, on a stream of the thread's own, and cast there. Tested on one H200
+and on the pretend accelerator (docs/configuring.md).
 """
 
 from __future__ import annotations
@@ -91,12 +89,10 @@ class HostStaging:
 
 
 class DeviceStaging(HostStaging):
-    """Pinned buffers in turn, a stream, and as many bytes on the device.
+    """Page-locked buffers in turn, a stream, and a buffer on the device.
 
-    What is done for each chunk is little: threads hand the interpreter's lock over at each call of torch, and
-    with eight of them on a GPU that took longer than the copies. Whoever has written to the storages before
-    has waited for that. ``device`` may be the CPU, where nothing overlaps: so the way of the bytes can be
-    followed without an accelerator.
+    Each chunk takes few calls of torch: with eight threads, handing over the interpreter's lock at each call
+    took longer than the copies.
     """
 
     def __init__(self, nbytes: int, depth: int, device: torch.device) -> None:

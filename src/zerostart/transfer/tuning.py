@@ -23,9 +23,7 @@ MiB = 1 << 20
 #: A chunk has to hold at least one element of any type, and a useful number of them.
 MIN_CHUNK = 1 << 16
 CHUNK = 8 * MiB
-#: Most bytes of all staging and bounce buffers of a rank, where nobody says otherwise: on the host, and on
-#: the way to an accelerator. There a chunk costs a fifth of a millisecond whatever its size, when eight
-#: threads hand the interpreter's lock over: on an H200 chunks of 3 MiB came at 12 GB/s.
+#: Most bytes of all staging and bounce buffers of a rank by default: on the host, and to an accelerator.
 RING, DEVICE_RING = 48 * MiB, 128 * MiB
 #: Reads in flight on a machine: for a disk, and for a network file system.
 DISK_DEPTH, NETWORK_DEPTH = 16, 32
@@ -38,21 +36,17 @@ LEAST_DEPTH, CHUNKS_DEPTH, MOST_DEPTH = 4, 16, 64
 LINE_RATE = 12.5e9
 #: Most bytes of a rank's buffers for a store: what is in flight there is what hides its latency.
 STORE_RING = 128 * MiB
-#: What is read of a store beyond what is wanted: a share of each run, which is paid for in bytes; and runs so
-#: short that a request costs more than all of it.
+#: Largest gap that is read through in a store: a share of the run before it, or so many bytes with the run.
 STORE_GAP_SHARE, STORE_GAP_FLOOR = 0.02, 64 << 10
-#: Least bytes that a machine's ranks read together for that to go round the page cache: less is better kept
-#: there for the next start.
+#: Least bytes that a machine's ranks read together for direct reads: less is kept for the next start.
 LEAST_DIRECT = 2 << 30
-#: Most times that the ranks of a machine together may read its files round the cache, which they then don't
-#: share: stages 1 and 2 have every rank read everything.
+#: Most times that the ranks of a machine together may read its files round the page cache.
 MOST_OVER = 1.5
 #: Share of the bytes in memory from which on a checkpoint counts as warm.
 WARM = 0.9
 
 
-#: Processors from which on a push takes a second thread: trainer ranks and workers share them, and two
-#: threads of a process stand in each other's way (on two processors they took a quarter more CPU seconds).
+#: Processors from which on a push takes a second thread: trainer ranks and workers share them.
 BUSY = 8
 
 
