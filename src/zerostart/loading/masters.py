@@ -77,9 +77,6 @@ class Masters:
             wanted = list(shares)
             destined = [self._destined(*item) for item in wanted]
             plan = join(catalog, destined, self._tuning.options())
-            # An error in planning is told here: the transfer below is collective, and a rank that has failed
-            # would be waited for.
-            world.raise_together(None, "finding what fp32 masters are read from")
             storages = [storage for _, _, storage in wanted]
             execute_together(plan, storages, Progress(plan.read_bytes, False), self._tuning, world)
 

@@ -119,20 +119,17 @@ def agree(request: Request, prepared: Prepared, world: World) -> None:
     own += [f"engine_config {setting}" for setting in _settings(engine.common_config)]
     own.append(f"a configuration of the model with digest {_configuration(prepared.catalog)}")
     own += [f"{n} ({p.dtype}, {tuple(p.shape)})" for n, p in prepared.built.model.named_parameters()]
-    digest = hashlib.blake2b("\n".join(own).encode(), digest_size=16).digest()
-    if len(set(world.all_gather_object(digest, "planning"))) == 1:
+    # Ranks that have the same tell each other no more than a digest of it.
+    first = world.all_gather_object(own, "planning")[0]
+    if first == own:
         return
-    # Only where digests differ: the lists themselves, to say what is not the same.
-    first = world.broadcast_object(lambda: own, "planning")
-    with world.phase("planning"):
-        # Lines of one that the other lacks; "nothing" where only their order differs.
-        theirs = next((line for line in first if line not in set(own)), "nothing")
-        ours = next((line for line in own if line not in set(first)), "nothing")
-        if first != own:
-            raise ConfigError(
-                f"the ranks do not do the same: this rank has {ours}, but rank 0 has {theirs}; pass "
-                "every rank the same arguments, and give every machine the same files"
-            )
+    # Lines of one that the other lacks; "nothing" where only their order differs.
+    theirs = next((line for line in first if line not in set(own)), "nothing")
+    ours = next((line for line in own if line not in set(first)), "nothing")
+    raise ConfigError(
+        f"the ranks do not do the same: this rank has {ours}, but rank 0 has {theirs}; pass "
+        "every rank the same arguments, and give every machine the same files"
+    )
 
 
 def _configuration(catalog: Catalog) -> str:
