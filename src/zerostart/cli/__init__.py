@@ -29,10 +29,7 @@ _COMMANDS: Mapping[str, tuple[str, ...]] = {
         "plan Qwen/Qwen3-30B-A3B --world-size 8 --device-memory 80GB",
         "plan checkpoints/step-100 --world-size 64 --engine fsdp2 --json",
     ),
-    "load": (
-        "load Qwen/Qwen3-0.6B --nproc 2 --verify",
-        "load Qwen/Qwen3-30B-A3B --world-size 64 --rank 0",
-    ),
+    "load": ("load Qwen/Qwen3-0.6B --nproc 2 --verify",),
     "train": ("train run.yaml --nproc 2", "train run.yaml train.steps=10 resume=auto"),
     "cache": ("cache run.yaml --nproc 2",),
     "config": ("config causal-lm run.yaml", "config wan run.yaml --engine fsdp2 --lora"),

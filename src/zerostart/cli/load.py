@@ -26,18 +26,11 @@ if TYPE_CHECKING:
 def command(
     source: SourceArgument,
     nproc: Annotated[
-        int | None, typer.Option("--nproc", metavar="N", min=1, help="Local ranks.", show_default=False)
-    ] = None,
+        int, typer.Option("--nproc", metavar="N", min=1, help="Local ranks.", show_default=False)
+    ],
     verify: Annotated[
         bool, typer.Option("--verify", help="Compare every element with an unsharded load.")
     ] = False,
-    world_size: Annotated[
-        int | None,
-        typer.Option("--world-size", metavar="N", min=1, help="With --rank: ranks of the whole job."),
-    ] = None,
-    rank: Annotated[
-        int | None, typer.Option("--rank", metavar="N", min=0, help="Play this rank alone.")
-    ] = None,
     json: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write the result to this file.")
     ] = None,
@@ -46,20 +39,15 @@ def command(
 ) -> None:
     """Rehearse a load on this machine: time it, measure it, verify it.
 
-    With --nproc all ranks load, on their engine; --verify compares every element with an unsharded load.
-    With --world-size and --rank one process reads what that rank reads, and drops it. Ends with what was
-    foreseen and what was measured side by side.
+    All ranks load, on their engine; --verify compares every element with an unsharded load. Ends with the
+    forecast and the measurement side by side.
     """
-    _check(nproc, world_size, rank, verify)
     options = {
         "source": fetched(source, download),
         **values_of(given),
         "verify": verify,
-        "place": None if rank is None else (rank, world_size),
     }
-    # Also for ``--rank``, on one process: in one of its own a load is measured without what this one has
-    # done.
-    ranks = run_local_ranks("zerostart.cli.load", [json_module.dumps(options)], nproc or 1)
+    ranks = run_local_ranks("zerostart.cli.load", [json_module.dumps(options)], nproc)
     result = _summed(ranks)
     if json is not None:
         json.write_text(dump_json(result, indent=2) + "\n", encoding="utf-8")
@@ -69,18 +57,6 @@ def command(
         raise ZerostartError(
             f"{len(wrong)} tensors differ from the unsharded load: {', '.join(wrong[:5])}; this is a "
             "bug in zerostart"
-        )
-
-
-def _check(nproc: int | None, world_size: int | None, rank: int | None, verify: bool) -> None:
-    """Raise a usage error where it is not clear who is to load."""
-    if (world_size is None) != (rank is None):
-        raise typer.BadParameter("--world-size and --rank must be given together")
-    if (nproc is None) == (rank is None):
-        raise typer.BadParameter("give --nproc, or --world-size and --rank")
-    if rank is not None and verify:
-        raise typer.BadParameter(
-            "--verify compares whole tensors, but --rank reads one rank's share; use --nproc"
         )
 
 
@@ -126,27 +102,20 @@ def _run(argv: list[str]) -> dict[str, object]:
     from zerostart import models
     from zerostart.checkpoint.source import open_catalog
     from zerostart.loading.request import Request
-    from zerostart.loading.run import rehearse
 
     options = json_module.loads(argv[0])
     verify = options.pop("verify")
-    place = options.pop("place")
     # What a training script has imported long before; the rehearsal times the load alone.
-    number, size = (0, int(os.environ["WORLD_SIZE"])) if place is None else place
     request = Request(**options).with_engine()
-    request.resolve(size, number).require()
+    request.resolve(int(os.environ["WORLD_SIZE"])).require()
     catalog = open_catalog(options["source"])
     models.require(None, catalog.root, {name: one.shape for name, one in catalog.weights.items()})
-    forecast = _forecast(options, place)
-    wrong = None
-    if place is None:
-        join_group()
-        model = zerostart.load(**options)
-        made = zerostart.report(model)
-        wrong = _differences(model, str(options["source"]), request.dtype) if verify else None
-        leave_group()
-    else:
-        made, _ = rehearse(Request(**options), place[1], place[0])
+    forecast = _forecast(options)
+    join_group()
+    model = zerostart.load(**options)
+    made = zerostart.report(model)
+    wrong = _differences(model, str(options["source"]), request.dtype) if verify else None
+    leave_group()
     facts = dataclasses.asdict(made)
     return {
         **facts,
@@ -158,19 +127,18 @@ def _run(argv: list[str]) -> dict[str, object]:
     }
 
 
-def _forecast(options: dict[str, Any], place: tuple[int, int] | None) -> list[dict[str, Any]]:
+def _forecast(options: dict[str, Any]) -> list[dict[str, Any]]:
     """What the load is foreseen to read and hold, of each rank; told by the first rank, before it begins.
 
     Before, since what a load takes depends on what is in the page cache.
     """
     import zerostart
 
-    number, size = (None, int(os.environ["WORLD_SIZE"])) if place is None else place
     # Not collective: rank 0 plans for all, and the others wait for it where the group is made.
     if int(os.environ["RANK"]):
         return []
     try:
-        made = zerostart.plan(**options, world_size=size, rank=number)
+        made = zerostart.plan(**options, world_size=int(os.environ["WORLD_SIZE"]))
     except ZerostartError:
         return []  # What cannot be planned cannot be loaded: the load will say so, on every rank.
     kept = ("rank", "read_bytes", "read_ops", "peak_host_bytes", "peak_device_bytes", "read_seconds")

@@ -18,10 +18,10 @@ from typing import ClassVar, Protocol
 import torch
 from torch import nn
 
-from zerostart.distributed.world import World, default_device
+from zerostart.distributed.world import World
 from zerostart.engines.forecast import Array, MemoryPeak, OptimizerCost, ParameterBytes, Target
 from zerostart.engines.parallelism import resolve
-from zerostart.engines.placements import PlacedShards, Placements
+from zerostart.engines.placements import Placements
 from zerostart.engines.residence import Residence
 from zerostart.engines.shard import Shard
 from zerostart.engines.state import Master, TrainingState
@@ -223,10 +223,6 @@ class Engine(abc.ABC):
         self, world: World, dtype: torch.dtype | None, parallelism: Parallelism, placements: Placements
     ) -> ShardMaker:
         """Return the maker of this rank's shards of a model that is held in ``dtype``; collective."""
-
-    def rehearsal_maker(self, world: World, parallelism: Parallelism, placements: Placements) -> ShardMaker:
-        """What makes the shards of ``world.rank`` in a process that is alone, without the engine."""
-        return PlacedShards(placements, world.rank, default_device())
 
     def follow_aliases(self, model: nn.Module, aliases: Sequence[Alias]) -> None:
         """Let places that hold parameters beside their modules follow what the engine puts into these."""

@@ -212,12 +212,9 @@ class FlatBufferShards:
         rules: FlatRules,
         exchange: bool | None,
         parallelism: Parallelism,
-        alone: bool = False,
     ) -> None:
-        """``alone``: this process plays the rank of ``world``, whose other ranks are not there."""
         self.device = default_device()
         self._world = world
-        self._alone = alone
         self._stage = zero_stage
         self._rules = rules
         self._parallelism = parallelism
@@ -227,8 +224,7 @@ class FlatBufferShards:
     def agree_on_residence(self, model: nn.Module, names: Sequence[str]) -> Residence:
         """Agree where the buffers lie; collective. Raises InsufficientMemoryError where they have no room."""
         nbytes = sum(buffer.nbytes for buffer in self._buffers(model, names))
-        world = World(0, 1, None) if self._alone else self._world
-        residence = agree_on_residence(nbytes, world, self.device, self._stage, self.waits)
+        residence = agree_on_residence(nbytes, self._world, self.device, self._stage, self.waits)
         if residence.name == HOST:
             # Accelerators' collectives know no host memory.
             self.device, self._exchange = torch.device("cpu"), False

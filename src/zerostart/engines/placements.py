@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import nn
 
 from zerostart.engines.residence import Residence
-from zerostart.engines.shard import Shard
 from zerostart.geometry.layout import Layout, Parallelism, Section
-from zerostart.transfer import Arena
 
 #: Homes of a shard: the device that computes, host memory, or a file.
 DEVICE, HOST, STORAGE = "device", "host", "storage"
@@ -69,39 +65,3 @@ def placed_on_mesh(
         homes=homes,
         pinned=pinned,
     )
-
-
-# Shards in this process's own memory, as placements say: without an engine, and without other ranks.
-
-
-class PlacedShards:
-    """Makes the shards of ``rank``, uninitialised; what would be in files is in host memory."""
-
-    def __init__(self, placements: Placements, rank: int, device: torch.device) -> None:
-        self.device = device
-        self._placements = placements
-        self._rank = rank
-
-    def agree_on_residence(self, model: nn.Module, names: Sequence[str]) -> Residence | None:
-        """Return None: no parameter is whole on every rank."""
-        return None
-
-    def shard(self, model: nn.Module, names: Sequence[str]) -> list[Shard]:
-        """The shards of ``names``; the model's parameters stay as they are."""
-        parameters, placed = dict(model.named_parameters()), self._placements
-        arenas = {False: Arena(torch.device("cpu")), True: Arena(self.device)}
-        reserved = []
-        for name in names:
-            layout, dtype = placed.layout(name, self._rank), parameters[name].dtype
-            arena = arenas[placed.homes[name] == DEVICE]
-            reserved.append((name, layout, dtype, arena, arena.reserve(layout.numel, dtype)))
-        return [
-            Shard(
-                name, layout, arena.take(place, layout.numel, dtype), functools.partial(placed.layout, name)
-            )
-            for name, layout, dtype, arena, place in reserved
-        ]
-
-    def finish(self, model: nn.Module) -> int:
-        """Return 0: no bytes came from other ranks."""
-        return 0

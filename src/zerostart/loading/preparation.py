@@ -1,4 +1,4 @@
-"""What a load, a plan and a rehearsal start from: found out before anything is sharded."""
+"""What a load and a plan start from: found out before anything is sharded."""
 
 from __future__ import annotations
 

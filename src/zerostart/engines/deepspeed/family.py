@@ -23,7 +23,7 @@ from zerostart.engines.deepspeed.training import (
     training_config,
 )
 from zerostart.engines.engine import Engine, MasterReader, ShardMaker
-from zerostart.engines.flat_buffers import FlatBufferShards, placed_whole
+from zerostart.engines.flat_buffers import placed_whole
 from zerostart.engines.forecast import MemoryPeak, OptimizerCost, ParameterBytes, Target, replicated_peaks
 from zerostart.engines.parallelism import check_heads, resolve
 from zerostart.engines.placements import DEVICE, HOST, STORAGE, Placements, placed_on_mesh
@@ -433,11 +433,6 @@ class FlatBuffers(DeepSpeed):
 
         cut, _ = cutter(world, self.settings, parallelism, partitioned=False)
         return FlatShards(world, self.zero_stage, self._rules(), self.exchange, parallelism, cut)
-
-    def rehearsal_maker(self, world: World, parallelism: Parallelism, placements: Placements) -> ShardMaker:
-        # Buffers as large as they will be; where ranks are to exchange, the rest stays.
-        rules = self._rules()
-        return FlatBufferShards(world, self.zero_stage, rules, self.exchange, parallelism, alone=True)
 
     def offer_masters(self, model: nn.Module, rounded: Collection[str], reader: MasterReader | None) -> None:
         from zerostart.engines.deepspeed.flat import offer_runs

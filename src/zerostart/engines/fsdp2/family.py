@@ -369,9 +369,6 @@ class Replicated(FSDP2):
     ) -> ShardMaker:
         return FlatBufferShards(world, 0, self._rules(), self.exchange, parallelism)
 
-    def rehearsal_maker(self, world: World, parallelism: Parallelism, placements: Placements) -> ShardMaker:
-        return FlatBufferShards(world, 0, self._rules(), self.exchange, parallelism, alone=True)
-
     def shards_of(self, model: nn.Module, parallelism: Parallelism, rank: int) -> dict[str, Shard]:
         return {}
 
