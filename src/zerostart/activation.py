@@ -25,9 +25,7 @@ def gradient_checkpoint(
     Values and gradients are those without it, to the bit, on every engine, random numbers included. Keywords
     stay keywords; tensors may stand anywhere in tuples, lists and dictionaries, need no gradient, and be
     None; the function may give several. A list or dictionary that it changes (a feature cache) is changed
-    once, as without. Calls may be nested. Where ``deepspeed.checkpointing.configure`` has been called, the
-    checkpointing is DeepSpeed's own, with what was configured there and gradients added up in its order,
-    unless ``offload`` is asked for. See ``docs/pipelines.md``.
+    once, as without. Calls may be nested. See ``docs/pipelines.md``.
 
     Args:
         offload: let what has to be kept, the tensors among the arguments that need a gradient, wait in pinned
@@ -36,7 +34,7 @@ def gradient_checkpoint(
 
     Raises:
         ConfigError: for a transformers cache with tokens in it, or a list or dictionary of a class of its
-            own that the function changes; under DeepSpeed's checkpointing, for any that it changes.
+            own that the function changes.
 
     Example:
         >>> import torch, zerostart

@@ -35,17 +35,12 @@ def checkpointed(
 ) -> Any:
     """What ``function(*args, **kwargs)`` gives; see ``zerostart.gradient_checkpoint``.
 
-    Raises ConfigError for a cache of past tokens with something in it, and, under DeepSpeed's own
-    checkpointing, for arguments that the function changes.
+    Raises ConfigError for a cache of past tokens with something in it.
     """
     # Nothing is saved then, and so nothing to be computed again.
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     call = _Call.of(function, args, kwargs)
-    engine = sys.modules.get("deepspeed")
-    # DeepSpeed's own is asked for by the user; it has no place for what goes to the host.
-    if not offload and engine is not None and engine.checkpointing.is_configured():
-        return call.through_deepspeed(engine.checkpointing.checkpoint)
     hooks = torch.autograd.graph.saved_tensors_hooks(_Saved, _Saved.value)
     with hooks if offload else contextlib.nullcontext():
         return torch_checkpoint.checkpoint(call.run, *call.tensors, use_reentrant=False)
@@ -172,42 +167,6 @@ class _Call:
             self.callers = None  # not to be kept alive
         _recompute_first([leaf for leaf in tree_leaves(made) if isinstance(leaf, torch.Tensor)], tensors)
         return made
-
-    def through_deepspeed(self, checkpoint: Callable[..., Any]) -> object:
-        """By DeepSpeed's function, which takes and gives tensors by position.
-
-        Its backward runs only where an input needs a gradient: where none does, one that counts for nothing
-        is passed along, for the sake of the parameters inside.
-        """
-        made: list[tuple[list[object], TreeSpec, list[int]]] = []
-
-        def run(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            args, kwargs = self.arguments(tensors[: len(self.places)])
-            before = tree_flatten((args, kwargs), is_leaf=_is_cache)
-            leaves, spec = tree_flatten(self.function(*args, **kwargs))
-            after = tree_flatten((args, kwargs), is_leaf=_is_cache)
-            # Tensors of the outputs alone have a gradient through DeepSpeed's function; those put elsewhere
-            # have none.
-            if before[1] != after[1] or not _same_objects(before[0], after[0]):
-                raise ConfigError(
-                    "a function under DeepSpeed's checkpointing changed a list or dictionary that it "
-                    "received, and what it put there would get no gradient; do not call "
-                    "deepspeed.checkpointing.configure for this model"
-                )
-            places = [n for n, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-            made.append((leaves, spec, places))
-            return tuple(leaves[n] for n in places)
-
-        inputs = list(self.tensors)
-        if not any(tensor.requires_grad for tensor in inputs):
-            device = inputs[0].device if inputs else torch.device("cpu")
-            inputs.append(torch.zeros((), device=device, requires_grad=True))
-        results = checkpoint(run, *inputs)
-        # Of the forward, which has just run; the run in the backward appends again, and nobody asks.
-        leaves, spec, places = made.pop()
-        for place, tensor in zip(places, [results] if len(places) == 1 else results, strict=True):
-            leaves[place] = tensor
-        return tree_unflatten(leaves, spec)
 
 
 def _parts(container: dict[object, object] | list[object]) -> list[object]:

@@ -63,11 +63,6 @@ class LiveTraining(LiveModel):
         """What is stepped: parameters, or masters of runs of them."""
         return self.state.steps
 
-    @property
-    def stepped_parameters(self) -> dict[str, torch.Tensor]:
-        """The parameters that are stepped themselves, by name."""
-        return {self.name_of(parameter): parameter for parameter in self.state.parameters}
-
     def masters(self) -> Iterator[StateTensor]:
         """The copies that are stepped in the place of parameters."""
         for step in self.steps:

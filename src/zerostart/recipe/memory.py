@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._ops import OpOverload
@@ -12,9 +12,12 @@ from torch._ops import OpOverload
 from zerostart.geometry import row_major_strides
 from zerostart.recipe.refusals import by_torch, refusal
 from zerostart.recipe.values import Value, check_layout, constant, depends_on_values, names_of
-from zerostart.recipe.views import Layout, Step
+from zerostart.recipe.views import Layout
 from zerostart.upstream.torch.wrapper import resizable
 from zerostart.upstream.types import Arguments, Keywords
+
+if TYPE_CHECKING:
+    from zerostart.recipe.symbolic import SymbolicTensor as Symbol
 
 
 class Memory:
@@ -115,54 +118,6 @@ class Memory:
         made._fill = self._fill
         made.version, made.overlaps = self.version, self.overlaps
         return made
-
-
-class Symbol(Protocol):
-    """``SymbolicTensor``, as the operators see it, which are imported by its module."""
-
-    memory: Memory
-    steps: tuple[Step, ...]
-
-    def __init__(
-        self, memory: Memory, steps: tuple[Step, ...] = (), meta: torch.Tensor | None = None
-    ) -> None: ...
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of its elements."""
-        ...
-
-    @property
-    def shape(self) -> torch.Size:
-        """Of the view."""
-        ...
-
-    def become(self, other: Any) -> None:
-        """Be another view."""
-        ...
-
-    def is_conj(self) -> bool:
-        """Whether the conjugate is shown of what the memory holds."""
-        ...
-
-    def is_neg(self) -> bool:
-        """Whether the negative is shown of what the memory holds."""
-        ...
-
-    @property
-    def meta(self) -> torch.Tensor:
-        """The twin on the meta device."""
-        ...
-
-    @property
-    def value(self) -> Value:
-        """What the tensor holds now."""
-        ...
-
-    @property
-    def elements(self) -> torch.Tensor | None:
-        """The elements of a constant."""
-        ...
 
 
 @functools.lru_cache(maxsize=4096)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._ops import OpOverload
@@ -16,7 +16,6 @@ from zerostart import geometry
 from zerostart.recipe.memory import (
     UNSAID_VIEWS,
     Memory,
-    Symbol,
     all_constant,
     constant_of,
     counted,
@@ -35,6 +34,9 @@ from zerostart.recipe.values import HANDLERS, Value, compute, depends_on_values,
 from zerostart.recipe.views import KNOWN_VIEWS, SAME, Layout, Step, single_views
 from zerostart.upstream.torch.wrapper import shares_storage
 from zerostart.upstream.types import Arguments, Keywords
+
+if TYPE_CHECKING:
+    from zerostart.recipe.symbolic import SymbolicTensor as Symbol
 
 # Operators on symbolic tensors that show memory that is there in another way, or write into it.
 

@@ -329,11 +329,6 @@ class SymbolicTensor(Sealed, torch.Tensor):
         """A tensor of its own with the same elements, in the same strides."""
         return SymbolicTensor(Memory.holding(self.value, self.stride()))
 
-    def shown_as(self, value: Value) -> SymbolicTensor:
-        """The tensor itself, which holds ``value`` as long as nothing is written into its memory."""
-        self._known = (self.memory.version, value.lying(self.stride()))
-        return self
-
     def become(self, other: SymbolicTensor) -> None:
         """Be another view, as ``t.data = other`` and ``t.t_()`` have it.
 

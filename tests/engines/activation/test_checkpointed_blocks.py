@@ -11,11 +11,6 @@ from torch.utils import checkpoint as torch_checkpoint
 
 import zerostart
 from tests.engines.activation.test_gradient_checkpoint import (
-    feature_caches,
-    frozen_inputs,
-    mixed,
-    nested,
-    plain,
     unlike,
 )
 from tests.ranks import run_ranks
@@ -101,18 +96,6 @@ def compare_modes(routes: tuple[tuple[str, int], ...], modes: tuple[str, ...]) -
         for mode in modes:
             if unlike(plain_runs[engine, stage], train(engine, stage, mode)):
                 found.append(f"{engine} {stage} {mode}")
-    import deepspeed
-
-    deepspeed.init_distributed("gloo")
-    deepspeed.checkpointing.configure(None)
-    for engine, stage in routes:
-        if unlike(plain_runs[engine, stage], train(engine, stage, "DeepSpeed's own")):
-            found.append(f"{engine} {stage} by DeepSpeed")
-    for case in (mixed, frozen_inputs, nested):
-        if unlike(case(plain, False), case(zerostart.gradient_checkpoint, False)):
-            found.append(f"{case.__name__} by DeepSpeed")
-    with pytest.raises(zerostart.errors.ConfigError, match="changed a list"):
-        feature_caches(zerostart.gradient_checkpoint, False)
     return found
 
 
