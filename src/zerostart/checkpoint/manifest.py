@@ -1,12 +1,11 @@
-"""The documents of a directory that zerostart has saved to: which files each of its contents consists of.
+"""The documents of a directory that zerostart has saved to: the files of each of its contents.
 
-``zerostart.json`` is that of models, adapters and caches: what was saved last at its top, and under "others"
-what else lies in the directory, by the names of its weights. ``state.json`` is that of a training state.
+``zerostart.json`` lists those of models, adapters and caches: the last save at its top, and under "others"
+what else is in the directory, by the names of weights. ``state.json`` lists those of a training state.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
@@ -43,12 +42,10 @@ _TOKEN = re.compile(r"[0-9a-f]{12}")
 
 
 def is_inside(name: object) -> bool:
-    """Whether a name in a document, which anybody may have written, is one of a file below its directory."""
-    if not isinstance(name, str) or name.startswith("/") or "\0" in name:
+    """Return whether a name in a document, which anybody may have written, is below its directory."""
+    if not isinstance(name, str) or name.startswith("/") or re.search("[\0\ud800-\udfff]", name):
         return False
-    with contextlib.suppress(UnicodeEncodeError):  # half a surrogate pair, which no system has in a name
-        return bool(os.fsencode(name)) and not {"", ".", ".."} & set(name.split("/"))
-    return False
+    return not {"", ".", ".."} & set(name.split("/"))
 
 
 def documents(path: str | Path) -> list[JsonObject]:
@@ -184,13 +181,14 @@ def _read(marker: Path) -> JsonObject | None:
 
 
 def is_foreign(marker: Path) -> bool:
-    """Whether a file that is called as a document of ours is one of somebody's own."""
-    with contextlib.suppress(CheckpointError, CheckpointNotFoundError, ReadError):
+    """Return whether a file with the name of a document of ours was written by another program."""
+    try:
         with open_regular(str(marker), "marker") as (handle, _):
             head = handle.read(_HEAD_BYTES, 0)
         # A state's own document may take long to parse.
         return b'"format"' not in head and _is_foreign(read_json(marker, "marker", MAX_DOCUMENT_BYTES))
-    return False
+    except (CheckpointError, CheckpointNotFoundError, ReadError):  # no document of a program
+        return False
 
 
 def is_state(directory: Path) -> bool:

@@ -1,18 +1,14 @@
-"""Planning a safetensors checkpoint: which tensor goes to which file, at which offset.
-
-Pure arithmetic over names, dtypes and shapes. Every rank that plans the same tensors gets the same
-layout, so that each can write its own bytes at their final place.
-"""
+"""Plan the files of a safetensors checkpoint: every rank computes the same layout from names and shapes."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import operator
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import SupportsIndex
 
 from zerostart.checkpoint.catalog import DTYPE_BITS, TensorEntry
 from zerostart.checkpoint.strict_json import MAX_JSON_BYTES, JsonObject
@@ -61,9 +57,9 @@ class SaveLayout:
 
 
 def parse_size(size: int | str) -> int:
-    """Bytes in ``size``: an integer, or a number with a unit as huggingface_hub takes it ("5GB" is 5e9).
+    """Return the bytes in ``size``: an integer, or a number with a unit ("5GB" is 5e9, "5GiB" is 5 * 2**30).
 
-    Binary units ("5GiB") are taken too. Raises ConfigError on anything else, and on less than a byte.
+    Raises ConfigError for anything else, and for less than a byte.
     """
     count = 0
     if isinstance(size, str):
@@ -71,9 +67,8 @@ def parse_size(size: int | str) -> int:
         unit = match and _UNITS.get((match[2] or "B").upper())
         if match and unit:
             count = int(match[1]) * unit if match[1].isdigit() else int(float(match[1]) * unit)
-    elif not isinstance(size, bool):
-        with contextlib.suppress(TypeError):
-            count = operator.index(size)  # numpy's numbers, too
+    elif isinstance(size, SupportsIndex) and not isinstance(size, bool):
+        count = operator.index(size)  # numpy's integers, too
     if count < 1:
         raise ConfigError(
             f"{size!r} is not a size: give bytes, or a number with KB, MB, GB or TB, as in '5GB'"

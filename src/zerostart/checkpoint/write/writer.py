@@ -1,11 +1,8 @@
-"""Writing a safetensors checkpoint tensor by tensor, or slice by slice, from one process or many.
+"""Write the files of a safetensors checkpoint from one process or many.
 
-Files are made at full size under a temporary name, bytes are written at their final offsets in any
-order, and the files take their names at the end: a directory never holds something that looks like a
-whole checkpoint and is not.
-
-What has to be on the disk goes there round the page cache where a local file system lets it: putting bytes
-into new pages of the cache takes a core longer than a fast disk takes for them.
+Files are made at full size under a temporary name, and bytes are written at their final offsets in any order.
+On a local file system whole pages bypass the page cache, whose new pages cost more of a core than a fast disk
+takes for their bytes.
 """
 
 from __future__ import annotations
@@ -33,20 +30,11 @@ DIRECT = 256 << 10
 
 
 class CheckpointWriter:
-    """Writes the files of ``layout`` into ``directory``, which is made if need be.
+    """Writes the files of ``layout`` into ``directory``; all methods raise WriteError with the file.
 
-    One process::
-
-        with CheckpointWriter(directory, layout) as writer:
-            for name, tensor in ...:
-                writer.write(name, memoryview)
-
-    Leaving the block commits, an exception in it removes the temporary files. Many processes: all pass
-    one ``token``; one calls :meth:`create`, then (barrier) each calls :meth:`write` for its bytes and
-    :meth:`close`, then (barrier) the first calls :meth:`commit`, or :meth:`discard` after an error.
-
-    ``durable`` waits for the disk before the files take their names, so that not even a power cut can
-    leave a file whose name says more than its content. All methods raise WriteError, naming the file.
+    One process uses it as a context manager. Several processes pass one ``token``: the first calls
+    :meth:`create`, then each :meth:`write` and :meth:`close`, then the first :meth:`commit` or
+    :meth:`discard`, with barriers between. ``durable`` syncs the files before they are renamed.
     """
 
     def __init__(
@@ -84,10 +72,7 @@ class CheckpointWriter:
             raise
 
     def create(self) -> None:
-        """Make all files under their temporary names: full size, header written, the rest holes.
-
-        Raises WriteError where they cannot be made.
-        """
+        """Make all files at full size under their temporary names, and write the headers."""
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -105,10 +90,9 @@ class CheckpointWriter:
             raise
 
     def write(self, name: str, data: bytes | bytearray | memoryview, offset: int = 0) -> None:
-        """Write ``data`` (contiguous) at byte ``offset`` of tensor ``name``; safe from several threads.
+        """Write contiguous ``data`` at byte ``offset`` of tensor ``name``; threads may call it at once.
 
-        Raises CheckpointError if the layout has no such tensor, or if the bytes do not fit into it, and
-        WriteError where writing fails.
+        Raises CheckpointError if the layout has no such tensor, or if the bytes do not fit into it.
         """
         view = memoryview(data).cast("B") if memoryview(data).nbytes else memoryview(b"")
         self.write_rows(name, view, offset, view.nbytes, 1, 1)
@@ -144,10 +128,7 @@ class CheckpointWriter:
         return (self.layout.tensors[name].offset + offset) % PAGE
 
     def close(self) -> None:
-        """Close the files that this process has open, after bringing their bytes to disk if durable.
-
-        Raises WriteError where that fails.
-        """
+        """Close the files of this process, after a sync if durable."""
         synced: set[int] = set()
         while self._handles:
             (position, _), handle = self._handles.popitem()
@@ -161,10 +142,7 @@ class CheckpointWriter:
                 os.close(handle)
 
     def commit(self) -> None:
-        """Give the files their names, and then their index, which names them all.
-
-        Into a directory that others use, ``publishing.Staging`` brings them. Raises WriteError.
-        """
+        """Rename the files, and write their index last."""
         self.close()
         try:
             for position, file in enumerate(self.layout.files):
@@ -176,8 +154,7 @@ class CheckpointWriter:
             raise WriteError(f"{self.directory}: saving could not be completed: {error}") from error
 
     def discard(self) -> None:
-        """Close and remove the temporary files, where they can be; what was there before this save stays."""
-        # Nothing of it is wanted: `close` need not wait for the disk.
+        """Close and remove the temporary files."""
         self._durable = False
         self.close()
         for position in range(len(self.layout.files)):

@@ -1,4 +1,4 @@
-"""Models with PEFT's adapters: their own files, and merging them into the weights shard by shard."""
+"""Save PEFT's adapters in their own files, or merge them into the weights shard by shard."""
 
 from __future__ import annotations
 
@@ -33,20 +33,19 @@ def _nothing_said(config: object) -> dict[str, str] | None:
 
 @dataclass(frozen=True)
 class AdapterFormat:
-    """How the file of an adapter is written; as it stands: as PEFT does."""
+    """The format of an adapter's file; by default PEFT's."""
 
     #: Name of the file without its suffix.
     stem: str = "adapter_model"
-    #: Gives the names of tensors from those that PEFT has of them in the model that is adapted
-    #: (``blocks.0.to_q.lora_A.weight``).
+    #: Renames tensors from PEFT's names (``blocks.0.to_q.lora_A.weight``).
     renamed: Callable[[str], str] = _as_it_is
-    #: Whether PEFT's own ``base_model.model.`` stays before these names.
+    #: Whether names keep PEFT's ``base_model.model.``.
     prefixed: bool = True
-    #: Gives the metadata of the file from PEFT's configuration; None for none.
+    #: Returns the metadata of the file from PEFT's configuration.
     metadata: Callable[[Any], dict[str, str] | None] = _nothing_said
-    #: Whether PEFT's configuration lies beside the file.
+    #: Whether PEFT's configuration is written next to the file.
     configured: bool = True
-    #: Whether the second factor is multiplied by what the product would be, since nothing else tells that.
+    #: Whether the scale is multiplied into the second factor, since the file does not say it.
     folded: bool = False
 
 
@@ -58,42 +57,33 @@ PEFT_PREFIX = "base_model.model."
 
 @dataclass(frozen=True)
 class Adapted:
-    """A model that has ``peft_config``; ``prefix`` is what its names have before them in PEFT's files."""
+    """A model with ``peft_config``; ``prefix`` starts its names in PEFT's files."""
 
     model: Any
     prefix: str
 
     def adapter_names(self) -> list[str]:
-        """Names of its adapters, in the order in which they were added."""
         return list(self.model.peft_config)
 
     def save_config(self, adapter: str, directory: Path) -> None:
-        """Write ``adapter_config.json`` as PEFT's ``save_pretrained`` does."""
-        base: object = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
-        name_or_path = base.__dict__.get("name_or_path") or None
-        save_adapter_config(self.model.peft_config[adapter], base, name_or_path, directory)
-
-
-def save_adapter_config(config: Any, base: object, name_or_path: str | None, directory: Path) -> None:
-    """Write PEFT's ``config`` of an adapter of the model ``base``, which lies at ``name_or_path``."""
-    config = copy.deepcopy(config)
-    if config.base_model_name_or_path is None:
-        config.base_model_name_or_path = name_or_path
-    config.inference_mode = True
-    mapping = None
-    if config.task_type is None:
-        mapping = {
-            "base_model_class": type(base).__name__.removeprefix("FSDP"),
-            "parent_library": type(base).__module__,
-        }
-    config.save_pretrained(directory, auto_mapping_dict=mapping)
+        base: Any = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
+        config = copy.deepcopy(self.model.peft_config[adapter])
+        if config.base_model_name_or_path is None:
+            config.base_model_name_or_path = base.__dict__.get("name_or_path") or None
+        config.inference_mode = True
+        mapping = None
+        if config.task_type is None:
+            mapping = {
+                "base_model_class": type(base).__name__.removeprefix("FSDP"),
+                "parent_library": type(base).__module__,
+            }
+        config.save_pretrained(directory, auto_mapping_dict=mapping)
 
 
 def adapted_model(model: nn.Module, within: bool = False) -> Adapted | None:
-    """The model that holds adapters' configurations, ``model`` or one that it wraps; None for none.
+    """Find the model with adapters: ``model``, one that it wraps, or with ``within`` a submodule.
 
-    That is a ``PeftModel``, or a model of transformers or diffusers that adapters were added to. ``within``:
-    it may also lie in a module of a script's own; raises ConfigError where several there have adapters.
+    Raises ConfigError if several submodules have adapters.
     """
     inner: nn.Module | None = model
     while inner is not None:
@@ -120,7 +110,7 @@ def _adapted(model: nn.Module) -> Adapted:
 
 
 def _outermost(model: nn.Module, name: str = "") -> dict[str, nn.Module]:
-    """The models with adapters below ``model``, by name, without those that lie in one of them."""
+    """Return the outermost models with adapters below ``model``, by name."""
     if _is_adapted(model):
         return {name: model}
     below = (_outermost(part, f"{name}.{own}".lstrip(".")) for own, part in model.named_children())
@@ -128,12 +118,12 @@ def _outermost(model: nn.Module, name: str = "") -> dict[str, nn.Module]:
 
 
 def has_adapters(model: nn.Module) -> bool:
-    """Whether any module of ``model`` is one that PEFT has put around another."""
+    """Return whether PEFT wraps any module of ``model``."""
     return any(True for _ in _layers(model)) or any(True for _ in _replacing(model))
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, object]]:
-    """Layers with adapters, whose base layer they hold."""
+    """Yield the layers with adapters, which hold their base layers."""
     if "peft" not in sys.modules:
         return
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -144,7 +134,7 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, object]]:
 
 
 def _replacing(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Modules that are trained in the place of the original, which they hold (``modules_to_save``)."""
+    """Yield the modules of ``modules_to_save``, which hold the originals."""
     if "peft" not in sys.modules:
         return
     from peft.utils import ModulesToSaveWrapper
@@ -156,7 +146,7 @@ def _replacing(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 @dataclass(frozen=True)
 class AdapterFile:
-    """The file of one adapter: what it has, and its metadata."""
+    """The file of one adapter."""
 
     name: str
     contents: Contents
@@ -164,7 +154,7 @@ class AdapterFile:
 
     @property
     def folder(self) -> str:
-        """Where it lies: an adapter named "default" at the top, as PEFT has it."""
+        """Folder of the file; PEFT writes the adapter "default" at the top."""
         return "." if self.name == "default" else self.name
 
 
@@ -174,10 +164,9 @@ def adapter_files(
     dtype: torch.dtype | None,
     written_as: AdapterFormat,
 ) -> list[AdapterFile]:
-    """The files of all adapters.
+    """Return the files of all adapters; ``shards`` are those of the model's tensors by their ``id``.
 
-    ``shards`` are those of the model's tensors by their ``id``. Raises ConfigError for a kind of adapter
-    whose file holds more than tensors of the model.
+    Raises ConfigError for an adapter whose file has computed tensors, and for a scale without an entry.
     """
     return [
         AdapterFile(
@@ -196,7 +185,6 @@ def _contents(
     dtype: torch.dtype | None,
     written_as: AdapterFormat,
 ) -> Contents:
-    """What PEFT's ``save_pretrained`` puts into the file of one adapter, by the format's names."""
     from peft.utils import get_peft_model_state_dict
 
     # PEFT chooses and names the tensors of its file itself. It is handed tensors on the meta device of the
@@ -241,8 +229,7 @@ def _contents(
 
 
 def _scaling(config: Any, adapter: str) -> float:
-    """What products of its factors are multiplied by; raises ConfigError if that is no one number."""
-    # What of these a kind has not is none of it: only LoRA has an alpha.
+    """Return the scale of the products of factors; raises ConfigError if modules have several."""
     settings = ("use_rslora", "use_dora", "rank_pattern", "alpha_pattern")
     if not hasattr(config, "lora_alpha") or any(getattr(config, key, None) for key in settings):
         raise ConfigError(
@@ -254,8 +241,6 @@ def _scaling(config: Any, adapter: str) -> float:
 
 @dataclass(frozen=True)
 class _Times:
-    """Multiplies what is written."""
-
     by: float
 
     def __call__(self, first: int, data: torch.Tensor) -> torch.Tensor:
@@ -263,11 +248,10 @@ class _Times:
 
 
 def merged(model: nn.Module, tensors: Sequence[LogicalTensor]) -> list[LogicalTensor]:
-    """``tensors`` without adapters, which are merged into what they adapt; collective.
+    """Return ``tensors`` with all adapters merged, as by ``merge_and_unload``; collective.
 
-    As ``merge_and_unload``, on the fly and shard by shard: the factors of an adapter, which are small, are
-    whole on every rank; their product is made of the rows that are being written alone. Raises ConfigError
-    for adapters that are no sum of a product.
+    The factors are whole on every rank; their product is computed for the rows that are being written. Raises
+    ConfigError for adapters that are not LoRA's.
     """
     by_name = {item.current_name: item for item in tensors}
     inside: set[str] = set()
@@ -297,12 +281,12 @@ def merged(model: nn.Module, tensors: Sequence[LogicalTensor]) -> list[LogicalTe
 
 
 def _unmerged(layer: Any) -> list[str]:
-    """The active adapters of a layer that are not in its weights already."""
+    """Return the active adapters of a layer that are not merged yet."""
     return [a for a in layer.active_adapters if a not in layer.merged_adapters and _factors(layer, a)]
 
 
 def _factors(layer: object, adapter: str) -> tuple[str, str] | None:
-    """Names of the factors A and B in a layer; None where the adapter has nothing in it."""
+    """Return the names of the factors A and B in a layer; None for an adapter without any."""
     if adapter in getattr(layer, "lora_A", {}):
         return f"lora_A.{adapter}.weight", f"lora_B.{adapter}.weight"
     if adapter in getattr(layer, "lora_embedding_A", {}):
@@ -317,7 +301,7 @@ def _factors(layer: object, adapter: str) -> tuple[str, str] | None:
 
 @dataclass(frozen=True)
 class _Delta:
-    """``b @ a`` (transposed or not) times ``scaling``, of a weight of ``columns`` columns."""
+    """The product ``b @ a`` times ``scaling``; transposed if ``turned``."""
 
     a: torch.Tensor
     b: torch.Tensor
@@ -326,7 +310,7 @@ class _Delta:
     dtype: torch.dtype
 
     def rows(self, first: int, stop: int) -> torch.Tensor:
-        """Rows ``first`` to ``stop`` of it, as PEFT computes them."""
+        """Return rows ``first`` to ``stop``, as PEFT computes them."""
         if self.turned:
             made = (self.b @ self.a[:, first:stop]).T * self.scaling
         else:
@@ -367,7 +351,7 @@ def _whole(factor: LogicalTensor) -> torch.Tensor:
 
 
 class _Merge:
-    """Adds products to what is written of a shard."""
+    """Adds products to the elements of a shard."""
 
     def __init__(self, deltas: tuple[_Delta, ...], layout: Layout) -> None:
         self._deltas = deltas
@@ -375,7 +359,6 @@ class _Merge:
         self._runs = layout.runs()
 
     def __call__(self, first: int, data: torch.Tensor) -> torch.Tensor:
-        """``data``, which lies from element ``first`` of the storage on, with what is to be added."""
         changed = data.detach().to("cpu", copy=True)
         for start, count, place in self._runs:
             low, high = max(place, first), min(place + count, first + changed.numel())
@@ -384,7 +367,7 @@ class _Merge:
         return changed
 
     def _add(self, elements: torch.Tensor, at: int) -> None:
-        """Add to ``elements``, which begin at element ``at`` of the row-major order of the weight."""
+        """Add the products to ``elements``, which begin at row-major element ``at`` of the weight."""
         # A run may begin and end within a row: the product is made of whole rows, and its first ``column``
         # elements left out.
         row, column = divmod(at, self._columns)

@@ -1,9 +1,7 @@
-"""What a model is in files: the names, types and shapes of a checkpoint, and where a rank's share of it goes.
+"""The tensors of a saved model: their names, dtypes and shapes, and where a rank's shards go in them.
 
-A model that zerostart has loaded goes back into the tensors that it came from, by the recipes of its load
-taken backwards. What has no recipe that can be (it was initialised, calculated, or changed since) goes the
-way that its library reverts conversions, which is traced like any other; and what has no such way, under
-the model's own name.
+A loaded model is saved as the tensors that it came from, by the inverse of the recipes of its load. Tensors
+without an inverse are saved as the model's library reverts its conversions, or under the model's own names.
 """
 
 from __future__ import annotations
@@ -27,11 +25,11 @@ from zerostart.state.saving.writing import Entry, Outgoing
 
 @dataclass
 class Contents:
-    """The tensors of a checkpoint, and what this rank writes of them."""
+    """The tensors of a checkpoint, and the shards that this rank writes."""
 
     entries: list[Entry] = field(default_factory=list)
     outgoing: list[Outgoing] = field(default_factory=list)
-    #: Tensors that are saved under the model's own names, and why.
+    #: Tensors saved under the model's own names, and why.
     own_names: dict[str, str] = field(default_factory=dict)
     #: Names that are not saved, since another has the same tensor.
     tied: dict[str, str] = field(default_factory=dict)
@@ -40,13 +38,12 @@ class Contents:
 
 
 def contents_of(live: LiveModel, tensors: Iterable[LogicalTensor], dtype: torch.dtype | None) -> Contents:
-    """The checkpoint that ``tensors`` of a model make, floating ones in ``dtype`` (None: their own)."""
+    """Return the checkpoint of ``tensors`` of a model, floating ones in ``dtype`` (None: their own)."""
     model, record = live.module, live.record
     left_out = set(library_of(model).unsaved(model))
     wanted = {item.name: item for item in tensors if item.name not in left_out}
     contents = Contents()
-    # Three ways, each for what the one before has left: the recipes of the load backwards, the conversions of
-    # the library reverted, and the model's own names.
+    # Three ways, each for the rest of the one before.
     done: set[str] = set()
     reasons: dict[str, str] = {}
     # The shares of a training checkpoint are no layout to go back to.
@@ -71,7 +68,7 @@ def contents_of(live: LiveModel, tensors: Iterable[LogicalTensor], dtype: torch.
 def renamed_contents(
     tensors: Iterable[LogicalTensor], renamed: Callable[[str], str], dtype: torch.dtype | None
 ) -> Contents:
-    """``tensors`` as they lie in the model, under the names that ``renamed`` gives for the model's own."""
+    """Return ``tensors`` in the model's layout, under the names that ``renamed`` gives."""
     contents = Contents()
     for item in tensors:
         name, kind = renamed(item.name), _out(item.shard.storage.dtype, dtype)
@@ -89,7 +86,7 @@ def _as_loaded(
     record: LoadRecord,
     dtype: torch.dtype | None,
 ) -> dict[str, str]:
-    """Put back what the recipes of the load can be taken backwards for; gives why the others cannot."""
+    """Add the tensors whose recipes have an inverse; return why the others have none."""
     catalog, recipes = record.catalog, record.recipes
     same = {}
     for name, item in wanted.items():
@@ -130,7 +127,7 @@ def _as_reverted(
     rest: Mapping[str, LogicalTensor],
     dtype: torch.dtype | None,
 ) -> None:
-    """Name and lay out the ``rest`` as the library's ``save_pretrained`` would, where that is known."""
+    """Add those of the ``rest`` that the library's ``save_pretrained`` would convert."""
     library = library_of(model)
     if not rest or type(library).revert is ModelLibrary.revert:  # it has no way back of its own
         return
@@ -169,7 +166,6 @@ def _as_reverted(
 
 
 def _out(held: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
-    """The dtype in the files of a tensor that is held in another."""
     return dtype if dtype is not None and held.is_floating_point else held
 
 
@@ -186,10 +182,7 @@ class TensorOverrides:
 def overridden(
     tensors: Sequence[LogicalTensor], overrides: TensorOverrides, world: World
 ) -> list[LogicalTensor]:
-    """``tensors`` with this rank's share of the override of each, where any rank has some of one.
-
-    Collective.
-    """
+    """Replace the shards of tensors that any rank has an override for; collective."""
     firsts = [overrides.ties.get(item.name, item.name) for item in tensors]
     # A rank may have no element of a master of which others have all.
     mine = torch.tensor([name in overrides.shards for name in firsts], dtype=torch.int64, device="cpu")

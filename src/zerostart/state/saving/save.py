@@ -1,4 +1,4 @@
-"""Saving a sharded model as a checkpoint in its original layout, each rank its own bytes."""
+"""Save a sharded model as a checkpoint in its original layout, each rank its own bytes."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ from zerostart.state.saving.writing import Publication, Written, publishing, wri
 
 @dataclass(frozen=True)
 class SaveRequest:
-    """The arguments of a save, as ``zerostart.save`` documents them.
+    """The arguments of ``zerostart.save``.
 
-    ``beside`` writes what else belongs into the directory, which it is given; on one rank. ``copied``: with
-    the tokenizer or processor and the code that lie beside the source.
+    Rank 0 calls ``beside`` with the directory, for further files. With ``copied`` the tokenizer and code next
+    to the source are copied.
     """
 
     max_shard_size: int | str = "5GB"
@@ -67,7 +67,7 @@ class SaveRequest:
     overrides: TensorOverrides | None = None
 
     def check(self) -> None:
-        """Raise ConfigError for what no save can serve."""
+        """Raise ConfigError for arguments that no save can serve."""
         parse_size(self.max_shard_size)
         if self.dtype is not None and not self.dtype.is_floating_point:
             raise ConfigError(f"dtype={self.dtype!r} must be a floating torch.dtype")
@@ -78,7 +78,7 @@ class SaveRequest:
 
 @dataclass(frozen=True)
 class SaveReport:
-    """What a save has written; the same on every rank but for ``written_bytes``."""
+    """The result of a save; the same on every rank except ``written_bytes``."""
 
     path: str
     files: tuple[str, ...]
@@ -89,8 +89,7 @@ class SaveReport:
     #: Bytes that this rank wrote.
     written_bytes: int
     seconds: float
-    #: Tensors that could not be put back into the layout that they were loaded from, and why: they are saved
-    #: under the model's own names and in its dtypes.
+    #: Tensors saved under the model's own names and in its dtypes, and why.
     own_names: dict[str, str]
     #: Names of tensors that are saved under another.
     tied: dict[str, str]
@@ -110,7 +109,7 @@ class SaveReport:
 
 
 def save_model(model: nn.Module, path: str | os.PathLike[str], request: SaveRequest) -> SaveReport:
-    """See ``zerostart.save``, which raises what this raises."""
+    """Save ``model`` as ``zerostart.save`` documents it."""
     begun = time.perf_counter()
     world = current_world()
     with world.phase("saving the model"):
@@ -131,11 +130,7 @@ def save_model(model: nn.Module, path: str | os.PathLike[str], request: SaveRequ
 
 
 def save_own_names(model: nn.Module, path: str | os.PathLike[str], max_shard_size: int | str) -> None:
-    """Save the state dict of ``model``, ties once; collective, each rank its own share.
-
-    What ``load_state_dict`` of the unsharded model takes, where ``save`` has the checkpoint's layout. Raises
-    as ``save`` does.
-    """
+    """Save the state dict of ``model`` under its own names, ties once; collective."""
     world = current_world()
     with world.phase("saving the state dict"):
         with world.phase("looking at the model"):
@@ -170,7 +165,6 @@ Done = tuple[str, Written, Contents]
 def _model(
     model: nn.Module, live: LiveModel, publication: Publication, request: SaveRequest
 ) -> tuple[Written, Contents]:
-    """The model's weights and its settings."""
     world, inner, record = live.world, live.module, live.record
     with world.phase("looking at the model"):
         contents, parameters = contents_to_save(model, live, request)
@@ -198,9 +192,9 @@ def _model(
 
 
 def contents_to_save(model: nn.Module, live: LiveModel, request: SaveRequest) -> tuple[Contents, int]:
-    """What a save of the whole model has, and how many elements its parameters have; collective.
+    """Return the tensors of a save of the whole model, and the number of its parameters; collective.
 
-    ``live`` is that of ``model``. Raises ConfigError for adapters that cannot be merged.
+    Raises ConfigError for adapters that cannot be merged.
     """
     tensors, tied = live.tensors()
     # The order of what follows matters: masters stand for rounded parameters, then the caller's overrides
@@ -225,7 +219,6 @@ def contents_to_save(model: nn.Module, live: LiveModel, request: SaveRequest) ->
 def _adapters(
     live: LiveModel, adapted: Adapted, publication: Publication, request: SaveRequest
 ) -> list[Done]:
-    """The files of all adapters, and their configurations."""
     world, written_as = live.world, request.adapter_format
     with world.phase("looking at the adapters"):
         files = _adapter_files(live, adapted, request)
@@ -255,7 +248,6 @@ def _adapters(
 
 
 def _adapter_files(live: LiveModel, adapted: Adapted, request: SaveRequest) -> list[AdapterFile]:
-    """What each adapter's file has."""
     tensors, _ = live.tensors()
     if request.overrides is not None:
         tensors = overridden(tensors, request.overrides, live.world)
@@ -266,10 +258,9 @@ def _adapter_files(live: LiveModel, adapted: Adapted, request: SaveRequest) -> l
 def contents_to_serve(
     model: nn.Module, live: LiveModel, dtype: torch.dtype | None, merge_adapters: bool
 ) -> Contents:
-    """What an engine is given: the model with its adapters merged, or an adapter alone, as saved; collective.
+    """Return the tensors for an inference engine: the merged model, or its only adapter; collective.
 
-    ``live`` is that of ``model``. Raises ConfigError for adapters that cannot be merged, and alone for none
-    or several.
+    Raises ConfigError for adapters that cannot be merged, and for no or several adapters.
     """
     if merge_adapters:
         request = SaveRequest(dtype=dtype, merge_adapters=has_adapters(live.module))
@@ -287,20 +278,20 @@ def contents_to_serve(
 
 
 def _masters(model: nn.Module, world: World) -> TensorOverrides:
-    """The fp32 masters, to be saved in the place of what is rounded from them."""
+    """Return the fp32 masters, which are saved instead of the parameters."""
     training = LiveTraining(model, None, world)
     return TensorOverrides({one.name: one.shard for one in training.masters()}, training.ties)
 
 
 def _by_identity(inner: nn.Module, tensors: list[LogicalTensor]) -> dict[int, Shard]:
-    """Shards by the ``id`` of what the model's state dict has of them."""
+    """Return shards by the ``id`` of their tensors in the model's state dict."""
     state = inner.state_dict(keep_vars=True)
     # PEFT picks tensors out of the state dict itself: what it has picked is known again by its identity.
     return {id(state[t.current_name]): t.shard for t in tensors if t.current_name in state}
 
 
 def _stem(model: nn.Module, record: LoadRecord | None) -> str:
-    """What the names of the weight files begin with, by which the model's library finds them."""
+    """Return the start of the names of weight files that the model's library looks for."""
     stem = library_of(model).weights_stem
     if record is None or stem == ModelLibrary.weights_stem:
         return stem
@@ -352,10 +343,9 @@ _MOST = 256 << 20
 
 
 def save_settings(model: nn.Module, directory: Path, root: str, dtype: torch.dtype | None) -> None:
-    """Write the settings of ``model`` into ``directory``, and copy what lies beside its source in ``root``.
+    """Write the configuration of ``model``, and copy the files next to its source ``root``; on one rank.
 
-    By the model's library's own functions; ``dtype`` is that of the weights in the files, None: as held. For
-    one process. Raises WriteError.
+    ``dtype`` is that of the weights in the files; None: the model's. Raises WriteError.
     """
     try:
         written = library_of(model).save_settings(model, directory, dtype)
@@ -368,9 +358,9 @@ def save_settings(model: nn.Module, directory: Path, root: str, dtype: torch.dty
 
 
 def copy_beside(root: Path, directory: Path) -> None:
-    """Copy tokenizer, processor, chat template and code files, where ``directory`` has none of that name.
+    """Copy tokenizer, processor, chat template and code files that ``directory`` lacks.
 
-    Regular files alone, and of a folder those that lie in it: a stranger's links may lead to what has no end.
+    Only regular files: a stranger's link may lead to an endless one.
     """
     if not root.is_dir():
         return

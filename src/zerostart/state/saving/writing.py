@@ -1,4 +1,4 @@
-"""Directories that all ranks write together, each its own bytes; readers see the whole or nothing."""
+"""Write a directory with all ranks, each its own bytes; readers see the whole or nothing."""
 
 from __future__ import annotations
 
@@ -63,10 +63,7 @@ class Outgoing:
 
 @dataclass(frozen=True)
 class Written:
-    """What a save has put where: ``bytes`` are those of this rank, ``seconds`` from its call to its return.
-
-    ``digests`` has the digest of each tensor of the files by its name.
-    """
+    """The result of ``write_tensors``: the bytes of this rank, the seconds, and a digest of each tensor."""
 
     layout: SaveLayout
     bytes: int
@@ -75,7 +72,7 @@ class Written:
 
 
 def plain(name: str, shard: Shard, dtype: torch.dtype | None = None) -> Outgoing:
-    """``shard`` as the tensor ``name`` of the files, as it is; ``dtype`` is the one that it has there."""
+    """Return ``shard`` as the tensor ``name`` of the files, in the same layout."""
     target = Target(name, shard.layout.shape, dtype or shard.storage.dtype)
     return Outgoing(Recipe(target, geometry.whole(name, shard.layout.shape)), shard)
 
@@ -102,11 +99,10 @@ def write_tensors(
 ) -> Written:
     """Write the tensors ``entries`` into safetensors files in ``folder`` of what is published; collective.
 
-    ``entries``, and the targets of ``outgoing``, are in one order on all ranks, which together have each
-    element of each entry once (``Shard.held`` tells replicas). ``stem``, ``max_shard_size``, ``metadata``,
-    ``parameters`` and ``before`` are as in ``plan_shards``. Beside the shards a rank takes at most
-    ``memory_limit`` bytes; None: 40 MiB, and for a store 72. Raises WriteError, ConfigError and, where an
-    element is on no rank or counted by two, CheckpointError, on every rank; then no file is left.
+    ``entries``, and the targets of ``outgoing``, have one order on all ranks. Together the ranks have each
+    element once (``Shard.held`` tells replicas). ``memory_limit`` limits the buffers of a rank, in bytes;
+    None: 40 MiB, and 64 for a store. The other arguments are those of ``plan_shards``. Raises WriteError,
+    ConfigError and, if an element is on no rank or counted by two, CheckpointError; then no file is left.
     """
     begun = time.perf_counter()
     output: FileOutput | StoreOutput | None = None
@@ -137,14 +133,13 @@ def write_tensors(
 
 
 def share(shard: Shard) -> tuple[Layout, tuple[int, int], int]:
-    """A shard as ``own_parts`` takes it, which says what this rank writes of it."""
     return shard.layout, shard.held, shard.storage.itemsize
 
 
 def planned(
     layout: SaveLayout, outgoing: Iterable[Outgoing], chunk_size: int, page: int = PAGE
 ) -> tuple[WritePlan, list[Source]]:
-    """What this rank writes of ``outgoing``, and the storages that the plan is about; see ``plan_writes``."""
+    """Plan what this rank writes of ``outgoing``; returns the storages of the plan, too."""
     storages: list[Source] = []
 
     def own() -> Iterator[tuple[Recipe, Layout, Origin]]:
@@ -242,41 +237,36 @@ def most_threads() -> int:
     return min(THREADS, max(2, int(cores()) // local_ranks()))
 
 
-# Publications: directories of which readers see the whole or nothing.
-
-
 @dataclass(frozen=True)
 class Publication:
-    """What is being saved."""
+    """A save before it is published."""
 
     place: Files | StorePlace
-    #: Rank 0's becomes the one that says what was saved.
+    #: Rank 0's is written as ``zerostart.json`` or ``state.json``.
     document: JsonObject = field(default_factory=dict)
-    #: Those that weights have in the end, by those that they were written under; the same on all ranks once
-    #: all is in its place.
+    #: Final names of weights by their staged names; filled on all ranks by the publication.
     names: dict[str, str] = field(default_factory=dict)
 
     @property
     def directory(self) -> Path:
-        """What lies beside weights is written below it, by rank 0."""
+        """Folder for the files next to the weights, which rank 0 writes."""
         return self.place.directory
 
     @contextmanager
     def written(self, world: World, name: str) -> Iterator[None]:
-        """A phase in which a rank writes there; what the system answers is a WriteError on all."""
+        """Open a phase in which an error of the system is a WriteError on all ranks."""
         with world.phase(name), write_errors(self.place.name, "nothing was saved"):
             yield
 
     def add_digests(self, digests: Mapping[str, str], folder: str = ".") -> None:
-        """Note the digests of all tensors in the safetensors files of ``folder`` (a path from there)."""
+        """Add the digests of all tensors in the safetensors files of ``folder``."""
         self.document.setdefault("digests", {}).setdefault(folder, {}).update(digests)
 
 
 def agreed_place(path: str | os.PathLike[str], world: World, doing: str = "saving to") -> Path | str:
-    """The directory ``path`` as it is from everywhere, for the first rank's working directory; collective.
+    """Return rank 0's absolute form of the directory or URL ``path``; collective, inside a phase.
 
-    A URL stays one. ``doing`` is what is done with it, in words. Inside a phase, as a rank may fail by
-    itself. Raises ConfigError where a rank means another one, before anything is made.
+    ``doing`` is the action in words. Raises ConfigError if a rank has another path.
     """
     given = os.fspath(path) if isinstance(path, str | os.PathLike) else ""
     if not given:
@@ -289,13 +279,10 @@ def agreed_place(path: str | os.PathLike[str], world: World, doing: str = "savin
 def publishing(
     path: str | os.PathLike[str], world: World, *, marker: str = MARKER, by_document: bool | None = None
 ) -> Iterator[Publication]:
-    """A place within ``path`` to which all ranks write; at the end all gets its names; collective.
+    """Stage a save into the directory or URL ``path``, and publish it after the body; collective.
 
-    ``path`` is a directory (``Staging``), or the URL of one in a store (``StoreStaging``), which have
-    ``marker`` and ``by_document``. On leaving the ranks agree that all went well; then everything is synced
-    (each rank has synced the files that it wrote) and gets its names, before any rank goes on. After an error
-    on any rank all that was written is removed, and ``path`` is as before. Raises WriteError, or what the
-    body raised, on every rank.
+    ``marker`` and ``by_document`` are those of ``Staging``. After an error on any rank all that was written
+    is removed. Raises WriteError, or the error of the body, on every rank.
     """
     staging: Staging | StoreStaging | None = None
 
