@@ -193,13 +193,6 @@ def test_a_malformed_index(text: str, tmp_path: Path) -> None:
         open_catalog(tmp_path)
 
 
-def test_an_index_that_lists_a_tensor_twice(tmp_path: Path) -> None:
-    index = save_index(tmp_path)
-    index.write_text('{"weight_map": {"a": "model-00001-of-00003.safetensors", "a": "x.safetensors"}}')
-    with pytest.raises(CheckpointError, match="'a' occurs twice"):
-        open_catalog(tmp_path)
-
-
 def test_an_index_without_end(tmp_path: Path) -> None:
     index = save_index(tmp_path)
     os.truncate(index, MAX_JSON_BYTES + 1)

@@ -131,6 +131,9 @@ class _Dict(dict[Any, Any]):
             self.noted = noted
 
 
+_CONTAINERS = (_Dict, list, tuple)
+
+
 def plain_versions(noted: Mapping[object, object]) -> dict[str, dict[str, object]]:
     """Return the numbers and strings that torch notes of each module (``_metadata``)."""
     kept = (int, float, str, bool, type(None))
@@ -156,7 +159,9 @@ def read_inert_pickle(raw: bytes, path: str, weights: bool = False) -> Any:
     Raises CheckpointError where the pickle is damaged, or refused.
     """
     try:
-        return _Unpickler(raw, weights).load()
+        value = _Unpickler(raw, weights).load()
+        _check_unfolded(value, FREE_MEMBERS + 8 * len(raw))
+        return value
     except _Refused as error:
         raise CheckpointError(
             f"{path}: the pickle of the weights {error}; none of its code was run. If you trust where "
@@ -226,6 +231,28 @@ class _Unpickler(_InPython):  # type: ignore[misc]
     dispatch[ord("}")] = lambda self: self.append(_Dict())
     # Sets are read as lists: nothing of a stranger is hashed.
     dispatch[0x8F], dispatch[0x90], dispatch[0x91] = _read[ord("]")], _read[ord("e")], _read[ord("l")]
+
+
+def _check_unfolded(value: object, limit: int) -> None:
+    """Refuse containers that hold one another so often that nobody could print or compare them."""
+    members: dict[int, int] = {}  # of each container, its own and those inside them; 0: not yet counted
+    pending = [value]
+    while pending:
+        item: Any = pending[-1]
+        inside = (*item, *item.values()) if type(item) is _Dict else item
+        held = [one for one in inside if type(one) in _CONTAINERS] if type(item) in _CONTAINERS else []
+        if id(item) not in members:
+            members[id(item)] = 0
+            pending += [one for one in held if id(one) not in members]
+            continue
+        pending.pop()
+        if not members[id(item)]:
+            if not all(members[id(one)] for one in held):
+                raise _Refused("holds a container that holds itself")
+            count = len(inside) if type(item) in _CONTAINERS else 0
+            members[id(item)] = 1 + count + sum(members[id(one)] for one in held)
+        if members[id(item)] > limit:
+            raise _Refused(f"holds containers in one another, with more than {limit} members in all")
 
 
 def _size(sizes: Any) -> tuple[int, ...]:
