@@ -142,10 +142,9 @@ def load(
             read when ``deepspeed.initialize`` makes them, so that the source must still be there, unchanged
             (a mapping too, which is not kept alive for it). With FSDP2 and an ``mp_policy`` that computes in
             ``dtype``, the sharded parameters are the masters, and are held in fp32.
-        exchange: whether bytes that several ranks want (replicas, columns of one matrix, at stages 1 and 2
-            all) are read by one of them and sent to the others. None takes what is estimated to be faster,
-            which the report tells; at stages 1 and 2 an exchange on accelerators, and reading on the CPU,
-            where a message costs more than the page cache.
+        exchange: True: replicas read a share each and exchange it (at stages 1 and 2 the whole parameters);
+            False: each rank reads all that it needs; None: exchange where ranks do not share a page cache,
+            at stages 1 and 2 on accelerators only.
         trust_remote_code: run the code that lies beside the checkpoint (transformers' ``auto_map``), where
             the model's class is there. Without it none is run, and nobody is asked.
 
