@@ -37,7 +37,7 @@ def test_plan_through_device_staging(tmp_path: Path, depth: int, dtype: torch.dt
         expected.append(real.chunk(2, dim if real.dim() > 1 else 0)[1].to(kind).reshape(-1))
     plan = join(open_catalog(path), wanted, PlanOptions(chunk_size=20_000))
     with (
-        FileReader(plan.files, plan.sizes) as reader,
+        FileReader(plan.storage.files, plan.storage.sizes) as reader,
         DeviceStaging(plan.chunk_size, depth, torch.device("cpu")) as staging,
     ):
         for read in plan.reads:

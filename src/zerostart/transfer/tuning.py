@@ -154,7 +154,7 @@ class Tuning:
 
     def reader(self, plan: Plan) -> Reader:
         """What the plan's reads are made with."""
-        suits = LEAST_DIRECT <= plan.read_bytes * self.ranks <= MOST_OVER * sum(plan.sizes)
+        suits = LEAST_DIRECT <= plan.read_bytes * self.ranks <= MOST_OVER * plan.storage.nbytes
         return plan.storage.reader(cold=self.cold, direct=self.direct and suits)
 
     def describe(self, reader: Reader | None = None) -> str:

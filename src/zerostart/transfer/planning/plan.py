@@ -139,16 +139,6 @@ class Plan:
     shared: Sequence[SharedReads] = ()
 
     @property
-    def files(self) -> tuple[str, ...]:
-        """Names of the files."""
-        return self.storage.files
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Lengths of the files in bytes."""
-        return self.storage.sizes
-
-    @property
     def read_bytes(self) -> int:
         """Bytes that the rank wants, merged gaps included."""
         return sum(read.nbytes for read in self.all_reads())
@@ -160,11 +150,6 @@ class Plan:
             yield from computation.reads
         for shared in self.shared:
             yield from shared.reads
-
-    @property
-    def device_bytes(self) -> int:
-        """Bytes of the destinations together."""
-        return sum(destination.nbytes for destination in self.destinations)
 
     @property
     def staged(self) -> bool:
