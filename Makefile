@@ -20,7 +20,7 @@
 PYTHON ?= python3
 PIP_ARGS ?=
 ENGINE ?= deepspeed
-OUT ?=
+OUT ?= out/$@
 JOBS ?= 2
 
 VENV := .venv
@@ -45,10 +45,11 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(STAMP)
-	@PATH="$(CURDIR)/$(BIN):$$PATH" python examples/demo.py --engine $(ENGINE) --out $(or $(OUT),out/demo)
+	PATH="$(CURDIR)/$(BIN):$$PATH" accelerate launch --config_file examples/demo_$(ENGINE).yaml -m zerostart examples/demo.py $(OUT)
+	@PATH="$(CURDIR)/$(BIN):$$PATH" python examples/check_demo.py $(OUT)
 
 demo-diffusion: $(STAMP)
-	@PATH="$(CURDIR)/$(BIN):$$PATH" python examples/demo_diffusion.py --engine $(ENGINE) --out $(or $(OUT),out/demo-diffusion)
+	@PATH="$(CURDIR)/$(BIN):$$PATH" python examples/demo_diffusion.py --engine $(ENGINE) --out $(OUT)
 
 # Two at a time, each its own files: most tests wait for ranks to start or are bound by one processor.
 test: $(STAMP)

@@ -580,8 +580,11 @@ def train_from_yaml(path: Path, folder: Path, size: int, engine: str) -> Result:
     train = {"steps": 4, "batch_size": 2, "learning_rate": LEARNING_RATE, "mixed_precision": "no"}
     values = {
         "model": {"source": "model"},
-        "task": {"name": "causal-lm"},
-        "data": {"source": "text.txt", "sequence_length": 16},
+        "task": {
+            "name": "tests.training.language:CausalLanguage",
+            "source": "text.txt",
+            "sequence_length": 16,
+        },
         "engine": {"name": engine},
         "train": {**train, "checkpoint_blocks": "offload"},
         "checkpoint": {"every": 2, "background": True},

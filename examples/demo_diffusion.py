@@ -5,10 +5,9 @@ Each step is one command, shown before it runs, that can be repeated and changed
 
 import argparse
 import shlex
+import subprocess
 import sys
 from pathlib import Path
-
-from demo import run
 
 HERE = Path(__file__).resolve().parent
 
@@ -38,6 +37,16 @@ def main() -> int:
         if code != 0:
             return code
     return 0
+
+
+def run(command: list[str]) -> int:
+    """The exit code of ``command``; a Ctrl-C is its own to deal with, as it reaches the whole terminal."""
+    with subprocess.Popen(command) as process:
+        while True:
+            try:
+                return process.wait()
+            except KeyboardInterrupt:
+                continue
 
 
 if __name__ == "__main__":

@@ -10,8 +10,6 @@ from torch import nn
 import zerostart
 from zerostart.checkpoint.paths import expanded
 from zerostart.errors import ConfigError
-from zerostart.training.config.configuration import DataConfig
-from zerostart.training.tasks.text import iter_documents
 
 VERBS: dict[str, Callable[[str], Any]] = {
     "load": zerostart.load,
@@ -21,7 +19,6 @@ VERBS: dict[str, Callable[[str], Any]] = {
     "load_state": lambda path: zerostart.load_state(path, nn.Linear(2, 2)),
     "verify": zerostart.verify,
     "diff": lambda path: zerostart.diff(path, nn.Linear(2, 2)),
-    "data": lambda path: list(iter_documents(DataConfig(source=path))),
 }
 
 
@@ -35,8 +32,6 @@ def test_home_directories_are_found_and_a_nul_is_no_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / "text.txt").write_text("one")
     assert expanded("~/model") == tmp_path / "model"
-    assert list(iter_documents(DataConfig(source="~/text.txt"))) == ["one"]
     with pytest.raises(ConfigError, match=r"'a\\x00b' is not a path: it contains a NUL character"):
         zerostart.verify("a\0b")

@@ -13,7 +13,7 @@ import zerostart
 from zerostart.checkpoint.write.folders import free_space
 from zerostart.errors import WriteError
 from zerostart.training.config.configuration import TrainConfig
-from zerostart.training.loop.output_directory import RunPlace, check_room
+from zerostart.training.loop.output_directory import check_room
 
 KIB = 1024
 
@@ -64,9 +64,8 @@ def test_a_run_looks_before_it_begins(free, tmp_path: Path, caplog: pytest.LogCa
     model = module()
     config = TrainConfig.model_validate(
         {
-            "task": {"name": "causal-lm"},
+            "task": {"name": "flow-matching"},
             "model": {"source": "any"},
-            "data": {"source": "any"},
             "train": {"steps": 1, "batch_size": 1, "learning_rate": 0.1},
             "output": {"directory": str(tmp_path)},
             "checkpoint": {"every": 1, "keep": 2},
@@ -74,13 +73,13 @@ def test_a_run_looks_before_it_begins(free, tmp_path: Path, caplog: pytest.LogCa
     )
     free(60 * KIB)
     with pytest.raises(WriteError, match=r"the trained model takes 65\.5 kB"):
-        check_room(config, model, RunPlace(tmp_path, tmp_path))
+        check_room(config, model, tmp_path)
     # The model, and three times the model and two moments: 10 times 64 KiB.
     free(639 * KIB)
     with caplog.at_level(logging.WARNING, "zerostart"):
-        check_room(config, model, RunPlace(tmp_path, tmp_path))
+        check_room(config, model, tmp_path)
         assert "may need 655.4 kB" in caplog.text
         caplog.clear()
         free(640 * KIB)
-        check_room(config, model, RunPlace(tmp_path, tmp_path))
+        check_room(config, model, tmp_path)
     assert caplog.text == ""

@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from tests.documents.folders import character_tokenizer, make_folders
 from tests.npu_ranks import npu_environment
 from tests.tiny import TinyCheckpoints
+from tests.training.language import CAUSAL
 
 ZEROSTART = [sys.executable, "-c", "from zerostart.cli import main; main()"]
 
@@ -52,14 +53,14 @@ def language(tmp_path: Path, checkpoints: TinyCheckpoints) -> Path:
     described.write_text(json.dumps({**json.loads(described.read_text()), "attention_dropout": 0.3}))
     (tmp_path / "text.txt").write_text("the cat sat on the mat, and the dog sat on the cat. " * 40)
     train = {"steps": 4, "batch_size": 2, "learning_rate": 1e-2, "schedule": "constant"}
-    write(tmp_path, {"data": {"source": "text.txt", "sequence_length": 16, "held_out": 0.1}, "train": train})
+    task = {"name": CAUSAL, "source": "text.txt", "sequence_length": 16, "held_out": 0.1}
+    write(tmp_path, {"task": task, "train": train})
     return tmp_path
 
 
 def write(folder: Path, values: Mapping[str, Any]) -> None:
     common = {
         "model": {"source": "model"},
-        "task": {"name": "causal-lm"},
         "engine": {"name": "fsdp2", "zero_stage": 0},
         "output": {"directory": "out"},
     }

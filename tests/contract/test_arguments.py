@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import zerostart
+from tests.training.language import CAUSAL
 from zerostart.cli import load as load_command
 from zerostart.cli import plan as plan_command
 from zerostart.cli import run as run_command
@@ -61,8 +62,7 @@ def test_options_of_commands_are_arguments_of_the_verbs(
 def test_a_training_configuration_has_the_defaults_of_a_load() -> None:
     values: dict[str, Any] = {
         "model": {"source": "here"},
-        "data": {"source": "there"},
-        "task": {"name": "causal-lm"},
+        "task": {"name": CAUSAL, "source": "there"},
         "train": {"steps": 1},
         "output": {"directory": "out"},
     }

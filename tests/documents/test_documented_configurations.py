@@ -39,7 +39,7 @@ def test_keys_are_there(block: Block) -> None:
     assert list(unknown(values, TrainConfig)) == []
     required = {name for name, found in TrainConfig.model_fields.items() if found.is_required()}
     if required <= values.keys():
-        taken = task_class(values["task"]["name"]).sections & {"data", "media"}
+        taken = task_class(values["task"]["name"]).sections & {"media"}
         needed = {name: {"source": "data"} for name in taken}
         parse_config({**needed, **values})
 

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer, BertConfig, BertModel
 
 from tests.tiny import minilm_path
+from tests.training.language import MASKED
 
 ZEROSTART = [sys.executable, "-c", "from zerostart.cli import main; main()"]
 
@@ -31,12 +32,12 @@ def trained(folder: Path, package: Path, **engine: object) -> tuple[list[float],
     out = folder / str(engine["name"])
     values = {
         "model": {"source": str(folder / "bert"), "strict": False},
-        "data": {"source": "stdlib-docstrings", "documents": 10, "sequence_length": 16},
-        "task": {"name": "masked-lm"},
+        "task": {"name": MASKED, "source": str(folder / "text.txt"), "sequence_length": 16},
         "train": {"steps": 2, "batch_size": 2, "learning_rate": 1e-2},
         "engine": engine,
         "output": {"directory": str(out)},
     }
+    (folder / "text.txt").write_text("the cat sat on the mat. " * 100)
     config = folder / f"{engine['name']}.yaml"
     config.write_text(yaml.safe_dump(values))
     path = os.pathsep.join([str(package), *sys.path])

@@ -32,7 +32,7 @@ _COMMANDS: Mapping[str, tuple[str, ...]] = {
     "load": ("load Qwen/Qwen3-0.6B --nproc 2 --verify",),
     "train": ("train run.yaml --nproc 2", "train run.yaml train.steps=10 resume=auto"),
     "cache": ("cache run.yaml --nproc 2",),
-    "config": ("config causal-lm run.yaml", "config wan run.yaml --engine fsdp2 --lora"),
+    "config": ("config qwen-image run.yaml", "config wan run.yaml --engine fsdp2 --lora"),
     "run": (
         "run --engine fsdp2 train.py --epochs 3",
         "run -m package.train --epochs 3",

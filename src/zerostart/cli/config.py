@@ -18,8 +18,7 @@ def command(
         str,
         typer.Argument(
             metavar="FAMILY",
-            help="causal-lm, masked-lm, wan, qwen-image, flux, flux2, z-image, hunyuan-video, ltx2, or the "
-            "directory of a model.",
+            help="wan, qwen-image, flux, flux2, z-image, hunyuan-video, ltx2, or the directory of a model.",
             show_default=False,
         ),
     ],

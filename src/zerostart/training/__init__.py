@@ -1,6 +1,7 @@
 """What ``zerostart train`` runs: tasks, data, loop and export.
 
-For tasks of one's own: the class ``Task``, and ``register_task``, by which a configuration knows it.
+Extend it with a class derived from ``Task``, named by ``register_task``, and with optimizers of your own
+(``register_elementwise_optimizer``).
 """
 
 from __future__ import annotations
@@ -10,13 +11,22 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from zerostart.training.config.sections import TaskConfig
+    from zerostart.training.loop.optimizers import register_elementwise_optimizer
     from zerostart.training.loop.task import Batch, Collator, Items, Task, register_task
 
-__all__ = ["Batch", "Collator", "Items", "Task", "TaskConfig", "register_task"]
+__all__ = [
+    "Batch",
+    "Collator",
+    "Items",
+    "Task",
+    "TaskConfig",
+    "register_elementwise_optimizer",
+    "register_task",
+]
 
 
-#: Where each is. Not imported before they are asked for: ``import zerostart`` is to be quick.
-_PLACES = {"TaskConfig": "config.sections"}
+#: Module of each name, imported on first use so that ``import zerostart`` stays quick.
+_PLACES = {"TaskConfig": "config.sections", "register_elementwise_optimizer": "loop.optimizers"}
 
 
 def __getattr__(name: str) -> Any:

@@ -9,6 +9,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from tests.ranks import rank_outcomes, run_ranks
+from tests.training.language import CAUSAL, CausalLanguage
 from tests.training.loop.test_run import losses, run
 from zerostart.errors import ConfigError
 from zerostart.state.converting.convert import export
@@ -29,8 +30,8 @@ SENTENCES = (
 @pytest.fixture
 def given(tmp_path, tokenizer_path):
     """Builds the configuration of a run whose steps see all four examples; two are held out."""
-    text = tmp_path / "text.jsonl"
-    text.write_text("".join(json.dumps({"text": sentence}) + "\n" for sentence in SENTENCES))
+    text = tmp_path / "text.lines"
+    text.write_text("".join(sentence + "\n" for sentence in SENTENCES))
 
     def make(source, engine, folder, ranks=2, **sections):
         train = {
@@ -43,14 +44,14 @@ def given(tmp_path, tokenizer_path):
         }
         return {
             "model": {"source": str(source)},
-            "data": {
+            "task": {
+                "name": CAUSAL,
                 "source": str(text),
                 "tokenizer": str(tokenizer_path),
                 "sequence_length": 32,
                 "packing": False,
                 "held_out": 0.34,
             },
-            "task": {"name": "causal-lm"},
             "engine": engine,
             "train": train,
             "output": {"directory": str(tmp_path / folder), **sections.pop("output", {})},
@@ -62,14 +63,12 @@ def given(tmp_path, tokenizer_path):
 
 def examples(config):
     """The batches that are trained on and held out, padded."""
-    from transformers import AutoTokenizer
-
     from zerostart.training.config.load import parse_config
-    from zerostart.training.tasks.text import iter_documents, tokenize
 
-    data = parse_config(config).data
-    tokenizer = AutoTokenizer.from_pretrained(data.tokenizer)
-    ids = [item["input_ids"] for item in tokenize(iter_documents(data), tokenizer, data)]
+    task = CausalLanguage(parse_config(config))
+    task.open()
+    items = task.items(None)
+    ids = [items[number]["input_ids"] for number in range(len(items))]
     assert len(ids) == len(SENTENCES)
     return padded(ids[:4]), padded(ids[4:])
 

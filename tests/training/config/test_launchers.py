@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.training.language import CAUSAL
 from zerostart.cli import main
 from zerostart.errors import ConfigError
 from zerostart.training.config.configuration import TrainConfig
@@ -10,7 +11,7 @@ from zerostart.training.config.load import load_config, parse_config
 
 
 def run() -> TrainConfig:
-    given = {"model": {"source": "x"}, "data": {"source": "x"}, "task": {"name": "causal-lm"}}
+    given = {"model": {"source": "x"}, "task": {"name": CAUSAL, "source": "x"}}
     return parse_config(given | {"train": {"steps": 1}, "output": {"directory": "x"}})
 
 
@@ -38,6 +39,6 @@ def test_another_precision_and_a_compiler_are_refused(monkeypatch: pytest.Monkey
 def test_the_files_of_config_agree(tmp_path: object) -> None:
     out = f"{tmp_path}/run.yaml"
     with pytest.raises(SystemExit) as ended:
-        main(["config", "causal-lm", out, "--accelerate"])
+        main(["config", "qwen-image", out, "--accelerate"])
     assert ended.value.code == 0
     check_launcher(load_config(out))

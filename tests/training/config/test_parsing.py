@@ -10,6 +10,7 @@ import torch
 import yaml
 from safetensors.torch import save_file
 
+from tests.training.language import CAUSAL
 from zerostart.errors import CheckpointError, ConfigError
 from zerostart.training.adapt.lora_files import _parse, _read
 from zerostart.training.config.engine_config import user_config
@@ -20,20 +21,19 @@ from zerostart.training.loop.checkpoints import _extra
 
 RUN = """
 model: {source: m}
-data: {source: d}
-task: {name: causal-lm}
+task: {name: "tests.training.language:CausalLanguage", source: d}
 train:
   steps: 5
 output: {directory: o}
 """
 TWICE = [
-    (f"{RUN}train: {{steps: 6}}\n", r"run\.yaml, line 8: train is given twice, first in line 5; leave one"),
+    (f"{RUN}train: {{steps: 6}}\n", r"run\.yaml, line 7: train is given twice, first in line 4; leave one"),
     (
         RUN.replace("  steps: 5", "  steps: 5\n  seed: 1\n  steps: 6"),
-        "line 8: steps is .* twice, .* line 6",
+        "line 7: steps is .* twice, .* line 5",
     ),
     (RUN.replace("{source: m}", "{source: m, source: n}"), "line 2: source is given twice, first in line 2"),
-    (f"{RUN}engine: {{config: {{a: {{b: 1, b: 1}}}}}}\n", "line 8: b is given twice"),
+    (f"{RUN}engine: {{config: {{a: {{b: 1, b: 1}}}}}}\n", "line 7: b is given twice"),
 ]
 
 
@@ -63,7 +63,7 @@ same: [*base, *deep, {<<: [*deep, *base]}]
 
 
 def test_json_of_users(tmp_path: Path) -> None:
-    given = {"model": {"source": "m"}, "data": {"source": "d"}, "task": {"name": "causal-lm"}}
+    given = {"model": {"source": "m"}, "task": {"name": CAUSAL, "source": "d"}}
     given |= {"train": {"steps": 1}, "output": {"directory": "o"}}
     file = tmp_path / "ds.json"
     config = parse_config(given | {"engine": {"config": str(file)}})

@@ -72,7 +72,7 @@ def test_files_for_launchers_and_no_file_twice(tmp_path: Path, capsys: pytest.Ca
     out = tmp_path / "run.yaml"
     for expected in (0, 1):
         with pytest.raises(SystemExit) as ended:
-            main(["config", "causal-lm", str(out), "--zero-stage", "2", "--accelerate"])
+            main(["config", "qwen-image", str(out), "--zero-stage", "2", "--accelerate"])
         assert ended.value.code == expected
     assert "run.yaml, " in (told := capsys.readouterr().err)
     assert told.count("already exist; choose another name") == 1
@@ -84,8 +84,6 @@ def test_files_for_launchers_and_no_file_twice(tmp_path: Path, capsys: pytest.Ca
 
 def test_a_directory_is_looked_at(tmp_path: Path) -> None:
     cases = [
-        ("config.json", {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}, "causal-lm"),
-        ("config.json", {"architectures": ["BertModel"], "model_type": "bert"}, "masked-lm"),
         ("config.json", {"_class_name": "FluxTransformer2DModel"}, "flux"),
         ("model_index.json", {"transformer": ["diffusers", "WanTransformer3DModel"]}, "wan"),
     ]

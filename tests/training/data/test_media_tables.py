@@ -249,7 +249,7 @@ def test_absent_and_damaged_files_are_told_by_row(folder):
 def test_bad_settings_are_told_by_key(keys, message):
     values = {
         "model": {"source": "x"},
-        "task": {"name": "causal-lm"},
+        "task": {"name": "flow-matching"},
         "train": {"steps": 1},
         "output": {"directory": "y"},
         "media": {"source": "z", **keys},

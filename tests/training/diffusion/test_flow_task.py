@@ -357,12 +357,6 @@ def test_texts_are_dropped_for_the_one_that_stands_for_none(tmp_path):
         ({"task": {"family": "sdxl"}}, ConfigError, "family sdxl is unknown; choose one of wan"),
         ({"task": {"samplin": "x"}}, ConfigError, r"unknown key task.samplin; did you mean task\.sampling"),
         (
-            {"data": {"source": "x"}},
-            ConfigError,
-            "the section data is not for task.name .*, which takes media",
-        ),
-        ({"engine": {"sequence_parallel": 2}}, ConfigError, "sequence_parallel 2 is not available"),
-        (
             {"model": {"component": "vae"}},
             ConfigError,
             r"model\.component vae is not a model of .*; its models are transformer",

@@ -16,6 +16,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
 from tests.ranks import run_ranks
+from tests.training.language import CAUSAL, MASKED
 from zerostart.training.config.load import parse_config
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -39,7 +40,7 @@ def sources(checkpoints, tmp_path_factory):
     BertForMaskedLM(BertConfig(**sizes, **none)).save_pretrained(folder / "bert")
     ends = {"bos_token_id": 1, "eos_token_id": 1, "cls_token_id": 1, "sep_token_id": 1}
     ModernBertForMaskedLM(ModernBertConfig(**sizes, **ends)).save_pretrained(folder / "modernbert")
-    return {"causal-lm": checkpoints("qwen3"), "bert": folder / "bert", "modernbert": folder / "modernbert"}
+    return {"causal": checkpoints("qwen3"), "bert": folder / "bert", "modernbert": folder / "modernbert"}
 
 
 def ours(values):
@@ -79,7 +80,7 @@ def mean_over_tokens(outputs, labels, num_items_in_batch=None):
 def automatic(values):
     from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
-    return AutoModelForCausalLM if values["task"]["name"] == "causal-lm" else AutoModelForMaskedLM
+    return AutoModelForCausalLM if values["task"]["name"] == CAUSAL else AutoModelForMaskedLM
 
 
 def theirs(source, batches, values, out, own_loss):
@@ -130,16 +131,15 @@ def mean_loss(model, batches, causal):
 @pytest.mark.parametrize("packing", [True, False])
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("kind", ["causal-lm", "bert", "modernbert"])
+@pytest.mark.parametrize("kind", ["causal", "bert", "modernbert"])
 def test_as_the_trainer(kind, ranks, accumulation, packing, sources, tokenizer_path, tmp_path):
-    text = tmp_path / "text.jsonl"
+    text = tmp_path / "text.lines"
     documents = [(TEXT[n % 40 :] + TEXT)[:length] for n, length in enumerate(LENGTHS)]
-    text.write_text("".join(json.dumps({"text": document}) + "\n" for document in documents))
+    text.write_text("".join(document + "\n" for document in documents))
     data = {"source": str(text), "tokenizer": str(tokenizer_path), "sequence_length": 32, "held_out": 0.1}
     values = {
         "model": {"source": str(sources[kind])},
-        "data": data | {"packing": packing},
-        "task": {"name": "causal-lm" if kind == "causal-lm" else "masked-lm"},
+        "task": data | {"packing": packing, "name": CAUSAL if kind == "causal" else MASKED},
         "engine": {"name": "deepspeed", "zero_stage": 2} if ranks == 2 else {"name": "fsdp2"},
         "train": {"steps": STEPS, "batch_size": 2, "accumulation": accumulation, "learning_rate": 1e-3}
         | {"schedule": "constant", "max_grad_norm": 0.5},
@@ -147,7 +147,7 @@ def test_as_the_trainer(kind, ranks, accumulation, packing, sources, tokenizer_p
     }
     found = run_ranks(ours, ranks, values, timeout=200)
     predicted = {int((batch["labels"] != -100).sum()) for batches, *_ in found for batch in batches}
-    assert len(predicted) > 1 or (packing and kind == "causal-lm")
+    assert len(predicted) > 1 or (packing and kind == "causal")
     beside = (values, str(tmp_path / "theirs"), kind == "bert")
     given = [(str(sources[kind]), batches, *beside) for batches, *_ in found]
     losses, weights = run_ranks(on_own, ranks, given, timeout=200)[0]
@@ -158,7 +158,7 @@ def test_as_the_trainer(kind, ranks, accumulation, packing, sources, tokenizer_p
         wrong = torch.linalg.vector_norm(tensor - weights[name])
         assert wrong <= EXACT * max(1.0, torch.linalg.vector_norm(weights[name])), name
     assert not math.isclose(losses[0], losses[-1], rel_tol=1e-3)
-    causal, held = kind == "causal-lm", [batch for _, _, batches, _ in found for batch in batches]
+    causal, held = kind == "causal", [batch for _, _, batches, _ in found for batch in batches]
     model = automatic(values).from_pretrained(sources[kind]).eval()
     with torch.no_grad():
         before = mean_loss(model, held, causal)

@@ -113,7 +113,14 @@ def test_going_on_in_another_order_is_told(shapes, batch_size, step, warned, mon
     before = Buckets(shapes, 1, 3, 0)
     now = Buckets(shapes, batch_size, step, 0)
     monkeypatch.setattr(checkpoints, "restore_state", lambda *given: None)
-    extra = {"data": "d", "order": before.order, "epoch": 0, "sequences": 3, "step": 1, "schedule": {}}
+    extra = {
+        "course": {"data": "d"},
+        "order": before.order,
+        "epoch": 0,
+        "sequences": 3,
+        "step": 1,
+        "schedule": {},
+    }
     monkeypatch.setattr(checkpoints, "_extra", lambda path: extra | {"losses": [1.0, 1.0], "held_out": []})
     session = SimpleNamespace(
         buckets=now,

@@ -7,14 +7,14 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from tests.ranks import run_ranks
+from tests.training.language import CAUSAL, MASKED
 from zerostart.distributed.world import World
 from zerostart.training.config.load import parse_config
 from zerostart.training.loop.fingerprint import changes, fingerprint_of
 
 GIVEN = {
     "model": {"source": "m"},
-    "data": {"source": "d", "held_out": 0.5},
-    "task": {"name": "causal-lm"},
+    "task": {"name": CAUSAL, "source": "d", "held_out": 0.5},
     "train": {"steps": 6},
     "output": {"directory": "o"},
 }
@@ -49,7 +49,7 @@ DECIDES = [
     ({"train": {"betas": [0.9, 0.99]}}, "train.betas was [0.9, 0.999] and is [0.9, 0.99]"),
     ({"train": {"schedule": "cosine"}}, "train.schedule was linear and is cosine"),
     ({"train": {"trainable": ["a"]}}, "train.trainable was None and is ['a']"),
-    ({"task": {"name": "masked-lm"}}, "task.name was causal-lm and is masked-lm"),
+    ({"task": {"name": MASKED}}, f"task.name was {CAUSAL} and is {MASKED}"),
 ]
 
 

@@ -18,7 +18,7 @@ ENGINES = ["fsdp2", pytest.param("deepspeed", marks=pytest.mark.slow)]
 
 def run_with_nan(given, first, gradients_alone=False):
     """A run whose loss, or only its gradients, are no numbers on rank 1 from the step ``first`` on."""
-    from zerostart.training.tasks.language import CausalLanguage
+    from tests.training.language import CausalLanguage
 
     kept, forwards = CausalLanguage.loss, []
 

@@ -11,11 +11,11 @@ from tests.training.loop.test_as_trainer import EXACT, STEPS, on_own, ours
 from tests.training.loop.test_resumed_runs import going_on, interrupted
 from tests.training.loop.test_run import losses, run
 from tests.training.loop.test_run import values as values
-from zerostart.distributed.world import current_world
 from zerostart.engines import Mesh, check_choice
 from zerostart.errors import ConfigError
+from zerostart.training import register_elementwise_optimizer
 from zerostart.training.config.configuration import TrainingConfig
-from zerostart.training.loop.fingerprint import changes
+from zerostart.training.loop import optimizers
 from zerostart.training.loop.optimizers import check_optimizer, optimizer_of
 
 #: Names that the Trainer and a run have both, and which shards step as one process does.
@@ -50,16 +50,10 @@ def test_factors_go_on_exactly(checkpoints, values):
     assert losses(run_ranks(run, 2, given)[0]) == losses(straight)
 
 
-def test_a_checkpoint_from_before_there_were_names_is_of_adamw():
-    now = {"train.optimizer": "sgd", "train.optimizer_args": {}, "train.seed": 1}
-    assert changes({"train.seed": 1}, now) == {"train.optimizer": "train.optimizer was adamw and is sgd"}
-    assert changes({"train.seed": 1}, {**now, "train.optimizer": "adamw"}) == {}
-
-
 def refused(engine, **train):
     chosen = check_choice(engine, 3).for_stage(3, None, Mesh(1), None)
     with pytest.raises(ConfigError) as caught:
-        check_optimizer(TrainingConfig(**{"steps": 1, **train}), chosen, current_world())
+        check_optimizer(TrainingConfig(**{"steps": 1, **train}), chosen)
     return str(caught.value)
 
 
@@ -69,8 +63,11 @@ def refused(engine, **train):
         ({"optimizer": "adamv"}, "train.optimizer 'adamv' is unknown: it is one of "),
         ({"optimizer": "lion_32bit"}, "lion_32bit: the Trainer cannot make it here: .*bitsandbytes"),
         ({"optimizer": "stable_adamw"}, "stable_adamw: the Trainer cannot make it here: .*torch.optimi"),
-        ({"optimizer": "lbfgs"}, "lbfgs cannot step .*closure"),
-        ({"optimizer": "muon"}, "muon cannot step .*2D parameters"),
+        (
+            {"optimizer": "lbfgs"},
+            "lbfgs: torch.optim.lbfgs.LBFGS is not known to step each element by itself",
+        ),
+        ({"optimizer": "muon"}, "Muon is not known to step each element by itself"),
         (
             {"optimizer": "sgd", "optimizer_args": {"momentun": 0.9}},
             "SGD takes no momentun, but lr, momentum",
@@ -80,7 +77,7 @@ def refused(engine, **train):
             "weight_decay has a key of its own: .*train.weight_d",
         ),
         ({"optimizer_args": {"lr": 1.0}}, "lr has a key of its own: write train.learning_rate"),
-        ({"optimizer": "sgd", "optimizer_args": {"momentum": -1}}, "sgd cannot step .*Invalid momentum"),
+        ({"optimizer": "sgd", "optimizer_args": {"momentum": -1}}, "sgd cannot be made .*Invalid momentum"),
         ({"optimizer": "sgd", "betas": [0.9, 0.99]}, "train.betas: train.optimizer sgd has none"),
         ({"optimizer": "rprop", "weight_decay": 0.1}, "train.weight_decay: train.optimizer rprop has none"),
         ({"optimizer": "no_such_package:Lion"}, "the module no_such_package cannot be imported"),
@@ -92,24 +89,31 @@ def test_refused_in_one_sentence(train, told):
     assert re.search(told, refused("fsdp2", **train))
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "told"),
-    [("adafactor", "steps a parameter as one"), ("adagrad", "keeps a state from the beginning on")],
-)
-def test_what_is_refused_where_runs_of_parameters_are_stepped(optimizer, told):
-    told += ", and DeepSpeed ZeRO-3 steps runs of parameters in their place"
-    assert told in refused("deepspeed", optimizer=optimizer)
+@pytest.mark.parametrize("engine", ["deepspeed", "fsdp2"])
+def test_an_optimizer_that_mixes_elements_is_refused_with_shards(engine):
+    """Whole parameters are right for any optimizer; a class of the user's may be registered."""
+    assert "Adafactor is not known to step each element by itself" in refused(engine, optimizer="adafactor")
+    assert "set engine.zero_stage to 0" in refused(engine, optimizer="torch.optim:Muon")
+    whole = check_choice(engine, 0).for_stage(0, None, Mesh(1), None)
+    check_optimizer(TrainingConfig(steps=1, optimizer="torch.optim:Adafactor"), whole)
 
 
-def refused_adafactor():
-    return refused("fsdp2", optimizer="adafactor")
+def test_a_registered_class_is_taken(monkeypatch):
+    monkeypatch.setattr(optimizers, "_elementwise", set(optimizers._elementwise))
+    chosen = check_choice("fsdp2", 3).for_stage(3, None, Mesh(1), None)
+    name = f"{__name__}:OwnSgd"
+    with pytest.raises(ConfigError, match="OwnSgd is not known"):
+        check_optimizer(TrainingConfig(steps=1, optimizer=name), chosen)
+    register_elementwise_optimizer(OwnSgd)
+    check_optimizer(TrainingConfig(steps=1, optimizer=name), chosen)
 
 
-def test_what_cannot_step_shards_is_refused_before_anything_is_read():
-    """transformers' Adafactor makes its factors as whole tensors, which DTensors do not go with."""
-    (message,) = run_ranks(refused_adafactor, 1)
-    assert "adafactor cannot step shards" in message
-    assert message.endswith("choose another one, or engine.zero_stage 0")
+class OwnSgd(torch.optim.SGD):
+    pass
+
+
+def test_adagrad_is_refused_where_runs_of_parameters_are_stepped():
+    assert "makes its state before the first step" in refused("deepspeed", optimizer="adagrad")
 
 
 def test_the_class_its_arguments_and_those_of_the_section():

@@ -14,22 +14,14 @@ from tests.training.loop.test_run import values as values
 from zerostart.distributed.world import World
 from zerostart.errors import ConfigError, WriteError
 from zerostart.state.resuming.retention import complete
-from zerostart.state.resuming.values import encoded
 from zerostart.training.config.load import parse_config
 from zerostart.training.loop.output_directory import (
-    RunPlace,
     claim_output,
-    is_resumable,
     remove_earlier_run,
     resumable_checkpoints,
-    set_aside,
 )
 
 ALONE = World(0, 1, None)
-
-
-def own_place(directory):
-    return RunPlace(directory, directory)
 
 
 def overwritten(old, new, straight):
@@ -75,11 +67,9 @@ def untouched(path):
 
 
 def test_what_another_run_made_goes_and_nothing_else(tmp_path):
-    """Killed before it begins, a run has removed nothing, and left nothing to go on from."""
     folder = tmp_path / "checkpoints"
     checkpoint(folder, "step-00000001", 1)
     checkpoint(folder, "by-hand", 1)  # a script's own, by save_state
-    (folder / ".step-00000002.0123456789ab.saving").mkdir()
     own = [tmp_path / "samples" / "mine", tmp_path / "exports" / "mine", tmp_path / "ema-notes"]
     for path in (*own, tmp_path / "samples" / "step-00000000", tmp_path / "ema", folder / "mine"):
         path.mkdir(parents=True)
@@ -88,16 +78,9 @@ def test_what_another_run_made_goes_and_nothing_else(tmp_path):
         (path / "weights").touch()
         (path / "zerostart.json").write_text(json.dumps({"format": 1, "files": {"weights": {"bytes": 0}}}))
     (folder / "log").write_text("another process appends")
-    before = {path: untouched(path) for path in (folder, *folder.rglob("*"))}
-    with set_aside(own_place(tmp_path), None, ALONE):
-        assert resumable_checkpoints(own_place(tmp_path)) == []
-        assert {path: untouched(path) for path in (folder, *folder.rglob("*"))} == before
-    assert resumable_checkpoints(own_place(tmp_path)) == []  # killed here
-    later = checkpoint(folder, "step-00000009", 2)  # of an older zerostart, say
-    assert resumable_checkpoints(own_place(tmp_path)) == [later]
-    with set_aside(own_place(tmp_path), None, ALONE):
-        assert resumable_checkpoints(own_place(tmp_path)) == []
-        remove_earlier_run(own_place(tmp_path), None)
+    assert resumable_checkpoints(tmp_path) == [folder / "step-00000001"]
+    remove_earlier_run(tmp_path, None)
+    assert resumable_checkpoints(tmp_path) == []
     assert sorted(path.name for path in folder.iterdir()) == ["by-hand", "log", "mine"]
     assert all(path.is_dir() for path in own)
     assert sorted(path.name for path in tmp_path.rglob("*")) == sorted(
@@ -124,35 +107,10 @@ def test_going_on_from_an_earlier_checkpoint_leaves_no_later_one(tmp_path):
     (tmp_path / "samples" / "step-00000000").mkdir(parents=True)
     (tmp_path / "link").symlink_to(folder)
     given = tmp_path / "link" / second.name
-    with set_aside(own_place(tmp_path), given, ALONE):
-        assert third.is_dir()
-        remove_earlier_run(own_place(tmp_path), given)
+    remove_earlier_run(tmp_path, given)
+    assert not third.exists()
     assert sorted(folder.iterdir()) == [own, first, second]
     assert (tmp_path / "samples" / "step-00000000").is_dir()
-
-
-def test_a_run_that_fails_before_it_begins_puts_checkpoints_back(tmp_path):
-    """Else the next one with resume=auto would find none, begin anew, and remove those that are aside."""
-    folder = tmp_path / "checkpoints"
-    first = checkpoint(folder, "step-00000001", 1)
-    with pytest.raises(FileNotFoundError), set_aside(own_place(tmp_path), None, ALONE):
-        (first / "missing").stat()  # set aside, and here a mistake in the configuration
-    assert list(tmp_path.iterdir()) == [folder]
-    assert resumable_checkpoints(own_place(tmp_path)) == [first]
-    with set_aside(own_place(tmp_path), None, ALONE):
-        pass  # killed
-    second = checkpoint(folder, "step-00000002", 2)
-    with pytest.raises(FileNotFoundError), set_aside(own_place(tmp_path), None, ALONE):
-        (first / "missing").stat()
-    assert resumable_checkpoints(own_place(tmp_path)) == [second]
-    note = tmp_path / ".checkpoints.replaced"
-    (tmp_path / "state.json").write_text((second / "state.json").read_text())
-    for made_up in ("[]", "{", '{"..": 2, "step-00000002/../..": 2, "step-00000002": null}'):
-        note.write_text(made_up)
-        assert resumable_checkpoints(own_place(tmp_path)) == [first, second]
-        remove_earlier_run(own_place(tmp_path), second)
-    assert (tmp_path / "state.json").is_file()
-    assert resumable_checkpoints(own_place(tmp_path)) == [first, second]
 
 
 def test_of_checkpoints_that_could_not_be_removed_none_looks_whole(tmp_path, monkeypatch):
@@ -166,8 +124,8 @@ def test_of_checkpoints_that_could_not_be_removed_none_looks_whole(tmp_path, mon
 
     removed = Path.unlink
     monkeypatch.setattr(Path, "unlink", fails)
-    with pytest.raises(WriteError, match="cannot be removed"), set_aside(own_place(tmp_path), None, ALONE):
-        remove_earlier_run(own_place(tmp_path), None)
+    with pytest.raises(WriteError, match="cannot be removed"):
+        remove_earlier_run(tmp_path, None)
     assert complete(folder) == []
 
 
@@ -184,8 +142,7 @@ def test_files_of_others_stay_wherever_they_are(tmp_path):
     (tmp_path / "samples" / ".git").mkdir()
     (folder / ".cache").mkdir()
     save_model(tmp_path / "exports" / "step-1", 1.0)
-    with set_aside(own_place(tmp_path), None, ALONE):
-        remove_earlier_run(own_place(tmp_path), None)
+    remove_earlier_run(tmp_path, None)
     files = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
     assert files == {
         *(str((place / "notes").relative_to(tmp_path)) for place in (*places, tmp_path / "ema")),
@@ -195,7 +152,7 @@ def test_files_of_others_stay_wherever_they_are(tmp_path):
     assert (tmp_path / "samples" / ".git").is_dir()
     assert (folder / ".cache").is_dir()
     again = checkpoint(folder, "step-00000005", 5)
-    remove_earlier_run(own_place(tmp_path), checkpoint(folder, "step-00000004", 4))
+    remove_earlier_run(tmp_path, checkpoint(folder, "step-00000004", 4))
     assert not again.exists()
 
 
@@ -237,44 +194,24 @@ def test_what_is_trained_from_is_not_overwritten(source, output, values, tmp_pat
         pass
 
 
-def test_checkpoints_of_before_that_ended_in_nan_do_not_count():
-    """What is saved now says that it is finite, whatever the loss of its last step was."""
-    run_of_before = {
-        "step": 3,
-        "schedule": {},
-        "sequences": 12,
-        "losses": encoded([2.0, float("nan")], "losses", {}),
-    }
-    assert not is_resumable(run_of_before)
-    assert is_resumable({**run_of_before, "losses": [2.0, 1.0]})
-    assert is_resumable({**run_of_before, "losses": [2.0, None]})
-    assert is_resumable({**run_of_before, "finite": True})
-    assert not is_resumable({"losses": [2.0, 1.0]})
-
-
-@pytest.mark.parametrize("section", ["data", "media"])
-def test_an_output_directory_within_the_data_is_refused(section, values, tmp_path):
-    """By whatever way it leads there; beside them it may be, and beside a table."""
-    given = values("model")
+def test_an_output_directory_within_the_data_is_refused(values, tmp_path):
+    """By whatever path it is named; next to the data, and next to a table, it may be."""
+    given = values("model") | {"task": {"name": "flow-matching"}, "media": {}}
     (tmp_path / "data" / "deep").mkdir(parents=True)
     (tmp_path / "data" / "metadata.csv").write_text("image,prompt\n")
     (tmp_path / "link").symlink_to(tmp_path / "data" / "deep")
-    if section == "media":
-        given["task"] = {"name": "flow-matching"}
-        del given["data"]
-        given["media"] = {}
     source = str(tmp_path / "data")
-    given[section]["source"] = [source] if section == "data" else source
+    given["media"]["source"] = source
     for inside in ("data", "data/out", "link/out"):
         given["output"] = {"directory": str(tmp_path / inside)}
         with (
-            pytest.raises(ConfigError, match=rf"output\.directory .* lies inside {section}\.source"),
+            pytest.raises(ConfigError, match=r"output\.directory .* lies inside media\.source"),
             claim_output(parse_config(given), ALONE),
         ):
             pass
     assert not (tmp_path / "data" / "out").exists()
     for beside, named in (("database", source), ("data/out", f"{source}/metadata.csv")):
         given["output"] = {"directory": str(tmp_path / beside)}
-        given[section]["source"] = named
+        given["media"]["source"] = named
         with claim_output(parse_config(given), ALONE):
             pass

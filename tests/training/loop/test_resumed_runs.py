@@ -10,6 +10,7 @@ import pytest
 
 from tests.ranks import rank_outcomes, run_ranks
 from tests.tiny import minilm_path
+from tests.training.language import MASKED
 from tests.training.loop.test_run import losses, metrics, run
 from tests.training.loop.test_run import values as values
 from zerostart.errors import ConfigError
@@ -88,31 +89,12 @@ def test_what_cannot_be_gone_on_with_is_named(checkpoints, values, tmp_path):
     (message,) = run_ranks(refused, 1, elsewhere | {"resume": str(tmp_path)})
     assert "is not a complete checkpoint" in message
     last = Path(given["output"]["directory"], "checkpoints", "step-00000002")
-    Path(given["data"]["source"]).write_text("another text, and another. " * 40)
+    Path(given["task"]["source"]).write_text("another text, and another. " * 40)
     shutil.rmtree(tmp_path / "other")
     elsewhere |= {"resume": str(last), "train": given["train"] | {"seed": 7, "batch_size": 1}}
     (message,) = run_ranks(refused, 1, elsewhere)
     assert f"{last} belongs to another run: it was trained on other data" in message
     assert "; train.seed was 42 and is 7. Restore the earlier values, or start a new run" in message
-
-
-def test_a_run_goes_on_with_what_is_accepted(checkpoints, values):
-    """More data, more steps and another rate; the rates are those of the new schedule from there on."""
-    given = going_on(values(checkpoints("qwen3"), steps=4, schedule="linear"), every=2)
-    run_ranks(interrupted, 1, given, 3)
-    text = Path(given["data"]["source"])
-    text.write_text(text.read_text() + "another text, and another. " * 40)
-    given["train"] |= {"learning_rate": 5e-3, "steps": 6}
-    (message,) = run_ranks(refused, 1, given)
-    assert "train.learning_rate was 0.01 and is 0.005" in message
-    assert message.endswith("; resume.accept: [data, lr] accepts the values of now")
-    (message,) = run_ranks(refused, 1, given | {"resume": {"accept": ["lr"]}})
-    assert message.partition(": ")[2].startswith("it was trained on other data")
-    (result,) = run_ranks(run, 1, given | {"resume": {"path": "auto", "accept": ["data", "lr"]}})
-    rates = {entry["step"]: entry["learning_rate"] for entry in metrics(result) if "loss" in entry}
-    # After one step of warm-up straight down to zero, which a seventh step would have.
-    assert [rates[step] for step in (3, 4, 5, 6)] == pytest.approx([5e-3 * (7 - s) / 5 for s in (3, 4, 5, 6)])
-    assert (result.steps, rates[2]) == (6, pytest.approx(1e-2))
 
 
 #: What is trained, by how many; where it goes on, by how many; how near the losses are (0.0: the same bits).
@@ -135,7 +117,7 @@ def test_it_goes_on_elsewhere(first, before, second, after, tolerance, checkpoin
 
     def configured(engine, ranks, output):
         given = values(path, output=output, steps=6, batch_size=1, accumulation=4 // ranks)
-        given["data"] |= {"sequence_length": 128, "held_out": 0.25}
+        given["task"] |= {"sequence_length": 128, "held_out": 0.25}
         return given | {"engine": engine}
 
     straight = run_ranks(run, before, configured(first, before, "straight"))[0]
@@ -152,8 +134,7 @@ def test_it_goes_on_elsewhere(first, before, second, after, tolerance, checkpoin
 def test_hidden_tokens_and_dropout_go_on(checkpoints, values):
     """Masks and dropout are drawn anew for each batch, over the end of an epoch."""
     given = values(minilm_path(), "deepspeed", "straight", steps=8, batch_size=4)
-    given["data"] |= {"sequence_length": 16, "tokenizer": None}
-    given["task"] = {"name": "masked-lm"}
+    given["task"] |= {"name": MASKED, "sequence_length": 16, "tokenizer": None}
     given["model"]["strict"] = False
     straight = run_ranks(run, 2, given, timeout=200)[0]
     resumed = going_on(given | {"output": {"directory": given["output"]["directory"] + "-resumed"}}, every=3)

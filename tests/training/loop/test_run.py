@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 import zerostart
 from tests.ranks import rank_outcomes, run_ranks
-from tests.tiny import minilm_path
+from tests.training.language import CAUSAL
 from zerostart.errors import ConfigError
 from zerostart.training.config.load import parse_config
 
@@ -26,13 +26,13 @@ def values(tmp_path, tokenizer_path):
     def make(source, engine="fsdp2", output="out", **train):
         return {
             "model": {"source": str(source)},
-            "data": {
+            "task": {
+                "name": CAUSAL,
                 "source": str(text),
                 "tokenizer": str(tokenizer_path),
                 "sequence_length": 16,
                 "held_out": 0.1,
             },
-            "task": {"name": "causal-lm"},
             "engine": {"name": engine},
             "train": {"steps": 6, "batch_size": 2, "learning_rate": 1e-2, "warmup_steps": 1, **train},
             "output": {"directory": str(tmp_path / output)},
@@ -118,12 +118,12 @@ def test_reducer_goes_before_the_process_group(checkpoints, values):
 def load_and_export(path, engine, out):
     from transformers import AutoTokenizer
 
+    from tests.training.language import CausalLanguage
     from zerostart.training.adapt.export import export_model
-    from zerostart.training.tasks.language import CausalLanguage
 
     model = zerostart.load(path, engine=engine, progress=False)
-    given = {"model": {"source": str(path)}, "data": {"source": "x"}, "train": {"steps": 1}}
-    given |= {"task": {"name": "causal-lm"}, "output": {"directory": out, "max_shard_size": "20KB"}}
+    given = {"model": {"source": str(path)}, "train": {"steps": 1}}
+    given |= {"task": {"name": CAUSAL, "source": "x"}, "output": {"directory": out, "max_shard_size": "20KB"}}
     task = CausalLanguage(parse_config(given))
     task.tokenizer = AutoTokenizer.from_pretrained(path.parent / "tokenizer")
     export_model(model, task, Path(out))
@@ -200,9 +200,9 @@ def test_a_wish_to_stop_on_one_rank_stops_all_after_a_step(checkpoints, values):
 
 def run_failing(values, chosen):
     """Runs that one rank cannot go on with, each for another reason; what every rank was told."""
+    from tests.training.language import CausalLanguage
     from zerostart.training.loop import session
     from zerostart.training.loop.progress import Display
-    from zerostart.training.tasks.language import CausalLanguage
 
     rank, told = torch.distributed.get_rank(), {}
 
@@ -326,15 +326,6 @@ def test_mistakes_end_the_run_before_the_load(checkpoints, values):
     given = values(source, output="other")
     with pytest.raises(ConfigError, match=r"tracking\.trackers: nonsense is unknown; known are .*wandb"):
         run({**given, "tracking": {"trackers": ["nonsense"]}})
-    given = values(minilm_path(), output="long")
-    given["task"]["name"] = "masked-lm"
-    given["data"] |= {"tokenizer": None, "sequence_length": 515, "held_out": 0.0}
-    with pytest.raises(ConfigError, match=r"BertForMaskedLM has positions for 512 .*sequence_length"):
-        run(given)
-    given = values(source, output="other")
-    given["data"]["tokenizer"] = str(minilm_path())
-    with pytest.raises(ConfigError, match=r"tokenizer has 30522 tokens, but the model only 131"):
-        run(given)
 
 
 def run_and_look(values):

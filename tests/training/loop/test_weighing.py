@@ -10,6 +10,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 
 from tests.ranks import run_ranks
+from tests.training.language import CAUSAL, MASKED
 from zerostart.training.config.load import parse_config
 
 #: Lengths of the documents of one step: what two ranks, or two batches, see differs in predicted tokens. One
@@ -36,19 +37,19 @@ def masked(tmp_path_factory):
 @pytest.fixture
 def values(tmp_path, tokenizer_path):
     """Builds the configuration of a run over documents of `LENGTHS`, which are one step."""
-    text = tmp_path / "text.jsonl"
+    text = tmp_path / "text.lines"
 
     def make(source, task, engine, zero_stage, accumulation, documents=LENGTHS):
-        text.write_text("".join(json.dumps({"text": TEXT[:length]}) + "\n" for length in documents))
+        text.write_text("".join(TEXT[:length] + "\n" for length in documents))
         return {
             "model": {"source": str(source)},
-            "data": {
+            "task": {
+                "name": task,
                 "source": str(text),
                 "tokenizer": str(tokenizer_path),
                 "sequence_length": 32,
                 "packing": False,
             },
-            "task": {"name": task},
             "engine": {"name": engine, "zero_stage": zero_stage},
             "train": {"steps": 1, "batch_size": 2 // accumulation, "accumulation": accumulation},
             "output": {"directory": str(tmp_path / "out"), "overwrite": True},
@@ -110,14 +111,14 @@ def alone(source, task, batches):
     """Loss and gradients of one process on all ``batches`` as one, in double precision, by torch's loss."""
     from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
-    automatic = AutoModelForCausalLM if task == "causal-lm" else AutoModelForMaskedLM
+    automatic = AutoModelForCausalLM if task == CAUSAL else AutoModelForMaskedLM
     model = automatic.from_pretrained(source).double().eval()
     fill = {"input_ids": 0, "attention_mask": 0, "labels": -100}
     rows = {key: [row for batch in batches for row in batch[key]] for key in fill}
     whole = {key: pad_sequence(rows[key], batch_first=True, padding_value=fill[key]) for key in fill}
     labels = whole.pop("labels")
     logits = model(**whole).logits
-    if task == "causal-lm":
+    if task == CAUSAL:
         logits, labels = logits[:, :-1], labels[:, 1:]
     loss = cross_entropy(logits.flatten(0, 1), labels.flatten())
     loss.backward()
@@ -142,17 +143,13 @@ def check(source, values):
 
 
 CASES = [
-    (e, s, t, a)
-    for e in ("deepspeed", "fsdp2")
-    for s in range(4)
-    for t in ("causal-lm", "masked-lm")
-    for a in (1, 2)
+    (e, s, t, a) for e in ("deepspeed", "fsdp2") for s in range(4) for t in (CAUSAL, MASKED) for a in (1, 2)
 ]
 FAST = {
-    ("deepspeed", 3, "causal-lm", 2),
-    ("deepspeed", 1, "masked-lm", 1),
-    ("fsdp2", 3, "masked-lm", 2),
-    ("fsdp2", 0, "causal-lm", 1),
+    ("deepspeed", 3, CAUSAL, 2),
+    ("deepspeed", 1, MASKED, 1),
+    ("fsdp2", 3, MASKED, 2),
+    ("fsdp2", 0, CAUSAL, 1),
 }
 
 
@@ -161,14 +158,14 @@ FAST = {
     [pytest.param(*case, marks=[] if case in FAST else pytest.mark.slow) for case in CASES],
 )
 def test_a_step_is_that_of_one_process(engine, zero_stage, task, accumulation, checkpoints, masked, values):
-    source = checkpoints("qwen3") if task == "causal-lm" else masked
+    source = checkpoints("qwen3") if task == CAUSAL else masked
     check(source, values(source, task, engine, zero_stage, accumulation))
 
 
 @pytest.mark.slow
 def test_a_step_of_replicas_is_that_of_one_process(checkpoints, values):
     source = checkpoints("qwen3")
-    given = values(source, "causal-lm", "fsdp2", 3, 2)
+    given = values(source, CAUSAL, "fsdp2", 3, 2)
     given["engine"]["config"] = {"replicate": 2}
     check(source, given)
 
@@ -176,7 +173,7 @@ def test_a_step_of_replicas_is_that_of_one_process(checkpoints, values):
 def test_a_step_that_predicts_nothing_has_no_loss_and_moves_nothing(checkpoints, values):
     """As JSON the loss is null: NaN, which one process would see, is none, and would spoil the model."""
     source = checkpoints("qwen3")
-    given = values(source, "causal-lm", "fsdp2", 3, 1, documents=(1, 1, 1, 1))
+    given = values(source, CAUSAL, "fsdp2", 3, 1, documents=(1, 1, 1, 1))
     for rank in run_ranks(first_step, 2, given):
         assert rank["loss"] is rank["metrics"]["loss"] is None
         assert rank["metrics"]["gradient_norm"] == 0.0
@@ -192,7 +189,7 @@ def test_an_auxiliary_loss_weighs_as_the_batch_that_it_is_of(engine, checkpoints
     source = checkpoints.root / "balanced"
     model = AutoModelForCausalLM.from_pretrained(plain, output_router_logits=True, router_aux_loss_coef=0.5)
     model.save_pretrained(source)
-    given = values(source, "causal-lm", engine, 3, 1)
+    given = values(source, CAUSAL, engine, 3, 1)
     ranks = run_ranks(first_step, 2, given)
     batches = [rank["batches"][0] for rank in ranks]
     weights = [int((batch["labels"][:, 1:] != -100).sum()) for batch in batches]

@@ -40,11 +40,6 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 Placement = Literal["shard", "replicate", "offload"]
 
 
-def _as_path(value: object) -> object:
-    """A text in the place of the section ``resume``."""
-    return {"path": value} if isinstance(value, str) else value
-
-
 def _default_engine() -> str:
     """The engine of a configuration that names none; raises ConfigError."""
     from zerostart.engines import default_engine
@@ -84,34 +79,6 @@ class ModelConfig(Section):
     """true: run the code of a model or a tokenizer that lies beside its files. Nobody is asked."""
 
 
-class DataConfig(Section):
-    """Text to train on."""
-
-    path_keys: ClassVar[frozenset[str]] = frozenset({"source", "tokenizer"})
-
-    source: str | list[str]
-    """Text files, .jsonl files, or directories of both; one or a list.
-
-    A text file is one document, and so is ``text_field`` of each line of a ``.jsonl`` file.
-    ``stdlib-docstrings`` are the docstrings of the running Python's standard library.
-    """
-    text_field: str = "text"
-    """The field of each line of a .jsonl file that holds its text."""
-    documents: Count = 0
-    """How many documents are read; 0: all."""
-    tokenizer: str | None = None
-    """The directory or hub id of a tokenizer; null: the model's."""
-    sequence_length: Annotated[int, Field(ge=8)] = 512
-    """Tokens of a sequence, special ones included."""
-    packing: bool = True
-    """Join documents and cut them into sequences of equal length; false: each document is one, padded.
-
-    Without packing a document is cut off at ``sequence_length``.
-    """
-    held_out: Proportion = 0.0
-    """The part of the sequences that is not trained on, but evaluated before and after."""
-
-
 class EngineConfig(Section):
     """Which engine shards the model. An engine that another package has registered is known by its name."""
 
@@ -127,10 +94,6 @@ class EngineConfig(Section):
 
     At 0 the model is whole on every rank: with ``fsdp2`` that is DistributedDataParallel.
     """
-    expert_parallel: Positive = 1
-    """Ranks that share the experts of a mixture, each with batches of its own."""
-    sequence_parallel: Positive = 1
-    """Ranks that share each sequence, and see one batch."""
     config: dict[str, Any] | str = Field(default_factory=dict)
     """The engine's own configuration, or the path of a JSON file with it, merged over ours.
 
@@ -285,19 +248,6 @@ class CheckpointConfig(Section):
     A disk or a quota is full, or a directory has gone: the next one that is due is tried again. Older
     checkpoints stay. Figures for trackers are left out, too. What the run ends with, the trained model, is an
     error still.
-    """
-
-
-class ResumeConfig(Section):
-    """The checkpoint that a run continues from; a text alone is its ``path``."""
-
-    path: str = "auto"
-    """auto: the newest complete checkpoint in the output directory, or none if there is none."""
-    accept: list[Literal["data", "lr"]] = Field(default_factory=list)
-    """In what the run may differ from that of the checkpoint: data, lr.
-
-    ``data``: it continues with other data, from the beginning of the next epoch; ``lr``: with another
-    ``train.learning_rate``, ``schedule``, ``warmup_steps`` or ``steps``.
     """
 
 
@@ -519,20 +469,19 @@ class SamplesConfig(Section):
 
 
 class TrainConfig(Section):
-    """All sections. Each task takes some of ``data``, ``media``, ``cache`` and ``samples``, no others."""
+    """All sections. A task takes some of ``media``, ``cache`` and ``samples``, and refuses the others."""
 
-    #: The sections that each task says for itself whether it takes.
-    of_tasks: ClassVar[tuple[str, ...]] = ("data", "media", "cache", "samples")
+    #: Sections that only some tasks take.
+    of_tasks: ClassVar[tuple[str, ...]] = ("media", "cache", "samples")
 
     model: ModelConfig
-    data: DataConfig | None = None
     task: SerializeAsAny[TaskConfig]
     train: TrainingConfig
     output: OutputConfig
     engine: EngineConfig = Field(default_factory=EngineConfig)  # each time: its engine may be another
     checkpoint: CheckpointConfig = CheckpointConfig()
-    resume: Annotated[ResumeConfig | None, BeforeValidator(_as_path)] = None
-    """auto: from the newest checkpoint, if there is one; a path; null; or a section with accept."""
+    resume: Annotated[str, Field(min_length=1)] | None = None
+    """auto: the newest checkpoint in the output directory, if there is one; or a path."""
     tracking: TrackingConfig = TrackingConfig()
     logging: LoggingConfig = LoggingConfig()
     media: MediaConfig | None = None

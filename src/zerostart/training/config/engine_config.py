@@ -26,7 +26,6 @@ def engine_config(config: TrainConfig, world_size: int, hidden_size: int | None)
         train.max_grad_norm,
         world_size,
         hidden_size,
-        config.engine.sequence_parallel,
     )
     engine = config.engine.chosen()
     complete = engine.training_config(job, user_config(config.engine))

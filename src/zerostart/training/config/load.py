@@ -20,9 +20,6 @@ from zerostart.training.config.parsing import MOST_TEXT, parsed_yaml
 from zerostart.training.config.sections import Section, TaskConfig
 from zerostart.training.loop.task import task_class
 
-#: Sections that one value stands for, that of this key.
-_SHORT = {"resume": "path"}
-
 
 def _of_task(value: object) -> object:
     """The section ``task``, as the task's own settings."""
@@ -83,12 +80,6 @@ class _CheckedConfig(TrainConfig):
                 raise ValueError(
                     f"the section {section} is not for task.name {name}, which takes {taken}; leave it out"
                 )
-        if self.engine.sequence_parallel > 1 and not task.shares_sequences:
-            raise ValueError(
-                f"engine.sequence_parallel {self.engine.sequence_parallel} is not available with "
-                f"task.name {name}: ranks can share a sequence only where each token attends to "
-                "earlier ones alone; leave it out"
-            )
         task.check(self)
 
 
@@ -131,14 +122,8 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
     section = values
     *parents, leaf = key.split(".")
     value = parsed_yaml(text, f"override {override!r}")
-    # A text over a section, as in ``resume=auto``: it takes the place of one key, and the others stay.
-    if key in _SHORT and isinstance(value, str) and isinstance(section.get(key), dict):
-        section, leaf = section[key], _SHORT[key]
     for parent in parents:
         inner = section.setdefault(parent, {})
-        # And a key over a text: that becomes the section which it stands for.
-        if parent in _SHORT and (inner is None or isinstance(inner, str)):
-            inner = section[parent] = {} if inner is None else {_SHORT[parent]: inner}
         if not isinstance(inner, dict):
             raise ConfigError(f"override {override!r}: {parent} is a value, not a section")
         section = inner
@@ -208,11 +193,6 @@ def check_trained(config: TrainConfig) -> None:
             "train.trainable and lora exclude each other, since both say what is trained; leave "
             "one of them out"
         )
-    if lora is not None and config.engine.expert_parallel > 1:
-        raise ValueError(
-            f"engine.expert_parallel {config.engine.expert_parallel} is not available with lora, "
-            "which has no adapters for experts that ranks share; leave one of them out"
-        )
     if output.hub_private is not None and output.push_to_hub is None:
         raise ValueError("output.hub_private is of output.push_to_hub, which is not there; name a repository")
     if output.merge and lora is None:
@@ -241,11 +221,11 @@ def check_trained(config: TrainConfig) -> None:
 def _check_best(config: TrainConfig) -> None:
     """Raise ValueError where checkpoints are to be compared by a loss that is not measured at each."""
     best, saved, measured = config.checkpoint.best, config.checkpoint.every, config.train.evaluate_every
-    held_out = getattr(config.data, "held_out", 0.0) or getattr(config.task, "held_out", 0.0)
+    held_out = getattr(config.task, "held_out", 0.0)
     if best and not (saved and measured and held_out and saved % measured == 0):
         raise ValueError(
-            "checkpoint.best compares held-out losses: hold examples out (data.held_out or "
-            "task.held_out), and make checkpoint.every a multiple of train.evaluate_every"
+            "checkpoint.best compares held-out losses: hold examples out (task.held_out), and make "
+            "checkpoint.every a multiple of train.evaluate_every"
         )
 
 
@@ -256,10 +236,8 @@ def _check_held_out(config: TrainConfig) -> None:
     """
     asked = {"train.evaluate_every": config.train.evaluate_every}
     asked["ema.evaluate"] = config.ema is not None and config.ema.evaluate
-    sections = [name for name in ("data", "task") if hasattr(getattr(config, name), "held_out")]
-    if sections and not any(getattr(config, name).held_out for name in sections):
+    if not getattr(config.task, "held_out", True):
         for key in (key for key, value in asked.items() if value):
             raise ValueError(
-                f"{key} needs held-out examples, but there are none: set {sections[0]}.held_out, or "
-                "leave it out"
+                f"{key} needs held-out examples, but there are none: set task.held_out, or leave it out"
             )

@@ -53,19 +53,6 @@ _RUN: dict[str, object] = {
     "logging.every": 10,
     "ema.decay": 0.9999,
 }
-_LANGUAGE: dict[str, object] = {
-    **_RUN,
-    "model.source": "path/or/hub-id",
-    "data.source": ["corpus/"],
-    "data.sequence_length": 512,
-    "data.packing": True,
-    "data.held_out": 0.05,
-    "train.batch_size": 8,
-    "train.learning_rate": 5e-5,
-    "train.schedule": "linear",
-    "train.warmup_steps": 50,
-    "train.checkpoint_blocks": False,
-}
 _DIFFUSION: dict[str, object] = {
     **_RUN,
     "model.source": "path/of/a/pipeline",
@@ -94,19 +81,12 @@ _VIDEO: dict[str, object] = {
 _LAST = ("train", "output", "engine", "checkpoint", "resume", "tracking", "logging")
 
 
-def _language(task: str) -> Template:
-    sections = ("model", "data", "task", *_LAST)
-    return Template(sections, ("ema",), MappingProxyType({**_LANGUAGE, "task.name": task}))
-
-
 def _diffusion(values: Mapping[str, object]) -> Template:
     return Template(("model", "media", "cache", "task", *_LAST), ("samples", "ema"), MappingProxyType(values))
 
 
 #: By the word on the command line.
 TEMPLATES: Mapping[str, Template] = {
-    "causal-lm": _language("causal-lm"),
-    "masked-lm": _language("masked-lm"),
     "wan": _diffusion(_VIDEO),
     "qwen-image": _diffusion(_DIFFUSION),
     "flux": _diffusion(_DIFFUSION),
@@ -247,17 +227,7 @@ def _of_pipeline(settings: Mapping[str, object]) -> str | None:
 
 
 def _of_model(settings: Mapping[str, object]) -> str | None:
-    if "_class_name" in settings:
-        return _of_class(settings["_class_name"])
-    named = settings.get("architectures")
-    architectures = [str(kind) for kind in named] if isinstance(named, list) else []
-    if any(kind.endswith("ForMaskedLM") for kind in architectures):
-        return "masked-lm"
-    if any(kind.endswith(("ForCausalLM", "LMHeadModel")) for kind in architectures):
-        return "causal-lm"
-    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES as MASKED
-
-    return "masked-lm" if str(settings.get("model_type")) in MASKED else "causal-lm"
+    return _of_class(settings.get("_class_name"))
 
 
 def _of_class(kind: object) -> str | None:

@@ -1,4 +1,4 @@
-"""Which examples make up a batch, in which order; and a rank's part of a batch that several ranks share.
+"""Which examples make up a batch, in which order.
 
 The order of batches whose examples have tensors of the same shapes follows from the seed, the epoch, the
 size of a batch and the number of batches in a step alone: so any number of ranks that share a step of that
@@ -11,17 +11,14 @@ import functools
 import logging
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.nn.functional import pad
 from torch.utils.data import Sampler
 
 from zerostart.errors import ConfigError
 from zerostart.training.config.configuration import TrainingConfig
 from zerostart.training.loop.task import Items, Task, in_epoch
-from zerostart.training.tasks.language import IGNORED_LABEL
 
 logger = logging.getLogger("zerostart")
 
@@ -169,41 +166,3 @@ def order_of(
             train.batch_size,
         )
     return {"batch_sampler": buckets}, buckets
-
-
-@dataclass(frozen=True)
-class Sharing:
-    """A rank's part of a batch whose sequences several ranks share; all of them collate the whole batch.
-
-    Sequences are cut into ``count`` chunks of equal length, of which a rank has ``chunks``, in order.
-
-    Every batch has ``rows`` sequences; to one of fewer such are added as predict nothing.
-    """
-
-    chunks: tuple[int, ...]
-    count: int
-    rows: int
-
-    def part(self, batch: dict[str, torch.Tensor], predicted: int) -> tuple[dict[str, torch.Tensor], int]:
-        """This rank's part of ``batch`` ([rows, length]), and how many of its ``predicted`` tokens are there.
-
-        Sequences are padded to what ``count`` divides. A part that predicts nothing gets one label, so that
-        its mean loss is a number, and the weight 0.
-        """
-        # In this order: shift, pad, cut.
-        held, length = batch["labels"].shape
-        # Labels are shifted before anything is cut: the last token of a part predicts the first of the next.
-        more, rows = -length % self.count, self.rows - held
-        labels = pad(batch["labels"], (0, more + 1, 0, rows), value=IGNORED_LABEL)[:, 1:]
-        # Positions are those in the whole sequence, which a model cannot see from its chunk.
-        positions = torch.arange(length + more, device=labels.device).expand_as(labels)
-        whole = {key: pad(batch[key], (0, more, 0, rows)) for key in ("input_ids", "attention_mask")}
-        part = {
-            key: torch.cat([value.chunk(self.count, dim=1)[chunk] for chunk in self.chunks], dim=1)
-            for key, value in {**whole, "labels": labels, "position_ids": positions}.items()
-        }
-        weight = int((part["labels"] != IGNORED_LABEL).sum())
-        # The mean over no label would be nan, which spoils a sum even with weight 0.
-        if weight == 0:
-            part["labels"][0, 0] = part["input_ids"][0, 0]
-        return {**part, "shift_labels": part["labels"]}, weight if predicted else 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from zerostart.checkpoint.formats.saved_state import open_saved_state
-from zerostart.checkpoint.paths import inside, located, parent_of
+from zerostart.checkpoint.paths import expanded
 from zerostart.distributed.world import World, current_world
 from zerostart.errors import ConfigError, WriteError
 from zerostart.live.training import StateTensor
@@ -21,15 +21,10 @@ from zerostart.state.resuming.load_state import read_document, restore_state
 from zerostart.state.resuming.retention import complete, prune
 from zerostart.state.resuming.save_state import write_state
 from zerostart.state.resuming.values import decoded
-from zerostart.training.config.configuration import CheckpointConfig, ResumeConfig
-from zerostart.training.loop.fingerprint import ACCEPTED, DATA, changes
-from zerostart.training.loop.output_directory import (
-    RunPlace,
-    is_resumable,
-    is_run_state,
-    resumable_checkpoints,
-)
-from zerostart.training.loop.session import Session, reschedule
+from zerostart.training.config.configuration import CheckpointConfig
+from zerostart.training.loop.fingerprint import DATA, changes
+from zerostart.training.loop.output_directory import FOLDER, is_run_state, resumable_checkpoints
+from zerostart.training.loop.session import Session
 
 logger = logging.getLogger("zerostart")
 
@@ -51,27 +46,28 @@ class History:
         self.last_loss = loss
 
 
-def checkpoint_to_resume(resume: ResumeConfig | None, place: RunPlace, world: World) -> Path | str | None:
-    """The checkpoint that the run resumes from, the same on every rank; None for a new run.
+def checkpoint_to_resume(resume: str | None, directory: Path, world: World) -> Path | None:
+    """Find the checkpoint that the run resumes from, the same on every rank; None for a new run.
 
     Raises :class:`ConfigError` for a ``resume`` that is not a complete checkpoint.
     """
 
-    # On rank 0 alone, whose answer all take: other machines may see other files, or later.
-    def find() -> Path | str | None:
+    # Rank 0 looks: other machines may see other files, or see them later.
+    def find() -> Path | None:
         if resume is None:
             return None
-        if resume.path == "auto":
-            return next(reversed(resumable_checkpoints(place)), None)
-        path = located(resume.path)
-        if path not in complete(parent_of(path)):
+        if resume == "auto":
+            return next(reversed(resumable_checkpoints(directory)), None)
+        path = expanded(resume).absolute()
+        if path not in complete(path.parent):
             raise ConfigError(
                 f"resume: {path} is not a complete checkpoint; write auto to resume from the newest "
                 "complete one"
             )
         return path
 
-    return world.broadcast_object(find, "looking for a checkpoint")
+    found: Path | None = world.broadcast_object(find, "looking for a checkpoint")
+    return found
 
 
 class Checkpoints:
@@ -80,21 +76,19 @@ class Checkpoints:
     def __init__(
         self,
         config: CheckpointConfig,
-        place: RunPlace,
+        directory: Path,
         session: Session,
         course: Mapping[str, Any],
-        accept: Sequence[str] = (),
     ) -> None:
-        """``course`` is what decides the course of the run; ``accept`` names what of it may have changed."""
+        """``course`` has the values that decide the course of the run."""
         self._config = config
-        self._place = place
+        self._folder = directory / FOLDER
         self._session = session
         self._course = course
-        self._accept = accept
         # The save under way or done last, to be waited for in the end; None before the first.
         self._last: Saving | None = None
-        self._newest: Path | str | None = None
-        self._older: Path | str | None = None  # than the newest, which may still be written
+        self._newest: Path | None = None
+        self._older: Path | None = None  # the one before the newest, which may still be being written
 
     @property
     def recovery_hint(self) -> str:
@@ -135,13 +129,10 @@ class Checkpoints:
             "schedule": self._session.scheduler.state_dict(),
             "losses": [history.first_loss, history.last_loss],
             "held_out": [list(item) for item in history.held_out.items()],
-            # Older versions did not look, and did not write this: ``is_resumable`` judges those by their last
-            # loss.
-            "finite": True,  # or it would not be saved
             "ema": None if self._session.ema is None else self._session.ema.updates,
         }
         # Eight digits, so that names sort as steps do.
-        path = inside(self._place.checkpoints, f"step-{history.steps:08d}")
+        path = self._folder / f"step-{history.steps:08d}"
         wait = not self._config.background
         if self._config.skip_unwritable:  # or this save would be given up for the failure of that before it
             before, self._newest = self._newest, self._older
@@ -165,7 +156,7 @@ class Checkpoints:
         # as are asked for until it is whole.
         with world.phase("removing older checkpoints"):
             if world.rank == 0:
-                prune(self._place.checkpoints, self._config.keep, self._config.best, _how_good, is_resumable)
+                prune(self._folder, self._config.keep, self._config.best, _how_good, is_run_state)
 
     @contextmanager
     def skipped(self, what: str) -> Iterator[None]:
@@ -178,19 +169,15 @@ class Checkpoints:
             if current_world().rank == 0:
                 logger.warning("%s is skipped, and the run continues: %s", what, error)
 
-    def resume(self, path: Path | str) -> tuple[History, Iterator[dict[str, torch.Tensor]]]:
+    def resume(self, path: Path) -> tuple[History, Iterator[dict[str, torch.Tensor]]]:
         """Restore ``path``; gives what its run had seen, and the batches that come after; collective.
 
         Raises :class:`ConfigError` for the checkpoint of another run, saying in what it is another.
         """
         # What makes it another run's is found from its document, before anything of the session changes.
         extra = current_world().broadcast_object(lambda: _extra(path), "reading the checkpoint's document")
-        # Checkpoints of the first versions noted the data alone.
-        before = extra["course"] if "course" in extra else {DATA: extra["data"]}
-        self._check_course(path, before)
+        self._check_course(path, extra["course"])
         epoch, had = extra["epoch"], extra["sequences"]
-        if before[DATA] != self._course[DATA]:
-            epoch, had = epoch + 1, 0  # of the data that it had, an epoch is another order
         if extra.get("order") not in (None, self._order) and had:
             logger.warning(
                 "%s was saved in an epoch of another order (%s, now %s): of this epoch some examples may "
@@ -206,32 +193,23 @@ class Checkpoints:
             # The averages themselves are filled by the load; how often they were updated decides the decay of
             # the next one.
             self._session.ema.updates = extra["ema"]
-        # A schedule's state has its base rates in it, which would bring the old rate back.
-        if "lr" in self._accept:
-            reschedule(self._session.scheduler, extra["schedule"], self._course["train.learning_rate"])
-        else:
-            self._session.scheduler.load_state_dict(extra["schedule"])
+        self._session.scheduler.load_state_dict(extra["schedule"])
         first, last = extra["losses"]
         self._newest = path
         return History(extra["step"], first, last, dict(extra["held_out"])), batches
 
-    def _check_course(self, path: Path | str, before: Mapping[str, object]) -> None:
+    def _check_course(self, path: Path, before: Mapping[str, object]) -> None:
         # Keys that only one of the two has are no change: they came with another version.
         other = dict(changes(before, self._course))
         if DATA in other:
             key = self._session.task.data_key
             other[DATA] = f"it was trained on other data than {key} gives now (or another part is held out)"
-        allowed = {key for word in self._accept for key in ACCEPTED[word]}
-        if refused := [told for key, told in other.items() if key not in allowed]:
-            model = "" if self._session.adapted else f", with model.source={inside(path, 'model')}"
-            words = [word for word, keys in ACCEPTED.items() if (other.keys() - allowed) & keys]
-            way = f"; resume.accept: [{', '.join(words)}] accepts the values of now" if words else ""
-            raise ConfigError(
-                f"{path} belongs to another run: {'; '.join(refused)}. Restore the earlier values, or "
-                f"start a new run in another output.directory{model}{way}"
-            )
         if other:
-            logger.warning("resuming from %s as resume.accept allows: %s", path, "; ".join(other.values()))
+            model = "" if self._session.adapted else f", with model.source={path / 'model'}"
+            raise ConfigError(
+                f"{path} belongs to another run: {'; '.join(other.values())}. Restore the earlier values, or "
+                f"start a new run in another output.directory{model}"
+            )
 
     @contextmanager
     def ended(self) -> Iterator[None]:
@@ -255,7 +233,7 @@ class Checkpoints:
             self._last.wait()
 
 
-def _extra(path: Path | str) -> Any:
+def _extra(path: Path) -> Any:
     """What ``save`` has put into a checkpoint, which has no tensors in it."""
     extra = open_saved_state(path, (), read_document)[0]["extra"]
     if not is_run_state(extra):

@@ -72,9 +72,8 @@ def _chosen(items: Items, batch_size: int) -> Iterator[list[int]]:
 class HeldOut:
     """One rank's share of the held-out batches.
 
-    Of ``count`` batches at a time a rank has that at ``place``; where ranks share sequences, a part of it.
-    All ranks have the same number, for a sharded forward is a collective; where they do not divide evenly the
-    first batch is repeated with weight 0.
+    Of ``count`` batches at a time a rank has that at ``place``. All ranks have the same number, for a sharded
+    forward is a collective; where they do not divide evenly the first batch is repeated with weight 0.
     """
 
     def __init__(self, batches: Sequence[Weighed], place: int, count: int) -> None:
@@ -94,9 +93,8 @@ class HeldOut:
         with torch.no_grad():
             for number in self._numbers:
                 with failures.deferred():
-                    whole, of_whole = self._batch(number)
+                    batch, counted = self._batch(number)
                 failures.sum_over_ranks()  # before the forward, in which ranks wait for each other
-                batch, counted = session.part(whole, of_whole)
                 total += float(session.forward(send_to_device(batch, session.device))) * counted
                 weight += counted
         session.model.train()

@@ -21,7 +21,7 @@ from torch import nn
 
 from zerostart.checkpoint.catalog import Catalog
 from zerostart.distributed.world import World
-from zerostart.engines import Mesh, plain_name
+from zerostart.engines import plain_name
 from zerostart.errors import ConfigError
 from zerostart.live.model import record_of
 from zerostart.training.config.configuration import TrainConfig
@@ -50,13 +50,6 @@ _FREE: Mapping[str, frozenset[str]] = {
     ),
     "lora": frozenset({"targets", "exclude", "init", "start_from"}),
     "ema": frozenset({"place", "evaluate"}),
-}
-#: What keys stood for before there were any: runs of then have not noted them.
-_SINCE: Mapping[str, object] = {"train.optimizer": "adamw", "train.optimizer_args": {}}
-#: What may change where ``resume.accept`` has the word.
-ACCEPTED: Mapping[str, frozenset[str]] = {
-    "data": frozenset({DATA}),
-    "lr": frozenset({"train.learning_rate", "train.schedule", "train.warmup_steps", "train.steps"}),
 }
 #: Schedules whose rates do not depend on how many steps there will be.
 _ENDLESS = frozenset({"constant", "constant_with_warmup", "inverse_sqrt"})
@@ -98,8 +91,7 @@ def read_inputs(config: TrainConfig, world: World) -> Inputs:
         held_out = None
         if rest is not None:
             batches = held_out_batches(task, rest, config.train.batch_size, config.train.seed)
-            mesh = Mesh(world.size, sequence_parallel=config.engine.sequence_parallel)
-            held_out = HeldOut(batches, *mesh.batch(world.rank))
+            held_out = HeldOut(batches, world.rank, world.size)
     return Inputs(task, items, held_out, given, drawing)
 
 
@@ -139,24 +131,13 @@ def _agree_on_data(task: TaskData, own: Items, world: World) -> None:
     with world.phase("describing the data"):
         mine = (own.digest(), task.described(own))
     ranks = world.all_gather_object(mine, "comparing the data")
-    groups = _groups([digest for digest, _ in ranks])
-    if len(groups) == 1:
-        return
-    with world.phase("looking for the files that differ"):
-        # Only after a difference was found: reading every file again takes its time.
-        digests = task.files()
-    files = world.all_gather_object(digests, "comparing the files of the data")
-    # The largest group is taken to be right: the others are told what they have otherwise.
-    most, *others = groups
-    told = "; ".join(
-        f"{_named(other)} ({ranks[other[0]][1]}; {_first_difference(files[most[0]], files[other[0]])})"
-        for other in others
-    )
-    raise ConfigError(
-        f"the data differ between the ranks: {told} from {_named(most)} ({ranks[most[0]][1]}). "
-        f"Every rank reads {task.data_key} itself: copy the same files to every machine, or "
-        "name a directory that they share"
-    )
+    if len({digest for digest, _ in ranks}) > 1:
+        groups = _groups(ranks)
+        found = "; ".join(f"{_named(group)}: {ranks[group[0]][1]}" for group in groups)
+        raise ConfigError(
+            f"the data differ between the ranks ({found}). Every rank reads {task.data_key} itself: copy the "
+            "same files to every machine, or name a directory that they share"
+        )
 
 
 def _groups(values: Sequence[Hashable]) -> list[list[int]]:
@@ -170,19 +151,6 @@ def _groups(values: Sequence[Hashable]) -> list[list[int]]:
 def _named(ranks: Sequence[int], shown: int = 8) -> str:
     numbers = ", ".join(map(str, ranks[:shown])) + (", ..." if len(ranks) > shown else "")
     return f"rank{'s' if len(ranks) > 1 else ''} {numbers}"
-
-
-def _first_difference(usual: Mapping[str, str], other: Mapping[str, str]) -> str:
-    """Which file of ``other`` is not as it is elsewhere, in words."""
-    for name in usual:
-        if name not in other:
-            return f"without {name}"
-    for name, digest in other.items():
-        if name not in usual:
-            return f"with {name} besides"
-        if digest != usual[name]:
-            return f"with another {name}"
-    return "from the same files"
 
 
 def fingerprint_of(config: TrainConfig, model: nn.Module, data: str, world: World) -> dict[str, object]:
@@ -209,8 +177,6 @@ def fingerprint_of(config: TrainConfig, model: nn.Module, data: str, world: Worl
 
 def changes(before: Mapping[str, object], now: Mapping[str, object]) -> dict[str, str]:
     """By key, in words, what has changed from ``before`` to ``now``; keys that one of them lacks aside."""
-    # A checkpoint from before these keys was trained with what they have by default.
-    before = {**_SINCE, **before}
     return {
         key: f"{key} was {before[key]} and is {now[key]}"
         for key in now

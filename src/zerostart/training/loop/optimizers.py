@@ -1,28 +1,19 @@
-"""Optimizers by name: torch's, those of the HF Trainer whose packages are installed, or a class of one's own.
-
-Which of them an engine can use is found out by trying, on a parameter of a few numbers and before anything is
-read: one that steps a tensor in two halves as it steps it whole is right wherever shards are cut.
-"""
+"""Optimizers by name: torch's, those of the HF Trainer whose packages are installed, or a user's class."""
 
 from __future__ import annotations
 
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.optim import Optimizer
 
-from zerostart.distributed.world import World, default_device
 from zerostart.engines import Engine
-from zerostart.errors import ConfigError, ZerostartError
+from zerostart.errors import ConfigError
 from zerostart.training.config.configuration import TrainingConfig
 
 #: An optimizer of groups of parameters.
@@ -59,59 +50,60 @@ def optimizer_of(train: TrainingConfig) -> Made:
     return functools.partial(kind, **(own | given | train.optimizer_args))
 
 
-def check_optimizer(train: TrainingConfig, engine: Engine, world: World) -> None:
-    """Raise :class:`ConfigError` for an optimizer that cannot step, or steps shards otherwise; collective.
+def check_optimizer(train: TrainingConfig, engine: Engine) -> None:
+    """Raise :class:`ConfigError` for arguments that the optimizer refuses, and if shards need other steps.
 
-    ``engine`` is at its stage. Elements that are stepped apart, or in shards, are compared with whole ones.
+    ``engine`` is at its stage. An optimizer that steps each element by itself is right for any shards. One
+    that looks at several elements together (a norm, a factored moment, one rate for all) needs whole tensors.
     """
-    if train.optimizer == TrainingConfig.model_fields["optimizer"].default and not train.optimizer_args:
-        return  # whose answer is known
-    make, name = optimizer_of(train), f"{_KEY} {train.optimizer}"
-    with _told(f"{name} cannot step", "choose another one, or mend train.optimizer_args"):
-        whole = _stepped(make, lambda value: [nn.Parameter(value)])
-    # The engine steps runs of a flat buffer in the place of parameters, cut wherever ranks' shares end: an
-    # optimizer that looks at more than one element at a time (a factored second moment, a norm) sees other
-    # ones.
-    if not engine.steps_parameters:
-        begun = make([{"params": [nn.Parameter(torch.ones(4, device="cpu"))]}])
-        parts = _stepped(make, lambda value: [nn.Parameter(part) for part in value.flatten().chunk(2)])
-        # A state that is made before the first step would be of the parameters, and not of the runs.
-        if begun.state or not _alike(whole, parts):
-            why = "keeps a state from the beginning on" if begun.state else "steps a parameter as one"
-            raise ConfigError(
-                f"{name} {why}, and {engine.title} steps runs of parameters in their place, apart from each "
-                "other: choose one that steps each element by itself (adamw), or an engine that steps the "
-                "parameters themselves (engine.name fsdp2)"
-            )
-    elif not engine.replicates_parameters and world.group is not None:
-        # Inside, sharding and stepping exchange tensors: the ranks meet first.
-        with world.collectives("trying the optimizer"):
-            mesh = init_device_mesh(default_device().type, (world.size,))
-            with _told(f"{name} cannot step shards", "choose another one, or engine.zero_stage 0"):
-                parts = _stepped(
-                    make, lambda value: [nn.Parameter(distribute_tensor(value, mesh, [Shard(0)]))]
-                )
-        if not _alike(whole, parts):
-            raise ConfigError(
-                f"{name} steps shards otherwise than whole tensors: choose another one, or "
-                "engine.zero_stage 0"
-            )
-
-
-@contextmanager
-def _told(what: str, remedy: str) -> Iterator[None]:
-    """Inside a class steps that nobody here knows: raises :class:`ConfigError` for whatever it fails with."""
+    make, (kind, _) = optimizer_of(train), _found(train)
     try:
-        yield
-    except ZerostartError:
-        raise
+        optimizer = make([{"params": [torch.nn.Parameter(torch.ones(2, 2, device="cpu"))]}])
     except Exception as error:
         reason = (str(error).splitlines() or [""])[0]
-        raise ConfigError(f"{what} ({type(error).__name__}: {reason}): {remedy}") from error
+        raise ConfigError(
+            f"{_KEY} {train.optimizer} cannot be made ({type(error).__name__}: {reason}): choose "
+            "another one, or change train.optimizer_args"
+        ) from error
+    if engine.zero_stage == 0:
+        return
+    if not is_elementwise(kind):
+        raise ConfigError(
+            f"{_KEY} {train.optimizer}: {kind.__module__}.{kind.__qualname__} is not known to step each "
+            "element by itself, so shards may be stepped otherwise than the whole model: choose another one "
+            "(adamw), set engine.zero_stage to 0, or call register_elementwise_optimizer for it"
+        )
+    if optimizer.state and not engine.steps_parameters:
+        raise ConfigError(
+            f"{_KEY} {train.optimizer} makes its state before the first step, and {engine.title} "
+            "replaces the parameters after that: choose another one (adamw), or engine.name fsdp2"
+        )
 
 
-def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return torch.allclose(one, other.to(one), rtol=1e-5, atol=1e-7)
+def is_elementwise(kind: type[Optimizer]) -> bool:
+    """Return True if optimizers of this class are known to step each element by itself."""
+    return kind in _elementwise
+
+
+def register_elementwise_optimizer(kind: type[Optimizer]) -> None:
+    """Declare that optimizers of this class step each element by itself, so that shards may be stepped."""
+    _elementwise.add(kind)
+
+
+#: Classes that step each element by itself.
+_elementwise: set[type[Optimizer]] = {
+    torch.optim.Adadelta,
+    torch.optim.Adagrad,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adamax,
+    torch.optim.ASGD,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.SGD,
+}
 
 
 def _found(train: TrainingConfig) -> tuple[type[Optimizer], dict[str, Any]]:
@@ -180,26 +172,3 @@ def _checked(name: str, found: object) -> type[Optimizer]:
     if not (isinstance(found, type) and issubclass(found, Optimizer)):
         raise ConfigError(f"{_KEY} {name} does not name a class derived from torch.optim.Optimizer")
     return found
-
-
-def _stepped(make: Made, held_as: Callable[[torch.Tensor], list[nn.Parameter]]) -> torch.Tensor:
-    """A matrix and a vector after three steps, flat, each held as the parameters that ``held_as`` makes."""
-    # Its own generator, on the host: the same numbers on every rank, and no draw from the run's random state.
-    draw = torch.Generator("cpu").manual_seed(0)
-    values = [torch.randn(shape, generator=draw, device="cpu") for shape in ((8, 6), (8,))]
-    held = [held_as(value.to(default_device())) for value in values]
-    optimizer = make([{"params": [parameter for parts in held for parameter in parts]}])
-    # As the schedule-free ones do: their weights are switched between training and evaluation.
-    if callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None)):
-        raise ConfigError(
-            f"{_KEY} {type(optimizer).__name__} holds other weights in training than those that are to be "
-            "saved, which a run does not follow: choose another one"
-        )
-    for _ in range(3):
-        for value, parts in zip(values, held, strict=True):
-            gradient = torch.randn(value.shape, generator=draw, device="cpu").to(default_device())
-            for parameter, of_part in zip(parts, held_as(gradient), strict=True):
-                parameter.grad = of_part.detach()
-        optimizer.step()
-    flat = [parameter.detach() for parts in held for parameter in parts]
-    return torch.cat([(t.full_tensor() if isinstance(t, DTensor) else t).flatten().cpu() for t in flat])

@@ -20,7 +20,6 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 from zerostart.checkpoint.strict_json import dump_json
 from zerostart.errors import WriteError
-from zerostart.training.loop.run_page import About, RunPage
 from zerostart.training.loop.terminal import duration, say
 from zerostart.transfer.meter import peak_bytes
 
@@ -61,9 +60,8 @@ class Display:
 
     ``path`` receives one JSON object a line: ``step, loss, gradient_norm, learning_rate, tokens, seconds``
     and ``peak_bytes`` for a step and ``step, held_out_loss`` for an evaluation; a number that is not finite
-    is null. Beside it is a page of the run that ``about`` is of, if that is given. ``every`` is the distance
-    of plain lines, in steps. ``counted`` is the key of what a step has seen, in the place of ``tokens``, and
-    its rate in short. With ``skip_unwritable`` a run goes on where the figures of a step cannot be written.
+    is null. A plain line is printed every ``every`` steps. ``counted`` has the key that replaces ``tokens``
+    and the unit of its rate. With ``skip_unwritable`` a step's figures that cannot be written are skipped.
     """
 
     def __init__(
@@ -72,17 +70,14 @@ class Display:
         path: Path,
         every: int,
         counted: tuple[str, str] = ("tokens", "tok/s"),
-        about: About | None = None,
         *,
         active: bool,
         skip_unwritable: bool = False,
     ) -> None:
         self._steps = steps
         self._skips, self._told = skip_unwritable, False
-        self._page = None if about is None or not active else RunPage(path.parent, about, steps, counted)
         self._key, self._unit = counted
         self._before = 0
-        self._done: int | None = None  # the last step; None until the run has begun
         self._path = path
         self._every = every
         self._active = active
@@ -116,10 +111,6 @@ class Display:
         if self._file is not None:
             with self._noting():
                 self._file.close()
-        if self._page is not None and self._done is not None:
-            word = "finished" if self._done == self._steps else f"stopped after step {self._done:,}"
-            ended = word if error is None else f"ended by {type(error).__name__}: {error}"
-            self._tell(self._page.write(ended))
 
     def begin(self, before: int) -> None:
         """Call before everything else of a run that resumes after ``before`` steps, 0 for a new one.
@@ -127,7 +118,6 @@ class Display:
         What was written down of later steps goes: they are done again. Raises WriteError.
         """
         self._before = before
-        self._done = before
         kept: list[str] = []
         if self._file is not None:
             with _writing(self._path):
@@ -139,11 +129,6 @@ class Display:
                     self._file.truncate(0)
                 self._file.writelines(kept)
                 self._file.flush()
-        if self._page is not None:
-            failed = self._page.begin(map(json.loads, kept))
-            self._tell(failed)
-            if failed is None:
-                self.say(f"to look at while it runs: {self._page.path}")
 
     def say(self, text: str) -> None:
         """Print ``text`` (above the live line, where there is one)."""
@@ -165,7 +150,6 @@ class Display:
             seconds=round(seconds, 6),
             peak_bytes=metrics.peak_bytes,
         )
-        self._done = metrics.step
         figures = self._figures(metrics)
         if self._live is not None:
             text = _fitting(figures, self._console.width - 2 * len(str(self._steps)) - len("/ ━━━━ "))
@@ -194,10 +178,6 @@ class Display:
             decimal(metrics.peak_bytes),
         ]
 
-    def _tell(self, words: str | None) -> None:
-        if words:
-            logger.warning("%s", words)
-
     @contextmanager
     def _noting(self) -> Iterator[None]:
         """As ``_writing``; where a run goes on without what cannot be written, say so once."""
@@ -207,7 +187,8 @@ class Display:
         except WriteError as error:
             if not self._skips:
                 raise
-            self._tell(None if self._told else f"{error}; the run goes on, and tries again")
+            if not self._told:
+                logger.warning("%s; the run goes on, and tries again", error)
             self._told = True
 
     def _write(self, **values: float | None) -> None:
@@ -215,10 +196,6 @@ class Display:
             with self._noting():  # what is not written yet is tried again with the next
                 self._file.write(dump_json(values) + "\n")
                 self._file.flush()
-        if self._page is not None:
-            begun = time.monotonic()
-            self._tell(self._page.add(values))
-            self._last += time.monotonic() - begun  # no part of the next step
 
 
 @contextmanager

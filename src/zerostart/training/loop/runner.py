@@ -16,12 +16,10 @@ from types import FrameType, TracebackType
 from typing import Any
 
 import torch
-from torch import nn
 
 import zerostart
 from zerostart.distributed.failures import beyond_telling
 from zerostart.distributed.world import World, current_world
-from zerostart.engines import Mesh
 from zerostart.errors import DivergedError, PeerError, WriteError
 from zerostart.live.model import record_of
 from zerostart.state.saving.hub import check_repository, push
@@ -37,15 +35,12 @@ from zerostart.training.loop.fingerprint import fingerprint_of, read_inputs
 from zerostart.training.loop.optimizers import check_optimizer
 from zerostart.training.loop.output_directory import (
     METRICS,
-    RunPlace,
     check_room,
     claim_output,
     remove_earlier_run,
     resumable_checkpoints,
-    set_aside,
 )
 from zerostart.training.loop.progress import Display, Metrics, peak_memory_bytes, shown_loss
-from zerostart.training.loop.run_page import About
 from zerostart.training.loop.session import Session, check_trackers, open_session
 from zerostart.training.loop.task import Batch
 from zerostart.training.samples.sampler import Sampler, open_sampler
@@ -88,36 +83,28 @@ def train(config: TrainConfig) -> TrainResult:
     """
     world = current_world()
     with world.phase("checking the surroundings"):
-        Mesh(world.size, sequence_parallel=config.engine.sequence_parallel)
         check_trackers(config.tracking.trackers)
         check_launcher(config)
-        check_optimizer(config.train, config.engine.chosen(), world)
+        check_optimizer(config.train, config.engine.chosen())
         if config.output.push_to_hub is not None and world.rank == 0:
             check_repository(
                 config.output.push_to_hub, config.output.hub_private
             )  # a mistake is told now, and not after the run
     # Claimed before a checkpoint is looked for: until then another run may be writing or removing here.
-    with claim_output(config, world) as place:
-        resumed = checkpoint_to_resume(config.resume, place, world)
-        with world.phase("making the directory of the run"):
-            # Of a run that saves to a URL each machine has its own.
-            place.directory.mkdir(parents=True, exist_ok=True)
-        # What others find by the configuration are files of this machine.
-        output = config.output.model_copy(update={"directory": str(place.directory)})
-        with set_aside(place, resumed, world):
-            return _train(config.model_copy(update={"output": output}), place, resumed, world)
+    with claim_output(config, world) as directory:
+        resumed = checkpoint_to_resume(config.resume, directory, world)
+        output = config.output.model_copy(update={"directory": str(directory)})
+        return _train(config.model_copy(update={"output": output}), directory, resumed, world)
 
 
-def _train(config: TrainConfig, place: RunPlace, resumed: Path | str | None, world: World) -> TrainResult:
-    directory = place.directory
+def _train(config: TrainConfig, directory: Path, resumed: Path | None, world: World) -> TrainResult:
     # Data before the model: a mistake in them is told before minutes of loading. Files of an earlier run stay
     # until ``remove_earlier_run``, in the loop; a run that fails by then has cost nobody anything.
     inputs = read_inputs(config, world)
     task = inputs.task
     # Only now: how many steps an epoch is depends on how many examples are held out.
     with world.phase("counting the steps"):
-        _, count = Mesh(world.size, sequence_parallel=config.engine.sequence_parallel).batch(world.rank)
-        steps = epochs_as_steps(inputs.items, task, config.train, count)
+        steps = epochs_as_steps(inputs.items, task, config.train, world.size)
         config = config.model_copy(update={"train": steps})
     with world.phase("looking at the samples"):
         sampler = open_sampler(config, inputs.drawing, task, directory)
@@ -136,15 +123,13 @@ def _train(config: TrainConfig, place: RunPlace, resumed: Path | str | None, wor
     if checkpointing := config.train.checkpoint_blocks:
         with world.phase("checkpointing blocks"):
             zerostart.checkpoint_blocks(model, offload=checkpointing == "offload")
-    path, every, about = directory / METRICS, config.logging.every, _about(config, model, world)
     with (
         world.phase("training"),
         Display(
             config.train.last_step,
-            path,
-            every,
+            directory / METRICS,
+            config.logging.every,
             task.counted,
-            about,
             active=world.rank == 0,
             skip_unwritable=config.checkpoint.skip_unwritable,
         ) as display,
@@ -158,23 +143,22 @@ def _train(config: TrainConfig, place: RunPlace, resumed: Path | str | None, wor
         check_export(model, config)
         with world.phase("looking at the free space"):
             if world.rank == 0:
-                check_room(config, model, place)
+                check_room(config, model, directory)
         # The engine wraps the model and makes its optimizer; then the course is known, and compared with that
         # of the checkpoint; and only after that anything of an earlier run is removed.
         session = open_session(config, model, task, inputs.items)
         course = fingerprint_of(config, model, inputs.items.digest(), world)
-        accepted = [] if config.resume is None else config.resume.accept
-        checkpoints = Checkpoints(config.checkpoint, place, session, course, accepted)
-        exports = functools.partial(export_step, model, task, place.saved, session.ema)
+        checkpoints = Checkpoints(config.checkpoint, directory, session, course)
+        exports = functools.partial(export_step, model, task, directory, session.ema)
         run = _Run(config, session, inputs.held_out, display, stop, checkpoints, exports, sampler)
-        with unreported(), _peers_named(place), checkpoints.ended():
-            run.to_the_end(resumed, place)
+        with unreported(), _peers_named(directory), checkpoints.ended():
+            run.to_the_end(resumed, directory)
             # Inside, so that when this raises, a checkpoint that is still being written is waited for: it is
             # what the error names.
             run.check_finite()
         display.say("saving the model")
-        result = run.result(place)
-        export_model(model, task, place.saved, result.steps, session.ema)
+        result = run.result(directory)
+        export_model(model, task, directory, result.steps, session.ema)
         run.divergence.check_end(result.directory)
         display.say(str(result))
         if (repository := config.output.push_to_hub) is not None:
@@ -190,9 +174,7 @@ def _card_facts(
     config: TrainConfig, session: Session, result: TrainResult, world: World
 ) -> dict[str, object]:
     """What a model's card says of the run: rows by name. Of paths the last part alone."""
-    data = [] if config.data is None else config.data.source
-    sources = [data] if isinstance(data, str) else list(data)
-    sources += [] if config.media is None else [one.source for one in config.media.sets]
+    sources = [] if config.media is None else [one.source for one in config.media.sets]
     facts: dict[str, object] = {
         "task": config.task.name,
         "data": ", ".join(Path(source).name for source in sources),
@@ -207,31 +189,11 @@ def _card_facts(
     return {name: value for name, value in facts.items() if value != ""}
 
 
-def _about(config: TrainConfig, model: nn.Module, world: World) -> About:
-    """What the page of the run says of it."""
-    texts = [] if config.samples is None else config.samples.prompts * config.samples.count
-    train = config.train
-    facts = {
-        "model": config.model.source,
-        "task": config.task.name,
-        "engine": record_of(model).engine.title,
-        "ranks": f"{world.size:,}",
-        "data": ", ".join(str(one.source) for one in (config.data, config.media) if one is not None),
-        "batch": f"{train.batch_size} of each rank, times {train.accumulation} in a step",
-        "learning rate": f"{train.learning_rate:g}, {train.schedule}",
-        "precision": config.precision,
-        "adapted": "no" if config.lora is None else f"LoRA of rank {config.lora.rank}",
-    }
-    return About(f"{config.task.name}: {Path(config.model.source).name}", facts, texts)
-
-
 #: The arguments of ``zerostart.load`` that a configuration has, and the key of each.
 LOAD_KEYS = {
     "source": "model.source",
     "engine": "engine.given",
     "zero_stage": "engine.zero_stage",
-    "expert_parallel": "engine.expert_parallel",
-    "sequence_parallel": "engine.sequence_parallel",
     "strict": "model.strict",
     "fp32_masters": "model.fp32_masters",
 }
@@ -246,7 +208,7 @@ def _arguments(config: TrainConfig) -> dict[str, Any]:
 
 
 @contextmanager
-def _peers_named(place: RunPlace) -> Iterator[None]:
+def _peers_named(directory: Path) -> Iterator[None]:
     """Turn what a collective raises when another rank has gone into an error that says so."""
     try:
         yield
@@ -256,14 +218,14 @@ def _peers_named(place: RunPlace) -> Iterator[None]:
             raise beyond_telling(
                 PeerError(
                     "another rank died or stopped answering during training; its own output, or the "
-                    f"system log if memory ran out, says why. {_saved_in(place)}"
+                    f"system log if memory ran out, says why. {_saved_in(directory)}"
                 )
             ) from error
         raise
 
 
-def _saved_in(place: RunPlace) -> str:
-    found = resumable_checkpoints(place)
+def _saved_in(directory: Path) -> str:
+    found = resumable_checkpoints(directory)
     return f"The last checkpoint is {found[-1]}: continue with resume=auto" if found else "Nothing was saved"
 
 
@@ -298,7 +260,7 @@ class _Run:
         self._failures = Failures(current_world(), session.sum_over_ranks)
         self.divergence = Divergence(config.train.patience_nonfinite, current_world())
 
-    def to_the_end(self, resumed: Path | str | None, place: RunPlace) -> None:
+    def to_the_end(self, resumed: Path | None, directory: Path) -> None:
         """All steps from the checkpoint ``resumed`` on, or as many as there are before a wish to stop."""
         from accelerate.utils import set_seed
 
@@ -309,7 +271,7 @@ class _Run:
         self._session.model.train()
         if resumed is None:
             with self._failures.deferred():
-                self._begin(place, None)
+                self._begin(directory, None)
             self._evaluate(0)
             self._draw(0)
             batches = self._session.batches()
@@ -320,7 +282,7 @@ class _Run:
                     f"resume: {resumed} has weights that are not finite; name an earlier checkpoint"
                 )
             with self._failures.deferred():
-                self._begin(place, resumed)
+                self._begin(directory, resumed)
             self._display.say(f"resuming after step {self._history.steps}, from {resumed}")
         self._display.start()
         # After each step in this order: evaluate, draw samples, save. So a checkpoint has the held-out loss
@@ -372,10 +334,10 @@ class _Run:
                 f"{self._checkpoints.recovery_hint}"
             )
 
-    def _begin(self, place: RunPlace, resumed: Path | str | None) -> None:
+    def _begin(self, directory: Path, resumed: Path | None) -> None:
         """Have nothing in the output directory that is not of this run, nor of steps that are done again."""
         if self._session.accelerator.is_main_process:
-            remove_earlier_run(place, resumed)
+            remove_earlier_run(directory, resumed)
         self._display.begin(self._history.steps)
 
     def _step(self, step: int, source: Iterator[Batch]) -> None:
@@ -387,8 +349,7 @@ class _Run:
         # All batches of the step first: the share of each in the step's loss is only known with the last.
         parts: list[tuple[Batch, int]] = []
         with self._failures.deferred():
-            whole = [self._taken(source) for _ in range(self._config.accumulation)]
-            parts = [session.part(*batch) for batch in whole]
+            parts = [self._taken(source) for _ in range(self._config.accumulation)]
         whole_weight, seen = summed(
             sum(weight for _, weight in parts), sum(self._task.seen(batch) for batch, _ in parts)
         )
@@ -474,10 +435,10 @@ class _Run:
                 self._display.say(f"samples after step {step}: {folder}")
             self._display.start()
 
-    def result(self, place: RunPlace) -> TrainResult:
+    def result(self, directory: Path) -> TrainResult:
         """The figures of the run."""
         return TrainResult(
-            str(place.saved),
+            str(directory),
             self._history.steps,
             self._stopped,
             self._history.first_loss,

@@ -28,7 +28,7 @@ from zerostart.errors import ConfigError, WriteError
 from zerostart.live.model import record_of
 from zerostart.training.adapt.ema import Ema
 from zerostart.training.config.configuration import TrainConfig, TrainingConfig
-from zerostart.training.loop.batches import Buckets, Sharing, order_of
+from zerostart.training.loop.batches import Buckets, order_of
 from zerostart.training.loop.failures import unreported
 from zerostart.training.loop.optimizers import optimizer_of
 from zerostart.training.loop.task import Batch, Items, Task
@@ -53,8 +53,7 @@ class Session:
     loader: DataLoaderShard
     task: Task
     engine: Engine  # that the model was loaded for
-    items_a_round: int  # in one batch on every rank, or on all that share one
-    sharing: Sharing | None  # of sequences that ranks share
+    items_a_round: int  # in one batch on every rank
     buckets: Buckets | None  # the order of examples that differ in shape
     draws: bool  # whether making a batch draws from a generator that is no rank's own random state
     position: tuple[int, int] = (0, 0)  # the epoch, and the rounds of it that were had
@@ -106,14 +105,9 @@ class Session:
             next(batches)
         return batches
 
-    def part(self, batch: Batch, weight: int) -> tuple[Batch, int]:
-        """What this rank computes of a whole ``batch``, and how much of its ``weight`` that has."""
-        return (batch, weight) if self.sharing is None else self.sharing.part(batch, weight)
-
     def forward(self, batch: Batch) -> torch.Tensor:
         """Mean loss of one batch, [], as the task computes it."""
-        with self.engine.attention_context():
-            return self.task.loss(self.model, batch)
+        return self.task.loss(self.model, batch)
 
     def accumulate(self, batch: Batch, share: float) -> torch.Tensor:
         """Forward and backward of one batch; returns its mean loss, detached, [].
@@ -129,9 +123,8 @@ class Session:
         with self.accelerator.accumulate(self.model):
             self.engine.begin_batch(self.model, self.accelerator.sync_gradients)
             loss = self.forward(batch)
-            with self.engine.attention_context():
-                # In float32: in 16 bits the product would be rounded.
-                self.accelerator.backward(loss.float() * (share * alike))
+            # In float32: in 16 bits the product would be rounded.
+            self.accelerator.backward(loss.float() * (share * alike))
         return loss.detach()
 
     def clip(self, max_grad_norm: float) -> float | None:
@@ -203,15 +196,12 @@ def open_session(config: TrainConfig, model: nn.Module, task: Task, items: Items
     """
     train, engine = config.train, record_of(model).engine
     accelerator = _accelerator(config, engine)
-    place, count = engine.mesh.batch(accelerator.process_index)
-    # ``count`` batches are different at a time; ranks that share a sequence or a tensor see the same one, and
-    # so count once.
+    place, count = accelerator.process_index, accelerator.num_processes
     needed = train.batch_size * count
     # The same on every rank, and before anything that ranks meet in: too few data are an error of all.
     order, buckets = order_of(items, task, train, count)
     optimizer = optimizer_of(train)(_parameter_groups(model, train.weight_decay))
     # What is drawn differs from rank to rank in training.
-    # Ranks that share a sequence have to collate the same batch: the task that allows it draws nothing.
     collator = task.collator(train.seed + accelerator.process_index)
     data: Any = items  # which DataLoader takes without it being its Dataset
     loader: Any = DataLoader(
@@ -224,21 +214,14 @@ def open_session(config: TrainConfig, model: nn.Module, task: Task, items: Items
             # Without the model: accelerate would wrap it in DDP (it knows FSDP2 on accelerators only), and
             # for a module that is sharded already it has nothing to do.
             prepared = accelerator.prepare(optimizer)
-        # Both get the model as it is called, so after it is prepared.
-        engine.spare_unreached(model)
-        engine.begin_sequence_parallel(model)
+        engine.spare_unreached(model)  # as it is called, so after it is prepared
     loader = _prepared(accelerator, loader, place, count)
     # Not prepared: accelerate steps a prepared scheduler once per rank, ours counts optimizer steps.
     scheduler = learning_rate_schedule(optimizer, train)
     if config.tracking.trackers:
         _begin_trackers(accelerator, config)
     draws = getattr(collator, "generator", None) is not None
-    sharing = None
-    if engine.mesh.sequence_parallel > 1:
-        sharing = Sharing(*engine.sequence_chunks(accelerator.process_index), train.batch_size)
-    opened = Session(
-        accelerator, model, prepared, scheduler, loader, task, engine, needed, sharing, buckets, draws
-    )
+    opened = Session(accelerator, model, prepared, scheduler, loader, task, engine, needed, buckets, draws)
     opened.adapted = config.lora is not None
     if config.ema is not None:
         # Last: it follows what the optimizer steps, of mixed precision the masters, which are there only now.
@@ -345,16 +328,6 @@ def learning_rate_schedule(optimizer: Optimizer, train: TrainingConfig) -> Lambd
     theirs: Callable[[int], float] = made.lr_lambdas[0]
     warmup = 0 if train.schedule == "constant" else train.warmup_steps  # "constant" takes no notice of it
     return LambdaLR(optimizer, lambda step: (step + 1) / warmup if step < warmup else theirs(step))
-
-
-def reschedule(schedule: LambdaLR, state: Mapping[str, Any], rate: float) -> None:
-    """Have ``schedule`` continue from the step of ``state``, by its own rules, with another ``rate``."""
-    # The state has the old rate in three places: base rates, last rates, and each group's own.
-    # ``last_epoch`` is torch's word for the steps that the schedule has counted.
-    rates = [rate * rule(state["last_epoch"]) for rule in schedule.lr_lambdas]
-    schedule.load_state_dict({**state, "base_lrs": [rate] * len(rates), "_last_lr": rates})
-    for group, now in zip(schedule.optimizer.param_groups, rates, strict=True):
-        group["initial_lr"], group["lr"] = rate, now
 
 
 #: The name of our own tracker, and of the file that it writes in the output directory.

@@ -139,7 +139,7 @@ def split_off(
 class TaskData(ABC):
     """The data of a task. It must give ``open`` and ``items``; what follows them it may give.
 
-    ``sections`` are those of the sections ``data``, ``media``, ``cache`` and ``samples`` that the task takes,
+    ``sections`` are those of the sections ``media``, ``cache`` and ``samples`` that the task takes,
     ``needs`` those of them that it cannot do without; others are refused by name. ``examples`` is what people
     call them; ``data_key`` the key of the configuration that says where the data are.
     """
@@ -147,7 +147,7 @@ class TaskData(ABC):
     sections: ClassVar[frozenset[str]] = frozenset()
     needs: ClassVar[frozenset[str]] = frozenset()
     examples: ClassVar[str] = "items"
-    data_key: ClassVar[str] = "data.source"
+    data_key: ClassVar[str] = "task.source"
 
     @abstractmethod
     def open(self) -> None:
@@ -171,10 +171,6 @@ class TaskData(ABC):
     def described(self, items: Items) -> str:
         """The size of ``items`` in words, for the log."""
         return f"{len(items):,} {self.examples}"
-
-    def files(self) -> dict[str, str]:
-        """A digest of each file that the data are read from, to say which of them differs between ranks."""
-        return {}
 
     def embedded(self, text: str) -> Mapping[str, torch.Tensor]:
         """The embeddings of ``text`` alone, under the keys of examples; called after ``items``.
@@ -214,14 +210,12 @@ class TaskBatches(ABC):
     """The batches of a task, and their loss. It must give ``collator``, ``seen`` and ``loss``.
 
     ``whole_steps`` has an epoch be whole steps, of batches whose examples have one shape (`Buckets`);
-    without it all are shuffled together, and an epoch may end within a step. ``shares_sequences`` says
-    whether several ranks may share each example (``engine.sequence_parallel``). ``counted`` is the key in
+    without it all are shuffled together, and an epoch may end within a step. ``counted`` is the key in
     ``metrics.jsonl`` of what a step has seen, and its rate in short; ``weightless`` is what an error says
     where no held-out example counts.
     """
 
     whole_steps: ClassVar[bool] = True
-    shares_sequences: ClassVar[bool] = False
     counted: ClassVar[tuple[str, str]] = ("items", "items/s")
     weightless: ClassVar[str] = "the held-out examples have no weight, so they have no loss"
 
@@ -299,8 +293,6 @@ class Task(TaskData, TaskModel, TaskBatches, TaskOutput):
 
 #: Where the class of each task is; a module is imported when its task is first asked for.
 _TASKS: dict[str, str | type[Task]] = {
-    "causal-lm": "zerostart.training.tasks.language:CausalLanguage",
-    "masked-lm": "zerostart.training.tasks.language:MaskedLanguage",
     "flow-matching": "zerostart.training.diffusion.flow:FlowMatching",
 }
 

@@ -1,1 +1,0 @@
-"""What is learnt: one class a task, which says what data, model, loss and saved directory are."""

@@ -1,0 +1,165 @@
+"""Two tasks of a user's own, by which the tests train tiny language models: the next token, hidden tokens."""
+
+import hashlib
+import inspect
+from pathlib import Path
+
+import torch
+from torch.utils.data import Dataset
+
+from zerostart.errors import ConfigError
+from zerostart.training import Task, TaskConfig
+
+IGNORED_LABEL = -100
+
+
+class LanguageConfig(TaskConfig):
+    path_keys = frozenset({"source", "tokenizer"})
+
+    source: str
+    tokenizer: str | None = None
+    sequence_length: int = 512
+    packing: bool = True
+    held_out: float = 0.0
+    mask_probability: float = 0.15
+
+
+class Sequences(Dataset):
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        return {"input_ids": torch.tensor(self.rows[index])}
+
+    def digest(self):
+        return hashlib.blake2b(repr(self.rows).encode()).hexdigest()
+
+    def shapes(self):
+        return [0] * len(self)
+
+
+class CausalLanguage(Task):
+    Settings = LanguageConfig
+    whole_steps = False
+    examples = "sequences"
+    counted = ("tokens", "tok/s")
+    weightless = "the held-out sequences give no token to predict, so they have no loss"
+    unpredicted = 1
+
+    def open(self):
+        from transformers import AutoConfig, AutoTokenizer
+
+        self.settings = AutoConfig.from_pretrained(self.config.model.source)
+        self.tokenizer = AutoTokenizer.from_pretrained(self.config.task.tokenizer or self.config.model.source)
+        self.options = {}
+
+    def facts(self):
+        return {
+            "the tokenizer": hashlib.blake2b(repr(sorted(self.tokenizer.get_vocab())).encode()).hexdigest()
+        }
+
+    def items(self, world):
+        given = self.config.task
+        source = Path(given.source)
+        files = sorted(source.glob("*.txt")) if source.is_dir() else [source]
+        if not all(file.is_file() for file in files) or not files:
+            raise ConfigError(f"task.source {source}: no such file")
+        texts = [text for file in files for text in self._texts(file)]
+        ids = [self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] for text in texts]
+        length = given.sequence_length
+        if given.packing:
+            end = self.tokenizer.eos_token_id
+            flat = [token for row in ids for token in [*row, *([] if end is None else [end])]]
+            ids = [flat[at : at + length] for at in range(0, len(flat) - length + 1, length)]
+        return Sequences([row[:length] for row in ids if row])
+
+    @staticmethod
+    def _texts(file):
+        return file.read_text().splitlines() if file.suffix == ".lines" else [file.read_text()]
+
+    def split(self, items):
+        fraction = self.config.task.held_out
+        if not fraction:
+            return items, None
+        kept = len(items) - max(1, round(len(items) * fraction))
+        if kept < 1:
+            raise ConfigError(f"task.held_out {fraction} leaves none of {len(items)} sequences to train on")
+        return Sequences(items.rows[:kept]), Sequences(items.rows[kept:])
+
+    def described(self, items):
+        return f"{len(items):,} sequences of {sum(map(len, items.rows)):,} tokens"
+
+    def automatic(self):
+        from transformers import AutoModelForCausalLM
+
+        return AutoModelForCausalLM
+
+    def builder(self):
+        return lambda: self.automatic().from_config(self.settings)
+
+    def begin(self, model):
+        if "use_cache" in inspect.signature(model.forward).parameters:
+            self.options = {"use_cache": False}
+
+    def collator(self, seed):
+        return self.collated
+
+    def collated(self, items):
+        """``input_ids``, ``attention_mask`` and ``labels``, each [batch, length], padded on the right."""
+        length = max(2, *(len(item["input_ids"]) for item in items))
+        shape, padding = (len(items), length), self.tokenizer.pad_token_id or 0
+        input_ids, mask = torch.full(shape, padding), torch.zeros(shape, dtype=torch.int64)
+        labels = torch.full(shape, IGNORED_LABEL)
+        for row, item in enumerate(items):
+            tokens = item["input_ids"]
+            input_ids[row, : len(tokens)] = labels[row, : len(tokens)] = tokens
+            mask[row, : len(tokens)] = 1
+        return {"input_ids": input_ids, "attention_mask": mask, "labels": labels}
+
+    def seen(self, batch):
+        return int(batch["attention_mask"].sum())
+
+    def weighed(self, batch):
+        """A batch counts for the tokens that it predicts; one label is filled in where there is none."""
+        labels, column = batch["labels"], self.unpredicted
+        predicted = int((labels[:, column:] != IGNORED_LABEL).sum())
+        if predicted == 0:
+            labels = labels.clone()
+            labels[0, column] = batch["input_ids"][0, column]
+        return {**batch, "labels": labels}, predicted
+
+    def loss(self, model, batch):
+        return model(**batch, **self.options).loss
+
+    def beside(self, folder):
+        self.tokenizer.save_pretrained(folder)
+
+
+class MaskedLanguage(CausalLanguage):
+    unpredicted = 0
+
+    def automatic(self):
+        from transformers import AutoModelForMaskedLM
+
+        return AutoModelForMaskedLM
+
+    def collator(self, seed):
+        generator = torch.Generator("cpu").manual_seed(seed)
+
+        def collate(items):
+            batch = self.collated(items)
+            drawn = torch.rand(batch["labels"].shape, generator=generator)
+            hidden = (drawn < self.config.task.mask_probability) & (batch["attention_mask"] == 1)
+            batch["labels"][~hidden] = IGNORED_LABEL
+            batch["input_ids"][hidden] = self.tokenizer.mask_token_id
+            return batch
+
+        collate.generator = generator
+        return collate
+
+
+CAUSAL = f"{__name__}:{CausalLanguage.__name__}"
+MASKED = f"{__name__}:{MaskedLanguage.__name__}"
