@@ -42,7 +42,7 @@ class TestTorchDistributed(FormatConformance):
 
 def test_the_order_in_which_formats_are_asked() -> None:
     """Others' formats, then what zerostart wrote, pipelines, shares of ranks, and last files of weights."""
-    own = ["state", "pipeline", "dcp", "universal", "rank_files", "zero", "weights"]
+    own = ["state", "pipeline", "dcp", "universal", "zero", "weights"]
     assert [format_.name for format_ in formats()] == ["columns", *own]
 
 

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
-import numpy as np
-
 from zerostart.geometry.copies import Box
 
 #: First address, and ``(size, stride)`` of the loops.
@@ -119,6 +117,8 @@ def _period(fragments: Sequence[Strided], length: int) -> int | None:
 def _counted(fragments: Sequence[Strided], low: int, high: int) -> bool:
     if high - low > COUNTED:
         return False
+    import numpy as np  # which a catalog does without
+
     seen = np.zeros(high - low, dtype=bool)
     for start, loops in fragments:
         places = np.array([start - low])

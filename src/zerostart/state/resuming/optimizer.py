@@ -314,7 +314,8 @@ def _lacking(optimizer: torch.optim.Optimizer, document: JsonMapping) -> str:
     name = class_of(optimizer)
     settings = [group["settings"] for group in document["groups"]]
     saved, own = document.get("rule"), rule_of(optimizer)  # older states have no rule
-    if saved not in (None, own):
+    decays = any(decoded(setting.get("weight_decay"), {}) for setting in settings)
+    if saved not in (None, own) and (decays or {saved, own} != {"Adam", "AdamW"}):
         return f"which steps by the rule of {saved}, and {name} by that of {own}"
     for key, usual in _USUAL.items():
         for setting in settings:
