@@ -68,8 +68,7 @@ def command(
 ) -> None:
     """Write random weights in the layout of a real model.
 
-    For rehearsals, benchmarks and tests: transformers loads the directory as one from the hub,
-    with a tokenizer of bytes that has as many tokens as the model.
+    For rehearsals, benchmarks and tests: transformers loads the model as one from the hub. No tokenizer.
     """
     from rich.filesize import decimal
 

@@ -7,7 +7,6 @@ tensor is filled and written by itself.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import os
 from collections.abc import Iterator, Mapping
@@ -27,7 +26,6 @@ from zerostart.checkpoint.write.writer import CheckpointWriter
 from zerostart.errors import BuildError, ConfigError, WriteError
 from zerostart.models.registry import library_of
 from zerostart.models.shrink import scaled, tiny
-from zerostart.models.synth_tokenizer import write_tokenizer
 from zerostart.recipe.dtypes import spelling, torch_dtype
 from zerostart.upstream.transformers.models import ignorable_on_save, without_weights
 
@@ -73,7 +71,7 @@ def synthesise(
     seed: int = 0,
     max_shard_size: int | str = "5GB",
 ) -> Synthesised:
-    """Write random weights, ``config.json`` and a tokenizer of the architecture ``source`` to ``out``.
+    """Write random weights and ``config.json`` of the architecture ``source`` to ``out``.
 
     ``source`` is a configuration file, a directory with a ``config.json``, or a transformers model type,
     whose default configuration is taken. ``size`` is "tiny" or a factor for layers and experts.
@@ -99,8 +97,6 @@ def synthesise(
             if not sparse:
                 _fill(writer, Noise(seed, _deviation(config)))
         _write_config(config, kind, staging.directory)
-        worded = next((part for part in _parts(config) if hasattr(part, "vocab_size")), config)
-        write_tokenizer(worded, staging.directory)
         staging.complete({})
     finally:
         staging.discard()
@@ -128,11 +124,9 @@ def _read(source: str | os.PathLike[str]) -> JsonObject:
     name = os.fspath(source)
     if name in transformers.CONFIG_MAPPING:
         return _default_fields(name)
-    close = difflib.get_close_matches(name, list(transformers.CONFIG_MAPPING.keys()), n=3)
-    hint = f"; did you mean {', '.join(close)}?" if close else ""
     raise ConfigError(
         f"{name}: neither a configuration file, nor a directory with a {CONFIG_NAME}, nor a model type of "
-        f"transformers {transformers.__version__}{hint}"
+        f"transformers {transformers.__version__}"
     )
 
 
