@@ -1,6 +1,5 @@
 """Scripts whose ranks share sequences, by accelerate's ``ParallelismConfig``, with one added line."""
 
-import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -37,47 +36,6 @@ def test_trainer_on_deepspeed(stage: int, checkpoints: TinyCheckpoints, tmp_path
     ours = run(checkpoints(MODEL), tmp_path / "ours", environment, {}, batch_size=1)
     assert ours["losses"] == stock["losses"]
     assert ours["norms"] == pytest.approx(stock["norms"], rel=1e-6)
-
-
-@pytest.mark.slow
-def test_what_the_trainer_does_otherwise_is_told(checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
-    found = {}
-    for stage in (2, 3):
-        zero = {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True}
-        environment = {**zero3(tmp_path / str(stage), zero_optimization=zero), **sequences("SP")}
-        found[stage] = run_ranks(
-            told, 2, checkpoints(MODEL), tmp_path, environment, process_group=False, timeout=200
-        )
-    norms = {stage: ranks[0][0][0] for stage, ranks in found.items()}
-    assert norms[2] == pytest.approx(2 * norms[3], rel=1e-5)
-    for stage, ((_, first), (_, second)) in found.items():
-        assert second == []
-        assert sum("the gradients of the 2 ranks that share a sequence" in one for one in first) == (
-            stage == 2
-        )
-        assert sum("takes the mean of the means of 2 micro-batches" in one for one in first) == 1
-
-
-def told(path: Path, out: Path, environment: dict[str, str]) -> tuple[list[float], list[str]]:
-    """The Trainer on rows of two lengths: norms, and what zerostart warns of."""
-    from tests.integrations import scripts
-
-    warnings: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("zerostart").addHandler(handler)
-    own = scripts.Data.__getitem__
-
-    def shorter(self: Any, index: int) -> dict[str, torch.Tensor]:
-        item = own(self, index)
-        labels = item["labels"].clone()
-        labels[6 if index % 2 else 12 :] = -100
-        return {**item, "labels": labels}
-
-    scripts.Data.__getitem__ = shorter  # type: ignore[method-assign]
-    options = {"batch_size": 1, "gradient_accumulation_steps": 2}
-    found = trainer_script(path, out, environment, options, {}, {})
-    return found["norms"], [one for one in warnings if "transformers' Trainer" in one]
 
 
 @pytest.mark.slow

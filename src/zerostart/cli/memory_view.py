@@ -11,7 +11,6 @@ from rich.table import Table
 from rich.text import Text
 
 from zerostart.checkpoint.paths import shown_url
-from zerostart.loading.forecast.result import PHASE_TITLES, number_ranges
 from zerostart.training.loop.terminal import duration, say
 
 if TYPE_CHECKING:
@@ -67,6 +66,8 @@ def _tables(
     made: WorldPlan, classes: Sequence[tuple[RankForecast, Sequence[RankForecast]]]
 ) -> tuple[Table, Table]:
     """Build the tables of reads and of memory: two, so that each fits into a narrow terminal."""
+    from zerostart.loading.forecast.result import PHASE_TITLES, number_ranges
+
     reading = _table("reading", "ranks", "reads", "operations", "time")
     holding = _table("memory, highest in each phase", "ranks", "memory", *PHASE_TITLES.values())
     for shown, alike in classes:
@@ -94,6 +95,8 @@ def _highest(rank: RankForecast) -> int:
 
 def _bars(console: Console, made: WorldPlan, rank: RankForecast) -> None:
     """Print each kind of memory of ``rank`` by phase, against the limit of one rank."""
+    from zerostart.loading.forecast.result import PHASE_TITLES
+
     width = max(8, min(BAR_WIDTH, console.width - LABEL_WIDTH))
     limits = {fit.where: fit.limit // fit.ranks for fit in made.fits}
     used = set[str]()
@@ -145,6 +148,8 @@ def _lines(made: WorldPlan) -> Iterable[str]:
 
 
 def _verdict(fit: Fit) -> str:
+    from zerostart.loading.forecast.result import PHASE_TITLES
+
     whose = f" of {fit.ranks} ranks" if fit.ranks > 1 else ""
     limit = f"{decimal(fit.limit)}{' that this machine has free' if fit.found else ''}"
     need = f"{fit.where} memory{whose}, {decimal(fit.needed)} ({PHASE_TITLES[fit.phase]})"

@@ -73,26 +73,24 @@ def listen(listener: Callable[[Notice], None]) -> Callable[[], None]:
 
 
 def _notify(notice: Notice) -> None:
-    """Tell everybody who listens; where nobody does, a person hears of it."""
+    """Tell the listeners; without any, print on the first rank what happened, and a whole load once."""
     for listener in list(_listeners):
         listener(notice)
-    if not _listeners and _stack and _stack[-1].progress and is_first_rank():
-        how = notice.how
-        if how is None:
-            # One process alone has nothing to shard, and a script is told once.
-            if not _several() or _told_of_whole:
-                return
-            _told_of_whole.append(notice)
-            how = (
-                "was loaded whole by every rank, as without zerostart: no sharding was set up. Launch the "
-                "script with a DeepSpeed ZeRO or FSDP2 configuration, make TrainingArguments or the "
-                "Accelerator before the model, or name zerostart.enable(engine=...)"
-            )
-        # As a progress bar is shown, and not by the logger, whose notes of this kind nobody sees.
-        # A stream that is closed or gone ends no script, and on one rank alone least of all.
-        with contextlib.suppress(OSError, ValueError):
-            if sys.stderr is not None:  # or it would go to stdout
-                print(f"zerostart: {notice.model} {how}", file=sys.stderr, flush=True)
+    if _listeners or not (_stack and _stack[-1].progress and is_first_rank()):
+        return
+    how = notice.how
+    if how is None:
+        # One process alone has nothing to shard.
+        if not _several() or _told_of_whole:
+            return
+        _told_of_whole.append(notice)
+        how = (
+            "was loaded whole by every rank, as without zerostart: no sharding was set up. Launch the "
+            "script with a DeepSpeed ZeRO or FSDP2 configuration, make TrainingArguments or the "
+            "Accelerator before the model, or name zerostart.enable(engine=...)"
+        )
+    if sys.stderr is not None:  # or it would go to stdout
+        print(f"zerostart: {notice.model} {how}", file=sys.stderr, flush=True)
 
 
 def _several() -> bool:
@@ -286,7 +284,6 @@ _saving = SavingCalls(
         "accelerate.accelerator.load_fsdp_model": checkpoints.begin_fsdp_load,
         "transformers.trainer.deepspeed_load_checkpoint": trainer.load_deepspeed,
         "transformers.trainer.get_last_checkpoint": trainer.last_checkpoint,
-        "transformers.trainer.deepspeed_sp_compute_loss": trainer.shared_loss,
         "Trainer.save_model": trainer.save_model,
         "Trainer._load_from_checkpoint": trainer.load_from_checkpoint,
         "Trainer._load_optimizer_and_scheduler": trainer.load_optimizer_and_scheduler,

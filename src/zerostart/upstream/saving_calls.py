@@ -83,11 +83,6 @@ _TRAINER_STATE = Use(
     "save_fsdp_optimizer, load_fsdp_model, load_fsdp_optimizer, get_last_checkpoint(folder)",
     "the same functions, as the Trainer imports them",
 )
-_TRAINER_LOSS = Use(
-    "transformers.trainer",
-    "deepspeed_sp_compute_loss(accelerator, model, inputs, return_outputs, pc)",
-    "what it does to sequences that ranks share is told",
-)
 _SAVE_TRAINED = Use(
     _LOGGER, "save_model(accelerator, model, file_name)", "what is trained is saved by all ranks"
 )
@@ -108,7 +103,6 @@ TOUCHED = (
     _CHECKPOINTS,
     _TRAINER_MODEL,
     _TRAINER_STATE,
-    _TRAINER_LOSS,
     _SAVE_TRAINED,
     _RESUME_TRAINED,
     _LOAD_LORA,

@@ -9,12 +9,11 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from zerostart.checkpoint.formats.saved_state import state_in
@@ -22,10 +21,9 @@ from zerostart.checkpoint.strict_json import read_json
 from zerostart.distributed.world import current_world
 from zerostart.errors import CheckpointError, ReadError
 from zerostart.integrations.saving import already_saved, in_shards, save_weights
-from zerostart.live.model import loaded_models, record_of
+from zerostart.live.model import loaded_models
 from zerostart.state.resuming.load_state import restore_state
-from zerostart.upstream.deepspeed.parallel.ulysses import sequence_group
-from zerostart.upstream.types import Accelerator, Trainer
+from zerostart.upstream.types import Trainer
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -121,62 +119,3 @@ def load_optimizer_and_scheduler(
     if schedule.is_file():
         self.lr_scheduler.load_state_dict(torch.load(schedule, weights_only=True))
     return None
-
-
-logger = logging.getLogger("zerostart")
-_IGNORED = -100
-_told: set[str] = set()
-#: Of this process, how many tokens each of the first micro-batches has had that are predicted.
-_counts: list[int] = []
-#: So many are looked at, by one small collective each, and no more: rows that differ do so soon.
-_LOOKED = 16
-
-
-def shared_loss(
-    original: Original,
-    *,
-    model: nn.Module,
-    accelerator: Accelerator,
-    inputs: Mapping[str, object],
-    **_: object,
-) -> object:
-    """``deepspeed_sp_compute_loss``, after a warning on rank 0, once each, of what it does otherwise."""
-    part = next(loaded_models(model), None)
-    if part is not None:
-        _tell(part, accelerator, inputs)
-    return original()
-
-
-def _tell(part: nn.Module, accelerator: Accelerator, inputs: Mapping[str, object]) -> None:
-    engine = record_of(part).engine
-    size = engine.mesh.sequence_parallel
-    if size > 1 and engine.replicates_parameters:
-        _once(
-            f"transformers' Trainer sums the gradients of the {size} ranks that share a sequence, and "
-            f"{engine.title} does not divide them by these: gradients and the logged norm are {size} times "
-            f"those of one process. Set max_grad_norm to {size} times what is meant, or use ZeRO stage 3"
-        )
-    batches = engine.mesh.world_size // max(size, 1) * accelerator.gradient_accumulation_steps
-    labels = inputs.get("shift_labels")
-    if size > 1 and batches > 1 and isinstance(labels, torch.Tensor) and _looks():
-        count = (labels != _IGNORED).sum()
-        # Of the ranks that share a sequence: each has counted its own chunk.
-        dist.all_reduce(count, group=sequence_group())
-        _counts.append(int(count))
-        if len(set(_counts)) > 1:
-            _once(
-                "rows differ in how many tokens are predicted, and transformers' Trainer takes the mean of "
-                f"the means of {batches} micro-batches where ranks share sequences: tokens of short rows "
-                "count more than in one process. Use rows of one length (packing), or zerostart train"
-            )
-
-
-def _looks() -> bool:
-    # The counts are sums, alike on the ranks of the group, so all of them stop looking at the same batch.
-    return len(_counts) < _LOOKED and len(set(_counts)) < 2
-
-
-def _once(text: str) -> None:
-    if text not in _told and dist.get_rank() == 0:
-        logger.warning("%s", text)
-    _told.add(text)
