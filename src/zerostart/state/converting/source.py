@@ -13,7 +13,7 @@ import torch
 from zerostart.checkpoint.catalog import Catalog
 from zerostart.checkpoint.formats.saved_state import open_saved_state
 from zerostart.checkpoint.manifest import STATE_MARKER
-from zerostart.checkpoint.paths import inside, located
+from zerostart.checkpoint.paths import expanded, scheme_of
 from zerostart.checkpoint.source import open_catalog
 from zerostart.errors import CheckpointNotFoundError, ConfigError
 from zerostart.geometry import Piece
@@ -56,7 +56,7 @@ def open_source(source: str | os.PathLike[str]) -> Catalog:
     try:
         catalog = open_catalog(source)
     except CheckpointNotFoundError:
-        newest = _newest_checkpoint(located(source))
+        newest = None if scheme_of(source) else _newest_checkpoint(expanded(source))
         if newest is None:
             raise
         catalog = open_catalog(newest)
@@ -74,13 +74,12 @@ def open_source(source: str | os.PathLike[str]) -> Catalog:
     return catalog
 
 
-def _newest_checkpoint(place: Path | str) -> Path | str | None:
-    states = [state for folder in (place, inside(place, "checkpoints")) for state in complete(folder)]
+def _newest_checkpoint(run: Path) -> Path | None:
+    states = [state for folder in (run, run / "checkpoints") for state in complete(folder)]
     if states:
         return states[-1]
-    steps = place.glob("checkpoint-*") if isinstance(place, Path) else ()
-    numbers = {int(match[1]): entry for entry in steps if (match := _STEP.fullmatch(entry.name))}
-    return numbers[max(numbers)] if numbers else None
+    steps = {int(match[1]): path for path in run.glob("*") if (match := _STEP.fullmatch(path.name))}
+    return steps[max(steps)] if steps else None
 
 
 class SourceReader:
