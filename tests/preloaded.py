@@ -70,7 +70,7 @@ _cpuinfo.get_cpu_info()
 # The one operation that DeepSpeed has on a CPU. Compiled here if it is not yet: ranks that compile it side by
 # side wait for each other, and one that is killed meanwhile leaves a lock.
 if os.environ.get("DS_ACCELERATOR") == "cpu":
-    importlib.import_module("zerostart.upstream.deepspeed.zero3.partitions").load_operations(
+    importlib.import_module("zerostart.upstream.deepspeed.zero3_partitions").load_operations(
         ("ShareMemCommBuilder",)
     )
 

@@ -216,7 +216,7 @@ def offloaded_activations() -> tuple[list[float], int, int, int]:
 
 def shares(model: torch.nn.Module) -> list[torch.Tensor]:
     from zerostart.engines.fsdp2.storage import current_shards
-    from zerostart.upstream.deepspeed.zero3.partitions import partition_of
+    from zerostart.upstream.deepspeed.zero3_partitions import partition_of
 
     if any(partition_of(p) for p in model.parameters()):
         return [state[0] for p in model.parameters() if (state := partition_of(p))]

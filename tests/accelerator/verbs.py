@@ -81,7 +81,7 @@ def all_verbs(
 
 def places(model: nn.Module) -> list[tuple[str, torch.device]]:
     """Where each share lies."""
-    from zerostart.upstream.deepspeed.zero3.partitions import partition_of
+    from zerostart.upstream.deepspeed.zero3_partitions import partition_of
 
     found = [(name, buffer.device) for name, buffer in model.named_buffers()]
     for name, parameter in model.named_parameters():

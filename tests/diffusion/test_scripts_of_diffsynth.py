@@ -196,7 +196,7 @@ def test_two_stages(family: str, made: Path, tmp_path: Path) -> None:
 
 
 def build_adam() -> None:
-    importlib.import_module("zerostart.upstream.deepspeed.zero3.partitions").load_operations(
+    importlib.import_module("zerostart.upstream.deepspeed.zero3_partitions").load_operations(
         ("CPUAdamBuilder",)
     )
 

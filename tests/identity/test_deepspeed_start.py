@@ -22,7 +22,7 @@ from tests.upstream.sent import patches, use
 from zerostart.engines.deepspeed.partitioning import arrange
 from zerostart.transfer import Arena, PeakMeter
 from zerostart.transfer.meter import anonymous_bytes
-from zerostart.upstream.deepspeed.zero3 import start as deepspeed_start
+from zerostart.upstream.deepspeed import zero3_start as deepspeed_start
 
 MIB = 1 << 20
 KIND = "qwen3_moe_aligned"

@@ -94,7 +94,7 @@ def test_what_is_asked_inside_is_refused(checkpoint: Path, monkeypatch: pytest.M
     """What another library reads for us, such as a pipeline's tokenizers, passes no word of trust."""
     import transformers
 
-    from zerostart.upstream.transformers.code import unasked
+    from zerostart.upstream.transformers.models import unasked
 
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))
     with unasked(), pytest.raises(ValueError, match="trust_remote_code"):

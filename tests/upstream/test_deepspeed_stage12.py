@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 
-from zerostart.upstream.deepspeed.zero12 import buffers as ds12
+from zerostart.upstream.deepspeed import zero12_optimizers as ds12
 
 
 def test_the_installed_version_is_known() -> None:

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from zerostart.upstream.deepspeed.parallel import experts as parts
-from zerostart.upstream.deepspeed.zero3.partitions import import_deepspeed
-from zerostart.upstream.deepspeed.zero12.groups import Kind, split_groups, split_optimizer
+from zerostart.upstream.deepspeed import experts as parts
+from zerostart.upstream.deepspeed.zero3_partitions import import_deepspeed
+from zerostart.upstream.deepspeed.zero12_groups import Kind, split_groups, split_optimizer
 
 
 def test_marks_that_deepspeed_reads() -> None:

@@ -13,7 +13,7 @@ from packaging.specifiers import SpecifierSet
 from tests.upstream import table
 from zerostart import upstream
 from zerostart.errors import UnsupportedVersionError
-from zerostart.upstream.deepspeed.zero3.partitions import import_deepspeed
+from zerostart.upstream.deepspeed.zero3_partitions import import_deepspeed
 from zerostart.upstream.guard import Use, declared_uses, demand, misfit
 from zerostart.upstream.versions import DIFFSYNTH, LIBRARIES, SGLANG, TORCH, TRL, VLLM, Library
 

@@ -169,7 +169,7 @@ def engine_of(model: Any, stage: int) -> Any:
 
 def through_an_engine(path: Path, stage: int) -> tuple[list[set[str]], bool]:
     """What is replaced after the load, after the engine's start, and when both are gone."""
-    from zerostart.upstream.deepspeed.zero3.partitions import import_deepspeed
+    from zerostart.upstream.deepspeed.zero3_partitions import import_deepspeed
 
     import_deepspeed()
     before = originals()

@@ -6,7 +6,7 @@ from torch import nn
 
 import zerostart
 from tests.ranks import run_ranks
-from zerostart.upstream.deepspeed.zero3.start import keep_printable
+from zerostart.upstream.deepspeed.zero3_start import keep_printable
 
 
 class Convolution(nn.Module):

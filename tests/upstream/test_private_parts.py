@@ -21,8 +21,8 @@ from zerostart.errors import UnsupportedVersionError
 from zerostart.geometry.layout.parallel_plans import EXPERT_STYLES, TENSOR_STYLES
 from zerostart.upstream.accelerate import plugins as ac
 from zerostart.upstream.accelerate import preparing as accelerate_preparing
-from zerostart.upstream.deepspeed.zero3 import optimizer as ds3
-from zerostart.upstream.deepspeed.zero3 import start
+from zerostart.upstream.deepspeed import zero3_optimizer as ds3
+from zerostart.upstream.deepspeed import zero3_start as start
 from zerostart.upstream.diffusers import weights as df
 from zerostart.upstream.torch.fsdp2 import are_reduced_as_shards
 from zerostart.upstream.transformers import distributed as transformers_distributed
@@ -225,7 +225,7 @@ def expert_groups() -> tuple[tuple[int, ...], tuple[int, ...]]:
     import deepspeed
     from torch.distributed import get_process_group_ranks as ranks_of
 
-    from zerostart.upstream.deepspeed.parallel.experts import ExpertGroups
+    from zerostart.upstream.deepspeed.experts import ExpertGroups
 
     deepspeed.init_distributed("gloo", dist_init_required=False)
     groups = ExpertGroups(2)

@@ -22,7 +22,7 @@ import tempfile
 from pathlib import Path
 from xml.etree import ElementTree
 
-from zerostart.upstream.deepspeed.zero3.partitions import load_operations
+from zerostart.upstream.deepspeed.zero3_partitions import load_operations
 
 #: Files of DeepSpeed's ``tests/unit`` that start engines at stages 1 and 2, and what to take of each.
 SUITES = {

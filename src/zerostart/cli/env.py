@@ -103,7 +103,7 @@ def _misfit(use: Use) -> str:
     with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed says there what it found.
         try:
             if use.library is DEEPSPEED:
-                from zerostart.upstream.deepspeed.zero3.partitions import import_deepspeed
+                from zerostart.upstream.deepspeed.zero3_partitions import import_deepspeed
 
                 import_deepspeed()
             importlib.import_module(use.library.name)

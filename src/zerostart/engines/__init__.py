@@ -76,6 +76,6 @@ def contexts_aside() -> contextlib.AbstractContextManager[None]:
     Raises UnsupportedVersionError for a DeepSpeed whose ``zero.Init`` cannot be suspended, where one is
     open.
     """
-    from zerostart.upstream.deepspeed.zero3.partitions import contexts_aside as aside
+    from zerostart.upstream.deepspeed.zero3_partitions import contexts_aside as aside
 
     return aside()

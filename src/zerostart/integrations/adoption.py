@@ -37,7 +37,7 @@ from zerostart.live.model import loaded_models, record_of
 from zerostart.loading.request import Request
 from zerostart.upstream.accelerate.plugins import join_ranks
 from zerostart.upstream.accelerate.preparing import AcceleratorPatches
-from zerostart.upstream.deepspeed.state_dicts import Consolidation
+from zerostart.upstream.deepspeed.construction import Consolidation
 from zerostart.upstream.diffsynth.loading import DiffSynthSeam
 from zerostart.upstream.diffusers.loading import DiffusersSeam
 from zerostart.upstream.guard import is_first_rank

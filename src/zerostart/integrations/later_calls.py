@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from zerostart.live.model import record_of
-from zerostart.upstream.diffusers.lora import LoraShapes
+from zerostart.upstream.diffusers.loading import LoraShapes
 from zerostart.upstream.peft.adapters import AdapterCalls
 from zerostart.upstream.saving_calls import Replacement, SavingCalls
 

@@ -16,7 +16,7 @@ from zerostart.integrations.barrier import announce_local_save, join_save
 from zerostart.live.model import bare_model, find_record, find_shards, loaded_models
 from zerostart.state.saving.adapters import adapted_model, has_adapters
 from zerostart.state.saving.save import SaveRequest, save_model, save_own_names
-from zerostart.upstream.diffusers.pipelines import name_classes
+from zerostart.upstream.diffusers.weights import name_classes
 from zerostart.upstream.types import Pipeline
 
 Original = Callable[[], object]

@@ -24,7 +24,7 @@ from zerostart.loading.window import Division, Unit, Window, divide
 from zerostart.models import Origins
 from zerostart.recipe import Recipe
 from zerostart.transfer.planning import join
-from zerostart.upstream.torch.wrapper import make_wrapper
+from zerostart.upstream.torch.tensors import make_wrapper
 
 #: Most bytes of staging while a layer is read, beside the window.
 STAGING = 32 << 20

@@ -28,7 +28,7 @@ from zerostart.live.model import loaded_models
 from zerostart.models import Aliases
 from zerostart.transfer.collective import TransferStats
 from zerostart.transfer.planning import Plan, Read
-from zerostart.upstream.deepspeed.zero3.partitions import partition_of
+from zerostart.upstream.deepspeed.zero3_partitions import partition_of
 
 logger = logging.getLogger("zerostart")
 #: Bytes of tensors that are moved before they are freed.

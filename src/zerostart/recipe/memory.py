@@ -13,7 +13,7 @@ from zerostart.geometry import row_major_strides
 from zerostart.recipe.refusals import by_torch, refusal
 from zerostart.recipe.values import Value, check_layout, constant, depends_on_values, names_of
 from zerostart.recipe.views import Layout
-from zerostart.upstream.torch.wrapper import resizable
+from zerostart.upstream.torch.tensors import resizable
 from zerostart.upstream.types import Arguments, Keywords
 
 if TYPE_CHECKING:

@@ -32,7 +32,7 @@ from zerostart.recipe.operators import cast
 from zerostart.recipe.refusals import by_torch, ours_are_refused, refusal
 from zerostart.recipe.values import HANDLERS, Value, compute, depends_on_values, names_of
 from zerostart.recipe.views import KNOWN_VIEWS, SAME, Layout, Step, single_views
-from zerostart.upstream.torch.wrapper import shares_storage
+from zerostart.upstream.torch.tensors import shares_storage
 from zerostart.upstream.types import Arguments, Keywords
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ from zerostart.recipe.record import record
 from zerostart.recipe.refusals import ours_are_refused, refusal
 from zerostart.recipe.values import Value, constant, names_of
 from zerostart.recipe.views import Layout, Step
-from zerostart.upstream.torch.wrapper import become_wrapper, make_wrapper, without_dispatch
+from zerostart.upstream.torch.tensors import become_wrapper, make_wrapper, without_dispatch
 from zerostart.upstream.types import Arguments, Keywords
 
 # What a converter may not ask a tensor for while it is traced: its elements, and where they lie.

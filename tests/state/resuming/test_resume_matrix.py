@@ -8,7 +8,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from tests.parity import VOCABULARY, checkpoint
 from tests.ranks import run_ranks
 from tests.state.resuming.trainings import FSDP2, OFFLOADED, ZERO, Case, both, resumed, uninterrupted
-from zerostart.upstream.deepspeed.zero3.partitions import load_operations
+from zerostart.upstream.deepspeed.zero3_partitions import load_operations
 
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 18, "loss_scale_window": 2, "hysteresis": 1}}
 SLOW = {

@@ -12,7 +12,7 @@ from torch import nn
 import zerostart
 from tests.ranks import run_ranks
 from zerostart.errors import WriteError
-from zerostart.upstream.deepspeed.state.steps import base_optimizer
+from zerostart.upstream.deepspeed.steps import base_optimizer
 
 
 class Odd(nn.Module):

@@ -16,7 +16,7 @@ from torch import nn
 
 from zerostart.engines.calls import OutsideInferenceMode, has_containers, leave_inference_mode
 from zerostart.errors import EngineError
-from zerostart.upstream.deepspeed.state_dicts import check_called
+from zerostart.upstream.deepspeed.construction import check_called
 from zerostart.upstream.guard import Function
 from zerostart.upstream.types import Arguments, DeepSpeedConfig, Keywords
 

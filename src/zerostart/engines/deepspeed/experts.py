@@ -22,7 +22,7 @@ from zerostart.engines.flat_buffers import held_layouts
 from zerostart.engines.shard import Shard, loaded_names
 from zerostart.geometry.layout import Layout, Parallelism, flat_partition, replicated
 from zerostart.upstream.deepspeed.construction import TensorGroups, note_shared
-from zerostart.upstream.deepspeed.parallel.experts import (
+from zerostart.upstream.deepspeed.experts import (
     ExpertGroups,
     mark_expert,
     mark_flat_expert,

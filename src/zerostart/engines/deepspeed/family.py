@@ -41,10 +41,10 @@ from zerostart.engines.training import AccelerateSetup, EngineConfig, TrainingJo
 from zerostart.errors import ConfigError, EngineError
 from zerostart.geometry.layout import Layout, Mesh, Parallelism, flat_partition
 from zerostart.geometry.layout.flat import FlatRules
-from zerostart.upstream.deepspeed.state import editing
-from zerostart.upstream.deepspeed.state import engine as upstream
-from zerostart.upstream.deepspeed.state import steps as optimizers
-from zerostart.upstream.deepspeed.zero3.partitions import is_gathered
+from zerostart.upstream.deepspeed import engine as editing
+from zerostart.upstream.deepspeed import engine as upstream
+from zerostart.upstream.deepspeed import steps as optimizers
+from zerostart.upstream.deepspeed.zero3_partitions import is_gathered
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
@@ -208,8 +208,8 @@ class DeepSpeed(Engine):
 
     def enable_sequence_parallel(self, model: nn.Module) -> None:
         # Ulysses itself is registered by whoever starts DeepSpeed's engine.
-        from zerostart.upstream.deepspeed.parallel.ulysses import mask_sequences
-        from zerostart.upstream.deepspeed.zero3.partitions import join_group
+        from zerostart.upstream.deepspeed.ulysses import mask_sequences
+        from zerostart.upstream.deepspeed.zero3_partitions import join_group
 
         if self.mesh.sequence_parallel > 1:
             join_group()  # which Ulysses makes its groups of
@@ -237,7 +237,7 @@ class DeepSpeed(Engine):
 
     def begin_sequence_parallel(self, model: nn.Module) -> None:
         # What is evaluated is shared, too.
-        from zerostart.upstream.deepspeed.parallel.ulysses import evaluate_in_parts
+        from zerostart.upstream.deepspeed.ulysses import evaluate_in_parts
 
         if self.mesh.sequence_parallel > 1:
             evaluate_in_parts()
@@ -296,7 +296,7 @@ class ZeroThree(DeepSpeed):
         # Also what the end of a load imports, which is then no part of the memory that the load takes.
         from zerostart.engines.deepspeed import calls, partitioning  # noqa: F401
         from zerostart.upstream.deepspeed import construction  # noqa: F401
-        from zerostart.upstream.deepspeed.zero3.optimizer import require_stage3
+        from zerostart.upstream.deepspeed.zero3_optimizer import require_stage3
 
         require_stage3()
 
@@ -412,8 +412,8 @@ class FlatBuffers(DeepSpeed):
         return self.mesh.world_size // self.mesh.sequence_parallel
 
     def require(self) -> None:
-        from zerostart.upstream.deepspeed.zero3.partitions import check_sections
-        from zerostart.upstream.deepspeed.zero12.buffers import is_known
+        from zerostart.upstream.deepspeed.zero3_partitions import check_sections
+        from zerostart.upstream.deepspeed.zero12_optimizers import is_known
 
         if is_known():
             check_sections(self.config)

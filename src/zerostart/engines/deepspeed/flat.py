@@ -25,10 +25,10 @@ from zerostart.geometry.layout import Parallelism
 from zerostart.geometry.layout.flat import FlatGroup, FlatRules
 from zerostart.transfer.meter import free_bytes
 from zerostart.transfer.rearrange import Segment, in_place, rearrange
+from zerostart.upstream.deepspeed import zero12_optimizers as upstream
 from zerostart.upstream.deepspeed.construction import restore_hooks
-from zerostart.upstream.deepspeed.zero3.partitions import import_deepspeed, load_operations
-from zerostart.upstream.deepspeed.zero12 import buffers as upstream
-from zerostart.upstream.deepspeed.zero12.marks import RunReader
+from zerostart.upstream.deepspeed.zero3_partitions import import_deepspeed, load_operations
+from zerostart.upstream.deepspeed.zero12_groups import RunReader
 from zerostart.upstream.torch.tensors import storage_users
 
 logger = logging.getLogger("zerostart")
@@ -49,7 +49,7 @@ class FlatKeeper:
         self._parameters.append(weakref.ref(parameter))
 
     def bring(self) -> None:
-        """See ``zerostart.upstream.deepspeed.zero12.buffers.Keeper``: each buffer in one piece, collectively.
+        """See ``zerostart.upstream.deepspeed.zero12_groups.Keeper``: each buffer in one piece, collectively.
 
         Raises InsufficientMemoryError where the device still has no room for them.
         """
@@ -88,7 +88,7 @@ class FlatKeeper:
         round_robin: bool,
         aligned: bool,
     ) -> list[torch.Tensor | None]:
-        """See ``upstream.deepspeed.zero12.marks.Keeper``. Parameters that have left are left alone."""
+        """See ``upstream.deepspeed.zero12_groups.Keeper``. Parameters that have left are left alone."""
         rules = [FlatRules(count, round_robin, aligned) for count in partitions]
         flats: list[torch.Tensor | None] = [None] * len(groups)
         for members in self._members().values():

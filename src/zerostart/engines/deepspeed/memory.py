@@ -11,7 +11,7 @@ With n elements of a rank's share, p bytes each, g bytes of a kept gradient:
 
 What ``offload_optimizer`` has page-locked, gradients, comes in powers of two: it is of torch's allocator.
 
-What the constructor takes besides, a load spares it (``upstream/deepspeed/zero3/start.py``). Where that
+What the constructor takes besides, a load spares it (``upstream/deepspeed/zero3_start.py``). Where that
 cannot be done (``docs/placements.md`` says where) the stock copies come on top, which are not foreseen here.
 """
 

@@ -26,11 +26,11 @@ from zerostart.geometry.layout import Layout, flat_partition
 from zerostart.transfer import Arena, page_locked
 from zerostart.transfer.buffers import ALIGNMENT
 from zerostart.transfer.rearrange import Segment, in_place, rearrange
+from zerostart.upstream.deepspeed import nvme
+from zerostart.upstream.deepspeed import zero3_partitions as upstream
 from zerostart.upstream.deepspeed.construction import restore_hooks
-from zerostart.upstream.deepspeed.zero3 import nvme
-from zerostart.upstream.deepspeed.zero3 import partitions as upstream
-from zerostart.upstream.deepspeed.zero3.optimizer import Reader, mark, require_stage3
-from zerostart.upstream.deepspeed.zero3.partitions import load_operations, mark_leaves
+from zerostart.upstream.deepspeed.zero3_optimizer import Reader, mark, require_stage3
+from zerostart.upstream.deepspeed.zero3_partitions import load_operations, mark_leaves
 from zerostart.upstream.torch.tensors import storage_users
 from zerostart.upstream.types import DeepSpeedConfig
 

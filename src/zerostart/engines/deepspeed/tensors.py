@@ -19,9 +19,9 @@ from zerostart.engines.parallelism import share_draws
 from zerostart.errors import ConfigError, EngineError
 from zerostart.geometry.layout import Parallelism, ParallelPlan, Ranges, expand, rules_without, shard_spec_of
 from zerostart.models import library_of
+from zerostart.upstream.deepspeed import tensors as upstream
 from zerostart.upstream.deepspeed.construction import TensorGroups, mark_sliced
-from zerostart.upstream.deepspeed.parallel import tensors as upstream
-from zerostart.upstream.deepspeed.parallel.tensors import Slice, slices_of
+from zerostart.upstream.deepspeed.tensors import Slice, slices_of
 from zerostart.upstream.types import DeepSpeedConfig
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def _text(model: nn.Module) -> PreTrainedConfig:
 
 
 # Tensors shared out by ranks on DeepSpeed: the layers that AutoTP makes, born in slices.
-# DeepSpeed itself says what it slices (``upstream/deepspeed/parallel/tensors.py``), before anything is read;
+# DeepSpeed itself says what it slices (``upstream/deepspeed/tensors.py``), before anything is read;
 # here that becomes a plan, and the cut of a model on meta by which each rank is left with its slices. Every
 # stage then shards these over the ranks that hold the same ones.
 

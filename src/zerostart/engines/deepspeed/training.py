@@ -12,7 +12,7 @@ import torch.distributed as dist
 from zerostart.distributed.world import default_device
 from zerostart.engines.training import AccelerateSetup, TrainingJob
 from zerostart.errors import ConfigError
-from zerostart.upstream.deepspeed.state.steps import steps_of
+from zerostart.upstream.deepspeed.steps import steps_of
 from zerostart.upstream.types import DeepSpeedConfig
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from zerostart.loading.request import Request, dtype_of
 from zerostart.loading.run import run
 from zerostart.loading.window import Window
 from zerostart.transfer.meter import allocated_bytes
-from zerostart.upstream.diffusers.pipelines import assembled, component_class, pipeline_class
+from zerostart.upstream.diffusers.weights import assembled, component_class, pipeline_class
 from zerostart.upstream.types import Pipeline
 
 #: A model whole on every rank is the load of this engine at this stage.

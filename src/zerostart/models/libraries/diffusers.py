@@ -22,7 +22,7 @@ from zerostart.recipe import Recipes, SymbolicTensor, Target, matched, run_conve
 from zerostart.upstream.diffusers import weights as upstream
 from zerostart.upstream.diffusers.weights import fix_names, model_class, original_layout, require
 from zerostart.upstream.guard import Function
-from zerostart.upstream.transformers.code import without_bars
+from zerostart.upstream.transformers.models import without_bars
 
 if TYPE_CHECKING:
     from diffusers import ModelMixin

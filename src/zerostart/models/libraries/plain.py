@@ -10,7 +10,7 @@ from torch import nn
 from zerostart.checkpoint.catalog import Catalog
 from zerostart.models.library import Built, ModelLibrary, chosen_converter
 from zerostart.recipe import Recipes, Target, loaded_into, run_converter, symbols_of
-from zerostart.upstream.deepspeed.zero3.start import keep_printable
+from zerostart.upstream.deepspeed.zero3_start import keep_printable
 
 
 class Plain(ModelLibrary):

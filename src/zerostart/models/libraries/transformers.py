@@ -34,8 +34,13 @@ from zerostart.recipe import (
 )
 from zerostart.upstream.transformers import attention as attention_parts
 from zerostart.upstream.transformers import models as upstream
-from zerostart.upstream.transformers.code import class_beside, unasked, without_bars
-from zerostart.upstream.transformers.models import is_configuration, loading_core
+from zerostart.upstream.transformers.models import (
+    class_beside,
+    is_configuration,
+    loading_core,
+    unasked,
+    without_bars,
+)
 from zerostart.upstream.transformers.quantizers import dequantizer, method_of, prepare
 
 if TYPE_CHECKING:

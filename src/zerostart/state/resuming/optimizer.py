@@ -25,8 +25,7 @@ from zerostart.geometry.layout.flat import flat_run
 from zerostart.live.training import LiveTraining, StateTensor, is_elementwise, is_number, share_of
 from zerostart.recipe import spelling
 from zerostart.state.resuming.values import decoded, dtype_of, encoded
-from zerostart.upstream.torch.optimizer_values import inner_optimizers, own_values
-from zerostart.upstream.torch.stepped import computes, rule_of
+from zerostart.upstream.torch.stepped import computes, inner_optimizers, own_values, rule_of
 
 logger = logging.getLogger("zerostart")
 

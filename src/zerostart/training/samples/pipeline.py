@@ -20,7 +20,7 @@ from zerostart.errors import ConfigError
 from zerostart.training.config.configuration import SamplesConfig
 from zerostart.training.data.pictured import sample_texts
 from zerostart.training.diffusion.families import known_family
-from zerostart.upstream.diffusers.pipelines import assembled, component_class, pipeline_class
+from zerostart.upstream.diffusers.weights import assembled, component_class, pipeline_class
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline

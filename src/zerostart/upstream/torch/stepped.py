@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 import weakref
+from collections import defaultdict
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
+from zerostart.errors import ConfigError
 from zerostart.upstream.patches import RefCountedPatches
 
 if TYPE_CHECKING:
@@ -188,3 +190,39 @@ def computes(optimizer: torch.optim.Optimizer, setting: str) -> bool:
     """Whether a group's ``setting`` of torch's optimizers is one that this one goes by."""
     told_only = setting == "amsgrad" and type(optimizer).__name__ in _SAME  # and refused where it is true
     return setting in optimizer.defaults and not told_only
+
+
+#: What ``torch.optim.Optimizer`` itself has in a state dict, and keeps as attributes.
+_COMMON = ("state", "param_groups")
+
+
+def inner_optimizers(optimizer: torch.optim.Optimizer) -> dict[str, torch.optim.Optimizer]:
+    """Other optimizers that ``optimizer`` keeps, by the attributes in which they are, lists and dicts too."""
+    found = {}
+    for name, value in vars(optimizer).items():
+        several = value.values() if isinstance(value, dict) else value
+        for one in several if isinstance(value, (dict, list, tuple)) else [value]:
+            if isinstance(one, torch.optim.Optimizer):
+                found[name] = one
+    return found
+
+
+def own_values(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What the optimizer's class adds to a state dict. Raises ConfigError where it cannot be asked."""
+    if type(optimizer).state_dict is torch.optim.Optimizer.state_dict:
+        return {}
+    try:
+        found = _shell(optimizer).state_dict()
+        return {key: value for key, value in found.items() if key not in _COMMON}
+    except Exception as error:  # its own code, whatever that raises
+        raise ConfigError(
+            f"the optimizer {type(optimizer).__name__} cannot be saved, because its state_dict() "
+            f"fails ({error})"
+        ) from error
+
+
+def _shell(optimizer: torch.optim.Optimizer) -> Any:
+    """An optimizer like ``optimizer``, without its states, which engines keep under tensors of their own."""
+    shell: object = object.__new__(type(optimizer))
+    vars(shell).update(vars(optimizer), state=defaultdict(dict))
+    return shell

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from zerostart.errors import ConfigError
-from zerostart.upstream.deepspeed.zero3 import partitions as upstream
+from zerostart.upstream.deepspeed import zero3_partitions as upstream
 from zerostart.upstream.guard import Use, demand
 from zerostart.upstream.patches import replaced
 from zerostart.upstream.types import DeepSpeedConfig

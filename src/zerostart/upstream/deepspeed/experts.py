@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from zerostart.upstream.deepspeed.state_dicts import OWN_STATE_DICT, own_state_dicts
-from zerostart.upstream.deepspeed.zero3 import partitions as upstream
-from zerostart.upstream.deepspeed.zero12.groups import TOUCHED as GROUPING
-from zerostart.upstream.deepspeed.zero12.groups import grouping
-from zerostart.upstream.deepspeed.zero12.marks import mark_expert_of
+from zerostart.upstream.deepspeed import zero3_partitions as upstream
+from zerostart.upstream.deepspeed.construction import OWN_STATE_DICT, own_state_dicts
+from zerostart.upstream.deepspeed.zero12_groups import TOUCHED as GROUPING
+from zerostart.upstream.deepspeed.zero12_groups import grouping, mark_expert_of
 from zerostart.upstream.guard import Use, demand
 from zerostart.upstream.patches import RefCountedPatches
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zerostart.errors import ConfigError, EngineError
-from zerostart.upstream.deepspeed.zero12.optimizers import shares_of
+from zerostart.upstream.deepspeed.zero12_optimizers import shares_of
 from zerostart.upstream.guard import Use
 from zerostart.upstream.torch.stepped import Member, Stepped, plain_steps
 

@@ -1,29 +1,95 @@
-"""Private parts of DeepSpeed: the parameter groups of its optimizers of ZeRO stages 1 and 2.
-
-They partition a group of experts among the ranks that hold the same ones, and keep each group in one flat
-buffer. So where a client's group has experts and others, or parameters of several loads (or of none), each
-with a buffer of its own, ``DeepSpeedEngine._configure_optimizer`` gets an optimizer, or parameters, with a
-group for each (``deepspeed_split_groups``), and no buffer is copied to be one with another. The engine is
-told that it has experts for as long as that takes.
-"""
+"""What a parameter of a load for ZeRO stages 1 and 2 tells DeepSpeed's optimizers: a mark of zerostart."""
 
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
-from zerostart.upstream.deepspeed.zero12.marks import expert_of, marked
 from zerostart.upstream.guard import Use
-from zerostart.upstream.patches import RefCountedPatches, replaced
+from zerostart.upstream.patches import RefCountedPatches, Ticket, replaced
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
 
     from zerostart.upstream.types import ParameterGroup
+
+#: Fills 1-D tensors with runs of what this rank has of parameters: ``(name, first element, tensor)``.
+#: Collective, with the same parameters in the same order; the runs are each rank's own.
+RunReader = Callable[[Sequence[tuple[str, int, torch.Tensor]]], None]
+
+_ATTRIBUTE = "_zerostart_flat"
+
+
+class Keeper(Protocol):
+    """What holds the flat buffers of one loaded model.
+
+    ``optimizer`` refers to DeepSpeed's optimizer of the model, once an engine has been made.
+    """
+
+    optimizer: weakref.ref[Any] | None
+
+    def bring(self) -> None:
+        """Move buffers that wait in host memory to the device; collective."""
+        ...
+
+    def adopt(
+        self,
+        groups: Sequence[Sequence[torch.Tensor]],
+        partitions: Sequence[int],
+        round_robin: bool,
+        aligned: bool,
+    ) -> list[torch.Tensor | None]:
+        """Of each group its flat buffer, with the parameters in it as the optimizer wants them; else None.
+
+        ``partitions`` is the number of ranks that share each group.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Mark:
+    """What a parameter tells the engine; it pickles as None, since it means nothing without the buffer."""
+
+    name: str
+    keeper: Keeper
+    #: How its master is read; None if it is not.
+    reader: RunReader | None
+    #: Keeps the patches in place while the parameter lives.
+    ticket: Ticket
+
+    def __reduce__(self) -> Any:
+        return _nothing, ()
+
+
+def _nothing() -> None:
+    return None
+
+
+def remark(parameter: torch.Tensor, new: Mark) -> None:
+    """Change the mark of a parameter."""
+    setattr(parameter, _ATTRIBUTE, new)
+
+
+def marked(parameter: torch.Tensor) -> Mark | None:
+    """The mark of a parameter, if it has one."""
+    return getattr(parameter, _ATTRIBUTE, None)
+
+
+def mark_expert_of(parameter: Any, ticket: Ticket) -> None:
+    """Mark an expert that ranks share, whose ``group_name`` is that of its process groups."""
+    parameter._zerostart_flat_expert = ticket
+
+
+def expert_of(parameter: Any) -> str | None:
+    """The name of the process groups of an expert of ours; None for other parameters."""
+    return parameter.group_name if hasattr(parameter, "_zerostart_flat_expert") else None
+
 
 _ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
 _CONFIGURE = Use(

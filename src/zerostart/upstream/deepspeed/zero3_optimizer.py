@@ -29,9 +29,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zerostart.errors import EngineError
-from zerostart.upstream.deepspeed.state.masters import follow_partition, tell_changed
-from zerostart.upstream.deepspeed.zero3 import start as starting
-from zerostart.upstream.deepspeed.zero3.partitions import require
+from zerostart.upstream.deepspeed import zero3_start as starting
+from zerostart.upstream.deepspeed.zero3_partitions import follow_partition, require, tell_changed
 from zerostart.upstream.guard import Use, demand, misfit
 from zerostart.upstream.patches import RefCountedPatches, Ticket, replaced, when_imported
 

@@ -1,6 +1,6 @@
 """Private parts of DeepSpeed's ZeRO stage 1 and 2 optimizers: how one takes our flat buffers when it is made.
 
-What both optimizers share; ``zerostart.upstream.deepspeed.zero12.optimizers`` has each.
+What both optimizers share; ``zerostart.upstream.deepspeed.zero12_optimizers`` has each.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import inspect
 import itertools
 import logging
 import sys
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -21,14 +22,16 @@ import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
-from zerostart.upstream.deepspeed.state.masters import follow, tell_changed
-from zerostart.upstream.deepspeed.zero12.marks import Keeper, RunReader, marked, remark
-from zerostart.upstream.guard import Function, Use
-from zerostart.upstream.patches import replaced
+from zerostart.upstream.deepspeed.zero3_partitions import follow, import_deepspeed, tell_changed
+from zerostart.upstream.deepspeed.zero12_groups import TOUCHED as GROUPING
+from zerostart.upstream.deepspeed.zero12_groups import Keeper, Mark, RunReader, grouping, marked, remark
+from zerostart.upstream.guard import Function, Use, misfit
+from zerostart.upstream.patches import RefCountedPatches, replaced
 from zerostart.upstream.types import Arguments, Keywords
 
 if TYPE_CHECKING:
     from deepspeed.runtime.base_optimizer import ZeROOptimizer
+    from deepspeed.runtime.engine import DeepSpeedEngine
 
 logger = logging.getLogger("zerostart")
 
@@ -187,7 +190,7 @@ def _fits(
 
 
 # Private parts of DeepSpeed's ZeRO stage 1 and 2 optimizers: their construction over our flat buffers.
-# See ``zerostart.upstream.deepspeed.zero12.buffers``, which has the way in. The overrides live on the one
+# See ``zerostart.upstream.deepspeed.zero12_optimizers``, which has the way in. The overrides live on the one
 # object that is constructed, and end with its constructor, also when that fails.
 
 _ZERO_OPTIMIZER = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
@@ -347,3 +350,68 @@ class _BF16(Adoption):
 
     def made(self) -> list[list[torch.Tensor]]:
         return list(self.optimizer.__dict__.get("bf16_groups", ()))
+
+
+_ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
+_CONSTRUCTION = Use(
+    _ENGINE, "__init__(*, model, optimizer)", "buffers that wait on the host are brought to the device first"
+)
+BUFFERS_TOUCHED = (_CONSTRUCTION,)
+
+
+@functools.cache
+def is_known() -> bool:
+    """Whether the installed DeepSpeed is as this module knows it; warns once if it is not."""
+    import_deepspeed()
+    wrong = misfit((*TOUCHED, *BUFFERS_TOUCHED, *GROUPING))
+    if wrong:
+        logger.warning("%s. deepspeed.initialize will flatten the parameters of stages 1 and 2 itself", wrong)
+    return not wrong
+
+
+def mark(parameter: torch.Tensor, name: str, keeper: Keeper) -> None:
+    """Have the optimizer that gets ``parameter`` take the buffer in which it lies, while it lives."""
+    if is_known():
+        remark(parameter, Mark(name, keeper, None, _held.ticket()))
+
+
+def offer(parameter: torch.Tensor, reader: RunReader) -> None:
+    """Have the fp32 master of a marked parameter read by ``reader``."""
+    found = marked(parameter)
+    if found is not None:
+        remark(parameter, replace(found, reader=reader))
+
+
+def _enter(stack: ExitStack) -> None:
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    enter_constructors(stack)
+    grouping.open()
+    stack.callback(grouping.close)
+    construct = DeepSpeedEngine.__init__
+    signature = inspect.signature(construct)
+
+    @functools.wraps(construct)
+    def construct_engine(self: DeepSpeedEngine, *args: object, **kwargs: object) -> None:
+        # The model may come by position or by name.
+        given = signature.bind(self, *args, **kwargs).arguments
+        for keeper in _keepers(given.get("model")):
+            # Before the constructor looks at devices: what waits on the host is where it has to be.
+            # Collective.
+            keeper.bring()
+        construct(self, *args, **kwargs)
+        if self.optimizer is not None:
+            for keeper in _keepers(given.get("model")):
+                # Weakly: a model may outlive its engine, which would be kept with all its buffers.
+                keeper.optimizer = weakref.ref(self.optimizer)
+
+    stack.enter_context(replaced(DeepSpeedEngine, "__init__", construct_engine))
+
+
+_held = RefCountedPatches(_enter)
+
+
+def _keepers(model: object) -> list[Keeper]:
+    """The keepers of the model's parameters, each once."""
+    parameters = model.parameters() if isinstance(model, torch.nn.Module) else ()
+    return list({id(m.keeper): m.keeper for p in parameters if (m := marked(p)) is not None}.values())

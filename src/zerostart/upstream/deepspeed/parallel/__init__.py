@@ -1,1 +1,0 @@
-"""DeepSpeed's experts, tensors and sequences over several ranks."""

@@ -1,1 +1,0 @@
-"""Where DeepSpeed keeps what a training state is made of."""

@@ -1,1 +1,0 @@
-"""DeepSpeed's ZeRO stages 1 and 2."""

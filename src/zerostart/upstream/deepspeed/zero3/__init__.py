@@ -1,1 +1,0 @@
-"""DeepSpeed's ZeRO stage 3."""
