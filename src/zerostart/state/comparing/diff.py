@@ -31,6 +31,7 @@ from zerostart.distributed.world import World, current_world
 from zerostart.engines import Shard
 from zerostart.errors import ConfigError, printable
 from zerostart.geometry.layout.flat import flat_run
+from zerostart.live.full_tensors import whole_tensor
 from zerostart.live.model import LiveModel, LogicalTensor
 from zerostart.recipe import Recipe, Target, spelling, torch_dtype
 from zerostart.state.comparing.digest import digest_model
@@ -38,7 +39,6 @@ from zerostart.state.saving.contents import Contents, contents_of
 from zerostart.state.saving.writing import Entry, plain, planned
 from zerostart.transfer import Progress, execute
 from zerostart.transfer.planning import Destination, join
-from zerostart.transfer.planning.writes import own_part
 from zerostart.transfer.staging import bytes_view
 from zerostart.transfer.writing import write_out
 
@@ -309,7 +309,7 @@ def _entry(name: str, shard: Shard) -> Entry:
 
 
 def _models(a: nn.Module, b: nn.Module) -> Difference:
-    """By digests; tensors that differ meet segment by segment."""
+    """Compare digests; tensors that differ are gathered whole, one at a time."""
     world = current_world()
     tally = Tally()
     with world.phase("comparing two models"):
@@ -318,7 +318,7 @@ def _models(a: nn.Module, b: nn.Module) -> Difference:
         digests, others = digest_model(a), digest_model(b)
         for name in digests:
             if name in others and digests[name] != others[name] and _shape(one[name]) == _shape(other[name]):
-                _compare_segments(tally, name, one[name], other[name], world)
+                tally.compare(name, _whole(one[name]), _whole(other[name]))
         kinds, theirs = ({name: _entry(name, s)[1:] for name, s in shards.items()} for shards in (one, other))
         found = tally.summed(World(0, 1, None))  # every rank has compared everything
     return _difference(_ordered(kinds, digests), _ordered(theirs, others), found)
@@ -339,37 +339,11 @@ def _shards(model: nn.Module, world: World) -> dict[str, Shard]:
     return shards | {name: shards[kept] for name, kept in tied.items()}
 
 
-def _compare_segments(tally: Tally, name: str, a: Shard, b: Shard, world: World) -> None:
-    parts = [(shard.storage.detach(), _runs(shard)) for shard in (a, b)]
-    # Collective in each round. Digests have told every rank alike which tensors come here, and shapes how
-    # many rounds there are.
-    for first in range(0, prod(a.layout.shape), _PIECE):
-        count = min(_PIECE, prod(a.layout.shape) - first)
-        one, other = (_segment(storage, runs, first, count, world) for storage, runs in parts)
-        tally.compare(name, one, other)
-
-
-def _runs(shard: Shard) -> list[tuple[int, int, int]]:
-    """The runs of this rank's share of which it is the one holder that counts."""
-    # The size 0 has one holder take all, the first; it only matters that exactly one does.
-    part = own_part(shard.layout, shard.held, 0, 0)
-    return [] if part is None else part.runs()
-
-
-def _segment(
-    storage: torch.Tensor, runs: Sequence[tuple[int, int, int]], first: int, count: int, world: World
-) -> torch.Tensor:
-    """A run of a tensor's elements on every rank: each gives its own, and zero bytes for all others."""
-    own = torch.zeros(count, dtype=storage.dtype, device="cpu")
-    for start, length, place in runs:
-        low, high = max(start, first), min(start + length, first + count)
-        if low < high:
-            own[low - first : high - first] = storage[place + low - start : place + high - start].cpu()
-    # A sum of bytes of which all but one rank's are zero is that rank's bytes: no rounding, whatever the
-    # dtype.
-    octets = (torch.view_as_real(own) if own.is_complex() else own).view(-1).view(torch.uint8)
-    octets.copy_(world.all_reduce_sum(octets, f"comparing {count} elements"))
-    return own
+def _whole(shard: Shard) -> torch.Tensor:
+    """Return the elements of a tensor on every rank; collective."""
+    whole = whole_tensor(shard, None)
+    assert whole is not None, "every rank asked for it"
+    return whole.reshape(-1)
 
 
 # Tensors of checkpoint files, any run of which can be read.
