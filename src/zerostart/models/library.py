@@ -5,6 +5,8 @@ the entry point group ``zerostart.model_libraries``); ``zerostart.testing.ModelL
 has to pass. What a subclass leaves out is as for models whose checkpoints have their state dict's own names.
 """
 
+# ruff: noqa: B027  # a method that a library may leave out does nothing
+
 from __future__ import annotations
 
 import re
@@ -100,8 +102,15 @@ class Built:
         return self.library.recipes(self, catalog, targets, converter)
 
 
-class Building(ABC):
-    """How the models of a library are built without memory, and what they expect of a checkpoint."""
+class ModelLibrary(ABC):
+    """One library of models.
+
+    It must say which classes are its own (``handles``), and how one is built: ``construction``, unless its
+    models come from a callable of the caller's (``from_config``). Everything else it may say: what is left
+    out is as for models whose checkpoints have their state dict's own names.
+    """
+
+    # How models are built without memory, and what they expect of a checkpoint.
 
     #: The name under which it is registered.
     name: ClassVar[str]
@@ -128,7 +137,7 @@ class Building(ABC):
         """
         return None
 
-    def require(self, kind: type[nn.Module] | None, root: str | None) -> None:  # noqa: B027  # may be left
+    def require(self, kind: type[nn.Module] | None, root: str | None) -> None:
         """Import what building ``kind``, or without one what ``root`` names, needs.
 
         Raises BuildError or UnsupportedVersionError.
@@ -167,9 +176,7 @@ class Building(ABC):
             targets[name] = Target(name, tuple(tensor.shape), dtype, buffer, built.dtype is None)
         return targets
 
-
-class Converting:
-    """How a checkpoint becomes a model of the library, and a model a checkpoint again."""
+    # How a checkpoint becomes a model of the library, and a model a checkpoint again.
 
     #: Whether loading leaves tensors that share memory sharing it, as ``load_state_dict`` does.
     keeps_views: ClassVar[bool] = False
@@ -205,9 +212,7 @@ class Converting:
         """The name of the method with which the weights that ``quantizer`` dequantises are quantised."""
         return ""
 
-
-class Completing:
-    """What a model of the library has that no checkpoint gives: ties, first values, marks of a load."""
+    # What a model of the library has that no checkpoint gives: ties, first values, marks of a load.
 
     def ties(self, model: nn.Module) -> dict[str, str]:
         """State-dict names that are tied, and the name that each is tied to."""
@@ -261,9 +266,7 @@ class Completing:
         """
         return None
 
-
-class Running:
-    """How models of the library are run by their users, whole or in shards."""
+    # How models of the library are run by their users, whole or in shards.
 
     def entries(self, model: nn.Module) -> tuple[str, ...]:
         """Names of methods of ``model``, beside its forward, by which its users run it."""
@@ -287,9 +290,7 @@ class Running:
         """How ``model`` attends along its sequences."""
         return Attention(obstacle="attention that zerostart knows nothing of")
 
-
-class Saving:
-    """What is saved of a model beside its tensors."""
+    # What is saved of a model beside its tensors.
 
     #: How adapters are written where nothing else is asked for: as PEFT does, or as diffusers does.
     adapter_format: ClassVar[str] = "peft"
@@ -305,15 +306,6 @@ class Saving:
         are. Raises OSError.
         """
         return False
-
-
-class ModelLibrary(Building, Converting, Completing, Running, Saving):
-    """One library of models.
-
-    It must say which classes are its own (``handles``), and how one is built: ``construction``, unless its
-    models come from a callable of the caller's (``from_config``). Everything else it may say: what is left
-    out is as for models whose checkpoints have their state dict's own names.
-    """
 
 
 def chosen_converter(

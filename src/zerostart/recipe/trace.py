@@ -335,7 +335,7 @@ class _Copies(TorchDispatchMode):
     def by_name(self, model: nn.Module) -> dict[str, SymbolicTensor]:
         """What each parameter and buffer gets: of several copies the last, and in the order of these."""
         names: dict[tuple[Any, ...], list[str]] = {}
-        for name, tensor in _names(model).items():
+        for name, (tensor, _) in _tensors(model).items():
             if isinstance(tensor, SymbolicTensor):
                 continue  # assigned, and not copied: see ``_assigned``
             names.setdefault(_place(tensor), []).append(name)
@@ -382,14 +382,6 @@ def _memory(tensor: torch.Tensor) -> int:
 def _place(tensor: torch.Tensor) -> tuple[object, ...]:
     """Which elements of which memory a tensor is; equal for two that are the same."""
     return _memory(tensor), int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride()
-
-
-def _names(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and buffers by name, tied names included."""
-    return {
-        **dict(model.named_parameters(remove_duplicate=False)),
-        **dict(model.named_buffers(remove_duplicate=False)),
-    }
 
 
 def _assigned(model: nn.Module) -> dict[str, SymbolicTensor]:
