@@ -105,10 +105,7 @@ Opener = Callable[[str, str], AbstractContextManager[tuple[HeaderBytes, int]]]
 
 @dataclass(frozen=True, slots=True)
 class RequestCost:
-    """What a request to a store takes: seconds until its first byte, and bytes a second from then on.
-
-    ``measured``: of this store, when the checkpoint was opened; else they are what is usual for one.
-    """
+    """Seconds until the first byte of a request, and bytes a second from then on; measured or usual."""
 
     latency: float
     rate: float
@@ -165,19 +162,15 @@ class Storage(ABC):
 
     @classmethod
     def at(cls, source: str) -> Storage:
-        """The storage that a URL leads to, with the names and sizes of its files, in the order that counts.
+        """Return the storage at a URL, with its files in order; one rank calls it.
 
-        Called on one rank. Raises CheckpointNotFoundError if nothing is there, ReadError if asking fails.
+        Raises CheckpointNotFoundError if nothing is there, ReadError if asking fails.
         """
         raise NotImplementedError(f"{cls.__name__} is not reached by a URL")
 
     @abstractmethod
     def reader(self, *, cold: bool = False, direct: bool = False) -> Reader:
-        """Make a reader of the bytes, on any rank that can read them; a new one for each load.
-
-        ``cold`` and ``direct`` say how the transfer is to read, see ``Residency``. A storage for which they
-        mean nothing leaves them alone.
-        """
+        """Make a reader for one load. ``cold`` and ``direct`` say how to read, see ``Residency``."""
 
     @property
     def nbytes(self) -> int:
@@ -229,21 +222,15 @@ class Storage(ABC):
         return self.sizes[file]
 
     def kept(self, used: Iterable[int] = ()) -> Storage:
-        """Return what has to be kept after the load to read the files ``used`` again.
-
-        It keeps nothing alive and nothing open, and knows what those files are now.
-        """
-        # Only of files that are needed again: to ask may cost a request to a server each.
+        """Return what is needed after the load to read the files ``used`` again, with nothing open."""
+        # Only of these files: to ask may cost a request each.
         known = dict.fromkeys(used)
         return replace(
             self, identities=tuple(self.identity(n) if n in known else None for n in range(len(self.files)))
         )
 
     def recalled(self, purpose: str) -> Storage:
-        """The storage that ``kept`` returned, readable again.
-
-        Raises ReadError where they are not what they were; ``purpose`` is what the message ends with.
-        """
+        """Check that the files are unchanged. Raises ReadError, which ends with ``purpose``."""
         for number, before in enumerate(self.identities):
             if before is not None and (now := self.identity(number)) != before:
                 raise ReadError(
@@ -288,10 +275,9 @@ _registered: dict[str, type[Storage]] = {}
 
 
 def register_storage(kind: type[Storage]) -> type[Storage]:
-    """Register ``kind`` for sources with one of ``kind.schemes``, in this process; also a decorator.
+    """Register ``kind`` for URLs with one of ``kind.schemes``, in this process; also a decorator.
 
-    Capitals in a scheme mean nothing. Raises ConfigError for a scheme that another storage has, registered or
-    installed, for what is no scheme or where there is none, and for a class without an ``at`` of its own.
+    Raises ConfigError for a scheme that another storage has, and for a class without an ``at`` of its own.
     """
     given: object = kind.schemes
     if not given or isinstance(given, str):
@@ -314,11 +300,7 @@ def register_storage(kind: type[Storage]) -> type[Storage]:
 
 
 def storage_at(source: object) -> Storage | None:
-    """The storage that a URL leads to; None for no URL.
-
-    Raises ConfigError for an unknown scheme or one whose library is not installed, and what ``Storage.at``
-    raises.
-    """
+    """Return the storage at a URL; None for no URL. Raises ConfigError for an unknown scheme."""
     kind = _kind_of(source)
     if kind is None:
         return None

@@ -37,7 +37,6 @@ class LocalFiles(Storage):
         return tuple(state if isinstance(state, FileState) else None for state in self.identities)
 
     def reader(self, *, cold: bool = False, direct: bool = False) -> Reader:
-        """A reader of the files, through the page cache or round it."""
         from zerostart.checkpoint.storage.reader import (
             FileReader,  # numpy, which a catalog alone does without
         )
@@ -45,7 +44,6 @@ class LocalFiles(Storage):
         return FileReader(self.files, self.sizes, cold, direct, self.states)
 
     def residency(self) -> Residency:
-        """The file system of the first file, and how much of a few lies in the page cache."""
         sampled = self.files[:: max(1, len(self.files) // SAMPLED_FILES)][:SAMPLED_FILES]
         if not sampled:
             return Residency()
@@ -54,7 +52,6 @@ class LocalFiles(Storage):
         return Residency(kind, resident, remote=kind in NETWORK, direct=direct)
 
     def kept(self, used: Iterable[int] = ()) -> LocalFiles:
-        """See ``Storage``: the files ``used`` have to be what they were when their headers were read."""
         if not self.identities:
             identities: tuple[Hashable, ...] = tuple(map(self.identity, range(len(self.files))))
         else:
@@ -63,10 +60,8 @@ class LocalFiles(Storage):
         return replace(self, identities=tuple(i if n in wanted else None for n, i in enumerate(identities)))
 
     def identity(self, file: int) -> Hashable:
-        """Its size, time of modification and inode."""
         return FileState.at(self.files[file])
 
     def changed(self, before: Hashable, now: Hashable) -> str:
-        """In words, what became of a file."""
         assert isinstance(before, FileState), "the identity of a file is its state"
         return before.changed_to(now if isinstance(now, FileState) else None)

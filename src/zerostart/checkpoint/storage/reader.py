@@ -75,12 +75,6 @@ class FileReader(Reader):
                 raise self._changed(file, state, "while it was read, which may be a mixture")
 
     def read(self, file: int, offset: int, buffers: Sequence[memoryview]) -> None:
-        """Fill ``buffers``, one after the other, from ``offset`` of file number ``file`` on.
-
-        A short read is continued, as POSIX allows one at any time, and a passing fault is waited out (see
-        ``retry``). Raises ReadError at the end of the file or on an error of the storage,
-        CheckpointNotFoundError if the file is gone.
-        """
         descriptor = self._descriptor(file)
         left = list(buffers)
         wanted = sum(map(len, left))
@@ -105,7 +99,6 @@ class FileReader(Reader):
                 left[0] = left[0][count:]
 
     def gather(self, file: int, offset: int, rows: Rows, target: memoryview, step: int) -> None:
-        """Read rows, many with one call where the system can; raises as ``read`` does."""
         descriptor = self._descriptor(file)
         advise(descriptor, offset, rows)
         # What the vectored call has left is read row by row, which also tells why it could not be copied.
@@ -113,15 +106,10 @@ class FileReader(Reader):
             self.read(file, offset + row * rows.stride, [target[row * step : row * step + rows.width]])
 
     def announce(self, file: int, offset: int, rows: Rows) -> None:
-        """Have the kernel fetch what a later call will read, where bytes come from storage.
-
-        Raises as ``read`` does.
-        """
         if self.cold and not self.direct:
             advise(self._descriptor(file), offset, rows)
 
     def note(self) -> str:
-        """Say whether reads went round the page cache."""
         if self.direct:
             return "round the page cache"
         refused = "through the page cache, since the file system takes no reads round it"
