@@ -224,10 +224,11 @@ class Storage(ABC):
     def kept(self, used: Iterable[int] = ()) -> Storage:
         """Return what is needed after the load to read the files ``used`` again, with nothing open."""
         # Only of these files: to ask may cost a request each.
-        known = dict.fromkeys(used)
-        return replace(
-            self, identities=tuple(self.identity(n) if n in known else None for n in range(len(self.files)))
+        wanted = set(used)
+        marks = self.identities or tuple(
+            self.identity(n) if n in wanted else None for n in range(len(self.files))
         )
+        return replace(self, identities=tuple(m if n in wanted else None for n, m in enumerate(marks)))
 
     def recalled(self, purpose: str) -> Storage:
         """Check that the files are unchanged. Raises ReadError, which ends with ``purpose``."""

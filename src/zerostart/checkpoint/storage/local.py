@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from zerostart.checkpoint.storage.base import Reader, Residency, Storage
@@ -50,14 +50,6 @@ class LocalFiles(Storage):
         kind, resident = file_system(sampled[0]), resident_share(sampled)
         direct = resident < MOSTLY_ABSENT and direct_suits(kind)
         return Residency(kind, resident, remote=kind in NETWORK, direct=direct)
-
-    def kept(self, used: Iterable[int] = ()) -> LocalFiles:
-        if not self.identities:
-            identities: tuple[Hashable, ...] = tuple(map(self.identity, range(len(self.files))))
-        else:
-            identities = self.identities
-        wanted = set(used)
-        return replace(self, identities=tuple(i if n in wanted else None for n, i in enumerate(identities)))
 
     def identity(self, file: int) -> Hashable:
         return FileState.at(self.files[file])

@@ -166,11 +166,6 @@ class ObjectFiles(Storage):
         found = self._find(self._key(self.files[file]))
         return None if found is None else found.mark
 
-    def kept(self, used: Iterable[int] = ()) -> Storage:
-        wanted = set(used)
-        marks = tuple(mark if n in wanted else None for n, mark in enumerate(self.identities))
-        return replace(self, identities=marks)
-
     def changed(self, before: Hashable, now: Hashable) -> str:
         return "was removed" if now is None else f"was replaced: its ETag is {now} and was {before}"
 
