@@ -75,8 +75,8 @@ def load_pipeline(
         >>> type(pipe).__name__
         'DDPMPipeline'
     """
-    from zerostart.integrations.diffusers.pipelines import PipelineRequest
-    from zerostart.integrations.diffusers.pipelines import load_pipeline as load_whole
+    from zerostart.integrations.diffusers import PipelineRequest
+    from zerostart.integrations.diffusers import load_pipeline as load_whole
 
     request = PipelineRequest(
         source=source,
@@ -120,7 +120,7 @@ def drop_components(pipe: DiffusionPipeline, *names: str) -> tuple[str, ...]:
         >>> zerostart.drop_components(pipe)
         ('unet',)
     """
-    from zerostart.integrations.diffusers.pipelines import drop_components as drop
+    from zerostart.integrations.diffusers import drop_components as drop
 
     return drop(pipe, *names)
 

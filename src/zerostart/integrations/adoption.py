@@ -21,12 +21,10 @@ from torch.distributed.fsdp import FSDPModule
 from zerostart.distributed.world import current_world
 from zerostart.engines import check_choice, family_of
 from zerostart.errors import ConfigError
-from zerostart.integrations import barrier, saving
-from zerostart.integrations.accelerate import checkpoints
-from zerostart.integrations.accelerate.preparing import note_whole, partitioned, sharded
-from zerostart.integrations.diffsynth import trained_files
-from zerostart.integrations.diffsynth.loading import DiffSynthLoad, keys_of_torch_file
-from zerostart.integrations.diffusers.loading import DiffusersLoad
+from zerostart.integrations import accelerate, barrier, diffsynth, saving
+from zerostart.integrations.accelerate import note_whole, partitioned, sharded
+from zerostart.integrations.diffsynth import DiffSynthLoad, keys_of_torch_file
+from zerostart.integrations.diffusers import DiffusersLoad
 from zerostart.integrations.engine_setup import EngineSetup, SharedSequences, find_active
 from zerostart.integrations.later_calls import SAVE_PRETRAINED, serve_adapters, serve_resizing
 from zerostart.integrations.loading import InterceptedLoad
@@ -273,24 +271,24 @@ _saving = SavingCalls(
         **SAVE_PRETRAINED,
         "Accelerator.save_model": saving.accelerator_save_model,
         "Accelerator.get_state_dict": _get_state_dict,
-        "DeepSpeedEngine.save_checkpoint": checkpoints.save_checkpoint,
-        "DeepSpeedEngine.load_checkpoint": checkpoints.load_checkpoint,
+        "DeepSpeedEngine.save_checkpoint": accelerate.save_checkpoint,
+        "DeepSpeedEngine.load_checkpoint": accelerate.load_checkpoint,
         **{
-            f"{module}.{name}": getattr(checkpoints, name)
+            f"{module}.{name}": getattr(accelerate, name)
             for module in ("accelerate.accelerator", "transformers.trainer")
             for name in ("save_fsdp_model", "save_fsdp_optimizer", "load_fsdp_model", "load_fsdp_optimizer")
         },
-        "accelerate.accelerator.load_accelerator_state": checkpoints.load_accelerator_state,
-        "accelerate.accelerator.load_fsdp_model": checkpoints.begin_fsdp_load,
+        "accelerate.accelerator.load_accelerator_state": accelerate.load_accelerator_state,
+        "accelerate.accelerator.load_fsdp_model": accelerate.begin_fsdp_load,
         "transformers.trainer.deepspeed_load_checkpoint": trainer.load_deepspeed,
         "transformers.trainer.get_last_checkpoint": trainer.last_checkpoint,
         "Trainer.save_model": trainer.save_model,
         "Trainer._load_from_checkpoint": trainer.load_from_checkpoint,
         "Trainer._load_optimizer_and_scheduler": trainer.load_optimizer_and_scheduler,
         "PartialState.wait_for_everyone": _wait_for_everyone,
-        "ModelLogger.save_model": trained_files.save_trained,
-        "DiffusionTrainingModule.resume_from_checkpoint": trained_files.resume,
-        "BasePipeline.load_lora": trained_files.load_lora,
+        "ModelLogger.save_model": diffsynth.save_trained,
+        "DiffusionTrainingModule.resume_from_checkpoint": diffsynth.resume,
+        "BasePipeline.load_lora": diffsynth.load_lora,
     }
 )
 _overrides: list[Any] = [_transformers, Noting(), _diffusers, _diffsynth, _accelerate, _saving]

@@ -44,12 +44,12 @@ _pretrained = SavingCalls(SAVE_PRETRAINED)
 
 
 def _adapters(name: str) -> Any:
-    """``integrations.adapters``'s function of that name."""
+    """``integrations.peft``'s function of that name."""
 
     def call_it(*args: object, **kwargs: object) -> object:
-        from zerostart.integrations.peft import adapters
+        from zerostart.integrations import peft
 
-        return getattr(adapters, name)(*args, **kwargs)
+        return getattr(peft, name)(*args, **kwargs)
 
     return call_it
 

@@ -15,12 +15,11 @@ from torch.nn import functional as F
 from zerostart.distributed.world import joined_world
 from zerostart.errors import ConfigError, EngineError
 from zerostart.live.report import Clock
-from zerostart.loading.at_rest import AtRest, InFiles, InMemory
 from zerostart.loading.destinations import Destinations
 from zerostart.loading.placement import Placement
 from zerostart.loading.preparation import Prepared, prepare, undisturbed
 from zerostart.loading.request import Request
-from zerostart.loading.window import Division, Unit, Window, divide
+from zerostart.loading.window import AtRest, Division, InFiles, InMemory, Unit, Window, divide
 from zerostart.models import Origins
 from zerostart.recipe import Recipe
 from zerostart.transfer.planning import join

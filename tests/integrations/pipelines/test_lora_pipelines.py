@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 import zerostart
 from tests.integrations.pipelines.tiny_pipelines import CALLS, FAMILIES, make_pipeline
 from tests.ranks import rank_outcomes, run_ranks
-from zerostart.integrations.peft.adapters import read
+from zerostart.integrations.peft import read
 from zerostart.live.model import record_of
 
 #: Nothing stays gathered between two calls.

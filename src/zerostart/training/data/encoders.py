@@ -26,7 +26,7 @@ from zerostart.checkpoint.usual_names import PIPELINE_INDEX
 from zerostart.checkpoint.write.folders import write_whole
 from zerostart.distributed.world import World, default_device
 from zerostart.errors import CheckpointNotFoundError, ConfigError, ZerostartError
-from zerostart.integrations.diffusers.pipelines import PipelineRequest, drop_components, load_pipeline
+from zerostart.integrations.diffusers import PipelineRequest, drop_components, load_pipeline
 from zerostart.loading.placement import Placement
 from zerostart.training.config.configuration import CacheConfig
 from zerostart.training.diffusion.encoder import Encoder

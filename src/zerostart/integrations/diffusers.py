@@ -1,34 +1,84 @@
-"""Whole pipelines of diffusers, each component where its placement says."""
+"""diffusers' ``from_pretrained`` in shards, and whole pipelines, each component where its placement says."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from zerostart.checkpoint.formats.pipeline import Component, components
-from zerostart.checkpoint.source import resolve_source
+from zerostart.checkpoint.source import Files, resolve_source
 from zerostart.checkpoint.strict_json import read_json
 from zerostart.checkpoint.usual_names import PIPELINE_INDEX
 from zerostart.distributed.world import default_device, is_lost, joined_world
 from zerostart.errors import CheckpointError, ConfigError
 from zerostart.integrations.later_calls import serve_saving
+from zerostart.integrations.loading import InterceptedLoad
 from zerostart.live.model import record_of
 from zerostart.loading.offload import load_offloaded, release
 from zerostart.loading.placement import Placement
 from zerostart.loading.request import Request, dtype_of
 from zerostart.loading.run import run
 from zerostart.loading.window import Window
+from zerostart.models import Built, library_of
 from zerostart.transfer.meter import allocated_bytes
 from zerostart.upstream.diffusers.weights import assembled, component_class, pipeline_class
+from zerostart.upstream.seam import Findings
+from zerostart.upstream.transformers.models import without_weights
 from zerostart.upstream.types import Pipeline
+
+if TYPE_CHECKING:
+    from diffusers import ModelMixin
+
+
+class DiffusersLoad(InterceptedLoad):
+    """By diffusers' rules: what is missing is initialised by the model's own constructor."""
+
+    refused: Mapping[str, str] = {
+        "device_map": "the ranks share the model out by themselves",
+        "max_memory": "it belongs to device_map",
+        "offload_folder": "it belongs to device_map",
+        "offload_state_dict": "it belongs to device_map",
+        "parallel_config": "the mesh is the engine's",
+        "use_flashpack": "the weights are read from safetensors and torch files",
+        "quantization_config": "weights are sharded as they train, and quantised ones are not trained",
+    }
+
+    def building(self, dtype: torch.dtype) -> tuple[torch.dtype, AbstractContextManager[None]]:
+        """Buffers are computed in the default dtype, which diffusers sets to the one asked for."""
+        self._dtype = dtype
+        return dtype, self._on_meta(dtype)
+
+    @contextlib.contextmanager
+    def _on_meta(self, dtype: torch.dtype) -> Iterator[None]:
+        with without_weights(dtype), self._logged():
+            yield
+
+    def load(self, model: ModelMixin, files: list[str], name: object, options: Mapping[str, Any]) -> Findings:
+        """Load, collectively, the checkpoint ``name`` with the ``options`` that diffusers read it with.
+
+        Raises ConfigError for quantised weights, and what ``zerostart.load`` raises.
+        """
+        if options.get("hf_quantizer") is not None:
+            raise ConfigError(
+                f"{name} is quantised, and quantised weights cannot be trained; load weights that are "
+                "not quantised"
+            )
+        built = Built(model, self._log, self._setup.dtype or options.get("dtype"), True, library_of(model))
+        source = Files(tuple(files), str(name))
+        findings = self._load(source, built, None, bool(options.get("ignore_mismatched_sizes")))
+        self._on_loaded(model, self.setup)
+        return findings
+
 
 #: A model whole on every rank is the load of this engine at this stage.
 WHOLE = {"engine": "fsdp2", "zero_stage": 0, "engine_reason": "for a whole copy"}

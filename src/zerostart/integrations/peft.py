@@ -1,4 +1,4 @@
-"""Adapters that are put into a model in shards, by PEFT or diffusers: loaded, merged, read out."""
+"""Adapters that PEFT or diffusers puts into a model in shards: loaded, merged, read out."""
 
 from __future__ import annotations
 

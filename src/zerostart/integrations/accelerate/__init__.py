@@ -1,1 +1,0 @@
-"""What accelerate prepares, saves and resumes."""

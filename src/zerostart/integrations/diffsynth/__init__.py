@@ -1,1 +1,0 @@
-"""Scripts of DiffSynth-Studio."""

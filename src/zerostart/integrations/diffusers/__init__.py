@@ -1,1 +1,0 @@
-"""Models and pipelines of diffusers."""

@@ -1,1 +1,0 @@
-"""PEFT's adapters of models in shards."""
