@@ -1,7 +1,8 @@
-"""Failures of one rank that others wait for: errors that travel to them, and signals that are put off.
+"""Failures of one rank that others wait for: errors that travel, signals that wait, ranks that are missing.
 
-An error is raised on the other ranks with the same type and text. A signal that arrives while ranks exchange
-a message is handled after it, for half a message hangs all.
+A collective waits in silence for a rank that does not come, and its error names none. So a rank that has
+waited for a second writes into the store of the process group that it has come, and the first to find the
+collective broken writes there what all raise.
 """
 
 from __future__ import annotations
@@ -28,10 +29,7 @@ _moments = itertools.count()
 
 
 def report_of(failure: BaseException) -> bytes:
-    """What tells ``failure`` to another process: itself if it is ours and can be pickled, else its text.
-
-    An interrupt of this rank (KeyboardInterrupt, SystemExit) is a PeerError to the others.
-    """
+    """Pickle ``failure`` for other ranks, or its text; an interrupt is a PeerError to them."""
     text = _text(failure)
     if isinstance(failure, ZerostartError):
         made = failure
@@ -103,10 +101,7 @@ _HELD = (signal.SIGINT, signal.SIGTERM)
 
 
 class DeferredSignals:
-    """Inside, Python's handlers of SIGINT and SIGTERM wait; ``deliver`` calls them.
-
-    Only in the main thread, which is the one that they run in. What the system does by itself is left alone.
-    """
+    """Inside, Python's handlers of SIGINT and SIGTERM wait; ``deliver`` calls them. Main thread only."""
 
     def __init__(self) -> None:
         self._handlers: dict[int, Any] = {}

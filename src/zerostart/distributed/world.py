@@ -1,11 +1,9 @@
-"""The ranks of a load: who they are, and agreeing on success.
+"""The ranks of a load, and their agreement on success.
 
-One rule: wherever ranks meet, each first says whether it has failed. A rank that fails inside a ``phase``
-goes to the end of it, and tells its error there; the others learn of it in the collective that they are in by
-then, whichever that is, and all raise it. So phases may be nested, and code between collectives may fail
-anywhere inside one. What other libraries exchange by themselves knows nothing of this: such calls are made
-inside ``collectives``, before which the ranks meet, and with nothing in it that one rank could fail at by
-itself.
+Wherever ranks meet, each first says whether it has failed. A rank that fails inside a ``phase`` tells its
+error at the end of it; the others learn of it in the collective that they are in by then, and all raise it.
+Collectives of other libraries know nothing of this: they are made inside ``collectives``, before which the
+ranks meet, and with nothing in it that one rank could fail at by itself.
 """
 
 from __future__ import annotations
@@ -138,10 +136,7 @@ def _control_group() -> object:
 
 
 def group_beside() -> object:
-    """Another group of all ranks, for messages alone, of another thread perhaps; collective.
-
-    Raises ConfigError where torch cannot make it, with the remedy.
-    """
+    """Make another group of all ranks for messages; collective."""
     attendance = _make_attendance("beside")
     if attendance is not None:
         attendance.gather(_call("making a process group"))
@@ -224,11 +219,7 @@ class World:
         return value
 
     def broadcast_slow(self, make: Callable[[], T], during: str, source: int = 0) -> T:
-        """As ``broadcast_object``, for what may take longer than ranks wait for each other.
-
-        They meet meanwhile, so that no collective comes to its timeout; ``make`` runs in a thread of its own,
-        and meets nobody.
-        """
+        """As ``broadcast_object``, for what takes longer than the timeout: ``make`` runs in a thread."""
         if self.size == 1:
             return self.broadcast_object(make, during, source)
         made: Future[T] = Future()
@@ -313,12 +304,10 @@ class World:
 
     @contextlib.contextmanager
     def collectives(self, during: str, prepare: Callable[[], object] = lambda: None) -> Iterator[Any]:
-        """Inside, ranks make collective calls that are not of this class, and nothing else that may fail.
+        """Make collective calls of other libraries inside, and nothing else that may fail.
 
-        What may is in ``prepare``, whose result is given; a rank that fails there, or has failed before,
-        meets the others first. Signals are handled afterwards. What fails inside all the same (memory that
-        runs out) is raised at once, here and by whatever phase is around: the others are not to be met, but
-        wait in a call, and raise PeerError when this process ends.
+        What may fail is in ``prepare``, whose result is given. What fails inside all the same (memory that
+        runs out) is raised at once; the others raise PeerError when this process ends.
         """
         prepared = None
         failure: BaseException | None = None

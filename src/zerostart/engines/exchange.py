@@ -1,10 +1,8 @@
 """Experts that live on other ranks: tokens go to the rank that has their expert, and come back.
 
-An experts module of transformers is called with tokens, the experts chosen for each, and their weights. Its
-forward here becomes: each (token, expert) pair travels to the expert's owner, which runs its own experts on
-what arrives, by the module's own forward; the results travel back, are weighted and summed. Both journeys are
-all-to-alls that autograd follows, so that every rank trains on a batch of its own. The same exchange is
-described in GShard (Lepikhin et al., 2020, section 3.2), here without a capacity: no token is dropped.
+Each (token, expert) pair travels to the expert's owner, which runs its own experts by the module's own
+forward; the results travel back, are weighted and summed. Autograd follows both all-to-alls. As in GShard
+(Lepikhin et al., 2020, section 3.2), without a capacity: no token is dropped.
 """
 
 from __future__ import annotations
@@ -44,13 +42,11 @@ def exchange_tokens(
     copies: int = 1,
     alike: dist.ProcessGroup | None = None,
 ) -> None:
-    """Make ``experts``, which holds this rank's experts alone, serve the tokens of all ranks of ``group``.
+    """Make ``experts``, which has this rank's experts, serve the tokens of all ranks of ``group``.
 
-    ``counts`` is the number of experts of each rank of the group; experts are numbered rank by rank. Each
-    token is sent ``copies`` times, by the ranks that share tensors: the gradients of experts are divided by
-    that, where the engine divides them by the batches and not by the ranks. ``alike`` are the ranks that
-    send the same: they get the first one's results and gradients back. A product may round a row otherwise in
-    another place, and what these ranks keep whole would drift apart.
+    ``counts`` is the number of experts of each rank. Each token is sent ``copies`` times, by the ranks that
+    share tensors; the gradients of experts are divided by that. ``alike`` are the ranks that send the same:
+    they get the first one's results and gradients, for rounding may differ in another place.
     """
     module: Any = experts
     own_forward = module.forward

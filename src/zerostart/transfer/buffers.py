@@ -1,9 +1,8 @@
-"""Page-locked host memory, of the size that is needed and only for as long, and what it takes in all.
+"""Page-locked host memory of the size that is needed, and memory for many shards.
 
-torch's own allocator of such memory rounds up to powers of two and keeps what is freed for the life of the
-process: one buffer of 74 304 bytes takes 131 072. So memory of the host is registered with the accelerator
-instead, in pages, where its runtime can (``cudaHostRegister``, and what others call it). Elsewhere it is
-torch's: then forecasts and limits count the rounding, and ``release_locked`` gives back what is free.
+torch's allocator of page-locked memory rounds up to powers of two and keeps what is freed. So host memory is
+registered with the accelerator in pages where its runtime can (``cudaHostRegister``). Elsewhere it is
+torch's, and forecasts and limits count the rounding.
 """
 
 from __future__ import annotations
@@ -48,11 +47,7 @@ def rounded_up(nbytes: int) -> int:
 
 
 def page_locked(nbytes: int, device: torch.device | None = None) -> torch.Tensor:
-    """``nbytes`` bytes of page-locked host memory, 1-D and uninitialised; freed with their last view.
-
-    For copies from and to ``device``, the current one if none is given: these alone are waited for before
-    the memory goes.
-    """
+    """Allocate page-locked host memory, 1-D, freed with its last view when copies of ``device`` end."""
     runtime = _runtime() if nbytes else None
     if runtime is not None:
         index = device.index if device is not None else None
@@ -90,11 +85,7 @@ def release_locked() -> None:
 
 
 class _Pages(mmap.mmap):
-    """Pages that are registered until they go.
-
-    They are shared, as ``mmap`` makes them: of private ones a process that is forked (a worker of a data
-    loader) would take copies, of those that an accelerator may write to at once.
-    """
+    """Registered pages; shared ones, for a forked process would take copies of private ones."""
 
     _unregister: Unregister | None = None
 
@@ -158,10 +149,7 @@ ALIGNMENT = 64
 class Arena:
     """One buffer for many shards of a device, so that they lie as closely as they are read.
 
-    Room is reserved first; the buffer is allocated when the first tensor is taken. Which pages back host
-    memory is left to the kernel: where a virtual machine gives free memory back to its host, asking for huge
-    ones (``MADV_HUGEPAGE``) was seen to cost three times what it saves elsewhere. ``allocate`` gives a
-    buffer of so many bytes where it has to be of a special kind, such as page-locked.
+    Reserve all room first: the buffer is allocated when the first tensor is taken, by ``allocate`` if given.
     """
 
     def __init__(self, device: torch.device, allocate: Callable[[int], torch.Tensor] | None = None) -> None:

@@ -34,11 +34,9 @@ def execute(
 ) -> int:
     """Fill ``storages`` (1-D, one for each of the plan's destinations) and zero their padding.
 
-    Returns the bytes read. ``reader`` replaces the one that the plan calls for, of its storage.
-    ``depth`` is the number of a thread's staging buffers where storages are on an accelerator. ``meet`` is
-    called by this thread while others read: it gets whether they have ended, and returns whether those of all
-    ranks have. The first error of any thread stops the others and is raised here; the storages are then
-    partly filled and of no use.
+    Returns the bytes read. ``depth`` is the number of a thread's staging buffers for an accelerator. ``meet``
+    is called by this thread while others read: it gets whether they have ended, and returns whether those of
+    all ranks have. The first error of any thread stops the others and is raised here.
     """
     # No more threads than there is work: each would take staging buffers of its own.
     work = max(1, len(plan.reads) + len(plan.computations))
@@ -187,10 +185,7 @@ T = TypeVar("T")
 
 
 class Crew(Generic[T]):
-    """Threads that each run ``work`` over what they take of ``items``, in order, until there is none left.
-
-    ``device`` is the accelerator that they use, if any; ``name`` is what the threads are called.
-    """
+    """Threads that each run ``work`` over what they take of ``items``, in order, until none is left."""
 
     def __init__(
         self,

@@ -17,11 +17,10 @@ from zerostart.transfer.buffers import locked_bytes, release_locked
 
 
 class PeakMeter:
-    """Highest anonymous host memory and device memory of this process, above the level at the start.
+    """Measures the peaks of anonymous host memory and device memory above the level at the start.
 
-    Host memory is sampled from ``/proc/self/status`` (``RssAnon``), device memory is the allocator's own
-    high-water mark: 0 for the host, None where it has none. The mark is the user's, and not reset: where it
-    was higher before, device memory is sampled, too. Where the system has no ``/proc``, the host peak is 0.
+    Host memory is sampled, device memory is the allocator's own mark; where that was higher before, samples.
+    None on a device whose allocator counts nothing.
     """
 
     def __init__(self, device: torch.device, interval: float = 0.01) -> None:
@@ -83,10 +82,7 @@ class PeakMeter:
 
 
 def anonymous_bytes() -> int:
-    """Anonymous resident bytes of this process, and page-locked ones; 0 where the system does not say.
-
-    The pages of the second kind are shared with what is forked, and the system counts them apart.
-    """
+    """Return anonymous resident bytes of this process and page-locked ones; 0 if the system does not say."""
     try:
         status = Path("/proc/self/status").read_text()
     except OSError:
@@ -121,10 +117,7 @@ def _told(figure: Callable[[torch.device], int], device: torch.device) -> int | 
 
 
 def release_cached() -> None:
-    """Give the accelerator back what its allocator keeps of freed tensors; nothing where it keeps none.
-
-    And the host what is kept of page-locked memory.
-    """
+    """Give back what allocators of the accelerator and of page-locked memory keep of freed tensors."""
     release_locked()
     if torch.accelerator.is_available():
         with contextlib.suppress(RuntimeError, NotImplementedError):  # no allocator of torch's kind (MPS)
@@ -144,11 +137,7 @@ def has_streams(device: torch.device) -> bool:
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Bytes that can still be allocated on ``device``; None where nothing says.
-
-    Of an accelerator: what its driver has free, and what the allocator holds unused. Of the host: what the
-    kernel deems available and the process's control groups allow, which all local ranks share.
-    """
+    """Return the bytes that can still be allocated on ``device``; None where nothing says."""
     if device.type != "cpu":
         found = _driver(device)
         if found is None:

@@ -20,9 +20,7 @@ def in_place(segments: Sequence[Segment]) -> bool:
 def rearrange(flat: torch.Tensor, segments: Sequence[Segment], scratch: int = SCRATCH) -> None:
     """Move each segment of the 1-D contiguous ``flat`` to its new place; both sets must be disjoint.
 
-    What lies outside the segments is lost. In three passes, of which each leaves alone what it need not
-    move: the parts are pushed together, brought into their new order, and spread out. Every element is moved
-    a few times at most, whatever the order.
+    The parts are pushed together, brought into their new order, and spread out. What lies outside is lost.
     """
     segments = sorted(s for s in segments if s[2])
     mover = _Mover(flat, max(1, scratch // flat.element_size()))

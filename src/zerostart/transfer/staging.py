@@ -25,10 +25,9 @@ _idle: dict[torch.device, list[torch.Stream]] = {}
 
 @contextlib.contextmanager
 def own_stream(device: torch.device) -> Iterator[torch.Stream | None]:
-    """Inside, this thread works under a stream of ``device`` that no other uses; None: it has none.
+    """Work under a stream of ``device`` that no other thread uses; None if the device has none.
 
-    What was asked of it must have been done on leaving. Streams are used again, since for each of them the
-    allocator keeps memory of its own.
+    Streams are used again, since the allocator keeps memory for each.
     """
     if not has_streams(device):
         yield None
@@ -200,11 +199,7 @@ SIDE, BLOCK = 512, 256 << 10
 
 
 def copy_strided(target: torch.Tensor, to: int, source: torch.Tensor, loops: Sequence[Loop]) -> None:
-    """``target[to + sum(index * destination stride)] = source[sum(index * source stride)]``, cast as needed.
-
-    ``target`` and ``source`` are 1-D; ``loops`` are (size, source stride, destination stride). Raises nothing
-    of its own; the caller has checked the bounds.
-    """
+    """Copy between 1-D tensors by ``loops`` of (size, source stride, destination stride), cast as needed."""
     # An accelerator has kernels of its own for this; on the host a plain strided copy of a transposition
     # misses the cache at nearly every element.
     turned = _transposition(loops) if source.device.type == target.device.type == "cpu" else None

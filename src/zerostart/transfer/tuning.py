@@ -1,9 +1,7 @@
-"""How a load reads: threads, chunk and manner, from what the storage and the machine are like.
+"""How a load reads: threads and chunk size, by what the storage and the machine are like.
 
-A thread has one read in flight, so threads are the queue depth. Bytes in the page cache are copied by
-processors, and more threads than those only hinder each other; storage wants more reads in flight than that,
-a network file system more than a disk. Measured on two cores: warm 11.7 GB/s at 2 threads and 5.3 at 8, cold
-1.1 GB/s at 2 threads and 2.1 at 8.
+A thread has one read in flight. Bytes in the page cache are copied by processors: more threads only hinder
+each other. Measured on two cores: warm 11.7 GB/s at 2 threads and 5.3 at 8, cold 1.1 GB/s at 2 and 2.1 at 8.
 """
 
 from __future__ import annotations
@@ -136,10 +134,7 @@ class Tuning:
         return Rates(link=stream * self.threads * self.ranks)
 
     def suited(self, plan: Plan) -> Tuning:
-        """The setting with as many threads as fill the link to a store with the plan's requests.
-
-        Those for rows of a shard are short, and land in place: more of them find room within the limit.
-        """
+        """Return the setting with as many threads as fill the line to a store with the plan's requests."""
         reads = [read for read in plan.reads if read.nbytes]
         if self.cost is None or not reads or plan.computations:
             return self
@@ -182,11 +177,9 @@ def tune(
     chunk_size: int | None = None,
     ranks: int | None = None,
 ) -> Tuning:
-    """The setting for reading from ``storage`` with ``ranks`` ranks on this machine.
+    """Choose how to read from ``storage`` with ``ranks`` ranks on this machine.
 
-    ``chunk_size`` is kept if it is given, and ``memory_limit`` caps all buffers together: chunks shrink
-    first, then threads; a thread that ``computes`` takes a chunk more. Probing opens a few files and
-    reads none.
+    ``memory_limit`` caps all buffers together: chunks shrink first, then threads.
     """
     ranks = ranks or local_ranks()
     share = max(1, math.floor(cores() / ranks))

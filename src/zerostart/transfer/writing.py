@@ -68,10 +68,9 @@ def write_out(
 ) -> int:
     """Write what ``storages`` (one for each of the plan's origins) hold; returns the bytes written.
 
-    Without a ``writer`` nothing is written, and ``noted`` alone is told of what would be.
-    Beside the storages this takes a buffer of the plan's ``chunk_size`` and ``SLACK`` for each thread, and
-    one of ``chunk_size`` on an accelerator where elements do not lie there as they are to be written. The
-    first error of any thread stops the others and is raised here.
+    Without a ``writer`` only ``noted`` is called. A thread takes a buffer of ``chunk_size`` and ``SLACK``,
+    and one of ``chunk_size`` on an accelerator. The first error of any thread stops the others and is raised
+    here.
     """
     devices = dict.fromkeys(s.storage.device for s in storages if s.storage.device.type != "cpu")
     for each in devices:
@@ -213,10 +212,7 @@ class _Writing:
 
 
 class _Room:
-    """One thread's staging: a buffer, pinned where an accelerator fills it, and one there; made when needed.
-
-    ``stream`` is the one that the thread works under, if it has one.
-    """
+    """One thread's staging under its ``stream``: a buffer on the host and one on the accelerator."""
 
     def __init__(self, nbytes: int, device: torch.device | None, stream: torch.Stream | None) -> None:
         self._nbytes = nbytes

@@ -1,8 +1,7 @@
-"""Counting the reads of every rank at once, for worlds too large to plan rank by rank.
+"""Count the reads of every rank at once, for worlds too large to plan rank by rank.
 
-Layers repeat: parameters that are made alike of checkpoint tensors, and are cut alike, are read alike, from
-other places. So each kind of parameter is pulled back and cut into segments once for every rank, as ``join``
-does it, and what is left for the parameters of that kind is arithmetic on arrays.
+Layers repeat: each kind of parameter is cut into segments once for every rank, as ``join`` does it. The
+parameters of that kind are then arithmetic on arrays.
 """
 
 from __future__ import annotations

@@ -106,10 +106,9 @@ Tensors = Mapping[str, TensorEntry]
 def computations(
     tensors: Tensors, copies: Iterable[Copy], target: int, options: PlanOptions
 ) -> Iterator[Computation]:
-    """The computations that give destination ``target`` what ``copies`` take from computed tensors.
+    """Plan what gives destination ``target`` the elements that ``copies`` take from computed tensors.
 
-    One that can be evaluated in boxes is cut until it takes no more memory than a chunk; one that needs an
-    operand whole is evaluated once, for all copies out of it.
+    One that can be evaluated in boxes is cut to the size of a chunk, others are evaluated whole.
     """
     operands = Operands()
     by_source: dict[Computed, list[Copy]] = {}

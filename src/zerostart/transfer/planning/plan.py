@@ -289,10 +289,10 @@ def _place(segment: Segment) -> tuple[int, int, int, bool]:
 
 
 def read_starts(found: Iterable[tuple[int, int, int, bool, int]], options: PlanOptions) -> Iterator[int]:
-    """The rule of merging: the numbers of the segments ``found``, sorted by place, with which a read begins.
+    """Return the numbers of the segments, sorted by place, with which a read begins.
 
-    A segment is ``(file, offset, bytes, direct, rows)``. What may be read into place is scattered by one
-    call and has to follow without a gap; what is staged is read with small gaps. Rows are left alone.
+    A segment is ``(file, offset, bytes, direct, rows)``. Direct ones are merged without a gap, staged ones
+    with small gaps, rows never.
     """
     begin = end = members = 0
     group: tuple[int, bool] | None = None

@@ -1,10 +1,7 @@
 """A save as plain data: the join run backwards, as the writes that one rank makes.
 
-The copies that fill a rank's share of a parameter from a checkpoint, taken the other way, are what the share
-contributes to the tensors of a checkpoint. Each tensor is divided into windows of equal size, the same on
-every rank, the first of them shorter, so that the others begin with a page of the file. What a rank has in
-one window is one write, put together in memory where it lies in several places or in another order, and
-whatever of the window belongs to other ranks is left out.
+Each tensor is divided into windows of equal size, the same on every rank, which begin with a page of the
+file. What a rank has in one window is one write.
 """
 
 from __future__ import annotations
@@ -68,10 +65,7 @@ class Write:
         return len(self.parts) == 1 and self.parts[0].direct
 
     def rows(self) -> Iterator[tuple[int, int, int, int]]:
-        """The unbroken runs, in order, those of one length at equal distances together.
-
-        As ``(first element, elements, distance, how many)``, the first relative to that of the write.
-        """
+        """Yield the unbroken runs as ``(first element, elements, distance, how many)``, like ones together."""
         if self.count == self.span:
             yield 0, self.span, self.span, 1
             return
@@ -130,10 +124,9 @@ def plan_writes(
     chunk_size: int,
     page: int = PAGE,
 ) -> WritePlan:
-    """What a rank writes that holds, of the targets of recipes, what the layouts say.
+    """Plan the writes of a rank that holds what the layouts say of the targets of recipes.
 
-    The sources of the recipes are tensors of ``layout``, whose dtypes the elements take. No write is longer
-    than ``chunk_size`` bytes; where ``page`` is as many, none crosses a multiple of it in its file.
+    No write is longer than ``chunk_size`` bytes, or crosses a multiple of it if ``page`` is as many.
     """
     origins: list[Origin] = []
     windows: dict[tuple[str, int], list[Part]] = {}
@@ -166,9 +159,9 @@ def plan_writes(
 
 
 def own_part(layout: Layout, held: tuple[int, int], nbytes: int, turn: int) -> Layout | None:
-    """What one of several holders of a share of ``nbytes`` does for it; None where others do it all.
+    """Return the part of a share of ``nbytes`` that one of its holders writes; None if others write all.
 
-    Each does an equal part of a large share; of a small one some do, beginning with number ``turn``.
+    A large share is divided equally; a small one is written by some, beginning with number ``turn``.
     """
     place, holders = held
     if holders == 1:
@@ -181,10 +174,9 @@ def own_part(layout: Layout, held: tuple[int, int], nbytes: int, turn: int) -> L
 
 
 def own_parts(shares: Iterable[tuple[Layout, tuple[int, int], int]]) -> Iterator[Layout | None]:
-    """Of each share (layout, which of how many holders, bytes of an element) what this rank writes of it.
+    """Return what this rank writes of each share (layout, which of how many holders, bytes of an element).
 
-    The one rule by which replicas divide what is to be done once: ``shares`` are in one order on all ranks,
-    and every element comes out on exactly one of its holders.
+    ``shares`` have one order on all ranks; every element comes out on exactly one of its holders.
     """
     turn = 0
     for layout, held, itemsize in shares:
@@ -196,10 +188,7 @@ def own_parts(shares: Iterable[tuple[Layout, tuple[int, int], int]]) -> Iterator
 def _parts(
     copy: Copy, dtype: torch.dtype, size: int, lead: int, number: int, direct: bool
 ) -> Iterator[tuple[int, Part]]:
-    """A copy in windows of ``size`` elements, of which the tensor's first has ``lead`` before the tensor.
-
-    ``at`` is the place in the window.
-    """
+    """Cut a copy into windows of ``size`` elements; ``lead`` elements come before the tensor in the first."""
     for start, to, loops in _windows(copy.start + lead, copy.to, copy.loops, size):
         window, at = divmod(start, size)
         run = not loops or (len(loops) == 1 and loops[0][1:] == (1, 1))
