@@ -65,7 +65,7 @@ class Write:
         return len(self.parts) == 1 and self.parts[0].direct
 
     def rows(self) -> Iterator[tuple[int, int, int, int]]:
-        """Yield the unbroken runs as ``(first element, elements, distance, how many)``, like ones together."""
+        """Yield the unbroken runs: ``(first element, elements, distance, how many)``, like ones together."""
         if self.count == self.span:
             yield 0, self.span, self.span, 1
             return
