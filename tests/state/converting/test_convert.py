@@ -68,7 +68,7 @@ def test_round_trips_keep_the_bytes(
 def test_two_ranks_write_what_one_writes(tmp_path: Path, checkpoints: TinyCheckpoints) -> None:
     folder = checkpoints("qwen3", BF16)
     for to in ("hf", "dcp"):
-        assert run(str(folder), str(tmp_path / to), "--to", to, "--nproc", "2") == 0
+        run_ranks(convert, 2, str(folder), str(tmp_path / to), to)
     assert same(weights(tmp_path / "hf"), weights(folder))
     assert same(load_dcp(tmp_path / "dcp", weights(folder)), weights(folder))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -65,12 +66,14 @@ def save_distributed(
 
 def _save(reader: SourceReader, tensors: Mapping[str, SourceTensor], part: Path, world: World) -> None:
     try:
-        save(
-            {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in tensors.items()},
-            storage_writer=FileSystemWriter(part, per_thread_copy_ahead=0),
-            planner=_StreamingPlanner(reader, tensors, world),
-            no_dist=world.size == 1,
-        )
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is meant
+            save(
+                {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in tensors.items()},
+                storage_writer=FileSystemWriter(part, per_thread_copy_ahead=0),
+                planner=_StreamingPlanner(reader, tensors, world),
+                no_dist=world.size == 1,
+            )
     except CheckpointException as error:  # every rank has the failures of all
         rank = min(error.failures)
         raise error.failures[rank][0] from error
