@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
@@ -46,8 +45,6 @@ logger = logging.getLogger("zerostart")
 LATEST = "latest"
 #: accelerate's names of a model's checkpoint, on DeepSpeed and on FSDP2.
 DEEPSPEED, FSDP = "pytorch_model", "pytorch_model_fsdp"
-#: Directories of which somebody was told that they hold a newer checkpoint of another library.
-_told: set[tuple[Path, Path]] = set()
 
 
 class SavedState(Format):
@@ -187,29 +184,26 @@ def _saved_at(state: Path) -> int:
     return saved_at(document, marker)
 
 
+#: Directories of which somebody was told that they hold a newer checkpoint of another library.
+_told: set[tuple[Path, Path]] = set()
+
+
 def tell_of_newer(directory: Path, own: Path) -> None:
     """Warn, once, where ``directory`` has a checkpoint of another library that is newer than our ``own``."""
     try:
         stock = stock_time(directory)
-        saved = (own / STATE_MARKER).stat().st_mtime
+        is_newer = stock is not None and stock[1] > (own / STATE_MARKER).stat().st_mtime
     except (ZerostartError, OSError):
         return  # nobody has asked for it
-    if stock is None or stock[1] <= saved or (stock[0], own) in _told:
-        return
-    _told.add((stock[0], own))
-    logger.warning(
-        "%s is taken, which zerostart saved at %s; %s has a checkpoint of another library of %s: to take "
-        "that one, name its own folder, or remove %s",
-        own,
-        _clock(saved),
-        stock[0],
-        _clock(stock[1]),
-        own / STATE_MARKER,
-    )
-
-
-def _clock(seconds: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+    if stock is not None and is_newer and (stock[0], own) not in _told:
+        _told.add((stock[0], own))
+        logger.warning(
+            "%s is taken, which zerostart saved; %s has a newer checkpoint of another library: to take that "
+            "one, name its own folder, or remove %s",
+            own,
+            stock[0],
+            own / STATE_MARKER,
+        )
 
 
 def is_tag(name: str) -> bool:

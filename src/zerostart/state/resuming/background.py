@@ -40,25 +40,15 @@ from zerostart.upstream.torch.process_group import BeforeTheEnd
 logger = logging.getLogger("zerostart")
 
 
-class Seconds(dict[str, float]):
-    """Seconds by name, also as attributes."""
-
-    @property
-    def blocked(self) -> float:
-        """Return how long the call held the training up."""
-        return self["blocked"]
-
-    @property
-    def written(self) -> float:
-        """Return the time from the call until the checkpoint was in its place; 0.0 until then."""
-        return self["written"]
-
-
 @dataclass
 class Saving:
-    """A save that is under way or done; ``seconds`` has ``blocked`` and ``written``."""
+    """A save that is under way or done.
 
-    seconds: Seconds = field(default_factory=lambda: Seconds(blocked=0.0, written=0.0))
+    ``seconds`` has ``blocked``, for which the call held the training up, and ``written``, from the call until
+    the checkpoint was in its place.
+    """
+
+    seconds: dict[str, float] = field(default_factory=lambda: {"blocked": 0.0, "written": 0.0})
     _thread: threading.Thread | None = None
     _error: BaseException | None = None
     _place: Path | str | None = field(default=None, repr=False)  # a URL may have a password
@@ -68,7 +58,7 @@ class Saving:
     @classmethod
     def finished(cls, seconds: float) -> Saving:
         """Return a save that was over when its call returned."""
-        return cls(Seconds(blocked=seconds, written=seconds))
+        return cls({"blocked": seconds, "written": seconds})
 
     def done(self) -> bool:
         """Return whether it has ended, well or not."""
