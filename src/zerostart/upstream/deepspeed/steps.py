@@ -84,9 +84,6 @@ def steps_of(engine: DeepSpeedEngine) -> list[Stepped]:
     wrapper, base = optimizer_of_engine(engine), base_optimizer(engine)
     if wrapper is None or base is None:
         return []
-    follow = getattr(base, "_zerostart_follow", None)
-    if follow is not None:
-        follow()  # Settings of groups that were split from another (``groups.py``).
     # Stage 0 in fp32: DeepSpeed hands the client's optimizer through.
     if wrapper is base:
         return plain_steps(base)

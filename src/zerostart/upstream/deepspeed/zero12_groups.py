@@ -170,6 +170,16 @@ _OWN = frozenset({"params", "param_names", "moe", "name"})
 _LISTS = ("params", "param_names")
 
 
+class _Follower(dict[str, Any]):
+    """A group that takes its leader's settings before one is read."""
+
+    follow: Callable[[], None]
+
+    def __getitem__(self, key: str) -> object:
+        self.follow()
+        return super().__getitem__(key)
+
+
 def split_groups(groups: Sequence[ParameterGroup], kind_of: KindOf) -> list[ParameterGroup]:
     """New groups in the place of ``groups``: of each its parts, experts last."""
     return [{**group, **part} for group in groups for part in _parts(group, kind_of)]
@@ -182,13 +192,14 @@ def split_optimizer(client: torch.optim.Optimizer, kind_of: KindOf) -> torch.opt
     the other parts follow it. Groups of experts alone are named as such in place.
     """
     groups: list[ParameterGroup] = []
-    followers: list[tuple[ParameterGroup, ParameterGroup, ParameterGroup]] = []
+    followers: list[tuple[_Follower, ParameterGroup, ParameterGroup]] = []
     for group in client.param_groups:
         first, *others = _parts(group, kind_of) or [{}]
         groups.append(group)
         for part in others:
-            groups.append({**group, **part})
-            followers.append((groups[-1], group, dict(group)))
+            follower = _Follower({**group, **part})
+            groups.append(follower)
+            followers.append((follower, group, dict(group)))
         group.update(first)
     if not followers:
         return client
@@ -200,9 +211,9 @@ def split_optimizer(client: torch.optim.Optimizer, kind_of: KindOf) -> torch.opt
 
     def follow(*_: object) -> None:
         """Take the settings that a scheduler has changed in the leaders; a step's own counts stay."""
-        for follower, leader, seen in followers:
+        for one, leader, seen in followers:
             changed = {k: v for k, v in leader.items() if k not in _OWN and seen.get(k, _OWN) is not v}
-            follower.update(changed)
+            one.update(changed)
             seen.update(leader)
 
     def settle(*_: object) -> None:
@@ -218,7 +229,8 @@ def split_optimizer(client: torch.optim.Optimizer, kind_of: KindOf) -> torch.opt
             split.param_groups[:] = groups
             owner.state = split.state
 
-    split._zerostart_follow = follow
+    for one, _, _ in followers:
+        one.follow = follow
     split.register_step_pre_hook(follow)
     split.register_step_post_hook(settle)
     split.register_load_state_dict_post_hook(loaded)

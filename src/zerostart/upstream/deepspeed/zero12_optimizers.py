@@ -27,6 +27,7 @@ from zerostart.upstream.deepspeed.zero12_groups import TOUCHED as GROUPING
 from zerostart.upstream.deepspeed.zero12_groups import Keeper, Mark, RunReader, grouping, marked, remark
 from zerostart.upstream.guard import Function, Use, misfit
 from zerostart.upstream.patches import RefCountedPatches, replaced
+from zerostart.upstream.torch.byte_sums import lanes_of, signed
 from zerostart.upstream.types import Arguments, Keywords
 
 if TYPE_CHECKING:
@@ -356,7 +357,13 @@ _ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
 _CONSTRUCTION = Use(
     _ENGINE, "__init__(*, model, optimizer)", "buffers that wait on the host are brought to the device first"
 )
-BUFFERS_TOUCHED = (_CONSTRUCTION,)
+_BROADCAST = Use(
+    _ENGINE,
+    "_broadcast_model, .dist_backend",
+    "parameters that hold the same bits on all ranks are not sent",
+    source=("_broadcast_model: hasattr(p, 'ds_optim_param')",),
+)
+BUFFERS_TOUCHED = (_CONSTRUCTION, _BROADCAST)
 
 
 @functools.cache
@@ -388,8 +395,13 @@ def _enter(stack: ExitStack) -> None:
     enter_constructors(stack)
     grouping.open()
     stack.callback(grouping.close)
-    construct = DeepSpeedEngine.__init__
+    broadcast, construct = DeepSpeedEngine._broadcast_model, DeepSpeedEngine.__init__
     signature = inspect.signature(construct)
+
+    @functools.wraps(broadcast)
+    def broadcast_model(self: DeepSpeedEngine) -> None:
+        with _spared(self):
+            broadcast(self)
 
     @functools.wraps(construct)
     def construct_engine(self: DeepSpeedEngine, *args: object, **kwargs: object) -> None:
@@ -405,6 +417,7 @@ def _enter(stack: ExitStack) -> None:
                 # Weakly: a model may outlive its engine, which would be kept with all its buffers.
                 keeper.optimizer = weakref.ref(self.optimizer)
 
+    stack.enter_context(replaced(DeepSpeedEngine, "_broadcast_model", broadcast_model))
     stack.enter_context(replaced(DeepSpeedEngine, "__init__", construct_engine))
 
 
@@ -415,3 +428,52 @@ def _keepers(model: object) -> list[Keeper]:
     """The keepers of the model's parameters, each once."""
     parameters = model.parameters() if isinstance(model, torch.nn.Module) else ()
     return list({id(m.keeper): m.keeper for p in parameters if (m := marked(p)) is not None}.values())
+
+
+@contextlib.contextmanager
+def _spared(engine: DeepSpeedEngine) -> Iterator[None]:
+    """Have DeepSpeed not broadcast the parameters that are the same on all ranks that it would send them to.
+
+    ``_broadcast_model`` passes over parameters with an attribute ``ds_optim_param``. Experts are sent to the
+    ranks that hold the same ones.
+    """
+    sharing: dict[str | None, list[Any]] = {}
+    if engine.dist_backend is not None:
+        for parameter in engine.module.parameters():
+            if marked(parameter) is not None and not hasattr(parameter, "ds_optim_param"):
+                # By the group that each would be sent in: the comparison is collective in just that group.
+                sharing.setdefault(_experts_of(parameter), []).append(parameter)
+    spared = []
+    for name, parameters in sharing.items():
+        ranks = engine.seq_data_parallel_group if name is None else engine.expert_data_parallel_group[name]
+        spared += alike(parameters, ranks)
+    for parameter in spared:
+        parameter.ds_optim_param = True
+    try:
+        yield
+    finally:
+        for parameter in spared:
+            # For the call alone: other code of DeepSpeed's reads the same attribute.
+            del parameter.ds_optim_param
+
+
+def _experts_of(parameter: Any) -> str | None:
+    """The name of the expert group of a parameter of experts (``moe.utils.is_moe_param``), else None."""
+    return None if getattr(parameter, "allreduce", True) else parameter.group_name
+
+
+def alike(parameters: Sequence[torch.Tensor], group: dist.ProcessGroup) -> list[Any]:
+    """Those that hold the same bits on all ranks of ``group``; collective, with one small message."""
+    if not parameters or dist.get_world_size(group=group) == 1:
+        return list(parameters)
+    own = torch.tensor([fingerprint(parameter) for parameter in parameters], device=parameters[0].device)
+    extremes = torch.stack([own, ~own])  # ~ reverses the order: the least of it is the greatest.
+    dist.all_reduce(extremes, op=dist.ReduceOp.MIN, group=group)
+    same = (extremes[0] == ~extremes[1]).all(1).tolist()
+    return [parameter for parameter, one in zip(parameters, same, strict=True) if one]
+
+
+def fingerprint(tensor: torch.Tensor) -> list[int]:
+    """The sums over a tensor's bits in row-major order, wherever in memory they lie: two of 64 bits."""
+    octets = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    return [signed(lane) for lane in lanes_of(octets)]
