@@ -10,16 +10,11 @@ vLLM finds its engine under the name ``zerostart`` (``weight_transfer_config={"b
 SGLang gets ``custom_weight_loader=["zerostart.serving.sglang_weight_loader"]``.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from zerostart.refit.connection import Closed, Connection, serve
-    from zerostart.refit.drivers import Driver
-    from zerostart.refit.receiver import EngineWeights, Receiver
-    from zerostart.refit.sglang import weight_loader as sglang_weight_loader
-    from zerostart.refit.vllm import register as register_with_vllm
+from zerostart.refit.connection import Closed, Connection, serve
+from zerostart.refit.drivers import Driver
+from zerostart.refit.receiver import EngineWeights, Receiver
+from zerostart.refit.sglang import weight_loader as sglang_weight_loader
+from zerostart.refit.vllm import register as register_with_vllm
 
 __all__ = [
     "Closed",
@@ -31,27 +26,3 @@ __all__ = [
     "serve",
     "sglang_weight_loader",
 ]
-
-_HOMES = {
-    "Closed": "connection",
-    "Connection": "connection",
-    "Driver": "drivers",
-    "EngineWeights": "receiver",
-    "Receiver": "receiver",
-    "register_with_vllm": "vllm:register",
-    "serve": "connection",
-    "sglang_weight_loader": "sglang:weight_loader",
-}
-
-
-def __getattr__(name: str) -> object:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module
-
-    module, _, there = _HOMES[name].partition(":")
-    return getattr(import_module(f"zerostart.refit.{module}"), there or name)
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)

@@ -82,22 +82,14 @@ class PushReport:
     untaken: tuple[str, ...]
 
     def __str__(self) -> str:
-        total = max(self.phases["total"], 1e-9)
-        phases = ", ".join(f"{name} {self.phases[name]:.2f} s" for name in ("plan", "move", "fill"))
+        phases = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self.phases.items())
         lines = [
-            f"version {self.version}: {decimal(self.owned_bytes)} by {self.transport} to {len(self.workers)} "
-            f"workers in {total:.2f} s ({decimal(int(self.owned_bytes / total))}/s); moved "
-            f"{decimal(self.moved_bytes)}, taken {decimal(self.wanted_bytes)}",
-            f"  {phases}; peak {decimal(self.peak_host_bytes)} in addition to the shards",
-        ]
-        lines += [
-            f"  {worker.name} serves version {worker.version}: {decimal(worker.wanted_bytes)}, digest "
-            f"{worker.digest}"
-            for worker in self.workers
+            f"version {self.version}: {decimal(self.owned_bytes)} by {self.transport}, "
+            f"{decimal(self.moved_bytes)} moved; {phases}; peak {decimal(self.peak_host_bytes)}",
+            *(f"  {each.name}: {decimal(each.wanted_bytes)}, digest {each.digest}" for each in self.workers),
         ]
         if self.untaken:
-            more = f" and {len(self.untaken) - 4} more" if len(self.untaken) > 4 else ""
-            lines.append(f"  taken by nobody: {', '.join(self.untaken[:4])}{more}")
+            lines.append(f"  taken by nobody: {', '.join(self.untaken)}")
         return "\n".join(lines)
 
 

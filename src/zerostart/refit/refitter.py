@@ -59,17 +59,17 @@ class Refitter:
                     "SGLang's Engine, the http:// address of a server of either, a module with load_weights, "
                     "a zerostart.serving.Receiver of it, or another sharded model"
                 )
-        kinds = world.all_gather_object(
-            "none" if target is None else "other" if inside is None else "inside", "looking at the target"
-        )
+        kind = "none" if target is None else "other" if driver is None else "engine"
+        kinds = world.all_gather_object(kind if inside is None else "inside", "looking at the target")
         within = "inside" in kinds
         with world.phase("beginning a refit"):
-            if within and kinds[world.rank] == "other":
+            if within and kinds[world.rank] in ("other", "engine"):
                 raise ConfigError(
                     f"target is a {type(target).__name__} on rank {world.rank}, and a model, or an engine "
                     "within the rank, on others: pass that, or None on ranks that have nothing of it"
                 )
-            if driver is not None and inside is None and world.rank and getattr(driver, "in_process", False):
+            alone = kinds[0] == "engine" and not getattr(driver, "in_process", False)
+            if kinds[world.rank] == "engine" and world.rank and not alone:
                 raise ConfigError(
                     f"target is an engine on rank {world.rank}, whose workers are other processes: pass one "
                     "on rank 0 only, and None on the others"
