@@ -42,10 +42,10 @@ def expert_cutter(world: World, parallelism: Parallelism, partitioned: bool) -> 
         alike = TensorGroups(size).tensors if size > 1 else None
     # Stage 3 asks a parameter for its group, stages 1 and 2 for its group's name.
     marked = mark_expert if partitioned else mark_flat_expert
-    return lambda model: _cut(model, parallelism, world.rank, groups, alike, lambda p: marked(p, groups))
+    return lambda model: _cut_experts(model, parallelism, world.rank, groups, alike, lambda p: marked(p, groups))
 
 
-def _cut(
+def _cut_experts(
     model: nn.Module,
     parallelism: Parallelism,
     rank: int,

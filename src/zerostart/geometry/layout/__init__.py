@@ -42,7 +42,6 @@ __all__ = [
     "expert_plan",
     "flat_partition",
     "packed",
-    "ranged",
     "replicated",
     "rules_without",
     "tensor_plan",
