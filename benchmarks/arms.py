@@ -96,7 +96,7 @@ def prepare_zerostart_deepspeed(checkpoint: Path, expert_parallel: int = 1) -> P
     import deepspeed
 
     import zerostart
-    import zerostart.engines.deepspeed.experts
+    import zerostart.engines.deepspeed.parallel
     import zerostart.loading.run  # imported by the first load otherwise
 
     model_class(checkpoint)

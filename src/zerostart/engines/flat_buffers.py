@@ -20,7 +20,7 @@ from zerostart.engines.placements import DEVICE, RANKS_OF_A_MACHINE, Parameters,
 from zerostart.engines.residence import HOST, MemoryFit, Residence, agree_on_residence, residence_of
 from zerostart.engines.shard import Shard, replace_everywhere
 from zerostart.geometry.layout import Layout, Parallelism, replicated
-from zerostart.geometry.layout.flat import FlatGroup, FlatRules
+from zerostart.geometry.layout.layout import FlatGroup, FlatRules
 
 #: Bytes that a group, and a parameter, may begin at a multiple of.
 ALIGNMENT = 64

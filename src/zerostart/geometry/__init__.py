@@ -8,7 +8,7 @@ from zerostart.geometry.copies import (
     merge_runs,
     row_major_boxes,
 )
-from zerostart.geometry.digits import Digit, Digits, cut, extent, row_major_strides, simplify, split_at
+from zerostart.geometry.digits import row_major_strides, simplify
 from zerostart.geometry.pieces import (
     Piece,
     broadcast,
@@ -23,7 +23,7 @@ from zerostart.geometry.pieces import (
     whole,
 )
 from zerostart.geometry.regions import Region, regions, split_region
-from zerostart.geometry.tiling import View, view_within, without
+from zerostart.geometry.tiling import view_within, without
 
 __all__ = [
     "Box",

@@ -21,7 +21,7 @@ from zerostart.engines import (
     laid_out,
 )
 from zerostart.errors import ConfigError
-from zerostart.geometry.layout.flat import narrowed
+from zerostart.geometry.layout.layout import narrowed
 from zerostart.live.model import LiveModel
 
 

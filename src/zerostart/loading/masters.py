@@ -17,7 +17,7 @@ from zerostart.distributed.world import current_world
 from zerostart.engines import Shard
 from zerostart.errors import EngineError
 from zerostart.geometry.layout import Layout
-from zerostart.geometry.layout.flat import narrowed
+from zerostart.geometry.layout.layout import narrowed
 from zerostart.recipe import Computed, Recipe, torch_dtype
 from zerostart.recipe.values import leaves_of
 from zerostart.transfer import Progress, Tuning

@@ -13,7 +13,7 @@ from tests.engines.zero12 import routes
 from tests.ranks import rank_outcomes, run_ranks
 from tests.tiny import TinyCheckpoints
 from zerostart.errors import ConfigError
-from zerostart.geometry.layout.flat import FlatRules, shares
+from zerostart.geometry.layout.layout import FlatRules, shares
 
 
 def read(path: Path, exchange: bool, dtype: torch.dtype | None) -> tuple[int, int, list[str]]:

@@ -21,7 +21,7 @@ from zerostart.geometry.layout import (
     packed,
     replicated,
 )
-from zerostart.geometry.layout.flat import narrowed
+from zerostart.geometry.layout.layout import narrowed
 
 shapes = st.lists(st.integers(1, 7), min_size=1, max_size=3)
 

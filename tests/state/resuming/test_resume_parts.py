@@ -15,7 +15,7 @@ import torch
 
 from zerostart.errors import ConfigError
 from zerostart.geometry.layout import replicated
-from zerostart.geometry.layout.flat import flat_run, narrowed
+from zerostart.geometry.layout.layout import flat_run, narrowed
 from zerostart.state.resuming.retention import complete, prune
 from zerostart.state.resuming.training_state import random_rows, set_random_rows
 from zerostart.state.resuming.values import decoded, encoded_whole

@@ -14,7 +14,7 @@ from torch import nn
 
 from zerostart.distributed.world import World
 from zerostart.engines.deepspeed import memory
-from zerostart.engines.deepspeed.experts import cutter
+from zerostart.engines.deepspeed.parallel import cutter
 from zerostart.engines.deepspeed.settings import DeepSpeedSettings
 from zerostart.engines.deepspeed.training import (
     HOST_BACKEND,
@@ -40,7 +40,7 @@ from zerostart.engines.state import (
 from zerostart.engines.training import AccelerateSetup, EngineConfig, TrainingJob
 from zerostart.errors import ConfigError, EngineError
 from zerostart.geometry.layout import Layout, Mesh, Parallelism, flat_partition
-from zerostart.geometry.layout.flat import FlatRules
+from zerostart.geometry.layout.layout import FlatRules
 from zerostart.upstream.deepspeed import engine as editing
 from zerostart.upstream.deepspeed import engine as upstream
 from zerostart.upstream.deepspeed import steps as optimizers
@@ -182,7 +182,7 @@ class DeepSpeed(Engine):
         # seconds to import and which the machine that plans may lack.
         if self.mesh.tensor_parallel == 1:
             return super().parallelism(model)
-        from zerostart.engines.deepspeed.tensors import tensor_cuts
+        from zerostart.engines.deepspeed.parallel import tensor_cuts
 
         size, settings = self.mesh.tensor_parallel, self.settings
         cuts = functools.partial(tensor_cuts, model, size, settings.tensors, settings.tp_plan)
@@ -357,7 +357,7 @@ class ZeroThree(DeepSpeed):
         mark_parameters(model, rounded, reader.read if reader else None)
 
     def shards_of(self, model: nn.Module, parallelism: Parallelism, rank: int) -> dict[str, Shard]:
-        from zerostart.engines.deepspeed.experts import expert_shards
+        from zerostart.engines.deepspeed.parallel import expert_shards
         from zerostart.engines.deepspeed.partitioning import current_shards
 
         return expert_shards(model, parallelism, rank) if parallelism.mesh.parallel else current_shards(model)
@@ -442,7 +442,7 @@ class FlatBuffers(DeepSpeed):
 
     def shards_of(self, model: nn.Module, parallelism: Parallelism, rank: int) -> dict[str, Shard]:
         # This rank's experts or slices; everything else is whole.
-        from zerostart.engines.deepspeed.experts import flat_expert_shards
+        from zerostart.engines.deepspeed.parallel import flat_expert_shards
 
         return flat_expert_shards(model, parallelism, rank)
 

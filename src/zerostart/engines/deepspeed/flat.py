@@ -22,7 +22,7 @@ from zerostart.engines.flat_buffers import ALIGNMENT, Family, FlatBufferShards
 from zerostart.engines.residence import HOST, Residence
 from zerostart.errors import InsufficientMemoryError
 from zerostart.geometry.layout import Parallelism
-from zerostart.geometry.layout.flat import FlatGroup, FlatRules
+from zerostart.geometry.layout.layout import FlatGroup, FlatRules
 from zerostart.transfer.meter import free_bytes
 from zerostart.transfer.rearrange import Segment, in_place, rearrange
 from zerostart.upstream.deepspeed import zero12_optimizers as upstream

@@ -11,7 +11,7 @@ import torch
 
 from zerostart.errors import ConfigError, EngineError
 from zerostart.geometry.layout import Mesh
-from zerostart.geometry.layout.flat import FlatRules
+from zerostart.geometry.layout.layout import FlatRules
 from zerostart.upstream.types import DeepSpeedConfig
 
 #: Where parameters and states can be put.

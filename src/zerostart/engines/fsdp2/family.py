@@ -26,7 +26,7 @@ from zerostart.engines.state import OptimizerState, TrainingState
 from zerostart.engines.training import AccelerateSetup, EngineConfig, TrainingJob
 from zerostart.errors import ConfigError, EngineError
 from zerostart.geometry.layout import Mesh, Parallelism, dimension_shard
-from zerostart.geometry.layout.flat import FlatRules
+from zerostart.geometry.layout.layout import FlatRules
 from zerostart.models import Alias
 from zerostart.upstream.accelerate.plugins import launched_fsdp_version
 

@@ -9,7 +9,6 @@ from zerostart.geometry.layout.layout import (
     entire,
     flat_partition,
     packed,
-    ranged,
     replicated,
 )
 from zerostart.geometry.layout.parallel_plans import (

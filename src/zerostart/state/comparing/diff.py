@@ -30,7 +30,7 @@ from zerostart.distributed.machine import cores
 from zerostart.distributed.world import World, current_world
 from zerostart.engines import Shard
 from zerostart.errors import ConfigError, printable
-from zerostart.geometry.layout.flat import flat_run
+from zerostart.geometry.layout.layout import flat_run
 from zerostart.live.full_tensors import whole_tensor
 from zerostart.live.model import LiveModel, LogicalTensor
 from zerostart.recipe import Recipe, Target, spelling, torch_dtype

@@ -19,7 +19,7 @@ from zerostart.checkpoint.write.shards import parse_size
 from zerostart.distributed.world import World, current_world
 from zerostart.engines import Shard
 from zerostart.errors import ConfigError
-from zerostart.geometry.layout.flat import flat_run
+from zerostart.geometry.layout.layout import flat_run
 from zerostart.loading.preparation import equal_in
 from zerostart.models import Built, ModelLibrary
 from zerostart.recipe import Recipe, SymbolicTensor, Target, main_dtype, one_thread

@@ -17,7 +17,7 @@ from zerostart.checkpoint.paths import expanded, scheme_of
 from zerostart.checkpoint.source import open_catalog
 from zerostart.errors import CheckpointNotFoundError, ConfigError
 from zerostart.geometry import Piece
-from zerostart.geometry.layout.flat import flat_run
+from zerostart.geometry.layout.layout import flat_run
 from zerostart.recipe import Recipe, Target
 from zerostart.state.resuming.retention import complete
 from zerostart.state.resuming.training_state import MODEL

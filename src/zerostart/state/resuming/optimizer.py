@@ -21,7 +21,7 @@ from zerostart.distributed.world import World
 from zerostart.engines import Shard, Stepped
 from zerostart.errors import CheckpointError, ConfigError
 from zerostart.geometry.layout import replicated
-from zerostart.geometry.layout.flat import flat_run
+from zerostart.geometry.layout.layout import flat_run
 from zerostart.live.training import LiveTraining, StateTensor, is_elementwise, is_number, share_of
 from zerostart.recipe import spelling
 from zerostart.state.resuming.values import decoded, dtype_of, encoded
