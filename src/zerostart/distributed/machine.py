@@ -47,7 +47,6 @@ def available_memory(root: Path = ROOT) -> int:
 
 
 def _quotas(root: Path) -> Iterator[float]:
-    """Processors that each control group above this process allows."""
     for folder in _groups(root):
         quota, _, period = _text(folder / "cpu.max").partition(" ")
         if quota.isdecimal() and period.strip().isdecimal():

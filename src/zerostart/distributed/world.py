@@ -391,14 +391,12 @@ class World:
         raise error from failure
 
     def _bodies(self, during: str, message: bytes, longest: int) -> list[bytes]:
-        """``message`` of every rank, of which the longest is known."""
         # all_gather wants rows of one length: each begins with how much of it is meant.
         sized = len(message).to_bytes(8, "little") + message
         rows = self._gathered(during, _room(8 + longest, sized)).numpy()
         return [row[8:][: int.from_bytes(row[:8].tobytes(), "little")].tobytes() for row in rows]
 
     def _gathered(self, during: str, own: torch.Tensor) -> torch.Tensor:
-        """The 1-D tensor ``own`` of every rank, as rows."""
         rows = own.new_empty(self.size, own.numel())
         self._transfer(during, dist.all_gather, list(rows), own)
         return rows
@@ -432,8 +430,6 @@ class World:
 
 
 class _Head(NamedTuple):
-    """What a meeting has told."""
-
     #: Bytes of the longest data.
     longest: int
     #: Whether all ranks have the same data.
@@ -454,7 +450,6 @@ def is_lost(error: RuntimeError) -> bool:
 
 
 def _room(length: int, data: bytes) -> torch.Tensor:
-    """``length`` bytes, the first of which are ``data``."""
     room = torch.zeros(length, dtype=torch.uint8, device="cpu")
     if data:
         room[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)

@@ -116,7 +116,6 @@ def _serve(
 def _run(
     own_forward: Callable[..., torch.Tensor], tokens: torch.Tensor, numbers: torch.Tensor
 ) -> torch.Tensor:
-    """Each row of ``tokens`` through the one local expert in ``numbers``."""
     if not len(tokens):
         # A row of zeros, whose result is thrown away: parameters that no token reaches get a gradient of
         # zero, and their owners meet in its reduction.
@@ -141,8 +140,6 @@ def _dividing(
 
 
 class _Scaled(torch.autograd.Function):
-    """What is given; its gradient times ``factor``."""
-
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, factor: float) -> torch.Tensor:
         ctx.factor = factor

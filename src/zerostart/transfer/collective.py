@@ -251,7 +251,6 @@ class _Rounds:
     def _begin(
         self, step: tuple[Group, list[Batch]], room: torch.Tensor, pool: ThreadPoolExecutor
     ) -> list[Future[None]]:
-        """Have this rank's batch of a step read, a part by each thread."""
         batch = _own_batch(step, self._world.rank)
         if batch is None:
             return []
@@ -321,7 +320,6 @@ def _finish(reading: Sequence[Future[None]]) -> None:
 def _from_holder(
     plan: Plan, storages: Sequence[torch.Tensor], progress: Progress, tuning: Tuning, world: World
 ) -> TransferStats:
-    """Read from a mapping that some ranks hold, the first of which serves those that do not."""
     holders = plan.storage.readers(world.size)
     own: Reader = tuning.reader(plan)
     wants = () if world.rank in holders else tuple(plan.all_reads())
@@ -487,7 +485,6 @@ class HolderReader(Reader):
         self._left = bytes_view(got)
 
     def _answer(self, asked: torch.Tensor) -> torch.Tensor:
-        """Read the requests of one list, one behind the other."""
         table = asked.numpy().view(np.int64).reshape(-1, 5)
         answer = torch.empty(int(table[:, 2].sum()), dtype=torch.uint8, device="cpu")
         view, at = bytes_view(answer), 0

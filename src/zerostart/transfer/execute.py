@@ -63,8 +63,6 @@ def _zero_padding(destinations: Sequence[Destination], storages: Sequence[torch.
 
 
 class _Reading:
-    """What the reading threads share."""
-
     def __init__(
         self,
         plan: Plan,
@@ -135,7 +133,6 @@ class _Reading:
         self._reader.gather(read.file, read.offset, rows, place, step)
 
     def _compute(self, computation: Computation, targets: _Targets, staging: HostStaging) -> None:
-        """Fill the registers, run the steps, and deliver the last one's result to ``targets``."""
         rows = [torch.empty(r.numel, dtype=r.dtype, device="cpu") for r in computation.registers]
         _zero_padding(computation.registers, rows)
         registers = _Targets(computation.registers, rows)
@@ -160,8 +157,6 @@ class _Reading:
 
 
 class _Targets:
-    """Storages that reads go to, with the bytes of those that they may land in."""
-
     def __init__(self, destinations: Sequence[Destination], storages: Sequence[torch.Tensor]) -> None:
         self.storages = storages
         self._views = [
@@ -246,7 +241,6 @@ class Crew(Generic[T]):
             self._error = self._error or error
 
     def _take_part_beside(self) -> None:
-        """The same in a thread of its own: which device is the current one is a matter of each thread."""
         if self._device is not None and self._device.index is not None:
             torch.accelerator.set_device_index(self._device.index)
         with torch.inference_mode(self._inference), torch.no_grad():

@@ -94,7 +94,6 @@ def _permute(mover: _Mover, parts: Sequence[tuple[int, int]]) -> None:
 
 
 def _cut(parts: Sequence[tuple[int, int]], numel: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """The first ``numel`` elements of the parts, and the rest."""
     head, tail = [], []
     for target, length in parts:
         taken = min(length, numel)
@@ -118,8 +117,6 @@ def _joined(parts: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 class _Mover:
-    """Moves within one buffer, by way of two scratch buffers of ``room`` elements."""
-
     def __init__(self, flat: torch.Tensor, room: int) -> None:
         self.room = room
         self._flat = flat

@@ -118,7 +118,6 @@ class DeviceStaging(HostStaging):
 
     @cached_property
     def _host(self) -> list[tuple[torch.Tensor, memoryview]]:
-        """The buffers, and their bytes."""
         buffers = [
             page_locked(self._nbytes, self._device)
             if self._pinned

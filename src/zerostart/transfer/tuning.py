@@ -215,7 +215,6 @@ def tune(
 
 
 def _within(tuning: Tuning, computes: bool, limit: int | None, chunk_size: int | None, ring: int) -> Tuning:
-    """The setting cut down until its buffers are within the limit."""
     # Without a limit an eighth of the free memory, shared by the machine's ranks, and never more than the
     # ring.
     ring = ring if tuning.cost is None else STORE_RING

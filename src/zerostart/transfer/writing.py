@@ -88,8 +88,6 @@ def write_out(
 
 
 class _Writing:
-    """What the writing threads share."""
-
     def __init__(
         self,
         plan: WritePlan,
@@ -147,13 +145,11 @@ class _Writing:
             self._noted(write.name, write.first + first, step, seen)
 
     def _is_there(self, write: Write) -> bool:
-        """Whether all of it is on the accelerator, whose stream alone is waited for."""
         if self._device is None:
             return False
         return all(self._storages[part.target].storage.device == self._device for part in write.parts)
 
     def _data_there(self, write: Write, room: _Room) -> torch.Tensor:
-        """What is written, on the accelerator: where it lies if it lies there as it is to be."""
         if len(write.parts) == 1 and write.count == write.span and is_one_run(write.parts[0]):
             (part,) = write.parts
             held = self._storages[part.target].elements(part.to, write.count)
@@ -165,7 +161,6 @@ class _Writing:
         return data
 
     def _gather(self, write: Write, data: torch.Tensor) -> None:
-        """Put the parts of a write where they belong in its window."""
         for part in write.parts:
             # A write is a read run backwards: the storage is the source here, the file's window the
             # destination.
@@ -194,7 +189,6 @@ class _Writing:
         return True
 
     def _data(self, write: Write, room: _Room) -> torch.Tensor:
-        """What is written, where it lies or in ``room``, in its page of memory as in its page of the file."""
         lead = 0
         if self._writer is not None:
             lead = self._writer.lead(write.name, write.first * write.dtype.itemsize)
@@ -221,7 +215,6 @@ class _Room:
 
     @cached_property
     def _buffer(self) -> torch.Tensor:
-        """From the beginning of a page on."""
         nbytes = self._nbytes + SLACK
         pinned = self._device is not None
         room = page_locked(nbytes) if pinned else torch.empty(nbytes, dtype=torch.uint8, device="cpu")

@@ -80,7 +80,6 @@ def join(
 
 
 def _check_filled(recipe: Recipe, layout: Layout, copies: Iterable[Copy]) -> None:
-    """Memory that no read fills is never taken for weights, whatever went wrong before: CoverageError."""
     have, need = sum(copy.numel for copy in copies), sum(placed.box.numel for placed in layout.boxes)
     if have != need:
         raise CoverageError(
@@ -137,8 +136,6 @@ def _regions(
 
 
 class _Builder:
-    """Makes one computation: the registers and reads that its steps need, each once."""
-
     def __init__(self, tensors: Tensors, options: PlanOptions, operands: Operands) -> None:
         self._tensors = tensors
         self._options = options
@@ -156,7 +153,6 @@ class _Builder:
         return Computation(tuple(self._registers), reads, tuple(self._steps))
 
     def _step(self, source: Computed, taken: Sequence[Region], target: int) -> None:
-        """Evaluate a box of ``source``, after what it needs."""
         factors, box = taken[0].factors, taken[0].box
         operands = []
         for operand, aligned in zip(source.operands, source.aligned, strict=True):
@@ -193,7 +189,6 @@ class _Builder:
         shape: tuple[int, ...],
         strides: tuple[int, ...] | None = None,
     ) -> OperandView:
-        """The register with ``region`` of ``operand``, filled by then."""
         # Equal operands are one object, by whose identity registers are known.
         operand = self._operands.one(operand)
         known = self._known.get((id(operand), region))
@@ -224,7 +219,6 @@ class _Builder:
 
 
 def _aligned(shape: tuple[int, ...], box: Box) -> Box:
-    """The region of an operand of ``shape`` that is broadcast to what ``box`` is a part of."""
     lead = len(box.extent) - len(shape)
     one = [size == 1 for size in shape]
     return Box(
@@ -272,8 +266,6 @@ class Operands:
 
 
 class _Sorted:
-    """Pieces by where they begin in the dimension in which they begin at most places."""
-
     def __init__(self, pieces: Sequence[Piece]) -> None:
         dims = range(len(pieces[0].origin)) if pieces else range(0)
         self._dim = max(dims, key=lambda dim: len({piece.origin[dim] for piece in pieces}), default=None)

@@ -219,7 +219,6 @@ def segments(
 def _cut(
     start: int, to: int, inner: tuple[Loop, ...], span: int, rows: Loop | None, limit: int
 ) -> Iterator[tuple[int, int, tuple[Loop, ...], int]]:
-    """Spans of at most ``limit`` elements, or rows of spans packed to as many: with their loops and rows."""
     if rows is None:
         for first, place, loops in _bounded(start, to, inner, limit):
             yield first, place, loops, 1
@@ -235,7 +234,6 @@ def _cut(
 
 
 def _lands(loops: Sequence[Loop], rows: int) -> bool:
-    """Whether the elements are one run on both sides, or rows of such runs."""
     within = loops[1:] if rows > 1 else loops
     return not within or (len(within) == 1 and within[0][1:] == (1, 1))
 
