@@ -184,7 +184,7 @@ def test_dtype_and_trainable_only(options: Options, checkpoints: TinyCheckpoints
         ({"merge_adapters": True}, "has no adapters"),
         ({"memory_limit": 3}, "memory_limit"),
         ({"path": ""}, "pass the path of a directory"),
-        ({"path": None}, "path=None is not accepted"),
+        ({"path": None}, "saving to None: pass the path of a directory"),
     ],
 )
 def test_refused(arguments: Options, message: str, tmp_path: Path) -> None:
