@@ -55,9 +55,8 @@ SITUATIONS: Mapping[str, tuple[str, ...]] = {
     "BuildError": ("the model's class is code that lies beside the checkpoint",),
     "EngineError": ("needs DeepSpeed, which cannot be imported", "is offloaded"),
     "ReadError": (
-        "on this machine differs from",
+        "has another length on this machine",
         "was changed",
-        "nobody who is there has bytes",
         "try again when the store answers",
     ),
     "WriteError": ("another process is saving to this directory",),

@@ -483,20 +483,20 @@ def _errors(what: str, removed: str = "") -> Iterator[None]:
     except FileNotFoundError as error:
         raise CheckpointNotFoundError(removed or f"{what}: {error_text(error)}") from None
     except Exception as error:
-        raise ReadError(f"{what}: {error_text(error)}{_remedy(error)}") from None
+        if not (remedy := _remedy(error)):
+            raise ReadError(f"{what}: {error_text(error)}; try again when the store answers") from None
+        raise ReadError(f"{what}: {error_text(error)}; {remedy}") from None
 
 
 def _remedy(error: Exception) -> str:
     kinds, text = _obstore().exceptions, str(error)
     if isinstance(error, (kinds.PermissionDeniedError, kinds.UnauthenticatedError)):
-        return (
-            "; give credentials that may read it, as the provider's own tools take them (see docs/stores.md)"
-        )
+        return "give credentials that may read it, as the provider's own tools take them (see docs/stores.md)"
     if isinstance(error, kinds.NotSupportedError) or "NotPartial" in text:
-        return "; the server gives no byte ranges of files: copy the checkpoint to a local directory"
+        return "the server gives no byte ranges of files: copy the checkpoint to a local directory"
     if "InvalidCertificate(" in text:
-        return "; give the certificate of its authority: SSL_CERT_FILE=FILE, which replaces the system's"
-    return "; try again when the store answers"
+        return "give the certificate of its authority: SSL_CERT_FILE=FILE, which replaces the system's"
+    return ""
 
 
 def error_text(error: Exception) -> str:
