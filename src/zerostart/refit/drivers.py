@@ -55,17 +55,12 @@ class Server:
         self.address = address.rstrip("/")
         self._missing = missing
 
-    def post(
-        self, route: str, body: Mapping[str, Any] | None = None, timeout: float | None = None
-    ) -> dict[str, Any]:
-        """Call a route; without a timeout within a push, which has one and ends what the route waits for."""
-        return self._answer(route, json.dumps(body or {}).encode(), timeout)
+    def call(self, route: str, body: Mapping[str, Any] | None = None, timeout: float | None = None) -> Any:
+        """Post ``body``, or ask for something without one.
 
-    def get(self, route: str, timeout: float) -> dict[str, Any]:
-        """Ask for something, within ``timeout`` seconds."""
-        return self._answer(route, None, timeout)
-
-    def _answer(self, route: str, data: bytes | None, timeout: float | None) -> dict[str, Any]:
+        No timeout within a push, which has one and ends what the route waits for.
+        """
+        data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(
             f"{self.address}/{route}", data, {"Content-Type": "application/json"}
         )

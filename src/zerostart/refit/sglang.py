@@ -39,7 +39,7 @@ def driver_of(target: object) -> SGLangDriver | None:
     if isinstance(target, str) and target.startswith(("http://", "https://")):
         server = Server(target)
         try:
-            info = server.get("server_info", ANSWER_TIMEOUT_S)
+            info = server.call("server_info", timeout=ANSWER_TIMEOUT_S)
         except (PeerError, ValueError):  # it may be anybody's
             return None
         known = info.keys() >= {"tp_size", "custom_weight_loader"}
@@ -112,7 +112,7 @@ class SGLangDriver:
     def _call(self, name: str, **body: Any) -> None:
         """Call SGLang; raise PeerError if it answers that this has failed."""
         if self._server is not None:
-            answer = self._server.post(name, body)
+            answer = self._server.call(name, body)
             success, why = answer.get("success"), answer.get("message")
         else:
             success, why = (getattr(self._engine, name)(**body) or (None, ""))[:2]

@@ -10,6 +10,7 @@ import atexit
 import sys
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 from zerostart.distributed.world import World, current_world
 from zerostart.errors import UnsupportedVersionError
@@ -18,7 +19,7 @@ from zerostart.integrations.saving import in_shards
 from zerostart.refit.pushes import RefitSettings
 from zerostart.refit.refitter import Refitter
 from zerostart.refit.vllm import BACKEND
-from zerostart.upstream.trl.syncing import Client, Generation, WeightSyncs, backend_of, wake
+from zerostart.upstream.trl.syncing import WeightSyncs, backend_of, wake
 from zerostart.upstream.vllm import reload
 
 Original = Callable[[], None]
@@ -26,7 +27,7 @@ Original = Callable[[], None]
 _refitters: weakref.WeakKeyDictionary[object, Refitter | None] = weakref.WeakKeyDictionary()
 
 
-def sync_weights(original: Original, generation: Generation) -> None:
+def sync_weights(original: Original, generation: Any) -> None:
     """Do ``VLLMGeneration.sync_weights``: bring the engine to the weights of now; collective."""
     if generation not in _refitters:
         _refitters[generation] = _begin(generation, current_world())
@@ -38,13 +39,13 @@ def sync_weights(original: Original, generation: Generation) -> None:
     refitter.push()
 
 
-def init_communicator(original: Original, client: Client) -> None:
+def init_communicator(original: Original, client: Any) -> None:
     """Do ``VLLMClient.init_communicator``, on rank 0: nothing if the workers connect with a refit."""
     if backend_of(client) != BACKEND:
         original()
 
 
-def _begin(generation: Generation, world: World) -> Refitter | None:
+def _begin(generation: Any, world: World) -> Refitter | None:
     """Begin a refit; None if TRL's own way has to do, which is told if the model is sharded."""
     sharded = in_shards(generation.model)
     if generation.mode == "colocate":

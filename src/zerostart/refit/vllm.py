@@ -57,7 +57,7 @@ class VLLMDriver:
     def __init__(self, address: str) -> None:
         remedy = f"start it with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config '{_CONFIG}'"
         self._server = Server(address, remedy)
-        self.workers = int(self._server.get("get_world_size", ANSWER_TIMEOUT_S)["world_size"])
+        self.workers = int(self._server.call("get_world_size", timeout=ANSWER_TIMEOUT_S)["world_size"])
 
     def join(self, address: str, timeout: float) -> None:
         self._call("init_weight_transfer_engine", init_info={"address": address, "timeout": timeout})
@@ -87,7 +87,8 @@ class VLLMDriver:
             logger.warning("vLLM's workers have not left: %s", error)
 
     def _call(self, name: str, **body: Any) -> Any:
-        return self._server.post(name, body)
+        timeout = ANSWER_TIMEOUT_S if name.startswith("shutdown") else None
+        return self._server.call(name, body, timeout)
 
 
 class EngineDriver(VLLMDriver):

@@ -15,7 +15,7 @@ import logging
 from collections.abc import Callable
 from contextlib import ExitStack
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -38,34 +38,13 @@ _CONNECT = Use(
 TOUCHED = (_SYNC, _CONNECT)
 
 
-class Client(Protocol):
-    """``VLLMClient``, of the main process alone."""
-
-    base_url: str
-
-    def get_server_info(self) -> dict[str, Any]:
-        """The configuration of the server."""
-        ...
-
-
-class Generation(Protocol):
-    """``VLLMGeneration``."""
-
-    model: torch.nn.Module
-    #: ``colocate``, with ``llm`` in each rank, or ``server``, with ``vllm_client`` in the main process.
-    mode: str
-    llm: Any
-    vllm_client: Client
-    _llm_weights_sleeping: bool
-
-
-def backend_of(client: Client) -> str | None:
+def backend_of(client: Any) -> str | None:
     """By which engine the workers of a server take weights; None where it was started without one."""
     transfer = client.get_server_info()["weight_transfer_config"]
     return None if transfer is None else str(transfer["backend"])
 
 
-def wake(generation: Generation) -> None:
+def wake(generation: Any) -> None:
     """Have an engine that sleeps between generations make room for its weights, as TRL does before a sync."""
     if generation.mode == "colocate" and generation._llm_weights_sleeping:
         if torch.accelerator.is_available():
@@ -82,8 +61,8 @@ class WeightSyncs(RefCountedPatches):
 
     def __init__(
         self,
-        sync: Callable[[Callable[[], None], Generation], None],
-        connect: Callable[[Callable[[], None], Client], None],
+        sync: Callable[[Callable[[], None], Any], None],
+        connect: Callable[[Callable[[], None], Any], None],
     ) -> None:
         super().__init__(lambda stack: enter_when_imported(stack, _MODULE, self._imported))
         self._sync, self._connect = sync, connect
