@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from zerostart.errors import ConfigError
@@ -30,8 +29,6 @@ from zerostart.upstream.patches import RefCountedPatches, replaced
 from zerostart.upstream.transformers.attention import packed_documents, require
 
 if TYPE_CHECKING:
-    from types import ModuleType
-
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 
 _ULYSSES = "deepspeed.runtime.sequence_parallel.ulysses_sp:UlyssesSPAttentionHF"
@@ -42,8 +39,7 @@ _REGISTERING = Use(
     ".disable_in_eval",
     "Ulysses serves the loaded model alone",
 )
-_GROUP = Use("deepspeed.utils.groups", "_get_sequence_parallel_group", "the ranks that share a sequence")
-TOUCHED = (_REGISTERING, _GROUP)
+TOUCHED = (_REGISTERING,)
 
 
 @dataclass(eq=False)
@@ -106,15 +102,6 @@ def evaluate_in_parts() -> None:
     """Have ranks share sequences in evaluation, which accelerate turns off."""
     for attention in _made:
         attention.disable_in_eval = False
-
-
-def sequence_group() -> dist.ProcessGroup:
-    """The group of ranks that share this rank's sequences, once Ulysses is registered."""
-    from deepspeed.utils import groups
-
-    private: ModuleType = groups
-    group: dist.ProcessGroup = private._get_sequence_parallel_group()
-    return group
 
 
 def _enter(stack: ExitStack) -> None:
