@@ -20,8 +20,11 @@ pipe = zerostart.load_pipeline(
     dtype=torch.bfloat16,
 )
 pipe.load_lora_weights(lora)
-with zerostart.synced(pipe):  # one rank may have more prompts than another
-    for number in range(rank, len(prompts), dist.get_world_size()):
-        pipe(prompts[number], height=int(size), width=int(size)).images[0].save(f"{number}.png")
+# All ranks make the same number of calls: one with fewer prompts repeats its last.
+for first in range(0, len(prompts), dist.get_world_size()):
+    number = min(first + rank, len(prompts) - 1)
+    image = pipe(prompts[number], height=int(size), width=int(size)).images[0]
+    if number == first + rank:
+        image.save(f"{number}.png")
         print(f"rank {rank}: {number}.png is {prompts[number]!r}", flush=True)
 dist.destroy_process_group()

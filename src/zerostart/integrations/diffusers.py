@@ -259,8 +259,7 @@ def _explain_waiting(name: str, model: nn.Module) -> None:
         if isinstance(error, RuntimeError) and is_lost(error) and not getattr(error, "__notes__", None):
             error.add_note(
                 f"This rank was in {path} of the sharded component {name}, for which all ranks have to be "
-                "there: make the same calls on each, or make them inside zerostart.synced(pipe), or place "
-                f"{name} 'replicate' or 'offload'"
+                f"there: make the same calls on each, or place {name} 'replicate' or 'offload'"
             )
 
     for path, module in model.named_modules():
