@@ -176,7 +176,6 @@ def test_an_engine_of_another_package_that_cannot_be_imported(monkeypatch: pytes
             "is not valid JSON .*: give a JSON file; an accelerate",
         ),
         ("[1]", "is a JSON list and not an object: give a JSON file"),
-        ('{"bf16": {}, "bf16": {}}', "the name 'bf16' occurs twice"),
         (None, "configuration: not a regular file, so it is not a configuration file"),
     ],
 )
