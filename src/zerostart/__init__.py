@@ -162,26 +162,28 @@ def load(
     from zerostart.loading.request import Request
     from zerostart.loading.run import run
 
-    request = Request(
-        source,
-        model=model,
-        engine=engine,
-        zero_stage=zero_stage,
-        engine_config=engine_config,
-        expert_parallel=expert_parallel,
-        tensor_parallel=tensor_parallel,
-        sequence_parallel=sequence_parallel,
-        dtype=dtype,
-        converter=converter,
-        memory_limit=memory_limit,
-        chunk_size=chunk_size,
-        strict=strict,
-        progress=progress,
-        fp32_masters=fp32_masters,
-        exchange=exchange,
-        trust_remote_code=trust_remote_code,
+    return run(
+        Request(
+            source,
+            model=model,
+            engine=engine,
+            zero_stage=zero_stage,
+            engine_config=engine_config,
+            expert_parallel=expert_parallel,
+            tensor_parallel=tensor_parallel,
+            sequence_parallel=sequence_parallel,
+            dtype=dtype,
+            converter=converter,
+            memory_limit=memory_limit,
+            chunk_size=chunk_size,
+            strict=strict,
+            progress=progress,
+            fp32_masters=fp32_masters,
+            exchange=exchange,
+            trust_remote_code=trust_remote_code,
+        ),
+        serve,
     )
-    return run(request, serve)
 
 
 def plan(

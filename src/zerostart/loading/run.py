@@ -35,7 +35,7 @@ def run(request: Request, then: Callable[[nn.Module], None] | None = None) -> nn
         world = joined_world(request.device)
         # Phases inside tell a rank's error early; this one has what lies between them, and the end.
         with world.phase("loading"):
-            model = _Load(request, world).load()
+            model = _Load(world).load(request)
             if then is not None:
                 then(model)
         # Page-locked memory of the ring is of no use any more: a training takes its own.
@@ -46,18 +46,17 @@ def run(request: Request, then: Callable[[nn.Module], None] | None = None) -> nn
 class _Load:
     """One load: each rank of ``world`` gets its shards, and the engine the model."""
 
-    def __init__(self, request: Request, world: World) -> None:
-        self.request = request
+    def __init__(self, world: World) -> None:
         self.world = world
         self.clock = Clock()
 
-    def load(self) -> nn.Module:
+    def load(self, request: Request) -> nn.Module:
         """Load the model and remember its record, from which ``save`` and the others start."""
         world, clock = self.world, self.clock
         # Until the model is handed over: the peaks of that time go into the report.
-        with PeakMeter(self.request.device) as self.meter:
+        with PeakMeter(request.device) as self.meter:
             with clock.phase("build"), world.phase("arguments"):
-                self.request = request = self.request.with_engine()
+                request = request.with_engine()
                 engine = request.resolve(world.size)
                 with self.meter.paused():
                     engine.require()
@@ -76,7 +75,7 @@ class _Load:
             # 3. Planned, and read into place.
             stats = self._fill(request, prepared, destinations, tuning)
             with clock.phase("build"):
-                stats = self._hand_over(prepared, destinations, maker, tuning, stats)
+                stats = self._hand_over(request, prepared, destinations, maker, tuning, stats)
         model = prepared.built.model
         report = replace(self._report(prepared, stats), tier=residence, engine_reason=request.engine_reason)
         remember_load(model, self._record(prepared, placements, report))
@@ -85,6 +84,7 @@ class _Load:
 
     def _hand_over(
         self,
+        request: Request,
         prepared: Prepared,
         destinations: Destinations,
         maker: ShardMaker,
@@ -105,9 +105,9 @@ class _Load:
         engine.preserve_calls(model, library.entries(model))
         library.keep_outputs(model)
         # After the calls: what is left on the parameters is for the engine's start, which comes later.
-        self._offer_masters(self.request, prepared, destinations, tuning)
+        self._offer_masters(request, prepared, destinations, tuning)
         if prepared.from_checkpoint:
-            _finish(self.request, prepared)
+            _finish(request, prepared)
         return stats
 
     def _shard(self, prepared: Prepared) -> tuple[Placements, Destinations, ShardMaker, Residence | None]:
