@@ -3,7 +3,7 @@
     git worktree add ../before COMMIT
     python benchmarks/sides.py ../before [--repeats 3] [--only NAME ...] [--out FILE]
 
-``--only`` names arms and cells of ``load.py``, ``init.py`` and ``forecast.py`` (default: all of ``CELLS``).
+``--only`` names benchmarks (default: all of ``CELLS``).
 Each cell is the checkout's own script in a fresh process, with its own ``src`` before all else that is
 installed; both read the same checkpoints. Of each figure there are the median and the range on either side,
 the ratio of the medians, and whether the ranges overlap. See README.md.
@@ -31,6 +31,8 @@ SIDES = ("before", "after")
 CELLS = {
     "load": ["zerostart-deepspeed", "zerostart-fsdp2"],
     "init": ["zerostart", "zerostart-exchange"],
+    "save": ["zerostart-deepspeed", "zerostart-fsdp2"],
+    "state": ["save_state-deepspeed", "save_state-fsdp2", "load_state-deepspeed", "load_state-fsdp2"],
     "forecast": ["z3-bf16-2", "z2-bf16-2", "fsdp2-bf16-2", "fsdp2-masters-2"],
 }
 
@@ -55,15 +57,13 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Benchmarks of two checkouts.")
     parser.add_argument("before", type=Path, help="a checkout of another commit, such as a worktree")
     parser.add_argument("--repeats", type=int, default=3)
-    every = [cell for cells in CELLS.values() for cell in cells]
-    parser.add_argument("--only", nargs="+", choices=every, default=every, metavar="NAME")
+    parser.add_argument("--only", nargs="+", choices=list(CELLS), default=list(CELLS), metavar="NAME")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     options.before = options.before.resolve()
     if not (options.before / "src" / "zerostart").is_dir():
         parser.error(f"{options.before} is no checkout of zerostart")
-    kept = {name: [cell for cell in cells if cell in options.only] for name, cells in CELLS.items()}
-    options.chosen = {name: cells for name, cells in kept.items() if cells}
+    options.chosen = {name: CELLS[name] for name in options.only}
     return options
 
 
@@ -107,6 +107,24 @@ def init_figures(made: dict[str, Any]) -> Iterator[tuple[str, float]]:
         yield f"{arm}, peak before masters, x model", figures["peak_masters_of_model"]
 
 
+def save_figures(made: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    """Seconds of the slowest rank, and the anonymous memory that the save added to a rank, in MiB."""
+    for arm, (ranks,) in made["cells"].items():
+        yield f"{arm}, s", max(rank["seconds"] for rank in ranks)
+        yield f"{arm}, memory MiB", max(rank["peak"] for rank in ranks) / 2**20
+
+
+def state_command(cells: list[str]) -> list[str]:
+    return ["--repeats", "1", "--checkpoint", str(made_checkpoint(1)), "--arms", *cells, "--out"]
+
+
+def state_figures(made: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    """Seconds of the slowest rank, and the anonymous memory that was added to a rank, in MiB."""
+    for arm, (cell,) in made["cells"].items():
+        yield f"{arm}, s", cell["seconds"]
+        yield f"{arm}, memory MiB", cell["peak"] / 2**20
+
+
 def forecast_command(cells: list[str]) -> list[str]:
     return ["--only", *cells, "--json"]
 
@@ -122,6 +140,8 @@ BENCHMARKS: dict[str, tuple[Callable[[list[str]], list[str]], Figures]] = {
     "load": (load_command, load_figures),
     "init": (init_command, init_figures),
     "forecast": (forecast_command, forecast_figures),
+    "save": (load_command, save_figures),
+    "state": (state_command, state_figures),
 }
 
 
@@ -131,7 +151,7 @@ def compared(before: list[float], after: list[float]) -> dict[str, Any]:
     return {
         "before": [medians[0], min(before), max(before)],
         "after": [medians[1], min(after), max(after)],
-        "ratio": medians[1] / medians[0],
+        "ratio": medians[1] / medians[0] if medians[0] else float("nan"),
         "within": min(after) <= max(before) and min(before) <= max(after),
     }
 

@@ -453,8 +453,8 @@ def test_tasks_are_known_by_name():
     class Mine(Task):
         """Nothing in particular."""
 
-    with pytest.raises(ConfigError, match="another task is named 'causal-lm' already"):
-        register_task("causal-lm", Mine)
+    with pytest.raises(ConfigError, match="another task is named 'flow-matching' already"):
+        register_task("flow-matching", Mine)
     with pytest.raises(ConfigError, match="must not contain a colon"):
         register_task("a:b", Mine)
     with pytest.raises(ConfigError, match="cannot be imported: No module named 'nowhere'"):
