@@ -33,7 +33,6 @@ _open_calls = threading.local()
 
 
 def _calls() -> list[Any]:
-    """The open calls of this thread."""
     if not hasattr(_open_calls, "stack"):
         _open_calls.stack = []
     stack: list[Any] = _open_calls.stack

@@ -61,7 +61,6 @@ class Library:
 
 @functools.cache
 def _release(version: str | None) -> tuple[int, ...] | None:
-    """Parse the numbers of a version; None for a build without a number."""
     try:
         return None if version is None else Version(version).release
     except InvalidVersion:

@@ -156,7 +156,6 @@ def _summed(group: dist.ProcessGroup, gradient: torch.Tensor) -> torch.Tensor:
 
 
 def _marked(model: object) -> _Mark | None:
-    """What a loaded model in slices tells its engine; None for any other model."""
     found: _Mark | None = getattr(model, "__dict__", {}).get(_SLICED)
     return found
 
@@ -288,7 +287,6 @@ def check_called(module: nn.Module) -> None:
 
 @functools.cache
 def _are_registered() -> bool:
-    """Whether modules that DeepSpeed gathers can be told."""
     return not misfit((_REGISTERED,))
 
 

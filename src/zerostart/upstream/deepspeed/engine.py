@@ -260,7 +260,6 @@ def optimizer_of(parameter: torch.Tensor) -> ZeROOptimizer | None:
 
 @contextlib.contextmanager
 def _partitioned(parameter: Any) -> Iterator[Master | None]:
-    """As ``master_of``, at stage 3."""
     module: ModuleType = sys.modules[_MODULE]
     optimizer = optimizer_of(parameter)
     if optimizer is None or optimizer.get_param_id(parameter) not in optimizer.grad_position:
@@ -281,7 +280,6 @@ def _partitioned(parameter: Any) -> Iterator[Master | None]:
 
 
 def _in_partition(optimizer: ZeROOptimizer, parameter: torch.Tensor) -> Master | None:
-    """As ``master_of``, at stages 1 and 2."""
     shares = shares_of(optimizer)
     return next(((first, share) for member, first, share in shares if member is parameter), None)
 

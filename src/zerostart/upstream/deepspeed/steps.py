@@ -120,7 +120,6 @@ def _partitioned(wrapper: DeepSpeedOptimizer, base: torch.optim.Optimizer) -> It
 
 
 def _in_partitions(wrapper: DeepSpeedOptimizer, base: torch.optim.Optimizer) -> Iterator[Stepped]:
-    """At stages 1 and 2: this rank's partition of each flat group."""
     # Stages 1 and 2 call their flat masters so, the optimizer of bf16 otherwise; both have one for each
     # group.
     flats = getattr(wrapper, "single_partition_of_fp32_groups", None)

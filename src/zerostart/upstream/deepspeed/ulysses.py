@@ -135,7 +135,6 @@ _held = RefCountedPatches(_enter)
 
 
 def _take_over() -> None:
-    """Have what DeepSpeed has registered asked for marked models alone."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     # A list, since the registry changes in the loop; what was taken over is no closure any more, and not
@@ -149,7 +148,6 @@ def _take_over() -> None:
 
 
 def _registered() -> Iterator[tuple[str, UlyssesSPAttentionHF]]:
-    """What DeepSpeed has put in the place of an attention function, by its name."""
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 

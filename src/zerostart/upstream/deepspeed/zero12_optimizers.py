@@ -173,7 +173,6 @@ def shares_of(optimizer: ZeROOptimizer) -> Iterator[tuple[torch.Tensor, int, tor
 
 
 def _ends(parameters: Sequence[torch.Tensor]) -> list[int]:
-    """Where each of ``parameters`` begins when they lie one after another."""
     return [0, *itertools.accumulate(p.numel() for p in parameters)][: len(parameters)]
 
 
@@ -337,7 +336,6 @@ class _SkipPartitionClone(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _becomes_a_master(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` is a partition of the group that the constructor is at."""
         partitions = self._optimizer.__dict__.get("parallel_partitioned_bit16_groups") or [[]]
         return tensor.dtype != self._optimizer.master_weights_and_grads_dtype and any(
             tensor.data_ptr() == part.data_ptr() and tensor.shape == part.shape for part in partitions[-1]
@@ -425,7 +423,6 @@ _held = RefCountedPatches(_enter)
 
 
 def _keepers(model: object) -> list[Keeper]:
-    """The keepers of the model's parameters, each once."""
     parameters = model.parameters() if isinstance(model, torch.nn.Module) else ()
     return list({id(m.keeper): m.keeper for p in parameters if (m := marked(p)) is not None}.values())
 

@@ -237,7 +237,6 @@ class _Overrides(_Optimizer):  # type: ignore[misc]
         return any(_buffer_of(group[0]) != self.main_buffer for group in self.fp16_groups)
 
     def _get_parameter_partitions(self) -> list[torch.Tensor]:
-        """The partitions that share one buffer."""
         # Of the main dtype and load only, so that ``defragment`` finds what it asserts.
         return [p.ds_tensor for g in self.fp16_groups for p in g if _buffer_of(p) == self.main_buffer]
 

@@ -113,7 +113,6 @@ def whole_for_a_while(model: nn.Module, modules: Sequence[nn.Module]) -> Iterato
 
 
 def _put(parameter: Any, tensor: torch.Tensor) -> None:
-    """Have the modules of an ``FSDPParam`` hold ``tensor`` in its place."""
     parameter._setattr_on_modules(nn.Parameter(tensor, parameter.sharded_param.requires_grad))
 
 

@@ -130,7 +130,6 @@ def require_styles() -> None:
 
 
 def _styles() -> Mapping[str, TensorParallelLayer]:
-    """The registry, filled."""
     require_styles()
     from transformers.distributed import tensor_parallel
 

@@ -91,7 +91,6 @@ def method_of(quantizer: HfQuantizer) -> str:
 
 
 def _dequantising(conversions: Iterable[WeightTransform]) -> list[ConversionOps]:
-    """The operations among the conversions that belong to a quantizer."""
     found = [op for conversion in conversions for op in getattr(conversion, "operations", ())]
     return [op for op in found if getattr(op, "hf_quantizer", None) is not None]
 
