@@ -113,6 +113,7 @@ def main() -> None:
     import json
 
     from zerostart import serving
+    from zerostart.refit.receiver import FillPlan
 
     config_path, rank, size, address, out = sys.argv[1:]
     config = json.loads(Path(config_path).read_text())
@@ -122,16 +123,16 @@ def main() -> None:
     strange = {"transformers", "diffusers", "deepspeed", "accelerate"} & sys.modules.keys()
     assert not strange, strange
     # Each version that is served is written down, for the test to look at.
-    fill = receiver.fill
+    check = FillPlan.check
 
-    def noted(*arguments: Any) -> None:
-        fill(*arguments)
-        part = Path(out) / f"part-tp{rank}-{receiver.version}"
+    def noted(plan: FillPlan, sums: Any, version: int) -> None:
+        check(plan, sums, version)
+        part = Path(out) / f"part-tp{rank}-{version}"
         torch.save(engine.state_dict(), part)
-        part.rename(Path(out) / f"tp{rank}-{receiver.version}.pt")
+        part.rename(Path(out) / f"tp{rank}-{version}.pt")
 
     if Path(out).is_dir():
-        receiver.fill = noted  # type: ignore[method-assign]
+        FillPlan.check = noted  # type: ignore[method-assign]
     serving.serve(receiver, address, timeout=60)
     print("served", receiver.version)
 
