@@ -73,7 +73,7 @@ def test_other_verbs_take_what_the_contract_says() -> None:
     required = inspect.Parameter.empty
     state = {"path": required, "model": required, "optimizer": None}
     assert parameters(zerostart.load_state) == state
-    saved = state | {"extra": None, "wait": True, "copy_later": False}  # The last is beyond the contract.
+    saved = state | {"extra": None, "wait": True}
     assert parameters(zerostart.save_state) == saved
     assert list(parameters(zerostart.gradient_checkpoint)) == ["function", "args", "offload", "kwargs"]
 
