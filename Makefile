@@ -3,7 +3,7 @@
 #   make demo            fine-tune a real pretrained model on two local ranks (ENGINE=fsdp2 for FSDP2)
 #   make demo-diffusion  train a small diffusion model on two local ranks, and look at what it draws
 #   make test            the tests (SHUFFLE=7: in another order; JOBS=4: so many files at a time)
-#   make conformance     the long ones, and a search at random for cases that fail: nightly
+#   make nightly         everything that `make test` leaves out: most tests with processes, conformance, random search
 #   make constraints     constraints/torch-*.txt anew, by pip: what is installed beside each torch that is known
 #   make next            identity, adoption, state and upstream with the newest releases, in .venv-next
 #   make check           ruff, mypy, import-linter, the limit of code lines
@@ -29,7 +29,7 @@ STAMP := $(VENV)/installed
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-diffusion test check docs bench gpu-check upstream conformance constraints next serving serving-models clean
+.PHONY: help install demo demo-diffusion test check docs bench gpu-check upstream nightly conformance constraints next serving serving-models clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -51,13 +51,16 @@ demo: $(STAMP)
 demo-diffusion: $(STAMP)
 	@PATH="$(CURDIR)/$(BIN):$$PATH" python examples/demo_diffusion.py --engine $(ENGINE) --out $(OUT)
 
-# Two at a time, each its own files: most tests wait for ranks to start or are bound by one processor.
+# All cases within one process, and one or two with processes for each promise.
 test: $(STAMP)
 	$(BIN)/python -m pytest -m "not slow" --numprocesses $(JOBS) --dist loadfile $(if $(SHUFFLE),--shuffle $(SHUFFLE))
 
-conformance: $(STAMP) build/diffsynth
-	$(BIN)/python -m pytest -m slow
+nightly: $(STAMP) build/diffsynth
+	$(BIN)/python -m pytest -m slow --numprocesses $(JOBS) --dist loadfile --ignore tests/serving
 	$(BIN)/python -m pytest -m hypothesis --hypothesis-profile search
+
+conformance: $(STAMP)
+	$(BIN)/python -m pytest -m slow tests/conformance
 
 check: $(STAMP)
 	$(BIN)/ruff check

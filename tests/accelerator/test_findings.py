@@ -13,10 +13,12 @@ from tests.tiny import TinyCheckpoints
 pytestmark = pytest.mark.timeout(900)
 
 
+@pytest.mark.slow
 def test_the_device_is_current_and_nothing_is_initialised_by_asking() -> None:
     assert run_npu_ranks(findings.device_before_it_is_asked, 2) == [(False, True, 5)] * 2
 
 
+@pytest.mark.slow
 def test_a_background_save_waits_for_the_device_of_its_copies(
     checkpoints: TinyCheckpoints, tmp_path: Path
 ) -> None:
@@ -96,6 +98,7 @@ def test_what_deepspeed_has_page_locked_is_foreseen_as_torch_takes_it(
         assert found == sum(foreseen[name] for name in locked)
 
 
+@pytest.mark.slow
 def test_a_mesh_of_the_host_begins_no_accelerator(checkpoints: TinyCheckpoints) -> None:
     assert run_npu_ranks(findings.on_a_mesh_of_the_host, 2, checkpoints("qwen3")) == [("cpu", False)] * 2
 
@@ -107,6 +110,7 @@ def test_a_ring_that_the_device_has_no_kernels_for_is_refused(checkpoints: TinyC
         assert "torch's ring attention, which knows CUDA's kernels, and npu has none of them" in said
 
 
+@pytest.mark.slow
 def test_activations_on_the_host_take_what_they_need() -> None:
     for off, needed, registered, most in run_npu_ranks(findings.offloaded_activations, 1):
         assert off == [0.0] * len(off)
@@ -114,6 +118,7 @@ def test_activations_on_the_host_take_what_they_need() -> None:
         assert most <= 2 * needed
 
 
+@pytest.mark.slow
 def test_page_locked_memory_concerns_one_device_and_one_process(
     checkpoints: TinyCheckpoints, tmp_path: Path
 ) -> None:
@@ -126,6 +131,7 @@ def test_page_locked_memory_concerns_one_device_and_one_process(
         assert freed == 64 << 20
 
 
+@pytest.mark.slow
 def test_the_users_own_peak_figures_stay(checkpoints: TinyCheckpoints) -> None:
     for before, after, of_load in run_npu_ranks(findings.peaks_stay, 1, checkpoints("qwen3")):
         assert after == before == 40 << 20
@@ -133,11 +139,13 @@ def test_the_users_own_peak_figures_stay(checkpoints: TinyCheckpoints) -> None:
         assert 0 < of_load < 4 << 20
 
 
+@pytest.mark.slow
 def test_an_exchange_of_tokens_waits_for_the_device_once() -> None:
     """For the numbers of tokens, which the host needs to receive them."""
     assert run_npu_ranks(findings.waits_of_dispatch, 2) == [(1, True)] * 2
 
 
+@pytest.mark.slow
 def test_an_engine_may_have_a_part_on_the_host_and_nothing_stays_page_locked() -> None:
     """Of pages that are unmapped while they are locked an accelerator copies, whatever lies there later."""
     for versions, wrong, locked, left in run_npu_ranks(findings.refitted_in_part_there, 1):
@@ -145,6 +153,7 @@ def test_an_engine_may_have_a_part_on_the_host_and_nothing_stays_page_locked() -
         assert locked == left == 0
 
 
+@pytest.mark.slow
 def test_a_model_on_two_devices_is_saved_as_it_is(tmp_path: Path) -> None:
     """Copies off the second one were not waited for: buffers were written with what was in them before."""
     assert run_npu_ranks(findings.moved_between_two_devices, 1, tmp_path / "saved") == [([], [])]

@@ -27,6 +27,7 @@ def run(kind: str, checkpoints: TinyCheckpoints, folder: Path, *arguments: Any) 
     return losses[0]
 
 
+@pytest.mark.slow
 def test_fsdp2_without_a_device_that_was_set(checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
     """The README's script: no backend is named, and nobody sets the device."""
     run("qwen3", checkpoints, tmp_path, "fsdp2", 3, {})

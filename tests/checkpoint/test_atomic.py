@@ -359,6 +359,7 @@ def full() -> BaseException:
     return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_fails(rank: int, tmp_path: Path) -> None:
     save_model(tmp_path / "saved", 1.0)

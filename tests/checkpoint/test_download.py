@@ -98,6 +98,7 @@ def run(arguments: list[str], cache: Path, endpoint: str) -> subprocess.Complete
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.slow
 def test_a_model_is_fetched_once(endpoint: str, tmp_path: Path) -> None:
     done = inspect("owner/model", tmp_path, endpoint)
     assert (done.returncode, Hub.asked) == (1, [])
@@ -122,6 +123,7 @@ print(float(sum(t.sum() for _, t in zerostart.full_tensors(model))))
 """
 
 
+@pytest.mark.slow
 def test_a_load_fetches_the_files_that_the_index_lists(
     endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -192,6 +194,7 @@ def test_two_machines_fetch_into_one_cache(
         assert Hub.asked.count("model.safetensors") <= 4 * (turn + 1)  # heads are counted too
 
 
+@pytest.mark.slow
 def test_without_a_network_one_sentence_says_so(tmp_path: Path) -> None:
     done = inspect("owner/model", tmp_path, "http://127.0.0.1:9", "--download")
     assert done.returncode == 1

@@ -229,6 +229,7 @@ def load_views(holders: tuple[int, ...] | None, engine: str) -> list[str]:
     return differing(found, wanted)
 
 
+@pytest.mark.slow
 def test_what_is_served_is_bounded() -> None:
     """20 MiB of weights: a rank without them never has much more than its own third."""
     for rank, (found, own) in enumerate(run_ranks(load_measured, 3)):
@@ -246,6 +247,7 @@ def load_measured() -> tuple[int, int]:
     return zerostart.report(model).peak_host_bytes, size
 
 
+@pytest.mark.slow
 def test_both_names_of_a_tie_are_compared_by_those_who_hold_them(checkpoints: TinyCheckpoints) -> None:
     path = checkpoints("qwen3")
     for outcome in run_ranks(load_ties, 3, path):
@@ -304,6 +306,7 @@ def same_error(outcomes: list[Outcome], kind: type[errors.ZerostartError], *word
     assert len({outcome.message for outcome in outcomes}) == 1, report
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "words"),
     [
@@ -346,6 +349,7 @@ def load_odd(what: str, path: Path) -> None:
     zerostart.load(source, model, engine="fsdp2", progress=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_that_fails_half_way_keeps_nobody_waiting(victim: int) -> None:
     outcomes = rank_outcomes(load_failing, 3, victim)
@@ -376,6 +380,7 @@ def load_failing(victim: int) -> None:
         assert everyone == [0, 1, 2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_rank_that_dies_is_noticed(victim: int) -> None:
     outcomes = rank_outcomes(load_dying, 3, victim)

@@ -304,6 +304,7 @@ def test_the_configuration(tmp_path: Path) -> None:
         read_config(tmp_path)
 
 
+@pytest.mark.slow
 def test_reading_a_catalog_needs_no_torch(tmp_path: Path) -> None:
     save_index(tmp_path)
     program = (

@@ -32,6 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_headers_are_read_by_one_rank(folder: Path) -> None:
     seen = run_ranks(open_only, 3, folder)
     assert [len(opened) for opened, _ in seen] == [FILES, 0, 0]
@@ -57,6 +58,7 @@ def listening() -> list[str]:
     return opened
 
 
+@pytest.mark.slow
 def test_a_rank_opens_only_files_with_bytes_of_its_own(folder: Path) -> None:
     """One layer's file, and those of which it looks up whether they are in the page cache."""
     opened = run_ranks(load_one_layer, 2, folder)

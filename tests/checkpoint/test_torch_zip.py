@@ -242,6 +242,7 @@ def test_random_views_equal_what_torch_loads(tmp_path: Path, data: st.DataObject
     assert_same(path, world=world, chunk=data.draw(st.sampled_from([16, 64, 1 << 20])))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["deepspeed", "fsdp2"])
 def test_a_model_from_torch_shards(engine: str, checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
     """As transformers once saved it: two shards and an index, here with some weights stored transposed."""

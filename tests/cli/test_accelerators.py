@@ -6,12 +6,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.npu_ranks import npu_environment
 
 SIMULATED = Path(__file__).parents[1] / "simulated"
 SCRIPT = SIMULATED / "another_accelerator.py"
 
 
+@pytest.mark.slow
 def test_a_rank_joins_on_an_accelerator_of_another_kind() -> None:
     """Its device by the local rank, its backend beside gloo, figures of its memory."""
     with socket.socket() as free:
@@ -36,6 +39,7 @@ def test_a_rank_joins_on_an_accelerator_of_another_kind() -> None:
     assert found["streams"]
 
 
+@pytest.mark.slow
 def test_random_states_autocast_and_checkpointing_on_an_accelerator_of_another_kind() -> None:
     """Its generator is in the states of a rank, beside the host's; computed anew, dropout is the same."""
     done = subprocess.run(

@@ -33,6 +33,7 @@ def test_help_lists_the_commands_and_imports_no_torch():
     assert listed[-len(commands) :] == commands
 
 
+@pytest.mark.slow
 def test_a_usage_error_imports_nothing_heavy():
     heavy = ("torch", "transformers", "numpy", "rich", "deepspeed")
     check = (
@@ -129,6 +130,7 @@ def _of_engine(engine: str, modules: list[str]) -> list[str]:
     return [name for name in modules if name.startswith(f"zerostart.engines.{engine}.")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", OTHER)
 def test_the_command_imports_no_other_engine(engine: str, checkpoints: TinyCheckpoints) -> None:
     arguments = ["plan", str(checkpoints("qwen3")), "--world-size", "4", "--engine", engine, "--json"]

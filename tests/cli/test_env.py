@@ -42,6 +42,7 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["uses"] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [(), ("--json",)], ids=["plain", "json"])
 def test_nothing_heavy_is_imported(arguments: tuple[str, ...]) -> None:
     """Which is what makes it quick; and one screen of a terminal of 80 columns holds it."""

@@ -39,6 +39,7 @@ def test_help_fits_a_terminal(
         GROUP.commands[name].make_context(name, example[2:], parent=typer.Context(GROUP)).close()
 
 
+@pytest.mark.slow
 def test_bash_completes_commands_and_options() -> None:
     environment = {**os.environ, "_ZEROSTART_COMPLETE": "complete_bash", "COMP_CWORD": "1"}
     for line, expected in (("zerostart sy", {"synth"}), ("zerostart env --ch", {"--check"})):
@@ -48,6 +49,7 @@ def test_bash_completes_commands_and_options() -> None:
         assert set(done.stdout.split()) == expected, done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", [False, True], ids=["command", "script"])
 def test_a_module_takes_a_command_unless_a_script_has_its_name(script: bool, tmp_path: Path) -> None:
     if script:

@@ -107,6 +107,7 @@ def test_usage_errors(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(capsys, "x", "--nonsense")[0] == 2
 
 
+@pytest.mark.slow
 def test_torch_is_not_imported(checkpoints: TinyCheckpoints) -> None:
     program = (
         "import sys; from zerostart.cli.inspect import inspect; "

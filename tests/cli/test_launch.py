@@ -183,6 +183,7 @@ CLEAN_STOP = """
 """
 
 
+@pytest.mark.slow
 def test_interrupt_is_forwarded_once_and_ranks_end_in_their_own_way(worker, tmp_path):
     _, env = worker(CLEAN_STOP)
     (tmp_path / "pids").mkdir()
@@ -193,6 +194,7 @@ def test_interrupt_is_forwarded_once_and_ranks_end_in_their_own_way(worker, tmp_
     assert not any(alive(pid) for pid in pids)
 
 
+@pytest.mark.slow
 def test_no_rank_outlives_a_killed_launcher(worker, tmp_path):
     _, env = worker(CLEAN_STOP)
     (tmp_path / "pids").mkdir()
@@ -205,6 +207,7 @@ def test_no_rank_outlives_a_killed_launcher(worker, tmp_path):
     assert not any(alive(pid) for pid in pids)
 
 
+@pytest.mark.slow
 def test_a_temporary_folder_without_room_is_named(tmp_path, monkeypatch):
     """Linux has a device that is always full; and a user a variable that says where temporary folders are."""
     (tmp_path / "rank0.json.tmp").symlink_to("/dev/full")

@@ -87,6 +87,7 @@ def test_a_run_that_diverges_exits_with_1(config, tmp_path):
     assert not (tmp_path / "out" / "model.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_joins_the_ranks_of_another_launcher_and_stops_cleanly(config, tmp_path):
     """As torchrun would start it; one Ctrl-C ends the run after a step, saves, and the exit code is 0."""
     import socket

@@ -59,6 +59,7 @@ def load_by_names(config: Path) -> tuple[str, torch.dtype, str, str]:
     raise AssertionError("loaded with a configuration that is not there")
 
 
+@pytest.mark.slow
 def test_names_and_paths_are_read_and_an_engine_is_found(tmp_path: Path) -> None:
     """A dtype by name, a configuration by path, the launcher's engine; all tell what one cannot read."""
     config = tmp_path / "ds.json"
@@ -113,6 +114,7 @@ def test_ranks_that_are_given_different_things(
     assert re.search(message, told[0])
 
 
+@pytest.mark.slow
 def test_a_configuration_that_is_another_file_on_another_machine(tmp_path: Path) -> None:
     """Its own disk and its own log are a rank's affair; the stage of ZeRO and its precisions are not."""
     path = {"engine_config": str(tmp_path)}
@@ -202,6 +204,7 @@ def load_with_error(path: Any) -> None:
     zerostart.load({}, torch.nn.Identity, engine="fsdp2", engine_config=config, progress=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("path", "message"),
     [("no\0path", "engine_config: embedded null"), (Unreadable(), "the disk has gone")],
@@ -232,6 +235,7 @@ def load_with_rank(mistaken: int) -> None:
     zerostart.load({"weight": torch.ones(1, 1)}, make, engine="fsdp2", zero_stage=stage, progress=False)
 
 
+@pytest.mark.slow
 def test_a_mistake_of_one_rank_is_told_on_all() -> None:
     first, second = rank_outcomes(load_with_rank, 2, 1)
     assert first.error == second.error == "zerostart.errors.ConfigError"

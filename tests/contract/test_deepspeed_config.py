@@ -63,6 +63,7 @@ def refused_by_loads(path: Path) -> None:
             zerostart.load(path, zero_stage=stage, engine_config=config, progress=False)
 
 
+@pytest.mark.slow
 def test_loads_refuse_it_on_every_rank(checkpoints: TinyCheckpoints) -> None:
     run_ranks(refused_by_loads, 2, checkpoints("mixtral"))
 

@@ -43,6 +43,7 @@ def test_report_of_a_model_that_was_not_loaded() -> None:
         zerostart.report(nn.Linear(2, 2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 def test_report_and_full_tensors_through_the_engine(engine: str, checkpoints: TinyCheckpoints) -> None:
     """The wrapper that `deepspeed.initialize` returns is as good as the model, also after training."""
@@ -53,6 +54,7 @@ def test_report_and_full_tensors_through_the_engine(engine: str, checkpoints: Ti
         assert same_names
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 def test_plan_and_load_read_the_same(engine: str, checkpoints: TinyCheckpoints) -> None:
     for path in (checkpoints("mixtral", sharded=True), checkpoints("gpt_oss", torch.bfloat16)):
@@ -61,6 +63,7 @@ def test_plan_and_load_read_the_same(engine: str, checkpoints: TinyCheckpoints) 
         assert [rank.read_bytes for rank in planned.ranks] == [r["read_bytes"] for _, r in reports]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_rank_reads_its_own_bytes_by_the_count_of_the_kernel(engine: str) -> None:
     size = (minilm_path() / "model.safetensors").stat().st_size
@@ -80,6 +83,7 @@ def test_memory_is_bounded(engine: str) -> None:
         assert shard * 0.9 < report["peak_host_bytes"] < shard + 4 * MIB + 24 * MIB  # and Python's own
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 def test_full_tensors(engine: str, checkpoints: TinyCheckpoints) -> None:
     path = checkpoints("qwen3")
@@ -96,6 +100,7 @@ def test_full_tensors(engine: str, checkpoints: TinyCheckpoints) -> None:
     assert third["on rank 2"] == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 def test_alone_without_a_process_group(engine: str, checkpoints: TinyCheckpoints) -> None:
     path = checkpoints("qwen3_moe_aligned", torch.float32)

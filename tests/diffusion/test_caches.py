@@ -126,6 +126,7 @@ def on_engine(engine: str, state: dict[str, torch.Tensor], cast: bool) -> dict[s
     return passes(model, made, torch.bfloat16 if cast else torch.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("engine", "cast"), [("deepspeed", False), ("fsdp2", False), ("fsdp2", True)])
 def test_what_a_layer_does_to_a_cache_its_caller_sees(engine: str, cast: bool) -> None:
     model = fill(Causal())
@@ -169,6 +170,7 @@ def coded_in_shards(folder: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_an_autoencoder_that_passes_its_cache_by_position(tmp_path: Any) -> None:
     from diffusers import AutoencoderKLQwenImage
 

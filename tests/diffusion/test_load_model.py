@@ -133,6 +133,7 @@ def ranks(folder: Path) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.slow
 def test_what_the_arguments_of_load_model_mean(ranks: list[dict[str, Any]], folder: Path) -> None:
     size = (folder / "wan.safetensors").stat().st_size
     for found in ranks:

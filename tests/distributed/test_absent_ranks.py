@@ -55,6 +55,7 @@ def long_work(seconds: float) -> str:
     return "no error"
 
 
+@pytest.mark.slow
 def test_ranks_wait_for_long_work_past_the_time_out() -> None:
     assert run_ranks(long_work, 2, 5.0, process_group=False) == ["WriteError: rank 0: refused"] * 2
 
@@ -93,6 +94,7 @@ def group_after_a_call_of_one() -> bool:
     return group_beside() is not None
 
 
+@pytest.mark.slow
 def test_a_group_is_made_whatever_one_rank_has_asked_by_itself_before() -> None:
     assert run_ranks(group_after_a_call_of_one, 2, process_group=False, timeout=60) == [True, True]
 

@@ -168,6 +168,7 @@ def look_for_unguarded(job: Job, path: Path, options: dict[str, Any]) -> list[st
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
 def test_interrupt_of_one_rank(kind: type[BaseException], paths: dict[str, Path]) -> None:
     """In a user's own function: itself on that rank, and named on the others."""
@@ -214,6 +215,7 @@ def fail_oddly() -> list[tuple[str, str]]:
     return found
 
 
+@pytest.mark.slow
 def test_arguments_that_differ(paths: dict[str, Path]) -> None:
     """Ranks that go different ways say so, where they would wait for each other."""
     outcomes = rank_outcomes(load_differently, 2, paths["qwen3"])
@@ -366,6 +368,7 @@ def what_is_told() -> list[tuple[str, int]]:
     return told
 
 
+@pytest.mark.slow
 def test_ranks_that_agree_tell_each_other_a_few_bytes() -> None:
     """Of one size whatever they agree on: what grows with the ranks is what differs, and errors do not."""
     first, second = run_ranks(what_is_told, 2)
@@ -388,6 +391,7 @@ def load_with_own_file(path: Path, other: Path) -> str:
     return "loaded"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root makes mounts")
 def test_a_configuration_that_differs_on_one_machine(checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
     """In what has no shape, and so shows in no tensor."""

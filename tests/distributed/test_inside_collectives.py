@@ -1,5 +1,6 @@
 """What fails inside a call that ranks make together, where the others wait in another one."""
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -17,6 +18,7 @@ def encode() -> None:
             dist.all_reduce(torch.zeros(1 << 10))
 
 
+@pytest.mark.slow
 def test_it_is_raised_at_once_and_the_others_learn_of_it() -> None:
     """Not in the meeting at the end of a phase, which would answer to another call of the others."""
     first, second = rank_outcomes(encode, 2, grace=30.0)

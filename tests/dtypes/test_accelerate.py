@@ -3,6 +3,7 @@
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -23,6 +24,7 @@ def prepared(path: Path) -> tuple[bool, list[str]]:
     return result is model, unlike(dict(zerostart.full_tensors(result, rank=None)), expected_of(path, F32))
 
 
+@pytest.mark.slow
 def test_masters_stay_exact_through_accelerates_preparation(checkpoints: TinyCheckpoints) -> None:
     path = checkpoints("qwen3_moe", F32)
     assert run_ranks(prepared, 2, path) == [(True, [])] * 2

@@ -159,6 +159,7 @@ def stock_masters(path: Path) -> list[str]:
     return unlike(masters_in(off), masters_in(stock)) + unlike(whole_halves(off), whole_halves(stock))
 
 
+@pytest.mark.slow
 def test_without_the_option_masters_are_those_of_the_stock_route(checkpoints: TinyCheckpoints) -> None:
     assert run_ranks(stock_masters, 2, checkpoints("qwen3_moe_aligned", F32)) == [[], []]
 
@@ -170,6 +171,7 @@ def masters_of_fp16(path: Path) -> list[str]:
     return unlike(masters_in(model), expected_of(path, F32))
 
 
+@pytest.mark.slow
 def test_an_fp16_checkpoint_in_bf16_has_exact_masters_too(checkpoints: TinyCheckpoints) -> None:
     assert run_ranks(masters_of_fp16, 2, checkpoints("qwen3", F16)) == [[], []]
 
@@ -314,10 +316,12 @@ def touched(path: Path, how: str) -> Any:
     start(model, config)
 
 
+@pytest.mark.slow
 def test_a_mapping_held_by_one_rank_serves_the_masters(checkpoints: TinyCheckpoints) -> None:
     assert run_ranks(held_by_one, 2, checkpoints("qwen3_moe", F32), "kept") == [[], []]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("keep", "kind", "text"),
     [
@@ -334,6 +338,7 @@ def test_a_mapping_that_is_gone_or_changed_is_told_on_every_rank(
     assert all("fp32_masters=False" in outcome.message for outcome in outcomes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["removed", "rewritten"])
 def test_a_file_that_is_not_what_was_loaded_is_told_on_every_rank(
     how: str, checkpoints: TinyCheckpoints
@@ -356,5 +361,6 @@ def load_only(path: Path) -> list[int]:
     return [int(watched() is not None), int(largest > 4000)]
 
 
+@pytest.mark.slow
 def test_a_load_that_is_never_started_leaves_nothing(checkpoints: TinyCheckpoints) -> None:
     assert run_ranks(load_only, 1, checkpoints("qwen3_moe_aligned", F32)) == [[0, 0]]

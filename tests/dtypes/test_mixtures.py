@@ -188,6 +188,7 @@ def stock_dtypes(path: Path) -> set[str]:
     return {str(parameter.ds_tensor.dtype) for parameter in stock.parameters()}
 
 
+@pytest.mark.slow
 def test_the_stock_route_trains_all_in_bf16(path: Path) -> None:
     """Where ours and the stock route differ on purpose: there the model's fp32 list does not reach ZeRO-3."""
     assert run_ranks(stock_dtypes, 2, path) == [{"torch.bfloat16"}] * 2
@@ -197,6 +198,7 @@ def refused(path: Path, zero: dict[str, Any]) -> None:
     zerostart.load(path, engine_config=config_of(**zero), progress=False)
 
 
+@pytest.mark.slow
 def test_a_setting_for_one_dtype_is_refused_by_name(path: Path) -> None:
     setting = "stage3_use_all_reduce_for_fetch_params"
     for outcome in rank_outcomes(refused, 2, path, {setting: True}):
@@ -266,6 +268,7 @@ def test_fsdp2_trains_with_masters_that_were_never_rounded(
         assert_steps(found, expected, rank)
 
 
+@pytest.mark.slow
 def test_fsdp2_with_experts_over_the_ranks_keeps_what_the_model_keeps(path: Path) -> None:
     origin = expected_of(path, F32)
     expected = alone(path, 2, origin)
@@ -279,6 +282,7 @@ def test_fsdp2_with_experts_over_the_ranks_keeps_what_the_model_keeps(path: Path
         assert_steps(found, expected, rank, near_to=near)
 
 
+@pytest.mark.slow
 def test_fsdp2_without_the_option_holds_the_models_dtypes(path: Path) -> None:
     kept = expected_of(path, BF16)
     for before, _, (losses, _, after) in run_ranks(train_fsdp2, 2, path, {"mp_policy": POLICY}, BF16, False):
@@ -342,6 +346,7 @@ def lists() -> list[str]:
     return unlike(found, {n: p.grad for n, p in plain.named_parameters() if p.grad is not None})
 
 
+@pytest.mark.slow
 def test_one_module_of_two_dtypes_is_refused_by_name_where_it_cannot_be_sharded() -> None:
     for outcome in rank_outcomes(torn, 2, "fsdp2"):
         assert outcome.error == "zerostart.errors.EngineError"
@@ -349,5 +354,6 @@ def test_one_module_of_two_dtypes_is_refused_by_name_where_it_cannot_be_sharded(
     assert run_ranks(torn, 2, "deepspeed") == [{"scale": F32, "weight": BF16}] * 2
 
 
+@pytest.mark.slow
 def test_members_of_a_list_are_units_by_themselves() -> None:
     assert run_ranks(lists, 2) == [[], []]

@@ -51,6 +51,7 @@ def swapped(folder: Path, pipelined: bool) -> Any:
     return count, before, moved
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pipelined", [False, True], ids=["plain", "pipelined"])
 def test_masters_on_nvme_are_what_the_checkpoint_stores(pipelined: bool, tmp_path: Path) -> None:
     for count, before, unmoved in run_ranks(swapped, 2, tmp_path, pipelined):

@@ -175,6 +175,7 @@ class Folder(LocalFiles):
         return cls.of([source.partition("://")[2]])
 
 
+@pytest.mark.slow
 def test_a_storage_of_local_files_under_a_scheme(tmp_path: Path) -> None:
     """In any letters; messages and what the model says of its origin have the URL."""
     from transformers import LlamaConfig, LlamaForCausalLM

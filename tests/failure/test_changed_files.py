@@ -74,6 +74,7 @@ def same_error(outcomes: list[Outcome], path: Path) -> None:
     assert max(outcome.seconds for outcome in outcomes) < 30
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("victim", [0, 1])
@@ -84,6 +85,7 @@ def test_changed_before_a_rank_opens_it(victim: int, change: str, name: str, tmp
     same_error(outcomes, tmp_path / name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
 @pytest.mark.parametrize("engine", ["deepspeed", "fsdp2"])
 def test_written_to_while_it_is_read(engine: str, name: str, tmp_path: Path) -> None:
@@ -138,6 +140,7 @@ def load_changed(path: Path, victim: int, change: str, when: str, engine: str = 
 # Machines with copies of their own. What a path leads to is told by the working directory here.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
 def test_copies_on_each_machine(name: str, tmp_path: Path) -> None:
     for rank in range(3):
@@ -147,6 +150,7 @@ def test_copies_on_each_machine(name: str, tmp_path: Path) -> None:
         assert seen == {1.0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "kind", "words"),
     [

@@ -66,6 +66,7 @@ def test_load_of_a_broken_checkpoint(engine: str, breakage: str, source: Path, t
     assert seconds < LIMIT
 
 
+@pytest.mark.slow
 def test_load_with_a_rank_that_is_killed(source: Path, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(KILL_RANK_1)
     done, seconds = zerostart("load", source, "--nproc", 2, PYTHONPATH=str(tmp_path))
@@ -73,6 +74,7 @@ def test_load_with_a_rank_that_is_killed(source: Path, tmp_path: Path) -> None:
     assert seconds < LIMIT
 
 
+@pytest.mark.slow
 def test_traceback_where_asked_for(source: Path, tmp_path: Path) -> None:
     folder, _ = broken_copy(source, tmp_path, "enormous-header")
     done, _ = zerostart("--traceback", "plan", folder, "--world-size", 2)
@@ -80,6 +82,7 @@ def test_traceback_where_asked_for(source: Path, tmp_path: Path) -> None:
     assert "Traceback" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -97,6 +100,7 @@ def test_usage_error(arguments: tuple[str, ...]) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [("inspect",), ("plan", "--world-size", "2")], ids=lambda c: c[0])
 def test_no_checkpoint_there(command: tuple[str, ...], tmp_path: Path) -> None:
     done, _ = zerostart(*command, tmp_path / "nowhere")

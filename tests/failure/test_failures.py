@@ -55,6 +55,7 @@ def same_error(
     return outcomes[0].message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("breakage", BREAKAGES)
 def test_broken_checkpoint(breakage: str, source: Path, tmp_path: Path) -> None:
     folder, word = broken_copy(source, tmp_path, breakage)
@@ -64,6 +65,7 @@ def test_broken_checkpoint(breakage: str, source: Path, tmp_path: Path) -> None:
     assert len(message) < 2000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 def test_wrong_shape_is_an_error_without_strict_as_well(engine: str, source: Path, tmp_path: Path) -> None:
     folder, word = broken_copy(source, tmp_path, "wrong-shape")
@@ -72,6 +74,7 @@ def test_wrong_shape_is_an_error_without_strict_as_well(engine: str, source: Pat
     assert "[17, 22]" in message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 def test_checkpoint_of_another_architecture(
     engine: str, checkpoints: TinyCheckpoints, tmp_path: Path
@@ -85,6 +88,7 @@ def test_checkpoint_of_another_architecture(
     same_error(outcomes, errors.CoverageError, "Qwen3ForCausalLM", "configuration", "converter")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ["nowhere", "empty"])
 def test_no_checkpoint_there(path: str, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
@@ -107,6 +111,7 @@ def test_storage_error_while_reading(engine: str, source: Path) -> None:
     same_error(outcomes, errors.ReadError, "rank 1", ".safetensors", os.strerror(errno.EIO))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 def test_file_that_ends_early_while_reading(engine: str, source: Path) -> None:
     """The header was right when it was read, and the file was then replaced by a shorter one."""
@@ -114,6 +119,7 @@ def test_file_that_ends_early_while_reading(engine: str, source: Path) -> None:
     same_error(outcomes, errors.ReadError, "rank 1", ".safetensors")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 def test_out_of_memory_on_one_rank(engine: str, source: Path) -> None:
     """Not an error that zerostart foresees: it still reaches every rank."""
@@ -126,6 +132,7 @@ def test_model_that_cannot_be_built_on_one_rank(source: Path) -> None:
     same_error(outcomes, errors.ZerostartError, "rank 1", "no such layer")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "word"),
     [
@@ -141,6 +148,7 @@ def test_argument_that_cannot_be_used(options: dict[str, Any], word: str, source
     same_error(outcomes, errors.ConfigError, word)
 
 
+@pytest.mark.slow
 def test_argument_that_differs_on_one_rank(source: Path) -> None:
     """Rank 1 alone asks for something that cannot be: the others hear of it."""
     outcomes = rank_outcomes(load_with_on_rank_1, 2, source, {"engine": "megatron"})

@@ -93,6 +93,7 @@ def test_an_expert_plan_without_the_biases(engine: str, checkpoints: TinyCheckpo
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("engine", "options", "text"), CASES)
 def test_refused_with_the_remedy(
     engine: str, options: dict[str, Any], text: str, checkpoints: TinyCheckpoints

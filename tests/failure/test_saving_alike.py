@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -61,6 +62,7 @@ def differing(folder: Path) -> dict[str, str]:
     return told
 
 
+@pytest.mark.slow
 def test_ranks_that_save_other_things_are_told(tmp_path: Path) -> None:
     first, second = run_ranks(differing, 2, tmp_path)
     assert first == second
@@ -83,5 +85,6 @@ def wandering(folder: Path) -> tuple[list[str], Any]:
     return [entry.name for entry in Path().iterdir()], found
 
 
+@pytest.mark.slow
 def test_a_place_is_the_one_that_was_meant_by_the_call(tmp_path: Path) -> None:
     assert run_ranks(wandering, 2, tmp_path) == [([], ["kept", "at home"])] * 2

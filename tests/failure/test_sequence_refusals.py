@@ -132,6 +132,7 @@ def test_refused_with_the_remedy(
     assert re.search("; (use|build|pass|leave)|leave", str(caught.value))
 
 
+@pytest.mark.slow
 def test_sinks_and_on_every_rank(checkpoints: TinyCheckpoints) -> None:
     with pytest.raises(zerostart.errors.ConfigError, match="which has attention sinks"):
         zerostart.plan(checkpoints("gpt_oss"), world_size=2, sequence_parallel=2)

@@ -3,6 +3,7 @@
 import ast
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -111,5 +112,6 @@ def load_everywhere(path: Path) -> None:
             assert torch.equal(model.table.cpu(), torch.arange(6.0))
 
 
+@pytest.mark.slow
 def test_a_load_under_a_default_device(tmp_path: Path) -> None:
     run_ranks(load_everywhere, 2, tmp_path / "model.safetensors")

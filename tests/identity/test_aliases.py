@@ -100,6 +100,7 @@ def train(state: dict[str, torch.Tensor], engine: str, zero_stage: int, x: torch
     return wrong + strangers(model), output.detach(), whole
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("engine", "zero_stage"), ENGINES)
 def test_training_goes_by_the_aliases(engine: str, zero_stage: int) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -131,6 +132,7 @@ def refused(engine: str, zero_stage: int) -> str:
     return str(raised.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("engine", "zero_stage"), [("fsdp2", 3), ("deepspeed", 3), ("deepspeed", 2)])
 def test_a_view_of_a_parameter_is_refused_by_name(engine: str, zero_stage: int) -> None:
     for message in run_ranks(refused, 2, engine, zero_stage):
@@ -187,6 +189,7 @@ def load_and_fail_on_one(path: Path) -> None:
     zerostart.load(path, engine="fsdp2", progress=False)
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_to_compare_fails_all(checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
     path = with_head(checkpoints, tmp_path / "both", 0.0)
     for outcome in rank_outcomes(load_and_fail_on_one, 2, path):

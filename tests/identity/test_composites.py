@@ -164,6 +164,7 @@ def train_and_freeze(cases: list[tuple[str, int]], folder: Path) -> None:
     train_beside_frozen(2)
 
 
+@pytest.mark.slow
 def test_several_loads_go_to_one_engine(tmp_path: Path) -> None:
     run_ranks(train_and_freeze, 2, ENGINES, tmp_path)
 

@@ -47,6 +47,7 @@ def reference(path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return where
 
 
+@pytest.mark.slow
 def test_a_loaded_body_with_a_head_of_the_users_own(path: Path, reference: Path) -> None:
     ours = run_ranks(train_classifier, 2, path, reference)
     stock = run_ranks(train_classifier, 2, path, None)
@@ -84,6 +85,7 @@ def steps(
     return losses, sum(float(whole.double().abs().sum()) for _, whole in gathered(model))
 
 
+@pytest.mark.slow
 def test_a_load_inside_an_active_context(path: Path, reference: Path) -> None:
     inside = run_ranks(build_in_context, 2, path, reference)
     assert inside == run_ranks(train_classifier, 2, path, reference)
@@ -104,6 +106,7 @@ def build_in_context(path: Path, reference: Path) -> tuple[list[float], float]:
     return steps(model, config, model.body, reference)
 
 
+@pytest.mark.slow
 def test_a_module_built_before_on_meta(path: Path, reference: Path) -> None:
     run_ranks(load_prebuilt, 3, path, reference)
 
@@ -120,6 +123,7 @@ def load_prebuilt(path: Path, reference: Path) -> None:
     compare(model, reference)
 
 
+@pytest.mark.slow
 def test_a_second_load_finds_the_hierarchical_groups(path: Path, reference: Path) -> None:
     run_ranks(load_twice, 4, path, reference)
 
@@ -151,6 +155,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
 }
 
 
+@pytest.mark.slow
 def test_what_cannot_be_served_is_refused_on_every_rank(path: Path) -> None:
     for outcome in rank_outcomes(load_refused, 3, path):
         assert outcome.ok, outcome.describe()

@@ -81,6 +81,7 @@ def test_swapped_partitions_train_as_the_stock_route(
     assert results[0] == results[1]
 
 
+@pytest.mark.slow
 def test_a_partition_larger_than_a_swap_buffer_is_refused(
     checkpoints: TinyCheckpoints, tmp_path: Path
 ) -> None:
@@ -91,6 +92,7 @@ def test_a_partition_larger_than_a_swap_buffer_is_refused(
         assert "buffer_size" in outcome.message
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(file_aio.compiled(), reason="libaio is installed")
 def test_without_libaio_the_error_says_what_to_install(checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
     for outcome in rank_outcomes(load, 2, checkpoints("qwen3"), configuration(tmp_path, 0)):

@@ -77,6 +77,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("placement", "dtype", "world_size"), CASES)
 def test_placements_train_as_the_stock_route(
     placement: str,

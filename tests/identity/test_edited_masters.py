@@ -217,6 +217,7 @@ def paths(tmp_path: Path) -> dict[str, Path]:
     return {kind: checkpoint(kind, tmp_path, **tied) for kind in ("qwen3", "mixtral")}
 
 
+@pytest.mark.slow
 def test_masters_keep_their_bits_beside_an_edit(paths: dict[str, Path]) -> None:
     assert run_ranks(run_all, 2, paths, FAST) == [[], []]
 
@@ -270,6 +271,7 @@ def wrapped(path: Path) -> list[str]:
     return wrong
 
 
+@pytest.mark.slow
 def test_edits_go_through_wrappers(paths: dict[str, Path]) -> None:
     assert run_ranks(wrapped, 2, paths["qwen3"]) == [[], []]
 
@@ -330,5 +332,6 @@ def moved_away(path: Path) -> None:
     assert list(edited(engine, [MATRIX])) == []
 
 
+@pytest.mark.slow
 def test_states_that_were_moved_away_are_not_edited(paths: dict[str, Path]) -> None:
     run_ranks(moved_away, 2, paths["qwen3"])

@@ -76,6 +76,7 @@ def silently(path: Path, view: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("view", ["tensor", "numpy", "rank"])
 def test_a_change_without_saying_so_is_an_error_everywhere(view: str, tmp_path: Path) -> None:
     found = run_ranks(silently, 2, checkpoint("qwen3", tmp_path), view)
@@ -125,6 +126,7 @@ class Squares(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.empty(8, 6))
 
 
+@pytest.mark.slow
 def test_a_tensor_keeps_its_shape_and_dtype() -> None:
     first, second = run_ranks(reshaped, 2)
     assert first == second
@@ -156,6 +158,7 @@ def differently(stage: int) -> list[str]:
     return told
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 3])
 def test_ranks_with_other_arguments_are_told(stage: int) -> None:
     first, second = run_ranks(differently, 2, stage)
@@ -202,6 +205,7 @@ def changed_since() -> None:
         assert all("lora" in name for name in set(after) - set(source))
 
 
+@pytest.mark.slow
 def test_strides_and_names_that_came_after_the_load() -> None:
     run_ranks(changed_since, 2)
 
@@ -234,6 +238,7 @@ def trained(path: Path) -> tuple[list[bool], float]:
     return kept, losses[1]
 
 
+@pytest.mark.slow
 def test_deepspeeds_masters_follow(tmp_path: Path) -> None:
     import math
 

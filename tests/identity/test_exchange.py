@@ -41,6 +41,7 @@ def columns(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize("exchange", [True, False, None])
 def test_columns_and_replicas(columns: Path, world: int, exchange: bool | None) -> None:
@@ -187,6 +188,7 @@ def plan_foresees(reports: list[Any], path: Path, engine: str) -> None:
     assert foreseen.sharing == "each byte read once and exchanged as asked"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exchange", [True, False])
 def test_tensors_cut_by_rows_and_columns(exchange: bool, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
@@ -201,6 +203,7 @@ def test_tensors_cut_by_rows_and_columns(exchange: bool, tmp_path: Path) -> None
     assert (sum(report.exchanged_bytes for _, report in outcomes) > 0) is exchange
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exchange", [True, False])
 def test_replicas_of_shards(exchange: bool, checkpoints: TinyCheckpoints) -> None:
     """Two copies of the model, each in two shards: half of each comes from another rank."""
@@ -240,12 +243,14 @@ def test_storage_error_of_one_reader(victim: int, plain: Path) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1, 2])
 def test_receiver_that_cannot_go_on(victim: int, plain: Path) -> None:
     outcomes = rank_outcomes(load_with_fault, 3, plain, victim, "memory")
     same_error(outcomes, errors.ZerostartError, f"rank {victim}", "no room")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 2])
 def test_reader_that_dies(victim: int, plain: Path) -> None:
     outcomes = rank_outcomes(load_with_fault, 3, plain, victim, "kill")
@@ -296,6 +301,7 @@ def load_with_fault(path: Path, victim: int, fault: str) -> None:
         assert world.all_gather_object(world.rank, "after") == [0, 1, 2]
 
 
+@pytest.mark.slow
 def test_ranks_stop_at_the_next_round(plain: Path) -> None:
     """What the others have read by then is a part of it only."""
     for read in run_ranks(read_until_error, 3, plain):
@@ -314,6 +320,7 @@ def read_until_error(path: Path) -> int:
 # Memory.
 
 
+@pytest.mark.slow
 def test_exchange_within_the_memory_limit(tmp_path: Path) -> None:
     """48 MiB that every rank gets whole, in 4 MiB of buffers."""
     path = tmp_path / "model.safetensors"
@@ -331,6 +338,7 @@ def load_measured(path: Path) -> int:
     return int(report.peak_host_bytes)
 
 
+@pytest.mark.slow
 def test_memory_limit_that_leaves_no_room(checkpoints: TinyCheckpoints) -> None:
     outcomes = rank_outcomes(load_in_little_memory, 2, checkpoints("qwen3"))
     same_error(outcomes, errors.ConfigError, "exchange=True", "memory_limit")

@@ -187,6 +187,7 @@ def two_steps(model: nn.Module) -> list[float]:
     return numbers
 
 
+@pytest.mark.slow
 def test_replicas_hold_the_same_and_units_are_as_asked(path: Path) -> None:
     for rank, (placements, units, own) in enumerate(run_ranks(describe, 4, path)):
         assert placements == {str((Replicate(), Shard(0)))}
@@ -218,6 +219,7 @@ REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
 }
 
 
+@pytest.mark.slow
 def test_what_cannot_be_served_is_refused_on_every_rank(path: Path) -> None:
     for outcome in rank_outcomes(load_refused, 3, path):
         assert outcome.ok, outcome.describe()

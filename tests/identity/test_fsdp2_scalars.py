@@ -105,6 +105,7 @@ def in_shards(state: dict[str, torch.Tensor], folder: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_parameters_without_dimensions(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 

@@ -26,5 +26,6 @@ def edit() -> None:
     assert torch.equal(after, torch.ones_like(before))
 
 
+@pytest.mark.slow
 def test_edits_without_a_modifier_are_errors() -> None:
     run_ranks(edit, 2)

@@ -90,6 +90,7 @@ def test_initialised_as_transformers_does(lacking: Lacking, engine: str, world_s
         assert names["initialised"] <= lacking.missing
 
 
+@pytest.mark.slow
 def test_another_seed_gives_other_values(no_experts: Lacking) -> None:
     for engine in ENGINES:
         for _, lines in run_ranks(load_lacking, 2, no_experts, engine, SEED + 1):

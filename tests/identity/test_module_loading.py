@@ -286,6 +286,7 @@ def test_as_load_state_dict(engine: str, zero_stage: int, tmp_path: Path) -> Non
         assert not lines, "\n".join(lines)
 
 
+@pytest.mark.slow
 def test_what_cannot_run_before_the_load_is_refused() -> None:
     for lines in run_ranks(refused_cases, 2):
         assert not lines, "\n".join(lines)
@@ -297,6 +298,7 @@ def refused_conversions() -> str:
     return str(raised.value)
 
 
+@pytest.mark.slow
 def test_a_list_of_conversions_is_for_transformers_models() -> None:
     for message in run_ranks(refused_conversions, 1):
         assert "Tied is not one; pass a callable" in message
@@ -344,6 +346,7 @@ def load_mapping(path: Path, reference: Path, engine: str, everywhere: bool) -> 
     return [line for line in differences(model, snapshot, engine) if not line.startswith("config")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("everywhere", [True, False], ids=["every rank", "one rank"])
 @pytest.mark.parametrize("engine", ["deepspeed", "fsdp2"])
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])

@@ -87,6 +87,7 @@ def clip(model: nn.Module) -> float:
     return total.item()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "count"), [("gpt_oss", 32), ("mixtral", 8), ("qwen3_moe", 6)])
 def test_each_rank_holds_its_own_experts(kind: str, count: int, folder: Path) -> None:
     """The check of transformers' pull request 45548: 32 experts on 4 ranks, 8 on each."""
@@ -115,6 +116,7 @@ def look(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], 
     return local, gathered, zerostart.report(model).read_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "world", "accumulation"),
     [
@@ -133,6 +135,7 @@ def test_tensors_train_as_in_one_process(kind: str, world: int, accumulation: in
         assert differences(found, wanted) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "world", "experts", "accumulation"),
     [

@@ -22,6 +22,7 @@ BIASES: dict[str, dict[str, bool]] = {
 SLOW = pytest.mark.slow
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "world"),
     [

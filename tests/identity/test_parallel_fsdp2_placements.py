@@ -38,6 +38,7 @@ EXPERTS, TENSORS = {"expert_parallel": 2}, {"tensor_parallel": 2}
 BOTH = EXPERTS | TENSORS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "world", "placed", "axes"),
     [
@@ -82,6 +83,7 @@ def test_gradients_of_experts_reduced_in_half_precision(world: int, replicas: in
         assert differences(found, wanted, tolerance=1e-2) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "before", "after"),
     [

@@ -23,6 +23,7 @@ def wider(*cases: tuple[Any, ...]) -> list[Any]:
     return [pytest.param(*case, marks=pytest.mark.slow) for case in cases]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "stage", "world", "placed", "axes"),
     [

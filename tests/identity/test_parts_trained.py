@@ -22,6 +22,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return checkpoint("qwen3_moe", tmp_path_factory.mktemp("parts"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("parts", "stage", "world"),
     [
@@ -104,6 +105,7 @@ def shared(path: Path, parts: str, stage: int) -> Course:
     return course
 
 
+@pytest.mark.slow
 def test_what_no_engine_can_train_is_refused(path: Path) -> None:
     run_ranks(refused, 2, path)
 

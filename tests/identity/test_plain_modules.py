@@ -80,6 +80,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return folder / "model.safetensors", folder / "reference.pt"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", SOURCES)
 @pytest.mark.parametrize("engine", ["deepspeed", "fsdp2"])
 def test_plain_module(engine: str, how: str, trained: tuple[Path, Path]) -> None:
@@ -88,6 +89,7 @@ def test_plain_module(engine: str, how: str, trained: tuple[Path, Path]) -> None
             assert not lines, "\n".join(lines)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["deepspeed", "fsdp2"])
 def test_module_on_meta_with_tensors_that_nothing_can_restore_is_refused(
     engine: str, trained: tuple[Path, Path]

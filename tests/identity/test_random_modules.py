@@ -76,6 +76,7 @@ def compare_all(numbers: Sequence[int]) -> tuple[int, list[str]]:
     return sum(refused for refused, _ in found), [line for _, lines in found for line in lines]
 
 
+@pytest.mark.slow
 def test_random_modules() -> None:
     for refused, lines in run_ranks(compare_all, 2, range(FAST)):
         assert not lines, "\n".join(lines)

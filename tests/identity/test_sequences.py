@@ -34,6 +34,7 @@ def test_heads_travel(kind: str, stage: int, world: int, folder: Path) -> None:
         assert differences(found, wanted) == []
 
 
+@pytest.mark.slow
 def test_registered_by_the_name_of_the_model(folder: Path) -> None:
     """Before it is loaded, as DeepSpeed's documentation has it."""
     path = checkpoint("qwen3", folder)
@@ -64,6 +65,7 @@ def test_experts_and_heads(experts: int, stage: int, world: int, folder: Path) -
         assert differences(found, wanted) == []
 
 
+@pytest.mark.slow
 def test_others_attend_by_themselves(folder: Path) -> None:
     """A teacher, generation, and a second model whose sequences are shared, beside one of theirs."""
     paths = checkpoint("qwen3", folder, num_key_value_heads=1), checkpoint("llama", folder)

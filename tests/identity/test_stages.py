@@ -104,6 +104,7 @@ def parameters_of(path: Path, engine: str, exchange: bool) -> tuple[list[str], i
     return wrong, made.read_bytes, made.exchanged_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["deepspeed", "fsdp2"])
 @pytest.mark.parametrize("exchange", [False, True])
 def test_stage_0_reads_once_or_everywhere(engine: str, exchange: bool, checkpoints: TinyCheckpoints) -> None:
@@ -133,6 +134,7 @@ def deepspeed_at_0(path: Path) -> dict[str, list[str]]:
     return found
 
 
+@pytest.mark.slow
 def test_deepspeed_at_stage_0_is_as_the_stock_route(checkpoints: TinyCheckpoints) -> None:
     path = checkpoints("qwen3_moe_aligned", torch.bfloat16)
     for found in run_ranks(deepspeed_at_0, 2, path):
@@ -161,6 +163,7 @@ def refused(path: Path) -> None:
     zerostart.load(path, engine="fsdp2", zero_stage=2, **options)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_the_load_refuses_them_too(checkpoints: TinyCheckpoints) -> None:
     for outcome in rank_outcomes(refused, 2, checkpoints("qwen3")):
         assert outcome.error == "zerostart.errors.ConfigError"

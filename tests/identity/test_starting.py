@@ -229,6 +229,7 @@ def refuse() -> list[str]:
     return messages
 
 
+@pytest.mark.slow
 def test_values_of_some_ranks_and_what_is_refused() -> None:
     run_ranks(pass_on_some_ranks, 3)
     by_rank = run_ranks(refuse, 2)

@@ -112,6 +112,7 @@ def test_a_directory_of_torchs_distributed_checkpoint(tmp_path: Path, wrapped: b
     assert_equal(run_ranks(load_whole, 2, out, "deepspeed", 3)[0], expected)
 
 
+@pytest.mark.slow
 def test_the_folders_of_accelerate_are_found(tmp_path: Path) -> None:
     """``save_state`` leaves FSDP2's weights in ``pytorch_model_fsdp_0``, DeepSpeed's in ``pytorch_model``."""
     expected = run_ranks(write_dcp, 2, str(tmp_path / "a" / "pytorch_model_fsdp_0"), False)[0]
@@ -120,6 +121,7 @@ def test_the_folders_of_accelerate_are_found(tmp_path: Path) -> None:
     assert open_catalog(tmp_path / "b").root == str(tmp_path / "b" / "pytorch_model")
 
 
+@pytest.mark.slow
 def test_a_file_that_is_missing_is_one_error(tmp_path: Path) -> None:
     out = tmp_path / "run"
     run_ranks(write_deepspeed, 3, str(out), 3, True, False, True)
@@ -152,6 +154,7 @@ def test_no_code_in_a_training_checkpoint_is_run(tmp_path: Path, monkeypatch: py
     assert not (tmp_path / "was_run").exists()
 
 
+@pytest.mark.slow
 def test_inspect_and_plan_take_a_training_checkpoint(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -180,6 +183,7 @@ def saved_again(source: str, out: str) -> list[str]:
     return [*live.differing, *live.only_a, *live.only_b]
 
 
+@pytest.mark.slow
 def test_what_was_loaded_is_saved_and_compared(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 

@@ -94,6 +94,7 @@ def translated() -> dict[str, Asked]:
         return {case: asked(arguments) for case, (arguments, _) in ASKED.items()}
 
 
+@pytest.mark.slow
 def test_what_the_arguments_ask_for() -> None:
     (found,) = run_ranks(translated, 1, process_group=False)
     assert found == {case: wanted for case, (_, wanted) in ASKED.items()}
@@ -140,5 +141,6 @@ def loaded(path: Path) -> list[str]:
     return lines
 
 
+@pytest.mark.slow
 def test_loads_that_ask_so(tmp_path: Path) -> None:
     assert run_ranks(loaded, 2, checkpoint("mixtral", tmp_path)) == [[], []]

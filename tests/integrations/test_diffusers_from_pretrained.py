@@ -138,6 +138,7 @@ def refused(path: Path) -> None:
         WanTransformer3DModel.from_pretrained(path, device_map={"": 0})
 
 
+@pytest.mark.slow
 def test_arguments_that_cannot_be_honoured_are_refused_by_name(folder: Path) -> None:
     outcomes = rank_outcomes(refused, 2, folder / "one")
     assert {o.error for o in outcomes} == {"zerostart.errors.ConfigError"}

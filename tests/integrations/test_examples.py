@@ -79,6 +79,7 @@ SCRIPTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("script", "config"), SCRIPTS)
 def test_by_the_command_as_by_the_line(script: str, config: str, folder: Path) -> None:
     losses, found = run(script, config, folder, "line")
@@ -88,6 +89,7 @@ def test_by_the_command_as_by_the_line(script: str, config: str, folder: Path) -
     assert [name for name in started if not torch.equal(started[name], found[name])] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("script", "config"), SCRIPTS)
 def test_with_and_without_the_line(script: str, config: str, folder: Path) -> None:
     losses, found = run(script, config, folder, "line")

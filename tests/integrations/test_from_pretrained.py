@@ -84,6 +84,7 @@ def test_as_without_zerostart(engine: str, name: str, checkpoints: TinyCheckpoin
     assert not any(info.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_dtype_that_is_asked_for(engine: str, checkpoints: TinyCheckpoints) -> None:
     # flint keeps modules in fp32 when it is loaded in bf16.
@@ -91,12 +92,14 @@ def test_a_dtype_that_is_asked_for(engine: str, checkpoints: TinyCheckpoints) ->
     compare(engine, "AutoModelForCausalLM", checkpoints("qwen3"), torch_dtype="bfloat16")
 
 
+@pytest.mark.slow
 def test_missing_and_unexpected_weights(checkpoints: TinyCheckpoints) -> None:
     info = compare("deepspeed", "AutoModelForSequenceClassification", checkpoints("mixtral"))
     assert info["missing_keys"] == {"score.weight"}
     assert info["unexpected_keys"] == {"lm_head.weight"}
 
 
+@pytest.mark.slow
 def test_shapes_that_do_not_fit(checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
     import transformers
 
@@ -112,6 +115,7 @@ def test_shapes_that_do_not_fit(checkpoints: TinyCheckpoints, tmp_path: Path) ->
     assert "score.weight is [3, 20] in the checkpoint and [5, 20] in the model" in outcomes[0].message
 
 
+@pytest.mark.slow
 def test_subfolder_key_mapping_and_attention(checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
     shutil.copytree(checkpoints("qwen3"), tmp_path / "inner")
 
@@ -137,6 +141,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", REFUSED)
 def test_arguments_that_cannot_be_honoured_are_refused_by_name(
     name: str, checkpoints: TinyCheckpoints
@@ -164,6 +169,7 @@ def fails_on_one(path: Path, gone: Path) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_what_fails_on_one_rank_fails_on_all(checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
     (tmp_path / "gone").mkdir()
     found = run_ranks(fails_on_one, 2, checkpoints("qwen3"), tmp_path / "gone", timeout=60)
@@ -180,6 +186,7 @@ def fails_alike(gone: Path) -> str:
     return type(caught.value).__name__
 
 
+@pytest.mark.slow
 def test_what_fails_everywhere_is_the_librarys_error(tmp_path: Path) -> None:
     assert run_ranks(fails_alike, 2, tmp_path, timeout=60) == ["OSError"] * 2
 
@@ -194,6 +201,7 @@ def saves(path: Path, out: Path) -> None:
         model.save_pretrained(out, state_dict=whole)
 
 
+@pytest.mark.slow
 def test_experts_shared_out_leave_nothing_in_the_configuration(
     checkpoints: TinyCheckpoints, tmp_path: Path
 ) -> None:
@@ -227,6 +235,7 @@ def opened(path: Path) -> tuple[str, set[torch.dtype], bool]:
     )
 
 
+@pytest.mark.slow
 def test_an_open_zero_init_is_an_active_configuration(checkpoints: TinyCheckpoints) -> None:
     assert run_ranks(opened, 2, checkpoints("qwen3")) == [("deepspeed", {torch.bfloat16}, True)] * 2
 
@@ -268,6 +277,7 @@ def test_methods_are_put_back() -> None:
         zerostart.enable(engine="jax")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="the host is not all there is")
 @pytest.mark.parametrize("device_map", ["auto", {"": "cpu"}], ids=["auto", "cpu"])
 def test_a_device_map_of_the_host_is_none_where_there_is_nothing_else(

@@ -57,6 +57,7 @@ def test_mixed_precision_and_either_order(engine: str, checkpoints: TinyCheckpoi
     agree(run(path, environment, {}, "bf16", True), stock, 1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 def test_adapters_on_top(engine: str, checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
     path, environment = checkpoints("qwen3"), environment_of(engine, tmp_path)
@@ -64,6 +65,7 @@ def test_adapters_on_top(engine: str, checkpoints: TinyCheckpoints, tmp_path: Pa
     agree(run(path, environment, {}, "no", False, True), stock, 1e-5)
 
 
+@pytest.mark.slow
 def test_shards_on_the_host(checkpoints: TinyCheckpoints) -> None:
     """On CPU ranks accelerate itself cannot offload: it asks for pinned memory."""
     path = checkpoints("qwen3")
@@ -73,6 +75,7 @@ def test_shards_on_the_host(checkpoints: TinyCheckpoints) -> None:
         agree(run(path, fsdp2(FSDP_OFFLOAD_PARAMS="true"), {}, "no", False, adapter), expected, 1e-5)
 
 
+@pytest.mark.slow
 def test_a_model_of_another_stage_is_refused(checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
     path, adopt = checkpoints("qwen3"), {"engine": "deepspeed", "engine_config": {}}
     outcomes = rank_outcomes(
@@ -84,6 +87,7 @@ def test_a_model_of_another_stage_is_refused(checkpoints: TinyCheckpoints, tmp_p
     )
 
 
+@pytest.mark.slow
 def test_a_model_that_is_whole_on_every_rank_is_refused(checkpoints: TinyCheckpoints) -> None:
     path, adopt = checkpoints("qwen3"), {"engine": "fsdp2", "zero_stage": 0, "engine_config": {}}
     outcomes = rank_outcomes(accelerate_script, 2, path, fsdp2(), adopt, "no", process_group=False)
@@ -111,6 +115,7 @@ def test_settings_that_cannot_be_honoured_are_refused_by_name(setting: str, valu
         fsdp2_config(FSDP2Plugin(plugin, "no"), torch.nn.Linear)
 
 
+@pytest.mark.slow
 def test_settings_that_change_between_load_and_preparation_are_refused(
     checkpoints: TinyCheckpoints,
 ) -> None:
@@ -150,11 +155,13 @@ def aside() -> list[str]:
     return told
 
 
+@pytest.mark.slow
 def test_a_launchers_deepspeed_that_is_left_aside_is_told_of() -> None:
     (told,) = run_ranks(aside, 1, process_group=False)
     assert ["accelerate trains without the DeepSpeed" in text for text in told].count(True) == 1
 
 
+@pytest.mark.slow
 def test_a_model_that_came_before_any_configuration_is_named(checkpoints: TinyCheckpoints) -> None:
     for message in run_ranks(late, 2, checkpoints("qwen3"), process_group=False):
         assert message.startswith(
@@ -204,5 +211,6 @@ def both(dense: Path, experts: Path) -> list[str]:
     return gradients_around(dense)
 
 
+@pytest.mark.slow
 def test_adapters_that_nothing_prepares(checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
     assert run_ranks(both, 2, checkpoints("qwen3"), checkpoint("mixtral", tmp_path)) == [[], []]

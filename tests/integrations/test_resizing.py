@@ -130,6 +130,7 @@ def cut(path: Path) -> None:
         model.resize_token_embeddings(count - 8)
 
 
+@pytest.mark.slow
 def test_not_where_tensor_parallel_has_cut_them(tmp_path: Path) -> None:
     run_ranks(cut, 2, checkpoint("qwen3", tmp_path))
 
@@ -151,6 +152,7 @@ def fails_on_one(path: Path) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_failure_on_one_rank_loses_nothing(checkpoints: TinyCheckpoints) -> None:
     told = run_ranks(fails_on_one, 2, checkpoints("qwen3_moe_aligned"))
     assert len(set(told)) == 1

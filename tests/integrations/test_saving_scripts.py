@@ -93,6 +93,7 @@ def check_own_names(path: Path, model: Path, gathered: dict[str, torch.Tensor]) 
     assert same(tensors_in(model / "again"), gathered)
 
 
+@pytest.mark.slow
 def test_adapters_are_saved_and_resumed(checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
     path, environment = checkpoints("qwen3"), environment_of("deepspeed", tmp_path / "zero")
     out = tmp_path / "out"

@@ -95,6 +95,7 @@ def refusals(path: Path, folder: Path, environment: dict[str, str]) -> dict[str,
     return told
 
 
+@pytest.mark.slow
 def test_what_contradicts_itself_is_told(checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
     environment = zero3(tmp_path, train_micro_batch_size_per_gpu=1)
     sizes = {"hidden_size": 12, "num_attention_heads": 3, "num_hidden_layers": 1, "intermediate_size": 8}

@@ -136,6 +136,7 @@ def check_composite(path: Path, environment: dict[str, str]) -> None:
             torch.testing.assert_close(found["weights"][name], tensor, rtol=1e-4, atol=1e-5, msg=name)
 
 
+@pytest.mark.slow
 def test_a_composite_is_prepared_on_fsdp2(checkpoints: TinyCheckpoints) -> None:
     check_composite(checkpoints("qwen3"), fsdp2())
 
@@ -208,6 +209,7 @@ def check_alone(start: Callable[[], object]) -> None:
     assert time.monotonic() - begun < 20
 
 
+@pytest.mark.slow
 def test_models_of_a_configuration_start_in_shards() -> None:
     run_ranks(starts, 2, "deepspeed", 3)
 

@@ -91,6 +91,7 @@ def test_trainer_with_experts_shared_out(engine: str, checkpoints: TinyCheckpoin
         torch.testing.assert_close(weights[key], expected[key], rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_trainer_that_asks_for_fsdp2_itself(checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
     """Without the launcher: the Accelerator is made by the Trainer, after the model."""
     path, asked = checkpoints("qwen3"), {"fsdp": True, "fsdp_config": {"version": 2}, "use_cpu": True}

@@ -247,6 +247,7 @@ def run_measured(path: Path, limit: int, cap: int) -> tuple[int, int]:
     return meter.host_bytes, window.highest
 
 
+@pytest.mark.slow
 def test_resident_memory_keeps_the_limit(tmp_path: Path) -> None:
     """134 MB in blocks of 33 MB, of which 24 may be resident."""
     sizes = {"vocab_size": 64, "d_model": 1024, "d_kv": 64, "num_heads": 8, "d_ff": 2048, "num_layers": 4}

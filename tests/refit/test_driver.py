@@ -80,6 +80,7 @@ def _with_an_engine_each(path: Path) -> None:
     assert rank or torch.equal(alone.module.weight, torch.arange(6.0).view(2, 3))
 
 
+@pytest.mark.slow
 def test_an_engine_within_rank_0(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     save_file({"weight": torch.arange(6.0).view(2, 3), "bias": torch.ones(2)}, path)

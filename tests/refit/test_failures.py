@@ -117,6 +117,7 @@ def _await(path: Path) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_a_worker_killed_at_each_message(tmp_path: Path) -> None:
     points = ["before wants", "in the fill", "before serving"]
     address = f"unix://{tmp_path}/workers"
@@ -175,6 +176,7 @@ def _push_again(address: str) -> list[str]:
         return sorted(worker.name for worker in refitter.push().workers)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("point", "rank", "new"), [("writing", 1, False), ("written", 0, False), ("told", 0, True)]
 )

@@ -154,6 +154,7 @@ def test_a_push_within_the_ranks_takes_as_little() -> None:
         assert 0 < peak < 256 << 20
 
 
+@pytest.mark.slow
 def test_a_worker_loads_no_other_library() -> None:
     script = "import sys, zerostart.serving as s; [getattr(s, name) for name in s.__all__]\n"
     script += (

@@ -57,6 +57,7 @@ CASES: dict[str, tuple[str, torch.dtype, int, dict[str, Any], dict[str, Any]]] =
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_a_target_is_as_loaded_from_a_save(case: str, checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
     kind, dtype, ranks, source, target = CASES[case]
@@ -86,6 +87,7 @@ def on_half(path: Path) -> None:
             assert torch.equal(parameter.full_tensor(), wholes[name]), name
 
 
+@pytest.mark.slow
 def test_a_target_on_half_of_the_ranks(checkpoints: TinyCheckpoints) -> None:
     run_ranks(on_half, 4, checkpoints("qwen3_even", BF16), timeout=150)
 

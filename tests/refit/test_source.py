@@ -37,6 +37,7 @@ def _stream(path: Path, out: Path, options: dict[str, Any], lora: bool) -> Any:
         return traceback.format_exc()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "lora"),
     [({"engine": "fsdp2"}, True), ({"engine": "deepspeed", "zero_stage": 3}, False)],

@@ -246,6 +246,7 @@ def _other_arguments(given: dict[str, list[Any]]) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_ranks_that_are_given_different_arguments_are_told_so() -> None:
     given = {
         "dtype": [None, BF16],

@@ -62,6 +62,7 @@ def url(model: Path, request: pytest.FixtureRequest) -> Iterator[str]:
         yield f"{address}/some%20model"
 
 
+@pytest.mark.slow
 def test_it_is_what_the_local_directory_is(url: str, model: Path) -> None:
     catalog, local = open_catalog(url), open_catalog(model)
     assert catalog.tensors == local.tensors
@@ -88,6 +89,7 @@ def digests(source: str) -> dict[str, str]:
     return zerostart.digest(model)
 
 
+@pytest.mark.slow
 def test_a_saved_directory_is_verified_where_it_lies(model: Path, tmp_path: Path) -> None:
     saved = tmp_path / "saved"
     run_ranks(resave, 1, str(model), str(saved))
@@ -117,6 +119,7 @@ def test_a_rehearsal_is_compared_with_a_whole_copy(url: str, tmp_path: Path) -> 
     assert "every element equals" in done.stdout, done.stderr
 
 
+@pytest.mark.slow
 def test_what_is_not_there_is_told(url: str) -> None:
     with pytest.raises(CheckpointNotFoundError, match="no directory of that name"):
         open_catalog(f"{url}/absent")
@@ -142,6 +145,7 @@ def test_a_url_that_has_lost_a_slash_is_no_directory(tmp_path: Path, monkeypatch
     assert open_catalog(Path("s3://x.safetensors")).tensors
 
 
+@pytest.mark.slow
 def test_why_a_server_is_not_reached_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where, through a proxy too; and of a certificate that nobody trusts what to give, at once."""
     from zerostart.checkpoint.storage import object_store
@@ -166,6 +170,7 @@ def test_why_a_server_is_not_reached_is_told(tmp_path: Path, monkeypatch: pytest
         assert open_catalog(url).tensors
 
 
+@pytest.mark.slow
 def test_names_in_an_index_lead_to_what_lies_below_it(tmp_path: Path) -> None:
     """However they are spelled, and beside an empty file, of which no range can be asked for."""
     save(tmp_path / "x.safetensors")
@@ -202,6 +207,7 @@ def test_files_beside_weights_are_bounded_together(tmp_path: Path, caplog: pytes
     assert [place.name for place in root.parent.iterdir()] == [root.name]
 
 
+@pytest.mark.slow
 def test_a_name_and_password_of_a_url_are_sent_and_never_told(tmp_path: Path) -> None:
     """Nor is what a store says that was signed."""
     from zerostart.checkpoint.storage.object_store import error_text
@@ -244,6 +250,7 @@ def content(address: str) -> bytes:
     return bytes(buffer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", [429, 500, 503, "reset", "short"])
 def test_faults_that_pass_are_outlived(store: proxy.Proxy, tmp_path: Path, fault: proxy.Fault) -> None:
     """Each range is refused, or breaks off, twice."""
@@ -252,6 +259,7 @@ def test_faults_that_pass_are_outlived(store: proxy.Proxy, tmp_path: Path, fault
     assert content(store.address) == (tmp_path / "model.safetensors").read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("status", "words"),
     [(416, "416"), (403, "give credentials"), (400, "400")],
@@ -266,6 +274,7 @@ def test_faults_that_stay_are_told_at_once(store: proxy.Proxy, status: int, word
     assert len(store.asked) == before + 1
 
 
+@pytest.mark.slow
 def test_a_url_for_one_file_alone_is_enough(store: proxy.Proxy) -> None:
     """As a signed one is: what may lie beside the file is refused."""
     store.fault = lambda method, path, number: None if path.endswith("/model.safetensors") else 403
@@ -276,6 +285,7 @@ def test_a_url_for_one_file_alone_is_enough(store: proxy.Proxy) -> None:
         open_catalog(f"{store.address}/nothing")
 
 
+@pytest.mark.slow
 def test_a_change_in_the_middle_of_a_load_is_one_error_on_all_ranks(
     store: proxy.Proxy, tmp_path: Path
 ) -> None:
@@ -297,11 +307,13 @@ def test_a_change_in_the_middle_of_a_load_is_one_error_on_all_ranks(
     assert "model.safetensors was changed since the checkpoint was opened" in told[0]
 
 
+@pytest.mark.slow
 def test_a_server_that_knows_no_lists_may_say_so_in_any_way(store: proxy.Proxy) -> None:
     store.fault = lambda method, path, number: 404 if method == "PROPFIND" else None
     assert open_catalog(store.address).tensors
 
 
+@pytest.mark.slow
 def test_a_process_that_was_forked_after_a_store_was_asked_is_told(store: proxy.Proxy) -> None:
     """In it the library would wait for ever for threads that it has not."""
     assert open_catalog(store.address).tensors
@@ -329,6 +341,7 @@ def failing(source: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_gaps_between_rows_are_read_through_where_they_are_cheap(store: proxy.Proxy, tmp_path: Path) -> None:
     """One request for rows that lie near each other."""
     from zerostart.checkpoint.storage import Rows
@@ -373,6 +386,7 @@ def test_a_profile_gives_keys_region_and_endpoint(tmp_path: Path, monkeypatch: p
         _aws_profile(given)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "url",
     [
@@ -392,6 +406,7 @@ def test_no_error_repeats_a_secret(url: str, monkeypatch: pytest.MonkeyPatch) ->
         assert "SECRET" not in str(raised.value)
 
 
+@pytest.mark.slow
 def test_no_report_and_no_error_of_any_kind_has_a_password() -> None:
     url = "http://me:SECRET@server/model"
     save = SaveReport(url, (), (), 0, 0, 0.0, {}, {})

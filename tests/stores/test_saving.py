@@ -151,6 +151,7 @@ def load_state(source: str, state: str) -> dict[str, str]:
     return zerostart.digest(model)
 
 
+@pytest.mark.slow
 def test_a_training_state_is_saved_and_resumed_from_a_copy(small: list[str], tmp_path: Path) -> None:
     found = on(save_states, 2, small[0], PLACE)[0]
     assert left_over() == []
@@ -173,6 +174,7 @@ def disturbed(
         yield line
 
 
+@pytest.mark.slow
 def test_faults_are_retried(endpoint: str, models: list[str]) -> None:
     def fault(method: str, path: str, number: int) -> proxy.Fault:
         if number % 7 == 3 and method == "PUT":
@@ -201,6 +203,7 @@ def fail_on_one_rank(source: str, place: str) -> str:
     return str(raised.value)
 
 
+@pytest.mark.slow
 def test_one_error_on_all_ranks_and_nothing_left(models: list[str]) -> None:
     found = on(fail_on_one_rank, 2, models[0], PLACE)
     assert found[0] == found[1]
@@ -209,6 +212,7 @@ def test_one_error_on_all_ranks_and_nothing_left(models: list[str]) -> None:
     assert left_over() == []
 
 
+@pytest.mark.slow
 def test_only_its_own_objects(small: list[str], endpoint: str) -> None:
     """Objects of others stay, also small files that the save has, too."""
     bucket = servers.store(endpoint)
@@ -225,6 +229,7 @@ def test_only_its_own_objects(small: list[str], endpoint: str) -> None:
         zerostart.save(zerostart.load(small[0], engine="fsdp2", progress=False), PLACE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["shards", "single", "state"])
 @pytest.mark.parametrize("loss", ["dead", 403])
 def test_a_save_that_loses_its_connection_or_rights(
@@ -264,6 +269,7 @@ def test_a_save_that_loses_its_connection_or_rights(
     assert at > 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", ["shards", "config.json", "zerostart.json"])
 def test_a_changed_byte_is_an_error(part: str, endpoint: str, small: list[str]) -> None:
     """Change one byte of each upload on its way; expect an error of the save and the old checkpoint."""
@@ -313,6 +319,7 @@ def anonymous() -> int:
     return int(status.split("RssAnon:")[1].split()[0]) * 1024
 
 
+@pytest.mark.slow
 def test_host_memory_of_a_save(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Save 160 MB by two ranks in files of 40 MB; expect at most 64 MiB of each."""
     source = make_models(tmp_path_factory.mktemp("large"), 1024)[0]

@@ -188,6 +188,7 @@ def through_an_engine(path: Path, stage: int) -> tuple[list[set[str]], bool]:
     return found, originals() == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 3])
 def test_nothing_is_left_of_a_model_and_its_engine(stage: int, checkpoints: TinyCheckpoints) -> None:
     path = checkpoints("qwen3", torch.bfloat16)
@@ -234,6 +235,7 @@ def through_a_block(path: Path) -> tuple[list[set[str]], bool, int]:
     return found, originals() == before, len(sys.meta_path) - waiting
 
 
+@pytest.mark.slow
 def test_nothing_is_left_of_a_block(checkpoints: TinyCheckpoints) -> None:
     path = checkpoints("qwen3", torch.bfloat16)
     ((found, same, waiting),) = run_ranks(through_a_block, 1, path)

@@ -52,6 +52,7 @@ def test_a_zero3_optimizer_without_a_method_of_ours_is_refused(monkeypatch: pyte
     ds3.require_stage3.cache_clear()
 
 
+@pytest.mark.slow
 def test_parameters_without_our_mark_are_left_to_the_optimizer() -> None:
     """In a process of its own: in this one a model of another test may have the method replaced already."""
     run_ranks(unmarked, 1, process_group=False)
@@ -126,6 +127,7 @@ def test_deepspeed_has_no_secondary_partitions_on_nvme() -> None:
         torch.empty(1, device="nvme")
 
 
+@pytest.mark.slow
 def test_the_dtype_that_gradients_travel_in() -> None:
     """A forecast counts them; torch 2.15 has changed it, where the policy names none."""
     run_ranks(travelling, 2)
@@ -179,6 +181,7 @@ def test_unknown_versions_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -
     loading.require.cache_clear()
 
 
+@pytest.mark.slow
 def test_fully_shard_names_classes_as_expected() -> None:
     """It does so for real on one rank, whose name for the class is what accelerate's are looked up by."""
     assert run_ranks(sharded_class, 1) == [f"{ac.SHARDED}Linear"]
@@ -215,6 +218,7 @@ def test_transformers_declares_plans_on_models() -> None:
     assert hf.parallel_rules(model, "tp")["lm_head"] == "colwise_gather_output"
 
 
+@pytest.mark.slow
 def test_deepspeed_groups_of_experts() -> None:
     found = run_ranks(expert_groups, 4)
     assert found == [((0, 1), (0, 2)), ((0, 1), (1, 3)), ((2, 3), (0, 2)), ((2, 3), (1, 3))]

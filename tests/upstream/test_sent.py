@@ -19,6 +19,7 @@ pytestmark = pytest.mark.skipif(shutil.which("patch") is None, reason="needs the
 LIBRARY = {library.name: library for library in LIBRARIES}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("patch", patches(), ids=lambda patch: patch.name)
 def test_it_fits_what_is_installed(patch: Patch, tmp_path: Path) -> None:
     """By itself, to be sent by itself."""
@@ -29,6 +30,7 @@ def test_it_fits_what_is_installed(patch: Patch, tmp_path: Path) -> None:
     assert version in SpecifierSet(LIBRARY[library].specifier)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("library", sorted({patch.library for patch in patches()}))
 def test_all_of_a_library_fit_together(library: str, tmp_path: Path) -> None:
     applied(patches(library), tmp_path)

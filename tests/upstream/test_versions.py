@@ -115,6 +115,7 @@ def serve(versions: Mapping[str, str], plain: Path, pretrained: Path, out: Path)
     assert all(f"{name} {version} (known: from " in text for name, version in versions.items()) or not first
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("versions", NEWER, ids=lambda versions: versions["torch"])
 def test_newer_releases_that_fit_are_served_with_one_warning(
     versions: Mapping[str, str], plain: Path, checkpoints: TinyCheckpoints, tmp_path: Path
@@ -130,6 +131,7 @@ def refuse(source: Path) -> None:
         zerostart.load(source, Plain, engine="fsdp2", progress=False)
 
 
+@pytest.mark.slow
 def test_an_older_release_is_refused(plain: Path) -> None:
     run_ranks(refuse, 1, plain)
 

@@ -143,6 +143,7 @@ def compare_holding() -> list[str]:
     return [n for n, p in alone.named_parameters() if not torch.allclose(p, trained[n], atol=1e-6)]
 
 
+@pytest.mark.slow
 def test_a_model_with_parameters_of_its_own_may_checkpoint_its_layers_on_fsdp2() -> None:
     """The layers run a second time when the model's forward is over, and are called by it all the same."""
     assert run_ranks(compare_holding, 2) == [[], []]

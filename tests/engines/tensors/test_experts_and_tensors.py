@@ -28,10 +28,12 @@ def check(courses: list[Course], world: int, folder: Path) -> None:
         assert all(torch.equal(saved[name], tensor) for name, tensor in traces[0].weights.items())
 
 
+@pytest.mark.slow
 def test_experts_and_tensors_train_as_one_process(tmp_path: Path) -> None:
     check([(checkpoint("qwen3_moe", tmp_path), Layout(3, 2), Layout(1, 4))], 4, tmp_path)
 
 
+@pytest.mark.slow
 @SLOW
 @pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -41,6 +43,7 @@ def test_every_stage(kind: str, stage: int, tmp_path: Path) -> None:
     check([(path, Layout(stage, 2), Layout(3, 2))], 2, tmp_path / "two")
 
 
+@pytest.mark.slow
 @SLOW
 def test_more_ranks_share_tensors_than_experts(tmp_path: Path) -> None:
     path = checkpoint("deepseek_v3", tmp_path)

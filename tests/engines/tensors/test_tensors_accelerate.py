@@ -78,6 +78,7 @@ def script(path: Path, stage: int, named: bool) -> Trace:
     return trace
 
 
+@pytest.mark.slow
 def test_ranks_that_would_see_other_batches(tmp_path: Path) -> None:
     """accelerate knows of no ranks that share tensors, and would give each a batch of its own."""
     told = run_ranks(unknown, 2, checkpoint("qwen3", tmp_path), timeout=120)

@@ -66,6 +66,7 @@ def test_what_fits_is_served(kind: str, preset: str | None, folder: Path) -> Non
     planned(checkpoint(kind, folder), preset)
 
 
+@pytest.mark.slow
 def test_adapters_of_what_ranks_share(folder: Path) -> None:
     run_ranks(adapted, 2, checkpoint("llama", folder), checkpoint("qwen3_moe", folder))
 
@@ -147,6 +148,7 @@ def test_a_plan_refuses(options: dict[str, Any], text: str, checkpoints: TinyChe
     assert text in str(raised.value)
 
 
+@pytest.mark.slow
 def test_loads_and_engines_refuse_on_every_rank(checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
     run_ranks(refused, SHARING, checkpoints("qwen3_moe"), checkpoint("qwen3", tmp_path))
 

@@ -14,6 +14,7 @@ from tests.parity import batches, checkpoint, optimizer
 from tests.ranks import run_ranks
 
 
+@pytest.mark.slow
 def test_kept_and_changed(folder: Path) -> None:
     cases = [
         Case(checkpoint("qwen3", folder), 2),

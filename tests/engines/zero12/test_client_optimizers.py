@@ -79,6 +79,7 @@ def scheduled(path: Path, how: str) -> None:
     assert dict(vars(torch.optim.Optimizer)) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["given", "by hand"])
 def test_a_scheduler_on_the_clients_optimizer_reaches_experts_and_the_rest(how: str, tmp_path: Path) -> None:
     run_ranks(scheduled, 2, checkpoint("mixtral", tmp_path), how)

@@ -151,5 +151,6 @@ def masters(ranks: int) -> list[str]:
     return wrong if seen == len(state) else [*wrong, "masters are missing"]
 
 
+@pytest.mark.slow
 def test_masters_of_experts_are_what_is_stored() -> None:
     assert run_ranks(masters, 4, 2, timeout=120) == [[]] * 4

@@ -100,6 +100,7 @@ def test_masters_are_what_the_checkpoint_stores(world_size: int, checkpoints: Ti
         assert not {name: lines for name, lines in found.items() if lines}
 
 
+@pytest.mark.slow
 def test_a_model_with_modules_kept_in_fp32(checkpoints: TinyCheckpoints) -> None:
     """DeepSpeed casts them: buffers are equal to the stock route's, and masters have the stored values."""
     path = checkpoints("flint", torch.float32)

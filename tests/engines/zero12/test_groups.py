@@ -144,6 +144,7 @@ def check_kept_views(path: Path) -> list[str]:
     return lines
 
 
+@pytest.mark.slow
 def test_views_that_were_kept_are_not_overwritten(checkpoints: TinyCheckpoints) -> None:
     path = checkpoints("qwen3_moe_aligned", torch.bfloat16)
     assert run_ranks(check_kept_views, 1, path) == [[]]
@@ -179,6 +180,7 @@ def check_life(path: Path) -> list[str]:
     return lines
 
 
+@pytest.mark.slow
 def test_the_life_of_a_buffer(checkpoints: TinyCheckpoints) -> None:
     path = checkpoints("qwen3_moe_aligned", torch.bfloat16)
     for lines in run_ranks(check_life, 2, path):

@@ -77,6 +77,7 @@ def model_with_head() -> Any:
     return Qwen3ForSequenceClassification
 
 
+@pytest.mark.slow
 def test_what_is_missing_is_initialised_alike_on_all_ranks(checkpoints: TinyCheckpoints) -> None:
     path = checkpoints("qwen3", torch.float32)
     torch.manual_seed(11)
@@ -90,6 +91,7 @@ def refused(path: Path) -> None:
     zerostart.load(path, zero_stage=1, engine_config={"zero_optimization": {"stage": 2}}, progress=False)
 
 
+@pytest.mark.slow
 def test_contradictions_are_refused(checkpoints: TinyCheckpoints) -> None:
     path = checkpoints("qwen3_moe", torch.bfloat16)
     with pytest.raises(ConfigError, match="expert_parallel with zero_stage=0 is not available: DeepSpeed"):
@@ -132,6 +134,7 @@ def alone() -> bool:
     return bool(engine(torch.ones(1, 3)).sum() == 6)
 
 
+@pytest.mark.slow
 def test_a_single_process() -> None:
     (outcome,) = rank_outcomes(alone, 1, process_group=False)
     assert outcome.value is True, outcome.describe()

@@ -74,6 +74,7 @@ def loaded(path: Path, engine: str, stage: int) -> tuple[str, str, int]:
     return made.tier.name, made.tier.device, made.tier.buffer_bytes - storage.nbytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("engine", "stage"), [("deepspeed", 2), ("deepspeed", 0), ("fsdp2", 0)])
 def test_the_report_and_the_plan_tell_the_tier(engine: str, stage: int, checkpoints: TinyCheckpoints) -> None:
     path = checkpoints("qwen3_moe", torch.bfloat16)
@@ -99,6 +100,7 @@ def too_large(path: Path, engine: str, stage: int) -> None:
     zerostart.load(path, engine=engine, zero_stage=stage, progress=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("engine", "stage"), [("deepspeed", 1), ("deepspeed", 2), ("fsdp2", 0)])
 def test_a_model_that_cannot_fit_is_refused_alike_on_every_rank(
     engine: str, stage: int, checkpoints: TinyCheckpoints
@@ -132,6 +134,7 @@ def waiting(path: Path) -> list[str]:
     return lines + routes.differing(routes.followed(model, case), wanted)
 
 
+@pytest.mark.slow
 def test_parameters_wait_in_host_memory(checkpoints: TinyCheckpoints) -> None:
     path = checkpoints("qwen3_moe_aligned", torch.bfloat16)
     assert run_ranks(waiting, 2, path) == [[], []]

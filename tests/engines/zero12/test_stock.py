@@ -81,6 +81,7 @@ def check(path: Path) -> list[str]:
     return lines
 
 
+@pytest.mark.slow
 def test_zenflow(checkpoints: TinyCheckpoints) -> None:
     path = checkpoints("qwen3_moe_aligned", torch.bfloat16)
     assert run_ranks(check, 2, path, timeout=120) == [[], []]
@@ -136,5 +137,6 @@ def on_ranks() -> list[bool]:
     return [any(one is tensor for one in found) for tensor in tensors]
 
 
+@pytest.mark.slow
 def test_ranks_agree() -> None:
     assert run_ranks(on_ranks, 3) == [[True, False, False, True]] * 3

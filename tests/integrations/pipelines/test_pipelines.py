@@ -96,6 +96,7 @@ def saved(path: Path, out: Path) -> None:
         pipe.save_pretrained(out / engine)
 
 
+@pytest.mark.slow
 def test_a_sharded_pipeline_is_saved_as_any_other(paths: dict[str, Path], tmp_path: Path) -> None:
     run_ranks(saved, 2, paths["wan"], tmp_path)
     index = diffusers.WanPipeline.load_config(paths["wan"])

@@ -68,6 +68,7 @@ def test_zero3(checkpoints: TinyCheckpoints, half: bool, world_size: int) -> Non
             assert {name: told["initialize"][name] for name in holds} == holds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("half", [True, False], ids=["bf16", "fp32"])
 def test_zero12(checkpoints: TinyCheckpoints, half: bool) -> None:
     path = checkpoints("qwen3", torch.bfloat16 if half else torch.float32)
@@ -90,6 +91,7 @@ def test_zero12(checkpoints: TinyCheckpoints, half: bool) -> None:
             assert 0 <= told["step"]["parameters"] - holds["parameters"] <= 8192
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("experts", [2, 4])
 def test_experts_over_several_ranks_at_stage_2(tmp_path: Path, experts: int) -> None:
     """Their masters are shared by the ranks that have the same ones, and not by all."""
@@ -104,6 +106,7 @@ def test_experts_over_several_ranks_at_stage_2(tmp_path: Path, experts: int) -> 
         assert 0 <= told["step"]["parameters"] - holds["parameters"] <= 2 * 8192
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adamw", "momentum"])
 @pytest.mark.parametrize(
     ("stored", "dtype", "world_size"),
@@ -118,6 +121,7 @@ def test_fsdp2(
     compare_shards([told["step"] for told in made], found)
 
 
+@pytest.mark.slow
 def test_masters_of_an_fp32_checkpoint_are_the_shards_of_fsdp2(checkpoints: TinyCheckpoints) -> None:
     """With a policy that computes in bf16, shards are held in fp32, and all that is trained with them."""
     from torch.distributed.fsdp import MixedPrecisionPolicy

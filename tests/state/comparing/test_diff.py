@@ -181,6 +181,7 @@ def edit(tensors: Tensors) -> None:
         tensors[CHANGED][0, 3] -= 1.0
 
 
+@pytest.mark.slow
 def test_live_models(checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
     kind = checkpoints("mixtral")
     edited = checkpoints.edited(kind, "mixtral-differing", edit)

@@ -285,6 +285,7 @@ def sum_over_ranks(shapes: list[tuple[int, ...]]) -> tuple[dict[str, str], str]:
     return found, ""
 
 
+@pytest.mark.slow
 def test_ranks_sum_up() -> None:
     shapes: list[tuple[int, ...]] = [(3,), (101, 77), (), (40_000, 3), (1,)]
     torch.manual_seed(5)

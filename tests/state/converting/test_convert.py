@@ -65,6 +65,7 @@ def test_round_trips_keep_the_bytes(
         assert (tmp_path / place / "tokenizer.json").exists() == (folder / "tokenizer.json").exists()
 
 
+@pytest.mark.slow
 def test_two_ranks_write_what_one_writes(tmp_path: Path, checkpoints: TinyCheckpoints) -> None:
     folder = checkpoints("qwen3", BF16)
     for to in ("hf", "dcp"):
@@ -105,6 +106,7 @@ def weights_of(place: Path) -> set[str]:
     return set(dcp.FileSystemReader(place).read_metadata().state_dict_metadata)
 
 
+@pytest.mark.slow
 def test_a_distributed_checkpoint_with_an_optimizer_gives_its_weights(tmp_path: Path) -> None:
     expected = run_ranks(write_dcp, 2, str(tmp_path / "saved"), True)[0]
     convert(tmp_path / "saved", tmp_path / "again", "dcp")

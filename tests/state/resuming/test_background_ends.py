@@ -86,6 +86,7 @@ def end_at_once(folder: Path, early: bool, wanted: bool) -> None:
     assert not dist.is_initialized()
 
 
+@pytest.mark.slow
 def test_who_reads_a_state_waits_for_it(tmp_path: Path) -> None:
     run_ranks(read_at_once, 2, tmp_path)
 

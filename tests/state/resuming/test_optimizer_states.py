@@ -193,6 +193,7 @@ def refused(folder: Path) -> None:
         assert torch.equal(before[name], p.to_local()), name  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 def test_states_in_blocks_go_on_where_the_shares_are_the_same(tmp_path: Path) -> None:
     (wanted, found), _ = run_ranks(saved, 2, tmp_path / "state", "FSDP2")
     assert found == wanted

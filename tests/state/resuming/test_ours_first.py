@@ -88,6 +88,7 @@ def adopted(path: Path, folder: Path) -> tuple[float, float, float, Any]:
     return wanted, found, again, client
 
 
+@pytest.mark.slow
 def test_ours_goes_before_deepspeeds(tmp_path: Path) -> None:
     path = checkpoint("qwen3", tmp_path)
     wanted, found, again, client = run_ranks(adopted, 2, path, tmp_path / "run")[0]
@@ -120,6 +121,7 @@ def clients(path: Path, folder: Path) -> None:
     other.end()
 
 
+@pytest.mark.slow
 def test_client_states_and_windows(tmp_path: Path) -> None:
     run_ranks(clients, 2, checkpoint("qwen3", tmp_path), tmp_path)
 

@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 
 import zerostart
@@ -24,6 +25,7 @@ SAME = {
 }
 
 
+@pytest.mark.slow
 def test_losses_are_the_same_bits_on_the_same_ranks(paths: dict[str, Path], tmp_path: Path) -> None:
     assert run_ranks(both, 2, paths, SAME, tmp_path) == [[], []]
 
@@ -78,6 +80,7 @@ def bits(path: Path) -> tuple[dict[str, str], dict[str, str]]:
     return stepped | {n: d for n, d in state.items() if n.startswith("optimizer/")}, model
 
 
+@pytest.mark.slow
 def test_masters_and_moments_keep_their_bits_from_bf16_to_fp32_and_back(
     paths: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -108,6 +111,7 @@ def model_folder(path: Path, cases: dict[str, Case], folder: Path) -> list[str]:
     return wrong
 
 
+@pytest.mark.slow
 def test_the_model_is_a_directory_by_itself(paths: dict[str, Path], tmp_path: Path) -> None:
     cases = {"FSDP2": FSDP2, "ZeRO-3": Case("deepspeed", bf16=True)}
     assert run_ranks(model_folder, 2, paths["qwen3"], cases, tmp_path / "states") == [[], []]

@@ -92,6 +92,7 @@ def copies_stay_with_the_model(run: Run, folder: Path) -> None:
     dist.barrier()
 
 
+@pytest.mark.slow
 def test_an_error_is_told_by_wait_or_by_the_next_save(tmp_path: Path) -> None:
     states = tmp_path / "states"
     states.mkdir()
@@ -121,6 +122,7 @@ def ending(path: Path, folder: Path) -> None:
     zerostart.save_state(folder, *run.state, extra="the end", wait=False)
 
 
+@pytest.mark.slow
 def test_a_save_is_finished_at_the_end_of_the_program(tmp_path: Path) -> None:
     path = checkpoint("qwen3", tmp_path)
     run_ranks(ending, 1, path, tmp_path / "state")

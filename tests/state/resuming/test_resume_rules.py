@@ -51,6 +51,7 @@ WINDOWS = {
 }
 
 
+@pytest.mark.slow
 def test_gradients_of_a_window_are_added_to(paths: dict[str, Path], tmp_path: Path) -> None:
     assert run_ranks(window, 2, paths["qwen3"], WINDOWS, tmp_path) == [[], []]
 
@@ -82,6 +83,7 @@ def before_a_step(path: Path, folder: Path) -> None:
         run.end()
 
 
+@pytest.mark.slow
 def test_a_state_without_moments_has_none_afterwards(paths: dict[str, Path], tmp_path: Path) -> None:
     run_ranks(before_a_step, 2, paths["qwen3"], tmp_path)
 
@@ -120,6 +122,7 @@ def random_states(path: Path, folder: Path) -> None:
     another_folder(run, folder.parent)
 
 
+@pytest.mark.slow
 def test_random_states_of_each_rank_come_back_and_relative_paths_are_one_place(
     paths: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -144,6 +147,7 @@ def settings(path: Path, folder: Path) -> None:
         zerostart.load_state(folder, *one.state)
 
 
+@pytest.mark.slow
 def test_settings_of_groups_go_with_their_parameters(paths: dict[str, Path], tmp_path: Path) -> None:
     run_ranks(settings, 1, paths["qwen3"], tmp_path / "state")
 
@@ -192,6 +196,7 @@ def refusals(path: Path, folder: Path) -> None:
     engine.end()
 
 
+@pytest.mark.slow
 def test_what_cannot_be_saved_or_restored_is_named(paths: dict[str, Path], tmp_path: Path) -> None:
     run_ranks(
         refusals, 2, checkpoint("qwen3", tmp_path, tie_word_embeddings=False), _made(tmp_path / "states")

@@ -86,6 +86,7 @@ def unusual(folder: Path) -> list[list[float]]:
     return found
 
 
+@pytest.mark.slow
 def test_unusual_tensors_go_from_stage_to_stage(tmp_path: Path) -> None:
     found = run_ranks(unusual, 2, tmp_path)[0]
     assert found[1] == pytest.approx(found[0], rel=1e-5)
@@ -131,6 +132,7 @@ def own_calls(folder: Path, stage: int) -> tuple[Any, Any]:
     return found[0], found[1]
 
 
+@pytest.mark.slow
 def test_what_a_script_keeps_with_deepspeeds_checkpoints(tmp_path: Path) -> None:
     assert run_ranks(own_calls, 2, tmp_path / "3", 3) == [
         ({"step": 1, "rank": r}, {"step": 2}) for r in (0, 1)

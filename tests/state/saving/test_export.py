@@ -22,6 +22,7 @@ def run(*arguments: str) -> int:
     return int(ended.value.code or 0)
 
 
+@pytest.mark.slow
 def test_a_zero_3_checkpoint_opens_in_plain_transformers(tmp_path: Path) -> None:
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
     from transformers import AutoModelForCausalLM
@@ -39,6 +40,7 @@ def test_a_zero_3_checkpoint_opens_in_plain_transformers(tmp_path: Path) -> None
     assert not (out / "zero_to_fp32.py").exists()
 
 
+@pytest.mark.slow
 def test_a_distributed_checkpoint_keeps_its_values(tmp_path: Path) -> None:
     source, out = str(tmp_path / "dcp"), tmp_path / "out"
     expected = run_ranks(write_dcp, 2, source, True)[0]

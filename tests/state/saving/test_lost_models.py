@@ -71,6 +71,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return found
 
 
+@pytest.mark.slow
 def test_a_model_in_shards_is_not_lost(path: Path, tmp_path: Path) -> None:
     assert run_ranks(keep, 2, path, tmp_path) == [[], []]
     original = load_file(next(path.glob("*.safetensors")))

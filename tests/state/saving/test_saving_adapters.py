@@ -133,6 +133,7 @@ def _save_unknown(path: Path, out: Path) -> str:
     return ""
 
 
+@pytest.mark.slow
 def test_models_that_others_have_loaded(checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
     """Whole, FSDP2 and ZeRO-3 models come out as ``save_pretrained`` writes them, experts one by one."""
     path = checkpoints("mixtral", torch.bfloat16)

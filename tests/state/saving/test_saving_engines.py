@@ -3,6 +3,7 @@
 import traceback
 from pathlib import Path
 
+import pytest
 import torch
 
 import zerostart
@@ -70,6 +71,7 @@ def _save_masters(path: Path, out: Path) -> None:
         zerostart.save(engine, out / f"stage {stage}", dtype=F32)
 
 
+@pytest.mark.slow
 def test_masters_in_full_precision(checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
     """In fp32 an engine's masters are saved: no bit of the checkpoint is lost, though parameters are bf16."""
     path = checkpoints("mixtral", F32)

@@ -167,6 +167,7 @@ def trained(values: dict[str, Any]) -> list[str]:
     return opened
 
 
+@pytest.mark.slow
 def test_a_run_opens_no_file_of_an_encoder(made: dict[str, Any], pipeline: Path, tmp_path: Path) -> None:
     values = {
         **made,
@@ -301,6 +302,7 @@ def test_a_cache_is_made_on_another_file_system(
     assert [entry.name for entry in (tmp_path / "disk").iterdir()] == ["cache"]
 
 
+@pytest.mark.slow
 def test_two_processes_do_not_make_one_cache(made: dict[str, Any], tmp_path: Path) -> None:
     draft = tmp_path / ".cache.encoding"
     draft.mkdir()

@@ -250,6 +250,7 @@ def test_a_cache_that_another_process_changes_meanwhile_is_not_undone(
     assert encoded_rows(own) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["_Planner", "_switch", "_finish"])
 def test_a_first_cache_goes_on_from_any_kill(name: str, made: dict[str, Any], tmp_path: Path) -> None:
     from zerostart.checkpoint.write import staging as publishing

@@ -284,6 +284,7 @@ def read_own(folder, rows):
     return found
 
 
+@pytest.mark.slow
 def test_ranks_with_other_media_are_told_so(folder):
     row, other, absent = (
         {"image": name, "prompt": "x"} for name in ("china.jpg", "flower.jpg", "absent.jpg")

@@ -93,6 +93,7 @@ def of_lora(source, other, lora):
     return [list(changes(found[0], one).values()) for one in found]
 
 
+@pytest.mark.slow
 def test_a_lora_goes_on_over_its_own_base_alone(checkpoints, tmp_path):
     """Another base of the same names and shapes; other adapters of as many tensors; another alpha."""
     source = Path(checkpoints("qwen3"))

@@ -42,6 +42,7 @@ def checkpoints_of(given):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_run_whose_loss_is_nan_fails_and_keeps_what_was_good(engine, checkpoints, values):
     given = values(checkpoints("qwen3"), engine, steps=9, warmup_steps=0, schedule="constant")

@@ -54,10 +54,12 @@ def refusals(values, changes=None, ranks=3):
     return text
 
 
+@pytest.mark.slow
 def test_copies_of_the_same_data_will_do(values):
     assert run_ranks(run, 2, values, {}) == [2, 2]
 
 
+@pytest.mark.slow
 def test_a_rank_with_fewer_lines_is_named_with_its_file(values, tmp_path):
     (tmp_path / "rank1" / "b.txt").write_text(TEXT * 7)
     text = refusals(values)
@@ -66,11 +68,13 @@ def test_a_rank_with_fewer_lines_is_named_with_its_file(values, tmp_path):
     assert "copy the same files" in text
 
 
+@pytest.mark.slow
 def test_the_same_number_of_other_tokens_is_found(values, tmp_path):
     (tmp_path / "rank0" / "a.txt").write_text(TEXT.replace("cat", "rat") * 10)
     assert "rank 0: 65 sequences of 1,040 tokens" in refusals(values)
 
 
+@pytest.mark.slow
 def test_a_rank_without_data_stops_all(values, tmp_path):
     shutil.rmtree(tmp_path / "rank1")
     assert refusals(values, ranks=2).startswith(f"rank 1: task.source {tmp_path}/rank1: no such file")
@@ -92,6 +96,7 @@ def test_another_configuration_is_named_by_its_key(values, section, key, value, 
     assert told in text
 
 
+@pytest.mark.slow
 def test_another_tokenizer_is_named(values, tokenizer_path, tmp_path):
     other = tmp_path / "tokenizer"
     shutil.copytree(tokenizer_path, other)

@@ -40,6 +40,7 @@ def test_as_the_trainers_own(optimizer, checkpoints, values, tmp_path):
         assert wrong <= EXACT * max(1.0, torch.linalg.vector_norm(tensor)), key
 
 
+@pytest.mark.slow
 def test_factors_go_on_exactly(checkpoints, values):
     """Adafactor's rows and columns are no elements of a parameter: they are kept as they are."""
     options = {"steps": 4, "optimizer": "torch.optim:Adafactor"}

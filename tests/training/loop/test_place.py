@@ -33,6 +33,7 @@ def overwritten(old, new, straight):
     return result
 
 
+@pytest.mark.slow
 def test_nothing_goes_on_from_what_was_overwritten(checkpoints, values):
     """The old run's weights are other ones: whoever went on from them would have other losses."""
     old = going_on(values(checkpoints("qwen3"), steps=2, learning_rate=0.3), every=2)
@@ -156,6 +157,7 @@ def test_files_of_others_stay_wherever_they_are(tmp_path):
     assert not again.exists()
 
 
+@pytest.mark.slow
 def test_two_runs_are_not_in_one_directory(values, tmp_path):
     config = parse_config(values("nowhere"))
     directory = Path(config.output.directory)

@@ -76,6 +76,7 @@ def refused(given):
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_gone_on_with_is_named(checkpoints, values, tmp_path):
     """And a run that was asked to go on before it had a checkpoint begins anew."""
     given = going_on(values(checkpoints("qwen3"), output="out", steps=2), every=2)
@@ -186,6 +187,7 @@ def short_of_room(given, steps):
     return run(given)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_cannot_be_written_is_skipped(checkpoints, values):
     """The next one is written again; without the option the run ends at the first."""
     given = values(checkpoints("qwen3"), "fsdp2", "short", steps=4, evaluate_every=0)

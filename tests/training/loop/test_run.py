@@ -108,6 +108,7 @@ def wrappers_at_the_end(values):
     return alive
 
 
+@pytest.mark.slow
 def test_reducer_goes_before_the_process_group(checkpoints, values):
     """A reducer that holds the group last joins gloo's threads under the GIL, which they may wait for."""
     given = values(checkpoints("qwen3"))
@@ -129,6 +130,7 @@ def load_and_export(path, engine, out):
     export_model(model, task, Path(out))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["deepspeed", "fsdp2"])
 @pytest.mark.parametrize("kind", ["qwen3", "mixtral"])
 def test_export_is_what_plain_transformers_loads(checkpoints, tokenizer_path, tmp_path, kind, engine):
@@ -166,6 +168,7 @@ def export_to_a_full_disk(path, out):
     load_and_export(path, "fsdp2", out)
 
 
+@pytest.mark.slow
 def test_a_failed_save_ends_alike_on_every_rank(checkpoints, tokenizer_path, tmp_path):
     source = checkpoints("qwen3")
     if not (source.parent / "tokenizer").exists():
@@ -190,6 +193,7 @@ def run_until_rank_one_is_asked_to_stop(values):
     return run(values)
 
 
+@pytest.mark.slow
 def test_a_wish_to_stop_on_one_rank_stops_all_after_a_step(checkpoints, values):
     results = run_ranks(run_until_rank_one_is_asked_to_stop, 2, values(checkpoints("qwen3"), steps=50))
     assert results[0] == results[1]
@@ -275,6 +279,7 @@ def test_what_one_rank_fails_with_is_raised_on_all(checkpoints, values, chosen):
         assert re.match(f"{FAILING[case]}.* / False", message), (case, message)
 
 
+@pytest.mark.slow
 def test_what_is_saved_after_mixed_precision_are_the_master_weights(checkpoints, values):
     """The last forward of a run, an evaluation, leaves FSDP2's root gathered in bfloat16."""
     given = values(checkpoints("qwen3"), mixed_precision="bf16", learning_rate=1e-4)
@@ -348,6 +353,7 @@ def run_and_look(values):
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["deepspeed", "fsdp2"])
 def test_mixed_precision_starts_from_the_stored_values(engine, checkpoints, values):
     from transformers import AutoModelForCausalLM

@@ -170,6 +170,7 @@ def test_a_step_of_replicas_is_that_of_one_process(checkpoints, values):
     check(source, given)
 
 
+@pytest.mark.slow
 def test_a_step_that_predicts_nothing_has_no_loss_and_moves_nothing(checkpoints, values):
     """As JSON the loss is null: NaN, which one process would see, is none, and would spoil the model."""
     source = checkpoints("qwen3")
@@ -180,6 +181,7 @@ def test_a_step_that_predicts_nothing_has_no_loss_and_moves_nothing(checkpoints,
         assert all(not gradient.any() for gradient in rank["gradients"].values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["deepspeed", "fsdp2"])
 def test_an_auxiliary_loss_weighs_as_the_batch_that_it_is_of(engine, checkpoints, values):
     """Each batch balances its own routing; one process that accumulates the same batches gets the same."""

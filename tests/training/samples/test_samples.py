@@ -97,6 +97,7 @@ def compare_with_diffusers(
     assert min(float(one.std()) for one in before) > 0.01
 
 
+@pytest.mark.slow
 def test_samples_are_what_diffusers_draws_and_disturb_nothing(flux: Path, tmp_path: Path) -> None:
     """Three prompts on two ranks: one rank draws one of them for nothing."""
     compare_with_diffusers("flux", flux, "ZeRO-3", tmp_path, {"height": 16, "width": 16})
