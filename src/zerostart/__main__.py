@@ -12,7 +12,6 @@ from zerostart.cli import is_command, main
 
 
 def _is_script(word: str) -> bool:
-    """Whether a script, or a directory that can be run, has the name of a command."""
     return Path(word).is_file() or (Path(word) / "__main__.py").is_file()
 
 

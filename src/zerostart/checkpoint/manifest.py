@@ -145,7 +145,6 @@ def grouped(names: Iterable[str], staged: bool = False) -> dict[str, list[str]]:
 
 
 def _pending(place: Path, name: str) -> JsonObject | None:
-    """The document of a save that has made its switch, and has not given the document its name yet."""
     for plan in (place / HIDDEN).glob(f"*{PLAN_SUFFIX}"):
         staged = plan.with_suffix("")
         try:

@@ -41,7 +41,6 @@ def memory_catalog(tensors: Mapping[str, torch.Tensor], holders: tuple[int, ...]
 
 
 def _versions(state_dict: object) -> dict[str, dict[str, object]] | None:
-    """What torch notes of each module in a state dict's ``_metadata``, as far as it is plain data."""
     noted = getattr(state_dict, "_metadata", None)
     return plain_versions(noted) if isinstance(noted, Mapping) else None
 
@@ -72,7 +71,6 @@ def _entry(name: str, tensor: torch.Tensor, file: int, first: str) -> TensorEntr
 
 
 def _check(name: object, tensor: object) -> None:
-    """Refuse what is no plain tensor with data."""
     if not isinstance(name, str):
         raise ConfigError(f"source: the mapping has a key of type {type(name).__name__}; names are strings")
     if not isinstance(tensor, torch.Tensor):
@@ -280,7 +278,6 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _wait_for(buffers: Iterable[torch.Tensor]) -> None:
-    """What computes values may still run, in a stream that the reading threads know nothing of."""
     for device in {buffer.device for buffer in buffers if buffer.device.type != "cpu"}:
         torch.accelerator.synchronize(device)
 

@@ -163,12 +163,10 @@ def download(source: str, classes: Collection[str] = ()) -> Path:
 
 
 def _line(error: BaseException) -> str:
-    """The first line of what an error says, without what may be secret in it."""
     return without_secrets(next(iter(str(error).strip().splitlines()), type(error).__name__))
 
 
 def _snapshot(identifier: str, revision: str) -> Path:
-    """The directory of the cache with what a load needs of a model, fetched as far as it is not there."""
     import huggingface_hub
 
     def fetch(patterns: Sequence[str], commit: str) -> Path:
@@ -193,12 +191,10 @@ def _snapshot(identifier: str, revision: str) -> Path:
 
 
 def _is_snapshot(path: Path) -> bool:
-    """Whether a directory is one of the hub's cache."""
     return path.parent.name == "snapshots" and path.parent.parent.name.startswith("models--")
 
 
 def _is_whole(path: Path, classes: Collection[str] = ()) -> bool:
-    """Whether a snapshot has weights that can be opened, none of which is still to be fetched."""
     try:
         catalog_at(path, classes)
     except CheckpointError:

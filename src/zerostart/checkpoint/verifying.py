@@ -114,7 +114,6 @@ def _documents_here(storage: Storage) -> Path:
 
 
 def _faults_of_objects(storage: Storage, document: JsonObject) -> Iterator[str]:
-    """The same of files at a URL."""
     for name, described in document["files"].items():
         try:
             file = storage.named([name])
@@ -144,7 +143,6 @@ def _hash(file: Path) -> str:
 
 
 def _catalog(place: Path, folder: str, document: JsonObject, storage: Storage | None) -> Catalog:
-    """The tensors of all safetensors files of one folder that the document lists, here or in ``storage``."""
     names = [name for name in document["files"] if PurePosixPath(name).parent == PurePosixPath(folder)]
     weights = [str(place / name) for name in sorted(names) if name.endswith(".safetensors")]
     try:

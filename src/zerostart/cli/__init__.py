@@ -98,7 +98,6 @@ def is_command(word: str) -> bool:
 
 
 def _epilog(examples: Sequence[str]) -> str:
-    """The end of a command's help; the first character keeps its lines as they are."""
     title = "Example:" if len(examples) == 1 else "Examples:"
     return "\n".join(["\b", title, *(f"  zerostart {example}" for example in examples)])
 

@@ -64,7 +64,6 @@ def _yaml(values: dict[str, object]) -> str:
 
 
 def _write(files: dict[Path, str]) -> None:
-    """All of them, or an error before the first: nothing that is there is touched."""
     there = [str(path) for path in files if path.exists() or path.is_symlink()]
     if there:
         raise ConfigError(f"{', '.join(there)} already exist; choose another name, or remove them")

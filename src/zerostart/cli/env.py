@@ -49,7 +49,6 @@ def command(
 
 @contextlib.contextmanager
 def _uncollected() -> Iterator[None]:
-    """Inside, no garbage collection, which takes a quarter of the time: imports leave nothing to collect."""
     # On the way out the interpreter collects once more, but for what is frozen.
     atexit.register(gc.freeze)
     collecting = gc.isenabled()
@@ -62,7 +61,6 @@ def _uncollected() -> Iterator[None]:
 
 
 def _found(check: bool) -> dict[str, Any]:
-    """The document of ``--json``; plain values, read without importing what is described unless ``check``."""
     from zerostart.upstream.guard import declared_uses
     from zerostart.upstream.versions import LIBRARIES
 
@@ -97,7 +95,6 @@ def _version(name: str) -> str | None:
 
 
 def _misfit(use: Use) -> str:
-    """Describe what the installed library lacks; empty if it fits."""
     from zerostart.upstream.versions import DEEPSPEED
 
     with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed says there what it found.
@@ -113,7 +110,6 @@ def _misfit(use: Use) -> str:
 
 
 def _devices(check: bool) -> dict[str, object]:
-    """Cores, bytes of memory that can be had, names of accelerators, and how many of them torch can use."""
     from zerostart.distributed.machine import available_memory, cores
 
     usable = None
@@ -136,7 +132,6 @@ def _model(information: Path) -> str:
 
 
 def _verdict(found: dict[str, Any]) -> str:
-    """Whether this installation works, in one line."""
     versions = {name: version for name, version in found["installed"].items() if version is not None}
     misfits = [use for use in found["uses"] if use["misfit"]]
     compared = len(found["uses"])

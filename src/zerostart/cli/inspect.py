@@ -57,7 +57,6 @@ def inspect(
 
 
 def _architectures(config: dict[str, Any]) -> list[str]:
-    """What the configuration names, whatever shape a stranger gave the field; diffusers names one class."""
     named = config.get("architectures", [config["_class_name"]] if "_class_name" in config else None)
     return [str(name) for name in named] if isinstance(named, list) else []
 
@@ -157,7 +156,6 @@ def readable(count: int) -> str:
 
 
 def _add_figures(table: Table, *headings: str) -> None:
-    """Columns that stay whole where the terminal is narrow; the names before them are broken instead."""
     for heading in headings:
         table.add_column(heading, no_wrap=True)
 

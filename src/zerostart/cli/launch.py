@@ -67,7 +67,6 @@ class _Worker:
         return True
 
     def report(self) -> dict[str, Any]:
-        """Read what the rank wrote before it ended; empty when it could not."""
         loaded: dict[str, Any] = json.loads(self.status.read_text()) if self.status.exists() else {}
         return loaded
 
@@ -171,7 +170,6 @@ def _start(
 
 
 def _supervise(workers: Sequence[_Worker], caught: Sequence[int], grace: float) -> list[_Worker]:
-    """Wait until every rank has ended; return them in the order in which they did."""
     pending, ended = list(workers), list[_Worker]()
     deadline: float | None = None
     forwarded = False
@@ -217,7 +215,6 @@ def _signal_group(pid: int, number: int) -> None:
 
 @contextmanager
 def _caught_signals() -> Iterator[list[int]]:
-    """Collect SIGINT and SIGTERM instead of being ended by them; outside the main thread, collect none."""
     caught: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield caught
@@ -235,7 +232,6 @@ def _caught_signals() -> Iterator[list[int]]:
 
 
 def _outcome(ended: Sequence[_Worker], *, interrupted: bool) -> list[object]:
-    """Return the results by rank, or raise the one error that says why there are none."""
     failed = [worker for worker in ended if worker.returncode != 0]
     if not failed:
         return [worker.report().get("result") for worker in sorted(ended, key=lambda worker: worker.rank)]

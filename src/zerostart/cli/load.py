@@ -146,7 +146,6 @@ def _forecast(options: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _differences(model: nn.Module, source: str, dtype: torch.dtype | None) -> list[str]:
-    """Names of the tensors that differ from the library's own loading of the class; found on rank 0."""
     import torch.distributed as dist
 
     import zerostart
@@ -191,7 +190,6 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes: a NaN equals itself here, and a negative zero differs from a zero."""
     import torch
 
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)

@@ -65,7 +65,6 @@ def show_plan(made: WorldPlan, source: str, console: Console | None = None) -> N
 def _tables(
     made: WorldPlan, classes: Sequence[tuple[RankForecast, Sequence[RankForecast]]]
 ) -> tuple[Table, Table]:
-    """Build the tables of reads and of memory: two, so that each fits into a narrow terminal."""
     from zerostart.loading.forecast.result import PHASE_TITLES, number_ranges
 
     reading = _table("reading", "ranks", "reads", "operations", "time")
@@ -94,7 +93,6 @@ def _highest(rank: RankForecast) -> int:
 
 
 def _bars(console: Console, made: WorldPlan, rank: RankForecast) -> None:
-    """Print each kind of memory of ``rank`` by phase, against the limit of one rank."""
     from zerostart.loading.forecast.result import PHASE_TITLES
 
     width = max(8, min(BAR_WIDTH, console.width - LABEL_WIDTH))

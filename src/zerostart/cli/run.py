@@ -64,7 +64,6 @@ def command(
 
 
 def _point_out(script: Script) -> None:
-    """Say where an option of ours stands behind the script's name: the script gets it."""
     own = {f"--{option.name.replace('_', '-')}" for option in ENABLE_OPTIONS}
     behind = [word for word in script.arguments if word.partition("=")[0] in own]
     if behind:
@@ -76,7 +75,6 @@ def _point_out(script: Script) -> None:
 
 
 def _watch() -> None:
-    """Say on rank 0 what is taken over, when it is, and at the end if nothing was."""
     from zerostart.integrations.adoption import listen
 
     taken: list[Notice] = []
@@ -153,7 +151,6 @@ class Script:
 
 
 def _end(error: BaseException) -> NoReturn:
-    """Print the traceback of the script without the frames above it, and end as the interpreter does."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, _RUNPY):
         trace = trace.tb_next

@@ -242,7 +242,6 @@ class Attendance:
     def _settle(
         self, place: str, call: str, seconds: float, failure: RuntimeError, lost: Callable[[str], str]
     ) -> str:
-        """Write down why a collective is broken, unless another rank has; return what is written there."""
         if seconds < self._seconds:
             time.sleep(1.5 * LOOK_SECONDS)  # whoever waits in it has come by then
         missing = [rank for rank in range(self._size) if not self._store.check([f"{place}/{rank}"])]
@@ -256,7 +255,6 @@ class Attendance:
         return str(text)
 
     def _leave(self, place: str) -> None:
-        """Have rank 0, with which the store may end, wait until the others have read the error."""
         self._store.add(f"{place}/left", 1)
         until = time.monotonic() + 3 * LOOK_SECONDS
         while self._rank == 0 and time.monotonic() < until:
@@ -274,7 +272,6 @@ class Attendance:
         )
 
     def _ask(self, question: Callable[[], T]) -> T:
-        """Ask the store; raises RuntimeError if it does not answer: its host may be cut off."""
         answers: list[T | RuntimeError] = []
 
         def ask() -> None:

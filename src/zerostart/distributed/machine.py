@@ -54,7 +54,6 @@ def _quotas(root: Path) -> Iterator[float]:
 
 
 def _memory_left(root: Path) -> Iterator[int]:
-    """Bytes that each control group leaves; page cache that can be given back counts as free."""
     for folder in _groups(root):
         most, used = _text(folder / "memory.max"), _text(folder / "memory.current")
         if most.isdecimal() and used.isdecimal():
@@ -63,7 +62,6 @@ def _memory_left(root: Path) -> Iterator[int]:
 
 
 def _groups(root: Path) -> Iterator[Path]:
-    """Folders of this process's control groups (version 2), from its own up to the top."""
     base = root / "sys/fs/cgroup"
     for line in _text(root / "proc/self/cgroup").splitlines():
         if line.startswith("0::"):

@@ -58,7 +58,6 @@ def default_device() -> torch.device:
 
 
 def _own_index(kind: torch.device) -> int:
-    """Return the current device of the script, of its process group, or of the local rank."""
     # Asking for the current device initialises the accelerator: ask only where that has happened.
     begun = getattr(torch.get_device_module(kind), "is_initialized", None)
     current = torch.accelerator.current_device_index() if begun is None or begun() else 0
@@ -123,7 +122,6 @@ _attendances: weakref.WeakKeyDictionary[object, Attendance | None] = weakref.Wea
 
 
 def _control_group() -> object:
-    """A process group for small CPU messages: the default one if it is gloo, else one made once beside it."""
     default = dist.group.WORLD
     if "gloo" in str(dist.get_backend(default)):
         # Made when a rank first asks, without meeting the others.
@@ -164,7 +162,6 @@ _phases: ContextVar[tuple[str, ...]] = ContextVar("_phases", default=())
 
 
 def _call(during: str) -> str:
-    """Where this rank is: ``'reading' (loading)``."""
     outer = _phases.get()[:1]
     return f"'{during}' ({outer[0]})" if outer and outer[0] != during else f"'{during}'"
 
@@ -439,7 +436,6 @@ class _Head(NamedTuple):
 
 
 def _both_ways(data: bytes) -> tuple[int, int]:
-    """A number that only ``data`` have, and its negative: the largest of each tell whether all are one."""
     number = int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") >> 1
     return number, -number
 

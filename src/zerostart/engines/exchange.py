@@ -129,7 +129,6 @@ def _run(
 def _dividing(
     own_forward: Callable[..., torch.Tensor], copies: int
 ) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """``_run`` whose gradients of parameters are divided by ``copies``, and those of tokens are not."""
     scaled: Callable[..., torch.Tensor] = _Scaled.apply
 
     def run(tokens: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
@@ -199,7 +198,6 @@ def _moved(rows: torch.Tensor, send: list[int], receive: list[int], group: dist.
 
 @contextlib.contextmanager
 def _local_parameters(module: nn.Module) -> Iterator[None]:
-    """Inside, parameters that are DTensors over the experts' mesh are seen as this rank's tensors."""
     held: dict[str, Any] = module._parameters
     whole = {name: p for name, p in held.items() if isinstance(p, DTensor)}
     # In the dictionary itself: setattr would register new parameters, and hooks would fire.

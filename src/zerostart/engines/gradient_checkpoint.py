@@ -153,7 +153,6 @@ class _Call:
         return args, kwargs
 
     def run(self, *tensors: torch.Tensor) -> object:
-        """The function; the first time, what it did to containers is done to the caller's too."""
         args, kwargs = self.arguments(tensors)
         # The pytree takes plain containers apart; those of classes of their own are leaves, and stay shared.
         whole = [leaf for leaf in self.leaves if isinstance(leaf, (dict, list))]  # of classes of their own
@@ -183,7 +182,6 @@ def _check_unchanged(container: dict[object, object] | list[object], before: lis
 
 
 def _is_cache(value: object) -> TypeGuard[Cache]:
-    """Whether it is transformers' cache of keys and values, which each run of a layer would add to."""
     module = sys.modules.get("transformers.cache_utils")
     return module is not None and isinstance(value, module.Cache)
 
@@ -201,7 +199,6 @@ def _without_past(leaf: object) -> object:
 
 
 def _has_past(cache: Cache) -> bool:
-    """Whether there is something in a cache, of tokens or of a state alone."""
     try:
         return bool(cache.get_seq_length())
     except ValueError:  # of layers that count no tokens, such as Mamba's

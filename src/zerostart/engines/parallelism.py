@@ -88,7 +88,6 @@ def _check_complete(plan: ParallelPlan, shapes: Mapping[str, tuple[int, ...]]) -
 
 
 def _all_served(experts: int, size: int) -> bool:
-    """Whether chunks of equal size but the last leave something for the last rank."""
     return (size - 1) * -(-experts // size) < experts
 
 
@@ -117,7 +116,6 @@ def _tensors(
 
 
 def _without_experts(tensors: ParallelPlan, experts: ParallelPlan) -> ParallelPlan:
-    """The tensor-parallel plan of what is not cut by experts already."""
     owners = {name.rpartition(".")[0] for name in experts.cuts}
     return ParallelPlan(
         {name: cut for name, cut in tensors.cuts.items() if name not in experts.cuts},
@@ -126,7 +124,6 @@ def _without_experts(tensors: ParallelPlan, experts: ParallelPlan) -> ParallelPl
 
 
 def _check_heads(model: nn.Module, size: int, plan: ParallelPlan) -> None:
-    """Heads are not cut in two: attention looks at what is local as whole heads."""
     if not any("attn" in name or "attention" in name for name in plan.cuts):
         return
     config: PreTrainedConfig = getattr(model, "config", None)

@@ -101,7 +101,6 @@ def default_engine() -> str:
 
 
 def _is_launched(name: str) -> bool:
-    """Whether a launcher has set up that engine; another package's that cannot be imported is not chosen."""
     try:
         return family_of(name).is_launched()
     except Exception as error:

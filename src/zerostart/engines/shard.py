@@ -97,7 +97,6 @@ def _has_own_memory(tensor: torch.Tensor) -> bool:
 
 
 def _as_it_lies(name: str, tensor: torch.Tensor) -> tuple[Layout, torch.Tensor]:
-    """The layout of a whole tensor in its memory, and that as a row of elements."""
     _check_dense(name, tensor)
     if not _has_own_memory(tensor):
         tensor = tensor.resolve_conj().resolve_neg().contiguous()

@@ -137,7 +137,6 @@ def copies_between(piece: Piece, box: Box, to: int, strides: Sequence[int]) -> I
 
 
 def _with_destination(digits: Sequence[tuple[int, int]], stride: int) -> list[Loop]:
-    """Give each digit its stride in the destination: the axis stride times the elements below it."""
     loops: list[Loop] = []
     below = 1
     for size, source_stride in reversed(digits):
@@ -149,7 +148,6 @@ def _with_destination(digits: Sequence[tuple[int, int]], stride: int) -> list[Lo
 
 
 def _per_tensor(piece: Piece, start: int, to: int, loops: list[Loop]) -> Iterator[Copy]:
-    """Resolve the loops that step over the tensors of a run; what is left stays inside one tensor."""
     # A stride of a unit or more steps from tensor to tensor: such a loop becomes one copy for each tensor.
     across = [loop for loop in loops if loop[1] >= piece.unit]
     within = _merge([loop for loop in loops if loop[1] < piece.unit])
@@ -163,7 +161,6 @@ def _per_tensor(piece: Piece, start: int, to: int, loops: list[Loop]) -> Iterato
 
 
 def _merge(loops: list[Loop]) -> tuple[Loop, ...]:
-    """Order loops by source stride and join neighbours that are one loop on both sides."""
     out: list[Loop] = []
     for size, source, destination in sorted(loops, key=lambda loop: (-loop[1], -loop[2])):
         if out and out[-1][1] == source * size and out[-1][2] == destination * size:

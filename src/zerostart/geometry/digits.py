@@ -88,7 +88,6 @@ def _interval(digits: Digits, start: int, stop: int) -> list[tuple[int, int, Dig
 
 
 def _cut_steps(digits: Digits, kept: range) -> list[tuple[int, int, Digits]]:
-    """A slice with a step: one part where a single digit allows it, else one part an element."""
     if not kept:
         return []
     if len(digits) == 1:

@@ -61,7 +61,6 @@ def whole(source: Hashable, shape: Sequence[int], strides: Sequence[int] | None 
 
 @lru_cache(maxsize=4096)
 def _stored(shape: tuple[int, ...], strides: tuple[int, ...] | None) -> Piece | None:
-    """The piece of a stored tensor, of no source; a checkpoint has thousands of tensors of a few shapes."""
     if prod(shape) == 0:
         return None
     steps = row_major_strides(shape) if strides is None else strides
@@ -160,7 +159,6 @@ def stack(parts: Sequence[Sequence[Piece]], dim: int) -> tuple[Piece, ...]:
 
 
 def _alike(p: Piece, q: Piece) -> bool:
-    """Whether two pieces of one source tensor each differ in nothing but that tensor."""
     return (
         len(p.source) == len(q.source) == 1
         and p.unit == q.unit
@@ -187,7 +185,6 @@ def join_runs(pieces: Sequence[Piece], dim: int) -> tuple[Piece, ...]:
 
 
 def _continues(run: list[Piece], p: Piece, dim: int) -> bool:
-    """Whether ``p`` is the next tensor of the run: same geometry, one step further along ``dim``."""
     first = run[0]
     step = extent(first.axes[dim])
     # Of one tensor each, taken from the same place in it: then the number of the tensor alone tells them
@@ -261,7 +258,6 @@ def _groups(shape: Sequence[int], target: Sequence[int]) -> list[tuple[range, ra
 def _reshape_piece(
     p: Piece, shape: Sequence[int], target: Sequence[int], groups: list[tuple[range, range]]
 ) -> list[Piece]:
-    """Reshape group by group; a group may yield several parts, and the piece is their product."""
     choices = []
     for old, new in groups:
         origin = [p.origin[d] for d in old]

@@ -80,7 +80,6 @@ def _split_loop(region: Region, number: int, most: int) -> Iterator[Region]:
 
 
 def _refine(factors: list[tuple[int, ...]], stride: int) -> None:
-    """Split the dimension that ``stride`` steps inside, if that divides it, so that it steps over one."""
     below = 1
     for number in range(len(factors) - 1, -1, -1):
         parts = factors[number]
@@ -99,7 +98,6 @@ def _refine(factors: list[tuple[int, ...]], stride: int) -> None:
 def _boxes(
     factors: tuple[tuple[int, ...], ...], shape: Sequence[int], start: int, to: int, loops: list[Loop]
 ) -> Iterator[Region]:
-    """One box if no loop carries from one dimension into the next; else cut the first that does."""
     strides = row_major_strides(shape)
     origin = _coordinates(start, shape, strides)
     extent = [1] * len(shape)

@@ -64,7 +64,6 @@ def _tile(fragments: Sequence[Strided], low: int, high: int) -> bool:
 
 
 def _merged(loops: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """Loops from the largest stride to the smallest; neighbours that are one loop are joined."""
     out: list[tuple[int, int]] = []
     for size, stride in sorted(loops, key=lambda loop: -loop[1]):
         if size == 1:
@@ -104,7 +103,6 @@ def _apart(fragments: Sequence[Strided], low: int, high: int) -> list[tuple[list
 
 
 def _period(fragments: Sequence[Strided], length: int) -> int | None:
-    """The stride of the outermost loop, where all have the same and it goes through the whole range."""
     outer = {loops[:1] for _, loops in fragments}
     if len(outer) != 1:
         return None
@@ -220,7 +218,6 @@ def _box(
     starts: Sequence[int],
     counts: Sequence[int],
 ) -> Box | None:
-    """The taken parts as one box of the base, if in each of its dimensions they follow each other."""
     origin, extent = [0] * len(order), [1] * len(order)
     for d, size, step in zip(order, sizes, dense, strict=True):
         inside = [k for k, low in enumerate(bounds) if step <= low < step * size]

@@ -78,7 +78,6 @@ def save_checkpoint(
 
 
 def _client_states(own: Any, engine: DeepSpeedEngine, world: World) -> dict[str, object]:
-    """What DeepSpeed keeps of a script's own: the first rank's, and at stage 3 that of every rank."""
     with world.phase("looking at the client's state"):
         state, tensors = dict(own), dict[str, Any]()
         # For its checksum alone: whether ranks differ is told by a number, and not by sending states.
@@ -130,7 +129,6 @@ def load_checkpoint(
 
 
 def _client_state(extra: Mapping[str, Any], world: World) -> object:
-    """This rank's, where the ranks are as many as those that saved one each; else the first one's."""
     every = [extra.get(_CLIENT, {}), *extra.get(_CLIENTS, ())]
     return every[world.rank if len(every) == world.size else 0]
 
@@ -142,7 +140,6 @@ def _number(tag: str | None) -> int:
 
 
 def _movable(engine: DeepSpeedEngine) -> bool:
-    """Whether an engine's state is saved here: of every model that zerostart loaded, and of plain ones."""
     # Files that only one machine sees are DeepSpeed's own affair.
     if engine.use_node_local_storage():
         return False
@@ -252,7 +249,6 @@ def _is_saved_here(plugin: FSDPPlugin, model: nn.Module) -> bool:
 
 
 def _has_optimizer(accelerator: Accelerator, model_index: int) -> bool:
-    """Whether accelerate goes on with an optimizer of this model right after it."""
     # accelerate pairs models and optimizers by their numbers.
     return len(accelerator._optimizers) > model_index
 
@@ -320,7 +316,6 @@ def _refuse_beside_tensors(model: nn.Module, parts: Sequence[nn.Module]) -> None
 
 
 def _wanted(part: nn.Module, plugin: FSDP2Plugin | None) -> Mapping[str, object]:
-    """The policies that a loaded model has, and accelerate wants; raises ConfigError where these differ."""
     engine = record_of(part).engine
     check_tensors(part)
     check_sharing(part)

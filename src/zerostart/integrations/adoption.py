@@ -71,7 +71,6 @@ def listen(listener: Callable[[Notice], None]) -> Callable[[], None]:
 
 
 def _notify(notice: Notice) -> None:
-    """Tell the listeners; without any, print on the first rank what happened, and a whole load once."""
     for listener in list(_listeners):
         listener(notice)
     if _listeners or not (_stack and _stack[-1].progress and is_first_rank()):
@@ -92,7 +91,6 @@ def _notify(notice: Notice) -> None:
 
 
 def _several() -> bool:
-    """Whether a launcher has started more than one rank."""
     return int(os.environ.get("WORLD_SIZE", "1") or 1) > 1
 
 
@@ -172,7 +170,6 @@ def _choose(kind_of_load: type[Load], model: type, arguments: dict[str, Any]) ->
 
 
 def _resolved(settings: Request, model: type) -> EngineSetup | None:
-    """The active configuration, or the engine asked for, with the active one's settings where they fit."""
     found = find_active(model)
     if settings.engine is None:
         return found
@@ -187,7 +184,6 @@ def _resolved(settings: Request, model: type) -> EngineSetup | None:
 
 
 def _serve_later_calls(model: nn.Module, setup: str) -> None:
-    """Serve what is called of a loaded model later: it may be prepared, and saved, long after its block."""
     _accelerate.hold(model)
     _saving.hold(model)
     serve_adapters(model)
@@ -203,7 +199,6 @@ def _serve_later_calls(model: nn.Module, setup: str) -> None:
 
 
 def _whole_state(model: nn.Module, without_frozen: bool) -> Any:
-    """The state dict that DeepSpeed is to save of a model that ranks share out; collective."""
     inner = next(loaded_models(model), None)
     # Whole on every rank, or in ZeRO-3 shards over all of them: DeepSpeed's own gathering is right.
     if inner is None or not record_of(inner).parallelism.mesh.parallel:
@@ -230,7 +225,6 @@ def _whole_state(model: nn.Module, without_frozen: bool) -> Any:
 def _get_state_dict(
     original: Callable[[], object], *, self: Accelerator, model: nn.Module, **_: object
 ) -> object:
-    """``Accelerator.get_state_dict``: of a model shared out at ZeRO-0 to 2 each part looks like the whole."""
     unwrapped = self.unwrap_model(model)
     inner = next(loaded_models(unwrapped), None)
     if inner is None or not record_of(inner).engine.replicates_parameters:
@@ -240,7 +234,6 @@ def _get_state_dict(
 
 
 def _left(model: nn.Module) -> None:
-    """Note a model that transformers loaded by itself while ranks were there to share it."""
     _notify(Notice(type(model).__name__, None))
     # One process alone shards nothing, so that preparing the model later is no mistake.
     if _several():
@@ -249,7 +242,6 @@ def _left(model: nn.Module) -> None:
 
 
 def _keys_of(path: str) -> dict[str, object] | None:
-    """Names and shapes in a torch file that DiffSynth looks at, where what follows is a sharded load."""
     return None if _resolved(_stack[-1], nn.Module) is None else keys_of_torch_file(path)
 
 

@@ -44,7 +44,6 @@ class _Calls:
     own: Counter[str] = field(default_factory=Counter)
 
     def count(self, what: str, more: int = 0) -> int:
-        """Number of calls of a kind that this rank has made or heard of, ``more`` added."""
         return int(self.store.add(f"{what}/{self.rank}", more))
 
     def announce(self, kind: str, directory: str) -> None:
@@ -64,7 +63,6 @@ class _Calls:
                 raise _diverged_error(directory, rank, theirs)
 
     def follow(self, directory: str) -> bool:
-        """True on another rank if rank 0 makes this call with all others; False if it saves by itself."""
         while True:
             number = self.count("calls")
             self._wait([f"call/{number}"], directory)
@@ -120,7 +118,6 @@ class _Calls:
         self.store.set(f"waited/{self.count('waits', 1)}", "")
 
     def _is_anyone_elsewhere(self) -> bool:
-        """True if another rank waits for everyone at a point that this one has not reached."""
         return bool(self.store.check([f"waited/{self.count('waits') + 1}"]))
 
 

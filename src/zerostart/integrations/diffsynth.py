@@ -52,7 +52,6 @@ class DiffSynthLoad(InterceptedLoad):
 
     @property
     def _left_to_diffsynth(self) -> bool:
-        """Whether weights are kept in DiffSynth's way: whole on every rank as here, or on disk alone."""
         given = self.arguments
         if given["module_map"] is None and given["quantize"] is None:
             return False
@@ -113,7 +112,6 @@ class DiffSynthLoad(InterceptedLoad):
 
 
 def _without_integers(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """``model`` with its integer parameters (a count of batches) in ``dtype``, in which they are read too."""
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and not (parameter.is_floating_point() or parameter.is_complex()):
@@ -122,7 +120,6 @@ def _without_integers(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def _cast_buffers(model: nn.Module, dtype: torch.dtype) -> None:
-    """What ``model.to(dtype=...)`` does to buffers, whose values are computed in the default dtype."""
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             if buffer.is_floating_point() or buffer.is_complex():
@@ -242,7 +239,6 @@ def save_trained(
 
 
 def _stored(logger: ModelLogger, module: nn.Module, world: World) -> Mapping[str, Shard]:
-    """What the file has, by the names that it has there."""
     shards = LiveModel(module, world).named_shards()
     # The script renames what it saves. It is given tensors without values, told apart by identity after.
     twins: dict[str, torch.Tensor] = {}

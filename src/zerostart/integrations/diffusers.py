@@ -152,7 +152,6 @@ def drop_components(pipe: Pipeline, *names: str) -> tuple[str, ...]:
 
 
 def _looked_at(request: PipelineRequest) -> tuple[Path, tuple[Component, ...], dict[str, Placement]]:
-    """The pipeline's directory, its models, and the placement of each; raises what is wrong with any."""
     if request.parallel_config is not None:
         raise ConfigError(
             "parallel_config (diffusers' context parallel), like xDiT's wrappers, splits a "
@@ -239,7 +238,6 @@ def _placed(
 
 
 def _window(request: PipelineRequest, device: torch.device, taken: int) -> Window:
-    """What the limit leaves beside shards and replicas on a device; without a device, all of it."""
     limit = request.device_memory_limit
     if limit is not None and taken >= limit:
         raise ConfigError(
@@ -250,8 +248,6 @@ def _window(request: PipelineRequest, device: torch.device, taken: int) -> Windo
 
 
 def _explain_waiting(name: str, model: nn.Module) -> None:
-    """Have the time-out of a rank that waits for the others in the sharded ``model`` say what to do."""
-
     def after(path: str, module: nn.Module, args: object, output: object) -> None:
         error = sys.exception()
         # Modules are left from the inside to the outside: the innermost adds the note, the others find it

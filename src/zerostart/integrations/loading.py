@@ -93,7 +93,6 @@ class InterceptedLoad:
             raise
 
     def _load(self, source: Source, built: Built, converter: Converter, ignore_mismatched: bool) -> Findings:
-        """Load; what has another shape is mismatched where that is to be ignored, and else an error."""
         obstacle = library_of(built.model).attention(built.model).obstacle
         request = replace(
             self._request(source, built, obstacle),
@@ -110,7 +109,6 @@ class InterceptedLoad:
         )
 
     def _request(self, source: Source, model: Any, obstacle: str) -> Request:
-        """The load of ``model``; ``obstacle`` is why ranks cannot share its sequences, "" where they can."""
         settings, setup = self._settings, self._setup
         return replace(
             settings,

@@ -119,7 +119,6 @@ def disabled(layer: AdapterLayer) -> None:
 
 
 def _home(layer: nn.Module) -> nn.Module:
-    """The loaded model that a layer is in; the layer itself where there is none."""
     part = _parts[layer]() if layer in _parts else None
     return layer if part is None else part
 

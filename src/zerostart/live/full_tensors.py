@@ -85,7 +85,6 @@ def whole_tensor(shard: Shard, rank: int | None) -> torch.Tensor | None:
 
 
 def _segment(storage: torch.Tensor, start: int, count: int) -> torch.Tensor:
-    """Elements of the local storage; what the engine does not keep of the padding is made up."""
     part = storage[start : start + count]
     if part.numel() < count:
         part = torch.cat([part, part.new_zeros(count - part.numel())])

@@ -98,7 +98,6 @@ def wrapped(wrapper: nn.Module) -> nn.Module | None:
 
 
 def _library(module: nn.Module) -> str:
-    """The package that ``module``'s class is of, also where ``fully_shard`` has made another out of that."""
     kind = next(kind for kind in type(module).__mro__ if not issubclass(kind, FSDPModule))
     return kind.__module__.partition(".")[0]
 

@@ -148,7 +148,6 @@ def is_elementwise(step: Stepped) -> bool:
 
 
 def _keeps_others(value: torch.Tensor) -> bool:
-    """Whether a tensor is of a class that keeps its values in other tensors."""
     return hasattr(value.to_local() if isinstance(value, DTensor) else value, "__tensor_flatten__")
 
 

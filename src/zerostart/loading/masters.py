@@ -97,7 +97,6 @@ class Masters:
         return replace(recipe, target=target), layout, destination
 
     def _checked(self) -> Catalog:
-        """The catalog, if what it describes is still there and as it was."""
         return replace(self._catalog, storage=self._catalog.storage.recalled(_PURPOSE))
 
 

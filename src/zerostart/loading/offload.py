@@ -150,7 +150,6 @@ def _source(
 
 
 def _cede(window: Window, nbytes: int, model: nn.Module) -> None:
-    """Have what rests on the device count; raises ConfigError, before it is there, where it has no room."""
     left = window.limit
     if lacks := window.cede(nbytes):
         raise ConfigError(
@@ -161,7 +160,6 @@ def _cede(window: Window, nbytes: int, model: nn.Module) -> None:
 
 
 def _resting(parameter: nn.Parameter, storage: torch.dtype | None, main: torch.dtype | None) -> torch.dtype:
-    """The dtype of a parameter at rest: matrices in the storage dtype, if in ``main`` otherwise."""
     # None: nobody has said in which dtype the model computes, so whatever it is in counts.
     alike = main is None or parameter.dtype == main
     if storage is None or parameter.dim() < 2 or not parameter.is_floating_point() or not alike:
@@ -170,7 +168,6 @@ def _resting(parameter: nn.Parameter, storage: torch.dtype | None, main: torch.d
 
 
 def _attach(model: nn.Module, source: AtRest, window: Window, grows: bool) -> _Offloaded:
-    """Divide the model, and let the forwards of its modules ask for what they need."""
     parameters = _emptied(model, window.device)
     sizes = {name: p.numel() * p.element_size() for name, p in parameters.items()}
     division = divide(model, sizes, None if grows else window.free)
@@ -218,7 +215,6 @@ def _claim(window: Window, division: Division, sizes: Mapping[str, int], grows: 
 
 
 def _emptied(model: nn.Module, device: torch.device) -> dict[str, nn.Parameter]:
-    """Parameters by their first names, with what tells that they are not there in their places."""
     made = {id(p): absent(p, name, device) for name, p in model.named_parameters()}
     for module in model.modules():
         for leaf, parameter in module._parameters.items():
@@ -257,7 +253,6 @@ class _Use:
         self.depth += 1
 
     def end(self, module: nn.Module, args: tuple[object, ...], output: object) -> None:
-        """Let them go; called after a forward, and after a beginning, that has failed as well."""
         # ``end`` is called also where ``begin`` has raised, which then counted nothing.
         if self.depth:
             self.depth -= 1

@@ -133,7 +133,6 @@ def agree(request: Request, prepared: Prepared, world: World) -> None:
 
 
 def _configuration(catalog: Catalog) -> str:
-    """A digest of the configuration that this rank has built the model by; much of it shows in no shape."""
     if not catalog.root:
         return "none"
     try:
@@ -146,7 +145,6 @@ def _configuration(catalog: Catalog) -> str:
 
 
 def _settings(config: Mapping[str, Any], under: str = "") -> Iterator[str]:
-    """The settings of a configuration, sorted, a line each; of objects, which have addresses, the kind."""
     for key in sorted(config, key=str):
         value, name = config[key], f"{under}{key}"
         if isinstance(value, Mapping):
@@ -166,7 +164,6 @@ def _word(value: object) -> str:
 
 
 def _build(request: Request, engine: Engine, catalog: Catalog) -> tuple[Built, Aliases]:
-    """The model on meta, with the dtypes of the load, and where it keeps tensors a second time."""
     dtype = engine.parameter_dtype if request.dtype is None else request.dtype
     stored = {name: torch_dtype(entry.dtype, name) for name, entry in catalog.weights.items()}
     # Not of eight bits: a quantised checkpoint's weights are not what the model computes in.
@@ -204,7 +201,6 @@ def _as_cast(targets: dict[str, Target], dtype: torch.dtype | None) -> dict[str,
 
 
 def _stored_wider(catalog: Catalog, dtype: torch.dtype) -> bool:
-    """Whether most elements of the checkpoint are stored in a floating dtype of more bytes than ``dtype``."""
     count = {True: 0, False: 0}
     for entry in catalog.weights.values():
         stored = torch_dtype(entry.dtype, entry.name)
@@ -272,7 +268,6 @@ def equal_in(catalog: Catalog, world: World) -> Callable[[Recipe, Recipe], bool]
 
 
 def _share(catalog: Catalog, world: World, steps: int) -> range:
-    """The steps of this rank: each has its part, of tensors in memory each rank that holds them."""
     readers = catalog.storage.readers(world.size)
     return range(readers.index(world.rank), steps, len(readers)) if world.rank in readers else range(0)
 
@@ -380,7 +375,6 @@ def _existing(request: Request, engine: Engine, values: Values) -> Prepared:
 
 
 def _set_dtypes(built: Built, engine: Engine) -> None:
-    """The dtypes of a load, of a model that has no checkpoint: its own where nobody asks for another."""
     models.set_dtypes(built, {})
     if engine.cast_dtype is not None:
         models.cast_parameters(built.model, engine.cast_dtype)

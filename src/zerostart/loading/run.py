@@ -51,7 +51,6 @@ class _Load:
         self.clock = Clock()
 
     def load(self, request: Request) -> nn.Module:
-        """Load the model and remember its record, from which ``save`` and the others start."""
         world, clock = self.world, self.clock
         # Until the model is handed over: the peaks of that time go into the report.
         with PeakMeter(request.device) as self.meter:
@@ -162,7 +161,6 @@ class _Load:
     def _offer_masters(
         self, request: Request, prepared: Prepared, destinations: Destinations, tuning: Tuning
     ) -> None:
-        """Leave with the parameters what an engine needs to make fp32 masters of what is stored."""
         rounded: list[str] = []
         masters = None
         if request.fp32_masters and prepared.from_checkpoint:
@@ -210,7 +208,6 @@ class _Load:
 
 @contextlib.contextmanager
 def _values_returned_on_failure(prepared: Prepared) -> Iterator[None]:
-    """Where something inside fails, a module that had values has them again."""
     try:
         yield
     except BaseException:

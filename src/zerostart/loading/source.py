@@ -104,7 +104,6 @@ def _as_seen_here(catalog: Catalog, views: Sequence[str], world: World) -> Catal
 
 
 def _settings_here(catalog: Catalog, first: int, world: World) -> str:
-    """The directory on this machine with what lies at a URL beside the weights; collective."""
     doing = "fetching the files beside the weights"
     own = ""
     with world.phase(doing):
@@ -142,13 +141,11 @@ def described(source: object, catalog: Catalog) -> str:
 
 
 def _is_brief(source: object) -> bool:
-    """Whether a source is written as a hub id is, whatever there is on this machine."""
     text = str(source)
     return text.count("/") <= 1 and not text.startswith((".", "/", "~")) and "://" not in text
 
 
 def _classes(model: object) -> tuple[str, ...]:
-    """Names of the classes that ``model`` is of; none for a callable, which says so only once it has run."""
     kind = type(model) if isinstance(model, nn.Module) else model
     if not isinstance(kind, type):
         return ()

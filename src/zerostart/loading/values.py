@@ -179,7 +179,6 @@ def _form(model: nn.Module) -> str:
 
 
 def _digest(catalog: Catalog) -> str:
-    """A digest of the bytes in memory and of how tensors lie there, by which ranks compare their values."""
     storage = catalog.storage
     assert isinstance(storage, MemoryStorage), "the tensors of a module are in memory"
     # By number: memory that several names share is looked at once.
@@ -194,7 +193,6 @@ def _digest(catalog: Catalog) -> str:
 
 
 def _groups(catalog: Catalog) -> list[list[int]]:
-    """Files, in groups of so many bytes; of every catalog of one module as many."""
     # A file of this catalog is one piece of memory, which several tensors may share.
     number, nbytes = itertools.count(), 0
     group, last = next(number), dict[int, int]()
@@ -211,7 +209,6 @@ def _nothing() -> torch.Tensor:
 
 
 def _return_freed() -> None:
-    """Give memory that has been freed back to the system, where the allocator of C would keep it."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

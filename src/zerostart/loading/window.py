@@ -297,7 +297,6 @@ class Window:
         self.used -= unit.nbytes
 
     def _farthest(self, idle: list[Unit]) -> Unit:
-        """The one of ``idle`` that was used last after what is asked for now, or not again at all."""
         uses = list(self._uses)
         now = uses[-1]
         # The last time that this unit was entered: what came after it then is what is expected now.
@@ -443,7 +442,6 @@ def _shared(names: Mapping[str, list[str]]) -> set[str]:
 
 
 def _below(module: nn.Module) -> bool:
-    """Whether modules inside it have parameters."""
     return any(True for child in module.children() for _ in child.parameters())
 
 

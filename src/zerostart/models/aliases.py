@@ -80,7 +80,6 @@ def tensor_slots(model: nn.Module) -> Iterator[Slot]:
 
 
 def _first(value: object, seen: dict[int, object]) -> bool:
-    """Whether ``value`` is met for the first time; it is kept, for its ``id`` to stay its own."""
     if id(value) in seen:
         return False
     seen[id(value)] = value
@@ -93,7 +92,6 @@ def _empty(value: object) -> bool:
 
 
 def _inside(slot: Slot, value: object) -> list[Slot]:
-    """The places in what lies in ``slot``, but for those that hold nothing."""
     if isinstance(value, dict):
         return [*_entries(slot, value), *_state(slot, value)]
     if isinstance(value, list):
@@ -106,7 +104,6 @@ def _inside(slot: Slot, value: object) -> list[Slot]:
 
 
 def _attributes(module: nn.Module, slot: Slot, but: frozenset[str] = frozenset()) -> Iterator[Slot]:
-    """The attributes of a module; of one that is registered nowhere, what it registers as well."""
     for leaf, held in list(vars(module).items()):
         if leaf not in but and not _empty(held):
             path = f".{leaf}" if slot.path else leaf
@@ -116,7 +113,6 @@ def _attributes(module: nn.Module, slot: Slot, but: frozenset[str] = frozenset()
 
 
 def _dictionary(owner: object) -> dict[str, object]:
-    """What an object has as its own attributes, past what its class makes of the question."""
     try:
         held: dict[str, Any] = object.__getattribute__(owner, "__dict__")
     except AttributeError:
@@ -207,7 +203,6 @@ class _View:
     offset: int
 
     def of(self, base: torch.Tensor) -> torch.Tensor:
-        """The same elements of ``base``."""
         return base.detach().as_strided(self.size, self.stride, int(base.storage_offset()) + self.offset)
 
 
@@ -328,7 +323,6 @@ def _check_parameters(named: Iterable[tuple[Slot, torch.Tensor]], memory: Mappin
 
 
 def _refreshed(model: nn.Module) -> set[str]:
-    """Attributes that ``torch.nn.utils.spectral_norm`` computes anew in each forward."""
     return {
         f"{prefix}.{hook.name}".lstrip(".")
         for prefix, module in model.named_modules()
@@ -370,7 +364,6 @@ def _views_of_one(group: list[tuple[Slot, str | None, torch.Tensor]]) -> Iterato
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int, int]:
-    """First and last byte (exclusive) of the storage that ``tensor`` looks at, and how many lie between."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     low = int(tensor.storage_offset()) * tensor.itemsize
     high = low + (last + 1) * tensor.itemsize

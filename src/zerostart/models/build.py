@@ -75,7 +75,6 @@ def build(
 
 
 def _configured(kind: type[nn.Module] | None, stored: Stored) -> Built:
-    """From the configuration beside the weights."""
     library = library_of(kind) if kind is not None else _library(stored)
     how, log = library.construction(kind, stored), OperatorLog()
     with without_weights(how.building), log, explained(how.name):
@@ -85,7 +84,6 @@ def _configured(kind: type[nn.Module] | None, stored: Stored) -> Built:
 
 
 def _library(stored: Stored) -> ModelLibrary:
-    """The library of a checkpoint, by its configuration, or by its tensors where it has none."""
     bare = stored.root and stored.shapes and config_path(stored.root) is None
     found = described_by_tensors(stored.shapes) if bare else None
     return library_in(stored.root) if found is None else found[0]
@@ -110,7 +108,6 @@ def _called(make: type[nn.Module] | Callable[[], nn.Module], stored: Stored) -> 
 
 
 def _given(model: nn.Module, stored: Stored) -> Built:
-    """A module that the caller built; its parameters must be on meta, or they would be paid for twice."""
     real = [name for name, p in model.named_parameters() if p.device.type != "meta"]
     if real:
         raise ConfigError(
@@ -257,7 +254,6 @@ def fresh_origins(built: Built, aliases: Aliases) -> Origins:
 
 
 def _value(built: Built, name: str, buffer: torch.Tensor, drawn: dict[str, Program]) -> torch.Tensor:
-    """A buffer off meta: empty where it has a program, which is added to ``drawn``."""
     if buffer.device.type != "meta":
         return buffer
     if built.log.draws(buffer):

@@ -164,7 +164,6 @@ def fill_missing(missing: Sequence[tuple[Program, Layout, torch.Tensor]], start:
 
 
 def _note(log: OperatorLog, at: int, states: dict[int, torch.Tensor]) -> None:
-    """Keep what the generator is before a draw."""
     states[at] = torch.get_rng_state()
     _discard(log.ops[at])
 
@@ -191,7 +190,6 @@ def program_of(meta: torch.Tensor, log: OperatorLog) -> Program | None:
 
 
 def _discard(op: Op) -> None:
-    """Draw what ``op`` drew, chunk by chunk where that is the same, and forget it."""
     if op.func in _RANDOM and op.args[0].is_contiguous():
         for count in _counts(op.args[0].numel()):
             op.func(torch.empty(count, dtype=op.args[0].dtype, device="cpu"), *op.args[1:], **op.kwargs)
@@ -201,7 +199,6 @@ def _discard(op: Op) -> None:
 
 
 def _stand_in(value: object) -> Any:
-    """A tensor of any values on the CPU for one on meta: how much is drawn depends on its shape alone."""
     if isinstance(value, torch.Tensor) and value.device.type == "meta":
         # What torch draws for elements that lie apart differs from what it draws for a run.
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu").zero_()
@@ -209,7 +206,6 @@ def _stand_in(value: object) -> Any:
 
 
 def _counts(total: int) -> Iterator[int]:
-    """Chunks of ``total`` elements; fewer than 16 on their own are drawn differently, and join the last."""
     while total:
         count = CHUNK if total >= CHUNK + _BLOCK else total
         yield count

@@ -123,7 +123,6 @@ def _is_meta(value: object) -> bool:
 
 
 def _snapshot(value: object) -> object:
-    """A tensor as it is now: the caller may change a real one, or transpose a meta one in place."""
     if not isinstance(value, torch.Tensor):
         return value
     return value.detach() if _is_meta(value) else value.detach().clone()
@@ -181,7 +180,6 @@ class OperatorLog(TorchDispatchMode):
     def _opaque(
         self, function: Callable[..., object], tensor: torch.Tensor, *args: object, **kwargs: object
     ) -> Any:
-        """Note a Python function as one step on a meta tensor; let it run on any other."""
         if tensor.device.type != "meta":
             return function(tensor, *args, **kwargs)
         self.ops.append(Op(function, (tensor, *args), kwargs, None))
@@ -235,7 +233,6 @@ class OperatorLog(TorchDispatchMode):
         return [at for at, op in self._leading_to([wanted])[0] if op.random]
 
     def _leading_to(self, wanted: Sequence[torch.Tensor]) -> tuple[list[tuple[int, Op]], dict[int, int]]:
-        """The calls that decide the values of meta tensors, in order, and the storages they overwrite."""
         needed = {storage_key(t) for t in wanted}
         # Storages whose earlier values do not matter, since a later step overwrites them.
         settled: dict[int, int] = {}

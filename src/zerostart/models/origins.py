@@ -151,7 +151,6 @@ def _prepare_buffers(built: Built, recipes: Recipes) -> dict[str, Recipe]:
 
 
 def _value(built: Built, name: str, buffer: torch.Tensor, loaded: bool, unknown: list[str]) -> torch.Tensor:
-    """A buffer off meta; its name is added to ``unknown`` where nothing tells its values."""
     if buffer.device.type != "meta":
         return buffer
     if not loaded and any(built.log.writers(buffer)):
@@ -163,7 +162,6 @@ def _value(built: Built, name: str, buffer: torch.Tensor, loaded: bool, unknown:
 
 
 def _run_initialiser(built: Built, missing: dict[str, nn.Parameter]) -> None:
-    """Run the model's initialiser on meta, under the log; buffers are real and get real values."""
     initialise = built.library.initialiser(built.model)
     if initialise is not None:
         with _aliases_aside(built), built.log:
@@ -178,7 +176,6 @@ def _run_initialiser(built: Built, missing: dict[str, nn.Parameter]) -> None:
 
 @contextlib.contextmanager
 def _aliases_aside(built: Built) -> Iterator[None]:
-    """Inside, tied names hold marked stand-ins: a tied parameter is initialised under its own name alone."""
     aside: dict[str, nn.Parameter] = {}
     model, library = built.model, built.library
     for name in library.ties(model):

@@ -146,7 +146,6 @@ def _first(config: JsonObject, keys: tuple[str, ...]) -> int | None:
 
 
 def _set_layers(config: Mapping[str, object], result: dict[str, object], layers: Mapping[str, int]) -> None:
-    """Set the numbers of layers, and cut the lists that speak of each layer or name some of them."""
     result.update(layers)
     if not layers:
         return
@@ -170,7 +169,6 @@ def _is_index(value: object) -> TypeGuard[int]:
 
 
 def _resample(kinds: list[object], count: int) -> list[object]:
-    """``count`` of the entries: the first ones, the last replaced by kinds that would be lost."""
     kept = [kinds[position % len(kinds)] for position in range(count)]
     # Kinds of layers (sliding, full, linear) are kept if there is room: each is code of its own.
     lost = [kind for position, kind in enumerate(kinds) if kind not in kinds[:position] and kind not in kept]
@@ -206,7 +204,6 @@ def _shrink_rotary_sections(config: dict[str, object]) -> None:
 
 
 def _shrink_outputs(config: JsonObject, result: JsonObject) -> None:
-    """A backbone gives out some of its stages, named and numbered; with fewer, it gives out the last ones."""
     stages, chosen = config.get("stage_names"), config.get("out_indices")
     layers = next((result[key] for key in _LAYERS if _is_size(result.get(key))), None)
     if not isinstance(stages, list) or not isinstance(chosen, list | tuple) or layers is None:

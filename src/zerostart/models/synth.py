@@ -149,7 +149,6 @@ def _without_quantisation(raw: Mapping[str, object]) -> tuple[JsonObject, tuple[
 
 
 def _resized(raw: dict[str, object], size: str) -> JsonObject:
-    """``raw`` has all fields, because those that a file leaves out are as large as their defaults."""
     if size == "tiny":
         return tiny(raw)
     try:
@@ -234,7 +233,6 @@ def _plan(
 
 
 def _stored(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """The meta tensors that save_pretrained would store: nothing tied, nothing that is not to be saved."""
     library = library_of(model)
     left_out = set(library.ties(model)) | set(ignorable_on_save(model))
     plan = library.dtype_plan(model, dtype)

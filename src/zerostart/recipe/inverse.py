@@ -70,7 +70,6 @@ def _reason(group: Mapping[str, Recipe], stored: Mapping[str, TensorEntry]) -> s
 
 
 def _row_major(recipe: Recipe, stored: Mapping[str, TensorEntry]) -> Recipe:
-    """A recipe that takes a tensor whole as it is, whatever strides it is stored in, as one of its rows."""
     if len(recipe.pieces) == 1 and len(recipe.pieces[0].source) == 1:
         source = recipe.pieces[0].source[0]
         entry = None if isinstance(source, Computed) else stored.get(str(source))
@@ -85,7 +84,6 @@ def _row_major(recipe: Recipe, stored: Mapping[str, TensorEntry]) -> Recipe:
 
 
 def _copies(pieces: Sequence[Piece], shape: Sequence[int]) -> list[Copy]:
-    """All elements of a tensor of ``shape``, row by row, as copies out of the sources of its pieces."""
     box, strides = Box((0,) * len(shape), tuple(shape)), row_major_strides(shape)
     return [copy for piece in pieces for copy in geometry.copies_between(piece, box, 0, strides)]
 

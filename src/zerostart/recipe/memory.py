@@ -122,7 +122,6 @@ class Memory:
 
 @functools.lru_cache(maxsize=4096)
 def _row_major(shape: tuple[int, ...]) -> Layout:
-    """That of a tensor by itself; a checkpoint has thousands of tensors of a few shapes."""
     return Layout(shape, row_major_strides(shape), 0)
 
 

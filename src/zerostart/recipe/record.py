@@ -166,7 +166,6 @@ def write(cls: type[Symbol], func: OpOverload, args: Arguments, kwargs: Keywords
 
 @functools.cache
 def _goes_along(functional: OpOverload) -> bool:
-    """Whether an operator reads its operands while it writes, element by element or tensor by tensor."""
     if torch.Tag.pointwise in functional.tags or functional is aten.copy.default:
         return True
     return bool(functional._schema.name.startswith("aten::_foreach"))
@@ -183,7 +182,6 @@ def _written(func: OpOverload, args: Sequence[object], kwargs: Keywords) -> list
 
 
 def _given_back(func: OpOverload, args: Sequence[object], kwargs: Keywords) -> Any:
-    """What an operator that writes returns: the tensors that it wrote into."""
     returns = func._schema.returns
     written = _written(func, args, kwargs)
     if not returns:
@@ -311,7 +309,6 @@ def _recorded(cls: type[Symbol], func: OpOverload, args: Arguments, kwargs: Keyw
 def _from_outside(
     cls: type[Symbol], func: OpOverload, args: Arguments, kwargs: Keywords, tensors: Sequence[torch.Tensor]
 ) -> object:
-    """An operator on tensors with elements alone, or on none; what it newly makes is a constant."""
     # Zeros, ones and the like take no memory until somebody asks for their elements: converters make tensors
     # as large as a model's embedding only to write weights into them.
     if not tensors and (fill := fill_of(func, args)) is not None:
@@ -380,7 +377,6 @@ def _fresh(cls: type[Symbol], value: Value, meta: torch.Tensor) -> Any:
 
 
 def _stack_meta(func: OpOverload, args: Arguments) -> torch.Tensor | None:
-    """The twin of a stack of contiguous tensors, by hundreds of them faster than torch's own."""
     if func is not aten.stack.default:
         return None
     tensors, dim = args[0], args[1] if len(args) > 1 else 0

@@ -49,7 +49,6 @@ class _Sealing(TorchFunctionMode):
         args: Arguments = (),
         kwargs: Keywords | None = None,
     ) -> object:
-        """Call ``func``, or what takes its place."""
         name = SEALED.get(func)
         if name is not None and isinstance(args[0], SymbolicTensor):
             return getattr(args[0], name)(*args[1:], **(kwargs or {}))

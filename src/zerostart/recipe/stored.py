@@ -68,7 +68,6 @@ def _alone(entry: TensorEntry, overlaps: str | None = None) -> SymbolicTensor:
 
 
 def _span(entry: TensorEntry) -> int:
-    """Elements from the first to the last, with what lies between them."""
     strides = entry.strides or geometry.row_major_strides(entry.shape)
     steps = zip(entry.shape, strides, strict=True)
     return 1 + sum((size - 1) * stride for size, stride in steps) if entry.numel else 0

@@ -79,7 +79,6 @@ def _nearest(error: Exception, given: Mapping[str, object]) -> str:
 
 
 def _state_dict(name: str, made: object) -> dict[str, SymbolicTensor]:
-    """What the converter ``name`` made, in the state that its tensors have when it is done."""
     if not isinstance(made, Mapping):
         raise ConversionError(f"the converter {name} returned a {type(made).__name__}, not a mapping")
     strange = [key for key, value in made.items() if not isinstance(value, torch.Tensor)]
@@ -183,7 +182,6 @@ def assembled(
 
 
 def _as_stored(name: str, tensor: SymbolicTensor) -> bool:
-    """Whether the tensor is the checkpoint tensor ``name`` in row-major order, whole and unchanged."""
     if len(tensor.pieces) != 1:
         return False
     (piece,) = tensor.pieces
@@ -333,7 +331,6 @@ class _Copies(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def by_name(self, model: nn.Module) -> dict[str, SymbolicTensor]:
-        """What each parameter and buffer gets: of several copies the last, and in the order of these."""
         names: dict[tuple[Any, ...], list[str]] = {}
         for name, (tensor, _) in _tensors(model).items():
             if isinstance(tensor, SymbolicTensor):
@@ -355,7 +352,6 @@ class _Copies(TorchDispatchMode):
 
 @contextlib.contextmanager
 def _as_torch_does() -> Iterator[None]:
-    """Inside, parameters are copied and not swapped."""
     swapping = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(False)
     try:
@@ -380,12 +376,10 @@ def _memory(tensor: torch.Tensor) -> int:
 
 
 def _place(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Which elements of which memory a tensor is; equal for two that are the same."""
     return _memory(tensor), int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride()
 
 
 def _assigned(model: nn.Module) -> dict[str, SymbolicTensor]:
-    """Tensors of the checkpoint that the module has taken as its own; it gets empty ones for them."""
     found: dict[str, SymbolicTensor] = {}
     for prefix, module in model.named_modules():
         for held in (module._parameters, module._buffers):
@@ -400,7 +394,6 @@ def _assigned(model: nn.Module) -> dict[str, SymbolicTensor]:
 
 
 def _left(keys: list[object], unfilled: list[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Missing and unexpected names as torch reports them; a method that reports none leaves them to us."""
     found = keys[-1] if keys else None
     missing = getattr(found, "missing_keys", None)
     unexpected = getattr(found, "unexpected_keys", None)
@@ -410,7 +403,6 @@ def _left(keys: list[object], unfilled: list[str]) -> tuple[tuple[str, ...], tup
 
 
 def _mismatched(errors: str, kind: str) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Shapes that differ, out of the message of ``load_state_dict``; it has no other form for them."""
     found: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
     for line in errors.split("\n\t")[1:]:
         match = _MISMATCH.match(line)

@@ -333,7 +333,6 @@ def _exact(
     operands: Sequence[Operand],
     made: torch.Tensor,
 ) -> bool:
-    """Whether every element has one right result, which all routines give; the bits of a NaN aside."""
     names = {func, func._overloadpacket}
     if names & _MOVES:
         return True

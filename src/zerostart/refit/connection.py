@@ -99,7 +99,6 @@ class Connection:
         self._channel.send(kind, body, *parts, deadline=time.monotonic() + self._timeout)
 
     def _take_image(self, message: Message) -> None:
-        """Say what the engine takes of the image, or why it cannot take it."""
         if message.kind == "refused":
             raise ConfigError(f"{self._channel.who} refuses this worker: {message.body.get('why')}")
         image = Image.from_bytes(message.parts[0])

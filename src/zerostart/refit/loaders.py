@@ -124,7 +124,6 @@ def _recipes(
 
 
 def _unchanged(piece: Piece, before: Value) -> bool:
-    """Whether ``piece`` is what was in its place before the load."""
     if not isinstance(piece.source[0], Kept):
         return False
     box = Box(piece.origin, piece.extent)
@@ -135,7 +134,6 @@ def _unchanged(piece: Piece, before: Value) -> bool:
 
 
 def _sources(pieces: Sequence[Piece]) -> set[object]:
-    """What ``pieces`` are read from in the end, by way of computations or not."""
     found: set[object] = set()
     seen: set[int] = set()
     todo: list[object] = [source for piece in pieces for source in piece.source]
@@ -205,7 +203,6 @@ class OwnMemory(Memory):
 
 
 def _put_together(base: Value, writes: Sequence[tuple[Box, Value]]) -> tuple[Piece, ...]:
-    """``base`` after ``writes``, of which the last wins."""
     rank = base.dim()
     low = np.array([box.origin for box, _ in writes], dtype=np.int64).reshape(len(writes), rank)
     high = low + np.array([box.extent for box, _ in writes], dtype=np.int64).reshape(len(writes), rank)
@@ -238,7 +235,6 @@ def _left_of(box: Box, others: Sequence[Box]) -> list[Box]:
 
 
 def _placed(value: Value, box: Box, part: Box) -> Iterator[Piece]:
-    """The pieces of ``part`` of ``box``, which has ``value``, in the coordinates of both boxes."""
     for dim, (at, size) in enumerate(zip(part.origin, part.extent, strict=True)):
         if size != box.extent[dim]:
             first = at - box.origin[dim]
@@ -357,7 +353,6 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """The first byte of a storage that a tensor fills, and that behind its last."""
     width = tensor.element_size()
     start = int(tensor.storage_offset()) * width
     reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
@@ -415,7 +410,6 @@ class Following(TorchDispatchMode):
         return func(*mapped(args, self._own.twin), **mapped(kwargs, self._own.twin))
 
     def _copied(self, target: torch.Tensor, source: torch.Tensor) -> bool:
-        """Copy into an own tensor, if it can be done without a view by steps."""
         region = self._own.region(target)
         twin = self._own.twin(source)
         if region is None or target.dtype != region.memory.dtype or twin.device.type == "meta":
@@ -428,7 +422,6 @@ class Following(TorchDispatchMode):
         return region.memory.put(layout, cast(value, target.dtype))
 
     def _refuse_outside(self, func: OpOverload, args: Arguments, kwargs: Keywords) -> None:
-        """Weights that go into a tensor that is not registered would be lost, or stay old, unseen."""
         if not writes(func) or not args or not isinstance(args[0], torch.Tensor):
             return
         if isinstance(args[0], SymbolicTensor) or not args[0].numel():
@@ -444,7 +437,6 @@ class Following(TorchDispatchMode):
 
 
 def _off_meta(func: OpOverload, kwargs: Keywords) -> Keywords:
-    """What a loader makes "on the device of the parameter" has values here, also where that is meta."""
     device = kwargs.get("device")
     if device is None or torch.device(str(device)).type != "meta":
         return kwargs

@@ -268,7 +268,6 @@ class FillPlan:
         strides: Mapping[str, tuple[int, ...]],
         partial: Mapping[str, int],
     ) -> tuple[dict[str, _Filled], Runs]:
-        """Divide each tensor into what can be read back and the rest; return the bytes that can be."""
         layout = self._image.layout
         taken: dict[str, list[Runs]] = {}
         found: dict[str, _Filled] = {}
@@ -367,7 +366,6 @@ def _layout(recipe: Recipe, strides: tuple[int, ...], whole: bool) -> Layout:
 
 
 def _storage(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the memory of a tensor from its first element to its last, as a row."""
     tensor = tensor.detach()
     if not tensor.numel():
         return tensor.reshape(-1)

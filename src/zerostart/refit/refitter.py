@@ -250,7 +250,6 @@ class WorkerProcesses:
         return f"unix://{self._server.path}"
 
     def _join(self) -> None:
-        """Have the engine's workers connect."""
         driver, server, timeout = self._driver, self._server, self._settings.timeout
         if driver is None or server is None:
             return
@@ -302,7 +301,6 @@ class _Call:
     """An engine's own call, in a thread; it may raise anything, and take for ever."""
 
     def __init__(self, work: Callable[[], object], what: str) -> None:
-        """``what`` says in messages what has failed."""
         self.what, self._work = what, work
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="zerostart-refit-engine", daemon=True)

@@ -129,6 +129,5 @@ class Runs:
 
 
 def _numbered(counts: Numbers) -> tuple[Numbers, Numbers]:
-    """Count up from 0 for each of ``counts``: its index, and the number within it."""
     index = np.repeat(np.arange(len(counts)), counts)
     return index, np.arange(len(index)) - np.repeat(np.cumsum(counts) - counts, counts)

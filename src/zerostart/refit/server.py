@@ -166,7 +166,6 @@ class WorkerServer:
             )
 
     def _drain(self, worker: Worker) -> None:
-        """Forget what it has still said to an earlier push; find out whether its connection lives."""
         while not worker.channel.closed and worker.channel.waiting():
             try:
                 worker.channel.receive("serving", "failed", deadline=time.monotonic() + 1)

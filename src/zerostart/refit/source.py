@@ -75,5 +75,4 @@ class WeightSource:
                 yield meta.name, out
 
     def _look(self) -> ModelWrites:
-        """Find the checkpoint that a save would write, and what this rank has of it; collective."""
         return prepare_model(self._model, self._settings, self._world, None, lambda entries: entries)

@@ -182,7 +182,6 @@ class Rounds:
         return [bands[each] for each in mine]
 
     def _put_in(self, low: int, high: int) -> ImagePart:
-        """Make a band with what this rank's shards have of it."""
         room = torch.empty(high - low + low % 64, dtype=torch.uint8, device=self._device)
         band = ImagePart(self._layout, low, room)
         numbers = range(bisect_left(self._places, low), bisect_left(self._places, high))
@@ -199,7 +198,6 @@ class Rounds:
         return band
 
     def _put_there(self, write: Write, window: torch.Tensor, is_summed: bool) -> None:
-        """Make one write on an accelerator, so that nothing of it comes to the host."""
         with torch.no_grad():
             for part in write.parts:
                 # A write is a read run backwards.

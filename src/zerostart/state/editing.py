@@ -98,7 +98,6 @@ def _whole(shard: Shard | None, parameter: nn.Parameter) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _memory(shard: Shard | None, parameter: nn.Parameter) -> Iterator[tuple[Layout, torch.Tensor]]:
-    """What this rank holds of ``parameter``, which part it is, and as 1-D memory to be changed."""
     if shard is not None:
         yield shard.layout, shard.storage
     else:
@@ -114,7 +113,6 @@ def _write_back(
     world: World,
     source: int,
 ) -> None:
-    """Each rank takes its changed elements out of what rank ``source`` sends, in messages of bounded size."""
     flat = whole.detach().reshape(-1)
     runs = layout.runs()
     with torch.no_grad(), world.collectives("sending what was changed"):
@@ -172,7 +170,6 @@ def differing_bits(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def _form(tensor: torch.Tensor) -> str:
-    """What must stay as it is while values change, in words; strides may change, for values have an order."""
     place = "" if tensor.device.type == "cpu" else f" on {tensor.device}"
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}{place}"
 
@@ -188,7 +185,6 @@ def _check_forms(name: str, given: str, forms: Sequence[str]) -> None:
 
 
 def _fingerprint(tensor: torch.Tensor) -> int:
-    """A checksum of the bytes: a change through a view, ``.data`` or NumPy shows as well."""
     return zlib.crc32(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 

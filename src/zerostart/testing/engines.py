@@ -156,7 +156,6 @@ class EngineConformance:
 def _loaded(
     modules: tuple[str, ...], path: Path, engine: str, stage: int, config: dict[str, object]
 ) -> tuple[list[str], int]:
-    """What differs from the unsharded model on this rank, and the bytes that it has read."""
     imported(modules)
     model = zerostart.load(
         path, model=Net, engine=engine, zero_stage=stage, engine_config=config, progress=False
@@ -216,7 +215,6 @@ def _begun(
 
 
 def _state_saved(*given: Any) -> tuple[dict[str, str], dict[str, str]]:
-    """The digests when the state is saved, after two steps, and those after one step more."""
     *begin, state = given
     model, optimizer, step = _begun(*begin)
     step()
@@ -228,7 +226,6 @@ def _state_saved(*given: Any) -> tuple[dict[str, str], dict[str, str]]:
 
 
 def _resumed(*given: Any) -> tuple[object, dict[str, str], dict[str, str]]:
-    """The ``extra`` of a state, and the digests when it is restored and after a step."""
     *begin, state = given
     model, optimizer, step = _begun(*begin)
     extra = zerostart.load_state(state, model, optimizer)

@@ -195,7 +195,6 @@ def _recipes(root: Path, kind: type[nn.Module]) -> tuple[models.Built, Recipes]:
 
 
 def _loaded(suite: type[ModelLibraryConformance], root: Path, partial: Path) -> dict[str, object]:
-    """What a rank holds after a whole load, and after one of what lacks a tensor."""
     model = zerostart.load(str(root), progress=False)
     assert suite.kind in type(model).__mro__
     whole = {

@@ -114,7 +114,6 @@ class _Pages(mmap.mmap):
 
 
 def _forget_error(index: int) -> None:
-    """CUDA's runtime keeps the error of a call, and torch raises it at the next kernel, whatever that is."""
     kind = torch.accelerator.current_accelerator()
     assert kind is not None, "it has refused something"
     with contextlib.suppress(RuntimeError):

@@ -275,7 +275,6 @@ class _Rounds:
     def _pass_round(
         self, group: Group, of_round: list[Batch], held: torch.Tensor, spare: torch.Tensor
     ) -> Iterator[tuple[Batch, torch.Tensor]]:
-        """Send each batch on to the next rank of the group, and yield all of them, each in its room."""
         if not of_round:
             return
         size, place = len(group), group.index(self._world.rank)

@@ -89,7 +89,6 @@ class _Reading:
         Crew(enumerate(items), self.work, self._device, "zerostart-reader").run(threads, meet)
 
     def work(self, items: Iterator[tuple[int, Read | Computation]]) -> None:
-        """Reads in order, then computations; each time the read after those in flight is announced."""
         # Announced ahead by as many as there are threads: the reader can have the system fetch what the
         # thread that is free next will ask for.
         reads = self._plan.reads
@@ -165,7 +164,6 @@ class _Targets:
         ]
 
     def place(self, part: Part, nbytes: int | None = None) -> memoryview:
-        """Where the bytes of a direct part belong; ``nbytes`` of them if they are rows with gaps between."""
         view = self._views[part.target]
         assert view is not None, "a direct part has host storage"
         begin = part.to * part.dtype.itemsize

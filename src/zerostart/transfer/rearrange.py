@@ -41,7 +41,6 @@ def rearrange(flat: torch.Tensor, segments: Sequence[Segment], scratch: int = SC
 
 
 def _packed_targets(segments: Sequence[Segment]) -> list[tuple[int, int]]:
-    """Old start of each segment, with its place were the segments without gaps in their new order."""
     found, end = [], 0
     for start, _, numel in sorted(segments, key=lambda s: s[1]):
         found.append((start, end))
@@ -148,7 +147,6 @@ class _Mover:
             b.copy_(saved)
 
     def rotate(self, at: int, gap: int, numel: int) -> None:
-        """Put the ``numel`` elements behind ``gap`` elements before them; the gap fits the scratch memory."""
         if self._kept is None:
             self._kept = self._flat.new_empty(self.room)
         # ``move`` uses the other scratch buffer, so what is kept here stays.

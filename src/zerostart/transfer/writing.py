@@ -137,7 +137,6 @@ class _Writing:
             self._note(write, data)
 
     def _note(self, write: Write, data: torch.Tensor) -> None:
-        """Tell of rows as they are in the file, gaps left out, and without a copy."""
         if self._noted is None:
             return
         for first, count, step, rows in write.rows():
@@ -170,7 +169,6 @@ class _Writing:
             copy_strided(data, at, self._storages[part.target].elements(part.to, count), loops)
 
     def _note_in_place(self, write: Write) -> bool:
-        """Tell of rows from where they lie in storages; False if that is not what they are."""
         found = []
         for part in write.parts:
             source, loops = self._storages[part.target], [*part.loops]
@@ -241,6 +239,5 @@ class _Room:
         return here
 
     def wait(self) -> None:
-        """Return when the accelerator has done what this thread has asked of it."""
         if self._stream is not None:
             self._stream.synchronize()

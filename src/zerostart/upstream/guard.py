@@ -117,7 +117,6 @@ def resolve(path: str) -> Any:
 
 
 def _unwrap(function: Any) -> Any:
-    """Return the function in its wrappers; some of DeepSpeed's only close over ``func``."""
     function = inspect.unwrap(getattr(function, "__func__", function))
     code = getattr(function, "__code__", None)
     if code is not None and code.co_freevars == ("func",):

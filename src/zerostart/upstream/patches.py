@@ -232,7 +232,6 @@ def _concerns(arguments: Iterable[object], patches: RefCountedPatches, of_object
 
 
 def _models(argument: object) -> Iterator[nn.Module]:
-    """The model that an argument of a call is, or those that a trainer, an accelerator or a pipeline has."""
     if isinstance(argument, nn.Module):
         yield argument
     else:
@@ -284,7 +283,6 @@ class _Finder(importlib.abc.MetaPathFinder):
         return spec
 
     def leave(self) -> None:
-        """Look no further."""
         with contextlib.suppress(ValueError):
             sys.meta_path.remove(self)
 

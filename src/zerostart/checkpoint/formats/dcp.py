@@ -91,7 +91,6 @@ def _read(directory: Path, files: PartFiles) -> TrainingContents:
 
 
 def _is_setting(route: Sequence[str]) -> bool:
-    """Whether what lies on this way is one of a parameter group."""
     flat = len(route) == 2 and _flat(route[1], _FLAT_GROUPS) is not None
     return flat or (len(route) == 4 and route[1] == "param_groups")
 
@@ -160,7 +159,6 @@ class _Place:
 def _stored(
     directory: Path, value: InertObject, described: Mapping[str, Described], files: PartFiles
 ) -> tuple[dict[tuple[str, tuple[int, ...]], TensorEntry], dict[str, Any]]:
-    """The boxes, by the tensor's key and the box's origin, and what is no tensor, by its key."""
     by_file: dict[str, list[_Place]] = {}
     for file, place in _places(value, directory / METADATA):
         by_file.setdefault(file, []).append(place)
@@ -217,7 +215,6 @@ def _places(value: InertObject, path: Path) -> Iterator[tuple[str, _Place]]:
 
 
 def _names(described: Mapping[str, Described], value: InertObject, path: Path) -> dict[str, str]:
-    """What each tensor is called here: weights by their names, an optimizer's states by theirs before it."""
     routes = _routes(value)
     keyed = {key: _route(routes.get(key), key) for key in described}
     tops = {route[0] for route in keyed.values() if len(route) > 1}

@@ -234,7 +234,6 @@ class _Unpickler(_InPython):  # type: ignore[misc]
 
 
 def _check_unfolded(value: object, limit: int) -> None:
-    """Refuse containers that hold one another so often that nobody could print or compare them."""
     members: dict[int, int] = {}  # of each container, its own and those inside them; 0: not yet counted
     pending = [value]
     while pending:

@@ -67,12 +67,10 @@ class SavedState(Format):
 
 
 def _state_within(path: Path) -> Path | None:
-    """A state in a directory of accelerate's, which has neither weights of its own nor is a pipeline."""
     return None if is_pipeline(path) or has_weights(path) else state_in(path)
 
 
 def _is_saved_state(directory: Path) -> bool:
-    """Whether the model that counts is that of ``save_state``, and none that was saved beside it later."""
     if not is_state(directory) or not (directory / MODEL_FOLDER).is_dir():
         return False
     try:
@@ -118,7 +116,6 @@ def open_saved_state(
 
 
 def _directory(path: Path | str, storage: Storage | None) -> Path:
-    """Return the directory with the document, or with a copy of it as it is now."""
     if storage is None:
         return Path(path)
     if not is_stored_state(storage):

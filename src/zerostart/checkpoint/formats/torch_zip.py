@@ -185,7 +185,6 @@ class TorchArchive:
         return records
 
     def _locate(self, name: str) -> tuple[int, int]:
-        """Return the offset in the archive and the length of a record's data, in bytes."""
         info = self._records[name]
         self._file.seek(info.header_offset)
         head = self._file.read(30)
@@ -199,7 +198,6 @@ class TorchArchive:
         raise CheckpointError(f"{self._path}: record {shown(name)} {reason}")
 
     def _read(self, name: str) -> bytes:
-        """Return a record's data, without its checksum, which torch can be told not to write."""
         offset, length = self._locate(name)
         self._file.seek(offset)
         return self._file.read(length)
@@ -209,7 +207,6 @@ class TorchArchive:
 
 
 def _check_format(head: bytes, path: str) -> None:
-    """Refuse what is no zip file, by the name of what it is."""
     if head[:4] == b"PK\3\4":
         return
     if head[:1] == b"\x80" or head[257:262] == b"ustar":
@@ -223,7 +220,6 @@ def _check_format(head: bytes, path: str) -> None:
 
 
 def _weights(value: Any, path: str) -> tuple[dict[str, StoredTensor], dict[str, str]]:
-    """The state dict in what the pickle holds, and notes on where it was and what was left alone."""
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: holds a {_kind(value)}, not a state dict; {_CONVERT}")
     notes: dict[str, str] = {}

@@ -356,7 +356,6 @@ def stock_time(directory: Path) -> tuple[Path, float] | None:
 
 
 def _read(place: Path, format_: TrainingFormat, files: PartFiles) -> TrainingContents:
-    """What the files hold, all of it proved to be there."""
     contents = format_.read(place, files)
     # From here on what is wrong is of the directory, and of no one file.
     files.reading, files.record = str(place), ""
@@ -395,7 +394,6 @@ def _catalog(
     root: str,
     storage: Storage | None = None,
 ) -> Catalog:
-    """A catalog of some of the tensors, with what is stored of these; ``storage`` has all, if it is known."""
     parts = {source for tensor in tensors.values() for piece in tensor.pieces for source in piece.source}
     stored = {name: entry for name, entry in contents.tensors.items() if name in parts}
     storage = files.storage() if storage is None else storage
@@ -411,7 +409,6 @@ def _held_by(directory: Path) -> TrainingFormat | None:
 
 
 def _locate(directory: Path, depth: int = 0) -> tuple[Path, TrainingFormat] | None:
-    """The directory itself, the newest one that it names, or the one within that accelerate makes."""
     # Files that name folders may name each other.
     if depth > _DEEPEST:
         raise CheckpointError(

@@ -124,7 +124,6 @@ def weights_among(of_directory: Iterable[str], directory: str) -> str:
 
 
 def _other(name: str) -> str:
-    """The suffix of a file of weights that is not read; empty for any other."""
     return next((suffix for suffix in OTHER_FORMATS if name.lower().endswith(suffix)), "")
 
 
@@ -146,7 +145,6 @@ def shards_of(index: Path) -> list[str]:
 
 
 def _listed(document: JsonObject, index: Path | str) -> dict[str, str]:
-    """The file of each tensor by an index; the names lead to nowhere else than below it."""
     wanted = document.get("weight_map")
     if not isinstance(wanted, dict) or not wanted:
         raise CheckpointError(

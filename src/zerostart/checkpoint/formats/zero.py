@@ -221,7 +221,6 @@ def _scale(scaler: object) -> dict[str, object]:
 
 
 def _flat(states: ModelStates, ranks: Sequence[_Rank]) -> Iterator[tuple[str, tuple[int, ...], list[Run]]]:
-    """Where each parameter lies: the ranks' buffers of a group are one row of elements."""
     for group, shapes in enumerate(states.groups):
         # The ranks' parts laid end to end are the group's flat buffer, in which parameters follow each other
         # (with the padding of each behind it): a parameter may begin on one rank and end on the next.
@@ -244,7 +243,6 @@ def _flat(states: ModelStates, ranks: Sequence[_Rank]) -> Iterator[tuple[str, tu
 def _partitioned(
     states: ModelStates, ranks: Sequence[_Rank]
 ) -> Iterator[tuple[str, tuple[int, ...], list[Run]]]:
-    """Where each parameter lies: an equal part of it at the same place on each rank."""
     starts = [0, *accumulate(buffer.numel for buffer in ranks[0].buffers[MASTERS])]
     at = 0
     for name, shape in (item for group in states.groups for item in group.items()):
@@ -458,7 +456,6 @@ def _read_universal(directory: Path, files: PartFiles) -> TrainingContents:
 
 
 def _add_groups(path: Path, states: ModelStates, found: TrainingContents, files: PartFiles) -> None:
-    """The settings of the parameter groups, which one file has for all; at stage 3 numbers of theirs, too."""
     value, place = files.torch_file(path) if path.is_file() else (None, None)
     if not isinstance(value, dict) or place is None:
         return
@@ -472,7 +469,6 @@ def _add_groups(path: Path, states: ModelStates, found: TrainingContents, files:
 
 
 def _shaped(key: str, entry: TensorEntry, shape: tuple[int, ...], path: Path) -> Assembled:
-    """The state of a parameter of ``shape``: as it is, or as one row, which stage 3 leaves, or a number."""
     if entry.shape in (shape, ()):
         return from_boxes(key, entry.shape, entry.dtype, [(entry, (0,) * len(entry.shape))])
     if entry.shape == (prod(shape),):

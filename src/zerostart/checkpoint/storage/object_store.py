@@ -295,7 +295,6 @@ class ObjectFiles(Storage):
         )
 
     def _below(self, folder: str, known: Mapping[str, Found] | None = None, asked: str = "") -> Storage:
-        """Return the files of a directory: those of its list, otherwise those with the usual names."""
         begin = f"{folder}/" if folder else ""
         found, refused = dict(known or {}), list[ReadError]()
         listed = self._listed(folder)

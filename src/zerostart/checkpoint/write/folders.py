@@ -73,7 +73,6 @@ def _lock(handle: int) -> bool | None:
 
 
 def _is_file(path: Path, handle: int) -> bool:
-    """Return whether ``path`` is still the open file: the save before removes its lock file."""
     try:
         return os.path.samestat(os.lstat(path), os.fstat(handle))
     except FileNotFoundError:

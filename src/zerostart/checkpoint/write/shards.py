@@ -189,7 +189,6 @@ def _place(
 
 
 def _header(entries: Sequence[TensorEntry], metadata: Mapping[str, str]) -> tuple[bytes, int]:
-    """Beginning of a file that holds ``entries`` in this order, and the bytes of the entries."""
     document: JsonObject = {"__metadata__": dict(metadata)} if metadata else {}
     position = 0
     for entry in entries:

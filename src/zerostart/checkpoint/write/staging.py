@@ -313,7 +313,6 @@ class _Planner:
         return os.path.lexists(self._path / name)
 
     def _write_index(self, group: str, index: str, called: Mapping[str, str]) -> None:
-        """Write the index with the new names; also that of one file whose name was taken."""
         names = {PurePosixPath(name).name: PurePosixPath(new).name for name, new in called.items()}
         if index in self._files:
             document = read_json(self._staged / index, "index")
@@ -342,7 +341,6 @@ class _Planner:
 
 
 def _switch(path: Path, staged: Path, plan: RenamePlan) -> None:
-    """Rename the weights, write the names to the disk, and make the rename that readers see."""
     for name in plan.folders:
         (path / name).mkdir(exist_ok=True)
     for name, new in plan.before.items():
@@ -508,7 +506,6 @@ def _sha256(path: Path) -> str:
 
 
 def _linked_parent(path: Path, name: str) -> Path | None:
-    """Return the folder of a file that is a link, which would lead out of the directory."""
     parents = [path / parent for parent in PurePosixPath(name).parents if str(parent) != "."]
     return next((parent for parent in parents if parent.is_symlink()), None)
 

@@ -169,7 +169,6 @@ class StoreStaging:
         return {name for one in contents for name in one["files"] if is_inside(name)}
 
     def _old_files(self, groups: set[str]) -> set[str]:
-        """Return the files of the old checkpoint of ``groups``, and what killed saves of them have left."""
         found = {name for name in self._listed() if group_of(name) in groups}
         for group in groups:
             folder = PurePosixPath(group).parent
@@ -183,7 +182,6 @@ class StoreStaging:
         return found & self._there.keys()
 
     def _document(self, document: dict[str, Any], small: Mapping[str, Path]) -> dict[str, Any]:
-        """Return ``document`` with the files of the save, and the other contents of the directory."""
         files: dict[str, Any] = {name: _described(path) for name, path in small.items()}
         for name, (stored, size) in self._weights.items():
             files[stored] = {"bytes": size, **({"name": name} if name != stored else {})}
@@ -206,7 +204,6 @@ class StoreStaging:
         return {**contents[top], "others": {key: contents[key] for key in rest}} if rest else contents[top]
 
     def _differs(self, name: str) -> bool:
-        """True if the small file ``name`` of the store has another content than the new one."""
         data = (self.directory / name).read_bytes()
         return self._there[name] != len(data) or self._store.read(name) != data
 

@@ -172,11 +172,9 @@ class CheckpointWriter:
 
     @functools.cached_property
     def _direct(self) -> bool:
-        """Whether whole pages go round the page cache; set to false where it turns out that they cannot."""
         return self._durable and direct_suits(file_system(self.directory))
 
     def _open(self, position: int, flags: int = 0, direct: bool = False) -> int:
-        """A handle of a file; of one that is to go ``direct`` where it cannot, the ordinary one."""
         kept = self._handles.get((position, direct and self._direct))
         if kept is not None:
             return kept
@@ -201,7 +199,6 @@ class CheckpointWriter:
             raise self._failure(position, error) from error
 
     def _put(self, view: memoryview, offset: int, position: int) -> int:
-        """Write ``view`` at ``offset``, whole pages round the page cache; bytes that went into it."""
         begin, end = whole_pages(view, offset) if self.goes_round(view.nbytes) else (0, 0)
         if begin == end:
             self._pwrite(view, offset, position)
@@ -226,7 +223,6 @@ class CheckpointWriter:
             view, offset = view[done:], offset + done
 
     def _follow(self, position: int, offset: int, span: int, count: int) -> None:
-        """Note ``count`` bytes put into the cache within ``span``, and let the disk follow now and then."""
         with self._lock:
             low, high, size = self._lately.pop(position, (offset, offset, 0))
             low, high, size = min(low, offset), max(high, offset + span), size + count

@@ -81,7 +81,6 @@ class _Guard:
 
 
 def _names(module: nn.Module) -> tuple[str, ...]:
-    """Names of the parameters of a module's forward that can be passed by position and by keyword."""
     own = vars(module).get("forward")
     if own is not None:  # not kept: it has the module, which would outlive its model
         names = _positional(own)

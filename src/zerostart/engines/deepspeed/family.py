@@ -61,7 +61,6 @@ _COMMON = (
 
 
 def _without_path(value: object) -> object:
-    """A setting of ZeRO without the folder in which a rank keeps what is offloaded."""
     return {k: v for k, v in value.items() if k != "nvme_path"} if isinstance(value, Mapping) else value
 
 

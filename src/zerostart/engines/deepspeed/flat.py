@@ -161,7 +161,6 @@ def _entire(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _overlapping(segments: Sequence[Segment]) -> bool:
-    """Whether two parameters share elements, which then cannot both be moved."""
     ordered = sorted(segments)
     return any(a[0] + a[2] > b[0] for a, b in itertools.pairwise(ordered))
 

@@ -107,7 +107,6 @@ class _Stage3:
         return {"gathered parameters": nbytes * (1 + self.target.copies)}
 
     def _buckets(self, touched: bool = False) -> Sizes:
-        """The reduction bucket, which stays: all of it, or on the host what gradients have ``touched``."""
         gathers, each = self.shares.gathers, self.shares.dtype.itemsize
         if self.target.accelerator:
             return {"buckets": self.settings.bucket * each}
@@ -119,7 +118,6 @@ class _Stage3:
         return {"secondary partitions": self.shares.gathers.total // sharers} if sharers > 1 else {}
 
     def _reducing(self, buckets: Sizes) -> Sizes:
-        """The bucket, what a reduce-scatter copies of it, and the gradient that finds it full."""
         gathers, each = self.shares.gathers, self.shares.dtype.itemsize
         bucketed = min(gathers.total, self.settings.bucket * each)
         # A gradient that is bigger than the bucket is reduced by itself, and not copied together before.
@@ -129,7 +127,6 @@ class _Stage3:
         return {**buckets, "buckets": buckets["buckets"] + copied, "incoming gradient": incoming}
 
     def _moment(self, phase: str, beside: Sizes, *on_device: Sizes) -> MemoryPeak:
-        """Parameters at home, what is ``beside`` at the optimizer's home, and what is on the device."""
         host: dict[str, Array | int] = {"parameters": self.shares.host}
         device: dict[str, Array | int] = {"parameters": self.shares.device, "buffers": self.shares.buffers}
         home = host if self.aside else device
@@ -225,18 +222,15 @@ class _Stage12:
         return {"master weights": self._at_rest(FP32 * self.n), "buckets": buckets}
 
     def _at_rest(self, nbytes: int) -> int:
-        """Of a buffer of DeepSpeed's on the host, which torch locks if ``offload_optimizer`` says so."""
         pinned = self.settings.states_pinned and self.target.accelerator
         return int(pinned_by_torch(nbytes)) if pinned else nbytes
 
     @property
     def _fp32(self) -> int:
-        """The partition's gradients in fp32, for the update alone."""
         return 0 if self.aside or self.all_fp32 else FP32 * self.n
 
     @property
     def _flattened(self) -> int:
-        """The same as one tensor of the dtype that they are kept in, on the way to fp32."""
         kept = self.kept.itemsize * self.n
         return 0 if self.aside or self.all_fp32 or self.kept == torch.float32 else kept
 
@@ -258,7 +252,6 @@ class _Stage12:
         }
 
     def _moment(self, phase: str, beside: Sizes, on_device: Sizes | None = None) -> MemoryPeak:
-        """The flat buffers, what is ``beside`` at the optimizer's home, and what is on the device anyway."""
         device: dict[str, Array | int] = {"parameters": self.whole, "buffers": self.shares.buffers}
         if self.aside:
             device["buckets"] = self.shares.gathers.largest

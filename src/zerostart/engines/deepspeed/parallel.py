@@ -76,7 +76,6 @@ def _cut_experts(
     alike: dist.ProcessGroup | None,
     mark: Callable[[nn.Parameter], None],
 ) -> None:
-    """Leave this rank's experts in ``model`` (on meta), marked, and make them serve all ranks' tokens."""
     for module, own in expert_modules(model, parallelism).items():
         counts: list[int] = []
         for leaf, name in own.items():
@@ -218,7 +217,6 @@ def _wrong(
 
 
 def _complete(model: nn.Module, became: nn.Module, name: str) -> bool:
-    """Whether a cut layer has fused parts that are cut each by itself."""
     if not type(became).__name__.startswith("SubParam"):
         return False
     heads, keys = _heads(model)
@@ -361,7 +359,6 @@ def _ruled(
 def _sliced(
     model: nn.Module, parallelism: Parallelism, section: DeepSpeedConfig, groups: TensorGroups
 ) -> None:
-    """Replace the layers of ``model`` (on meta) by DeepSpeed's, in the slices that were planned."""
     # DeepSpeed makes new layers in the default dtype.
     kinds = {name: parameter.dtype for name, parameter in model.named_parameters()}
     size = parallelism.mesh.tensor_parallel

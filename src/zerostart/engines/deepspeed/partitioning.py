@@ -315,7 +315,6 @@ def expert_leaves(model: nn.Module) -> list[nn.Module]:
 
 
 def _several(module: nn.Module) -> bool:
-    """Whether a module is a list or dictionary of several alike with parameters."""
     if not isinstance(module, (nn.ModuleList, nn.ModuleDict)) or len(module) < 2:
         return False
     parts = list(module.children())

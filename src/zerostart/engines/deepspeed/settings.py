@@ -231,7 +231,6 @@ class DeepSpeedSettings:
             raise ConfigError(refusal)
 
     def _refusals(self, zero_stage: int, mesh: Mesh) -> Iterator[str]:
-        """Yield what does not work, each with its remedy."""
         experts, tensors, sequences = mesh.expert_parallel, mesh.tensor_parallel, mesh.sequence_parallel
         for axis, key, size in (
             ("expert_parallel", "autoep_size", self.autoep_size),
@@ -327,7 +326,6 @@ class DeepSpeedSettings:
             )
 
     def _plain_bf16(self, zero_stage: int) -> bool:
-        """Whether a model in bf16 gets DeepSpeed's BF16_Optimizer."""
         return zero_stage == 1 and self.accumulates == torch.float32 and self.optimizer_home == "none"
 
     def flat_rules(self, zero_stage: int, partitions: int) -> FlatRules:
@@ -395,7 +393,6 @@ def _sizes(zero: DeepSpeedConfig) -> dict[str, Any]:
 
 
 def _homes(zero: DeepSpeedConfig) -> dict[str, Any]:
-    """The fields of what is offloaded; raises ConfigError for what DeepSpeed has not."""
     parameters = section_of(zero, "offload_param", _ZERO)
     offload = device_of(parameters, "offload_param", zero.get("cpu_offload_param"))
     if offload == "nvme" and not parameters.get("nvme_path"):

@@ -150,7 +150,6 @@ class _Spared:
             self._reached.add(key)
 
     def _agree(self) -> None:
-        """Take out what any rank has reached: shares of it are stepped on all; collective."""
         flags = [key in self._reached for key in self._hooks]
         reached = torch.tensor(flags, dtype=torch.int32, device=default_device())
         dist.all_reduce(reached, dist.ReduceOp.MAX)

@@ -92,19 +92,16 @@ class _Guard:
         self.running: list[_Frame] = []
 
     def before(self, module: nn.Module, args: Arguments, kwargs: Keywords) -> Any:
-        """Note what the caller has passed."""
         left, args, kwargs = leave_inference_mode(args, kwargs)
         self.running.append(_Frame(left, (args, kwargs)))
         self.begin()
         return args, kwargs
 
     def within(self, module: nn.Module, args: Arguments, kwargs: Keywords) -> None:
-        """Compare it with what the engine hands on."""
         # The innermost call: a module may be called again within its own forward.
         self.running[-1].compare(args, kwargs)
 
     def after(self, module: nn.Module, args: Any, output: object) -> None:
-        """Give the caller what has become of it."""
         if self.running:
             self.running.pop().end()
 
@@ -132,7 +129,6 @@ class _Frame:
 
 
 def _add_entry(model: nn.Module, name: str, guard: _Guard) -> None:
-    """Let ``model.name(...)`` run as the model's forward does; within that, and within another, as it is."""
     plain = getattr(model, name)
 
     @functools.wraps(plain)
@@ -182,8 +178,6 @@ def follow_swaps(model: nn.Module, aliases: Sequence[Alias]) -> None:
 
 @functools.cache
 def _following(kind: type[nn.Module]) -> type[nn.Module]:
-    """A class like ``kind`` whose modules tell of a new parameter, under the same name."""
-
     def put(self: nn.Module, name: str, value: torch.Tensor | nn.Module) -> None:
         # The module first: an alias follows what is really there.
         kind.__setattr__(self, name, value)

@@ -50,7 +50,6 @@ class FSDP2ParallelShards:
             self._owners, self._experts = self._meshes(replicas, mesh.expert_parallel, "expert")
 
     def _meshes(self, replicas: int, size: int, axis: str) -> tuple[DeviceMesh, DeviceMesh]:
-        """The ranks that share what an axis of ``size`` ranks leaves whole, replicas first; and that axis."""
         # The axis innermost: its ranks are neighbours, which exchange in every layer.
         sizes = (replicas, self._parallelism.mesh.world_size // (replicas * size), size)
         whole = init_device_mesh(self.device.type, sizes, mesh_dim_names=("replicate", "shard", axis))
@@ -195,7 +194,6 @@ def cut_tensors(model: nn.Module, parallelism: Parallelism, mesh: DeviceMesh) ->
 
 
 def _beside_a_cut(name: str, parallelism: Parallelism) -> bool:
-    """Whether ``name`` is the whole bias of a weight that is cut: a row-wise layer adds it to their sum."""
     module, _, leaf = name.rpartition(".")
     return leaf == "bias" and f"{module}.weight" in parallelism.tensors.cuts
 

@@ -84,7 +84,6 @@ def _from_its_start(part: torch.Tensor) -> torch.Tensor:
 
 
 def _over(old: nn.Parameter, name: str, local: torch.Tensor) -> nn.Parameter:
-    """``old``, on meta, with another local tensor; a DTensor, unless it has no dimension to be cut along."""
     data = over(sharded(old, name), local) if old.dim() else local
     new = nn.Parameter(data, requires_grad=old.requires_grad)
     new.__dict__.update({k: v for k, v in old.__dict__.items() if not k.startswith("_local")})

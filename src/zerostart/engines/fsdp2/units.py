@@ -143,7 +143,6 @@ def _elements(modules: Sequence[tuple[nn.Module, Kind]], kind: Kind) -> int:
 
 
 def _callable_parts(module: nn.Module, done: set[int]) -> list[nn.Module]:
-    """``module``, or what it lists if it is a container that is never called."""
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
         parts = [c for c in module.children() if id(c) not in done]
         return [p for child in parts for p in _callable_parts(child, done)]
@@ -178,7 +177,6 @@ def blocks_of(model: nn.Module, wrap: Sequence[str | type[nn.Module]] | None) ->
 
 
 def _alone(module: nn.Module, holders: Mapping[int, set[nn.Module]]) -> bool:
-    """Whether nothing outside of ``module`` holds a parameter of it."""
     inside = set(module.modules())
     return all(holders[id(parameter)] <= inside for parameter in module.parameters())
 
@@ -324,7 +322,6 @@ class _Sharing:
         self._alone = alone
 
     def __call__(self, module: nn.Module, args: object) -> None:
-        """Be the hook before a forward, which a unit has gathered its parameters for, and reduces them."""
         if any(isinstance(one(), FSDPModule) for one in self._around):
             return
         for parameter in module._parameters.values():
@@ -344,7 +341,6 @@ class _Sharing:
 
 
 def _average(parameter: torch.Tensor) -> None:
-    """Make the gradient the mean of all ranks'; what was accumulated before is that already."""
     if dist.is_initialized() and parameter.grad is not None and not isinstance(parameter, DTensor):
         dist.all_reduce(parameter.grad)
         parameter.grad /= dist.get_world_size()

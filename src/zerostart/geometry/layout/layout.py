@@ -175,7 +175,6 @@ class Section:
         return Section(self.whole, inner.shape, tuple(boxes))
 
     def _meeting(self, local: Box) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]:
-        """The parts of a box of the local tensor: origins in the parameter and the local tensor, extent."""
         for box, place in self.boxes:
             low = tuple(max(a, b) for a, b in zip(local.origin, place, strict=True))
             high = tuple(
@@ -335,7 +334,6 @@ def narrowed(layout: Layout, start: int, stop: int) -> Layout:
 
 
 def _unbroken(placed: LocalBox) -> Iterator[LocalBox]:
-    """Boxes that make up ``placed``, each of which is one unbroken run of the storage."""
     extent, step, split = placed.box.extent, 1, len(placed.box.extent)
     while split and (extent[split - 1] == 1 or placed.strides[split - 1] == step):
         split -= 1

@@ -119,7 +119,6 @@ class TransformersLoad(_TransformersCall):
         dequantise(config)
 
     def _quantizer(self, config: Any) -> Any:
-        """zerostart's own dequantisation, in the place of transformers' for the same checkpoint."""
         if config.hf_quantizer is None:
             return None
         quantization = config.hf_quantizer.quantization_config
@@ -154,7 +153,6 @@ class FromConfigLoad(_TransformersCall):
 
 
 def _names_the_host(device_map: object) -> bool:
-    """Whether a device map puts all of a model on the host, where there is nothing else: no map at all."""
     if torch.accelerator.is_available() or device_map is None:
         return False
     if isinstance(device_map, Mapping):

@@ -71,7 +71,6 @@ def peaks(moments: Iterable[MemoryPeak], ranks: int, target: Target) -> list[dic
 
 
 def _highest(sizes: Sequence[Sizes], ranks: int) -> list[dict[str, int]]:
-    """Of each rank the components of its highest moment."""
     tables = []
     for one in sizes:
         columns = {n: np.broadcast_to(np.asarray(v, np.int64), ranks).tolist() for n, v in one.items()}

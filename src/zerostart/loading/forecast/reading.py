@@ -165,7 +165,6 @@ class Foreseen:
         return replace(made, ranks=tuple(ranks), exchanged_bytes=tuple(received[one.rank] for one in ranks))
 
     def _reads(self, group: Group, names: Sequence[str], tuning: Tuning) -> Sequence[Read]:
-        """The reads of the parameters and buffers ``names`` that all ranks of a group want."""
         wanted = []
         for name in names:
             if name in self.origins.buffers:

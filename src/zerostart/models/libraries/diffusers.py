@@ -194,7 +194,6 @@ def _construct(kind: type[ModelMixin], root: str | None, config: JsonObject | No
 
 
 def _check_described(config: Mapping[str, object], kind: type, path: Path) -> None:
-    """Original releases have a config.json too, of which diffusers would take nothing and say little."""
     name = config.get("_class_name")
     known = {base.__name__ for base in kind.__mro__}
     if name is not None and name not in known and model_class(str(name)) is None:
@@ -285,8 +284,6 @@ def _component(
 
 
 def _converted(converter: Function, model: ModelMixin, part: Symbols) -> dict[str, SymbolicTensor]:
-    """What diffusers' own converter makes of the component."""
-
     def convert(state_dict: JsonObject) -> JsonObject:
         made = converter(config=dict(model.config), checkpoint=state_dict)
         # One that looks for a key with `get` leaves None where the checkpoint has none.

@@ -260,7 +260,6 @@ class Transformers(ModelLibrary):
 def _configured(
     root: str | None, kind: type[nn.Module] | None, trusted: bool = False
 ) -> tuple[type[nn.Module], PreTrainedConfig]:
-    """The transformers class and configuration of a checkpoint directory; code of its own if ``trusted``."""
     import transformers
 
     # Whether code beside the weights is meant, which runs only where the caller trusts it.
@@ -297,7 +296,6 @@ def _configured(
 
 
 def _class_of(config: PreTrainedConfig, called: str = "the configuration") -> type[nn.Module]:
-    """The class that a configuration names; raises BuildError for one that transformers does not have."""
     import transformers
 
     for name in config.architectures or ():
@@ -335,7 +333,6 @@ def _named_dtype(value: object) -> torch.dtype | None:
 
 
 def _with_dtype(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedConfig:
-    """The configuration says what the weights are, as after ``from_pretrained``; sub-configurations too."""
     config.dtype = dtype
     # Composite models (vision and text) build their parts from configurations of their own.
     for name in getattr(config, "sub_configs", {}):
@@ -394,7 +391,6 @@ def _assign(
     symbols: Mapping[str, SymbolicTensor],
     targets: Mapping[str, Target],
 ) -> tuple[JsonObject, dict[str, str], list[str]]:
-    """Give every checkpoint key to a converter, to a model name as it is, or to the unexpected."""
     renamings = [entry for entry in mapping if isinstance(entry, core.WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, core.WeightConverter)]
     by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
@@ -437,8 +433,6 @@ def _reads_stored(converter: WeightConverter) -> bool:
 
 
 def _run(converter: WeightConverter, first: str, model: PreTrainedModel) -> Mapping[str, SymbolicTensor]:
-    """One converter's operations, in its own code; its errors get the name of the parameter."""
-
     def convert() -> dict[str, SymbolicTensor]:
         made = converter.convert(first, model=model, config=model.config)
         return {name: settled(value[0] if isinstance(value, list) else value) for name, value in made.items()}
@@ -464,7 +458,6 @@ def _run(converter: WeightConverter, first: str, model: PreTrainedModel) -> Mapp
 
 
 def _absent_siblings(names: Sequence[str]) -> list[str]:
-    """Names that others of the group suggest: where there is an ``up_proj`` 7, there is a ``gate_proj`` 7."""
     by_template: dict[str, set[tuple[str, ...]]] = {}
     for name in names:
         by_template.setdefault(re.sub(r"\d+", "{}", name), set()).add(tuple(re.findall(r"\d+", name)))

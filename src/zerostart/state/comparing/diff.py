@@ -213,7 +213,6 @@ def _kind(entry: TensorEntry | Assembled) -> _Kind:
 
 
 def _comparable(kind: _Kind, entry: TensorEntry | Assembled | None) -> bool:
-    """Whether values can be subtracted: in dtypes of less than a byte only where both have it."""
     if entry is None or entry.shape != kind[1]:
         return False
     return entry.dtype == kind[0] or not any(name.startswith(("F4", "F6")) for name in (entry.dtype, kind[0]))
@@ -240,7 +239,6 @@ def _difference(
 
 
 def _model_and_files(model: nn.Module, path: str | os.PathLike[str]) -> Difference:
-    """Each rank reads of the files what it holds itself."""
     world = current_world()
     tally = Tally()
     with world.phase("comparing the model"):
@@ -274,7 +272,6 @@ def _compare_rows(tally: Tally, stored: Stored, name: str, first: int, step: int
 
 
 def _contents(model: nn.Module, names: Mapping[str, object], state: bool, world: World) -> Contents:
-    """What the model is in files: as it was loaded, but by its own name what only has that there."""
     live = LiveModel(model, world)
     tensors, tied = live.tensors()
     shards = {item.name: item.shard for item in tensors}

@@ -77,7 +77,6 @@ def _add_rows(
     rows: tuple[int, int, int],
     columns: tuple[int, int, int],
 ) -> None:
-    """Add two loops of (size, stride in the tensor, stride in the storage); the inner one is a run."""
     (count, step, apart), (length, _, stride) = rows, columns
     if stride == 1 and (count == 1 or (step == length and apart == length)):
         digests.add(name, first, storage[: count * length])

@@ -166,7 +166,6 @@ def _weights(catalog: Catalog, to: str) -> tuple[dict[str, SourceTensor], bool]:
 
 
 def _without_ties(stored: Mapping[str, SourceTensor], catalog: Catalog) -> dict[str, SourceTensor]:
-    """Keep the first name of each tensor: equal file ranges in rank files are one tied tensor."""
     found: dict[object, str] = {}
     for name, tensor in stored.items():
         key = (tuple(_ranges(tensor, catalog.tensors)), tensor.shape) if tensor.numel else name
@@ -181,7 +180,6 @@ def _ranges(tensor: SourceTensor, stored: Mapping[str, TensorEntry]) -> Iterator
 
 
 def _original(catalog: Catalog) -> tuple[dict[str, SourceTensor], bool]:
-    """Revert the conversions of the model's library, by running its own code on symbolic tensors."""
     built, by_name = _built_model(catalog)
     if type(built.library).revert is ModelLibrary.revert:
         raise ConfigError(
@@ -231,7 +229,6 @@ def _outgoing(reader: SourceReader, name: str, tensor: SourceTensor, world: Worl
 
 
 def _copy_settings(catalog: Catalog, to: Path, dtype: torch.dtype | None, dequantised: bool) -> None:
-    """Copy configuration, tokenizer and code, with the dtype and quantisation that the weights have now."""
     config, root = dict(_config(catalog)), Path(catalog.root)
     if not config:
         return

@@ -98,7 +98,6 @@ def finish_last(world: World, place: Path | str | None = None) -> None:
 
 
 def _finish() -> None:
-    """Wait for the save that is under way, if any, and raise what it failed with, if nobody was told here."""
     while _last:
         saving = _last.pop()
         if not saving.done():
@@ -111,7 +110,6 @@ _before_the_end = BeforeTheEnd(_finish)
 
 @atexit.register
 def _end() -> None:
-    """End the process with an error where a save has failed and nobody was told; threads are over."""
     failed = [saving for saving in _last if saving.done() and saving._error is not None]
     if failed:
         logger.error("this process ends with exit code 1: %s", failed[0]._error)
@@ -176,7 +174,6 @@ def _start(thread: threading.Thread) -> None:
 
 
 def _aside(world: World) -> World:
-    """The same ranks over a group that only saves in the background use, made once."""
     if world.size == 1:
         return world
     default = dist.group.WORLD
@@ -229,7 +226,6 @@ def copied_to_host(content: Content, world: World, budget: int | None) -> Conten
 
 
 def _buffer(module: nn.Module, locked: bool, device: torch.device | None, nbytes: int) -> torch.Tensor:
-    """The model's memory for copies, page-locked for ``device`` or not, made anew where it is too small."""
     own = _buffers.setdefault(module, {})
     if locked not in own or own[locked].nbytes < nbytes:
         own.pop(locked, None)  # Before the new one is made.

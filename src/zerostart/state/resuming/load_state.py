@@ -371,7 +371,6 @@ def _beside(beside: Sequence[StateTensor], saved: Saved) -> list[_Wanted]:
 
 
 def _source(name: str, dtype: torch.dtype, saved: Saved) -> str:
-    """What a parameter or a master is restored from: what was saved in its dtype, else the master."""
     # The master has all bits of which the parameter's were rounded. Where what is restored has the dtype that
     # was saved, the parameter's own bits are taken, so that they come back exactly.
     name = _name(name, saved)
@@ -382,7 +381,6 @@ def _source(name: str, dtype: torch.dtype, saved: Saved) -> str:
 
 
 def _of(folder: str, wanted: Sequence[_Wanted]) -> list[_Wanted]:
-    """What is ``wanted`` of the folder with the model, or of the other one, by its names there."""
     prefix = f"{MODEL}/"
     if not folder:
         return [item for item in wanted if not item[0].startswith(prefix)]
@@ -427,7 +425,6 @@ def _masters(training: LiveTraining, saved: Saved) -> list[_Wanted]:
 
 
 def _moments(training: LiveTraining, saved: Saved, world: World) -> list[_Wanted]:
-    """What the optimizer keeps, and gradients, for which room is made; its groups get their settings."""
     if not training.steps:
         return []
     document = saved.document["optimizer"]
@@ -467,7 +464,6 @@ def _with_gradients(saved: Saved) -> set[str]:
 
 
 def _extra(saved: Saved) -> dict[str, torch.Tensor]:
-    """Room for the tensors of ``extra`` and of what the engine keeps, whole on every rank."""
     kept = _OF_PARAMETERS | set(saved.document.get("beside", ()))
     return {
         name: torch.empty(entry.shape, dtype=dtype_of(entry.dtype), device="cpu")
@@ -489,7 +485,6 @@ def _restore_engine(
 
 
 def _restore_around(training: LiveTraining, saved: Saved, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Give buffers of what is around the model their values; what is not around it now has none."""
     values = decoded(saved.document.get("around", {}), tensors)
     for name, buffer in training.wrapper_buffers.items():
         if name in values:
@@ -498,7 +493,6 @@ def _restore_around(training: LiveTraining, saved: Saved, tensors: Mapping[str, 
 
 
 def _restore_modules(training: LiveTraining, saved: Saved, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Hand modules what they kept beside tensors."""
     modules = {plain_name(name): module for name, module in training.module.named_modules()}
     for name, state in saved.document.get("modules", {}).items():
         if name not in modules:
@@ -509,21 +503,18 @@ def _restore_modules(training: LiveTraining, saved: Saved, tensors: Mapping[str,
 
 
 def _random_rows(saved: Saved) -> dict[str, torch.Tensor]:
-    """Room for the random states that were saved of the generators that are here, by their names there."""
     found = {f"random/{name}": now for name, now in random_rows().items()}
     stored = {name: saved.state.weights[name].shape[1] for name in found if name in saved.state.weights}
     return {name: torch.empty_like(now) for name, now in found.items() if stored.get(name) == now.numel()}
 
 
 def _row(saved: Saved, name: str, world: World) -> Layout:
-    """Where this rank's row of the random states lies; with another number of ranks the first one."""
     shape = saved.state.weights[name].shape
     same = saved.document["world_size"] == world.size
     return dimension_shard(shape, 0, world.rank if same else 0, shape[0])
 
 
 def _restore_random(saved: Saved, rows: Mapping[str, torch.Tensor], world: World) -> None:
-    """This rank's random states; with another number of ranks, new ones out of the saved and the rank."""
     if "random/torch" not in rows:
         return
     if saved.document["world_size"] == world.size:

@@ -125,7 +125,6 @@ def restored_moments(
 
 
 def _numbers(document: JsonMapping) -> dict[str, dict[str, object]]:
-    """By parameter, the numbers of its state as they were written."""
     found: dict[str, dict[str, object]] = {}
     for key, values in document.get("numbers", {}).items():
         for value, names in values:
@@ -171,7 +170,6 @@ def _number(
 
 
 def _is_torchs(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it is one of torch's, or derives from one, and not from the base of all alone."""
     kinds = set(type(optimizer).__mro__).difference(torch.optim.Optimizer.__mro__)
     return any(kind.__module__.startswith("torch.") for kind in kinds)
 
@@ -184,7 +182,6 @@ def _plain(value: object) -> Any:
 def _room(
     key: str, names: Sequence[str], held: object, step: Stepped, stored: Mapping[str, str]
 ) -> torch.Tensor:
-    """A tensor of zeros for one key of a state, the one that is there if it fits."""
     path = next(f"optimizer/{key}/{name}" for name in names if f"optimizer/{key}/{name}" in stored)
     saved = dtype_of(stored[path])
     name = path.split("/", 2)[2]
@@ -309,7 +306,6 @@ def check_rule(optimizer: torch.optim.Optimizer, document: JsonMapping) -> None:
 
 
 def _lacking(optimizer: torch.optim.Optimizer, document: JsonMapping) -> str:
-    """Return what ``optimizer`` lacks of the saved one's rule, in words; empty where it has all."""
     name = class_of(optimizer)
     settings = [group["settings"] for group in document["groups"]]
     saved, own = document.get("rule"), rule_of(optimizer)  # older states have no rule
@@ -386,12 +382,10 @@ def local_states(training: LiveTraining, world: World) -> tuple[list[Shard], Jso
 
 
 def _is_whole(step: Stepped, training: LiveTraining) -> bool:
-    """Return whether every rank has all of a state: its parameter is no engine's, nor a DTensor."""
     return not training.state.owns_optimizer and step.is_parameter and not isinstance(step.tensor, DTensor)
 
 
 def _share(step: Stepped, training: LiveTraining) -> int:
-    """Return a number that is the same where this rank steps the same elements in the same order."""
     members = []
     for member in step.members:
         name = training.name_of(member.parameter)
@@ -453,7 +447,6 @@ def restored_local(training: LiveTraining, document: JsonMapping, world: World) 
 
 
 def _distributed(value: torch.Tensor, shape: Any, like: torch.Tensor) -> torch.Tensor:
-    """``value`` as a part of a tensor of that ``shape`` which lies as ``like`` does; itself without one."""
     if shape is None or not isinstance(like, DTensor):
         return value
     stride = (

@@ -106,7 +106,6 @@ def _check_alike(content: Content, world: World) -> None:
 
 
 def _save_settings(content: Content, folder: Path) -> None:
-    """Write what is beside the model's weights; a training goes on without what its library refuses."""
     try:
         save_settings(content.module, folder, content.root, None)
     except (OSError, WriteError):

@@ -122,7 +122,6 @@ def collected(
 
 
 def _tell_of_gradients(training: LiveTraining, watched: bool, world: World) -> None:
-    """Say so where nobody can tell whether a step has used the gradients that are there."""
     if watched or world.rank:
         return
     if any(parameter.grad is not None for parameter in training.state.parameters):
@@ -154,7 +153,6 @@ def _root(live: LiveModel) -> str:
 
 
 def _is_copy(kept: StateTensor, training: LiveTraining) -> bool:
-    """Whether a master has more bits than its parameter, and is not what the parameter holds anyway."""
     return kept.shard.storage.dtype != training.shards[kept.name].storage.dtype
 
 
@@ -171,7 +169,6 @@ def _random(world: World) -> Iterator[Shard]:
 
 
 def _engine(state: TrainingState, tensors: dict[str, torch.Tensor]) -> dict[str, object]:
-    """What the engine knows beside tensors, and the schedule that it steps."""
     found = state.counters()
     for key, component in state.components().items():
         found[key] = encoded_whole(component.state_dict(), key, tensors)

@@ -64,7 +64,6 @@ def without(prefix: str, named: Callable[[str], str]) -> Callable[[str], str]:
 
 
 def _with_adapter(name: str) -> str:
-    """DiffSynth's names have that of the adapter in them, as the parameters of PEFT's layers have."""
     return name.replace(".lora_A.", ".lora_A.default.").replace(".lora_B.", ".lora_B.default.")
 
 

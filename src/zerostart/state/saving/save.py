@@ -291,7 +291,6 @@ def _by_identity(inner: nn.Module, tensors: list[LogicalTensor]) -> dict[int, Sh
 
 
 def _stem(model: nn.Module, record: LoadRecord | None) -> str:
-    """Return the start of the names of weight files that the model's library looks for."""
     stem = library_of(model).weights_stem
     if record is None or stem == ModelLibrary.weights_stem:
         return stem

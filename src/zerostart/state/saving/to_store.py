@@ -129,7 +129,6 @@ class StoreOutput:
 
 
 def _windows(layout: SaveLayout, world: World) -> list[list[_Window | None]]:
-    """Return the window of each rank in each round; ranks upload files in turn, each from begin to end."""
     own: list[list[_Window]] = [[] for _ in range(world.size)]
     for number, file in enumerate(layout.files):
         for begin in range(0, file.size, WINDOW_BYTES):
@@ -145,7 +144,6 @@ def _place(layout: SaveLayout, name: str, offset: int) -> tuple[int, int]:
 
 
 def _batches(layout: SaveLayout, writes: Sequence[Write], world: World) -> Iterator[list[Write]]:
-    """Divide the writes of a round, so that each batch sends a limited number of bytes."""
     batch: list[Write] = []
     sent = 0
     for write in writes:
@@ -233,7 +231,6 @@ class _Router:
 
 
 def _rows(data: _Bytes, length: int, step: int, rows: int) -> _Bytes:
-    """Return rows of ``length`` bytes, ``step`` bytes apart, as a view that ends within ``data``."""
     if (rows - 1) * step + length > data.size:
         raise CheckpointError("rows of a window end behind it; this is a bug in zerostart")
     return np.lib.stride_tricks.as_strided(data, (rows, length), (step if rows > 1 else length, 1))

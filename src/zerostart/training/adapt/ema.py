@@ -39,7 +39,6 @@ class _Followed:
 
     @property
     def source(self) -> Shard:
-        """What is averaged, as it is now."""
         return share_of(self.member, self.shard, self.stepped.tensor)
 
 
@@ -130,7 +129,6 @@ class Ema:
 
 @torch.no_grad()
 def _put(values: dict[str, tuple[Shard, torch.Tensor]], model: nn.Module, world: World) -> None:
-    """Write values, of the shares that are given with them, into the parameters of ``model``; collective."""
     live = LiveModel(model, world)
     # First: a parameter that is still gathered from the last forward would be used in the place of its shard.
     live.drop_gathered()
@@ -150,7 +148,6 @@ def _put(values: dict[str, tuple[Shard, torch.Tensor]], model: nn.Module, world:
 
 
 def _joined(whole: Shard, value: tuple[Shard, torch.Tensor] | None, world: World) -> torch.Tensor:
-    """The elements of ``whole``, of which each rank has a run in ``value``; collective."""
     # Every rank has all elements here (ZeRO 1 and 2 step parts of whole parameters); in fp32, as averages and
     # masters are.
     joined = torch.zeros(whole.storage.numel(), dtype=torch.float32, device=whole.storage.device)

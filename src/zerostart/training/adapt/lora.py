@@ -80,7 +80,6 @@ def highest_rank(model: nn.Module, adapted: Sequence[str]) -> int:
 
 
 def _meant_besides(model: nn.Module, targets: Sequence[str]) -> list[str]:
-    """Names that PEFT, for which a target is the end of a name, too, would take besides ``targets``."""
     ends = tuple(f".{target}" for target in targets)
     return [name for name, _ in model.named_modules() if name.endswith(ends) and name not in targets]
 
@@ -113,7 +112,6 @@ def _is_adaptable(module: nn.Module) -> bool:
 
 
 def _chosen(model: nn.Module, modules: Mapping[str, nn.Module], targets: str | list[str]) -> set[str]:
-    """The names that the targets stand for; raises ConfigError for an entry that stands for none."""
     if isinstance(targets, list):
         return _all_matching({name: name for name in modules}, targets)
     names = names_for(model)
@@ -132,7 +130,6 @@ def _chosen(model: nn.Module, modules: Mapping[str, nn.Module], targets: str | l
 def _as_scripts(
     model: nn.Module, modules: Mapping[str, nn.Module], targets: str, strict: bool = True
 ) -> set[str]:
-    """What DiffSynth's list names: by the names of its model, or, where these do not fit, by our own."""
     entries = [entry.strip() for entry in targets.split(",") if entry.strip()]
     names = names_for(model)
     if names is not None:
@@ -167,7 +164,6 @@ def _matching(names: Iterable[str], entry: str) -> list[str]:
 
 
 def _is(name: str, entry: str) -> bool:
-    """Whether ``entry`` is the name, the end of it, or, with ``*``, a pattern of either."""
     if any(character in entry for character in "*?["):
         return fnmatchcase(name, entry) or fnmatchcase(name, f"*.{entry}")
     # After a dot alone: `q` is the end of `attn.q`, and not that of `freq`.

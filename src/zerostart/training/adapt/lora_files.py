@@ -77,7 +77,6 @@ def start_from(model: nn.Module, adapted: Iterable[str], config: LoraConfig, wor
 
 
 def _fill(layer: Any, name: str, found: Factors, config: LoraConfig, named: str) -> None:
-    """Copy the factors into one adapter, scaled so that the product weighs what it weighed in the file."""
     if ADAPTER not in getattr(layer, "lora_A", {}):
         raise ConfigError(
             f"lora.start_from: the adapter of {name} ({type(layer).__name__}) cannot be filled "
@@ -98,7 +97,6 @@ def _fill(layer: Any, name: str, found: Factors, config: LoraConfig, named: str)
 
 
 def _read_lora(source: str | os.PathLike[str]) -> tuple[dict[str, torch.Tensor], Mapping[str, Any], str]:
-    """Read a file, a directory with one, or a training checkpoint; return what messages call it, too."""
     path = expanded(source)
     # A training checkpoint first: its folders hold safetensors files without an alpha. Its model folder, or a
     # file in that, is a path that a user may have copied.
@@ -139,7 +137,6 @@ def _find_file(path: Path) -> Path:
 
 
 def _read(path: Path, named: str) -> tuple[dict[str, torch.Tensor], dict[str, object]]:
-    """Return the tensors of a file, and the configuration of the adapter in it or next to it."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -221,7 +218,6 @@ def _scaling(rank: int, alpha: float | None, metadata: Mapping[str, object], nam
 def _match_modules(
     found: Mapping[str, Factors], adapted: list[str], model: nn.Module
 ) -> tuple[dict[str, Factors], list[str]]:
-    """Return the factors by the model's names of modules, and the names that are of none of them."""
     names = names_for(model)
     known = {name: name for name in adapted}
     if names is not None and not names.fused:

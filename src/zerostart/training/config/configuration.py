@@ -105,7 +105,6 @@ class EngineConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _named(cls, values: Any) -> Any:
-        """``name: null`` is no name: what is chosen then is the default."""
         if isinstance(values, dict) and values.get("name", "") is None:
             return {key: value for key, value in values.items() if key != "name"}
         return values

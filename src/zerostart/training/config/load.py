@@ -169,7 +169,6 @@ def _explain(problem: dict[str, Any], root: type[BaseModel], task: type[Section]
 
 
 def _fields(location: Sequence[str], root: type[BaseModel], task: type[Section]) -> list[str]:
-    """Names of the keys that the section at ``location`` knows; ``task`` is the class of the section task."""
     section = root
     for part in location:
         if part.isdecimal():  # one of a list of sections

@@ -68,14 +68,12 @@ class _Unique(yaml.SafeLoader):
     """PyYAML's safe loader, without a second value for a key, and of values that anybody can go through."""
 
     def get_single_node(self) -> yaml.Node | None:
-        """The document's node, which is refused where what it stands for is without bound."""
         node = super().get_single_node()
         if node is not None:
             _weigh(node, {})
         return node
 
     def compose_mapping_node(self, anchor: dict[str, yaml.Node]) -> yaml.MappingNode:
-        """As composed, before keys are merged into it, of which its own may replace some."""
         node = super().compose_mapping_node(anchor)
         # By tag and text: ``1`` and ``"1"`` are two keys.
         first: dict[tuple[str, str], yaml.Mark] = {}

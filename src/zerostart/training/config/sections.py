@@ -48,7 +48,6 @@ class Section(BaseModel):
     @field_validator("*", mode="after")
     @classmethod
     def _holds(cls, value: Any, info: ValidationInfo) -> Any:
-        """No number is larger than what it is computed with, and no text is one that no system takes."""
         for one in value if isinstance(value, list | tuple) else (value,):
             if isinstance(one, int) and abs(one) > _MOST_INT:
                 raise ValueError("Input should be a number that fits into 64 bits")
@@ -62,7 +61,6 @@ class Section(BaseModel):
 
 
 def _kinds(annotation: Any) -> Iterator[Any]:
-    """What an annotation is made of."""
     yield annotation
     for part in get_args(annotation):
         yield from _kinds(part)

@@ -209,7 +209,6 @@ def _plain(value: object) -> object:
 
 
 def _family_in(path: Path) -> str:
-    """The family of a model or a pipeline by its own files; raises ConfigError and ReadError."""
     for name, family in (("model_index.json", _of_pipeline), ("config.json", _of_model)):
         file = path / name
         if file.is_file():

@@ -228,7 +228,6 @@ def _media(config: TrainConfig, directory: Path, cached: bool, world: World) -> 
 
 
 def _remember(directory: Path, media: MediaItems) -> None:
-    """Note the digests of the rows of ``media`` in the cache; not where that cannot be."""
     path, data = directory / _ROWS, media.digests_to_remember.packed()
     with contextlib.suppress(OSError):
         if not path.is_file() or path.read_bytes() != data:
@@ -236,7 +235,6 @@ def _remember(directory: Path, media: MediaItems) -> None:
 
 
 def _texts(config: TrainConfig, settings: CacheConfig) -> list[str]:
-    """The texts alone that are asked for, each once."""
     prompts, negatives = ([], []) if config.samples is None else sample_texts(config.samples)
     # In one order on every rank: encoding a text may be collective.
     return list(dict.fromkeys([*settings.prompts, *prompts, *negatives]))

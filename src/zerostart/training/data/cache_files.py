@@ -140,7 +140,6 @@ class Draft:
 
 
 def _described(prefix: str, item: Tensors, offsets: Mapping[str, int]) -> dict[str, Any]:
-    """The kind of an item, the offsets of its tensors in that order, and its digest."""
     names = sorted(item)
     kind = [[name, _spelling(item[name]), list(item[name].shape)] for name in names]
     return {"kind": kind, "offsets": [offsets[prefix + name] for name in names], "digest": digest_of(item)}
@@ -226,7 +225,6 @@ def drafted(
 
 
 def _beside(place: Path, what: str) -> Path:
-    """What is of use while a cache is made: on one file system with it, where its name is a link, too."""
     # Renames and hard links into the cache need one file system, which a link's own directory may not be on.
     real = Path(os.path.realpath(place))
     return real.with_name(f".{real.name}.{what}")
@@ -349,7 +347,6 @@ def _fill(
 
 
 def _link_made(publication: Publication, update: CacheUpdate, draft: Draft) -> dict[int, Entry]:
-    """Put the files of a draft into a publication; gives its items by their rows."""
     found = {}
     for file in range(draft.files):
         described, name = draft.described(file), items_file(draft.name(file))
@@ -366,7 +363,6 @@ def _link_made(publication: Publication, update: CacheUpdate, draft: Draft) -> d
 
 
 def _name_cached(publication: Publication, update: CacheUpdate) -> dict[int, Entry]:
-    """Name the files of items that stay in a publication; gives these items by their rows."""
     if update.cached is None:
         return {}
     place = update.cached.directory
@@ -387,7 +383,6 @@ def _write_prompts(publication: Publication, prompts: Mapping[str, Tensors]) -> 
 
 
 def _linked(old: Path, new: Path) -> None:
-    """One file with two names, or a copy where that cannot be: what fails after this leaves the first."""
     try:
         os.link(old, new)
     except OSError:  # another file system (a place that is a mount point), or one without links

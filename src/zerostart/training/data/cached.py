@@ -95,7 +95,6 @@ class _Index:
     numbers: NDArray[np.int64] | None
 
     def of(self, chosen: Sequence[int]) -> _Index:
-        """That of the items with these numbers alone, in this order."""
         at = np.array(chosen, dtype=np.int64)
         rows = None if self.rows is None else self.rows[at]
         numbers = None if self.numbers is None else self.numbers[at]
@@ -241,7 +240,6 @@ class CachedItems:
         return place + order * len(self)
 
     def _share_at(self, place: int) -> tuple[Share, int, int]:
-        """The share of an example, the first item of that share, and the place in it."""
         first = 0
         for share in self.shares:
             if place < share.rows * share.repeats:

@@ -138,20 +138,17 @@ class _Row:
         self.frames = config.num_frames
 
     def sizes(self, column: Column) -> list[Size]:
-        """Those of a column's files."""
         if column.kind == "video":
             return [self._clips[column.name].size]
         return [image_size(file) for file in self._files[column.name]]
 
     def picked(self, column: Column) -> list[int]:
-        """The frames of a column's video that are taken, as many as it has or the row allows."""
         clip, most = self._clips[column.name], self._config.num_frames if column.own_size else self.frames
         return picked_frames(
             self._config, clip.count(frames_needed(self._config, clip.rate)), clip.rate, most
         )
 
     def media(self, column: Column) -> ColumnMedia:
-        """What a column gives the item."""
         files = self._files[column.name]
         # No size to share where a row has columns with sizes of their own alone.
         if column.own_size or self.size is None:

@@ -136,7 +136,6 @@ def _listed(text: str, where: str) -> Sequence[object]:
 
 
 def _file(cell: object, base: Path, where: str) -> MediaFile:
-    """Of a name, or of the ``{"bytes": ..., "path": ...}`` that ``datasets`` gives undecoded."""
     if isinstance(cell, dict) and cell.keys() == {"bytes", "path"}:
         # The bytes count before the path, which in a saved dataset may be of another machine.
         if cell["bytes"] is not None:
@@ -225,7 +224,6 @@ def rgb(image: Image, background: Color) -> Image:
 
 
 def _eight_bits(image: Image) -> Image:
-    """Of grey values of 16 bits, which Pillow's ``convert`` would cut off at 255."""
     values = needed("numpy").asarray(image).astype("int64")
     if values.min() < 0 or values.max() > 65535:
         raise ValueError("its pixels have 32 bits, whose range is unknown")
@@ -372,7 +370,6 @@ class _Stream(Clip):
         return stream
 
     def count(self, most: int | None) -> int:
-        """By packets: headers may not tell, or may not tell the truth."""
         with readable(self._file, "a video"), self._opened() as container:
             found = 0
             for packet in container.demux(self._stream(container)):
@@ -402,7 +399,6 @@ class _Stream(Clip):
 
 
 def _upright(frame: VideoFrame) -> Image:
-    """A decoded frame as it is to be shown: a camera that was held upright tells so by quarter turns."""
     picture = frame.to_image()
     turns = round(frame.rotation / 90) % 4  # counterclockwise
     how = needed("PIL.Image").Transpose

@@ -98,7 +98,6 @@ def fill(
 
 
 def _first(media: MediaItems, encoder: Encoder, update: CacheUpdate) -> Example:
-    """The first new item that the encoder can take; raises ConfigError where the first so many are none."""
     failures = []
     for row in update.new_rows[:_TRIED]:
         try:
@@ -122,7 +121,6 @@ def _fill_draft(
     first: Example,
     world: World,
 ) -> None:
-    """Make the files of items that are missing; collective. Of an item that fails a text says why."""
     missing = world.broadcast_object(draft.missing, "looking for what is encoded")
     progress = _Progress(draft, len(missing), world)
     if goes_on:
@@ -226,7 +224,6 @@ def _checked(media: MediaItems, encoder: Encoder, number: int, example: Any = No
 
 
 def _encoded(encoder: Encoder, example: Example, number: int) -> Encoded:
-    """The tensors of an item; what is drawn for it follows from its number and the seed alone."""
     text = f"{encoder.settings.seed} {number}".encode()
     # Of 63 bits, which every generator takes.
     seed = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
@@ -274,7 +271,6 @@ class _Ahead:
         self._found: Iterator[object] = iter(loader)
 
     def next(self, encoder: Encoder) -> Example | str:
-        """The next item, or why there is none: what decoding it, or checking it, fails with."""
         # Both run in step: the loader gives items in the order in which it was asked for them.
         number, example = next(self._numbers), next(self._found)
         if isinstance(example, ConfigError):

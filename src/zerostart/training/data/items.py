@@ -118,7 +118,6 @@ class MediaSet:
         return self._mapped(self._describe, len(self))
 
     def _describe(self, index: int) -> Described:
-        """Digests of a row by its names, by lengths and times of its files too, and by its contents."""
         # Three digests, each of more: the names, then lengths and times of the files, then what is in them.
         # Sorted by column: the order of columns in the table is no content.
         names = hashlib.blake2b(repr(sorted(self._other_cells(index).items())).encode(), digest_size=16)
@@ -138,7 +137,6 @@ class MediaSet:
         return by_name, by_state, self._row_digest(index) if found is None else found
 
     def _relative(self, file: MediaFile) -> str:
-        """The name of a file, wherever its directory lies; of one in memory, its contents."""
         if file.path is None:
             return hashlib.blake2b(file.data or b"", digest_size=16).hexdigest()
         base = self._table.base
@@ -154,7 +152,6 @@ class MediaSet:
         return state.digest()
 
     def _mapped(self, function: Callable[[int], T], count: int) -> list[T]:
-        """``function`` of the first ``count`` items; the rows that fail are one error, which names some."""
         found: list[T] = []
         failures: list[str] = []
         # Files may lie on a network: most of the time is waiting.
@@ -210,7 +207,6 @@ class MediaSet:
         return found
 
     def _media(self, index: int) -> dict[str, ColumnMedia]:
-        """What of the row is decoded, and to which size."""
         files = self._files(index)
 
         def named(column: Column, act: Callable[[], T]) -> T:

@@ -193,7 +193,6 @@ class MediaConfig(DatasetConfig):
     @model_validator(mode="before")
     @classmethod
     def _of_all(cls, values: Any) -> Any:
-        """What is said of all data sets goes to each that does not say it itself."""
         if not isinstance(values, dict) or not isinstance(values.get("datasets"), list):
             return values
         common = {key: value for key, value in values.items() if key in DatasetConfig.model_fields}

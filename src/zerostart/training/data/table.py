@@ -311,7 +311,6 @@ def _absent(column: str, columns: Sequence[str], how: str) -> ConfigError:
 
 
 def _is_dataset(source: str) -> bool:
-    """Whether ``source`` is ``hf:NAME``, or a directory that ``datasets`` saved."""
     path = expanded(source)
     saved = (path / "state.json").is_file() and (path / "dataset_info.json").is_file()
     return source.startswith(_PREFIX) or saved or (path / "dataset_dict.json").is_file()
@@ -361,7 +360,6 @@ def _place(source: str, split: str, index: int) -> str:
 
 
 def _undecoded(feature: Any, datasets: Any) -> Any:
-    """``feature`` with the bytes or the path of its media in the place of what the library makes of them."""
     media = tuple(getattr(datasets, name) for name in ("Image", "Video") if hasattr(datasets, name))
     if isinstance(feature, media):
         return replace(feature, decode=False)

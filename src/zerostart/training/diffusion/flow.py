@@ -133,7 +133,6 @@ class Times:
         return (_bell(times) - lowest) * scale
 
     def _bell(self, shift: float) -> tuple[float, float]:
-        """What is taken from a bell, and what multiplies it then, for a mean of 1 over the family's times."""
         heights = _bell(self._family.schedule(shift))
         above = heights - heights.min()
         return float(heights.min()), float(len(above) / above.sum())
@@ -326,7 +325,6 @@ class FlowMatching(Task):
         }
 
     def _model_time(self, t: torch.Tensor) -> torch.Tensor:
-        """Times as the transformer takes them, rounded in its unit and dtype. Latents are mixed at these."""
         # In mixed precision weights lie in one dtype and the forward is in another: the latter rounds the
         # time.
         compute = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.config.precision)

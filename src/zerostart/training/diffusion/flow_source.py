@@ -115,7 +115,6 @@ def copy_others(root: Path, component: str, directory: Path) -> None:
 
 
 def _copy_files(source: Path, names: Sequence[str], target: Path) -> None:
-    """Put files of one folder into another, where weights of theirs alone are read afterwards."""
     if target.is_symlink():
         raise OSError(
             f"{target} is a link, and writing would change the directory that it leads to: remove the link"
@@ -138,7 +137,6 @@ def _copy_files(source: Path, names: Sequence[str], target: Path) -> None:
 
 
 def _replaced(source: Path, target: Path, copy: Callable[[Path, Path], object]) -> None:
-    """Have a copy at ``target`` in one step; what was there, a link say, is not written to."""
     part = target.with_name(f".{target.name}.{uuid.uuid4().hex[:12]}.part")
     try:
         copy(source, part)

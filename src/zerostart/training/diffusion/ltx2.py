@@ -185,7 +185,6 @@ class Ltx2(Family):
 
     @property
     def _widths(self) -> tuple[int, int]:
-        """How wide the embeddings of a text are for the video, and for the sound."""
         config = self.config
         if config.get("use_prompt_embeddings", True):
             return (config.get("caption_channels", 3840),) * 2

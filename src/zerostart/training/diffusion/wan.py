@@ -294,7 +294,6 @@ class Wan(Family):
         return values[:, :, condition.shape[2] :]
 
     def _first_frame(self, latents: torch.Tensor) -> bool:
-        """Whether the transformer has no channels for what is given beside the latents."""
         return bool(latents.shape[1] == self._channels)
 
     def _after(self, timestep: torch.Tensor, latents: torch.Tensor, frames: int) -> torch.Tensor:

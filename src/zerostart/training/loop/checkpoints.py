@@ -234,7 +234,6 @@ class Checkpoints:
 
 
 def _extra(path: Path) -> Any:
-    """What ``save`` has put into a checkpoint, which has no tensors in it."""
     extra = open_saved_state(path, (), read_document)[0]["extra"]
     if not is_run_state(extra):
         raise ConfigError(f"resume: {path} was not saved by zerostart train; name a checkpoint that was")

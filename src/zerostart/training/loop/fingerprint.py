@@ -96,7 +96,6 @@ def read_inputs(config: TrainConfig, world: World) -> Inputs:
 
 
 def _facts(config: TrainConfig, task: Task) -> dict[str, str]:
-    """What has to be the same on all ranks, by key: the configuration but for paths, and what lies there."""
     facts: dict[str, str] = {}
     for name, section in config:
         if name == "logging":  # of which rank 0's alone is looked at
@@ -141,7 +140,6 @@ def _agree_on_data(task: TaskData, own: Items, world: World) -> None:
 
 
 def _groups(values: Sequence[Hashable]) -> list[list[int]]:
-    """Ranks with equal values; the largest group first, of equals that with the lowest rank."""
     groups: dict[Hashable, list[int]] = {}
     for rank, value in enumerate(values):
         groups.setdefault(value, []).append(rank)
@@ -191,7 +189,6 @@ def _adapted(model: nn.Module) -> str:
 
 
 def _weights(catalog: Catalog, world: World) -> str:
-    """A digest of names, types, shapes and some bytes of each tensor, wherever they lie; collective."""
     storage = catalog.storage.recalled("so that the model of the LoRA cannot be compared; start a new run")
 
     # By the first rank that can read them, for all: of a mapping not every rank holds the tensors.

@@ -107,7 +107,6 @@ _elementwise: set[type[Optimizer]] = {
 
 
 def _found(train: TrainingConfig) -> tuple[type[Optimizer], dict[str, Any]]:
-    """The class, and what the Trainer would give it besides."""
     name = train.optimizer
     if ":" in name:
         return _checked(name, _imported(name)), {}
@@ -128,7 +127,6 @@ def _torchs() -> Mapping[str, type[Optimizer]]:
 
 
 def _trainers(train: TrainingConfig, torchs: Mapping[str, Any]) -> tuple[type[Optimizer], dict[str, Any]]:
-    """What the HF Trainer makes of a name of its argument ``optim``."""
     from transformers import Trainer
     from transformers.training_args import OptimizerNames
 

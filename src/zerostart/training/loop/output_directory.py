@@ -110,7 +110,6 @@ def check_room(config: TrainConfig, model: nn.Module, directory: Path) -> None:
 
 
 def _is_free(name: str) -> bool:
-    """Return True if a directory with an entry of this name still counts as empty."""
     return name == _LOCK or is_of_cache(name)
 
 

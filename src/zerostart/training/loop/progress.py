@@ -180,7 +180,6 @@ class Display:
 
     @contextmanager
     def _noting(self) -> Iterator[None]:
-        """As ``_writing``; where a run goes on without what cannot be written, say so once."""
         try:
             with _writing(self._path):
                 yield
@@ -207,7 +206,6 @@ def _writing(path: Path) -> Iterator[None]:
 
 
 def _step_of(line: str) -> float:
-    """The step that a line of the file is about; of one that was cut off, none that is kept."""
     try:
         return float(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):

@@ -173,7 +173,6 @@ def _train(config: TrainConfig, directory: Path, resumed: Path | None, world: Wo
 def _card_facts(
     config: TrainConfig, session: Session, result: TrainResult, world: World
 ) -> dict[str, object]:
-    """What a model's card says of the run: rows by name. Of paths the last part alone."""
     sources = [] if config.media is None else [one.source for one in config.media.sets]
     facts: dict[str, object] = {
         "task": config.task.name,
@@ -209,7 +208,6 @@ def _arguments(config: TrainConfig) -> dict[str, Any]:
 
 @contextmanager
 def _peers_named(directory: Path) -> Iterator[None]:
-    """Turn what a collective raises when another rank has gone into an error that says so."""
     try:
         yield
     except RuntimeError as error:
@@ -261,7 +259,6 @@ class _Run:
         self.divergence = Divergence(config.train.patience_nonfinite, current_world())
 
     def to_the_end(self, resumed: Path | None, directory: Path) -> None:
-        """All steps from the checkpoint ``resumed`` on, or as many as there are before a wish to stop."""
         from accelerate.utils import set_seed
 
         # An error that a rank still holds back is told here, and not in the first collective of the engine.
@@ -306,7 +303,6 @@ class _Run:
         self._failures.raise_together()
 
     def _save(self, due: bool, exported: bool) -> None:
-        """Save what is due after a step, unless weights are not finite: older checkpoints are worth more."""
         self._failures.raise_together()
         step = self._history.steps
         if not self._finite():
@@ -319,7 +315,6 @@ class _Run:
                 self._export(step)
 
     def _finite(self) -> bool:
-        """Whether what is trained is finite on all ranks; collective."""
         finite = True
         with self._failures.deferred():
             finite = is_finite(self._session.model, self._session.optimizer)
@@ -335,13 +330,11 @@ class _Run:
             )
 
     def _begin(self, directory: Path, resumed: Path | None) -> None:
-        """Have nothing in the output directory that is not of this run, nor of steps that are done again."""
         if self._session.accelerator.is_main_process:
             remove_earlier_run(directory, resumed)
         self._display.begin(self._history.steps)
 
     def _step(self, step: int, source: Iterator[Batch]) -> None:
-        """One optimizer step on the next batches of this rank, as one process would do it on those of all."""
         # Ranks meet in this order: the sum of weights, forwards and backwards (gradients are reduced in the
         # last one), the norm, the sum of losses and wishes. In between a rank may fail by itself; it carries
         # on to the next sum, where all hear of it.
@@ -384,7 +377,6 @@ class _Run:
             self._display.say(told)
 
     def _taken(self, source: Iterator[Batch]) -> tuple[Batch, int]:
-        """The next batch, with what is drawn for it, and its weight."""
         batch = next(source)
         # What is drawn follows from the epoch and the example: the same for any number of ranks, and when
         # resumed.

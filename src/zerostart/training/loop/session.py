@@ -371,7 +371,6 @@ def log_images(trackers: Iterable[GeneralTracker], images: Mapping[str, Any], st
 
 
 def _table(path: Path, writes: bool) -> GeneralTracker:
-    """A tracker that writes a row for each value; accelerate, which has its base class, is imported late."""
     from accelerate.tracking import GeneralTracker
 
     class TableTracker(GeneralTracker):  # type: ignore[misc]  # accelerate is not typed
@@ -414,7 +413,6 @@ class Table:
             raise WriteError(f"{self._path}: the table cannot be written: {error.strerror}") from error
 
     def _begin(self, step: int) -> None:
-        """Keep what is there of earlier steps; of a new run (step 0 or 1) there are none."""
         kept = []
         if self._path.is_file():
             with self._path.open(encoding="utf-8", newline="") as file:

@@ -113,7 +113,6 @@ class Drawing:
             )
 
     def _guided(self, embedded: bool) -> tuple[dict[str, float], bool]:
-        """What the pipeline calls its guidance, and whether it calls the model a second time for it."""
         scale, classifier_free = self.settings.guidance, self._takes.get("true_cfg_scale")
         if classifier_free is None or embedded:
             return ({} if scale is None else {"guidance_scale": scale}), classifier_free is None
@@ -191,7 +190,6 @@ class Drawing:
     def _started(
         self, pipe: DiffusionPipeline, pictures: Sequence[Image], prompt: Prompt
     ) -> dict[str, object]:
-        """What the pipeline takes of the pictures that a drawing starts from."""
         found: dict[str, object] = {"image": pictures[0] if len(pictures) == 1 else list(pictures)}
         if "last_image" in self._takes and len(pictures) > 1:
             found = {"image": pictures[0], "last_image": pictures[-1]}

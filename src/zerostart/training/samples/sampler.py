@@ -169,7 +169,6 @@ def _log(trackers: Sequence[Any], folder: Path, step: int) -> None:
 
 @contextmanager
 def _undisturbed(session: Session) -> Iterator[None]:
-    """Inside nothing is learnt, and what is drawn at random is nobody's but the samples'."""
     # The state of the CPU is saved in any case; it is the only one where that computes.
     devices = [] if session.device.type == "cpu" else [session.device]
     with torch.random.fork_rng(devices, device_type=session.device.type), torch.no_grad():
@@ -262,7 +261,6 @@ def write_drawn(path: Path, frames: torch.Tensor, fps: int) -> Path:
 
 
 def _failures() -> tuple[type[Exception], ...]:
-    """What writing fails with; PyAV's own errors, where it is installed, are of its own class."""
     try:
         from av.error import FFmpegError
     except ImportError:

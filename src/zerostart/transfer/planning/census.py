@@ -153,7 +153,6 @@ class _Census:
         return np.array(rows, np.int64).reshape(-1, 6).T
 
     def counts(self, threads: int) -> list[Count]:
-        """What each rank reads."""
         world = len(self._number)
         tables = [np.empty((4, 0), np.int64), *(kind.placed(self._line) for kind in self._kinds.values())]
         table = np.concatenate(tables, axis=1)

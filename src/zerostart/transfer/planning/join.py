@@ -123,7 +123,6 @@ def computations(
 def _regions(
     source: Computed, copies: Sequence[Copy], limit: int | None = None
 ) -> Iterator[Sequence[Region]]:
-    """What ``copies`` take, as regions of one box at a time, of ``limit`` elements if it can be cut."""
     if source.whole:
         factors = tuple((size,) for size in source.shape)
         box = Box((0,) * len(source.shape), source.shape)
@@ -146,7 +145,6 @@ class _Builder:
         self._steps: list[Step] = []
 
     def computation(self, source: Computed, taken: Sequence[Region], target: int) -> Computation:
-        """What gives ``target`` the regions ``taken`` of one box of ``source``."""
         self._step(source, taken, target)
         self._segments.sort(key=lambda segment: segment[:2])
         reads = tuple(merged_reads(self._segments, self._options))

@@ -239,7 +239,6 @@ def _lands(loops: Sequence[Loop], rows: int) -> bool:
 
 
 def _dense(loops: Sequence[Loop], width: int, options: PlanOptions) -> tuple[list[Loop], tuple[Loop, ...]]:
-    """Split the loops into outer ones, a read for each step, and inner ones that one read spans."""
     span = 1
     inner: list[Loop] = []
     outer = list(loops)
@@ -257,7 +256,6 @@ def _dense(loops: Sequence[Loop], width: int, options: PlanOptions) -> tuple[lis
 def _bounded(
     start: int, to: int, loops: tuple[Loop, ...], limit: int
 ) -> Iterator[tuple[int, int, tuple[Loop, ...]]]:
-    """Cut the loops, largest source stride first, until each part spans at most ``limit`` elements."""
     span = 1 + sum((size - 1) * stride for size, stride, _ in loops)
     if span <= limit or not loops:
         yield start, to, loops

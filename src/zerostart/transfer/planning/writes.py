@@ -188,7 +188,6 @@ def own_parts(shares: Iterable[tuple[Layout, tuple[int, int], int]]) -> Iterator
 def _parts(
     copy: Copy, dtype: torch.dtype, size: int, lead: int, number: int, direct: bool
 ) -> Iterator[tuple[int, Part]]:
-    """Cut a copy into windows of ``size`` elements; ``lead`` elements come before the tensor in the first."""
     for start, to, loops in _windows(copy.start + lead, copy.to, copy.loops, size):
         window, at = divmod(start, size)
         run = not loops or (len(loops) == 1 and loops[0][1:] == (1, 1))
@@ -198,7 +197,6 @@ def _parts(
 def _windows(
     start: int, to: int, loops: tuple[Loop, ...], size: int
 ) -> Iterator[tuple[int, int, tuple[Loop, ...]]]:
-    """Loops, largest stride in the file first, in parts that each lie within one window."""
     span = 1 + sum((n - 1) * stride for n, stride, _ in loops)
     if start % size + span <= size:
         yield start, to, loops
@@ -240,7 +238,6 @@ def _numel(loops: Iterable[Loop]) -> int:
 
 
 def _runs(part: Part) -> tuple[npt.NDArray[np.int64], int]:
-    """Where the unbroken runs of a part begin, and the length that they all have, in elements."""
     length, loops = 1, list(part.loops)
     # Inner loops whose stride is the length so far continue the run in the file; their order in the storage
     # does not matter here.

@@ -85,7 +85,6 @@ def config_stage(config: DeepSpeedConfig | None) -> int:
 
 
 def _wanted(plugin: DeepSpeedPlugin | None) -> bool:
-    """Whether a model is to be partitioned as it is built, by accelerate's ``zero3_init_flag``."""
     if plugin is not None:
         return bool(plugin.zero3_init_flag)
     launched = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
@@ -93,7 +92,6 @@ def _wanted(plugin: DeepSpeedPlugin | None) -> bool:
 
 
 def _plugin() -> DeepSpeedPlugin | None:
-    """accelerate's plugin: the selected one, or the one that the environment describes."""
     if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() != "true":
         return None
     from accelerate.state import AcceleratorState

@@ -219,7 +219,6 @@ def _has_its_experts(engine: DeepSpeedEngine, model: nn.Module) -> bool:
 
 
 def _take_slices(engine: DeepSpeedEngine, model: nn.Module) -> None:
-    """Have the engine of a model in slices share tensors as that was loaded; raises EngineError."""
     for module in model.modules():
         mark = _marked(module)
         if mark is not None:
@@ -230,7 +229,6 @@ def _take_slices(engine: DeepSpeedEngine, model: nn.Module) -> None:
 
 
 def _agree(config: TPTrainingConfig, mark: _Mark) -> None:
-    """Let an engine's configuration say what the model was loaded with, or raise EngineError."""
     from deepspeed.module_inject import layers
 
     if config.autotp_size not in (0, mark.size):

@@ -69,7 +69,6 @@ def engine_of(model: object) -> DeepSpeedEngine | None:
 
 
 def _concerning(engine: DeepSpeedEngine) -> tuple[Use, ...]:
-    """What is touched of an engine of this stage: of its class, its optimizer's and its loss scaler's."""
     parts = (engine, optimizer_of_engine(engine), _scaler(engine))
     # By all bases: the ZeRO-3 optimizer may be of the subclass that zerostart makes of it.
     kinds = {f"{kind.__module__}:{kind.__qualname__}" for part in parts for kind in type(part).__mro__}
@@ -286,7 +285,6 @@ def _in_partition(optimizer: ZeROOptimizer, parameter: torch.Tensor) -> Master |
 
 @contextlib.contextmanager
 def _in_groups(optimizer: ZeROOptimizer, parameter: torch.Tensor) -> Iterator[Master | None]:
-    """As ``master_of``, at stage 0: one flat buffer of masters for each group, or one tensor for each."""
     for number, group in enumerate(getattr(optimizer, "fp16_groups", ())):
         offset = 0
         for place, member in enumerate(group):

@@ -102,7 +102,6 @@ def steps_of(engine: DeepSpeedEngine) -> list[Stepped]:
 
 
 def _partitioned(wrapper: DeepSpeedOptimizer, base: torch.optim.Optimizer) -> Iterator[Stepped]:
-    """At stage 3: one flat tensor for each sub-group, of the partitions of its parameters."""
     for number, (flat, parameters) in enumerate(
         zip(wrapper.fp32_partitioned_groups_flat, wrapper.fp16_groups, strict=True)
     ):
@@ -138,7 +137,6 @@ def _in_partitions(wrapper: DeepSpeedOptimizer, base: torch.optim.Optimizer) -> 
 
 
 def _in_groups(wrapper: DeepSpeedOptimizer, base: torch.optim.Optimizer) -> Iterator[Stepped]:
-    """At stage 0: whole masters, one flat tensor for each group, or one for each parameter."""
     for number, parameters in enumerate(wrapper.fp16_groups):
         flats = getattr(wrapper, "fp32_groups_flat", None)
         if flats is None:
@@ -174,7 +172,6 @@ def gradients(
 
 
 def _reduced(wrapper: DeepSpeedOptimizer, step: Stepped, make: bool) -> Iterator[torch.Tensor]:
-    """The same at stage 2, for one group: in a flat partition, or in whole tensors of which a part counts."""
     number = step.group
     if wrapper._use_compact_grad_partition_buffer(number):
         flat = wrapper._get_compact_grad_partition_buffer(number).flat_partition

@@ -194,7 +194,6 @@ def _config(size: int, section: DeepSpeedConfig) -> TPTrainingConfig:
 
 @contextlib.contextmanager
 def _played(size: int) -> Iterator[None]:
-    """Inside, this process is the first of ``size`` ranks that share tensors, and there are no others."""
     import deepspeed.comm as comm
     from deepspeed.utils import groups
 
@@ -270,7 +269,6 @@ def _one_after_the_other(sizes: Sequence[int]) -> tuple[tuple[tuple[int, int], .
 
 
 def _runs(piece: DeepSpeedConfig) -> Iterator[tuple[int, int, int]]:
-    """A piece as unbroken runs of the row-major order: place in the slice, first element, and count."""
     shape, (at, strides), (to, places) = piece["shape"], piece["source"], piece["dest"]
     if 0 in shape:
         return
@@ -287,7 +285,6 @@ def _runs(piece: DeepSpeedConfig) -> Iterator[tuple[int, int, int]]:
 
 
 def _merged(runs: list[tuple[int, int, int]]) -> tuple[tuple[int, int], ...]:
-    """Runs as index ranges, in the order in which they lie in the slice; neighbours are one."""
     found: list[tuple[int, int]] = []
     for _, first, count in sorted(runs):
         if found and found[-1][1] == first:

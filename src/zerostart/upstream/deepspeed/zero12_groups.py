@@ -132,7 +132,6 @@ def _kind(parameter: torch.Tensor) -> Kind:
 
 
 def _split(client: Any, parameters: Sequence[Any]) -> tuple[object, object]:
-    """The client's optimizer (or what makes it) and parameters, with groups of one kind each."""
     if isinstance(client, torch.optim.Optimizer):
         return split_optimizer(client, _kind), parameters
     if client is not None:

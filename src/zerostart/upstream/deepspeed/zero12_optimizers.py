@@ -179,7 +179,6 @@ def _ends(parameters: Sequence[torch.Tensor]) -> list[int]:
 def _fits(
     flat: torch.Tensor, tensors: Sequence[torch.Tensor], padding: Sequence[int] | None, alignment: int
 ) -> bool:
-    """Whether ``flat`` is what flattening ``tensors`` would give, in size and in the place of each."""
     end = 0
     for tensor, pad in zip(tensors, padding or [0] * len(tensors), strict=True):
         if tensor.data_ptr() != flat.data_ptr() + end * flat.element_size() or tensor.dtype != flat.dtype:
@@ -281,7 +280,6 @@ class _Zero(Adoption):
 
     @contextlib.contextmanager
     def overrides(self) -> Iterator[None]:
-        """A group that is flat already does not go by way of the CPU, and nothing is made to be dropped."""
         from deepspeed.accelerator import get_accelerator
 
         accelerator = get_accelerator()

@@ -179,7 +179,6 @@ _aligned = RefCountedPatches(_enter_aligning)
 
 @functools.cache
 def _subclass(base: type) -> type:
-    """The optimizer's class (stage 3 itself, or one derived of it) with our overrides in front."""
     return type(base.__name__, (_Overrides, base), {"__module__": base.__module__})
 
 
@@ -191,7 +190,6 @@ class _Overrides(_Optimizer):  # type: ignore[misc]
     """Goes before DeepSpeedZeroOptimizer_Stage3 in the order of resolution."""
 
     def split_by_buffer(self, groups: list[ParameterGroup]) -> list[ParameterGroup]:
-        """Groups of one dtype and one load each; the dtype with most elements becomes the optimizer's own."""
         elements: Counter[Buffer] = Counter()
         split = []
         for group in groups:
@@ -210,7 +208,6 @@ class _Overrides(_Optimizer):  # type: ignore[misc]
         return split
 
     def arrange_partitions(self, groups: list[ParameterGroup]) -> None:
-        """Bring what is trained into the order of ``groups``, in the buffers of its loads."""
         # On NVMe partitions come and go by themselves, and have no buffer of the load to lie in.
         if self.params_in_nvme_and_cpu or not starting.is_known():
             return
@@ -305,7 +302,6 @@ class _Overrides(_Optimizer):  # type: ignore[misc]
         return swapped
 
     def _read_masters(self, numbers: Sequence[int]) -> None:
-        """Read the marked parameters' shares into the flat masters of the sub-groups ``numbers``."""
         # Masters of less than fp32 hold nothing that the parameter does not.
         if self.master_weights_and_grads_dtype != torch.float32:
             return
@@ -339,7 +335,6 @@ def _mark_of(parameter: object) -> Mark | None:
 
 
 def _buffer_of(parameter: torch.Tensor) -> Buffer:
-    """What parameters of one flat buffer have in common; those of nobody's load are in one."""
     found = _mark_of(parameter)
     return parameter.dtype, None if found is None else found.load
 

@@ -117,7 +117,6 @@ def is_gathered(parameter: torch.Tensor) -> bool:
 
 @functools.cache
 def _partition_parameters() -> ModuleType:
-    """The module ``deepspeed.runtime.zero.partition_parameters``, checked for what is used of it."""
     import_deepspeed()
     demand(point for point in TOUCHED if point not in (_CONTEXTS, _HIERARCHICAL, _LEAVES))
     from deepspeed.runtime.zero import partition_parameters
@@ -213,7 +212,6 @@ def _check_secondary(init: Init, secondary: int, world_size: int) -> None:
 
 
 def _local_rank() -> int:
-    """The rank on this host, for a launcher that does not say: ranks are laid out host by host."""
     devices = torch.accelerator.device_count() if torch.accelerator.is_available() else 1
     return dist.get_rank() % max(1, devices)
 
@@ -221,7 +219,6 @@ def _local_rank() -> int:
 def _init_config(
     world_size: int, dtype: torch.dtype | None, config: DeepSpeedConfig | None
 ) -> dict[str, Any]:
-    """What ``zero.Init`` reads of a configuration; without "auto" values, which a trainer fills in."""
     kept = ("zero_optimization", "aio", "bf16", "bfloat16", "fp16", "fp16_master_weights_and_grads")
     result = _settled({key: value for key, value in (config or {}).items() if key in kept})
     zero = result.setdefault("zero_optimization", {})

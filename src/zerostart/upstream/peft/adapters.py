@@ -155,7 +155,6 @@ class AdapterCalls(RefCountedPatches):
         stack.enter_context(replaced(module.BaseTunerLayer, "enable_adapters", switch))
 
     def _serve(self, stack: ExitStack, kind: type) -> None:
-        """Replace what a class of layers, or what it is made of, has under the two names."""
         for owner, name in self._own(kind):
             self._classes.add((owner, name))
             stack.enter_context(replaced(owner, name, self._sent(vars(owner)[name], name)))

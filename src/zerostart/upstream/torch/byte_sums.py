@@ -89,7 +89,6 @@ def lanes_of_rows(octets: torch.Tensor, position: int, step: int) -> list[int]:
 
 
 def _sum_rows(sums: torch.Tensor, octets: torch.Tensor, position: int, step: int) -> None:
-    """Add to ``sums`` of rows from the first on those of ``octets``, as ``lanes_of_rows`` has them."""
     number, length = octets.shape
     # Those that begin at the same place of a row take the same keys: a product for all of them.
     period = ROW // math.gcd(step, ROW)
@@ -161,7 +160,6 @@ def _by_floats(octets: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
 
 
 def _weighed(sums: torch.Tensor, row: int) -> list[int]:
-    """The lanes of sums of rows that follow each other from ``row`` on."""
     lanes = [0] * LANES
     values, keys = sums.cpu().view(-1).numpy().astype(np.int64), _row_keys()
     while len(values):
@@ -183,7 +181,6 @@ def _added(parts: Sequence[list[int]]) -> list[int]:
 
 @functools.cache
 def _has_products_of_bytes() -> bool:
-    """Whether this processor multiplies matrices of bytes, fast and without a bit lost."""
     # Elsewhere torch has a loop over numbers for it.
     if platform.machine() not in ("x86_64", "AMD64") or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
@@ -205,7 +202,6 @@ def _has_products_of_bytes() -> bool:
 
 @functools.cache
 def _has_products_of_bytes_there(device: torch.device) -> bool:
-    """Whether this accelerator has them, without a bit lost."""
     if misfit(TOUCHED):
         return False
     keys = _byte_keys(torch.device("cpu"))
@@ -227,7 +223,6 @@ def _byte_keys(device: torch.device) -> torch.Tensor:
 
 @functools.cache
 def _byte_columns(device: torch.device) -> torch.Tensor:
-    """W column by column, from which CUDA reads it twice as fast."""
     return _moved(_byte_keys(torch.device("cpu")).T.contiguous(), device).T
 
 
@@ -244,7 +239,6 @@ def _row_keys() -> npt.NDArray[Any]:
 
 
 def _moved(keys: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """``keys`` on a device, for all of its streams."""
     there = keys.to(device)
     if device.type != "cpu":
         torch.accelerator.current_stream(device).synchronize()
@@ -252,7 +246,6 @@ def _moved(keys: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _mixed(numbers: torch.Tensor) -> torch.Tensor:
-    """The finaliser of SplitMix64 of numbers that have the seed in them."""
     mixed = (numbers + 1) * signed(_STEP)
     mixed = (mixed ^ _shifted(mixed, 30)) * signed(_MIX)
     mixed = (mixed ^ _shifted(mixed, 27)) * signed(_MORE)
@@ -261,7 +254,6 @@ def _mixed(numbers: torch.Tensor) -> torch.Tensor:
 
 @functools.lru_cache(1 << 16)
 def _block_key(lane: int, block: int) -> int:
-    """B of a block: the same, made odd."""
     mixed = (block + _SEEDS[1 + LANES + lane] + 1) * _STEP & ALL
     mixed = (mixed ^ (mixed >> 30)) * _MIX & ALL
     mixed = (mixed ^ (mixed >> 27)) * _MORE & ALL
@@ -269,5 +261,4 @@ def _block_key(lane: int, block: int) -> int:
 
 
 def _shifted(numbers: torch.Tensor, places: int) -> torch.Tensor:
-    """A shift to the right that brings in zeros."""
     return (numbers >> places) & ((1 << (64 - places)) - 1)

@@ -131,7 +131,6 @@ _held = RefCountedPatches(_enter)
 
 
 def _forward(op: OpOverload, args: Arguments, kwargs: Keywords) -> tuple[DTensor, ...]:
-    """``op(query, key, value, dropout_p, is_causal, *, attn_mask, scale)`` around the ring."""
     from torch.distributed.tensor.experimental._context_parallel import _attention
 
     # Arguments that have their defaults are left out by the dispatcher.
@@ -153,7 +152,6 @@ def _forward(op: OpOverload, args: Arguments, kwargs: Keywords) -> tuple[DTensor
 
 
 def _backward(op: OpOverload, args: Arguments, kwargs: Keywords) -> tuple[DTensor, ...]:
-    """``op(grad_out, query, key, value, out, logsumexp, dropout_p, is_causal, *, ...)``."""
     from torch.distributed.tensor.experimental._context_parallel import _attention
 
     # All of them are given here: autograd saved them in the forward.

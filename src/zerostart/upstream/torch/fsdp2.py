@@ -117,7 +117,6 @@ def _put(parameter: Any, tensor: torch.Tensor) -> None:
 
 
 def _kept(model: nn.Module, modules: Sequence[nn.Module]) -> dict[tuple[int, str], tuple[Any, Any]]:
-    """The group and the ``FSDPParam`` of each parameter of ``modules``, by the module's id and its name."""
     wanted = {id(module) for module in modules}
     found = {}
     for unit in model.modules():
@@ -187,5 +186,4 @@ def _shard(modules: Sequence[nn.Module], kept: dict[tuple[int, str], tuple[Any, 
 
 
 def _placement(old: Any, parameter: nn.Parameter) -> Any:
-    """The ``shard_placement_fn`` that gives ``parameter`` the dimension of the one in whose place it is."""
     return old.fsdp_placement

@@ -137,7 +137,6 @@ def _look_at(optimizer: torch.optim.Optimizer, *_: object) -> None:
 
 
 def _concerns(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it steps a parameter of a watched model; other people's optimizers cost one look."""
     firsts = [id(group["params"][0]) for group in optimizer.param_groups if group["params"]]
     by = (firsts, len(_all_steps.holders), adopted_steps.is_open)
     known = _judged.get(optimizer)
@@ -222,7 +221,6 @@ def own_values(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def _shell(optimizer: torch.optim.Optimizer) -> Any:
-    """An optimizer like ``optimizer``, without its states, which engines keep under tensors of their own."""
     shell: object = object.__new__(type(optimizer))
     vars(shell).update(vars(optimizer), state=defaultdict(dict))
     return shell

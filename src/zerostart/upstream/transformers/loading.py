@@ -98,7 +98,6 @@ class _ZeRO3:
     """What transformers asks of an active DeepSpeed configuration, where stage 3 is all that is known."""
 
     def is_zero3(self) -> bool:
-        """Whether the stage is 3."""
         return True
 
 
@@ -267,7 +266,6 @@ class TransformersSeam(LoadingSeam):
 
 
 def _is_part_of_another() -> bool:
-    """Whether what is built now is built on meta, or in the constructor of a model of transformers."""
     from transformers import PreTrainedModel
 
     probe, data = nn.Module(), torch.empty(0, device=torch.get_default_device())

@@ -162,7 +162,6 @@ def dtype_plan(model: PreTrainedModel, dtype: torch.dtype) -> list[tuple[re.Patt
 
 
 def _glob(pattern: str) -> re.Pattern[str]:
-    """The library's glob: ``*`` stands for any characters, the rest is a regular expression, searched."""
     return re.compile(pattern.replace("*", ".*"))
 
 

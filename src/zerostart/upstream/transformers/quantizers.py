@@ -96,7 +96,6 @@ def _dequantising(conversions: Iterable[WeightTransform]) -> list[ConversionOps]
 
 
 def _mend_blocks(quantizer: HfQuantizer, block: tuple[int, int]) -> None:
-    """Have the conversions of a model that ``quantizer`` adds to dequantise blocks that are cut off, too."""
     update = quantizer.update_weight_conversions
 
     def mended(*arguments: object) -> object:

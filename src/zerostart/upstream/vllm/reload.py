@@ -108,7 +108,6 @@ class Layer:
             layerwise._layerwise_process(self.module, self._info)
 
     def _is_dropped(self) -> bool:
-        """Whether an attention layer has packed the weight of this one, and left none."""
         kernel = self._info.kernel_tensors
         dropped = kernel is not None and "weight" in kernel[0] and not kernel[0]["weight"].numel()
         return dropped and bool(getattr(self.module, "_cpu_skip_gemm_dispatch", False))
