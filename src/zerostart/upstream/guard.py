@@ -1,10 +1,4 @@
-"""Check the parts of other libraries that zerostart builds on.
-
-Each file of this room declares what it replaces, calls or reads as :class:`Use` objects. Before a feature
-touches a library, :func:`demand` compares the names and parameters with the installed release. A newer
-release whose parts fit is served, with one warning; otherwise only that feature is refused.
-``docs/upstream.md`` lists all declarations.
-"""
+"""Check the parts of other libraries that zerostart builds on; ``docs/upstream.md`` lists them."""
 
 from __future__ import annotations
 
@@ -131,10 +125,7 @@ def _method_codes(kind: Any) -> tuple[CodeType, ...]:
 
 
 def misfit(uses: Iterable[Use]) -> str:
-    """Describe what the installed libraries lack of ``uses``; empty if nothing.
-
-    Warns once about a release that is newer than the known ones. An older one is a misfit.
-    """
+    """Describe what the installed libraries lack of ``uses``; empty if nothing. Warns of newer releases."""
     uses = tuple(uses)
     libraries = tuple(dict.fromkeys(use.library for use in uses))
     for library in libraries:

@@ -1,8 +1,4 @@
-"""Replace names of other libraries for a time.
-
-:func:`replaced` ends with its block, :class:`RefCountedPatches` with the last object that asked for them.
-Nothing else changes another library. :func:`active` lists the names that are replaced now.
-"""
+"""Replace names of other libraries for a time: for a block, or while an object lives."""
 
 from __future__ import annotations
 
@@ -31,8 +27,6 @@ _ABSENT = object()
 
 
 class _Layer:
-    """Something of ours in the place of a name, and what was there ``before``."""
-
     def __init__(self, owner: object, before: object) -> None:
         self.owner = getattr(owner, "__name__", type(owner).__name__)
         self.before = before
@@ -50,17 +44,12 @@ def active() -> list[str]:
 
 @contextlib.contextmanager
 def replaced(owner: object, name: str, new: object) -> Iterator[None]:
-    """Inside, ``owner.name`` is ``new``: of a module, a class, or a single object.
-
-    What somebody else has put over ours by the end stays. Of several of ours the first may end first: what it
-    has replaced is there again when the last one ends.
-    """
+    """Inside, ``owner.name`` is ``new``; what somebody else has put over it by the end stays."""
     # Only what the owner itself has: what it inherits is found again when ours is deleted.
     layer = _Layer(owner, vars(owner).get(name, _ABSENT))
     with _lock:
         setattr(owner, name, new)
         layers = _layers.setdefault((id(owner), name), [])
-        # The stack of one name; its order is that in which we came, not that in which we go.
         layers.append(layer)
     try:
         yield
@@ -68,8 +57,6 @@ def replaced(owner: object, name: str, new: object) -> Iterator[None]:
         with _lock:
             at = layers.index(layer)
             del layers[at]
-            # Not the topmost of ours: the one above it goes back to what was below this one. The topmost:
-            # taken out, unless somebody else has put something over it.
             if at < len(layers):
                 if layers[at].before is new:
                     layers[at].before = layer.before
@@ -84,10 +71,7 @@ def replaced(owner: object, name: str, new: object) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replaced_everywhere(name: str, original: object, new: object) -> Iterator[None]:
-    """Inside, ``new`` is what every module has under ``name`` that had ``original`` there.
-
-    A module that imports it meanwhile gets ``new``, which goes from there at the end, too.
-    """
+    """Replace ``name`` in every module that has ``original`` there, also in modules imported meanwhile."""
     with ExitStack() as stack:
         for module in list(sys.modules.values()):
             if getattr(module, "__dict__", {}).get(name) is original:
@@ -95,7 +79,6 @@ def replaced_everywhere(name: str, original: object, new: object) -> Iterator[No
         try:
             yield
         finally:
-            # Also in modules that were imported meanwhile, which no replacement above knows of.
             for module in list(sys.modules.values()):
                 if getattr(module, "__dict__", {}).get(name) is new:
                     setattr(module, name, original)
@@ -113,10 +96,7 @@ class Ticket:
 
 
 class RefCountedPatches:
-    """Replacements that are in place as long as one of those that asked for them is there.
-
-    ``enter(stack)`` puts them in place (:func:`replaced`) on the stack that ends them.
-    """
+    """Replacements that ``enter(stack)`` makes, in place while one of those that asked for them lives."""
 
     def __init__(self, enter: Callable[[ExitStack], None]) -> None:
         self._enter_on = enter
@@ -140,8 +120,6 @@ class RefCountedPatches:
             try:
                 with ExitStack() as stack:
                     self._enter_on(stack)
-                    # Only what was entered in full is kept: where one replacement fails, those before it are
-                    # undone.
                     self._stack = stack.pop_all()
             except BaseException:
                 self._count -= 1
@@ -152,7 +130,6 @@ class RefCountedPatches:
         with _lock:
             self._count -= 1
             if self._count == 0 and self._stack is not None:
-                # Closed for others first: what is undone may ask ``is_open``.
                 stack, self._stack = self._stack, None
                 stack.close()
 
@@ -163,10 +140,7 @@ class RefCountedPatches:
         weakref.finalize(holder, self.close).atexit = False
 
     def ticket(self) -> Ticket:
-        """What keeps them in place while something refers to it.
-
-        Such as a mark, which goes from one parameter to another with the attributes of the first.
-        """
+        """Return what keeps them in place while something refers to it."""
         with _lock:
             found = None if self._ticket is None else self._ticket()
             if found is None:
@@ -177,11 +151,7 @@ class RefCountedPatches:
 
 
 def fits(stack: ExitStack, patches: RefCountedPatches, uses: Sequence[Use], remedy: str) -> bool:
-    """Return whether the installed libraries fit ``uses``, whose first one is about to be replaced.
-
-    If not, its functions raise UnsupportedVersionError until ``stack`` ends, for models that hold
-    ``patches``: a load that never calls them goes on.
-    """
+    """Return whether the libraries fit ``uses``, or have the functions of the first refuse held models."""
     wrong = misfit(uses)
     if wrong:
         _refuse(stack, patches, uses[0], f"{wrong}. {remedy}")
@@ -202,7 +172,6 @@ def _refuse(stack: ExitStack, patches: RefCountedPatches, use: Use, text: str) -
         if inspect.ismodule(owner):
             stack.enter_context(replaced_everywhere(name, original, new))
         else:
-            # What a class has is wrapped again in its kind, or the call would get one argument too many.
             bound = isinstance(original, classmethod | staticmethod)
             stack.enter_context(replaced(owner, name, type(original)(new) if bound else new))
 
@@ -218,10 +187,6 @@ def _refusing(original: Function, patches: RefCountedPatches, text: str, of_obje
 
 
 def _concerns(arguments: Iterable[object], patches: RefCountedPatches, of_object: bool) -> bool:
-    """Whether a model of a call is one that ``patches`` is open for, or part of one.
-
-    Where no model is seen, a function may be about one, by a path; a method, of a tokenizer say, is not.
-    """
     models = [model for argument in arguments for model in _models(argument)]
     ours = {
         id(part) for holder in patches.holders if isinstance(holder, nn.Module) for part in holder.modules()
@@ -242,10 +207,7 @@ def _models(argument: object) -> Iterator[nn.Module]:
 
 
 def when_imported(name: str, then: Callable[[ModuleType], None]) -> Callable[[], None]:
-    """Call ``then`` with the module ``name``: now, or once its import is done.
-
-    What is returned gives the waiting up, if it still goes on.
-    """
+    """Call ``then`` with the module ``name``, now or once imported; return what ends the waiting."""
     if name in sys.modules:
         then(sys.modules[name])
         return _nothing
@@ -265,8 +227,6 @@ def _nothing() -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds one module by the other finders, for its loader to be followed; then leaves."""
-
     def __init__(self, name: str, then: Callable[[ModuleType], None]) -> None:
         self._name = name
         self._then = then
@@ -288,8 +248,6 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 class _Loader(importlib.abc.Loader):
-    """A loader that is followed by a call."""
-
     def __init__(self, loader: Any, then: Callable[[ModuleType], None]) -> None:
         self._loader = loader
         self._then = then

@@ -1,8 +1,4 @@
-"""The calls by which scripts save and resume: of the libraries of models, PEFT, accelerate and DeepSpeed.
-
-While a :class:`SavingCalls` is open, each goes to a function that is given the original and the call's
-arguments by name. What is imported late is replaced as soon as it is.
-"""
+"""The calls by which scripts save and resume: of the libraries of models, PEFT, accelerate and DeepSpeed."""
 
 from __future__ import annotations
 
@@ -110,8 +106,7 @@ TOUCHED = (
 
 _REMEDY = "zerostart cannot take over this call; use zerostart.save and save_state"
 
-#: ``replacement(original, **arguments)``: the call's arguments by name, those of ``**kwargs`` among them, and
-#: ``self`` where it is a method.
+#: ``replacement(original, **arguments)``: all arguments by name, with ``self`` of a method.
 Replacement = Callable[..., object]
 
 
@@ -123,8 +118,6 @@ class SavingCalls(RefCountedPatches):
         self._replacements = replacements
 
     def _enter(self, stack: ExitStack) -> None:
-        # Only points of which some call has a replacement; a library that is not imported yet is patched when
-        # it is.
         by_module: dict[str, list[Use]] = {}
         for use in TOUCHED:
             if any(called in self._replacements for called, _ in _called(use)):
@@ -136,11 +129,9 @@ class SavingCalls(RefCountedPatches):
         for use in uses:
             if not fits(stack, self, (use,), _REMEDY):
                 continue
-            # Looked up now: another patch may have replaced it since.
             owner = resolve(use.owner)
             for called, name in _called(use):
                 if called in self._replacements:
-                    # Statically: a method is wanted as it lies in the class, not bound to it.
                     new = _sent(inspect.getattr_static(owner, name), self._replacements[called])
                     stack.enter_context(replaced(owner, name, new))
 
@@ -156,7 +147,6 @@ def _sent(original: Function, replacement: Replacement) -> Function:
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> object:
-        # By name, whichever way they were passed, so that a replacement need not know their order.
         try:
             bound = signature.bind(*args, **kwargs)
         except TypeError:

@@ -1,13 +1,4 @@
-"""The seam of a library's ``from_pretrained`` at which zerostart builds and fills the model in its place.
-
-Where the steps are in a library its own file says (``transformers/loading.py``, ``diffusers/loading.py``,
-``diffsynth/loading.py``):
-
-1. ``from_pretrained`` asks ``choose`` whether the call is served; a call that is not goes on as ever.
-2. The model is built in a context of ours: without weights, and with a log of what is built.
-3. The weights are not read by the library: each rank reads its own bytes.
-4. The library finishes (generation configuration, adapters, evaluation mode) and reports.
-"""
+"""The seam of a library's ``from_pretrained`` at which zerostart builds and fills the model in its place."""
 
 from __future__ import annotations
 
@@ -74,18 +65,15 @@ class LoadingSeam(RefCountedPatches):
 
         @functools.wraps(original)
         def from_pretrained(cls: type, *args: Any, **kwargs: Any) -> object:
-            # The outer call has no weights yet: its contexts (meta, dtype) would build the inner model as
-            # well.
+            # Its contexts (meta, dtype) would build the inner model as well.
             if any(outer.model is None for outer in _calls()[-1:]):
                 raise BuildError(
                     f"{cls.__name__}.from_pretrained is called while another model is built, which "
                     "zerostart.enabled() does not support; load that model with zerostart.load"
                 )
-            # May take arguments out of ``kwargs``; what the library is to see is in ``call.arguments``.
             call = self._choose(cls, kwargs)
             if call is None:
                 result = original(cls, *args, **kwargs)
-                # With output_loading_info the library returns (model, info).
                 self._left(result[0] if isinstance(result, tuple) else result)
                 return result
             with self._serving(call), call.agreeing():
@@ -95,7 +83,6 @@ class LoadingSeam(RefCountedPatches):
 
     @contextlib.contextmanager
     def _serving(self, call: Any) -> Iterator[None]:
-        # Of this library; the stack that all libraries share has the order among them.
         outer = getattr(self._own, "call", None)
         dtype = torch.get_default_dtype()
         _calls().append(call)

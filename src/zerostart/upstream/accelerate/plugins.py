@@ -45,10 +45,7 @@ def require() -> None:
 
 
 def join_ranks(host_backend: str | None) -> None:
-    """Initialise ``torch.distributed`` as accelerate will, unless it is.
-
-    ``host_backend`` is what the engine needs without an accelerator; None for what ``cpu=True`` gives.
-    """
+    """Initialise ``torch.distributed`` as accelerate will; ``host_backend`` is for CPU hosts."""
     if dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1") or 1) == 1:
         return
     from accelerate import PartialState
@@ -79,7 +76,6 @@ class FSDP2Plugin:
         from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
         policy = self.plugin.auto_wrap_policy
-        # accelerate binds its arguments with functools.partial.
         policy = getattr(policy, "func", policy)
         known = {transformer_auto_wrap_policy: "classes", size_based_auto_wrap_policy: "size", None: "none"}
         # A function of somebody's own cuts by rules that are not known: as one that goes by size.
@@ -96,10 +92,7 @@ _arguments: weakref.ref[TrainingArguments] | None = None
 
 
 def fsdp2_plugin() -> FSDP2Plugin | None:
-    """The FSDP2 configuration that is active: an ``Accelerator``'s, ``TrainingArguments``' or the launcher's.
-
-    Raises what accelerate raises for a configuration that contradicts itself.
-    """
+    """Return the active FSDP2 configuration: of an ``Accelerator``, ``TrainingArguments`` or the launcher."""
     from accelerate.state import AcceleratorState
     from accelerate.utils import FullyShardedDataParallelPlugin
 
@@ -135,10 +128,7 @@ _parallel_arguments: weakref.ref[TrainingArguments] | None = None
 
 
 def parallelism() -> Parallelism | None:
-    """The active ``ParallelismConfig``: an ``Accelerator``'s, ``TrainingArguments``' or the launcher's.
-
-    None if there is none. Raises what accelerate raises for one that contradicts itself.
-    """
+    """Return the active ``ParallelismConfig``: an ``Accelerator``'s, the arguments' or the launcher's."""
     from accelerate import ParallelismConfig
     from accelerate.state import AcceleratorState
 

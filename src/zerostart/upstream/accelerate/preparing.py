@@ -1,10 +1,4 @@
-"""Private parts of accelerate: how it prepares a model, where the model is sharded already.
-
-On hosts without an accelerator accelerate has no backend for ranks of DeepSpeed or FSDP, so that each would
-train by itself, and where it is told ``cpu=True``, it wraps models in DDP. Where the launcher asks for
-DeepSpeed or FSDP2, the ranks use gloo there, and the state says what was asked for, so that scripts can be
-rehearsed.
-"""
+"""Private parts of accelerate: how it prepares a sharded model, and a gloo backend for rehearsals on CPUs."""
 
 from __future__ import annotations
 
@@ -73,11 +67,7 @@ _REMEDY = "accelerate cannot prepare models in shards so: use deepspeed.initiali
 
 
 class AcceleratorPatches(RefCountedPatches):
-    """Replaces the functions above while it is open.
-
-    ``sharded(model)`` is asked for a model to prepare for FSDP2: True where it is ready as it
-    is. ``partitioned(accelerator, model)`` sees each module that is prepared for DeepSpeed. Both may raise.
-    """
+    """Ask ``sharded(model)`` if FSDP2 is ready, and ``partitioned(accelerator, model)`` to check ZeRO."""
 
     def __init__(
         self, sharded: Callable[[nn.Module], bool], partitioned: Callable[[Accelerator, nn.Module], None]
@@ -128,7 +118,6 @@ class AcceleratorPatches(RefCountedPatches):
         def prepare_deepspeed(accelerator: Accelerator, *args: Any) -> Any:
             for item in args:
                 if isinstance(item, nn.Module):
-                    # Each module before any is prepared, so that a wrong one leaves nothing half done.
                     self._partitioned(accelerator, item)
             return original(accelerator, *args)
 
@@ -171,12 +160,7 @@ def _prepares_fsdp2(original: Function) -> Function:
 
 
 def _name_sharded_classes(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> None:
-    """Have ``plugin`` look for the classes that ``fully_shard`` has made of those that it names.
-
-    Of a class Layer it makes a class FSDPLayer. accelerate looks the names up when it cuts a model into
-    units, and once more when it wraps them for activation checkpointing.
-    """
-    # None: accelerate takes those of the model. Either way classes that were sharded have another name.
+    """Name the classes ``FSDPLayer`` that ``fully_shard`` has made of classes ``Layer`` in ``plugin``."""
     names = plugin.transformer_cls_names_to_wrap
     there = {type(module).__name__ for module in model.modules()}
     wanted = names if names is not None else list(getattr(model, "_no_split_modules", None) or ())
@@ -221,10 +205,8 @@ def _knows_fsdp2_everywhere(original: Function) -> Function:
             and plugin.fsdp_version == 2
             and state.distributed_type == DistributedType.MULTI_CPU
         ):
-            # The state is read from there again whenever it is looked at.
             PartialState._shared_state["distributed_type"] = DistributedType.FSDP
             state.distributed_type = DistributedType.FSDP
-            # As accelerate's own branch for FSDP does, which it did not take.
             if state._mixed_precision != "no":
                 plugin.set_mixed_precision(state._mixed_precision)
             state.fsdp_plugin = plugin

@@ -1,9 +1,4 @@
-"""Private parts of DeepSpeed, transformers and accelerate: which ZeRO configuration is active, if any.
-
-That is an open ``zero.Init``; the configuration that ``HfDeepSpeedConfig`` or ``TrainingArguments`` keep
-alive, by ``transformers.integrations.deepspeed``; and accelerate's ``DeepSpeedPlugin``, in its state or,
-before there is one, made of what ``accelerate launch`` has put into the environment.
-"""
+"""Private parts of DeepSpeed, transformers and accelerate: which ZeRO configuration is active, if any."""
 
 from __future__ import annotations
 
@@ -64,11 +59,7 @@ def open_init_dtype() -> torch.dtype | None:
 
 
 def active_config() -> Mapping[str, object] | None:
-    """The DeepSpeed configuration that models are to be built for, None where there is none.
-
-    That is the one that transformers knows; before an ``Accelerator`` exists, that of ``accelerate launch``.
-    A configuration of stage 3 is none where accelerate's plugin or launcher says ``zero3_init_flag=False``.
-    """
+    """Return the configuration that models are to be built for; None with ``zero3_init_flag=False``."""
     from transformers.integrations.deepspeed import deepspeed_config
 
     plugin = _plugin()

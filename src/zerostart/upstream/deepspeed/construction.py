@@ -1,15 +1,6 @@
-"""Private parts of DeepSpeed: the one step of its engine's constructor that gets the model first.
+"""Private parts of DeepSpeed: the step of its engine's constructor that gets the model first.
 
-``DeepSpeedEngine._configure_expert_parallel(model)`` runs before anything of a model is moved, cut or
-wrapped. Of models that zerostart loaded, three things are settled there, in this order:
-
-- The ZeRO stage. Stages 1 and 2 would find partitions without elements, in the first forward; and no stage
-  but the load's kind knows experts that ranks share. So an engine of another stage is refused.
-- Tensors in slices (AutoTP). The engine finds the slicing done (``ds_autotp_parsed``). Where its
-  configuration does not say how many ranks share tensors, the model says it; where it says something else,
-  that is an error.
-- Experts that are shared out already (AutoEP). The section ``expert_parallel`` has the engine look for
-  mixtures of experts in a whole model, and replace them by layers of its own: nothing is left to do.
+It refuses an engine of another ZeRO stage, and keeps slices (AutoTP) and experts (AutoEP) of the load.
 """
 
 from __future__ import annotations
@@ -70,12 +61,10 @@ TOUCHED = (_CONSTRUCTION, _STAGE, _EXPERTS, _SHARED, _GROUPS, _SUMS)
 #: On a model in slices: how many ranks share its tensors, by which rules.
 _SLICED = "_zerostart_tensors"
 _SUMMED = "_ds_grad_allreduce_registered"
-#: What of the section decides which layers are cut, and how.
 _DECIDING = ("preset_model", "partition_config", "vocab_parallel_lm_head")
 
 #: Says of a number whether an engine of that ZeRO stage takes the model.
 Takes = Callable[[int], bool]
-#: Of each loaded model, what it was loaded for, and which engines take it.
 _loaded: weakref.WeakKeyDictionary[nn.Module, tuple[str, Takes]] = weakref.WeakKeyDictionary()
 
 
@@ -92,11 +81,7 @@ def note_shared(parameter: Any, ranks: int) -> None:
 
 
 class TensorGroups:
-    """This rank's group of those that share tensors, and of those that hold the same slices.
-
-    Collective: DeepSpeed makes the groups, once in a process. Raises EngineError where it has made them of
-    another size. See ``require_layers``.
-    """
+    """Create this rank's groups: ranks that share tensors, and ranks with the same slices. Collective."""
 
     def __init__(self, size: int) -> None:
         upstream.join_group()
@@ -117,8 +102,6 @@ class TensorGroups:
 
 @dataclass(frozen=True)
 class _Mark:
-    """What a model in slices tells its engine: how many ranks share tensors, by which rules."""
-
     size: int
     rules: DeepSpeedConfig
     group: dist.ProcessGroup
@@ -191,7 +174,6 @@ _seam = RefCountedPatches(_enter)
 
 
 def _check_stage(stage: int, model: nn.Module) -> None:
-    """Raise EngineError unless a module was loaded for engines of this ZeRO ``stage``."""
     for module in model.modules():
         title, takes = _loaded.get(module, ("", None))
         if takes is not None and not takes(stage):
@@ -202,10 +184,6 @@ def _check_stage(stage: int, model: nn.Module) -> None:
 
 
 def _has_its_experts(engine: DeepSpeedEngine, model: nn.Module) -> bool:
-    """Whether the ranks share the experts of ``model`` already, as the engine's section asks for.
-
-    Raises EngineError where it asks for another number of ranks.
-    """
     shared = {mark[0] for p in model.parameters() if (mark := getattr(p, "_zerostart_shared_expert", None))}
     section = engine._config.expert_parallel_config if shared else None
     if section is None or not section.enabled:
@@ -224,7 +202,6 @@ def _take_slices(engine: DeepSpeedEngine, model: nn.Module) -> None:
         if mark is not None:
             _agree(engine._config.tensor_parallel_config, mark)
             parsed: Any = model  # It may be a module around the one that was loaded.
-            # With this mark DeepSpeed takes the layers as they are.
             parsed.ds_autotp_parsed = True
 
 
@@ -314,12 +291,10 @@ def _enter_state_dicts(stack: ExitStack) -> None:
     stack.enter_context(replaced(DeepSpeedEngine, name, module_state_dict))
 
 
-#: In place while a model lives whose own state dict is not all of it.
 own_state_dicts = RefCountedPatches(_enter_state_dicts)
 
 
-#: The whole state dict of a model (True: without frozen parameters) on rank 0 and None elsewhere, or
-#: NotImplemented for a model that DeepSpeed gathers by itself.
+#: The whole state dict on rank 0 (True: without frozen parameters), or NotImplemented.
 Whole = Callable[[torch.nn.Module, bool], object]
 
 

@@ -51,7 +51,6 @@ TOUCHED = (
     ),
 )
 
-#: What the engine counts, and what its loss scalers know beside their settings.
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 _SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
@@ -63,7 +62,6 @@ def engine_of(model: object) -> DeepSpeedEngine | None:
         if isinstance(model, runtime.DeepSpeedEngine):
             demand(_concerning(model))
             return model
-        # Compiled models may wrap each other.
         model = getattr(model, "_orig_mod", None)
     return None
 
@@ -110,7 +108,6 @@ def set_counters(engine: DeepSpeedEngine, saved: Mapping[str, Any]) -> None:
     engine.global_samples = saved.get("global_samples", engine.global_samples)
     engine.micro_steps = saved.get("micro_steps", engine.micro_steps)
     if "window" not in saved:  # The next one begins here, however many batches this engine puts into one.
-        # Up to the next multiple.
         engine.micro_steps += -engine.micro_steps % engine.gradient_accumulation_steps()
     engine.skipped_steps = saved.get("skipped_steps", engine.skipped_steps)
     scale, scaler = saved.get("scale", {}), _scaler(engine)
@@ -200,8 +197,7 @@ EDITING_TOUCHED = (
 )
 _MODULE = "deepspeed.runtime.zero.partition_parameters"
 
-#: ``(first, values)``: element ``i`` of the 1-D ``values`` is the master of element ``first + i`` of what
-#: this rank holds of the parameter.
+#: Offset in what this rank holds of the parameter, and its 1-D master from there.
 Master = tuple[int, torch.Tensor]
 
 
@@ -221,11 +217,7 @@ def check_editable(parameter: torch.Tensor, name: str) -> None:
 
 @contextlib.contextmanager
 def master_of(parameter: torch.Tensor) -> Iterator[Master | None]:
-    """The master of this rank's share of ``parameter``, to be changed in place; None where there is none.
-
-    Afterwards gathered copies of a changed partition are gone. Not collective, but every rank that has a
-    share must come through it. Raises UnsupportedVersionError.
-    """
+    """Yield the master of this rank's share, to edit in place; every rank with a share must come here."""
     if "deepspeed" not in sys.modules:
         yield None
     elif hasattr(parameter, "ds_id"):
@@ -264,8 +256,7 @@ def _partitioned(parameter: Any) -> Iterator[Master | None]:
     if optimizer is None or optimizer.get_param_id(parameter) not in optimizer.grad_position:
         yield None  # Not started, or frozen: what the partition holds is all there is.
     else:
-        # Swapped in from NVMe where it lies there, and held until the block ends, so that an edit is written
-        # back.
+        # Held until the block ends, so that an edit of a swapped master is written back.
         values, group = optimizer._get_fp32_opt_state_partition(parameter, release_swap_buffers=False)
         try:
             yield 0, values.detach()

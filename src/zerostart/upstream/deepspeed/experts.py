@@ -1,7 +1,4 @@
-"""Private parts of DeepSpeed: process groups of experts, and the marks that put a parameter in one.
-
-DeepSpeed sets the same marks for its AutoEP layers.
-"""
+"""Private parts of DeepSpeed: process groups of experts, and the marks that put a parameter in one."""
 
 from __future__ import annotations
 
@@ -49,10 +46,7 @@ def require_groups() -> None:
 
 
 class ExpertGroups:
-    """This rank's group of ranks that together have all experts, and its group of those that have the same.
-
-    Collective: DeepSpeed makes the groups, once for each size. See ``require_groups``.
-    """
+    """This rank's group that has all experts together, and its group with the same ones. Collective."""
 
     def __init__(self, expert_parallel: int) -> None:
         upstream.join_group()
@@ -74,14 +68,8 @@ def mark_expert(parameter: Any, groups: ExpertGroups) -> None:
     parameter.ds_zero_partition_process_group = groups.owners
 
 
-# Experts at ZeRO stages 1 and 2, for modules that are not DeepSpeed's own. A
-# parameter with ``allreduce=False`` and a ``group_name`` is an expert to DeepSpeed
-# (``moe.utils.is_moe_param``): its gradient is summed over the ranks that hold the same experts, divided by
-# all ranks, and its optimizer state partitioned over the former. That holds where the engine has seen layers
-# of its own, and where the optimizer has parameter groups of experts alone, with ``moe=True`` and the name of
-# their process groups (``groups.py``). For models with our mark on a parameter, and no others,
-# ``DeepSpeedEngine.module_state_dict``, of which ``save_checkpoint`` and ``save_16bit_model`` write what they
-# save, and which has the experts of one rank as if they were all, is refused (``state_dicts.py``).
+# DeepSpeed takes a parameter with ``allreduce=False`` and a ``group_name`` for an expert, also in modules of
+# others, if the engine has MoE layers and the optimizer has named groups of experts (``zero12_groups.py``).
 
 
 def mark_flat_expert(parameter: Any, groups: ExpertGroups) -> None:

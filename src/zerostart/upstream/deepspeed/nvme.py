@@ -1,8 +1,4 @@
-"""Private parts of DeepSpeed: the swap files of ZeRO-3 parameters that live on NVMe.
-
-A file (swap_tensor/partitioned_param_swapper.py) holds the partition and, up to the alignment of asynchronous
-input and output, padding.
-"""
+"""Private parts of DeepSpeed: the swap files of ZeRO-3 parameters that live on NVMe."""
 
 from __future__ import annotations
 
@@ -36,10 +32,7 @@ TOUCHED = (
 
 
 def check_swapping() -> None:
-    """Raise EngineError unless DeepSpeed's asynchronous input and output can be built on this host.
-
-    Raises UnsupportedVersionError where its swapping is not as this file knows it.
-    """
+    """Raise EngineError unless DeepSpeed's asynchronous input and output can be built on this host."""
     demand(TOUCHED)
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
@@ -59,12 +52,7 @@ def swaps(init: Init, numel: int) -> bool:
 
 
 def swap_file(init: Init, parameter: torch.Tensor, name: str, numel: int) -> torch.Tensor:
-    """The swap file of a parameter as a 1-D tensor of ``numel`` elements, mapped shared.
-
-    What is written into it goes to the page cache and from there to the device: it is no memory of the
-    process. Raises EngineError for a partition that DeepSpeed could not swap in, WriteError where there is no
-    room.
-    """
+    """Map the swap file of a parameter as a 1-D tensor of ``numel`` elements."""
     swapper = init.param_swapper
     if parameter.dtype != swapper.dtype:
         raise EngineError(
@@ -78,13 +66,11 @@ def swap_file(init: Init, parameter: torch.Tensor, name: str, numel: int) -> tor
             f"{swapper.elements_per_buffer}: set offload_param.buffer_size to at least {numel}"
         )
     path = Path(swapper.get_path(parameter))
-    # DeepSpeed reads whole blocks: the file is as long as what it will ask for.
     aligned = int(swapper._io_aligned_numel(numel))
     _reserve(path, aligned * parameter.dtype.itemsize)
     return torch.from_file(str(path), shared=True, size=aligned, dtype=parameter.dtype)[:numel]
 
 
-#: What a disk answers that is full, and one on which this user's share is.
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -110,7 +96,6 @@ def leave_on_nvme(
     from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 
     swapper = init.param_swapper
-    # The state in which DeepSpeed itself leaves a partition that it has swapped out.
     partition.data = swapper.invalid_buffer.data
     partition.status = status.NOT_AVAILABLE
     partition.final_location = OffloadDeviceEnum.nvme

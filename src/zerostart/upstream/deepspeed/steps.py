@@ -51,7 +51,6 @@ def base_optimizer(engine: DeepSpeedEngine) -> torch.optim.Optimizer | None:
     wrapper = optimizer_of_engine(engine)
     if wrapper is None or isinstance(wrapper, torch.optim.Optimizer):
         return wrapper
-    # Every wrapper of DeepSpeed's has what it wraps under this name.
     base = getattr(wrapper, "optimizer", None)
     return base if isinstance(base, torch.optim.Optimizer) else None
 
@@ -77,10 +76,7 @@ def check_movable(engine: DeepSpeedEngine) -> None:
 
 
 def steps_of(engine: DeepSpeedEngine) -> list[Stepped]:
-    """What the optimizer of an engine steps, in the order of its groups; the same number on every rank.
-
-    Raises EngineError for an optimizer that is not known here.
-    """
+    """List what the optimizer of an engine steps, in the order of its groups; equally long on all ranks."""
     wrapper, base = optimizer_of_engine(engine), base_optimizer(engine)
     if wrapper is None or base is None:
         return []
@@ -111,7 +107,6 @@ def _partitioned(wrapper: DeepSpeedOptimizer, base: torch.optim.Optimizer) -> It
             for parameter, (_, at, count) in zip(parameters, places, strict=True)
         )
         steps = base
-        # Twin-flow offload: some sub-groups are stepped on the device, by a second optimizer.
         devices = getattr(wrapper, "subgroup_to_device", None)
         if devices and devices[number] != "cpu" and hasattr(wrapper, "backup_optimizer"):
             steps = wrapper.backup_optimizer
@@ -119,14 +114,11 @@ def _partitioned(wrapper: DeepSpeedOptimizer, base: torch.optim.Optimizer) -> It
 
 
 def _in_partitions(wrapper: DeepSpeedOptimizer, base: torch.optim.Optimizer) -> Iterator[Stepped]:
-    # Stages 1 and 2 call their flat masters so, the optimizer of bf16 otherwise; both have one for each
-    # group.
     flats = getattr(wrapper, "single_partition_of_fp32_groups", None)
     if flats is None:
         flats = wrapper.fp32_groups_flat_partition
     groups = getattr(wrapper, "round_robin_bit16_groups", None)
     counts = [len(group) for group in (wrapper.bf16_groups if groups is None else groups)]
-    # One stream over all groups in order, of which each group takes its count.
     shares = iter(shares_of(wrapper))
     for number, (flat, count) in enumerate(zip(flats, counts, strict=True)):
         members = tuple(
@@ -154,15 +146,11 @@ def _in_groups(wrapper: DeepSpeedOptimizer, base: torch.optim.Optimizer) -> Iter
 def gradients(
     engine: DeepSpeedEngine, steps: Sequence[Stepped], make: bool = False
 ) -> list[torch.Tensor] | None:
-    """Gradients that have been reduced in an open window, 1-D, of each member of ``steps`` in turn.
-
-    ``make``: give room for them, zeros, in a window to be. None where the engine keeps unreduced ones.
-    """
+    """Return the reduced gradients of an open window by member; ``make`` creates zeros. None if unreduced."""
     wrapper = optimizer_of_engine(engine)
     if hasattr(wrapper, "grad_partitions_flat_buffer"):
         counts = [member.count for step in steps for member in step.members]
-        # Stage 3: one buffer for all gradients of a window, in the order of the sub-groups; padding behind
-        # them.
+        # One buffer in the order of the sub-groups, with padding at the end.
         buffer: torch.Tensor = wrapper.grad_partitions_flat_buffer
         return list(torch.split(buffer[: sum(counts)], counts))
     # Stage 1, and stage 2 with offload, have nothing reduced before the step that could be saved.
@@ -177,11 +165,9 @@ def _reduced(wrapper: DeepSpeedOptimizer, step: Stepped, make: bool) -> Iterator
         flat = wrapper._get_compact_grad_partition_buffer(number).flat_partition
         yield from (flat[member.at : member.at + member.count] for member in step.members)
         return
-    # Those of which this rank has at least a part, in the order of the group.
     parameters = wrapper.params_in_partition[number]
     if make:
         dtype = wrapper.gradient_accumulation_dtype
-        # As the first backward of a window would make them.
         made = [torch.zeros_like(p, dtype=dtype, requires_grad=False) for p in parameters]
         wrapper.all_grad_tensors[number] = made
     held = {id(p): g for p, g in zip(parameters, wrapper.all_grad_tensors[number], strict=True)}

@@ -1,12 +1,7 @@
 """Private parts of DeepSpeed's automatic tensor parallelism (AutoTP): its layers, made on meta.
 
-``DeepSpeedEngine._apply_autotp_partitioning`` replaces the linear layers of a whole model and slices their
-weights. It decides by the configuration's section, else by the model's plan, else by names. Here it is run on
-a model on meta, where slicing costs nothing, and what each parameter then says of itself for universal
-checkpoints tells which elements are whose. So there is one place that decides, and it is DeepSpeed's.
-
-To be asked what it would do, it needs no ranks: ``described`` runs it in a process that plays one of them.
-``sliced`` runs it for good.
+``_apply_autotp_partitioning`` runs on a model on meta, and each parameter then says what was sliced:
+DeepSpeed alone decides.
 """
 
 from __future__ import annotations
@@ -88,8 +83,6 @@ def require_layers() -> None:
 
 
 class _Asked:
-    """What ``_apply_autotp_partitioning`` asks of its engine."""
-
     local_rank = -1  # No device is to be chosen.
 
     def __init__(self, size: int) -> None:
@@ -103,10 +96,7 @@ class _Asked:
 
 
 def described(model: nn.Module, size: int, section: DeepSpeedConfig) -> dict[str, Slice]:
-    """What DeepSpeed slices of ``model`` (on meta, and given up) for ``size`` ranks, by parameter name.
-
-    Aliases included; what is not there stays whole. Raises ConfigError where DeepSpeed refuses to.
-    """
+    """Return what DeepSpeed slices of ``model`` (on meta, spent afterwards) for ``size`` ranks, by name."""
     require_layers()
     from deepspeed.module_inject import layers
 
@@ -121,11 +111,7 @@ def described(model: nn.Module, size: int, section: DeepSpeedConfig) -> dict[str
 
 
 def sliced(model: nn.Module, size: int, section: DeepSpeedConfig) -> None:
-    """Leave this rank's slices of ``model`` (on meta) in it, in DeepSpeed's layers, for good.
-
-    In a process that has joined the groups of ranks that share tensors. Raises ConfigError where DeepSpeed
-    refuses to.
-    """
+    """Leave this rank's slices of ``model`` (on meta) in DeepSpeed's layers; needs the joined groups."""
     # What is no parameter has its values by now, and layers that take a buffer over take it to meta.
     buffers = dict(model.named_buffers())
     _partition(model, size, section)
@@ -136,10 +122,7 @@ def sliced(model: nn.Module, size: int, section: DeepSpeedConfig) -> None:
 
 
 def rules_of_plan(plan: Mapping[str, str]) -> dict[str, object]:
-    """A plan in transformers' styles as the section ``tensor_parallel`` has it, converted by DeepSpeed.
-
-    Raises ConfigError for a style that DeepSpeed has no layer for.
-    """
+    """Convert a plan in transformers' styles to DeepSpeed's section ``tensor_parallel``."""
     require_layers()
     from deepspeed.module_inject.tp_plan_converter import TPPlanConverter
 
@@ -197,7 +180,6 @@ def _played(size: int) -> Iterator[None]:
     import deepspeed.comm as comm
     from deepspeed.utils import groups
 
-    # For the group: nothing is sent while a model on meta is cut.
     stand_in = object()
     with (
         replaced(comm, "get_rank", lambda group=None: 0),
@@ -208,9 +190,6 @@ def _played(size: int) -> Iterator[None]:
         yield
 
 
-# Private parts of DeepSpeed: what parameters that AutoTP has sliced say of themselves. They say it for
-# universal checkpoints: along which dimension, in which sizes, or as a list of strided pieces.
-
 _LAYERS = "deepspeed.module_inject.layers"
 
 
@@ -218,12 +197,10 @@ _LAYERS = "deepspeed.module_inject.layers"
 class Slice:
     """What the ranks have of a parameter."""
 
-    #: Of the whole parameter.
     shape: tuple[int, ...]
     dim: int
     #: Of each rank its index ranges along ``dim``, in order.
     ranks: tuple[tuple[tuple[int, int], ...], ...]
-    #: Why that cannot be told; empty where it can.
     reason: str = ""
 
 
@@ -241,8 +218,6 @@ def slices_of(model: nn.Module) -> dict[str, Slice]:
 
 def _slice(said: DeepSpeedConfig) -> Slice:
     shape = tuple(said["original_shape"])
-    # Three ways of saying it, the most exact first: strided pieces, sizes along a dimension, or a reason why
-    # not.
     ranks = (said["conversion"].get("affine_map") or {}).get("ranks")
     if ranks is None and said["partition_sizes"] is not None:
         return Slice(shape, said["partition_dim"], _one_after_the_other(said["partition_sizes"]))
@@ -253,12 +228,10 @@ def _slice(said: DeepSpeedConfig) -> Slice:
         return Slice(shape, 0, (), "parts of it are on several ranks")
     rows = [[run for piece in pieces for run in _runs(piece)] for pieces in ordered]
     width = shape[1] if len(shape) > 1 else 1
-    # Whole rows, so the cut is along the first dimension.
     if len(shape) == 1 or all(n % width == 0 and at % width == 0 for runs in rows for _, at, n in runs):
         return Slice(
             shape, 0, tuple(_merged([(to, at // width, n // width) for to, at, n in runs]) for runs in rows)
         )
-    # Columns: each row has the same ones.
     first = [[(to, at, n) for to, at, n in runs if at < width] for runs in rows]
     return Slice(shape, 1, tuple(_merged(runs) for runs in first))
 
@@ -278,7 +251,6 @@ def _runs(piece: DeepSpeedConfig) -> Iterator[tuple[int, int, int]]:
         split -= 1
         step *= shape[split]
     starts = [(to, at)]
-    # The outer dimensions multiply the starts.
     for size, source, place in zip(shape[:split], strides, places, strict=False):
         starts = [(t + i * place, a + i * source) for t, a in starts for i in range(size)]
     yield from ((t, a, step) for t, a in starts)

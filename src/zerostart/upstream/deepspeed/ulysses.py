@@ -1,14 +1,7 @@
-"""Private parts of DeepSpeed: Ulysses, whose ranks share sequences, for the models that it was asked for.
+"""Private parts of DeepSpeed: Ulysses, whose ranks share sequences, for the models that asked for it.
 
-``UlyssesSPAttentionHF`` brings all positions of a sequence together on each rank, for some heads, and calls
-transformers' own attention with them. It puts itself in the place of that attention for the whole process:
-a teacher, or the reference of a preference loss, whose ranks each have sequences of their own, would attend
-to garbage. So what is registered is asked for the modules of models with our mark; others, and what generates
-with a cache, which each rank does by itself, get the attention and the mask that they would have had.
-
-The mask that a model has made is of one rank's part, and goes. Flash attention sees from the positions where
-a packed document begins, and is told of a window; ``sdpa`` is told of neither, and would attend across
-documents and beyond the window: it gets the mask that transformers would have made of the whole sequence.
+Other models, and generation with a cache, keep transformers' attention. ``sdpa`` gets the mask of the
+whole sequence, since Ulysses drops the mask of a rank's part.
 """
 
 from __future__ import annotations
@@ -44,10 +37,7 @@ TOUCHED = (_REGISTERING,)
 
 @dataclass(eq=False)
 class _Shared:
-    """A model with our mark; ``apart`` while each rank calls it with sequences of its own.
-
-    Modules have it as an attribute: a copy of the model, such as a reference, shares sequences as well.
-    """
+    """A mark that copies of a model keep; ``apart`` while each rank has sequences of its own."""
 
     kind: str
     apart: bool = False
@@ -64,11 +54,7 @@ _made: weakref.WeakSet[UlyssesSPAttentionHF] = weakref.WeakSet()
 
 
 def mask_sequences(model: nn.Module) -> None:
-    """Have Ulysses serve ``model``, and mask its sequences as if one rank had them whole.
-
-    It may have been registered by the name of the model, or is from now on. A call of ``model`` before that
-    raises ConfigError: its ranks would each attend to a part alone.
-    """
+    """Have Ulysses serve ``model``, and mask its sequences as if one rank had them whole."""
     require()
     demand(TOUCHED, "Use sequence_parallel=1")
     _held.hold(model)
@@ -85,7 +71,6 @@ def _begin(shared: _Shared, model: nn.Module, _: object, kwargs: dict[str, objec
     shared.apart = kwargs.get("past_key_values") is not None
     if not _made:
         _take_over()  # Of a script that had the method before the model.
-    # With a cache of past tokens each rank generates by itself, and needs no Ulysses.
     if not _made and not shared.apart:
         raise ConfigError(
             f"{shared.kind} was loaded with sequence_parallel, and its attention does not share "
@@ -137,12 +122,9 @@ _held = RefCountedPatches(_enter)
 def _take_over() -> None:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    # A list, since the registry changes in the loop; what was taken over is no closure any more, and not
-    # found again.
     for name, attention in list(_registered()):
         shares = ALL_ATTENTION_FUNCTIONS[name]
         ALL_ATTENTION_FUNCTIONS[name] = _ForMarked(shares, attention, attention.attn)
-        # DeepSpeed calls it with whole sequences, after its all-to-all.
         attention.attn = _masking(attention.attn)
         _made.add(attention)
 
@@ -160,8 +142,6 @@ def _registered() -> Iterator[tuple[str, UlyssesSPAttentionHF]]:
 
 
 class _ForMarked:
-    """An attention function: ``shares``, which calls ``attention``, for marked models; else ``original``."""
-
     def __init__(self, shares: Attention, attention: UlyssesSPAttentionHF, original: Attention) -> None:
         self._shares, self._attention, self._original = shares, attention, original
 
@@ -199,8 +179,6 @@ def _masking(attention: Attention) -> Attention:
 
 
 class _Masking:
-    """``sdpa`` on whole sequences; of one forward's masks there is one for each window."""
-
     def __init__(self, attention: Attention) -> None:
         self._attention = attention
         self._positions: torch.Tensor | None = None
@@ -221,7 +199,6 @@ class _Masking:
         return self._attention(module, query, key, value, mask, *args, **kwargs)
 
     def _mask(self, positions: torch.Tensor, window: int | None) -> torch.Tensor | None:
-        """What a token of a sequence may look at, bool [rows, 1, length, length]; None: all before it."""
         # By contents: each layer of one forward passes the same positions, the next forward maybe others.
         if self._positions is None or not torch.equal(self._positions, positions):
             self._positions, self._masks = positions, {}

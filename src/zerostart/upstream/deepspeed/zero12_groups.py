@@ -27,10 +27,7 @@ _ATTRIBUTE = "_zerostart_flat"
 
 
 class Keeper(Protocol):
-    """What holds the flat buffers of one loaded model.
-
-    ``optimizer`` refers to DeepSpeed's optimizer of the model, once an engine has been made.
-    """
+    """What holds the flat buffers of one loaded model, and refers to its optimizer once there is one."""
 
     optimizer: weakref.ref[Any] | None
 
@@ -45,10 +42,7 @@ class Keeper(Protocol):
         round_robin: bool,
         aligned: bool,
     ) -> list[torch.Tensor | None]:
-        """Of each group its flat buffer, with the parameters in it as the optimizer wants them; else None.
-
-        ``partitions`` is the number of ranks that share each group.
-        """
+        """Return the flat buffer of each group, with its parameters rearranged; None where there is none."""
         ...
 
 
@@ -58,9 +52,7 @@ class Mark:
 
     name: str
     keeper: Keeper
-    #: How its master is read; None if it is not.
     reader: RunReader | None
-    #: Keeps the patches in place while the parameter lives.
     ticket: Ticket
 
     def __reduce__(self) -> Any:
@@ -122,7 +114,6 @@ def _enter(stack: ExitStack) -> None:
     stack.enter_context(replaced(DeepSpeedEngine, "_configure_optimizer", configure_optimizer))
 
 
-#: In place while a parameter lives that needs it.
 grouping = RefCountedPatches(_enter)
 
 
@@ -136,9 +127,7 @@ def _split(client: Any, parameters: Sequence[Any]) -> tuple[object, object]:
         return split_optimizer(client, _kind), parameters
     if client is not None:
         return (lambda given: split_optimizer(client(given), _kind)), parameters
-    # DeepSpeed makes the optimizer. It splits a list of parameters by experts, and of groups only named ones.
-    # A plain list: with parameters of one home there is one kind of buffer, and DeepSpeed's split by experts
-    # is right.
+    # DeepSpeed makes the optimizer, and itself splits a plain list by experts.
     if not any(isinstance(item, dict) for item in parameters):
         if len({_kind(parameter).home for parameter in parameters}) == 1:
             return client, parameters
@@ -146,10 +135,6 @@ def _split(client: Any, parameters: Sequence[Any]) -> tuple[object, object]:
     if not any("moe" in group for group in parameters):
         parameters = split_groups(parameters, _kind)
     return client, parameters
-
-
-# Optimizers whose parameter groups are of one kind each: of experts, or of one load. The client's own
-# optimizer keeps the number of its groups, so that a scheduler made on it goes on working.
 
 
 class Kind(NamedTuple):
@@ -163,15 +148,11 @@ class Kind(NamedTuple):
 
 KindOf = Callable[[torch.Tensor], Kind]
 
-#: What a group does not share with the one that it was split from.
 _OWN = frozenset({"params", "param_names", "moe", "name"})
-#: What lists one item for each parameter of a group.
 _LISTS = ("params", "param_names")
 
 
 class _Follower(dict[str, Any]):
-    """A group that takes its leader's settings before one is read."""
-
     follow: Callable[[], None]
 
     def __getitem__(self, key: str) -> object:
@@ -185,10 +166,9 @@ def split_groups(groups: Sequence[ParameterGroup], kind_of: KindOf) -> list[Para
 
 
 def split_optimizer(client: torch.optim.Optimizer, kind_of: KindOf) -> torch.optim.Optimizer:
-    """Return ``client``, or an optimizer with its state and hooks that has a group for each part.
+    """Return ``client``, or an optimizer that shares its state and hooks, with a group for each part.
 
-    The first part stays the client's own dictionary, which schedulers and loggers refer to. The settings of
-    the other parts follow it. Groups of experts alone are named as such in place.
+    The first part stays the client's own dictionary, which schedulers refer to; the others follow it.
     """
     groups: list[ParameterGroup] = []
     followers: list[tuple[_Follower, ParameterGroup, ParameterGroup]] = []
@@ -222,7 +202,6 @@ def split_optimizer(client: torch.optim.Optimizer, kind_of: KindOf) -> torch.opt
 
     def loaded(optimizer: torch.optim.Optimizer) -> None:
         if optimizer is split:
-            # Loading makes other dictionaries; schedulers refer to these.
             for kept, new in zip(groups, split.param_groups, strict=True):
                 kept.update(new)
             split.param_groups[:] = groups
@@ -238,14 +217,10 @@ def split_optimizer(client: torch.optim.Optimizer, kind_of: KindOf) -> torch.opt
 
 
 def _parts(group: ParameterGroup, kind_of: KindOf) -> list[ParameterGroup]:
-    """What each part of a group has of its own, in the order of their first parameters; experts last.
-
-    Where no parameter of a kind is trained, they stay with others: DeepSpeed fails on a group without any.
-    """
+    """List the parts of a group, experts last. Kinds without a trained parameter stay with others."""
     kinds = [kind_of(parameter) for parameter in group["params"]]
     trained = {kind for kind, p in zip(kinds, group["params"], strict=True) if p.requires_grad and p.numel()}
     if trained:
-        # One that is not of experts where there is any: False sorts first.
         usual = min((kind for kind in kinds if kind in trained), key=_is_of_experts)
         kinds = [kind if kind in trained else usual for kind in kinds]
     listed = [key for key in _LISTS if key in group]

@@ -1,7 +1,4 @@
-"""Private parts of DeepSpeed's ZeRO stage 1 and 2 optimizers: how one takes our flat buffers when it is made.
-
-What both optimizers share; ``zerostart.upstream.deepspeed.zero12_optimizers`` has each.
-"""
+"""Private parts of DeepSpeed's ZeRO stage 1 and 2 optimizers: how one takes our flat buffers."""
 
 from __future__ import annotations
 
@@ -40,7 +37,6 @@ logger = logging.getLogger("zerostart")
 class Adoption(abc.ABC):
     """The construction of one optimizer over parameters of which some carry a mark."""
 
-    #: Name of the method that flattens a group.
     flatten: str
 
     def __init__(self, optimizer: ZeROOptimizer, arguments: dict[str, Any]) -> None:
@@ -49,7 +45,6 @@ class Adoption(abc.ABC):
         self.optimizer = optimizer
         self.arguments = arguments
         self.client = getattr(arguments["init_optimizer"], "param_groups", [])
-        # As the constructor will sort them out, so that numbers of groups and places in them agree.
         self.groups = [[p for p in group["params"] if is_optimized_parameter(p)] for group in self.client]
         self.flats: list[torch.Tensor | None] = [None] * len(self.groups)
         ours = any(marked(p) for group in self.groups for p in group)
@@ -83,8 +78,7 @@ class Adoption(abc.ABC):
             if found is not None and found.keeper not in keepers:
                 keepers.append(found.keeper)
         for keeper in keepers:
-            # Each keeper answers for all groups, and has a buffer for those alone that lie wholly in its
-            # load.
+            # A keeper has a buffer only for groups that lie wholly in its load.
             taken = keeper.adopt(self.groups, partitions, *self.rules())
             self.flats = [new if new is not None else old for old, new in zip(self.flats, taken, strict=True)]
         left = [n for n, flat in enumerate(self.flats) if flat is None and any(map(marked, self.groups[n]))]
@@ -112,8 +106,7 @@ class Adoption(abc.ABC):
 
         def flatten(tensors: Sequence[torch.Tensor], alignment: int, *args: Any, **kwargs: Any) -> object:
             flat = self.current()
-            # The order in which it deals parameters is predicted; where it did otherwise, its own copy is
-            # right.
+            # The order in which it deals parameters is predicted; if it differs, its own copy is right.
             if flat is not None and _fits(flat, tensors, kwargs.get("param_padding"), alignment):
                 return flat
             return original(tensors, alignment, *args, **kwargs)
@@ -129,7 +122,6 @@ class Adoption(abc.ABC):
             found = marked(parameter)
             if found is None or found.reader is None or parameter.dtype == torch.float32:
                 continue
-            # With bf16 masters there is nothing to read.
             if share.dtype == torch.float32:
                 wanted.setdefault(found.reader, []).append((found.name, low, share))
                 read.append((parameter, low, share))
@@ -146,11 +138,9 @@ class Adoption(abc.ABC):
 
 
 def shares_of(optimizer: ZeROOptimizer) -> Iterator[tuple[torch.Tensor, int, torch.Tensor]]:
-    """Of each parameter of a finished optimizer this rank's share of its master, as a 1-D view.
+    """Yield each parameter, the first element of this rank's share, and its master as a 1-D view.
 
-    With the element of the parameter's row-major order that the share begins with; a share may be empty.
-    ``_hp_mapping``, which DeepSpeed leaves on parameters, is no way to it: with ``round_robin_gradients`` and
-    without padding it takes the parameters in the order before they were dealt.
+    ``_hp_mapping`` has the wrong order with ``round_robin_gradients``.
     """
     groups: list[tuple[list[torch.Tensor], list[int], torch.Tensor]]
     if hasattr(optimizer, "round_robin_bit16_groups"):
@@ -164,8 +154,6 @@ def shares_of(optimizer: ZeROOptimizer) -> Iterator[tuple[torch.Tensor, int, tor
         # Partitions are of equal size, the last padded: this rank's begins there in the flat group.
         begin = dist.get_rank(group=ranks) * master.numel()
         for parameter, offset in zip(parameters, offsets, strict=True):
-            # The overlap of [begin, begin + n) with the parameter, in its own elements; empty where there is
-            # none.
             low = min(max(begin - offset, 0), parameter.numel())
             high = max(low, min(begin + master.numel() - offset, parameter.numel()))
             at = max(offset + low - begin, 0) if low < high else 0
@@ -184,13 +172,8 @@ def _fits(
         if tensor.data_ptr() != flat.data_ptr() + end * flat.element_size() or tensor.dtype != flat.dtype:
             return False
         end += tensor.numel() + pad
-    # The end too: of a group that is longer than its parameters the rest is padding.
     return end + -end % alignment == flat.numel()
 
-
-# Private parts of DeepSpeed's ZeRO stage 1 and 2 optimizers: their construction over our flat buffers.
-# See ``zerostart.upstream.deepspeed.zero12_optimizers``, which has the way in. The overrides live on the one
-# object that is constructed, and end with its constructor, also when that fails.
 
 _ZERO_OPTIMIZER = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
 _BF16_OPTIMIZER = "deepspeed.runtime.bf16_optimizer:BF16_Optimizer"
@@ -268,8 +251,6 @@ def _constructor(original: Function, kind: type[Adoption]) -> Function:
 
 
 class _Zero(Adoption):
-    """``DeepSpeedZeroOptimizer``."""
-
     flatten = "flatten_dense_tensors_aligned"
 
     def rules(self) -> tuple[bool, bool]:
@@ -299,15 +280,9 @@ class _Zero(Adoption):
 
     @contextlib.contextmanager
     def _without_gradients(self) -> Iterator[None]:
-        """Leave out gradients of zero that are dropped at once.
-
-        ``initialize_optimizer_states`` gives the masters gradients for the sake of Adagrad, whose states
-        come with its construction; without offload they go when it ends.
-        """
         optimizer, original = self.optimizer, self.optimizer.initialize_optimizer_states
 
         def initialize() -> None:
-            # With offload they stay and are used; Adagrad reads them.
             if optimizer.cpu_offload or isinstance(optimizer.optimizer, torch.optim.Adagrad):
                 original()
 
@@ -316,11 +291,7 @@ class _Zero(Adoption):
 
 
 class _SkipPartitionClone(TorchFunctionMode):
-    """Inside, masters of another dtype are made of the partition itself.
-
-    The constructor takes ``partition.detach().clone().to(...)``, and the clone matters only where ``to``
-    returns it: it is half as big as the masters of bf16 parameters, and lives beside them.
-    """
+    """Make masters of another dtype from the partition itself, without the clone before ``to``."""
 
     def __init__(self, optimizer: ZeROOptimizer) -> None:
         super().__init__()
@@ -341,8 +312,6 @@ class _SkipPartitionClone(TorchFunctionMode):
 
 
 class _BF16(Adoption):
-    """``BF16_Optimizer``: stage 1 in bf16 with gradients accumulated in fp32."""
-
     flatten = "_flatten_dense_tensors_aligned"
 
     def made(self) -> list[list[torch.Tensor]]:
@@ -401,11 +370,9 @@ def _enter(stack: ExitStack) -> None:
 
     @functools.wraps(construct)
     def construct_engine(self: DeepSpeedEngine, *args: object, **kwargs: object) -> None:
-        # The model may come by position or by name.
         given = signature.bind(self, *args, **kwargs).arguments
         for keeper in _keepers(given.get("model")):
-            # Before the constructor looks at devices: what waits on the host is where it has to be.
-            # Collective.
+            # Before the constructor looks at devices. Collective.
             keeper.bring()
         construct(self, *args, **kwargs)
         if self.optimizer is not None:
@@ -427,11 +394,7 @@ def _keepers(model: object) -> list[Keeper]:
 
 @contextlib.contextmanager
 def _spared(engine: DeepSpeedEngine) -> Iterator[None]:
-    """Have DeepSpeed not broadcast the parameters that are the same on all ranks that it would send them to.
-
-    ``_broadcast_model`` passes over parameters with an attribute ``ds_optim_param``. Experts are sent to the
-    ranks that hold the same ones.
-    """
+    """Keep DeepSpeed from broadcasting equal parameters: it passes over those with ``ds_optim_param``."""
     sharing: dict[str | None, list[Any]] = {}
     if engine.dist_backend is not None:
         for parameter in engine.module.parameters():
@@ -453,7 +416,6 @@ def _spared(engine: DeepSpeedEngine) -> Iterator[None]:
 
 
 def _experts_of(parameter: Any) -> str | None:
-    """The name of the expert group of a parameter of experts (``moe.utils.is_moe_param``), else None."""
     return None if getattr(parameter, "allreduce", True) else parameter.group_name
 
 

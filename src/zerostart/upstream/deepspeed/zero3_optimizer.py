@@ -1,18 +1,7 @@
-"""Private parts of DeepSpeed's ZeRO-3 optimizer: its flat buffers of one dtype, and its fp32 masters.
+"""Private parts of DeepSpeed's ZeRO-3 optimizer: several dtypes, and fp32 masters from the checkpoint.
 
-What the optimizer's constructor does for any model is done otherwise for parameters that carry a mark of
-zerostart, and for no others:
-
-- Trainable partitions of several dtypes. ``defragment`` puts all partitions into one buffer and asserts one
-  dtype. Here each parameter group is split by dtype, as it is split by process group already; the partitions
-  of the main dtype take the stock way, and each sub-group of another dtype gets a flat buffer of its own.
-- Masters. ``_create_fp32_partitions`` makes them from the partitions. Here those of marked parameters are
-  then read again from the checkpoint, and kept where they round to what the parameter holds.
-- Memory that it takes beside what it keeps (``start.py``).
-
-The way in is one method, ``_get_trainable_parameter_groups``, the first in which the constructor looks at the
-parameters. If one of them is marked, the optimizer becomes an instance of a subclass with our overrides.
-The method is put back when no marked parameter is left.
+If a parameter carries a mark, ``_get_trainable_parameter_groups`` turns the optimizer into a subclass with
+our overrides: sub-groups of one dtype each, masters that are read again, less memory (``zero3_start.py``).
 """
 
 from __future__ import annotations
@@ -84,9 +73,7 @@ TOUCHED = (
 
 @dataclass(frozen=True)
 class Mark:
-    """What a parameter tells the optimizer: its name, how its master is read, None if it is not, and how
-    partitions are brought into the optimizer's order where they lie, None if they are not. Parameters of one
-    ``load`` lie in the same buffers."""
+    """The name of a parameter, the reader of its master, and what arranges partitions of its ``load``."""
 
     name: str
     reader: Reader | None
@@ -130,8 +117,6 @@ def _enter(stack: ExitStack) -> None:
         # Without a mark it stays the stock optimizer, also while other models' marks keep this in place.
         if any(hasattr(p, _ATTRIBUTE) for group in groups for p in group["params"]):
             base: type = type(self)
-            # In the midst of its constructor: all that it calls on itself from here on is found in ours
-            # first.
             self.__class__ = _subclass(base)
             groups = self.split_by_buffer(groups)
             self.arrange_partitions(groups)
@@ -182,13 +167,10 @@ def _subclass(base: type) -> type:
     return type(base.__name__, (_Overrides, base), {"__module__": base.__module__})
 
 
-#: The optimizer's attributes and methods, which the overrides use.
 _Optimizer: Any = object
 
 
 class _Overrides(_Optimizer):  # type: ignore[misc]
-    """Goes before DeepSpeedZeroOptimizer_Stage3 in the order of resolution."""
-
     def split_by_buffer(self, groups: list[ParameterGroup]) -> list[ParameterGroup]:
         elements: Counter[Buffer] = Counter()
         split = []
@@ -198,7 +180,6 @@ class _Overrides(_Optimizer):  # type: ignore[misc]
                 by_buffer.setdefault(_buffer_of(parameter), []).append(parameter)
                 elements[_buffer_of(parameter)] += parameter.ds_numel
             split += [{**group, "params": params} for params in by_buffer.values()]
-        # First the dtype with most elements over all loads, then the load with most of that dtype.
         by_dtype: Counter[torch.dtype] = Counter()
         for (dtype, _), count in elements.items():
             by_dtype[dtype] += count
@@ -220,8 +201,7 @@ class _Overrides(_Optimizer):  # type: ignore[misc]
                 continue
             own.sort(key=lambda params: params[0].dtype != self.dtype)  # Those of one buffer without a gap.
             parts = [[p.ds_tensor for p in params] for params in own]
-            # The largest stands for all: small ones may be persistent, and lie on the device where others do
-            # not.
+            # Small partitions may be persistent, and lie on the device where others do not.
             largest = max((partition for part in parts for partition in part), key=torch.Tensor.numel)
             if starting.takes(largest, self.offload_param):
                 arrange(parts, [p.ds_tensor for p in every if _buffer_of(p)[1] == load])
@@ -242,7 +222,6 @@ class _Overrides(_Optimizer):  # type: ignore[misc]
         for group in self.fp16_groups:
             numel = sum(p.partition_numel() for p in group)
             if _buffer_of(group[0]) == self.main_buffer:
-                # In the order in which ``_get_parameter_partitions`` gave them to ``defragment``.
                 self.fp16_partitioned_groups_flat.append(self.lp_param_buffer.narrow(0, offset, numel))
                 offset += numel
             else:
@@ -250,8 +229,6 @@ class _Overrides(_Optimizer):  # type: ignore[misc]
 
     def _create_param_groups_fp16_flat_cpu_memory(self) -> None:
         if not self.params_in_nvme_and_cpu and starting.is_known():
-            # The load has them next to each other already: its buffers are the host buffers, and nothing is
-            # copied.
             parts = [[p.ds_tensor for p in group["params"]] for group in self.trainable_param_groups]
             flats = [starting.joined(part) for part in parts]
             if all(f is not None and starting.takes(f, True) for f in flats):
@@ -276,7 +253,6 @@ class _Overrides(_Optimizer):  # type: ignore[misc]
     def _create_fp32_partitions(self) -> None:
         with starting.FuseToClone() if starting.is_known() else contextlib.nullcontext():
             super()._create_fp32_partitions()
-        # Those on NVMe have no memory yet: see ``initialize_optimizer_states``.
         self._read_masters([n for n in range(len(self.fp16_groups)) if not self._is_swapped(n)])
 
     def initialize_optimizer_states(self) -> None:
@@ -317,12 +293,10 @@ class _Overrides(_Optimizer):  # type: ignore[misc]
                 if reader is not None:
                     wanted.setdefault(reader, []).append((_name(parameter), share))
                     pairs.append((parameter, share))
-        # One call for each load, in the order of the groups, which is the same on all ranks: it is
-        # collective.
+        # Collective: one call for each load, in the order of the groups.
         for reader, shares in wanted.items():
             reader(shares)
         for parameter, _ in pairs:
-            # Read once: what is behind the reader can go.
             setattr(parameter, _ATTRIBUTE, replace(getattr(parameter, _ATTRIBUTE), reader=None))
         # A master that does not round to what the parameter holds is of a parameter that was edited since.
         changed = [_name(parameter) for parameter, share in pairs if follow_partition(share, parameter)]

@@ -84,10 +84,7 @@ def import_deepspeed() -> object:
 
 
 def load_operations(names: Iterable[str]) -> None:
-    """Load DeepSpeed's operations of the builders ``names``; compiles them once.
-
-    Skips what this accelerator does not have. Raises EngineError for an operation that cannot be compiled.
-    """
+    """Load DeepSpeed's operations ``names``, compiled once; skip those that this accelerator lacks."""
     import deepspeed
     from deepspeed.accelerator import get_accelerator
     from torch.utils import cpp_extension
@@ -156,16 +153,13 @@ def partitioner(
     secondary: int,
     owners: dist.ProcessGroup | None,
 ) -> Init:
-    """A ``zero.Init`` that converts nothing by itself, in a process that has joined all groups.
+    """Return a ``zero.Init`` that converts nothing by itself; ``owners`` share each parameter.
 
-    It is given a whole configuration, and not ``dtype=``, which is ignored for fp32 on a host without fp16.
-    ``secondary``: ranks of a hierarchical partition group, 1 for none; ``owners``: the group that shares each
-    parameter, None for all. Raises ConfigError for a configuration that DeepSpeed refuses.
+    It gets a whole configuration, since ``dtype=`` is ignored for fp32 on a host without fp16.
     """
     module = _partition_parameters()
     import deepspeed
 
-    # An Init asks for the group itself, and not for its size; it was made by ``join_hierarchical_groups``.
     hierarchical = deepspeed.utils.groups._get_zero_param_intra_parallel_group() if secondary > 1 else None
     with _refusals():
         init = module.Init(
@@ -222,7 +216,6 @@ def _init_config(
     kept = ("zero_optimization", "aio", "bf16", "bfloat16", "fp16", "fp16_master_weights_and_grads")
     result = _settled({key: value for key, value in (config or {}).items() if key in kept})
     zero = result.setdefault("zero_optimization", {})
-    # Also where the configuration says less: this Init is for parameters of stage 3 alone.
     zero["stage"] = 3
     # DeepSpeed's check for edits in place that GatheredParameters would drop; it synchronises an accelerator.
     zero.setdefault("enable_sanity_checks", not torch.accelerator.is_available())
@@ -240,10 +233,7 @@ def _settled(value: object) -> Any:
 
 
 def check_sections(config: DeepSpeedConfig | None) -> None:
-    """Raise ConfigError for what DeepSpeed refuses of the sections that decide how parameters are held.
-
-    It knows every key of them, and refuses others.
-    """
+    """Raise ConfigError for what DeepSpeed refuses of the sections that decide how parameters are held."""
     from deepspeed.runtime.precision_config import get_bfloat16_config, get_float16_config
     from deepspeed.runtime.zero.config import get_zero_config
     from pydantic import ValidationError
@@ -279,24 +269,16 @@ def parameter_device(init: Init) -> torch.device:
 class Home:
     """Where a partition lies."""
 
-    #: Of its memory.
     device: torch.device
-    #: Whether that is page-locked.
     pinned: bool = False
-    #: In a swap file instead.
     nvme: bool = False
 
 
 def converted_parameter(init: Init, old: nn.Parameter) -> nn.Parameter:
-    """A ZeRO-3 parameter with the shape and attributes of ``old`` (on meta), and no partition yet.
-
-    Must be called in the same order on every rank, since DeepSpeed numbers parameters and sorts its
-    collectives by that number.
-    """
+    """Return a ZeRO-3 parameter like ``old`` (on meta), unpartitioned; call in one order on all ranks."""
     # One element, seen as often as the shape says: a placeholder must have the shape, and no memory for it.
     single = torch.empty((1,) * old.dim(), dtype=old.dtype, device=parameter_device(init))
     new = nn.Parameter(single.expand(old.shape), requires_grad=old.requires_grad)
-    # Marks of ours and of the model (of experts, of what was cut) go along.
     new.__dict__.update(old.__dict__)
     # The conversion wraps this method of the old object's dictionary otherwise.
     new.__dict__.pop("item", None)
@@ -308,7 +290,6 @@ def home_of(init: Init, parameter: nn.Parameter) -> Home:
     """Where ``Init._partition_param`` keeps the partition of a converted parameter."""
     converted: Any = parameter
     local = parameter_device(init)
-    # An enumeration of DeepSpeed's, or the word itself, by how the configuration was given.
     remote = str(getattr(init.remote_device, "value", init.remote_device))
     if nvme.swaps(init, _partition_size(init, parameter)):
         return Home(torch.device("cpu"), nvme=True)
@@ -322,15 +303,11 @@ def _partition_size(init: Init, parameter: nn.Parameter) -> int:
 
 
 def give_partition(init: Init, parameter: nn.Parameter, partition: torch.Tensor, home: Home) -> None:
-    """Make ``partition`` the share of a converted parameter, and free its placeholder.
-
-    Follows ``Init._partition_param``; may be filled afterwards. Raises EngineError for another size.
-    """
+    """Make ``partition``, which may be filled later, the share of a converted parameter."""
     module = _partition_parameters()
     size = _partition_size(init, parameter)
     if size != partition.numel():
         raise EngineError(f"DeepSpeed partitions a parameter into {size} elements, not {partition.numel()}")
-    # What lies on NVMe has no memory here; its tensor object carries the attributes alone.
     state: Any = torch.empty(0, dtype=parameter.dtype, device="cpu") if home.nvme else partition
     state.requires_grad = False
     state.ds_numel = size
@@ -347,7 +324,6 @@ def give_partition(init: Init, parameter: nn.Parameter, partition: torch.Tensor,
 
 def partition_of(parameter: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...], int, int] | None:
     """``(partition, logical shape, rank, world size)`` of a ZeRO-3 parameter; None for any other."""
-    # Where it is not imported no parameter can be its own, whatever attributes it has.
     if "deepspeed" not in sys.modules or not hasattr(parameter, "ds_id"):
         return None
     p: Any = parameter
@@ -373,7 +349,6 @@ def partition_available(partition: torch.Tensor) -> bool:
 def contexts_aside() -> Iterator[None]:
     """Suspend a ``zero.Init`` context, which would partition what is built; may be nested."""
     module = sys.modules.get("deepspeed.runtime.zero.partition_parameters")
-    # Not imported, or imported and not open: then there is nothing to suspend.
     context = getattr(module, "top_level_context", None)
     if module is None or context is None or not context.patched:
         yield
@@ -384,11 +359,6 @@ def contexts_aside() -> Iterator[None]:
         yield
     finally:
         module.restore_init_context()
-
-
-# Leaf modules of DeepSpeed's ZeRO-3: their parameters are gathered together, their gradients reduced so.
-# ``deepspeed.initialize`` puts its hooks on what is a leaf by then: what its section ``leaf_module`` names,
-# what ``set_z3_leaf_modules`` was called for, and what is marked here.
 
 
 def mark_leaves(modules: Iterable[nn.Module]) -> None:
@@ -413,10 +383,7 @@ _CHUNK = 1 << 20
 
 
 def follow(master: torch.Tensor, held: torch.Tensor) -> bool:
-    """Make a master follow what its parameter holds, where that has been changed since; whether it was.
-
-    Both are 1-D and of one size. Elsewhere the master rounds to what is held, which is how that was made.
-    """
+    """Make a 1-D master follow what its parameter holds where that was changed; return whether it was."""
     found = False
     for start in range(0, master.numel(), _CHUNK):
         high = master[start : start + _CHUNK]

@@ -1,17 +1,4 @@
-"""Private parts of DeepSpeed: memory that the ZeRO-3 optimizer's constructor takes beside what it keeps.
-
-Five parts of it (runtime/zero/stage3.py, runtime/zero/utils.py) are run with an eye on what they allocate:
-
-- ``defragment`` copies the partitions into a new buffer on the host, and that one to the device. Partitions
-  that lie next to each other already (``joined``) are such a buffer.
-- ``_create_param_groups_fp16_flat_cpu_memory`` pins a second copy of partitions on the host. The same.
-- ``_create_fp32_partitions`` converts a sub-group (by default all of a rank's share) to fp32, on the device
-  where the result goes to the host, and keeps a clone: for a moment there are two masters.
-- ``initialize_optimizer_states`` makes a gradient buffer as large as the largest sub-group. Where no states
-  are swapped, nobody reads it.
-- ``create_reduce_and_remove_grad_hooks`` gathers every parameter, whole, in order to hang a hook on it. One
-  that runs after a gradient is accumulated needs no data (``ungathered``).
-"""
+"""Private parts of DeepSpeed: memory that the ZeRO-3 optimizer's constructor takes and does not keep."""
 
 from __future__ import annotations
 
@@ -78,11 +65,7 @@ def is_known() -> bool:
 
 
 def takes(partition: torch.Tensor, offloaded: bool) -> bool:
-    """Whether the optimizer can keep a parameter buffer of the kind that ``partition`` lies in.
-
-    On the accelerator, any. On the host it wants page-locked memory where there is an accelerator, and frees
-    what DeepSpeed's own allocator of such memory (``DS_PIN_MEMORY_BACKEND=native``) made.
-    """
+    """Return whether the optimizer can keep a parameter buffer of the kind that ``partition`` lies in."""
     from deepspeed.accelerator import get_accelerator
 
     if not offloaded:
@@ -141,10 +124,7 @@ def defragmenting() -> Iterator[None]:
 
 @contextlib.contextmanager
 def ungathered(parameters: Sequence[Any]) -> Iterator[None]:
-    """Inside, those of the ZeRO-3 ``parameters`` that are partitioned stay so, and are not gathered.
-
-    Where there are secondary partitions they are, since these are made when a parameter is partitioned.
-    """
+    """Keep partitioned ``parameters`` from being gathered, except those with secondary partitions."""
     spared = [
         p for p in parameters if p.ds_status.name == "NOT_AVAILABLE" and p.ds_zero_param_process_group is None
     ]
@@ -178,8 +158,7 @@ class FuseToClone(TorchFunctionMode):
             source = args[0]
             like = func(source[:0], *args[1:], **kwargs)
             if (like.dtype, like.device) != (source.dtype, source.device):
-                # In pieces, for a device that converts for the host: a whole converted copy there is what is
-                # to be saved.
+                # In pieces: a whole converted copy on the device is what is to be saved.
                 self._made = like.new_empty(source.numel())
                 for start in range(0, source.numel(), _CHUNK):
                     self._made[start : start + _CHUNK].copy_(source[start : start + _CHUNK])
@@ -188,10 +167,7 @@ class FuseToClone(TorchFunctionMode):
 
 
 class SharedZeroGradients(TorchFunctionMode):
-    """Inside, ``torch.zeros(numel)`` is one zero, seen so many times: enough for what is never written.
-
-    Once, since of two tensors of one size the first is the buffer that is meant.
-    """
+    """Inside, the first ``torch.zeros(numel)`` is one zero, expanded: enough for what is never written."""
 
     def __init__(self, numel: int) -> None:
         super().__init__()
@@ -207,9 +183,7 @@ class SharedZeroGradients(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-# The text of the whole model, which DeepSpeed makes when ZeRO-3 begins, with an optimizer or without, whether
-# that is logged or not. Modules of DiffSynth-Studio, and others that it keeps on disk, print shapes of
-# weights that are not there: their parameters are partitions, or None.
+# DeepSpeed prints the whole model when ZeRO-3 begins. Modules of DiffSynth-Studio fail to print.
 
 _MODULE = "deepspeed.runtime.engine"
 

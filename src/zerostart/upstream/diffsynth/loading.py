@@ -1,12 +1,4 @@
-"""Private parts of DiffSynth-Studio: what loads every model, and how it recognises torch files.
-
-``diffsynth.core.loader.model.load_model`` builds a class, reads a whole state dict, converts it and assigns
-it; every pipeline's ``from_pretrained`` ends there. While a ``DiffSynthSeam`` is open it is ours, in every
-module that has imported it, and hands on what its ``choose`` does not want served.
-``load_keys_dict_from_bin`` reads a whole torch file for the names and shapes in it.
-
-DiffSynth is not imported for this: its functions are replaced once it is.
-"""
+"""Private parts of DiffSynth-Studio: what loads every model, and how it recognises torch files."""
 
 from __future__ import annotations
 
@@ -52,11 +44,10 @@ def require() -> None:
 
 
 class DiffSynthSeam(RefCountedPatches):
-    """``load_model`` and the recognition of torch files, from the import of DiffSynth on.
+    """Replace ``load_model`` and the recognition of torch files, once DiffSynth is imported.
 
-    ``choose(class, arguments by name)`` is asked at each call: None leaves it to DiffSynth, and
-    ``left(model)`` is told of what it gave. ``keys(path)`` gives the names and shapes of a torch file, None
-    to have DiffSynth read it.
+    ``choose(class, arguments)`` returns None for calls that DiffSynth serves; ``left(model)`` gets their
+    result. ``keys(path)`` returns the names and shapes in a torch file, or None.
     """
 
     def __init__(
@@ -99,7 +90,6 @@ class DiffSynthSeam(RefCountedPatches):
             given = dict(bound.arguments)
             # A module may have kept it beyond the block.
             call = self._choose(given["model_class"], given) if self.is_open else None
-            # The script's own way, whose result is still looked at: it may have to be refused later.
             if call is None:
                 result = original(*args, **kwargs)
                 self._left(result)
@@ -107,8 +97,7 @@ class DiffSynthSeam(RefCountedPatches):
             require()
 
             def own() -> Any:
-                # Its own loading reads the whole model, which ``zero.Init`` would partition before it has
-                # values.
+                # Its own loading reads the whole model, which ``zero.Init`` would partition too early.
                 with without_zero3():
                     return original(*args, **kwargs)
 

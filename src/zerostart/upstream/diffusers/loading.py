@@ -1,15 +1,4 @@
-"""Private parts of diffusers: the seams of ``from_pretrained`` at which zerostart takes over the weights.
-
-``ModelMixin.from_pretrained`` finds the configuration and the files, builds the model, and afterwards names
-it and leaves it in evaluation mode; that stays as it is. Replaced while a ``DiffusersSeam`` is open, and only
-for calls that its ``choose`` wants served:
-
-- ``modeling_utils.ContextManagers``: the contexts in which the model is built, which become ours;
-- ``modeling_utils.load_state_dict``: the only file of a checkpoint is not read;
-- ``ModelMixin._load_pretrained_model``: which reads the weights; only its warnings are left.
-
-diffusers is not imported for this: the seams are replaced once it is.
-"""
+"""Private parts of diffusers: the seams of ``from_pretrained`` at which zerostart takes over the weights."""
 
 from __future__ import annotations
 
@@ -75,7 +64,6 @@ class DiffusersSeam(LoadingSeam):
             (module, "load_state_dict", self._load_state_dict),
         ):
             original = vars(owner)[name]
-            # Two are class methods, two are functions of the module.
             new = make(getattr(original, "__func__", original))
             stack.enter_context(replaced(owner, name, new))
 
@@ -91,7 +79,6 @@ class DiffusersSeam(LoadingSeam):
     def _load_state_dict(self, original: Function) -> Function:
         @functools.wraps(original)
         def load_state_dict(*args: Any, **kwargs: Any) -> object:
-            # Nothing is read here: the files go by name to ``load`` below.
             return original(*args, **kwargs) if self.without_weights() is None else {}
 
         return load_state_dict

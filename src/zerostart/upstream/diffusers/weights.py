@@ -75,11 +75,7 @@ def model_class(name: str) -> type[nn.Module] | None:
 
 
 def original_layout(kind: type) -> tuple[Converter | None, tuple[str, ...]]:
-    """The converter that diffusers registers for the class, and prefixes that its keys may have.
-
-    The prefixes are those of the component's keys in a file with several components; of the ones that occur
-    the last counts. The converter is called with ``config=`` and ``checkpoint=``.
-    """
+    """Return the converter that diffusers registers for the class, and prefixes of its keys."""
     require()
     from diffusers.loaders import single_file_model, single_file_utils
 
@@ -97,10 +93,7 @@ def original_layout(kind: type) -> tuple[Converter | None, tuple[str, ...]]:
 
 
 def original_release(shapes: Mapping[str, Sequence[int]]) -> tuple[str, str | None] | None:
-    """The repository with the configurations of what a file's tensors belong to, by diffusers' own table.
-
-    With the folder in it, where the table has one. None for tensors of no release that diffusers knows.
-    """
+    """Return the repository and folder of a release's configurations, or None for an unknown release."""
     require()
     from diffusers.loaders import single_file_utils as known
 
@@ -206,12 +199,8 @@ def name_classes(pipe: Pipeline) -> None:
 def assembled(
     kind: type[DiffusionPipeline], root: Path, models: Mapping[str, nn.Module | None]
 ) -> DiffusionPipeline:
-    """The pipeline in ``root`` with these models; everything else by diffusers itself, from its files.
-
-    Raises BuildError for what diffusers cannot make of them.
-    """
+    """Return the pipeline in ``root`` with these models; diffusers loads everything else."""
     try:
-        # Without its bar: the models, which are what takes time, are loaded already.
         with unasked(), without_bars("diffusers"):
             return kind.from_pretrained(str(root), local_files_only=True, **models)
     except Exception as error:  # of many types, for a tokenizer or a scheduler that is not there or damaged

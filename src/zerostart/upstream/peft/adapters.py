@@ -108,7 +108,6 @@ class AdapterCalls(RefCountedPatches):
         self._classes: set[tuple[type, str]] = set()
 
     def _enter(self, stack: ExitStack) -> None:
-        # With the replacements on the stack goes the note that they are in place.
         stack.callback(self._classes.clear)
         for name, imported in (
             (_LAYERS, self._layers_imported),
@@ -131,14 +130,12 @@ class AdapterCalls(RefCountedPatches):
         def inject(
             tuner: BaseTuner, model: nn.Module, adapter_name: str, *args: Any, **kwargs: object
         ) -> object:
-            # What surrounds the call decides when it runs: with which weights gathered, or twice.
             original_call = functools.partial(original, tuner, model, adapter_name, *args, **kwargs)
             config = tuner.peft_config[adapter_name]
             begins = getattr(config, "init_lora_weights", True)
             of_values = isinstance(begins, str) and begins not in _OWN_BEGIN
             of_norms = bool(getattr(config, "use_dora", False))
             found = self._injecting(original_call, model, of_values or of_norms)
-            # Only now: classes of layers are made, or imported, while the adapter is put in.
             for kind in {type(m) for m in model.modules() if isinstance(m, module.BaseTunerLayer)}:
                 self._serve(stack, kind)
             return found

@@ -1,9 +1,4 @@
-"""SGLang's own work around an update of weights: what it derives from them, and the version that it tells.
-
-Some models keep tensors that are made of weights (latent attention: the two halves of ``kv_b_proj``). Their
-``load_weights`` makes them at its end, by ``post_load_weights``; whoever fills parameters otherwise has to
-call that, as SGLang itself does for weights that come by remote memory.
-"""
+"""SGLang's own work around an update of weights: what it derives from them, and its version."""
 
 from __future__ import annotations
 

@@ -120,7 +120,6 @@ def _is_host(device: torch.device) -> bool:
 
 
 def _row_sums(octets: torch.Tensor, inside: int) -> torch.Tensor:
-    """The sums [rows, COLUMNS] of bytes [rows, length] that begin ``inside`` their rows."""
     length = octets.shape[1]
     if octets.stride(1) != 1 or octets.stride(0) < length:
         octets = octets.contiguous()
@@ -164,7 +163,6 @@ def _weighed(sums: torch.Tensor, row: int) -> list[int]:
     values, keys = sums.cpu().view(-1).numpy().astype(np.int64), _row_keys()
     while len(values):
         block, first = divmod(row, ROWS)
-        # Whole blocks together; what begins or ends within one by itself.
         many = 0 if first else len(values) // keys.shape[1]
         count = many * keys.shape[1] or min(len(values), keys.shape[1] - first * COLUMNS)
         part, own = values[:count].reshape(max(many, 1), -1), keys[:, first * COLUMNS :][:, :count]
@@ -215,7 +213,6 @@ def _has_products_of_bytes_there(device: torch.device) -> bool:
 
 @functools.cache
 def _byte_keys(device: torch.device) -> torch.Tensor:
-    """W [ROW, COLUMNS]."""
     number = torch.arange(ROW * COLUMNS, dtype=torch.int64, device="cpu")
     drawn = _shifted(_mixed(number + _SEEDS[0]), 1) % 254 - 127
     return _moved((drawn + (drawn >= 0)).to(torch.int8).view(ROW, COLUMNS), device)
@@ -233,7 +230,6 @@ def _float_keys() -> torch.Tensor:
 
 @functools.cache
 def _row_keys() -> npt.NDArray[Any]:
-    """Return A of both lanes [LANES, ROWS * COLUMNS]."""
     number = torch.arange(ROWS * COLUMNS, dtype=torch.int64, device="cpu")
     return torch.stack([_mixed(number + seed) | 1 for seed in _SEEDS[1 : 1 + LANES]]).numpy()
 

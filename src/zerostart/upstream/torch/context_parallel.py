@@ -1,10 +1,4 @@
-"""Private parts of torch: its ring attention, in which keys and values travel between ranks, on the CPU too.
-
-Inside ``context_parallel`` attention is called on DTensors, and DTensor sends the accelerators' kernels of
-it to ``_templated_ring_attention``. The kernel of the CPU it does not know. It takes the same arguments and
-gives what the ring has to put together, so that it is sent to the same functions here. And the masks of one
-rank's tokens, which transformers makes, have to go: accelerate's hooks take them out.
-"""
+"""Private parts of torch: its ring attention, also with the CPU's kernel, which DTensor does not know."""
 
 from __future__ import annotations
 
@@ -74,19 +68,13 @@ def check_kernels(kind: str) -> None:
 
 
 def head_and_tail(place: int, size: int) -> tuple[tuple[int, int], int]:
-    """The chunks of a sequence that the rank at ``place`` of ``size`` has, and how many there are.
-
-    A head and a tail, so that all ranks have as much to look back at.
-    """
+    """Return the chunks (a head and a tail) of the rank at ``place``, and the number of all chunks."""
     return (place, 2 * size - 1 - place), 2 * size
 
 
 @contextlib.contextmanager
 def ring(mesh: DeviceMesh) -> Iterator[None]:
-    """Inside, attention is over the sequences whose heads and tails the ranks of ``mesh`` have.
-
-    Raises EngineError where torch gives the ranks other parts.
-    """
+    """Inside, attention is over the sequences whose heads and tails the ranks of ``mesh`` have."""
     from torch.distributed.tensor.experimental import context_parallel
 
     chunks, count = head_and_tail(mesh.get_local_rank(), mesh.size())
@@ -154,7 +142,6 @@ def _forward(op: OpOverload, args: Arguments, kwargs: Keywords) -> tuple[DTensor
 def _backward(op: OpOverload, args: Arguments, kwargs: Keywords) -> tuple[DTensor, ...]:
     from torch.distributed.tensor.experimental._context_parallel import _attention
 
-    # All of them are given here: autograd saved them in the forward.
     *tensors, dropout, causal = args
     gradient, query, key, value, out, logsumexp = (tensor.to_local() for tensor in tensors)
     results = _attention._templated_ring_attention_backward(

@@ -59,10 +59,7 @@ def begin_at(model: nn.Module) -> None:
 
 
 def are_reduced_as_shards() -> bool:
-    """Whether gradients whose policy names no dtype are reduced in that of the shards (from torch 2.15 on).
-
-    Until then in that of the computation.
-    """
+    """Return whether gradients are reduced in the shards' dtype by default (from torch 2.15 on)."""
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
     return hasattr(FSDPParam, "unsharded_grad_dtype")
@@ -85,12 +82,10 @@ def has_unreduced(model: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def whole_for_a_while(model: nn.Module, modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Inside, each own parameter of ``modules`` is whole and plain on every rank; collective.
+    """Make each own parameter of ``modules`` whole on every rank, and shard what is there afterwards.
 
-    They may be replaced, by ones of another shape too. Afterwards what the modules then have are shards of
-    the units that they belonged to, with the values of rank 0; where something is raised inside, which has to
-    be so on every rank, they have their old values. ``model`` must not have run, its parameters be sharded
-    over all ranks, and over nothing else.
+    Collective. Rank 0's values count, after an error the old ones. ``model`` must not have run, and be
+    sharded over all ranks and nothing else.
     """
     need(_UNITS, _STATES, _GROUPS, _SHARDS)
     # Collected first, by module and name: inside, parameters may be replaced, and identities change.
@@ -142,10 +137,7 @@ def _groups(state: Any) -> list[Any]:
 
 
 def whole_tensor(sharded: DTensor) -> torch.Tensor:
-    """The whole of a sharded parameter, on the mesh's device, though its shards may lie on the host.
-
-    Collective.
-    """
+    """Return the whole of a sharded parameter, on the mesh's device. Collective."""
     local = sharded.to_local().detach()
     kind = sharded.device_mesh.device_type
     if local.device.type != kind:
@@ -167,8 +159,7 @@ def _shard(modules: Sequence[nn.Module], kept: dict[tuple[int, str], tuple[Any, 
                 plain[id(parameter)] = (parameter, *kept[id(module), name])
     for parameter, group, old in plain.values():
         with torch.no_grad():
-            # Whatever was drawn inside (rows of a resized embedding) differs between ranks that were seeded
-            # otherwise.
+            # Ranks may have drawn other values inside (rows of a resized embedding).
             dist.broadcast(parameter.data, src=0)
         (info,) = _get_param_module_infos([parameter], group.modules)
         group.fsdp_params.append(

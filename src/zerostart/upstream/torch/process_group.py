@@ -69,10 +69,7 @@ def made_groups() -> list[dist.ProcessGroup]:
 
 
 def same_patience(before: Sequence[dist.ProcessGroup]) -> None:
-    """Give those that have been made since ``before`` the time-out of the default group.
-
-    Those of meshes, and of DeepSpeed, have torch's own, whatever ``init_process_group`` was told.
-    """
+    """Give groups made since ``before`` the default group's time-out, which meshes and DeepSpeed ignore."""
     for group in [group for group in made_groups() if group not in before]:
         for device in group._device_types:
             with contextlib.suppress(AttributeError, RuntimeError):  # of somebody else's backend
@@ -80,11 +77,7 @@ def same_patience(before: Sequence[dist.ProcessGroup]) -> None:
 
 
 def messages_group() -> dist.ProcessGroup:
-    """All ranks, over gloo, with the default group's time-out; collective.
-
-    Each rank is connected with those alone with which it exchanges something: in rings and trees of
-    broadcasts a dozen of a thousand.
-    """
+    """Return a gloo group of all ranks with the default group's time-out; collective."""
     with connected_lazily():
         group: dist.ProcessGroup = torch.distributed.new_group(backend="gloo", timeout=patience())
         return group

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 #: On a gradient that a step has taken: how often its memory had been written to by then.
 _ATTRIBUTE = "_zerostart_taken"
-#: Optimizers with a hook of their own, those that were saved or restored.
 _watched: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 #: Hooks of all steps that are to be removed.
 _left: list[RemovableHandle] = []
@@ -39,7 +38,6 @@ class Member:
     """A parameter that a stepped tensor has elements of."""
 
     parameter: torch.Tensor
-    #: First of the elements in the stepped tensor.
     at: int
     #: How many there are; there may be none.
     count: int
@@ -79,10 +77,7 @@ def plain_steps(optimizer: torch.optim.Optimizer) -> list[Stepped]:
 
 
 def watch_steps(optimizers: Iterable[torch.optim.Optimizer]) -> bool:
-    """Have gradients remember from now on which step of ``optimizers`` has taken them; once is enough.
-
-    Returns whether those of all of them have done so before.
-    """
+    """Note from now on which step takes a gradient; return whether all ``optimizers`` have done so before."""
     known = True
     for optimizer in optimizers:
         known &= optimizer in _watched or (_all_steps.is_open and _concerns(optimizer))
@@ -104,10 +99,7 @@ def _enter(stack: ExitStack) -> None:
 
 
 def _remove(handle: RemovableHandle) -> None:
-    """Remove the hook of all steps; from within a step, which goes through all hooks then, later.
-
-    That is where the last model that asked for it is collected as garbage. Until then it does nothing.
-    """
+    """Remove the hook of all steps; from within a step, which iterates over all hooks, later."""
     frame = sys._getframe()
     within = torch.optim.Optimizer.profile_hook_step.__code__.co_filename
     while (frame := frame.f_back) is not None:  # type: ignore[assignment]
@@ -166,11 +158,7 @@ def _version(gradient: torch.Tensor) -> int:
 
 
 def rule_of(optimizer: torch.optim.Optimizer) -> str:
-    """The rule by which an optimizer steps: one word for all classes that compute the same of the same state.
-
-    It is that of torch's class for what derives from one and has no ``step`` of its own, and ``AdamW`` for
-    all of Adam's whose weight decay is decoupled; of a class that is not known here it is the name.
-    """
+    """Return one word for all classes that compute the same from the same state."""
     kind = type(optimizer)
     step: Any = inspect.unwrap(kind.step)
     owner = step.__qualname__.partition(".")[0]
@@ -191,7 +179,6 @@ def computes(optimizer: torch.optim.Optimizer, setting: str) -> bool:
     return setting in optimizer.defaults and not told_only
 
 
-#: What ``torch.optim.Optimizer`` itself has in a state dict, and keeps as attributes.
 _COMMON = ("state", "param_groups")
 
 

@@ -1,7 +1,4 @@
-"""Private parts of torch: FSDP2's references to local tensors, and an initialiser that skips meta tensors.
-
-Also the count of a storage's users, and what torch says of memory that a tensor does not have.
-"""
+"""Private parts of torch: FSDP2's references to local tensors, initialisers on meta, wrapper tensors."""
 
 from __future__ import annotations
 
@@ -74,16 +71,11 @@ def asks_for_memory(error: Exception) -> bool:
 def adopt_local_tensors(model: nn.Module) -> None:
     """Make FSDP2's parameter groups look at the parameters that the modules now hold."""
     need(_GROUPS)
-    # What changes nothing: FSDP2 hooks ``_apply``, and looks at its parameters when it is done.
     model._apply(lambda tensor: tensor)  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
 
 def over(sharded: DTensor, local: torch.Tensor) -> DTensor:
-    """A DTensor with the sharding of ``sharded`` whose local tensor is ``local``, wherever that lies.
-
-    ``DTensor.from_local`` moves it to the mesh's device, and with offloading it has to stay on the host.
-    ``FSDPParam.to_sharded_dtensor`` does the same.
-    """
+    """Return a DTensor sharded as ``sharded`` over ``local``, which ``from_local`` would move."""
     need(_SPEC)
     from torch.distributed.tensor import DTensor
 
@@ -93,18 +85,11 @@ def over(sharded: DTensor, local: torch.Tensor) -> DTensor:
 
 
 def hide_padding(parameter: nn.Parameter, owned: int) -> None:
-    """Narrow the local tensor of a sharded parameter to its real rows, ``owned`` elements.
-
-    Only dimension 0 may be sharded unevenly.
-
-    FSDP2 keeps storage for a full chunk on every rank, and shows the rows that are real: gradients come in
-    that shape. ``FSDPParam._init_sharded_param`` does the same.
-    """
+    """Narrow the local tensor of a parameter sharded in dimension 0 to its ``owned`` elements."""
     sharded: Any = parameter
     local = sharded._local_tensor
     if local.numel() == owned:
         return
-    # Elements of one row: rows that are real follow from the elements that are.
     below = max(1, local[:1].numel())
     sharded._local_tensor = local.narrow(0, 0, owned // below)
 
@@ -129,10 +114,7 @@ def truncated_normal_goes_to(handler: Callable[..., torch.Tensor]) -> Iterator[N
 
 @contextlib.contextmanager
 def row_major(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Inside, the elements of ``tensor`` in row-major order as 1-D memory; what is changed there is changed.
-
-    That is a view of it, or a copy where its strides (of ``channels_last``, say) allow none.
-    """
+    """Yield the elements of ``tensor`` in row-major order as 1-D memory, and write changes back."""
     flat = tensor.reshape(-1)
     yield flat
     if flat.data_ptr() != tensor.data_ptr():
@@ -175,11 +157,7 @@ def make_wrapper(
     bits: torch.Tensor | None = None,
     device: torch.device = _CPU,
 ) -> T:
-    """A tensor of the class ``cls`` on ``device``, as it says, without memory.
-
-    It has the conjugate and negative bits of ``bits``. ``strides`` and ``offset`` are in elements. Whatever
-    asks for its memory gets a RuntimeError.
-    """
+    """Return a tensor of class ``cls`` without memory, with the conjugate and negative bits of ``bits``."""
     _require()
     native: ModuleType = torch._C
     make: Any = torch.Tensor._make_wrapper_subclass

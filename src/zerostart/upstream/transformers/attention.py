@@ -88,10 +88,7 @@ def obstacle(model: PreTrainedModel) -> str:
 
 
 def packed_documents(positions: torch.Tensor) -> torch.Tensor | None:
-    """The number of each token's document within its sequence, [rows, length]; None for one in each.
-
-    ``positions``, of that shape, begin anew with each document.
-    """
+    """Return the document number of each token, [rows, length]; None if a sequence is one document."""
     from transformers.masking_utils import find_packed_sequence_indices
 
     documents: torch.Tensor | None = find_packed_sequence_indices(positions)

@@ -1,8 +1,4 @@
-"""Private parts of transformers: what its ``DistributedConfig`` asks for, and its tensor-parallel styles.
-
-The flag ``enable_expert_parallel`` alone asks for experts over all ranks; some releases resolve it, when the
-object is made, to one rank and forget it. So it is noted while ``Noting`` is open.
-"""
+"""Private parts of transformers: what its ``DistributedConfig`` asks for, and its tensor-parallel styles."""
 
 from __future__ import annotations
 
@@ -47,16 +43,13 @@ class AxesAsked:
 
     #: Ranks that share experts; None for the flag alone, which leaves the number open.
     experts: int | None
-    #: Ranks that share tensors.
     tensors: int
     #: Rules over the model's own; None for these alone.
     expert_plan: Mapping[str, str] | None
-    #: The same for tensors.
     tensor_plan: Mapping[str, str] | None
     data: int
     replicas: int
     stages: int
-    #: Names of other settings that are not at their defaults.
     unserved: tuple[str, ...]
 
     @property

@@ -1,16 +1,4 @@
-"""Private parts of transformers: the seams of ``from_pretrained`` at which zerostart takes over the weights.
-
-``PreTrainedModel.from_pretrained`` finds the configuration, the files, the dtype and the conversions, builds
-the model, and afterwards sees to the generation configuration, kernels and adapters; all of that stays as it
-is. Replaced while a ``TransformersSeam`` is open, and only for calls that its ``choose`` wants served:
-
-- ``get_init_context``: without ``zero.Init`` of a DeepSpeed configuration, and with a log of what is built;
-- ``get_hf_quantizer``: a checkpoint that is quantised is to be dequantised;
-- ``_load_pretrained_model``: which reads and converts the weights;
-- ``_finalize_model_loading``: which initialises what is missing and ties; only its report is left.
-
-So is ``_from_config``, which builds a model that has no checkpoint, where no other model is being built.
-"""
+"""Private parts of transformers: the seams of ``from_pretrained`` at which zerostart loads."""
 
 from __future__ import annotations
 
@@ -95,15 +83,12 @@ def resize_by(model: PreTrainedModel, function: Callable[..., object]) -> None:
 
 
 class _ZeRO3:
-    """What transformers asks of an active DeepSpeed configuration, where stage 3 is all that is known."""
-
     def is_zero3(self) -> bool:
         return True
 
 
 @contextlib.contextmanager
 def _configured(config: object) -> Iterator[None]:
-    """Have transformers see ``config`` as its DeepSpeed configuration; None for none."""
     from transformers.integrations import deepspeed
 
     def put(found: Any) -> None:
@@ -135,11 +120,7 @@ def knowing_partitions() -> Iterator[None]:
 
 
 class TransformersSeam(LoadingSeam):
-    """``from_pretrained`` and ``from_config`` of transformers; ``starting`` is asked as ``choose`` is.
-
-    ``choose`` returns a call with ``dequantising(config)`` and ``load(model, files, state_dict, config)``,
-    ``starting`` one with ``start(make)``, ``arguments`` and ``agreeing()``.
-    """
+    """``from_pretrained`` and ``from_config`` of transformers; ``starting`` is asked as ``choose`` is."""
 
     def __init__(
         self,
@@ -162,7 +143,6 @@ class TransformersSeam(LoadingSeam):
             ("_finalize_model_loading", self._finalize_model_loading),
             ("_from_config", self._from_config),
         ):
-            # The plain function of a class or static method, which ``make`` wraps in its kind again.
             stack.enter_context(replaced(model, name, make(vars(model)[name].__func__)))
         name = "get_hf_quantizer"
         made = self._get_hf_quantizer(modeling_utils.get_hf_quantizer)
@@ -193,7 +173,6 @@ class TransformersSeam(LoadingSeam):
             modeling_utils.logger.info(f"Detected {call.setup}: zerostart loads the weights in shards")
             with without_zero3():
                 contexts = original(cls, chosen, *args, **kwargs)
-            # What the constructor builds by from_config must not be partitioned either.
             return [*contexts, modeling_utils.set_zero3_state(), context]
 
         return classmethod(get_init_context)
@@ -226,8 +205,7 @@ class TransformersSeam(LoadingSeam):
             from transformers.utils.loading_report import LoadStateDictInfo
 
             missing, unexpected, mismatched = call.load(model, checkpoint_files, state_dict, load_config)
-            # From here on the call counts as loaded: what is built or read later, an adapter say, is not its
-            # own.
+            # What is built or read from here on, such as an adapter, is not of this call.
             call.model = model
             info = {
                 "missing_keys": missing,
@@ -248,7 +226,6 @@ class TransformersSeam(LoadingSeam):
             model: PreTrainedModel, load_config: LoadStateDictConfig, loading_info: LoadStateDictInfo
         ) -> object:
             call = self.innermost()
-            # Another model's, such as that of an adapter's base inside this call.
             if call is None or call.model is not model:
                 return original(model, load_config, loading_info)
             from transformers import modeling_utils
@@ -272,8 +249,7 @@ def _is_part_of_another() -> bool:
     probe.register_parameter("probe", nn.Parameter(data))  # which ``init_empty_weights`` replaces
     if probe.get_parameter("probe").device.type == "meta":
         return True
-    # On the CPU nothing but the stack tells that a model is part of another: its constructor is running.
-    # Two up: this function and ``from_config`` itself are not of interest.
+    # On the CPU only the stack tells that the constructor of another model runs (two frames up).
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         if frame.f_code.co_name == "__init__" and isinstance(frame.f_locals.get("self"), PreTrainedModel):

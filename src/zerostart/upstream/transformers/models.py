@@ -119,11 +119,7 @@ def without_zero_init() -> AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def without_weights(dtype: torch.dtype) -> Iterator[None]:
-    """Inside, a model is built on the meta device in ``dtype``, and what is of transformers is not tied yet.
-
-    Unlike the library's own context this does not look at any global DeepSpeed configuration. Models of other
-    kinds ask nothing of transformers: ``check_built`` does, of what was built.
-    """
+    """Inside, a model is built on meta in ``dtype``, untied, whatever DeepSpeed configuration is active."""
     from transformers import initialization
 
     before = torch.get_default_dtype()
@@ -184,10 +180,7 @@ def ignorable_on_save(model: PreTrainedModel) -> tuple[str, ...]:
 
 
 def parallel_rules(model: PreTrainedModel, axis: str) -> dict[str, str]:
-    """The expert (``"ep"``) or tensor (``"tp"``) parallel plan of a model: names (``*``: a layer) to styles.
-
-    Declared by its configuration and its class, and put together when it was built.
-    """
+    """Return the expert (``"ep"``) or tensor (``"tp"``) parallel plan of a model: names to styles."""
     need(_DECLARED)
     return dict(getattr(model, f"_{axis}_plan", None) or {})
 
@@ -222,13 +215,10 @@ def tied_names(model: PreTrainedModel) -> dict[str, str]:
 
 def tie(model: PreTrainedModel, missing: set[str]) -> None:
     """Tie what the model ties; of a pair the name that is not in ``missing`` is the one that stays."""
-    # Where all names of a tie are missing, transformers calls the checkpoint corrupt, such as one without the
-    # head. So that it does not, the name that they are tied to counts as there: it ties them all the same,
-    # and what is missing is told by the coverage, completely.
+    # transformers calls a checkpoint without any name of a tie corrupt, so their source counts as there.
     ties: Mapping[str, str] = model.all_tied_weights_keys
     there = {source for target, source in ties.items() if target not in missing}
     lacking = {source for source in ties.values() if source in missing and source not in there}
-    # Recomputing is for a configuration that was changed after the model was built.
     model.tie_weights(missing_keys=missing - lacking, recompute_mapping=False)
 
 
@@ -250,7 +240,6 @@ def override_plans(
 def _merged(
     model: torch.nn.Module, what: str, own: Mapping[str, str] | None, rules: Mapping[str, str]
 ) -> dict[str, str]:
-    # Rules may name a module, a parameter, or either with ``*`` for the number of a layer.
     declared = dict(own or {})
     named = [name for name, _ in (*model.named_modules(), *model.named_parameters())]
     known = {*declared, *named, *(re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in named)}
@@ -278,10 +267,7 @@ def is_configuration(value: object) -> bool:
 
 @contextlib.contextmanager
 def initialising(dtype: torch.dtype) -> Iterator[None]:
-    """Inside, models are built on the meta device in ``dtype``, initialised and tied as on the CPU.
-
-    Raises UnsupportedVersionError.
-    """
+    """Inside, models are built on meta in ``dtype``, initialised and tied as on the CPU."""
     demand((_DEVICE, _CREATION))
     from transformers import initialization, modeling_utils
 
@@ -315,11 +301,7 @@ CODE_TOUCHED = (
 
 @contextlib.contextmanager
 def unasked() -> Iterator[None]:
-    """Inside, transformers refuses code of a checkpoint where it would ask on the terminal whether to run it.
-
-    That is what it does itself where the time to answer is set to nothing. A script that is fed from a pipe
-    has no user to ask, and a ``y`` that is meant for something else is no consent.
-    """
+    """Have transformers refuse code of a checkpoint where it would ask on the terminal whether to run it."""
     if misfit((_SECONDS,)):
         yield
         return
@@ -330,10 +312,7 @@ def unasked() -> Iterator[None]:
 
 
 def class_beside(config: PreTrainedConfig, root: str) -> type | None:
-    """The class of the model in the code in ``root``, as its configuration names it; this runs the code.
-
-    None where the configuration names none. Only for a caller who trusts the checkpoint.
-    """
+    """Return the class of the model in the code in ``root``, which runs; only for trusted checkpoints."""
     named = getattr(config, "auto_map", None)
     if not isinstance(named, dict):
         return None

@@ -34,11 +34,7 @@ TOUCHED = (
 
 
 def dequantizer(quantization: Mapping[str, object], source: str) -> HfQuantizer:
-    """The library's quantizer for a ``quantization_config`` (of the checkpoint ``source``), dequantising.
-
-    Raises BuildError for a method that the library cannot dequantise while it loads, UnsupportedVersionError
-    for a library whose quantizers zerostart does not know.
-    """
+    """Return the library's quantizer for a ``quantization_config`` (of the checkpoint ``source``)."""
     demand(TOUCHED)
     from transformers.quantizers.auto import AutoHfQuantizer
 
@@ -65,10 +61,7 @@ def dequantizer(quantization: Mapping[str, object], source: str) -> HfQuantizer:
 
 
 def dequantise(config: PreTrainedConfig) -> None:
-    """Have the library dequantise, while it loads, what a model's configuration says is quantised, if any.
-
-    Raises BuildError for a method with which it cannot.
-    """
+    """Have the library dequantise, while it loads, what a configuration says is quantised."""
     # Of a model with several parts the text's own configuration may be the one that is quantised.
     text = config.get_text_config(decoder=True)
     owner = next((c for c in (config, text) if getattr(c, "quantization_config", None) is not None), None)
@@ -118,12 +111,9 @@ def prepare(quantizer: HfQuantizer, model: PreTrainedModel, dtype: torch.dtype) 
 
 
 def _with_cut_blocks(operation: type[ConversionOps], block: tuple[int, int]) -> type[ConversionOps]:
-    """The fp8 dequantisation, for weights too whose last blocks are cut off by the weight's edge.
+    """Dequantise fp8 weights whose last blocks are cut off, such as DeepSeek-V3's ``kv_a_proj_with_mqa``.
 
-    DeepSeek-V3 has such a weight in every layer (``kv_a_proj_with_mqa``, 576 rows in blocks of 128). The
-    library takes the rows divided by the number of blocks for the size of a block: it refuses this weight,
-    and would take wrong scales for one of 192 rows. What is multiplied here follows ``weight_dequant_kernel``
-    of the model's own release (inference/kernel.py).
+    The library takes the wrong block size; this follows ``weight_dequant_kernel`` of the model's release.
     """
 
     class CutBlocks(operation):  # type: ignore[misc]  # the base is untyped
@@ -131,15 +121,12 @@ def _with_cut_blocks(operation: type[ConversionOps], block: tuple[int, int]) -> 
             self, quantized: torch.Tensor, scales: torch.Tensor, output_dtype: torch.dtype | None = None
         ) -> torch.Tensor:
             rows, columns = quantized.shape[-2:]
-            # Only what the library gets wrong is ours: fp8 (one byte), cut off, with one scale for each
-            # started block.
             cut = rows % block[0] or columns % block[1]
             grid = (-(-rows // block[0]), -(-columns // block[1]))
             if not cut or quantized.element_size() != 1 or tuple(scales.shape[-2:]) != grid:
                 made: torch.Tensor = super()._dequantize_one(quantized, scales, output_dtype)
                 return made
-            # Each scale over its block, [..., rows of blocks, 128, columns of blocks, 128], then cut to the
-            # weight.
+            # Each scale over its block, then cut to the weight.
             spread = scales.to(torch.float32).unsqueeze(-1).unsqueeze(-3)
             spread = spread.expand(*spread.shape[:-4], spread.shape[-4], block[0], spread.shape[-2], block[1])
             spread = spread.reshape(

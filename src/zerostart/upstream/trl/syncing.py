@@ -1,12 +1,4 @@
-"""TRL's synchronisation of weights with vLLM: its ``VLLMGeneration``, and the client of its server mode.
-
-All of TRL's trainers that generate with vLLM have a ``VLLMGeneration``, and call its ``sync_weights`` on
-every rank before they generate with weights that an optimizer has changed. By itself it gathers each
-parameter on every rank, or all at once where adapters have to be merged, and gives it to each rank's own
-engine, or broadcasts it to the workers of a server by NCCL.
-
-TRL is not imported for this: its methods are replaced once it is.
-"""
+"""TRL's synchronisation of weights with vLLM: its ``VLLMGeneration``, and the client of its server mode."""
 
 from __future__ import annotations
 
@@ -54,10 +46,7 @@ def wake(generation: Any) -> None:
 
 
 class WeightSyncs(RefCountedPatches):
-    """While it is open, ``sync(original, generation)`` is what ``sync_weights`` does.
-
-    And ``connect(original, client)`` what ``init_communicator`` does; ``original()`` is TRL's own.
-    """
+    """Replace ``sync_weights`` by ``sync(original, generation)``, ``init_communicator`` by ``connect``."""
 
     def __init__(
         self,

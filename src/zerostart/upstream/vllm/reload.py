@@ -1,11 +1,4 @@
-"""vLLM's layer-wise reload, taken apart: which parameters a load fills, and packing one layer at a time.
-
-After a load vLLM makes of a layer's weights what its kernels take (packed, transposed, quantised), and may
-drop the weights. For loads that come later it keeps of each layer what the parameters were like before.
-``initialize_layerwise_reload`` and ``finalize_layerwise_reload`` do a whole model, and count what weight
-loaders copy to find out when a layer is complete. Here the same is done to one layer whose weights arrive
-otherwise: ``_layerwise_process`` with nothing left to load.
-"""
+"""vLLM's layer-wise reload, one layer at a time, for weights that no weight loader copies."""
 
 from __future__ import annotations
 
@@ -119,10 +112,7 @@ class Layer:
 
 @contextmanager
 def _packing_experts_anew(method: Any) -> Iterator[None]:
-    """Inside, experts on a CPU are packed as at their first load; their kernel stays the one that they have.
-
-    It refers to the parameters into which vLLM copies what was packed.
-    """
+    """Pack experts on a CPU as at their first load; vLLM copies into the parameters of their old kernel."""
     from vllm.platforms import current_platform
 
     kernel = getattr(method, "moe_kernel", None)
@@ -158,11 +148,7 @@ def tied(model: nn.Module) -> set[str]:
 
 @contextmanager
 def on_meta(model: nn.Module) -> Iterator[Mapping[str, torch.Tensor]]:
-    """Inside, the model has the tensors that a load fills, on meta, and gives them by name.
-
-    What vLLM keeps real then (maps of experts, biases) is real here, too. A bias that a kernel keeps in
-    another dtype is shown in the dtype of its layer's weights.
-    """
+    """Yield the tensors that a load fills, on meta, by name; what vLLM keeps real then is real here."""
     swapped: dict[str, Layer] = {}
     with torch.no_grad():
         try:
