@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeAlias
 
 import torch
 from torch._ops import OpOverload
@@ -16,8 +16,8 @@ from zerostart.recipe.views import Layout
 from zerostart.upstream.torch.tensors import resizable
 from zerostart.upstream.types import Arguments, Keywords
 
-if TYPE_CHECKING:
-    from zerostart.recipe.symbolic import SymbolicTensor as Symbol
+#: The class ``SymbolicTensor``; ``symbolic.py`` defines it and imports this module.
+SymbolClass: TypeAlias = type[Any]
 
 
 class Memory:
@@ -174,7 +174,7 @@ def mapped(value: object, change: Callable[[torch.Tensor], object]) -> Any:
     return value
 
 
-def constant_of(cls: type[Symbol], real: torch.Tensor) -> Any:
+def constant_of(cls: SymbolClass, real: torch.Tensor) -> Any:
     """A tensor that torch made as a constant; one without elements as it is."""
     if real.device.type == "meta" or real.layout != torch.strided:
         return real
@@ -193,17 +193,17 @@ def fill_of(func: OpOverload, args: Sequence[object]) -> Any:
     return {"empty": 0, "empty_strided": 0, "new_empty_strided": 0, "zeros": 0, "ones": 1}.get(name)
 
 
-def reals(cls: type[Symbol], values: object) -> Any:
+def reals(cls: SymbolClass, values: object) -> Any:
     """Arguments with the elements of constants."""
     return mapped(values, lambda t: t.elements if isinstance(t, cls) else t)
 
 
-def all_constant(cls: type[Symbol], tensors: Sequence[object]) -> bool:
+def all_constant(cls: SymbolClass, tensors: Sequence[object]) -> bool:
     """Whether the elements of all tensors are known."""
     return all(not isinstance(t, cls) or t.memory.is_constant for t in tensors)
 
 
-def on_meta(cls: type[Symbol], func: OpOverload, args: Arguments, kwargs: Keywords) -> Any:
+def on_meta(cls: SymbolClass, func: OpOverload, args: Arguments, kwargs: Keywords) -> Any:
     """What torch's meta kernel gives: shapes, strides, dtypes, and the errors of wrong ones.
 
     Raises ConversionError where torch cannot tell that without values.
@@ -239,7 +239,7 @@ def on_meta(cls: type[Symbol], func: OpOverload, args: Arguments, kwargs: Keywor
     return made
 
 
-def valued(cls: type[Symbol], values: object) -> Any:
+def valued(cls: SymbolClass, values: object) -> Any:
     """Arguments with the values of tensors, for the handlers of operators."""
 
     def own(t: torch.Tensor) -> Value:
@@ -257,7 +257,7 @@ def valued(cls: type[Symbol], values: object) -> Any:
     return mapped(values, own)
 
 
-def counted(cls: type[Symbol], func: OpOverload, args: Arguments) -> tuple[object, ...]:
+def counted(cls: SymbolClass, func: OpOverload, args: Arguments) -> tuple[object, ...]:
     """Arguments of an indexing operator with the masks among constant indices as the numbers of rows."""
     if func not in _INDEXED:
         return args

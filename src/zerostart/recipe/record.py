@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._ops import OpOverload
@@ -16,6 +16,7 @@ from zerostart import geometry
 from zerostart.recipe.memory import (
     UNSAID_VIEWS,
     Memory,
+    SymbolClass,
     all_constant,
     constant_of,
     counted,
@@ -35,13 +36,10 @@ from zerostart.recipe.views import KNOWN_VIEWS, SAME, Layout, Step, single_views
 from zerostart.upstream.torch.tensors import shares_storage
 from zerostart.upstream.types import Arguments, Keywords
 
-if TYPE_CHECKING:
-    from zerostart.recipe.symbolic import SymbolicTensor as Symbol
-
 # Operators on symbolic tensors that show memory that is there in another way, or write into it.
 
 
-def view(cls: type[Symbol], func: OpOverload, args: Arguments, kwargs: Keywords) -> Any:
+def view(cls: SymbolClass, func: OpOverload, args: Arguments, kwargs: Keywords) -> Any:
     """What an operator gives that shows the same memory in another way.
 
     Raises ConversionError for a view that is not known.
@@ -61,7 +59,7 @@ def view(cls: type[Symbol], func: OpOverload, args: Arguments, kwargs: Keywords)
     return views[0] if func is aten._unsafe_view.default else views
 
 
-def _viewed(cls: type[Symbol], source: Any, func: OpOverload, rest: Arguments, meta: torch.Tensor) -> object:
+def _viewed(cls: SymbolClass, source: Any, func: OpOverload, rest: Arguments, meta: torch.Tensor) -> object:
     layout = Layout(tuple(meta.shape), meta.stride(), int(meta.storage_offset()))
     if func in SAME:
         return cls(source.memory, source.steps, meta)
@@ -97,7 +95,7 @@ def boxed(whole: Any, layout: Layout) -> Any:
     return view.view(found.joined).permute(found.turned).view(found.shape)
 
 
-def write(cls: type[Symbol], func: OpOverload, args: Arguments, kwargs: Keywords) -> Any:
+def write(cls: SymbolClass, func: OpOverload, args: Arguments, kwargs: Keywords) -> Any:
     """What an operator gives that writes into tensors. Raises ConversionError for what cannot be followed."""
     if func is aten.copy_.default and args[0] is args[1]:
         return args[0]
@@ -212,7 +210,7 @@ def _functional(func: OpOverload) -> Any:
     return None
 
 
-def _view_in_place(cls: type[Symbol], func: OpOverload, args: Arguments, kwargs: Keywords) -> object:
+def _view_in_place(cls: SymbolClass, func: OpOverload, args: Arguments, kwargs: Keywords) -> object:
     """An operator that makes a tensor another view of its memory, such as ``t_``."""
     target = args[0]
     if func._schema.name == "aten::set_" and isinstance(args[1], torch.UntypedStorage):
@@ -281,7 +279,7 @@ aten = torch.ops.aten
 
 
 @ours_are_refused
-def record(cls: type[Symbol], func: OpOverload, args: Arguments, kwargs: Keywords) -> Any:
+def record(cls: SymbolClass, func: OpOverload, args: Arguments, kwargs: Keywords) -> Any:
     """What ``func`` gives, as tensors of the class ``cls``.
 
     Raises ConversionError for what no trace can follow, and torch's own errors where torch does not accept
@@ -293,7 +291,7 @@ def record(cls: type[Symbol], func: OpOverload, args: Arguments, kwargs: Keyword
     return _recorded(cls, func, args, kwargs)
 
 
-def _recorded(cls: type[Symbol], func: OpOverload, args: Arguments, kwargs: Keywords) -> object:
+def _recorded(cls: SymbolClass, func: OpOverload, args: Arguments, kwargs: Keywords) -> object:
     # The order of the questions matters: an operator that writes (`add_`) also returns an alias of what it
     # wrote, so that it would pass for a view.
     tensors = list(tensors_in((args, kwargs.values())))
@@ -307,7 +305,7 @@ def _recorded(cls: type[Symbol], func: OpOverload, args: Arguments, kwargs: Keyw
 
 
 def _from_outside(
-    cls: type[Symbol], func: OpOverload, args: Arguments, kwargs: Keywords, tensors: Sequence[torch.Tensor]
+    cls: SymbolClass, func: OpOverload, args: Arguments, kwargs: Keywords, tensors: Sequence[torch.Tensor]
 ) -> object:
     # Zeros, ones and the like take no memory until somebody asks for their elements: converters make tensors
     # as large as a model's embedding only to write weights into them.
@@ -325,7 +323,7 @@ def _from_outside(
 
 
 def _make(
-    cls: type[Symbol], func: OpOverload, args: Arguments, kwargs: Keywords, tensors: Sequence[Any]
+    cls: SymbolClass, func: OpOverload, args: Arguments, kwargs: Keywords, tensors: Sequence[Any]
 ) -> Any:
     """An operator that makes new tensors."""
     if func is aten.is_set_to.default:
@@ -357,7 +355,7 @@ def _make(
     return type(metas)(_fresh(cls, v, m) for v, m in zip(values, metas, strict=True))
 
 
-def _valued(cls: type[Symbol], func: OpOverload, args: Arguments, kwargs: Keywords, metas: Any) -> Any:
+def _valued(cls: SymbolClass, func: OpOverload, args: Arguments, kwargs: Keywords, metas: Any) -> Any:
     """The values that an operator gives."""
     handler = HANDLERS.get(func)
     args, kwargs = valued(cls, args), valued(cls, kwargs)
@@ -366,7 +364,7 @@ def _valued(cls: type[Symbol], func: OpOverload, args: Arguments, kwargs: Keywor
     return handler(*args, **kwargs)
 
 
-def _fresh(cls: type[Symbol], value: Value, meta: torch.Tensor) -> Any:
+def _fresh(cls: SymbolClass, value: Value, meta: torch.Tensor) -> Any:
     if value.shape != tuple(meta.shape) or value.dtype != meta.dtype:
         raise refusal(
             f"a conversion of {names_of(value)} gave {value.dtype} {list(value.shape)} in the "

@@ -37,16 +37,6 @@ class Driver(Protocol):
         ...
 
 
-def driver_of(target: object) -> Driver | None:
-    """Return the driver of ``target``; None for what is no engine."""
-    if target is None or isinstance(target, Driver):
-        return target
-    from zerostart.refit import sglang, vllm
-
-    # vLLM last: its server has no route that tells it from others, and SGLang asks an address what it is.
-    return sglang.driver_of(target) or vllm.driver_of(target)
-
-
 class Server:
     """A server at ``http://HOST:PORT``; raises PeerError for any answer but success."""
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from zerostart.distributed.world import World, current_world, default_device
 from zerostart.errors import ConfigError, PeerError
-from zerostart.refit.drivers import Driver, driver_of
+from zerostart.refit.drivers import Driver
 from zerostart.refit.image import Entry, Image, SetSums, SharedImage, Sums, digest_of
 from zerostart.refit.pushes import (
     ModelWrites,
@@ -49,7 +49,7 @@ class Refitter:
         _compare(settings, world)
         with world.phase("looking at the target"):
             settings.check()
-            driver = driver_of(target)
+            driver = _driver_of(target)
             inside = None if target is model else _inside(target, driver)
             known = target is None or isinstance(target, str) or driver is not None or inside is not None
             if target is model or not known:
@@ -354,3 +354,13 @@ def _timed(phases: dict[str, float], name: str) -> Iterator[None]:
     begun = time.perf_counter()
     yield
     phases[name] = time.perf_counter() - begun
+
+
+def _driver_of(target: object) -> Driver | None:
+    """Return the driver of ``target``; None for what is no engine."""
+    if target is None or isinstance(target, Driver):
+        return target
+    from zerostart.refit import sglang, vllm
+
+    # vLLM last: its server has no route that tells it from others, and SGLang asks an address what it is.
+    return sglang.driver_of(target) or vllm.driver_of(target)
