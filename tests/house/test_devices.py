@@ -68,7 +68,7 @@ def converter(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     weight = state["first.weight"]
     weight[weight > 0.5] = 0.25
     state["first.weight"] = torch.nn.functional.pad(weight[:, :5], (0, 1), value=3.0).flip(0)
-    state["second.weight"].diagonal().mul_(2)
+    state["second.weight"][0].mul_(2)
     state["second.weight"] = state["second.weight"] @ torch.nn.functional.one_hot(
         weight[:, :6].argmax(0) % 6, 6
     ).to(weight.dtype)
