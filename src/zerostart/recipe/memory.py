@@ -13,7 +13,6 @@ from zerostart.geometry import row_major_strides
 from zerostart.recipe.refusals import by_torch, refusal
 from zerostart.recipe.values import Value, check_layout, constant, depends_on_values, names_of
 from zerostart.recipe.views import Layout
-from zerostart.upstream.torch.tensors import resizable
 from zerostart.upstream.types import Arguments, Keywords
 
 #: The class ``SymbolicTensor``; ``symbolic.py`` defines it and imports this module.
@@ -181,7 +180,8 @@ def constant_of(cls: SymbolClass, real: torch.Tensor) -> Any:
     # Bits of a lazy conjugate or negative are settled, since a memory has elements and no bits.
     real = real.detach().cpu()
     memory = Memory.of_constant(real.resolve_conj().resolve_neg())
-    memory.exported = not resizable(real)
+    # torch only borrows the memory of an array or buffer, and cannot resize it.
+    memory.exported = not real.untyped_storage().resizable()
     return cls(memory)
 
 

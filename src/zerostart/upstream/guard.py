@@ -178,6 +178,13 @@ def is_first_rank() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
+def is_of_class(model: object, path: str) -> bool:
+    """Return whether ``model`` is a ``module:Class`` (or a subclass), without importing that module."""
+    # By names along the MRO: FSDP2 and PEFT put classes of their own in front.
+    kind = model if isinstance(model, type) else type(model)
+    return any(f"{base.__module__}:{base.__name__}" == path for base in kind.__mro__)
+
+
 def declared_uses() -> Iterator[Use]:
     """Import all files of this room and yield what they declare, library by library."""
     import zerostart.upstream

@@ -201,7 +201,6 @@ def _models(argument: object) -> Iterator[nn.Module]:
         yield argument
     else:
         own = getattr(argument, "__dict__", {}).values()
-        # A Trainer has ``model``, an Accelerator ``_models``, a pipeline each part as an attribute.
         candidates = (getattr(argument, "model", None), *(getattr(argument, "_models", None) or ()), *own)
         yield from (model for model in candidates if isinstance(model, nn.Module))
 

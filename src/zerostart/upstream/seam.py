@@ -19,7 +19,6 @@ from zerostart.upstream.patches import RefCountedPatches
 Findings = tuple[set[str], set[str], set[tuple[str, tuple[int, ...], tuple[int, ...]]]]
 
 
-#: The calls that each thread is in, of any library, the innermost last.
 _open_calls = threading.local()
 
 

@@ -8,7 +8,6 @@ from typing import Any, TypeAlias
 #: Arguments of an operator of torch: tensors, numbers, dtypes, devices, and lists of these.
 Arguments: TypeAlias = tuple[Any, ...]
 Keywords: TypeAlias = dict[str, Any]
-#: An item of an optimizer's ``param_groups``.
 ParameterGroup: TypeAlias = dict[str, Any]
 
 #: DeepSpeed's configuration or a section of it: JSON values by name.
@@ -21,10 +20,7 @@ ZeroPartition: TypeAlias = Any
 Accelerator: TypeAlias = Any
 FSDPPlugin: TypeAlias = Any
 Parallelism: TypeAlias = Any
-#: ``Trainer`` of transformers.
 Trainer: TypeAlias = Any
-#: ``DiffusionPipeline``.
 Pipeline: TypeAlias = Any
-#: Objects of DiffSynth's training scripts.
 ModelLogger: TypeAlias = Any
 TrainingModule: TypeAlias = Any

@@ -78,7 +78,6 @@ class FSDP2Plugin:
         policy = self.plugin.auto_wrap_policy
         policy = getattr(policy, "func", policy)
         known = {transformer_auto_wrap_policy: "classes", size_based_auto_wrap_policy: "size", None: "none"}
-        # A function of somebody's own cuts by rules that are not known: as one that goes by size.
         return known.get(policy, "size")
 
     @property
@@ -87,8 +86,13 @@ class FSDP2Plugin:
         return [name.removeprefix(SHARDED) for name in self.plugin.transformer_cls_names_to_wrap or ()]
 
 
-#: The ``TrainingArguments`` that asked for FSDP last.
-_arguments: weakref.ref[TrainingArguments] | None = None
+#: The ``TrainingArguments`` that last asked for "fsdp" and for "parallelism", while they live.
+_remembered: weakref.WeakValueDictionary[str, TrainingArguments] = weakref.WeakValueDictionary()
+
+
+def remember(feature: str, arguments: TrainingArguments) -> None:
+    """Note ``TrainingArguments`` that ask for "fsdp" or "parallelism", for as long as they live."""
+    _remembered[feature] = arguments
 
 
 def fsdp2_plugin() -> FSDP2Plugin | None:
@@ -96,13 +100,12 @@ def fsdp2_plugin() -> FSDP2Plugin | None:
     from accelerate.state import AcceleratorState
     from accelerate.utils import FullyShardedDataParallelPlugin
 
-    # An Accelerator that is there counts; then TrainingArguments, whose Trainer makes one after the model;
-    # then what the launcher has put into the environment, of which one would be made.
+    # In the order in which they win: an Accelerator, TrainingArguments, the launcher.
     state = AcceleratorState._shared_state
     if state.get("fsdp_plugin") is not None:
         found = FSDP2Plugin(state["fsdp_plugin"], state.get("_mixed_precision") or "no")
         return found if found.plugin.fsdp_version == 2 else None
-    arguments = _arguments() if _arguments is not None else None
+    arguments = _remembered.get("fsdp")
     plugin: FSDPPlugin | None = None
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if arguments is not None:
@@ -117,34 +120,18 @@ def fsdp2_plugin() -> FSDP2Plugin | None:
     return FSDP2Plugin(plugin, precision)
 
 
-def remember(arguments: TrainingArguments) -> None:
-    """Note ``TrainingArguments`` that ask for FSDP, for as long as they live."""
-    global _arguments
-    _arguments = weakref.ref(arguments)
-
-
-#: The ``TrainingArguments`` with a ``ParallelismConfig`` that were made last.
-_parallel_arguments: weakref.ref[TrainingArguments] | None = None
-
-
 def parallelism() -> Parallelism | None:
     """Return the active ``ParallelismConfig``: an ``Accelerator``'s, the arguments' or the launcher's."""
     from accelerate import ParallelismConfig
     from accelerate.state import AcceleratorState
 
     found: Parallelism | None = AcceleratorState._shared_state.get("parallelism_config")
-    arguments = _parallel_arguments() if _parallel_arguments is not None else None
+    arguments = _remembered.get("parallelism")
     if found is None and arguments is not None:
         found = arguments.parallelism_config
     if found is None and is_set("ACCELERATE_USE_PARALLELISM_CONFIG"):
         found = ParallelismConfig()
     return found
-
-
-def remember_parallelism(arguments: TrainingArguments) -> None:
-    """Note ``TrainingArguments`` that have a ``ParallelismConfig``, for as long as they live."""
-    global _parallel_arguments
-    _parallel_arguments = weakref.ref(arguments)
 
 
 def is_set(name: str) -> bool:

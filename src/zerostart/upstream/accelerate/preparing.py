@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from zerostart.upstream.accelerate.plugins import SHARDED, is_set, remember, remember_parallelism, require
+from zerostart.upstream.accelerate.plugins import SHARDED, is_set, remember, require
 from zerostart.upstream.guard import Function, Use, misfit, resolve
 from zerostart.upstream.patches import RefCountedPatches, fits, replaced
 
@@ -53,13 +53,6 @@ _ARGUMENTS = Use(
     "transformers.training_args:TrainingArguments",
     "_process_fsdp_args",
     "arguments are remembered while they live",
-)
-TOUCHED = (
-    _PREPARE_FSDP2,
-    _PREPARE,
-    _BACKEND,
-    _STATE,
-    _ARGUMENTS,
 )
 
 
@@ -107,8 +100,7 @@ class AcceleratorPatches(RefCountedPatches):
     def _prepare_tp(self, original: Function) -> Function:
         def prepare_tp(accelerator: Accelerator, *args: Any) -> Any:
             models = [item for item in args if isinstance(item, nn.Module)]
-            # Shards of the load are DTensors, and accelerate takes any DTensor for one of a tensor-parallel
-            # mesh.
+            # accelerate takes any DTensor for one of a tensor-parallel mesh.
             ready = accelerator.is_fsdp2 and models and all(self._sharded(model) for model in models)
             return args if ready else original(accelerator, *args)
 
@@ -126,8 +118,7 @@ class AcceleratorPatches(RefCountedPatches):
 
 def _keeps_parameters(original: Function) -> Function:
     def prepare_fsdp2(accelerator: Accelerator, *args: Any) -> Any:
-        # accelerate maps parameters by their addresses, and an empty shard has none: those that stay are put
-        # back by identity. Whole ones are replaced, and are not to be held meanwhile.
+        # accelerate maps parameters by addresses, and empty shards have none: put back by identity.
         before = [
             [
                 [parameter if isinstance(parameter, DTensor) else None for parameter in group["params"]]
@@ -174,14 +165,12 @@ def _has_a_backend_everywhere(original: Function) -> Function:
     def prepare_backend(state: accelerate.PartialState, *args: Any, **kwargs: Any) -> tuple[object, object]:
         from accelerate.utils import DistributedType
 
-        # No backend, though a launcher has started several ranks: there is no accelerator on this host.
         backend, kind = original(state, *args, **kwargs)
         if backend is not None or int(os.environ.get("LOCAL_RANK", "-1")) == -1:
             return backend, kind
         if is_set("ACCELERATE_USE_DEEPSPEED"):
             return "gloo", kind
         if is_set("ACCELERATE_USE_FSDP") and os.environ.get("FSDP_VERSION") == "2":
-            # The state calls it FSDP later: ``_knows_fsdp2_everywhere``.
             return "gloo", DistributedType.MULTI_CPU
         return backend, kind
 
@@ -218,9 +207,9 @@ def _remembers_fsdp(original: Function) -> Function:
     def process(arguments: TrainingArguments) -> Any:
         result = original(arguments)
         if result is not None:
-            remember(arguments)
+            remember("fsdp", arguments)
         if arguments.parallelism_config is not None:
-            remember_parallelism(arguments)
+            remember("parallelism", arguments)
         return result
 
     return process

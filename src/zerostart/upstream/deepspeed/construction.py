@@ -56,7 +56,6 @@ _SUMS = Use(
     "register_replicated_grad_hooks",
     "its mark tells which whole parameters have gradients that ranks add up",
 )
-TOUCHED = (_CONSTRUCTION, _STAGE, _EXPERTS, _SHARED, _GROUPS, _SUMS)
 
 #: On a model in slices: how many ranks share its tensors, by which rules.
 _SLICED = "_zerostart_tensors"
@@ -159,7 +158,6 @@ def _enter(stack: ExitStack) -> None:
     ) -> object:
         if not wrong:  # What slices and experts need does not depend on it.
             _check_stage(self.zero_optimization_stage(), model)
-        # Before the original, which reads the section to find out whether it has to cut the model itself.
         _take_slices(self, model)
         if _has_its_experts(self, model):
             from deepspeed.module_inject.auto_ep_layer import ReplacementSourceMap
@@ -240,7 +238,6 @@ _CONSOLIDATED = Use(
     "_zero3_consolidated_16bit_state_dict(exclude_frozen_parameters), save_16bit_model",
     "experts that several ranks share are put together before they are saved",
 )
-STATE_DICTS_TOUCHED = (OWN_STATE_DICT, _REGISTERED, _CONSOLIDATED)
 
 
 def check_called(module: nn.Module) -> None:

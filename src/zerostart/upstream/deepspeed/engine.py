@@ -68,7 +68,6 @@ def engine_of(model: object) -> DeepSpeedEngine | None:
 
 def _concerning(engine: DeepSpeedEngine) -> tuple[Use, ...]:
     parts = (engine, optimizer_of_engine(engine), _scaler(engine))
-    # By all bases: the ZeRO-3 optimizer may be of the subclass that zerostart makes of it.
     kinds = {f"{kind.__module__}:{kind.__qualname__}" for part in parts for kind in type(part).__mro__}
     partitioned = engine_stage(engine) == 3
     return tuple(p for p in (*TOUCHED, *STEPS) if p.owner in kinds or (partitioned and ":" not in p.owner))
@@ -130,7 +129,6 @@ def is_window_open(engine: DeepSpeedEngine) -> bool:
     """Whether gradients have been accumulated that no step has taken yet."""
     if base_optimizer(engine) is None:
         return False
-    # The user steps by himself, so only what has gone backward since the last step counts.
     if not engine.managed_gradient_accumulation():
         return bool(engine._unmanaged_backward_count)
     if engine._is_gradient_accumulation_boundary is not None:
@@ -182,19 +180,6 @@ def drop_gathered(parameters: Iterable[Any]) -> None:
             module.free_param(parameter)
 
 
-EDITING_TOUCHED = (
-    Use(
-        "deepspeed.runtime.zero.partition_parameters",
-        "free_param, ZeroParamStatus",
-        "a gathered copy of a changed parameter is dropped",
-    ),
-    Use(
-        "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3",
-        "get_param_id, _get_fp32_opt_state_partition, _swappable_optimizer_subgroup, "
-        "_optimizer_states_and_gradient_swap_out",
-        "its fp32 master follows, in a swap file too",
-    ),
-)
 _MODULE = "deepspeed.runtime.zero.partition_parameters"
 
 #: Offset in what this rank holds of the parameter, and its 1-D master from there.

@@ -27,7 +27,11 @@ TOUCHED = (
         "numel), .dtype, .elements_per_buffer, .invalid_buffer, .param_id_to_numel",
         "where the swap file of a partition is, and how large",
     ),
-    Use(_SWAPPER, "remove_partition_and_release_buffers", "how DeepSpeed marks a partition in its swap file"),
+    Use(
+        _SWAPPER,
+        "swap_in, remove_partition_and_release_buffers",
+        "a partition on NVMe is compared with its master in one of the swap buffers",
+    ),
 )
 
 
@@ -77,11 +81,8 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 def _reserve(path: Path, nbytes: int) -> None:
     # Reserved and not left sparse: a mapping that finds the device full ends the process with a signal.
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
-        try:
-            os.posix_fallocate(descriptor, 0, nbytes)
-        finally:
-            os.close(descriptor)
+        with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+            os.posix_fallocate(file.fileno(), 0, nbytes)
     except OSError as error:
         remedy = "; free space, or set another nvme_path" if error.errno in FULL else ""
         raise WriteError(
@@ -107,12 +108,9 @@ def write_through(init: Init, parameters: Sequence[torch.Tensor]) -> None:
     for parameter in parameters:
         path = init.param_swapper.get_path(parameter, must_exist=True)
         try:
-            descriptor = os.open(path, os.O_RDWR)
-            try:
+            with Path(path).open("r+b") as file:
                 # DeepSpeed reads with O_DIRECT, past the page cache that the mapping wrote to.
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+                os.fsync(file.fileno())
         except OSError as error:
             raise WriteError(f"the swap file {path} cannot be written: {error.strerror}") from error
 

@@ -80,11 +80,9 @@ def steps_of(engine: DeepSpeedEngine) -> list[Stepped]:
     wrapper, base = optimizer_of_engine(engine), base_optimizer(engine)
     if wrapper is None or base is None:
         return []
-    # Stage 0 in fp32: DeepSpeed hands the client's optimizer through.
     if wrapper is base:
         return plain_steps(base)
-    # By attributes and not by classes: their modules import what this machine may lack. Stage 3, then 1 and 2
-    # (and bf16 with fp32 gradients), then 0 in low precision.
+    # By attributes: the modules of the classes import what this machine may lack. Stage 3, 1 and 2, then 0.
     if hasattr(wrapper, "fp32_partitioned_groups_flat"):
         return list(_partitioned(wrapper, base))
     if hasattr(wrapper, "single_partition_of_fp32_groups") or hasattr(wrapper, "fp32_groups_flat_partition"):

@@ -199,7 +199,6 @@ class Slice:
 
     shape: tuple[int, ...]
     dim: int
-    #: Of each rank its index ranges along ``dim``, in order.
     ranks: tuple[tuple[tuple[int, int], ...], ...]
     reason: str = ""
 

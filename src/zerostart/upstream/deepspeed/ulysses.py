@@ -49,7 +49,6 @@ class _Shared:
 _ATTRIBUTE = "_zerostart_sequences"
 #: A function of transformers' registry: the module, queries, keys, values, a mask or None, and settings.
 Attention = Function
-#: What DeepSpeed has made, and put in the place of transformers' attention.
 _made: weakref.WeakSet[UlyssesSPAttentionHF] = weakref.WeakSet()
 
 

@@ -101,8 +101,7 @@ def _enter(stack: ExitStack) -> None:
     def configure_optimizer(self: DeepSpeedEngine, client_optimizer: object, model_parameters: Any) -> object:
         parameters = list(self.module.parameters())
         ours = any(expert_of(p) is not None or marked(p) is not None for p in parameters)
-        # Where the model has MoE layers of DeepSpeed, groups are split already; at stage 0 none is
-        # partitioned.
+        # DeepSpeed's own MoE layers come with split groups; stage 0 partitions none.
         if self.has_moe_layers or not ours or not self.zero_optimization():
             return configure(self, client_optimizer, model_parameters)
         self.has_moe_layers = any(expert_of(p) is not None and p.requires_grad for p in parameters)
@@ -127,7 +126,6 @@ def _split(client: Any, parameters: Sequence[Any]) -> tuple[object, object]:
         return split_optimizer(client, _kind), parameters
     if client is not None:
         return (lambda given: split_optimizer(client(given), _kind)), parameters
-    # DeepSpeed makes the optimizer, and itself splits a plain list by experts.
     if not any(isinstance(item, dict) for item in parameters):
         if len({_kind(parameter).home for parameter in parameters}) == 1:
             return client, parameters

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import contextlib
 import functools
 import inspect
@@ -34,10 +33,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger("zerostart")
 
 
-class Adoption(abc.ABC):
+class Adoption:
     """The construction of one optimizer over parameters of which some carry a mark."""
 
     flatten: str
+    #: Attribute that lists the groups that the constructor has come to.
+    listed: str
 
     def __init__(self, optimizer: ZeROOptimizer, arguments: dict[str, Any]) -> None:
         from deepspeed.runtime.utils import is_optimized_parameter
@@ -92,12 +93,8 @@ class Adoption(abc.ABC):
     def current(self) -> torch.Tensor | None:
         """The buffer of the group that the constructor is at, None if it has to make one."""
         # The constructor appends a group to its list first, and flattens it then.
-        number = len(self.made()) - 1
+        number = len(self.optimizer.__dict__.get(self.listed, ())) - 1
         return self.flats[number] if 0 <= number < len(self.flats) else None
-
-    @abc.abstractmethod
-    def made(self) -> list[list[torch.Tensor]]:
-        """The groups that the constructor has come to."""
 
     @contextlib.contextmanager
     def overrides(self) -> Iterator[None]:
@@ -151,7 +148,6 @@ def shares_of(optimizer: ZeROOptimizer) -> Iterator[tuple[torch.Tensor, int, tor
         flats = optimizer.fp32_groups_flat_partition
         groups = [(g, _ends(g), flat) for g, flat in zip(optimizer.bf16_groups, flats, strict=True)]
     for (parameters, offsets, master), ranks in zip(groups, optimizer.real_dp_process_group, strict=True):
-        # Partitions are of equal size, the last padded: this rank's begins there in the flat group.
         begin = dist.get_rank(group=ranks) * master.numel()
         for parameter, offset in zip(parameters, offsets, strict=True):
             low = min(max(begin - offset, 0), parameter.numel())
@@ -234,7 +230,6 @@ def _constructor(original: Function, kind: type[Adoption]) -> Function:
     @functools.wraps(original)
     def construct(self: ZeROOptimizer, *args: Any, **kwargs: object) -> None:
         bound = signature.bind(self, *args, **kwargs)
-        # What is asked for below has a default in some releases.
         bound.apply_defaults()
         adoption = kind(self, bound.arguments)
         if not adoption.concerned:
@@ -252,12 +247,10 @@ def _constructor(original: Function, kind: type[Adoption]) -> Function:
 
 class _Zero(Adoption):
     flatten = "flatten_dense_tensors_aligned"
+    listed = "bit16_groups"
 
     def rules(self) -> tuple[bool, bool]:
         return bool(self.arguments["round_robin_gradients"]), bool(self.arguments["parameter_alignment"])
-
-    def made(self) -> list[list[torch.Tensor]]:
-        return list(self.optimizer.__dict__.get("bit16_groups", ()))
 
     @contextlib.contextmanager
     def overrides(self) -> Iterator[None]:
@@ -313,9 +306,7 @@ class _SkipPartitionClone(TorchFunctionMode):
 
 class _BF16(Adoption):
     flatten = "_flatten_dense_tensors_aligned"
-
-    def made(self) -> list[list[torch.Tensor]]:
-        return list(self.optimizer.__dict__.get("bf16_groups", ()))
+    listed = "bf16_groups"
 
 
 _ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"

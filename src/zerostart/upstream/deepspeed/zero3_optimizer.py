@@ -21,7 +21,7 @@ from zerostart.errors import EngineError
 from zerostart.upstream.deepspeed import zero3_start as starting
 from zerostart.upstream.deepspeed.zero3_partitions import follow_partition, require, tell_changed
 from zerostart.upstream.guard import Use, demand, misfit
-from zerostart.upstream.patches import RefCountedPatches, Ticket, replaced, when_imported
+from zerostart.upstream.patches import RefCountedPatches, Ticket, enter_when_imported, replaced
 
 if TYPE_CHECKING:
     from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
@@ -33,7 +33,6 @@ Reader = Callable[[Sequence[tuple[str, torch.Tensor]]], None]
 #: Brings the partitions of groups next to each other, in their buffer; others that may lie there come along.
 Arrange = Callable[[Sequence[Sequence[torch.Tensor]], Sequence[torch.Tensor]], None]
 
-#: The dtype of parameters, and the load that they are of.
 Buffer = tuple[torch.dtype, object]
 
 _ATTRIBUTE = "_zerostart_mark"
@@ -52,23 +51,15 @@ _SUBCLASS = Use(
     ".dtype, .fp16_groups, .fp16_partitioned_groups, .fp16_partitioned_groups_flat, "
     ".fp32_partitioned_groups_flat, .lp_param_buffer, .master_weights_and_grads_dtype, .module, "
     ".offload_optimizer, .offload_param, .param_groups_fp16_flat_cpu_memory, .params_in_nvme_and_cpu, "
-    ".swap_optimizer, .trainable_param_groups",
+    ".swap_optimizer, .trainable_param_groups, _swappable_optimizer_subgroup, "
+    "_optimizer_states_and_gradient_swap_in, _optimizer_states_and_gradient_swap_out",
     "overridden for several dtypes and masters of the checkpoint",
 )
 _MODULE = "deepspeed.runtime.zero.partition_parameters"
 _GATHER = Use(
     _MODULE, "_no_gather_coalesced", "experts that one rank has alone begin at a multiple of 16 bytes"
 )
-TOUCHED = (
-    _ENTRY,
-    _SUBCLASS,
-    Use(
-        _OPTIMIZER,
-        "_swappable_optimizer_subgroup, _optimizer_states_and_gradient_swap_in, "
-        "_optimizer_states_and_gradient_swap_out",
-        "masters on NVMe are read a sub-group at a time",
-    ),
-)
+TOUCHED = (_ENTRY, _SUBCLASS)
 
 
 @dataclass(frozen=True)
@@ -131,11 +122,6 @@ _held = RefCountedPatches(_enter)
 _ALIGNMENT = 16
 
 
-def _enter_aligning(stack: ExitStack) -> None:
-    later = stack.enter_context(ExitStack())
-    stack.callback(when_imported(_MODULE, functools.partial(_align, later)))
-
-
 def _align(stack: ExitStack, module: ModuleType) -> None:
     """Copy gathered experts of loaded models that a kernel would refuse for their address.
 
@@ -159,7 +145,7 @@ def _align(stack: ExitStack, module: ModuleType) -> None:
     stack.enter_context(replaced(module, "_no_gather_coalesced", gathered))
 
 
-_aligned = RefCountedPatches(_enter_aligning)
+_aligned = RefCountedPatches(lambda stack: enter_when_imported(stack, _MODULE, _align))
 
 
 @functools.cache
@@ -201,7 +187,6 @@ class _Overrides(_Optimizer):  # type: ignore[misc]
                 continue
             own.sort(key=lambda params: params[0].dtype != self.dtype)  # Those of one buffer without a gap.
             parts = [[p.ds_tensor for p in params] for params in own]
-            # Small partitions may be persistent, and lie on the device where others do not.
             largest = max((partition for part in parts for partition in part), key=torch.Tensor.numel)
             if starting.takes(largest, self.offload_param):
                 arrange(parts, [p.ds_tensor for p in every if _buffer_of(p)[1] == load])
@@ -253,7 +238,8 @@ class _Overrides(_Optimizer):  # type: ignore[misc]
     def _create_fp32_partitions(self) -> None:
         with starting.FuseToClone() if starting.is_known() else contextlib.nullcontext():
             super()._create_fp32_partitions()
-        self._read_masters([n for n in range(len(self.fp16_groups)) if not self._is_swapped(n)])
+        swapped = self._swappable_optimizer_subgroup
+        self._read_masters([n for n in range(len(self.fp16_groups)) if not swapped(n)])
 
     def initialize_optimizer_states(self) -> None:
         # What it gives the masters as gradients is zero, and never written to; swapping and ZenFlow write it.
@@ -262,8 +248,8 @@ class _Overrides(_Optimizer):  # type: ignore[misc]
         with starting.SharedZeroGradients(largest) if unread else contextlib.nullcontext():
             super().initialize_optimizer_states()
         # Masters on NVMe exist in memory a sub-group at a time, between these two calls, as in a step.
-        for number in range(len(self.fp16_groups)):
-            if self._is_swapped(number) and any(_reader(p) for p in self.fp16_groups[number]):
+        for number, group in enumerate(self.fp16_groups):
+            if self._swappable_optimizer_subgroup(number) and any(map(_reader, group)):
                 self._optimizer_states_and_gradient_swap_in(number)
                 self._read_masters([number])
                 self._optimizer_states_and_gradient_swap_out(number)
@@ -272,10 +258,6 @@ class _Overrides(_Optimizer):  # type: ignore[misc]
         trained = [p for group in self.fp16_groups for p in group if _mark_of(p) is not None]
         with starting.ungathered(trained) if starting.is_known() else contextlib.nullcontext():
             super().create_reduce_and_remove_grad_hooks()
-
-    def _is_swapped(self, number: int) -> bool:
-        swapped: bool = self._swappable_optimizer_subgroup(number)
-        return swapped
 
     def _read_masters(self, numbers: Sequence[int]) -> None:
         # Masters of less than fp32 hold nothing that the parameter does not.

@@ -91,7 +91,6 @@ def load_operations(names: Iterable[str]) -> None:
 
     for name in names:
         builder = get_accelerator().create_op_builder(name)
-        # None: the accelerator has no such operation; not compatible: this machine cannot build it.
         if builder is None or not deepspeed.ops.__compatible_ops__.get(builder.NAME, False):
             continue
         lock = Path(cpp_extension._get_build_directory(builder.name, False), "lock")
@@ -186,12 +185,11 @@ def check_config(world_size: int, dtype: torch.dtype | None, config: DeepSpeedCo
 @contextlib.contextmanager
 def _refusals() -> Iterator[None]:
     from deepspeed.runtime.config import DeepSpeedConfigError
-    from pydantic import ValidationError
 
     try:
         yield
-    # DeepSpeed checks some settings by assert.
-    except (DeepSpeedConfigError, ValidationError, AssertionError) as error:
+    # DeepSpeed checks some settings by assert; pydantic's errors are ValueErrors.
+    except (DeepSpeedConfigError, ValueError, AssertionError) as error:
         raise ConfigError(f"DeepSpeed rejects engine_config: {error}") from error
 
 
@@ -236,14 +234,11 @@ def check_sections(config: DeepSpeedConfig | None) -> None:
     """Raise ConfigError for what DeepSpeed refuses of the sections that decide how parameters are held."""
     from deepspeed.runtime.precision_config import get_bfloat16_config, get_float16_config
     from deepspeed.runtime.zero.config import get_zero_config
-    from pydantic import ValidationError
 
     settled = _settled(config or {})
-    try:
+    with _refusals():
         for parse in (get_zero_config, get_bfloat16_config, get_float16_config):
             parse(settled)
-    except (ValidationError, ValueError, AssertionError) as error:
-        raise ConfigError(f"DeepSpeed rejects engine_config: {error}") from error
 
 
 def check_quantising() -> None:
@@ -370,14 +365,6 @@ def mark_leaves(modules: Iterable[nn.Module]) -> None:
         set_z3_leaf_module(module, True)
 
 
-MASTERS_TOUCHED = (
-    Use(
-        "deepspeed.runtime.swap_tensor.partitioned_param_swapper:AsyncPartitionedParameterSwapper",
-        "swap_in, remove_partition_and_release_buffers",
-        "a partition on NVMe is compared with its master in one of the swap buffers",
-    ),
-)
-
 #: Elements that are compared at a time: some MiB of temporary memory.
 _CHUNK = 1 << 20
 
@@ -411,7 +398,7 @@ def follow_partition(master: torch.Tensor, parameter: Any) -> bool:
     """``follow`` for the partition of ``parameter``, which may be on NVMe."""
     swapped = not partition_available(parameter.ds_tensor)
     if swapped:
-        demand(MASTERS_TOUCHED, "Leave the parameters in memory: offload_param to cpu")
+        demand(nvme.TOUCHED, "Leave the parameters in memory: offload_param to cpu")
         parameter.nvme_swapper.swap_in([parameter], async_op=False)
     found = follow(master, parameter.ds_tensor.data)
     if swapped:

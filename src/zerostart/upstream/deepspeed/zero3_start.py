@@ -46,7 +46,6 @@ _MEMORY = Use(
 _BEGINNING = Use(
     _ENGINE, "_configure_zero_optimizer(optimizer)", "the model is not printed where ZeRO begins"
 )
-TOUCHED = (_DEFRAGMENT, _MEMORY, _BEGINNING)
 #: Elements that are converted at a time where a device does it for the host.
 _CHUNK = 1 << 22
 
@@ -151,7 +150,6 @@ class FuseToClone(TorchFunctionMode):
     ) -> object:
         kwargs = kwargs or {}
         if func is torch.Tensor.clone and self._made is not None and args[0] is self._made:
-            # Only the clone of what was just made: nobody else can have seen it, so it needs no copy.
             made, self._made = self._made, None
             return made
         if func is torch.Tensor.to and args[0].dim() == 1:

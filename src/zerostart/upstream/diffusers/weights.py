@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from zerostart.errors import BuildError, UnsupportedVersionError
-from zerostart.upstream.guard import Use, demand
+from zerostart.upstream.guard import Use, demand, is_of_class
 from zerostart.upstream.transformers.models import unasked, without_bars
 from zerostart.upstream.types import Pipeline
 
@@ -58,11 +58,7 @@ def require() -> None:
 
 def is_diffusers(model: object) -> bool:
     """Whether ``model`` is a diffusers model (or class), without importing diffusers to find out."""
-    kind = model if isinstance(model, type) else type(model)
-    return any(
-        base.__module__ == "diffusers.models.modeling_utils" and base.__name__ == "ModelMixin"
-        for base in kind.__mro__
-    )
+    return is_of_class(model, "diffusers.models.modeling_utils:ModelMixin")
 
 
 def model_class(name: str) -> type[nn.Module] | None:
@@ -77,19 +73,24 @@ def model_class(name: str) -> type[nn.Module] | None:
 def original_layout(kind: type) -> tuple[Converter | None, tuple[str, ...]]:
     """Return the converter that diffusers registers for the class, and prefixes of its keys."""
     require()
-    from diffusers.loaders import single_file_model, single_file_utils
+    from diffusers.loaders import single_file_utils
+
+    prefixes = {
+        "transformer": (single_file_utils.LDM_UNET_KEY,),
+        "unet": (single_file_utils.LDM_UNET_KEY,),
+        "vae": tuple(single_file_utils.LDM_VAE_KEYS),
+        "audio_vae": ("audio_vae.",),
+    }
+    entry = _single_file_entry(kind)
+    return entry.get("checkpoint_mapping_fn"), prefixes.get(entry.get("default_subfolder", ""), ())
+
+
+def _single_file_entry(kind: type) -> dict[str, Any]:
+    require()
+    from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
 
     names = {base.__name__ for base in kind.__mro__ if base.__module__.startswith("diffusers.")}
-    for name, entry in single_file_model.SINGLE_FILE_LOADABLE_CLASSES.items():
-        if name in names:
-            prefixes = {
-                "transformer": (single_file_utils.LDM_UNET_KEY,),
-                "unet": (single_file_utils.LDM_UNET_KEY,),
-                "vae": tuple(single_file_utils.LDM_VAE_KEYS),
-                "audio_vae": ("audio_vae.",),
-            }
-            return entry["checkpoint_mapping_fn"], prefixes.get(entry.get("default_subfolder"), ())
-    return None, ()
+    return next((entry for name, entry in SINGLE_FILE_LOADABLE_CLASSES.items() if name in names), {})
 
 
 def original_release(shapes: Mapping[str, Sequence[int]]) -> tuple[str, str | None] | None:
@@ -110,12 +111,7 @@ def original_release(shapes: Mapping[str, Sequence[int]]) -> tuple[str, str | No
 
 def component_folder(kind: type) -> str | None:
     """The folder of a pipeline in which the class is, by diffusers' table; None where it does not say."""
-    require()
-    from diffusers.loaders import single_file_model
-
-    names = {base.__name__ for base in kind.__mro__ if base.__module__.startswith("diffusers.")}
-    table = single_file_model.SINGLE_FILE_LOADABLE_CLASSES
-    return next((entry.get("default_subfolder") for name, entry in table.items() if name in names), None)
+    return _single_file_entry(kind).get("default_subfolder")
 
 
 def fix_names(model: ModelMixin, state_dict: dict[str, Any]) -> None:
@@ -150,7 +146,6 @@ PIPELINES_TOUCHED = (
     ),
 )
 
-#: Packages whose classes components may be of. Other names are folders of diffusers' own pipelines.
 _PACKAGES = ("diffusers", "transformers")
 
 

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 
 _LAYERS = "peft.tuners.tuners_utils"
-_FILES = "peft.utils.save_and_load"
 _INJECTED = Use(
     "peft.tuners.tuners_utils:BaseTuner",
     "inject_adapter(model, adapter_name)",
@@ -59,7 +58,6 @@ _PROMPTS = Use(
     "_setup_prompt_encoder(adapter_name)",
     "what stands around a model in shards is the same on every rank",
 )
-TOUCHED = (_INJECTED, _SIZES, _MERGED, _GATHERED, _TOKENS, _READ, _PROMPTS)
 _REMEDY = "zerostart cannot take over adapters of models in shards"
 
 #: What the dimension of a mesh is called whose ranks compute with a part of a weight.
@@ -109,18 +107,27 @@ class AdapterCalls(RefCountedPatches):
 
     def _enter(self, stack: ExitStack) -> None:
         stack.callback(self._classes.clear)
-        for name, imported in (
-            (_LAYERS, self._layers_imported),
-            (_GATHERED.owner, self._gathers),
-            (_TOKENS.owner.partition(":")[0], self._collects),
-            (_FILES, self._files_imported),
-            (_PROMPTS.owner.partition(":")[0], self._prompts),
+        for uses, imported in (
+            ((_INJECTED, _SIZES, _MERGED), self._layers_imported),
+            ((_GATHERED,), self._gathers),
+            ((_TOKENS,), self._collects),
+            ((_READ,), self._files_imported),
+            ((_PROMPTS,), self._prompts),
         ):
-            enter_when_imported(stack, name, imported)
+            module = uses[0].owner.partition(":")[0]
+            enter_when_imported(stack, module, functools.partial(self._imported, uses, imported))
+
+    def _imported(
+        self,
+        uses: tuple[Use, ...],
+        serve: Callable[[ExitStack, ModuleType], None],
+        stack: ExitStack,
+        module: ModuleType,
+    ) -> None:
+        if fits(stack, self, uses, _REMEDY):
+            serve(stack, module)
 
     def _layers_imported(self, stack: ExitStack, module: ModuleType) -> None:
-        if not fits(stack, self, (_INJECTED, _SIZES, _MERGED), _REMEDY):
-            return
         name = "_get_in_out_features"
         measured = getattr(module, name)
         stack.enter_context(replaced_everywhere(name, measured, _measures(measured)))
@@ -170,22 +177,17 @@ class AdapterCalls(RefCountedPatches):
         return call
 
     def _gathers(self, stack: ExitStack, module: ModuleType) -> None:
-        if not fits(stack, self, (_GATHERED,), _REMEDY):
-            return
         name = "check_deepspeed_zero3_enabled"
         original = getattr(module, name)
 
         @functools.wraps(original)
         def enabled() -> bool:
-            # GatheredParameters leaves alone what is not partitioned.
-            # PEFT asks transformers whether ZeRO-3 is configured, which it is not where zerostart has loaded.
+            # PEFT asks whether ZeRO-3 is configured; GatheredParameters ignores what is not partitioned.
             return original() or "deepspeed" in sys.modules
 
         stack.enter_context(replaced_everywhere(name, original, enabled))
 
     def _prompts(self, stack: ExitStack, module: ModuleType) -> None:
-        if not fits(stack, self, (_PROMPTS,), _REMEDY):
-            return
         name = "_setup_prompt_encoder"
         original = getattr(module.PeftModel, name)
 
@@ -196,8 +198,6 @@ class AdapterCalls(RefCountedPatches):
         stack.enter_context(replaced(module.PeftModel, name, set_up))
 
     def _files_imported(self, stack: ExitStack, module: ModuleType) -> None:
-        if not fits(stack, self, (_READ,), _REMEDY):
-            return
         name = "get_peft_model_state_dict"
         original = getattr(module, name)
 
@@ -208,8 +208,6 @@ class AdapterCalls(RefCountedPatches):
         stack.enter_context(replaced_everywhere(name, original, read))
 
     def _collects(self, stack: ExitStack, module: ModuleType) -> None:
-        if not fits(stack, self, (_TOKENS,), _REMEDY):
-            return
         name = "_collect_token_weights"
         original = getattr(module.TrainableTokensLayer, name)
 
@@ -218,7 +216,6 @@ class AdapterCalls(RefCountedPatches):
             layer: TrainableTokensLayer, weight: torch.Tensor, rows: torch.Tensor, embed_dim: int
         ) -> Any:
             return (
-                # Its gathering is that of ZeRO-3; a DTensor is indexed as it is.
                 original(layer, weight, rows, embed_dim) if hasattr(weight, "ds_id") else layer.weight[rows]
             )
 

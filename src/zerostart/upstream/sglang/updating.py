@@ -23,7 +23,6 @@ _VERSION = Use(
     "sglang.srt.managers.tokenizer_control_mixin:TokenizerControlMixin.update_weight_version(obj)",
     "an engine within a process has no call of its own for its weight version",
 )
-TOUCHED = (_DERIVED, _VERSION)
 
 
 @functools.cache

@@ -17,9 +17,6 @@ The first sums are a product of matrices. Processors and CUDA have it for bytes 
 name; CUDA's takes 17 rows at least, each of which begins at a multiple of 16 bytes). Other processors take
 that of fp32, which is exact as well: bytes and keys have eight bits, and no sum of products leaves the 24 of
 fp32. Other devices multiply and add integers.
-
-Sums of rows are made where the bytes are, and weighed on the host: a thirtieth of the bytes.
-Run on the CPU, on the pretend accelerator (docs/configuring.md), and on one H200.
 """
 
 from __future__ import annotations
@@ -62,7 +59,6 @@ def lanes_of(octets: torch.Tensor, position: int = 0) -> list[int]:
     octets, most = octets.view(torch.int8), MANY if _is_host(octets.device) else THERE_MANY
     while count := octets.numel():
         row, inside = divmod(position, ROW)
-        # Whole rows together; what begins or ends within a row by itself.
         whole = 0 if inside else min(count, most) // ROW
         taken = whole * ROW or min(count, ROW - inside)
         parts.append(_weighed(_row_sums(octets[:taken].view(max(whole, 1), -1), inside), row))
@@ -74,8 +70,7 @@ def lanes_of_rows(octets: torch.Tensor, position: int, step: int) -> list[int]:
     """The same over ``octets`` [number, length], of which ``k`` begins at byte ``position + k * step``."""
     number, length = octets.shape
     parts = []
-    # A few blocks at a time, whose sums are zeros but for the rows that have any of the bytes: they are soon
-    # weighed with these.
+    # A few blocks at a time: most sums of rows are zeros.
     many = max(1, TOGETHER // step)
     for begin in range(0, number if length else 0, many):
         at = position + begin * step
@@ -90,7 +85,6 @@ def lanes_of_rows(octets: torch.Tensor, position: int, step: int) -> list[int]:
 
 def _sum_rows(sums: torch.Tensor, octets: torch.Tensor, position: int, step: int) -> None:
     number, length = octets.shape
-    # Those that begin at the same place of a row take the same keys: a product for all of them.
     period = ROW // math.gcd(step, ROW)
     apart = period * step // ROW
     for first in range(min(period, number)):

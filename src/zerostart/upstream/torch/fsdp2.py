@@ -41,7 +41,6 @@ _SHARDS = Use(
 _ACCUMULATED = Use(
     _PARAMETER, ".unsharded_accumulated_grad", "whether gradients have been accumulated that were not reduced"
 )
-TOUCHED = (_UNITS, _STATES, _BACKWARD, _GROUPS, _SHARDS, _ACCUMULATED)
 
 
 def has_run(model: nn.Module) -> bool:
@@ -88,13 +87,11 @@ def whole_for_a_while(model: nn.Module, modules: Sequence[nn.Module]) -> Iterato
     sharded over all ranks and nothing else.
     """
     need(_UNITS, _STATES, _GROUPS, _SHARDS)
-    # Collected first, by module and name: inside, parameters may be replaced, and identities change.
     kept = _kept(model, modules)
     whole = []
     for group, parameter in {id(one): (group, one) for group, one in kept.values()}.values():
         whole.append((parameter, whole_tensor(parameter.sharded_param)))
         _put(*whole[-1])
-        # The unit lets go of it: its hook on loaded state dicts, and its place among those that are gathered.
         parameter._post_load_hook_handle.remove()
         group.fsdp_params.remove(parameter)
     try:
@@ -154,7 +151,6 @@ def _shard(modules: Sequence[nn.Module], kept: dict[tuple[int, str], tuple[Any, 
     plain = {}
     for module in modules:
         for name, parameter in module._parameters.items():
-            # By identity: a parameter that modules share becomes one shard again.
             if parameter is not None and id(parameter) not in plain:
                 plain[id(parameter)] = (parameter, *kept[id(module), name])
     for parameter, group, old in plain.values():

@@ -31,7 +31,6 @@ _STORE = Use(
     "_get_default_store, _world",
     "a rank that is alone in a call learns it without a collective",
 )
-TOUCHED = (_STORE, _DESTROY)
 #: Has gloo connect two ranks when they first send each other something, not all ranks with all at once.
 LAZILY = "TORCH_GLOO_LAZY_INIT"
 

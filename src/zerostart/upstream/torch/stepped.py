@@ -39,7 +39,6 @@ class Member:
 
     parameter: torch.Tensor
     at: int
-    #: How many there are; there may be none.
     count: int
     #: None: they are what this rank holds of the parameter itself. Else those from this one on of the row-
     #: major order of all that the rank holds of it.
@@ -119,7 +118,6 @@ def _adopt(stack: ExitStack) -> None:
 
 #: As long as it is open, steps of all that FSDP2 shards are watched, whoever has loaded it.
 adopted_steps = RefCountedPatches(_adopt)
-#: Of an optimizer what it was judged by, and whether it steps what is watched.
 _judged: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[object, bool]] = weakref.WeakKeyDictionary()
 
 

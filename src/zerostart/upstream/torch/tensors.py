@@ -40,7 +40,6 @@ _TABLES = Use(
     "._parameters, ._buffers, ._non_persistent_buffers_set",
     "a module's tensors are looked up and put back in its own tables",
 )
-TOUCHED = (_TRUNCATED_NORMAL, _SPEC, _GROUPS, _USERS, _TABLES)
 
 
 def storage_users(storage: torch.UntypedStorage) -> int:
@@ -129,15 +128,10 @@ WRAPPER_TOUCHED = (
     ),
     Use(
         "torch:_C",
-        "_set_throw_on_mutable_data_ptr",
-        "whatever asks for the memory that such a tensor lacks gets an error",
+        "_set_throw_on_mutable_data_ptr, _set_conj, _set_neg, _dispatch_keys, "
+        "_additional_keys_to_prop_for_wrapper_tensors, _DisableTorchDispatch",
+        "such a tensor raises an error where its memory is asked for, and has the bits of what it wraps",
     ),
-    Use(
-        "torch:_C",
-        "_set_conj, _set_neg, _dispatch_keys, _additional_keys_to_prop_for_wrapper_tensors",
-        "the conjugate and negative bits are the same for a tensor and what wraps it",
-    ),
-    Use("torch:_C", "_DisableTorchDispatch", "operators run past the modes and classes in Python"),
 )
 T = TypeVar("T", bound=torch.Tensor)
 _CPU = torch.device("cpu")
@@ -199,11 +193,6 @@ def _set_bits(wrapper: torch.Tensor, conj: bool, neg: bool) -> None:
 def shares_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors, which may be on the meta device, lie in one storage."""
     return bool(a.untyped_storage()._cdata == b.untyped_storage()._cdata)
-
-
-def resizable(tensor: torch.Tensor) -> bool:
-    """Whether torch allocated the memory of ``tensor`` itself; that of an array or buffer it only borrows."""
-    return bool(tensor.untyped_storage().resizable())
 
 
 def without_dispatch() -> contextlib.AbstractContextManager[None]:

@@ -59,7 +59,6 @@ def kinds(model: PreTrainedModel) -> frozenset[str]:
     named = getattr(config, "layer_types", None)
     if named:
         return frozenset(named)
-    # Models without a list of kinds slide in every layer.
     return frozenset({_SLIDING if getattr(config, "sliding_window", None) else _FULL})
 
 
@@ -67,7 +66,6 @@ def obstacle(model: PreTrainedModel) -> str:
     """Why no ranks can share the sequences of a model, after "it has", in words; empty if they can."""
     require()
     config: PreTrainedConfig = model.config.get_text_config()
-    # Attention modules say it by a bool; elsewhere the name may be a property or a method.
     causal = [m.is_causal for m in _modules(model) if isinstance(getattr(m, "is_causal", None), bool)]
     others = sorted(kinds(model) - {_FULL, _SLIDING})
     # Sinks are one parameter for each head, which a rank with a part of the heads would have all of.

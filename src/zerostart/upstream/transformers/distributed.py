@@ -34,7 +34,6 @@ _FORWARDS = Use(
     "install_forward(module)",
     "a module whose parameters are cut runs by the library's own forward for its style",
 )
-TOUCHED = (_FLAG, _ASKED, _STYLES, _FORWARDS)
 
 
 @dataclass(frozen=True)

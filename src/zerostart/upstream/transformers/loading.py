@@ -151,7 +151,6 @@ class TransformersSeam(LoadingSeam):
     def _from_config(self, original: Function) -> object:
         @functools.wraps(original)
         def from_config(cls: type, *args: Any, **kwargs: Any) -> object:
-            # A model inside a model is initialised with the outer one, by that one's call.
             call = None if _is_part_of_another() else self._starting(cls, kwargs)
             if call is None:
                 return original(cls, *args, **kwargs)
@@ -214,7 +213,6 @@ class TransformersSeam(LoadingSeam):
                 "error_msgs": [],
                 "conversion_errors": {},
             }
-            # Fields that a newer release has added are sets of names, and empty here.
             rest = set(LoadStateDictInfo.__dataclass_fields__) - set(info)
             return LoadStateDictInfo(**info, **{name: set() for name in rest}), None
 

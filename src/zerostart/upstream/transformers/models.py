@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from zerostart.errors import ConfigError
-from zerostart.upstream.guard import Use, demand, misfit, need
+from zerostart.upstream.guard import Use, demand, is_of_class, misfit, need
 from zerostart.upstream.patches import replaced
 
 if TYPE_CHECKING:
@@ -56,30 +56,11 @@ _DEVICE = Use(
     "get_torch_context_manager_or_global_device",
     "a model that is built on meta initialises its weights as one on the CPU does",
 )
-_CREATION = Use(
-    "transformers.initialization",
-    "meta_device_safe_creation_ops",
-    "the library's own context for a model that is built on meta",
-)
-TOUCHED = (
-    _CONVERSIONS,
-    _MAPPING,
-    _CONTEXTS,
-    _NESTED,
-    _DECLARED,
-    _DEVICE,
-    _CREATION,
-)
 
 
 def is_pretrained(model: object) -> bool:
     """Whether ``model`` is a transformers model (or class), without importing transformers to find out."""
-    # By names along the MRO: FSDP2 and PEFT put classes of their own in front.
-    kind = model if isinstance(model, type) else type(model)
-    return any(
-        base.__module__ == "transformers.modeling_utils" and base.__name__ == "PreTrainedModel"
-        for base in kind.__mro__
-    )
+    return is_of_class(model, _MODEL)
 
 
 def loading_core() -> ModuleType:
@@ -130,8 +111,7 @@ def without_weights(dtype: torch.dtype) -> Iterator[None]:
             if fits:
                 stack.enter_context(initialization.no_tie_weights())
                 stack.enter_context(without_zero_init())
-            # In the order of the library: its guard puts linspace, whose values constructors read, back on
-            # the CPU.
+            # Before its guard, which puts linspace, whose values constructors read, back on the CPU.
             stack.enter_context(torch.device("meta"))
             if fits:
                 stack.enter_context(initialization.meta_device_safe_creation_ops())
@@ -259,16 +239,13 @@ def show_experts(model: PreTrainedModel) -> None:
 
 def is_configuration(value: object) -> bool:
     """Whether ``value`` is a transformers configuration, without importing transformers to find out."""
-    return any(
-        base.__module__ == "transformers.configuration_utils" and base.__name__ == "PreTrainedConfig"
-        for base in type(value).__mro__
-    )
+    return is_of_class(type(value), "transformers.configuration_utils:PreTrainedConfig")
 
 
 @contextlib.contextmanager
 def initialising(dtype: torch.dtype) -> Iterator[None]:
     """Inside, models are built on meta in ``dtype``, initialised and tied as on the CPU."""
-    demand((_DEVICE, _CREATION))
+    demand((_DEVICE, _CONTEXTS))
     from transformers import initialization, modeling_utils
 
     module: ModuleType = modeling_utils

@@ -43,7 +43,6 @@ def dequantizer(quantization: Mapping[str, object], source: str) -> HfQuantizer:
         quantizer = AutoHfQuantizer.from_config(dict(quantization), pre_quantized=True)
         known = hasattr(quantizer.quantization_config, "dequantize")
         if known:
-            # Before its conversions are asked for: they differ by this flag.
             quantizer.quantization_config.dequantize = True
         operations = _dequantising(quantizer.get_weight_conversions()) if known else []
     except (ImportError, ValueError, TypeError, AttributeError) as error:
@@ -70,7 +69,6 @@ def dequantise(config: PreTrainedConfig) -> None:
     stored = owner.quantization_config
     described = stored if isinstance(stored, Mapping) else stored.to_dict()
     dequantizer(described, str(config.name_or_path or type(config).__name__))
-    # As it was read from config.json, or an object that the library has made of it.
     if isinstance(stored, dict):
         stored["dequantize"] = True
     else:
@@ -97,7 +95,6 @@ def _mend_blocks(quantizer: HfQuantizer, block: tuple[int, int]) -> None:
             operations = getattr(conversion, "operations", [])
             for at, operation in enumerate(operations):
                 if getattr(operation, "hf_quantizer", None) and hasattr(operation, "_dequantize_one"):
-                    # Of the operation's own class: a release may have several, by method.
                     operations[at] = _with_cut_blocks(type(operation), block)(operation.hf_quantizer)
         return conversions
 

@@ -34,7 +34,6 @@ _LATENT = Use(
     "on some CPUs latent attention packs a projection's weight itself, and drops it: until then it "
     "is left as it was filled",
 )
-TOUCHED = (_EXPERTS, _LAYERWISE, _META, _LATENT)
 
 
 @functools.cache
@@ -157,7 +156,6 @@ def on_meta(model: nn.Module) -> Iterator[Mapping[str, torch.Tensor]]:
                 layer.to_meta()
                 for name in cast_biases(layer):
                     _show_cast(layer, name)
-            # A layer that is there under several names has the first one here, as in `layers_of`.
             yield {
                 prefix + name: tensor
                 for prefix, layer in swapped.items()
