@@ -2,6 +2,7 @@
 
 import errno
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from zerostart.checkpoint.storage import files
 from zerostart.errors import CheckpointNotFoundError, ReadError
 from zerostart.transfer import FileReader
+from zerostart.transfer.execute import Crew
 
 CONTENT = bytes(range(256)) * 400
 
@@ -109,3 +111,19 @@ def test_truncated_before_the_load(path: Path) -> None:
     path.unlink()
     with pytest.raises(CheckpointNotFoundError, match="was removed"):
         read(path, 0, 10)
+
+
+def test_what_all_ranks_agreed_on_comes_before_an_error_of_a_thread() -> None:
+    """Both happen at once: a rank that raised its own error would meet the others a second time, in vain."""
+    failed = threading.Event()
+
+    def work(items: object) -> None:
+        failed.set()
+        raise ReadError("of this rank's thread")
+
+    def meet(has_ended: bool) -> bool:
+        failed.wait(10)
+        raise CheckpointNotFoundError("of all ranks")
+
+    with pytest.raises(CheckpointNotFoundError, match="of all ranks"):
+        Crew([1], work, None, "reader").run(1, meet)

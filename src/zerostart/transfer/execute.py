@@ -214,9 +214,12 @@ class Crew(Generic[T]):
                 while self._error is None and not meet(self._has_ended(MEETING_SECONDS)):
                     continue
             self._join()
-        except BaseException as error:  # an interrupt: what the others use is closed after they end
+        except BaseException as error:
+            # Raised even if a thread failed too: all ranks have agreed on what ``meet`` raises, and a rank
+            # that raised its own error would wait for them in another meeting.
             self._error = self._error or error
             self._join()
+            raise
         if self._error is not None:
             raise self._error
 
