@@ -36,9 +36,7 @@ HELP = "https://github.com/zerostart/zerostart/tree/main/docs/errors.md"
 SITUATIONS: Mapping[str, tuple[str, ...]] = {
     "ConfigError": (
         "the ranks do not do the same",
-        "this is a parameter of a sharded model",
         "make the Accelerator or TrainingArguments before the model",
-        "the change is lost",
         "in the middle of gradient accumulation",
         "belongs to another run",
         "did you mean",
