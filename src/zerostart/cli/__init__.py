@@ -39,8 +39,8 @@ _COMMANDS: Mapping[str, tuple[str, ...]] = {
     ),
     "export": ("export runs/demo/checkpoints/step-100 exported --dtype bfloat16",),
     "convert": (
-        "convert checkpoints/step-100 universal --to universal",
-        "convert runs/zero-3 model --to original --dtype bfloat16 --nproc 4",
+        "convert checkpoints/step-100 weights --to dcp",
+        "convert runs/zero-3 model --to original --dtype bfloat16",
     ),
     "synth": ("synth qwen3_moe tiny-moe --size tiny", "synth config.json big --sparse"),
     "verify": ("verify runs/demo/final",),
