@@ -40,9 +40,9 @@ def command(
         str, typer.Option(metavar="SIZE", help="hf, original: most bytes of one file.")
     ] = "5GB",
 ) -> None:
-    """Write the weights of a checkpoint in another format, in bounded memory.
+    """Write the weights of a checkpoint in another format.
 
-    B appears whole or not at all. The states of an optimizer are left out.
+    Memory is bounded. B appears whole or not at all. The states of an optimizer are left out.
     """
     from rich.filesize import decimal
 

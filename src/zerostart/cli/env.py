@@ -36,7 +36,7 @@ def command(
         ),
     ] = False,
 ) -> None:
-    """Show versions and devices; with --check, whether this installation works."""
+    """Show versions and devices; with --check, whether they work."""
     with _uncollected() if check else contextlib.nullcontext():
         found = _found(check)
     if as_json:
