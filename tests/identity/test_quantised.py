@@ -97,3 +97,14 @@ def test_a_method_without_dequantisation_is_refused_by_name(tmp_path: Path) -> N
     (path / "config.json").write_text(json.dumps(config))
     with pytest.raises(zerostart.ZerostartError, match="awq"):
         zerostart.load(path, engine="fsdp2", progress=False)
+
+
+@pytest.mark.parametrize("name", QUANTISED)
+def test_a_save_is_the_dequantised_load_again(name: str, tmp_path: Path) -> None:
+    """Saved under names that plain transformers takes as weights; mxfp4's were ``..._blocks``."""
+    path = QUANTISED[name](tmp_path / "quantised")
+    model = zerostart.load(path, engine="fsdp2", dtype=BF16, progress=False)
+    zerostart.save(model, tmp_path / "saved")
+    whole, found = pretrained(path, BF16).state_dict(), pretrained(tmp_path / "saved", BF16).state_dict()
+    assert whole.keys() == found.keys()
+    assert not [n for n, tensor in whole.items() if not torch.equal(found[n], tensor.to(found[n].dtype))]

@@ -172,8 +172,16 @@ def mark_loaded(tensor: torch.Tensor) -> None:
 
 
 def keep_conversions(model: PreTrainedModel, conversions: Sequence[object]) -> None:
-    """Leave the conversions that matched where ``save_pretrained`` looks for what to reverse."""
-    model._weight_conversions = list(conversions)
+    """Leave the conversions that matched where ``save_pretrained`` looks for what to reverse.
+
+    Not that of mxfp4: reversed, it names bf16 experts ``..._blocks``, which no model takes as weights.
+    """
+    model._weight_conversions = [c for c in conversions if not _is_of_mxfp4(c)]
+
+
+def _is_of_mxfp4(conversion: object) -> bool:
+    names = (type(operation).__name__ for operation in getattr(conversion, "operations", None) or ())
+    return "Mxfp4Dequantize" in names
 
 
 def keep_outputs(model: torch.nn.Module) -> None:
