@@ -223,7 +223,7 @@ def test_failing_at_any_call(
         else:
             assert isinstance(failure, zerostart.errors.WriteError), calls.names[points]
             assert os.strerror(number) in str(failure)
-            partly = "all is there" in str(failure) or "a part of it" in str(failure)
+            partly = "all files are saved" in str(failure) or "only a part was saved" in str(failure)
             assert found == (2.0 if partly else 1.0), calls.names[points]
             told += 1
         KINDS[kind](path, 3.0, then)

@@ -1,4 +1,4 @@
-"""The settings of a load: read and checked once, and what follows from them alone."""
+"""Check the arguments of a load, and derive its engine and read settings."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ _SWITCHES = ("strict", "progress", "fp32_masters", "exchange", "trust_remote_cod
 
 @dataclass(frozen=True)
 class Request:
-    """The arguments of ``zerostart.load``, ``plan`` and ``enabled``, which describe them."""
+    """Arguments of ``zerostart.load``, ``plan`` and ``enabled``; see there."""
 
     source: Any = None
     model: Any = None
-    #: Name; None for the engine that the launcher has set up, else the first one installed.
+    #: Name; None for the engine of the launcher, otherwise the first one installed.
     engine: str | None = None
-    #: None in ``enabled``: the stage of the active configuration.
+    #: None in ``enabled``: use the stage of the active configuration.
     zero_stage: int | None = 3
-    #: Engine settings, or the path of a JSON file that ``read`` replaces by its content.
+    #: Engine settings, or the path of their JSON file; ``read`` replaces a path with the content.
     engine_config: Any = None
     expert_parallel: int = 1
     tensor_parallel: int = 1
     sequence_parallel: int = 1
-    #: A dtype, or a name that ``read`` replaces.
+    #: A dtype or its name; ``read`` replaces a name with the dtype.
     dtype: Any = None
     converter: Any = None
     memory_limit: int | None = None
@@ -59,64 +59,65 @@ class Request:
     fp32_masters: bool = True
     exchange: bool | None = None
     trust_remote_code: bool = False
-    #: Initialise a tensor that has another shape in the checkpoint as if it were missing.
+    #: Treat a tensor with another shape in the checkpoint as missing, and initialise it.
     reinitialise_mismatched: bool = False
-    #: Why the load uses this ``engine``, in a few words.
+    #: Reason for the choice of ``engine``, for reports.
     engine_reason: str = ""
 
     def read(self) -> Request:
-        """Return the request with its dtype and configuration read. Raises ConfigError for wrong kinds."""
+        """Check the argument types, and read dtype and configuration. Raises ConfigError."""
         for name in _NUMBERS:
-            value, least = getattr(self, name), 1 if name.endswith("parallel") else MIN_CHUNK
+            value, minimum = getattr(self, name), 1 if name.endswith("parallel") else MIN_CHUNK
             if value is None and name in ("memory_limit", "chunk_size"):
                 continue
-            if not _is_whole(value):
+            if not _is_integer(value):
                 raise ConfigError(f"{name}={value!r} is not accepted; give a whole number")
-            if value < least and least == MIN_CHUNK:
+            if value < minimum and minimum == MIN_CHUNK:
                 raise ConfigError(f"{name}={value} must be a number of bytes, at least {MIN_CHUNK}")
         for name in _SWITCHES:
             value = getattr(self, name)
             if not isinstance(value, bool) and not (name == "exchange" and value is None):
                 raise ConfigError(f"{name}={value!r} is not accepted; give True or False")
-        if self.zero_stage is not None and not _is_whole(self.zero_stage):
+        if self.zero_stage is not None and not _is_integer(self.zero_stage):
             raise ConfigError(f"zero_stage={self.zero_stage!r} is not accepted; give a whole number")
         return replace(self, dtype=dtype_of(self.dtype), engine_config=config_of(self.engine_config))
 
     @property
     def device(self) -> torch.device:
-        """Device of this rank's shards: the host, if the configuration has a mesh on the host."""
+        """Device of this rank's shards; the CPU if the configured mesh is on it."""
         mesh = self.engine_config.get("mesh") if isinstance(self.engine_config, Mapping) else None
         return torch.device("cpu") if getattr(mesh, "device_type", None) == "cpu" else default_device()
 
     def with_engine(self) -> Request:
-        """Return the request read, with a named engine and the reason for it. Raises ConfigError."""
+        """Read the request and choose the engine, with a reason. Raises ConfigError."""
         name, reason = engines.choose_engine(self.engine)
         return replace(self.read(), engine=name, engine_reason=self.engine_reason or reason)
 
     def resolve(self, world_size: int, rank: int | None = None) -> Engine:
-        """Return the engine of this load over ``world_size`` ranks, of which ``rank`` must be one.
+        """Return the engine of this load for ``world_size`` ranks.
 
-        Raises ConfigError or EngineError for arguments that no load can serve.
+        Raises ConfigError if ``rank`` is not one of them, and ConfigError or EngineError for arguments that
+        no load supports.
         """
-        asked = self.with_engine()
-        stage = 3 if asked.zero_stage is None else asked.zero_stage
-        family = engines.check_choice(str(asked.engine), stage)
+        request = self.with_engine()
+        stage = 3 if request.zero_stage is None else request.zero_stage
+        family = engines.check_choice(str(request.engine), stage)
         if world_size < 1:
             raise ConfigError(f"world_size={world_size} must be at least 1")
         if rank is not None and not 0 <= rank < world_size:
             raise ConfigError(f"rank={rank} is not one of the {world_size} ranks")
         tensors, experts = self.tensor_parallel, self.expert_parallel
-        # 1 stands for "not given": then what the engine's own configuration says counts.
-        if config := asked.engine_config:
+        # 1 is the default: use the value of the engine configuration then.
+        if config := request.engine_config:
             tensors = family.configured_tensor_parallel(config) if tensors == 1 else tensors
             experts = family.configured_expert_parallel(config) if experts == 1 else experts
         mesh = Mesh(world_size, experts, tensors, self.sequence_parallel)
-        return engines.resolve_engine(str(asked.engine), stage, config, mesh, self.exchange)
+        return engines.resolve_engine(str(request.engine), stage, config, mesh, self.exchange)
 
     def exchange_of_reads(self, engine: Engine) -> bool | None:
-        """Return whether reading ranks are to exchange bytes; None leaves it to the estimate."""
-        # An engine with flat buffers gathers them itself: there ``exchange`` asks for that, and each rank
-        # reads a share that nobody else wants.
+        """Return True if ranks exchange the bytes they read; None to estimate it."""
+        # An engine that replicates parameters gathers them from flat buffers. `exchange=True` selects that
+        # gather, and each rank reads a share that no other rank needs.
         return None if engine.replicates_parameters and self.exchange else self.exchange
 
     def tuning(
@@ -127,26 +128,27 @@ class Request:
         computes: bool,
         ranks: int | None = None,
     ) -> Tuning:
-        """Choose how the catalog is read into memory of ``device``, with ``ranks`` ranks on the machine.
+        """Choose threads and buffers to read ``catalog`` into memory of ``device``.
 
-        A thread that also ``computes`` has a chunk of scratch next to its staging buffers. The chunk of the
-        engine's configuration counts where none is given here.
+        ``ranks`` is the number of ranks on this machine. If ``computes``, each thread has a scratch buffer of
+        one chunk in addition to its staging buffers. Without ``chunk_size``, the engine configuration sets
+        the chunk.
         """
         chunk = self.chunk_size
         elements = engine.chunk_elements
         if chunk is None and elements > 0:
             stored = main_dtype(catalog.weights.values())
-            # From elements to bytes, by the checkpoint's main dtype; 4 where none is floating.
+            # Convert elements to bytes by the checkpoint's main dtype; 4 bytes if none is floating.
             chunk = max(MIN_CHUNK, elements * (stored.itemsize if stored is not None else 4))
         return tune(catalog.storage, device.type != "cpu", computes, self.memory_limit, chunk, ranks)
 
 
-def _is_whole(value: object) -> bool:
+def _is_integer(value: object) -> bool:
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def dtype_of(dtype: object) -> torch.dtype | None:
-    """Return a floating ``dtype``, given itself or by its name. Raises ConfigError for anything else."""
+    """Convert a dtype or its name to a floating dtype. Raises ConfigError."""
     found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
     if found is None and dtype is None:
         return None
@@ -160,7 +162,7 @@ def dtype_of(dtype: object) -> torch.dtype | None:
 def config_of(config: object) -> Mapping[str, object] | None:
     """Return ``config`` itself, or the content of the JSON file at that path.
 
-    Raises ConfigError, which names the file, for one that cannot be read and for one that holds no object.
+    Raises ConfigError, naming the file, if it cannot be read or does not contain a JSON object.
     """
     if config is None or isinstance(config, Mapping):
         return config
@@ -170,7 +172,7 @@ def config_of(config: object) -> Mapping[str, object] | None:
         )
     from zerostart.checkpoint.strict_json import DAMAGED, MAX_CONFIG_BYTES, read_json
 
-    hint = "give a JSON file; an accelerate configuration (YAML) names DeepSpeed's as deepspeed_config_file"
+    hint = "give a JSON file; an accelerate configuration (YAML) names it as deepspeed_config_file"
     try:
         return read_json(Path(config), "configuration", MAX_CONFIG_BYTES)
     except (ZerostartError, OSError, TypeError, ValueError) as error:

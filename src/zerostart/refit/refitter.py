@@ -1,4 +1,4 @@
-"""``zerostart.refit``: pushing the weights of a live model into a target, by all trainer ranks together."""
+"""Push the weights of a live model into a target, from all ranks."""
 
 from __future__ import annotations
 
@@ -33,26 +33,26 @@ from zerostart.transfer.writing import write_out
 
 
 class Refitter:
-    """Pushes versions of a model's weights to a target; every rank has one.
+    """Push new versions of a model's weights into a target.
 
-    A context manager; leaving it is ``close``, but after an error workers go on waiting for another trainer
-    at the same address.
+    Every rank creates one. As a context manager it calls ``close`` at the end. After an error, workers keep
+    waiting for another trainer at the same address.
     """
 
     def __init__(self, model: nn.Module, target: object, settings: RefitSettings) -> None:
-        """Collective. Raises as ``zerostart.refit``."""
+        """Connect with the target; collective. Raises the errors of ``zerostart.refit``."""
         self._world = world = current_world()
         self._model, self._settings, self.version = model, settings, 0
         self._image: Image | None = None
         self._takers: Takers | None = None
         self._way: WithinRanks | WorkerProcesses | None = None
-        _compare(settings, world)
-        with world.phase("looking at the target"):
+        _check_same_arguments(settings, world)
+        with world.phase("inspecting the target"):
             settings.check()
-            driver = _driver_of(target)
-            inside = None if target is model else _inside(target, driver)
-            known = target is None or isinstance(target, str) or driver is not None or inside is not None
-            if target is model or not known:
+            driver = _find_driver(target)
+            local = None if target is model else _find_local_target(target, driver)
+            is_valid = target is None or isinstance(target, str) or driver is not None or local is not None
+            if target is model or not is_valid:
                 raise ConfigError(
                     f"target is {'the model itself' if target is model else f'a {type(target).__name__}'}: "
                     "pass an address for workers to connect with by zerostart.serving.serve, vLLM's LLM, "
@@ -60,25 +60,26 @@ class Refitter:
                     "a zerostart.serving.Receiver of it, or another sharded model"
                 )
         kind = "none" if target is None else "other" if driver is None else "engine"
-        kinds = world.all_gather_object(kind if inside is None else "inside", "looking at the target")
-        within = "inside" in kinds
-        with world.phase("beginning a refit"):
-            if within and kinds[world.rank] in ("other", "engine"):
+        kinds = world.all_gather_object(kind if local is None else "inside", "inspecting the target")
+        is_local = "inside" in kinds
+        with world.phase("starting a refit"):
+            if is_local and kinds[world.rank] in ("other", "engine"):
                 raise ConfigError(
-                    f"target is a {type(target).__name__} on rank {world.rank}, and a model, or an engine "
-                    "within the rank, on others: pass that, or None on ranks that have nothing of it"
+                    f"target is a {type(target).__name__} on rank {world.rank}, but other ranks passed a "
+                    "model or an engine that runs in the rank: pass the same kind on every rank, or None on "
+                    "ranks without a part of it"
                 )
-            alone = kinds[0] == "engine" and not getattr(driver, "in_process", False)
-            if kinds[world.rank] == "engine" and world.rank and not alone:
+            rank_0_leads = kinds[0] == "engine" and not getattr(driver, "in_process", False)
+            if kinds[world.rank] == "engine" and world.rank and not rank_0_leads:
                 raise ConfigError(
-                    f"target is an engine on rank {world.rank}, whose workers are other processes: pass one "
-                    "on rank 0 only, and None on the others"
+                    f"target is an engine on rank {world.rank}, whose workers are other processes: pass it "
+                    "on rank 0 only, and None on the other ranks"
                 )
-        if within:
-            self._way = WithinRanks(inside, driver, settings.strict, world)
-            self._meet()  # what an engine cannot take is told before anything else is done
+        if is_local:
+            self._way = WithinRanks(local, driver, settings.strict, world)
+            self._match_target()  # fail first if the engine cannot take a tensor
         else:
-            image = self._look().image
+            image = self._prepare_writes().image
             address = target if isinstance(target, str) and driver is None else None
             self._way = WorkerProcesses(image, address, driver, settings, world)
         self.address = self._way.address
@@ -90,28 +91,32 @@ class Refitter:
         self._close(kind is None)
 
     def push(self) -> PushReport:
-        """Bring the target to the weights as they are now, as a version of its own; collective.
+        """Copy the model's current weights into the target as a new version; collective.
 
-        The fp32 masters of a model as target follow. Raises, the same on every rank: PeerError, naming it, if
-        a worker died or does not answer, or an engine's call failed; ConversionError if an engine's loader
-        cannot be followed; VerifyError, naming worker and tensors, if what a worker read back is not what was
-        sent. The target is of no version then until the next push, which goes on with those that are there.
+        If the target is a model, its fp32 masters are updated too. All ranks raise the same error:
+
+        - PeerError, naming the worker, if one died or does not answer, or an engine's call failed;
+        - ConversionError if zerostart cannot follow an engine's weight loader;
+        - VerifyError, naming worker and tensors, if a worker read back other values than were sent.
+
+        After an error the target has no valid version until the next push succeeds. That push uses the
+        workers that are still connected.
         """
         world, way = self._world, self._way
         if way is None:
             raise ConfigError("this refit is closed: call zerostart.refit again")
         phases: dict[str, float] = {}
-        with PeakMeter(default_device()) as meter, _timed(phases, "total"):
+        with PeakMeter(default_device()) as meter, _record_seconds(phases, "total"):
             with world.phase("pushing weights"):
-                with _timed(phases, "plan"):
-                    ready, takers = self._meet()
-                with _timed(phases, "move"), world.phase("moving weights"):
+                with _record_seconds(phases, "plan"):
+                    writes, takers = self._match_target()
+                with _record_seconds(phases, "move"), world.phase("moving weights"):
                     self._sums.begin()
-                    moved = way.move(ready, self._sums)
+                    moved = way.move(writes, self._sums)
                 expected = self._sums.summed(world)
             sums = [[expected[number] for number in numbers] for numbers in takers.numbers]
             self.version += 1
-            with _timed(phases, "fill"):
+            with _record_seconds(phases, "fill"):
                 way.serve(self.version, sums)
         figures = world.all_gather_object(
             (phases, meter.host_bytes, meter.device_bytes or 0), "figures of a push"
@@ -125,7 +130,7 @@ class Refitter:
             version=self.version,
             transport=way.name,
             phases={key: max(each[0][key] for each in figures) for key in phases},
-            owned_bytes=ready.image.layout.total_size,
+            owned_bytes=writes.image.layout.total_size,
             moved_bytes=moved,
             wanted_bytes=sum(takers.wanted),
             peak_host_bytes=max(each[1] for each in figures),
@@ -135,7 +140,7 @@ class Refitter:
         )
 
     def close(self) -> None:
-        """Tell the workers that no version comes any more, and release everything."""
+        """Tell the workers that no more versions follow, and release all resources."""
         self._close(True)
 
     def _close(self, is_over: bool) -> None:
@@ -143,28 +148,29 @@ class Refitter:
         if way is not None:
             way.close(is_over)
 
-    def _look(self, known: Mapping[str, Entry] | None = None) -> ModelWrites:
+    def _prepare_writes(self, target: Mapping[str, Entry] | None = None) -> ModelWrites:
         def fit(entries: Sequence[Entry]) -> Sequence[Entry]:
-            return fit_entries(entries, known or {}, self._settings.strict)
+            return fit_entries(entries, target or {}, self._settings.strict)
 
-        ready = prepare_model(self._model, self._settings, self._world, self._image, fit)
-        self._image = ready.image
-        return ready
+        writes = prepare_model(self._model, self._settings, self._world, self._image, fit)
+        self._image = writes.image
+        return writes
 
-    def _meet(self) -> tuple[ModelWrites, Takers]:
-        """Look at both sides, and agree on who takes what; collective."""
+    def _match_target(self) -> tuple[ModelWrites, Takers]:
+        """Compare model and target, and agree which worker takes which bytes; collective."""
         assert self._way is not None, "not closed"
-        ready = self._look(self._way.look())
-        takers = self._way.meet(ready)
+        writes = self._prepare_writes(self._way.look())
+        takers = self._way.meet(writes)
         if takers is not self._takers:
-            self._takers, self._sums = takers, SetSums(ready.image, takers.sets)
-        return ready, takers
+            self._takers, self._sums = takers, SetSums(writes.image, takers.sets)
+        return writes, takers
 
 
 class WorkerProcesses:
-    """The way of a push to workers in processes of their own on this machine: an image in shared memory.
+    """Transport to workers in other processes on this machine, through shared memory.
 
-    Trainer ranks write their elements to their places in it, and workers read theirs out of it.
+    The shared memory contains the image: the bytes of the safetensors file that a save would write. Trainer
+    ranks write their elements into it, and workers read theirs from it.
     """
 
     name = "shared_memory"
@@ -172,7 +178,10 @@ class WorkerProcesses:
     def __init__(
         self, image: Image, target: str | None, driver: Driver | None, settings: RefitSettings, world: World
     ) -> None:
-        """Collective. ``driver`` tells an engine that has the workers; only that of rank 0 does."""
+        """Connect with the workers; collective.
+
+        Only rank 0 uses ``driver``, the driver of the engine that has the workers.
+        """
         self._image, self._settings, self._world = image, settings, world
         self._driver = driver if world.rank == 0 else None
         self._server: WorkerServer | None = None
@@ -182,43 +191,43 @@ class WorkerProcesses:
             self.address = world.broadcast_object(lambda: self._listen(target), "listening for workers")
             with world.phase("mapping the image"):
                 self._shared = SharedImage(image, self._fetch_memory())
-            world.broadcast_slow(self._join, "having the engine connect")
+            world.broadcast_slow(self._join, "connecting the engine")
         except BaseException:
             self.close(False)
             raise
         self._takers: Takers | None = None
         self._is_first = True
-        #: Connections of the workers that all ranks know.
-        self._told: list[Channel] = []
+        #: Connections of the workers that rank 0 has announced to all ranks.
+        self._announced: list[Channel] = []
 
     def look(self) -> Mapping[str, Entry]:
-        """Return nothing: a loader takes what comes."""
+        """Return no entries: the loader of an engine accepts any tensor."""
         return {}
 
-    def meet(self, ready: ModelWrites) -> Takers:
-        """Wait for the workers, and agree on who takes what; collective."""
+    def meet(self, writes: ModelWrites) -> Takers:
+        """Wait for the workers and agree which bytes each takes; collective."""
         with self._world.phase("comparing the model"):
-            if ready.image is not self._image:
+            if writes.image is not self._image:
                 raise ConfigError(
                     "the model's tensors have changed since zerostart.refit was called: call it again"
                 )
         takers = self._world.broadcast_slow(self._find_workers, "looking for workers")
         self._takers = takers or self._takers
-        assert self._takers is not None, "sent at first"
+        assert self._takers is not None, "sent in the first push"
         return self._takers
 
-    def move(self, ready: ModelWrites, sums: SetSums) -> int:
-        """Write this rank's elements into the image; return the bytes that all ranks write."""
+    def move(self, writes: ModelWrites, sums: SetSums) -> int:
+        """Write this rank's elements into the image; return the bytes written by all ranks."""
         assert self._shared is not None, "not closed"
-        write_out(ready.plan, ready.storages, self._shared.part, push_threads(), sums.add_rows)
-        return ready.image.layout.total_size
+        write_out(writes.plan, writes.storages, self._shared.part, push_threads(), sums.add_rows)
+        return writes.image.layout.total_size
 
     def serve(self, version: int, sums: Sequence[Sequence[Sums]]) -> None:
-        """Have the workers serve the version; collective."""
-        self._world.broadcast_slow(lambda: self._serve(version, sums), "having the workers serve")
+        """Publish the version to the workers; collective."""
+        self._world.broadcast_slow(lambda: self._serve(version, sums), "publishing the version")
 
     def close(self, is_over: bool) -> None:
-        """End the connections with the workers."""
+        """Close the connections with the workers."""
         if self._driver is not None:
             self._driver.leave()
         if self._server is not None:
@@ -228,14 +237,15 @@ class WorkerProcesses:
         self._driver = self._server = self._shared = None
 
     def _fetch_memory(self) -> int:
-        """Get the descriptor of the image from rank 0."""
+        """Get the file descriptor of the image from rank 0."""
         deadline = time.monotonic() + self._settings.timeout
         try:
             channel = connect(socket_path(self.address), min(deadline, time.monotonic() + 10))
         except PeerError as error:
             raise ConfigError(
-                f"rank {self._world.rank} cannot reach rank 0 at {self.address}, which is for one machine: "
-                "use zerostart.weight_source across machines, and the engine's own weight transfer"
+                f"rank {self._world.rank} cannot reach rank 0 at {self.address}, an address that works on "
+                "one machine only: across machines, send the tensors of zerostart.weight_source with the "
+                "engine's own weight transfer"
             ) from error
         channel.send("rank", {}, deadline=deadline)
         descriptor = channel.receive("image", deadline=deadline).descriptor
@@ -259,7 +269,7 @@ class WorkerProcesses:
         call.wait(timeout)
 
     def _find_workers(self) -> Takers | None:
-        """Return the workers of this push; None if they are those of the last."""
+        """Return the workers of this push; None if they have not changed."""
         server, expected = self._server, self._expected
         assert server is not None, "rank 0 has it"
         count = max(1, expected, (self._settings.workers or 1) if self._is_first else 1)
@@ -268,16 +278,16 @@ class WorkerProcesses:
         self._is_first = False
         server.settle()
         if len(server.workers) < expected:
-            # Versions of one engine would differ: those that are there would have the new one alone.
+            # A push to some workers only would leave one engine with two versions.
             raise PeerError(
                 f"{len(server.workers)} of the engine's {expected} workers are connected; nothing was "
-                "pushed: call zerostart.refit again, which has the engine connect"
+                "pushed: call zerostart.refit again to reconnect the engine"
             )
         workers = server.workers.values()
         channels = [worker.channel for worker in workers]
-        if channels == self._told:
+        if channels == self._announced:
             return None
-        self._told = channels
+        self._announced = channels
         return Takers.of(
             self._image, [*server.workers], [w.wants for w in workers], [w.sets for w in workers]
         )
@@ -291,17 +301,17 @@ class WorkerProcesses:
             return
         call = _Call(lambda: driver.follow(version), f"the engine did not take version {version}")
         server.serve(version, by_name, call.check)
-        call.what = f"all workers have version {version}, but the engine's own call failed"
+        call.message = f"all workers have version {version}, but the engine's own call failed"
         call.wait(timeout)
         if (served := getattr(driver, "served", None)) is not None:
-            _Call(lambda: served(version), call.what).wait(timeout)
+            _Call(lambda: served(version), call.message).wait(timeout)
 
 
 class _Call:
-    """An engine's own call, in a thread; it may raise anything, and take for ever."""
+    """An engine's own call in a thread: it may raise any error, or never return."""
 
-    def __init__(self, work: Callable[[], object], what: str) -> None:
-        self.what, self._work = what, work
+    def __init__(self, work: Callable[[], object], message: str) -> None:
+        self.message, self._work = message, work
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="zerostart-refit-engine", daemon=True)
         self._thread.start()
@@ -309,13 +319,13 @@ class _Call:
     def check(self) -> None:
         """Raise PeerError if the call has failed."""
         if self._error is not None:
-            raise PeerError(f"{self.what}: {self._error}")
+            raise PeerError(f"{self.message}: {self._error}")
 
     def wait(self, timeout: float) -> None:
-        """Return when the call has ended; raise PeerError."""
+        """Wait for the call to end; raise PeerError if it fails or takes longer."""
         self._thread.join(timeout)
         if self._thread.is_alive():
-            raise PeerError(f"{self.what}: it has not ended in {timeout:.0f} s")
+            raise PeerError(f"{self.message}: it has not returned within {timeout:.0f} s")
         self.check()
 
     def _run(self) -> None:
@@ -325,42 +335,42 @@ class _Call:
             self._error = error
 
 
-def _inside(target: object, driver: Driver | None) -> nn.Module | Receiver | None:
-    """Return what lives in this very rank: a model, or the worker of an engine; None for any other target."""
+def _find_local_target(target: object, driver: Driver | None) -> nn.Module | Receiver | None:
+    """Return the model or engine worker in this rank; None for any other target."""
     if isinstance(target, Receiver):
         return target
     if driver is None and isinstance(target, nn.Module):
-        # An engine's module has a loader of its own; a model to train has none.
+        # Modules of an engine have `load_weights`; models for training do not.
         return Receiver(target) if callable(getattr(target, "load_weights", None)) else target
     worker: Callable[[], Receiver | None] | None = getattr(driver, "worker", None)
     return None if worker is None else worker()
 
 
-def _compare(settings: RefitSettings, world: World) -> None:
-    """Raise ConfigError if ranks were given different arguments; collective."""
+def _check_same_arguments(settings: RefitSettings, world: World) -> None:
+    """Raise ConfigError if ranks passed different arguments; collective."""
     ranks = world.all_gather_object(asdict(settings), "comparing the arguments")
-    for rank, given in enumerate(ranks):
+    for rank, arguments in enumerate(ranks):
         for name, first in ranks[0].items():
-            if given[name] != first:
+            if arguments[name] != first:
                 raise ConfigError(
-                    f"{name}={first!r} on rank 0, but {name}={given[name]!r} on rank {rank}: call "
+                    f"{name}={first!r} on rank 0, but {name}={arguments[name]!r} on rank {rank}: call "
                     "zerostart.refit with the same arguments on every rank"
                 )
 
 
 @contextmanager
-def _timed(phases: dict[str, float], name: str) -> Iterator[None]:
-    """Note the seconds of a body under its name."""
-    begun = time.perf_counter()
+def _record_seconds(phases: dict[str, float], name: str) -> Iterator[None]:
+    """Record the seconds of the body as ``phases[name]``."""
+    started = time.perf_counter()
     yield
-    phases[name] = time.perf_counter() - begun
+    phases[name] = time.perf_counter() - started
 
 
-def _driver_of(target: object) -> Driver | None:
-    """Return the driver of ``target``; None for what is no engine."""
+def _find_driver(target: object) -> Driver | None:
+    """Return the driver of an engine; None if ``target`` is no engine."""
     if target is None or isinstance(target, Driver):
         return target
     from zerostart.refit import sglang, vllm
 
-    # vLLM last: its server has no route that tells it from others, and SGLang asks an address what it is.
+    # vLLM last: no route identifies its server, while an SGLang server names itself.
     return sglang.driver_of(target) or vllm.driver_of(target)

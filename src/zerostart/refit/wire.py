@@ -1,7 +1,8 @@
-"""The control wire of a refit: a Unix socket for processes of the own user on one machine.
+"""Exchange control messages of a refit over a Unix socket.
 
-Messages are JSON and bytes, never a pickle, and may carry one file descriptor. Both sides ask the system who
-the other one is. Every wait has a deadline, for the whole message.
+Both processes belong to one user on one machine, and ask the kernel for the user id of the other. A message
+contains JSON and bytes, never a pickle, and may pass one file descriptor. Every send and receive has one
+deadline for the whole message.
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ from typing import Any, NamedTuple
 
 from zerostart.errors import ConfigError, PeerError
 
-#: Changes with the meaning of the messages.
+#: Version of the message format; trainer and worker must have the same.
 PROTOCOL = 2
 #: Maximum size of one message, in bytes.
 MAX_MESSAGE_BYTES = 1 << 30
-#: Seconds after which a waiting side looks again whether it has to go on waiting.
+#: Seconds between two calls of ``check`` while a side waits for a message.
 POLL_S = 0.25
-#: Length of the head, number of its parts.
+#: Prefix of a message: length of its JSON header and of all its parts, in bytes.
 _LENGTHS = struct.Struct("!QQ")
 
 
 class Message(NamedTuple):
-    """A kind, a JSON object, bytes, and a file descriptor or -1."""
+    """A received message: kind, JSON object, byte strings, and a file descriptor or -1."""
 
     kind: str
     body: dict[str, Any]
@@ -45,14 +46,17 @@ def socket_path(target: str) -> Path:
     if match := re.fullmatch(r"unix:(?://)?(/.+)", target):
         return Path(match[1])
     raise ConfigError(
-        f"{target.rpartition('@')[2]!r} is no address of a refit: pass unix:///path/of/a/socket, for workers "
-        "on this machine. For other machines zerostart.weight_source gives whole tensors, which the engine's "
-        "own weight transfer sends"
+        f"{target.rpartition('@')[2]!r} is no address of a refit: pass unix:///path/of/a/socket for "
+        "workers on this machine. For other machines, send the tensors of zerostart.weight_source with "
+        "the engine's own weight transfer"
     )
 
 
 def listen(path: Path | None) -> tuple[socket.socket, Path]:
-    """Listen at ``path`` (None: in a new folder) for processes of the own user; raise ConfigError."""
+    """Listen at ``path``, or in a new folder if None; raise ConfigError.
+
+    Only processes of the same user can connect.
+    """
     listener = socket.socket(socket.AF_UNIX)
     try:
         if path is None:
@@ -60,11 +64,11 @@ def listen(path: Path | None) -> tuple[socket.socket, Path]:
         elif path.is_socket():
             _remove_socket(path)
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        before = os.umask(0o177)  # the socket is never there for others
+        old_umask = os.umask(0o177)  # create the socket with mode 0600
         try:
             listener.bind(str(path))
         finally:
-            os.umask(before)
+            os.umask(old_umask)
         listener.listen(128)
     except OSError as error:
         listener.close()
@@ -73,10 +77,10 @@ def listen(path: Path | None) -> tuple[socket.socket, Path]:
 
 
 def _remove_socket(path: Path) -> None:
-    """Remove a socket that nobody listens at; raise ConfigError if somebody does."""
-    with socket.socket(socket.AF_UNIX) as trial:
+    """Delete an unused socket file; raise ConfigError if a process listens at it."""
+    with socket.socket(socket.AF_UNIX) as probe:
         try:
-            trial.connect(str(path))
+            probe.connect(str(path))
         except ConnectionRefusedError:
             path.unlink()
             return
@@ -84,7 +88,7 @@ def _remove_socket(path: Path) -> None:
 
 
 def connect(path: Path, deadline: float) -> Channel:
-    """Connect with the trainer that listens at ``path``, or will before ``deadline``; raise PeerError."""
+    """Connect to the trainer at ``path``, retrying until ``deadline``; raise PeerError."""
     while True:
         connection = socket.socket(socket.AF_UNIX)
         try:
@@ -99,10 +103,13 @@ def connect(path: Path, deadline: float) -> Channel:
 
 
 class Channel:
-    """One connection; ``who`` is the other side in messages. Raises PeerError if that does not answer."""
+    """A connection to a peer, which error messages call ``who``.
+
+    Its methods raise PeerError if the peer does not answer.
+    """
 
     def __init__(self, connection: socket.socket, who: str) -> None:
-        """Raise PeerError if the other side is not a process of the own user."""
+        """Raise PeerError if the peer is a process of another user."""
         self.who, self.closed = who, False
         self._socket = connection
         credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
@@ -115,44 +122,45 @@ class Channel:
         self, kind: str, body: dict[str, Any], *parts: bytes, deadline: float, descriptor: int = -1
     ) -> None:
         """Send a message before ``deadline``."""
-        head = json.dumps({"kind": kind, "body": body, "parts": [len(part) for part in parts]}).encode()
-        data = memoryview(b"".join([_LENGTHS.pack(len(head), sum(map(len, parts))), head, *parts]))
-        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))]
+        header = json.dumps({"kind": kind, "body": body, "parts": [len(part) for part in parts]}).encode()
+        data = memoryview(b"".join([_LENGTHS.pack(len(header), sum(map(len, parts))), header, *parts]))
+        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))]
         try:
             while data:
                 self._socket.settimeout(max(0.001, deadline - time.monotonic()))
-                sent = self._socket.sendmsg([data], rights if descriptor >= 0 else [])
+                sent = self._socket.sendmsg([data], ancillary if descriptor >= 0 else [])
                 data, descriptor = data[sent:], -1
         except OSError as error:
-            raise self._lost(error) from error
+            raise self._fail(error) from error
 
     def receive(self, *kinds: str, deadline: float, check: Callable[[], None] = lambda: None) -> Message:
-        """Receive the next message, one of ``kinds``, before ``deadline``.
+        """Receive the next message, of one of ``kinds``, before ``deadline``.
 
-        Until it begins ``check`` is called now and then; an error of it leaves the connection as it is.
+        Until the message begins, ``check`` is called every ``POLL_S`` seconds. If ``check`` raises, the
+        connection stays open.
         """
         while not self.waiting(min(POLL_S, max(0.0, deadline - time.monotonic()))):
             check()
             if time.monotonic() > deadline:
-                raise self._lost(TimeoutError("it has not answered in time"))
+                raise self._fail(TimeoutError("it did not answer in time"))
         descriptors: list[int] = []
         try:
-            head, rest = _LENGTHS.unpack(self._read(_LENGTHS.size, deadline, descriptors))
-            if head + rest > MAX_MESSAGE_BYTES:
-                raise ValueError(f"a message of {head + rest} bytes")
-            said = json.loads(self._read(head, deadline, descriptors))
-            kind, body, sizes = str(said["kind"]), dict(said["body"]), said["parts"]
+            header_size, part_size = _LENGTHS.unpack(self._read(_LENGTHS.size, deadline, descriptors))
+            if header_size + part_size > MAX_MESSAGE_BYTES:
+                raise ValueError(f"a message of {header_size + part_size} bytes is too long")
+            header = json.loads(self._read(header_size, deadline, descriptors))
+            kind, body, sizes = str(header["kind"]), dict(header["body"]), header["parts"]
             parts = [self._read(int(size), deadline, descriptors) for size in sizes]
         except (OSError, ValueError, KeyError, TypeError) as error:
             _close_all(descriptors)
-            raise self._lost(error) from error
+            raise self._fail(error) from error
         if kind not in kinds:
             _close_all(descriptors)
-            raise self._lost(ValueError(f"it said {kind!r:.40} where {' or '.join(kinds)} was expected"))
+            raise self._fail(ValueError(f"it sent {kind!r:.40}, expected {' or '.join(kinds)}"))
         return Message(kind, body, parts, descriptors[0] if descriptors else -1)
 
     def waiting(self, seconds: float = 0.0) -> bool:
-        """Return whether a message, or the end of the connection, is there."""
+        """Wait for a message or the end of the connection; False after ``seconds``."""
         if self.closed:
             return True
         with selectors.DefaultSelector() as selector:
@@ -166,7 +174,7 @@ class Channel:
 
     def _read(self, count: int, deadline: float, descriptors: list[int]) -> bytes:
         if count < 0 or count > MAX_MESSAGE_BYTES:
-            raise ValueError(f"a part of {count} bytes")
+            raise ValueError(f"a part of {count} bytes is out of range")
         data = bytearray()
         while len(data) < count:
             self._socket.settimeout(max(0.001, deadline - time.monotonic()))
@@ -175,12 +183,12 @@ class Channel:
             )
             descriptors += found
             if not part:
-                raise OSError("it ended the connection")
+                raise OSError("it closed the connection")
             data += part
         return bytes(data)
 
-    def _lost(self, error: BaseException) -> PeerError:
-        self.close()  # half a message cannot be continued
+    def _fail(self, error: BaseException) -> PeerError:
+        self.close()  # the rest of an incomplete message cannot be read later
         return PeerError(f"the connection with {self.who} is lost: {error}")
 
 

@@ -1,4 +1,9 @@
-"""Who reads what: each rank its own slices, or replicas a share each, or the ranks that hold a mapping."""
+"""Choose which rank reads which bytes, and send them to ranks that need them.
+
+There are three ways. Each rank reads its own slices. Or replicas, ranks that need the same slices, read a
+share each and exchange them. Or the checkpoint is an in-memory mapping on some ranks, the holders, and one of
+them sends each other rank its bytes.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +30,17 @@ from zerostart.transfer.staging import HostStaging, bytes_view, make_staging
 from zerostart.transfer.tuning import MIN_CHUNK, Tuning
 
 _READING = "reading"
-_EXCHANGING = "exchanging what was read"
-#: Least bytes that a thread reads of a batch.
-LEAST_PART = 1 << 20
+_EXCHANGING = "exchanging the bytes read"
+#: Minimum number of bytes that one thread reads of a batch.
+MIN_PART_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class TransferStats:
-    """What a transfer did on this rank, in bytes: read and planned to be read, and received from others."""
+    """Bytes that a transfer read, planned to read and received on this rank.
+
+    ``how`` describes the strategy and the settings, for a report.
+    """
 
     read: int
     planned: int
@@ -42,37 +50,37 @@ class TransferStats:
 
 @dataclass(frozen=True)
 class ReadDemand:
-    """What a rank tells of itself before ranks agree who reads what."""
+    """Settings of one rank, from which all ranks choose a read strategy."""
 
-    #: The caller's argument; None leaves it to be chosen.
+    #: Argument of the caller; None to choose automatically.
     exchange: bool | None
-    #: Most bytes of a request in an exchange; 0 where the memory limit leaves no room for one.
+    #: Maximum size of a request in an exchange, in bytes; 0 if the memory limit allows none.
     chunk: int
     cold: bool
-    #: Whether all machines read from one storage, over a network.
+    #: True if all machines read from one storage over a network.
     remote: bool
-    #: Whether a machine's page cache serves its ranks.
+    #: True if the ranks of a machine share its page cache.
     cached: bool
     machine: str
 
     @classmethod
     def of(cls, storage: Storage, tuning: Tuning, exchange: bool | None, machine: str) -> ReadDemand:
-        """Describe a rank on this machine."""
+        """Describe this rank; ``machine`` identifies its host."""
         return cls(exchange, tuning.exchange_chunk, tuning.cold, tuning.remote, storage.cached, machine)
 
 
 @dataclass(frozen=True)
 class ReadStrategy:
-    """Whether replicas read a share each and exchange what they have read."""
+    """Choice between reading own slices and exchanging shares with replicas."""
 
     exchange: bool
-    #: Whether an argument says so.
+    #: True if the caller chose it by an argument.
     asked: bool = False
-    #: Most bytes of a request in an exchange.
+    #: Maximum size of a request in an exchange, in bytes.
     chunk_size: int = 0
-    #: For each destination the ranks that want the same of it.
+    #: For each destination, the ranks that need the same slice of it.
     groups: tuple[Group, ...] | None = None
-    #: Groups of one level have no rank in common, and exchange at the same time.
+    #: Groups with their level. Groups of one level share no rank and exchange at the same time.
     levels: tuple[tuple[Group, int], ...] = ()
 
     def __str__(self) -> str:
@@ -81,14 +89,14 @@ class ReadStrategy:
 
 
 def choose_strategy(demands: Sequence[ReadDemand]) -> ReadStrategy:
-    """Choose for ranks with these ``demands``: the same answer on every rank.
+    """Choose a strategy from the settings of all ranks, equal on every rank.
 
-    Raises ConfigError for an exchange that is asked for and does not fit the memory limit.
+    Raises ConfigError if ``exchange=True`` does not fit the memory limit.
     """
     first, chunk = demands[0], min(demand.chunk for demand in demands)
     exchange = first.exchange
     if exchange is None:
-        # Ranks of one machine share its page cache: they read nothing twice. Bytes in memory cost nothing.
+        # Ranks of one machine share its page cache, so nothing is read twice. Cached bytes cost nothing.
         machines = len({demand.machine for demand in demands})
         shared = not first.cached or (first.remote and machines > 1)
         exchange = shared and any(demand.cold for demand in demands) and chunk >= MIN_CHUNK
@@ -101,7 +109,7 @@ def choose_strategy(demands: Sequence[ReadDemand]) -> ReadStrategy:
 
 
 def is_shareable(recipe: Recipe, layout: Layout) -> bool:
-    """True if replicas can share the reads of a parameter: nothing of it is calculated."""
+    """Return True if replicas can share the reads: nothing is computed."""
     return not recipe.computed and bool(layout.boxes)
 
 
@@ -112,21 +120,21 @@ def agree_on_strategy(
     exchange: bool | None,
     world: World,
 ) -> ReadStrategy | None:
-    """Agree whether replicas read for each other; collective. None where there is nothing to choose."""
+    """Agree on a read strategy; collective. None if there is no choice."""
     if world.size == 1 or not storage.worth_exchanging:
         return None
     own = ReadDemand.of(storage, tuning, exchange, machine_name())
-    strategy = choose_strategy(world.all_gather_object(own, "agreeing who reads what"))
+    strategy = choose_strategy(world.all_gather_object(own, "agreeing on a read strategy"))
     if not strategy.exchange:
         return strategy
     keys = [_key(world.rank, *item) for item in wanted]
-    groups = find_groups(world.all_gather_object(keys, "agreeing who reads what"))
+    groups = find_groups(world.all_gather_object(keys, "agreeing on a read strategy"))
     levels = find_levels(groups.values())
     return replace(strategy, groups=tuple(groups[key] for key in keys), levels=tuple(sorted(levels.items())))
 
 
 def _key(rank: int, recipe: Recipe, layout: Layout, destination: Destination) -> bytes:
-    """Digest that ranks have in common which want the same of a destination."""
+    """Return a digest shared by ranks that need the same slice of a tensor."""
     own = None if is_shareable(recipe, layout) else rank
     words = repr((own, destination.name, layout, destination.dtype, destination.direct))
     return hashlib.blake2b(words.encode(), digest_size=12).digest()
@@ -140,38 +148,38 @@ def execute_together(
     world: World,
     strategy: ReadStrategy | None = None,
 ) -> TransferStats:
-    """``transfer.execute`` wherever the bytes are; collective.
+    """Execute a plan, with bytes from storage or from other ranks; collective.
 
-    Raises PeerError if another rank dies, ReadError for bytes that are not as planned.
+    Raises PeerError if another rank dies, ReadError if the bytes read differ from the plan.
     """
     reader = tuning.reader(plan)
     if len(plan.storage.readers(world.size)) < world.size:
-        moved = _from_holder(plan, storages, progress, tuning, world)
+        stats = _read_from_holder(plan, storages, progress, tuning, world)
     else:
-        suited = tuning.suited(plan)
+        fitted = tuning.suited(plan)
 
         before = progress.done
-        # Ranks meet while they read: no collective comes to its timeout, and a failure is known soon.
-        meet = None if world.size == 1 or not plan.storage.worth_exchanging else _meeting(world)
-        execute(plan, storages, progress, suited.threads, reader, suited.depth, meet)
+        # Ranks synchronise while they read, so that no collective times out and a failure is seen early.
+        meet = None if world.size == 1 or not plan.storage.worth_exchanging else _make_meet(world)
+        execute(plan, storages, progress, fitted.threads, reader, fitted.depth, meet)
         own = progress.done - before
         planned = plan.read_bytes - sum(r.nbytes for shared in plan.shared for r in shared.reads)
-        moved = TransferStats(own, planned)
+        stats = TransferStats(own, planned)
         if strategy is not None and strategy.levels:
             rounds = _Rounds(plan, storages, progress, tuning, world)
-            sent = rounds.run(dict(strategy.levels))
-            moved = TransferStats(own + sent.read, planned + sent.planned, sent.received)
-        tuning = suited
-    if moved.read != moved.planned or progress.done != plan.read_bytes:
+            exchanged = rounds.run(dict(strategy.levels))
+            stats = TransferStats(own + exchanged.read, planned + exchanged.planned, exchanged.received)
+        tuning = fitted
+    if stats.read != stats.planned or progress.done != plan.read_bytes:
         raise ReadError(
-            f"{moved.read} bytes were read and {progress.done} delivered, but the plan has "
-            f"{moved.planned} and {plan.read_bytes}; this is a bug in zerostart"
+            f"{stats.read} bytes were read and {progress.done} delivered, but the plan has "
+            f"{stats.planned} and {plan.read_bytes}; this is a bug in zerostart"
         )
     words = [tuning.describe(reader), *([str(strategy)] if strategy is not None else [])]
-    return replace(moved, how="; ".join(words))
+    return replace(stats, how="; ".join(words))
 
 
-def _meeting(world: World) -> Callable[[bool], bool]:
+def _make_meet(world: World) -> Callable[[bool], bool]:
     def meet(has_ended: bool) -> bool:
         return all(world.all_gather_object(has_ended, _READING))
 
@@ -179,7 +187,10 @@ def _meeting(world: World) -> Callable[[bool], bool]:
 
 
 class _Rounds:
-    """The exchange of one load, round by round: each rank reads a batch, and its group passes it round."""
+    """Exchange rounds of one load.
+
+    In each round every rank reads a batch, and sends it through its group, which is a ring.
+    """
 
     def __init__(
         self,
@@ -196,50 +207,50 @@ class _Rounds:
         self._read = self._planned = self._received = 0
 
     def run(self, levels: dict[Group, int]) -> TransferStats:
-        """Run the rounds of all levels; collective."""
-        mine = {levels[shared.ranks]: shared for shared in self._plan.shared}
+        """Execute the rounds of all levels; collective."""
+        own_requests = {levels[shared.ranks]: shared for shared in self._plan.shared}
         rounds: list[list[tuple[Group, list[Batch]]]] = []
         for level in range(max(levels.values()) + 1):
-            shared = mine.get(level)
+            shared = own_requests.get(level)
             batches = (
                 make_rounds(shared.reads, self._plan.chunk_size, len(shared.ranks))
                 if shared is not None
                 else []
             )
-            rounds.append([(shared.ranks, of_round) for of_round in batches] if shared is not None else [])
-        told = self._world.all_gather_object([len(of_level) for of_level in rounds], _EXCHANGING)
-        # Every rank takes part in the rounds of all groups, and has nothing to do in those of others.
+            rounds.append([(shared.ranks, one_round) for one_round in batches] if shared is not None else [])
+        counts_by_rank = self._world.all_gather_object([len(per_level) for per_level in rounds], _EXCHANGING)
+        # Every rank takes part in as many rounds as the longest group has; the added ones are empty.
         steps: list[tuple[Group, list[Batch]]] = []
-        for of_level, counts in zip(rounds, zip(*told, strict=True), strict=True):
-            steps += of_level + [((), [])] * (max(counts) - len(of_level))
-        longest = max((batch.nbytes for _, of_round in steps for batch in of_round), default=0)
-        rooms = [torch.empty(longest, dtype=torch.uint8, device="cpu") for _ in range(3)]
+        for per_level, counts in zip(rounds, zip(*counts_by_rank, strict=True), strict=True):
+            steps += per_level + [((), [])] * (max(counts) - len(per_level))
+        longest = max((batch.nbytes for _, one_round in steps for batch in one_round), default=0)
+        buffers = [torch.empty(longest, dtype=torch.uint8, device="cpu") for _ in range(3)]
         with (
             self._reader,
             ThreadPoolExecutor(self._threads, thread_name_prefix="zerostart-batches") as pool,
             make_staging(longest, 1, self._device) as staging,
         ):
-            self._run(steps, rooms, pool, staging)
+            self._run(steps, buffers, pool, staging)
         return TransferStats(self._read, self._planned, self._received)
 
     def _run(
         self,
         steps: list[tuple[Group, list[Batch]]],
-        rooms: list[torch.Tensor],
+        buffers: list[torch.Tensor],
         pool: ThreadPoolExecutor,
         staging: HostStaging,
     ) -> None:
-        ahead, held, spare = rooms
+        ahead, held, spare = buffers
         reading = self._begin(steps[0], ahead, pool) if steps else []
-        for number, (group, of_round) in enumerate(steps):
+        for number, (group, one_round) in enumerate(steps):
             failure: BaseException | None = None
-            with self._world.collectives(_EXCHANGING, functools.partial(_finish, reading)):
+            with self._world.collectives(_EXCHANGING, functools.partial(_wait_for_reads, reading)):
                 ahead, held = held, ahead
-                # The next batch is read while this one goes round.
+                # Read the next batch while this one is sent through the ring.
                 if number + 1 < len(steps):
                     reading = self._begin(steps[number + 1], ahead, pool)
-                for batch, room in self._pass_round(group, of_round, held, spare):
-                    # A failure here is told when the ranks meet next: they wait for messages now.
+                for batch, room in self._pass_round(group, one_round, held, spare):
+                    # Raise it after the round: the other ranks still wait for messages.
                     try:
                         if failure is None:
                             self._deliver(batch, room, staging)
@@ -256,7 +267,7 @@ class _Rounds:
             return []
         self._planned += batch.nbytes
         view, at, parts = bytes_view(room), 0, []
-        part = max(LEAST_PART, -(-batch.nbytes // self._threads))
+        part = max(MIN_PART_BYTES, -(-batch.nbytes // self._threads))
         for read in batch.reads:
             place = view[at : at + read.nbytes]
             at += read.nbytes
@@ -273,15 +284,15 @@ class _Rounds:
         return parts
 
     def _pass_round(
-        self, group: Group, of_round: list[Batch], held: torch.Tensor, spare: torch.Tensor
+        self, group: Group, one_round: list[Batch], held: torch.Tensor, spare: torch.Tensor
     ) -> Iterator[tuple[Batch, torch.Tensor]]:
-        if not of_round:
+        if not one_round:
             return
         size, place = len(group), group.index(self._world.rank)
         after, before = group[(place + 1) % size], group[place - 1]
         empty = Batch((), 0)
         order = [(place - step) % size for step in range(size)]
-        in_turn = [of_round[n] if n < len(of_round) else empty for n in order]
+        in_turn = [one_round[n] if n < len(one_round) else empty for n in order]
         for batch, coming in zip(in_turn, [*in_turn[1:], None], strict=True):
             sending = None
             if coming is not None and batch.nbytes:
@@ -304,40 +315,40 @@ class _Rounds:
 
 
 def _own_batch(step: tuple[Group, list[Batch]], rank: int) -> Batch | None:
-    group, of_round = step
-    place = group.index(rank) if of_round else 0
-    return of_round[place] if place < len(of_round) else None
+    group, one_round = step
+    place = group.index(rank) if one_round else 0
+    return one_round[place] if place < len(one_round) else None
 
 
-def _finish(reading: Sequence[Future[None]]) -> None:
-    # All are waited for, since they write into the room; then the first failure is raised.
+def _wait_for_reads(reading: Sequence[Future[None]]) -> None:
+    # Wait for all before raising: they write into the buffer.
     wait(reading)
     for one in reading:
         one.result()
 
 
-def _from_holder(
+def _read_from_holder(
     plan: Plan, storages: Sequence[torch.Tensor], progress: Progress, tuning: Tuning, world: World
 ) -> TransferStats:
     holders = plan.storage.readers(world.size)
     own: Reader = tuning.reader(plan)
     wants = () if world.rank in holders else tuple(plan.all_reads())
-    served = HolderReader(wants, holders[0], own, tuning.limit, world)
+    holder_reader = HolderReader(wants, holders[0], own, tuning.limit, world)
     if world.rank not in holders:
-        execute(plan, storages, progress, 1, served, tuning.depth)
-        return TransferStats(0, 0, served.received_bytes)
-    with served:
+        execute(plan, storages, progress, 1, holder_reader, tuning.depth)
+        return TransferStats(0, 0, holder_reader.received_bytes)
+    with holder_reader:
         pass
     execute(plan, storages, progress, tuning.threads, own, tuning.depth)
-    return TransferStats(progress.done + served.sent_bytes, plan.read_bytes + served.sent_bytes)
+    return TransferStats(progress.done + holder_reader.sent_bytes, plan.read_bytes + holder_reader.sent_bytes)
 
 
-#: Ranks, ascending.
+#: Ranks in ascending order.
 Group = tuple[int, ...]
 
 
 def find_groups(keys: Sequence[Iterable[Hashable]]) -> dict[Hashable, Group]:
-    """Find the ranks that have each key; ``keys`` has those of every rank."""
+    """Find the ranks that have each key; ``keys`` lists the keys of every rank."""
     found: dict[Hashable, list[int]] = {}
     for rank, own in enumerate(keys):
         for key in own:
@@ -346,7 +357,7 @@ def find_groups(keys: Sequence[Iterable[Hashable]]) -> dict[Hashable, Group]:
 
 
 def find_levels(groups: Iterable[Group]) -> dict[Group, int]:
-    """Number the groups of several ranks so that those of one level have no rank in common."""
+    """Assign levels to groups of several ranks; groups of a level share no rank."""
     next_level: dict[int, int] = {}
     levels = {}
     for group in sorted({group for group in groups if len(group) > 1}):
@@ -357,25 +368,25 @@ def find_levels(groups: Iterable[Group]) -> dict[Group, int]:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Reads that one rank makes for its group, and that travel in one message of ``nbytes``."""
+    """Reads that one rank does for its group, sent in one message of ``nbytes``."""
 
     reads: tuple[Read, ...]
     nbytes: int
 
 
 def make_rounds(reads: Sequence[Read], limit: int, ranks: int) -> list[list[Batch]]:
-    """Share ``reads`` out to ``ranks``: in each round one batch for each of them, while there are any.
+    """Split reads into rounds with at most one batch for each of ``ranks`` ranks.
 
-    A batch has at most ``limit`` bytes, or one read.
+    A batch has at most ``limit`` bytes, or one longer read.
     """
-    # Small batches where there is little to read: every rank is to read its share of it.
+    # Smaller batches if there is little to read, so that every rank reads a share.
     share = sum(read.nbytes for read in reads) // ranks
-    every = [Batch(tuple(some), sum(r.nbytes for r in some)) for some in batches(reads, min(limit, share))]
-    return [every[first : first + ranks] for first in range(0, len(every), ranks)]
+    split = [Batch(tuple(some), sum(r.nbytes for r in some)) for some in batches(reads, min(limit, share))]
+    return [split[first : first + ranks] for first in range(0, len(split), ranks)]
 
 
 def batches(reads: Iterable[Read], limit: int) -> Iterator[list[Read]]:
-    """Consecutive reads of at most ``limit`` bytes together, or one read that is longer."""
+    """Yield consecutive reads of at most ``limit`` bytes, or one longer read."""
     batch: list[Read] = []
     total = 0
     for read in reads:
@@ -389,43 +400,43 @@ def batches(reads: Iterable[Read], limit: int) -> Iterator[list[Read]]:
 
 
 def read_by_place(reads: Sequence[Read], limit: int, ranks: int) -> list[list[Read]]:
-    """The reads that the rank at each place of a group of so many ``ranks`` makes."""
-    of_place: list[list[Read]] = [[] for _ in range(ranks)]
+    """Return the reads of each rank in a group of ``ranks`` ranks."""
+    reads_by_place: list[list[Read]] = [[] for _ in range(ranks)]
     for batch_round in make_rounds(reads, limit, ranks):
         for place, batch in enumerate(batch_round):
-            of_place[place] += batch.reads
-    return of_place
+            reads_by_place[place] += batch.reads
+    return reads_by_place
 
 
-_DURING = "reading from the mapping"
-#: Most requests in one list; each takes 40 bytes.
+_HOLDER_READING = "reading from the mapping"
+#: Maximum number of requests in one message, of 40 bytes each.
 MAX_REQUESTS = 1 << 14
 
 
 class HolderReader(Reader):
-    """Gives the bytes of this rank's ``requests``, in their order, to one thread; collective.
+    """Reader of bytes that another rank, the holder, sends; collective, for one thread.
 
-    A rank without requests takes part by an empty ``with``. The holder answers out of ``own``, and has
-    answers of about ``limit`` bytes together in memory.
+    It returns the bytes of ``requests`` in their order. A rank without requests takes part by an empty
+    ``with`` block. The holder reads from ``own`` and keeps about ``limit`` bytes of answers in memory.
     """
 
     def __init__(self, requests: Sequence[Read], holder: int, own: Reader, limit: int, world: World) -> None:
         self._holder, self._own, self._world = holder, own, world
         longest = max((read.nbytes for read in requests), default=0)
-        longest = max(world.all_gather_object(longest, _DURING))
+        longest = max(world.all_gather_object(longest, _HOLDER_READING))
         found = [
             some[first : first + MAX_REQUESTS]
             for some in batches(requests, longest)
             for first in range(0, len(some), MAX_REQUESTS)
         ]
-        counts = world.all_gather_object(len(found), _DURING)
-        served = [rank for rank, count in enumerate(counts) if count]
-        # So many ranks in a round as the holder has room for: it has each answer twice while it sends.
+        counts = world.all_gather_object(len(found), _HOLDER_READING)
+        requesting = [rank for rank, count in enumerate(counts) if count]
+        # Ranks per round: the holder has each answer in memory twice while it sends.
         width = max(1, limit // (2 * max(1, longest)))
         self._turns = [
-            served[first : first + width]
-            for first in range(0, len(served), width)
-            for _ in range(max(counts[rank] for rank in served[first : first + width]))
+            requesting[first : first + width]
+            for first in range(0, len(requesting), width)
+            for _ in range(max(counts[rank] for rank in requesting[first : first + width]))
         ]
         self._lists = iter(found)
         self._left = memoryview(b"")
@@ -440,7 +451,7 @@ class HolderReader(Reader):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            # Others may want more. A rank that has failed tells it at the end of its phase.
+            # Other ranks may need more rounds. A failed rank reports its error at the end of the phase.
             while error is None and self._turns:
                 self._run_round()
         finally:
@@ -461,7 +472,7 @@ class HolderReader(Reader):
         self._left = self._left[nbytes:]
 
     def announce(self, file: int, offset: int, rows: Rows) -> None:
-        """Do nothing: the lists say what is read."""
+        """Do nothing: the requests are known from the start."""
 
     def _wait(self) -> None:
         while not self._left:
@@ -470,18 +481,18 @@ class HolderReader(Reader):
     def _run_round(self) -> None:
         ranks = self._turns.pop(0)
         size, rank = self._world.size, self._world.rank
-        mine = next(self._lists, []) if rank in ranks else []
-        rows = [(read.file, read.offset, read.nbytes, read.rows, read.stride) for read in mine]
+        own_requests = next(self._lists, []) if rank in ranks else []
+        rows = [(read.file, read.offset, read.nbytes, read.rows, read.stride) for read in own_requests]
         nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
         asks = [nothing] * size
         asks[self._holder] = torch.from_numpy(np.array(rows, np.int64).reshape(-1).view(np.uint8))
-        asked = self._world.exchange(asks, _DURING)
+        asked = self._world.exchange(asks, _HOLDER_READING)
         answers = [nothing] * size
         if rank == self._holder:
             answers = [self._answer(table) for table in asked]
-        got = self._world.exchange(answers, _DURING)[self._holder]
-        self.received_bytes += got.numel()
-        self._left = bytes_view(got)
+        received = self._world.exchange(answers, _HOLDER_READING)[self._holder]
+        self.received_bytes += received.numel()
+        self._left = bytes_view(received)
 
     def _answer(self, asked: torch.Tensor) -> torch.Tensor:
         table = asked.numpy().view(np.int64).reshape(-1, 5)

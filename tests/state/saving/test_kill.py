@@ -243,7 +243,7 @@ def test_failing_anywhere(
         if message:
             assert message.startswith("WriteError: "), (at, message)
             assert ("No space left" if at[1] == "ENOSPC" else "Input/output error") in message, (at, message)
-            there = "all is there" in message or "cannot be removed" in message
+            there = "all files are saved" in message or "cannot be removed" in message
             assert (found == after) is there, (at, message)
             assert beside == ["saved"] or there, at
             told += 1

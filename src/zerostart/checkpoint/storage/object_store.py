@@ -1,4 +1,4 @@
-"""Files of object stores and web servers, read in byte ranges by obstore: S3, Google, Azure, HTTP."""
+"""Read byte ranges from object stores and web servers, through obstore."""
 
 from __future__ import annotations
 
@@ -26,28 +26,28 @@ if TYPE_CHECKING:
 
 WEB, AWS = ("http", "https"), ("s3", "s3a")
 STORES = (*AWS, "gs", "az", "azure", "adl", "abfs", "abfss")
-#: Retries of a request, with growing pauses; of a question, so that a wrong address is told soon; and seconds
-#: after which there are no more of them.
-RETRIES, QUESTION_RETRIES, RETRY_TIMEOUT_S = 8, 4, 30
-#: Seconds to connect, seconds without a byte of a read and of a write, and seconds of a whole request.
+#: Retries of a data request; of a metadata request, few so that a wrong address fails soon; and seconds after
+#: which no request is retried.
+RETRIES, METADATA_RETRIES, RETRY_TIMEOUT_S = 8, 4, 30
+#: Timeouts: to connect, without progress of a read, without progress of a write, of a whole request.
 CONNECT_TIMEOUT_S, READ_TIMEOUT_S, WRITE_TIMEOUT_S, REQUEST_TIMEOUT_S = 10.0, 15.0, 60.0, 3600.0
-#: Bytes of a piece of an answer, and host memory of a reader's thread in addition to its buffers.
+#: Size of a piece of a response, and memory of a reader thread in addition to its buffers, in bytes.
 PIECE_BYTES, THREAD_BYTES = 256 << 10, 1 << 20
-#: Requests of all ranks of a machine at once, and questions about files at once.
-DEPTH, QUESTIONS = 64, 16
-#: First bytes of an object that come with the answer about it: most, least, and most for all objects.
+#: Concurrent data requests of all ranks of a machine, and concurrent metadata requests.
+MAX_REQUESTS, MAX_METADATA_REQUESTS = 64, 16
+#: Bytes at the start of an object that are read with its metadata: maximum, minimum, maximum of all objects.
 HEAD_BYTES, MIN_HEAD_BYTES, ALL_HEADS_BYTES = 256 << 10, 16 << 10, 16 << 20
-#: The usual cost of a request, for checkpoints of fewer than ``MEASURED_BYTES``.
+#: Assumed cost of a request, for checkpoints smaller than ``MEASURED_BYTES``.
 USUAL_COST = RequestCost(latency=0.03, rate=100e6)
 MEASURED_BYTES, SAMPLE_BYTES = 64 << 20, 4 << 20
-#: Endings of names of files, which are no directories.
+#: Suffixes of file names; other names may be directories.
 _FILE_ENDINGS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".json")
-#: Variables that say where AWS credentials come from, other than a profile.
+#: Environment variables that give AWS credentials without a profile.
 _CREDENTIALS = {
     *("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_SKIP_SIGNATURE"),
     *("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "AWS_CONTAINER_CREDENTIALS_FULL_URI"),
 }
-#: Parts of errors that say why no connection was made.
+#: Address and reason in the debug text of a connection error.
 _ADDRESS = re.compile(r'"tcp connect error",\s*([^\s,]+),')
 _REASON = re.compile(r'(?:message|error): "([^"]+)"|Invalid(Certificate|Message)\(\s*(\w+)')
 T = TypeVar("T")
@@ -55,7 +55,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """An object: its size, and the ETag or time that changes when it is replaced."""
+    """Size of an object, and a mark that changes when it is replaced.
+
+    The mark is the ETag or, without one, the modification time.
+    """
 
     size: int
     mark: Hashable
@@ -63,25 +66,25 @@ class Found:
 
 @dataclass(frozen=True)
 class ObjectFiles(Storage):
-    """Files at URLs; ``identities`` are the marks that the objects had when they were opened."""
+    """Files at URLs; ``identities`` are the marks of the objects when they were opened."""
 
-    #: Start of the names of files, before the keys.
+    #: URL prefix of the file names, before the key.
     root: str = field(default="", kw_only=True)
     #: URL of the bucket or server for obstore; may contain secrets.
     base: str = field(default="", repr=False, compare=False, kw_only=True)
-    #: First bytes of the files, while a checkpoint is opened.
+    #: First bytes of each file, kept only while a checkpoint is opened.
     heads: tuple[bytes, ...] = field(default=(), repr=False, compare=False, kw_only=True)
 
     schemes = (*STORES, *WEB)
     cached = False
 
     def __getstate__(self) -> dict[str, object]:
-        """Leave out the first bytes."""
+        """Pickle without the first bytes."""
         return {**self.__dict__, "heads": ()}
 
     @classmethod
     def places(cls, source: str) -> tuple[str, str, str]:
-        """Return ``root``, ``base`` and the key of a URL. Raises ConfigError."""
+        """Split a URL into ``root``, ``base`` and key. Raises ConfigError."""
         url = urlsplit(source)
         scheme = url.scheme.lower()
         if not url.netloc:
@@ -90,18 +93,18 @@ class ObjectFiles(Storage):
             )
         if scheme not in WEB and url.password is not None:
             raise ConfigError(
-                f"{shown_url(source)}: credentials are not taken out of a URL; give them as the "
-                "provider's own tools take them (see docs/stores.md)"
+                f"{shown_url(source)}: zerostart reads no credentials from a URL; give them as the "
+                "provider's own tools expect them (see docs/stores.md)"
             )
         if scheme not in WEB:
             bucket, _, key = source.partition("://")[2].partition("/")
             return f"{scheme}://{bucket}/", f"{scheme}://{bucket}", key.strip("/")
         if "#" in source or re.search(r"[\t\r\n]", source):
             raise ConfigError(
-                f"{shown_url(source)}: has a #, or the end of a line, in it, and would name something else; "
+                f"{shown_url(source)}: contains a # or a line break, which would cut the name; "
                 "write %23 for a # in a name"
             )
-        # A query is a signature, which each request needs.
+        # The query is a signature; every request must send it.
         base = urlunsplit((scheme, url.netloc, "/", url.query, ""))
         return f"{scheme}://{url.netloc.rpartition('@')[2]}/", base, unquote(url.path.strip("/"))
 
@@ -111,16 +114,16 @@ class ObjectFiles(Storage):
         here = cls((), (), root=root, base=base)
         folder, _, name = key.rpartition("/")
         if key.endswith(_FILE_ENDINGS) and (found := here._find(key)):
-            return here._below(folder, {key: found}, name)
-        below = here._below(key)
-        # A file may have any name: ask for it if there is no directory of that name.
+            return here._open_folder(folder, {key: found}, name)
+        below = here._open_folder(key)
+        # A file may have any suffix: request it if no such directory exists.
         if not below.files and not key.endswith(_FILE_ENDINGS) and key and (found := here._find(key)):
-            return here._below(folder, {key: found}, name)
+            return here._open_folder(folder, {key: found}, name)
         if not below.files:
             raise CheckpointNotFoundError(
                 f"{root}{key}: there is no such file, and no directory of that name with files of a "
-                "checkpoint; look for a mistake in the URL, or for credentials: some stores say this of "
-                "everything that one may not see"
+                "checkpoint; check the URL and the credentials: some stores answer this for every object "
+                "that the user may not read"
             )
         return below
 
@@ -131,17 +134,17 @@ class ObjectFiles(Storage):
         keys = [self._key(f"{self.folder}/{name}") for name in names]
         length = min(HEAD_BYTES, ALL_HEADS_BYTES // max(1, len(keys)))
         length = length if length >= MIN_HEAD_BYTES else 0
-        begun = self._each(keys, lambda key: self._begin(key, length))
+        opened_files = self._request_all(keys, lambda key: self._open_file(key, length))
         for name, key in zip(names, keys, strict=True):
-            if key not in begun:
+            if key not in opened_files:
                 raise CheckpointNotFoundError(
                     f"{self.folder}/{name}: this file of the checkpoint is missing; upload it again"
                 )
-        opened = self._of({key: begun[key][0] for key in keys})
-        return replace(opened, heads=tuple(begun[key][1] for key in dict.fromkeys(keys)))
+        opened = self._with_files({key: opened_files[key][0] for key in keys})
+        return replace(opened, heads=tuple(opened_files[key][1] for key in dict.fromkeys(keys)))
 
     def directory(self) -> Storage:
-        return self._below(self._key(f"{self.folder}/").rstrip("/"))
+        return self._open_folder(self._key(f"{self.folder}/").rstrip("/"))
 
     def measured(self) -> Storage:
         opened = replace(self, heads=())
@@ -149,10 +152,10 @@ class ObjectFiles(Storage):
             return replace(opened, cost=USUAL_COST)
         file = max(range(len(self.files)), key=lambda number: self.sizes[number])
         length = min(SAMPLE_BYTES, self.sizes[file])
-        moments = [time.perf_counter()]
-        opened.fetch(file, 0, length, lambda at, piece: moments.append(time.perf_counter()))
-        latency, seconds = moments[1] - moments[0], moments[-1] - moments[0]
-        # The first piece is late; a fast store has sent more by then.
+        times = [time.perf_counter()]
+        opened.fetch(file, 0, length, lambda at, piece: times.append(time.perf_counter()))
+        latency, seconds = times[1] - times[0], times[-1] - times[0]
+        # A fast store sends more than the first piece before that piece is delivered.
         rate = length / max(seconds - latency, seconds / 8)
         return replace(opened, cost=RequestCost(float(f"{latency:.2g}"), float(f"{rate:.2g}"), measured=True))
 
@@ -160,7 +163,7 @@ class ObjectFiles(Storage):
         return ObjectReader(self)
 
     def residency(self) -> Residency:
-        return Residency(self.root.partition(":")[0], None, True, depth=DEPTH, buffer=THREAD_BYTES)
+        return Residency(self.root.partition(":")[0], None, True, depth=MAX_REQUESTS, buffer=THREAD_BYTES)
 
     def identity(self, file: int) -> Hashable:
         found = self._find(self._key(self.files[file]))
@@ -170,9 +173,9 @@ class ObjectFiles(Storage):
         return "was removed" if now is None else f"was replaced: its ETag is {now} and was {before}"
 
     def fetch(self, file: int, offset: int, length: int, put: Callable[[int, memoryview], None]) -> None:
-        """Pass the pieces of a byte range to ``put`` in order, each with its distance from the start.
+        """Read a byte range and pass its pieces to ``put``, with their offsets.
 
-        obstore retries a request that fails, and continues an answer that breaks off (if it has an ETag).
+        obstore retries failed requests. If the object has an ETag, it also continues interrupted responses.
         """
         name = self.files[file]
         if offset + length > self.sizes[file]:
@@ -188,7 +191,7 @@ class ObjectFiles(Storage):
             return
         mark = self.identities[file] if self.identities else None
         options: dict[str, Any] = {"range": (offset + done, offset + length)}
-        # Weak ETags never match, and some servers give ETags without quotes.
+        # Weak ETags never match. Some servers send ETags without quotes.
         if isinstance(mark, str) and mark.startswith('"'):
             options["if_match"] = mark
         failed = f"reading {length} bytes of {name} at offset {offset} failed"
@@ -196,64 +199,62 @@ class ObjectFiles(Storage):
             try:
                 answer = _obstore().get(open_store(self.base, RETRIES), self._key(name), options=options)
             except _obstore().exceptions.PreconditionError:
-                raise self._replaced(name, f"its ETag is not {mark} any more") from None
-            if mark is not None and (found := _found(answer.meta)) != Found(self.sizes[file], mark):
-                raise self._replaced(name, f"its ETag is {found.mark} and was {mark}")
+                raise self._changed_error(name, f"its ETag is no longer {mark}") from None
+            if mark is not None and (found := _parse_metadata(answer.meta)) != Found(self.sizes[file], mark):
+                raise self._changed_error(name, f"its ETag is {found.mark} and was {mark}")
             for piece in answer.stream(min_chunk_size=PIECE_BYTES):
                 put(done, memoryview(piece)[: length - done])
                 done = min(length, done + len(piece))
         if done < length:
-            raise ReadError(
-                f"{failed}: the answer broke off {length - done} bytes before its end; load again"
-            )
+            raise ReadError(f"{failed}: the response ended {length - done} bytes too early; load again")
 
-    def _replaced(self, name: str, what: str) -> ReadError:
+    def _changed_error(self, name: str, reason: str) -> ReadError:
         return ReadError(
-            f"{name} was changed since the checkpoint was opened ({what}); load again when no other process "
-            "writes to it"
+            f"{name} was changed since the checkpoint was opened ({reason}); load again when no other "
+            "process writes to it"
         )
 
     @property
     def _store(self) -> ObjectStore:
-        return open_store(self.base, min(RETRIES, QUESTION_RETRIES))
+        return open_store(self.base, min(RETRIES, METADATA_RETRIES))
 
     def _key(self, file: str) -> str:
         return file.removeprefix(self.root)
 
     def _find(self, key: str) -> Found | None:
-        """Return the object at ``key``; None if there is none."""
+        """Request the metadata of an object; return None if it does not exist."""
         with _errors(f"{self.root}{key}: asking the store failed"):
             try:
-                return _found(_obstore().head(self._store, key))
+                return _parse_metadata(_obstore().head(self._store, key))
             except FileNotFoundError:
                 return None
-            except Exception:  # a URL that is signed for reading only
+            except Exception:  # a URL may be signed for GET requests only
                 if not self._is_signed:
                     raise
             try:
-                return _found(_obstore().get(self._store, key, options={"range": (0, 1)}).meta)
+                return _parse_metadata(_obstore().get(self._store, key, options={"range": (0, 1)}).meta)
             except FileNotFoundError:
                 return None
 
-    def _begin(self, key: str, length: int) -> tuple[Found, bytes] | None:
-        """Return the object at ``key`` and its first bytes."""
+    def _open_file(self, key: str, length: int) -> tuple[Found, bytes] | None:
+        """Return metadata and first bytes of an object; None if it does not exist."""
         if not length:
             found = self._find(key)
             return None if found is None else (found, b"")
         with _errors(f"{self.root}{key}: asking the store failed"):
             try:
                 answer = _obstore().get(self._store, key, options={"range": (0, length)})
-                found, head = _found(answer.meta), bytes(answer.bytes())
+                found, head = _parse_metadata(answer.meta), bytes(answer.bytes())
             except FileNotFoundError:
                 return None
-            except Exception:  # an empty object has no ranges
+            except Exception:  # an empty object has no byte ranges
                 found, head = self._find(key), b""
                 if found is None or found.size:
                     raise
         return found, head if len(head) == min(length, found.size) else b""
 
-    def _listed(self, folder: str) -> dict[str, Found] | None:
-        """Return the objects right below ``folder``; None if the store gives no list."""
+    def _list(self, folder: str) -> dict[str, Found] | None:
+        """Return the objects directly in ``folder``; None if the store cannot list."""
         if self._is_signed:
             return None
         try:
@@ -265,27 +266,27 @@ class ObjectFiles(Storage):
                 return None
             with _errors(f"{self.root}{folder}: asking the store failed"):
                 raise
-        # Copies of the files have these names: only those right in the folder.
+        # Skip the placeholder objects of folders, and objects in deeper folders.
         found = {
             one["path"]: Found(one["size"], None)
             for one in listed["objects"]
             if one["path"].rpartition("/")[0] == folder and one["path"].rpartition("/")[2].strip(".")
         }
-        # A web server without lists may say that there is nothing.
+        # A web server that cannot list may answer with an empty list.
         return None if not found and self.root.startswith("http") else found
 
     @property
     def _is_signed(self) -> bool:
         return bool(urlsplit(self.base).query)
 
-    def _each(self, keys: Iterable[str], question: Callable[[str], T | None]) -> dict[str, T]:
-        """Return the answers for ``keys`` that are not None."""
+    def _request_all(self, keys: Iterable[str], request: Callable[[str], T | None]) -> dict[str, T]:
+        """Call ``request`` for each key in threads; return the results other than None."""
         wanted = list(dict.fromkeys(keys))
-        with ThreadPoolExecutor(max(1, min(QUESTIONS, len(wanted)))) as pool:
-            answers = dict(zip(wanted, pool.map(question, wanted), strict=True))
+        with ThreadPoolExecutor(max(1, min(MAX_METADATA_REQUESTS, len(wanted)))) as pool:
+            answers = dict(zip(wanted, pool.map(request, wanted), strict=True))
         return {key: one for key, one in answers.items() if one is not None}
 
-    def _of(self, found: Mapping[str, Found]) -> Self:
+    def _with_files(self, found: Mapping[str, Found]) -> Self:
         return replace(
             self,
             files=tuple(f"{self.root}{key}" for key in found),
@@ -294,10 +295,10 @@ class ObjectFiles(Storage):
             heads=(),
         )
 
-    def _below(self, folder: str, known: Mapping[str, Found] | None = None, asked: str = "") -> Storage:
+    def _open_folder(self, folder: str, known: Mapping[str, Found] | None = None, asked: str = "") -> Storage:
         begin = f"{folder}/" if folder else ""
         found, refused = dict(known or {}), list[ReadError]()
-        listed = self._listed(folder)
+        listed = self._list(folder)
         if listed is not None:
             found |= {key: one for key, one in listed.items() if key not in found}
         else:
@@ -305,25 +306,23 @@ class ObjectFiles(Storage):
             def find(key: str) -> Found | None:
                 try:
                     return self._find(key)
-                except (
-                    ReadError
-                ) as error:  # a user who may read some files need not be allowed to ask for others
+                except ReadError as error:  # the user may be allowed to read some of the files only
                     refused.append(error)
                     return None
 
             names = (f"{begin}{name}" for name in (*STANDARD_NAMES, *USUAL_SETTINGS))
-            found |= self._each((key for key in names if key not in found), find)
+            found |= self._request_all((key for key in names if key not in found), find)
             if refused and not found:
                 raise refused[0]
-        return replace(self._of(found), folder=f"{self.root}{folder}".removesuffix("/"), asked=asked)
+        return replace(self._with_files(found), folder=f"{self.root}{folder}".removesuffix("/"), asked=asked)
 
 
 class ObjectReader(Reader):
-    """Reads byte ranges of objects; several threads share it."""
+    """Thread-safe reader of byte ranges of objects."""
 
     def __init__(self, storage: ObjectFiles) -> None:
         self._storage = storage
-        _ = storage._store  # an error of the settings comes now
+        _ = storage._store  # raise errors of the settings now
 
     def read(self, file: int, offset: int, buffers: Sequence[memoryview]) -> None:
         left = list(buffers)
@@ -339,7 +338,7 @@ class ObjectReader(Reader):
         self._storage.fetch(file, offset, sum(map(len, buffers)), fill)
 
     def gather(self, file: int, offset: int, rows: Rows, target: memoryview, step: int) -> None:
-        """Read rows with one request, if the bytes between them cost less than further requests."""
+        """Read rows in one request if the gaps cost less than more requests."""
         if rows.stride - rows.width > self._storage.gap:
             super().gather(file, offset, rows, target, step)
             return
@@ -357,52 +356,52 @@ class ObjectReader(Reader):
 
 
 def open_store(base: str, retries: int, writing: bool = False) -> ObjectStore:
-    """Return the store at ``base``; its connections are shared by all threads. Raises ConfigError."""
+    """Return the store at ``base``, shared by all threads. Raises ConfigError."""
     _check_process()
-    taken = ("AWS_", "GOOGLE_", "AZURE_", "SSL_CERT_")
-    settings = tuple(sorted(item for item in os.environ.items() if item[0].startswith(taken)))
+    prefixes = ("AWS_", "GOOGLE_", "AZURE_", "SSL_CERT_")
+    settings = tuple(sorted(item for item in os.environ.items() if item[0].startswith(prefixes)))
     return _opened(base, settings, writing, retries)
 
 
 @functools.lru_cache(maxsize=8)
 def _opened(base: str, given: tuple[tuple[str, str], ...], writing: bool, retries: int) -> ObjectStore:
     obstore, scheme = _obstore(), base.partition(":")[0]
-    still = WRITE_TIMEOUT_S if writing else READ_TIMEOUT_S
+    idle_timeout = WRITE_TIMEOUT_S if writing else READ_TIMEOUT_S
     client: dict[str, Any] = {
         "timeout": timedelta(seconds=REQUEST_TIMEOUT_S),
-        "read_timeout": timedelta(seconds=still),
+        "read_timeout": timedelta(seconds=idle_timeout),
         "connect_timeout": timedelta(seconds=CONNECT_TIMEOUT_S),
     }
-    more: dict[str, Any] = _aws_profile(dict(given)) if scheme in AWS else {}
-    more["retry_config"] = {"max_retries": retries, "retry_timeout": timedelta(seconds=RETRY_TIMEOUT_S)}
-    more["client_options"] = client
+    options: dict[str, Any] = _aws_profile(dict(given)) if scheme in AWS else {}
+    options["retry_config"] = {"max_retries": retries, "retry_timeout": timedelta(seconds=RETRY_TIMEOUT_S)}
+    options["client_options"] = client
     if writing and scheme in AWS:
-        more["checksum_algorithm"] = "SHA256"  # the store refuses bytes that were changed on the way
+        options["checksum_algorithm"] = "SHA256"  # the store rejects bytes that were changed in transit
     url = urlsplit(base)
     user, _, host = url.netloc.rpartition("@")
-    if scheme in WEB and user:  # obstore sends none, and repeats it in its errors
+    if scheme in WEB and user:  # obstore does not send it and shows it in errors
         name, _, password = user.partition(":")
         pair = base64.b64encode(b":".join((unquote_to_bytes(name), unquote_to_bytes(password))))
-        more["client_options"]["default_headers"] = {"authorization": f"Basic {pair.decode()}"}
+        options["client_options"]["default_headers"] = {"authorization": f"Basic {pair.decode()}"}
         base = urlunsplit(url._replace(netloc=host))
-    endpoints = [one for name, one in given if "ENDPOINT" in name] + [str(more.get("endpoint"))]
+    endpoints = [one for name, one in given if "ENDPOINT" in name] + [str(options.get("endpoint"))]
     if scheme == "http" or any(one.startswith("http://") for one in endpoints):
-        more["client_options"]["allow_http"] = True
+        options["client_options"]["allow_http"] = True
     try:
-        store: ObjectStore = obstore.store.from_url(base, **more)
+        store: ObjectStore = obstore.store.from_url(base, **options)
     except (obstore.exceptions.BaseError, ValueError) as error:
         raise ConfigError(
-            f"{shown_url(base)}: the store cannot be reached: {error_text(error)}; give what its provider's "
-            "own tools take (see docs/stores.md)"
+            f"{shown_url(base)}: cannot open the store: {error_text(error)}; give the settings that the "
+            "provider's own tools expect (see docs/stores.md)"
         ) from None
     return store
 
 
 def _aws_profile(settings: Mapping[str, str]) -> dict[str, Any]:
-    """Return what the user's AWS profile says, which obstore does not read. Raises ConfigError."""
+    """Read the settings of the user's AWS profile for obstore. Raises ConfigError."""
     files = (("AWS_CONFIG_FILE", "~/.aws/config"), ("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials"))
-    there = [os.path.exists(os.path.expanduser(settings.get(name, file))) for name, file in files]  # noqa: PTH110, PTH111
-    if _CREDENTIALS & settings.keys() or not (any(there) or "AWS_PROFILE" in settings):
+    have_files = [os.path.exists(os.path.expanduser(settings.get(name, file))) for name, file in files]  # noqa: PTH110, PTH111
+    if _CREDENTIALS & settings.keys() or not (any(have_files) or "AWS_PROFILE" in settings):
         return {}
     try:
         from botocore.session import Session
@@ -412,11 +411,11 @@ def _aws_profile(settings: Mapping[str, str]) -> dict[str, Any]:
         credentials = session.get_credentials()
     except ImportError as error:
         raise ConfigError(
-            "AWS profiles are read by botocore: pip install botocore, or give AWS_ACCESS_KEY_ID and "
-            "AWS_SECRET_ACCESS_KEY"
+            "zerostart needs botocore to read AWS profiles: pip install botocore, or give "
+            "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
         ) from error
-    except Exception as error:  # of botocore, whose text may be a line with a key
-        raise ConfigError(f"botocore does not read the AWS profile ({type(error).__name__})") from None
+    except Exception as error:  # any botocore error; its text may contain a key
+        raise ConfigError(f"botocore cannot read the AWS profile ({type(error).__name__})") from None
 
     def provide() -> dict[str, Any]:
         keys = credentials.get_frozen_credentials()
@@ -427,12 +426,12 @@ def _aws_profile(settings: Mapping[str, str]) -> dict[str, Any]:
             "expires_at": datetime.now(UTC) + timedelta(minutes=15),
         }
 
-    more: dict[str, Any] = {} if credentials is None else {"credential_provider": provide}
+    options: dict[str, Any] = {} if credentials is None else {"credential_provider": provide}
     if "region" in profile and not {"AWS_REGION", "AWS_DEFAULT_REGION"} & settings.keys():
-        more["region"] = profile["region"]
+        options["region"] = profile["region"]
     if "endpoint_url" in profile and not any("ENDPOINT" in name for name in settings):
-        more["endpoint"] = profile["endpoint_url"]
-    return more
+        options["endpoint"] = profile["endpoint_url"]
+    return options
 
 
 def _obstore() -> Any:
@@ -440,71 +439,70 @@ def _obstore() -> Any:
         import obstore
     except ImportError as error:
         raise ConfigError(
-            "URLs are read by obstore, which is not installed: pip install 'zerostart[stores]'"
+            "zerostart needs obstore to read URLs, and it is not installed: pip install 'zerostart[stores]'"
         ) from error
     return obstore
 
 
-#: Process that has asked a store, or from which this one was forked after it had.
-_asking: list[int] = []
+#: Id of the process that first used a store; a forked process inherits it.
+_first_process: list[int] = []
 
 
 def _check_process() -> None:
-    """Raise ConfigError in a forked process, which has no threads of obstore and would wait forever."""
-    if _asking and _asking[0] != os.getpid():
+    """Raise ConfigError in a forked process, where obstore has no threads and would hang."""
+    if _first_process and _first_process[0] != os.getpid():
         raise ConfigError(
-            "this process was forked from one that has asked a store before, and stores cannot be reached "
-            "from it: start it by spawn or forkserver (multiprocessing.set_start_method), or ask the store "
-            "only in it"
+            "this process was forked from one that has used a store, so it cannot use stores: start it by "
+            "spawn or forkserver (multiprocessing.set_start_method), or use stores only in the forked process"
         )
-    _asking[:] = [os.getpid()]
+    _first_process[:] = [os.getpid()]
 
 
-def _found(meta: ObjectMeta) -> Found:
-    # Without an ETag the time of the last change, in whole seconds as HTTP has it.
+def _parse_metadata(meta: ObjectMeta) -> Found:
+    # Without an ETag: the modification time, in whole seconds as in HTTP.
     return Found(meta["size"], meta["e_tag"] or int(meta["last_modified"].timestamp()))
 
 
 def _is_refused(error: Exception) -> bool:
-    """True if the store does not answer this question to this user."""
+    """Return True if the store refuses this request or does not support it."""
     kinds = _obstore().exceptions
     refused = (kinds.PermissionDeniedError, kinds.UnauthenticatedError, kinds.NotSupportedError)
     return isinstance(error, refused) or re.search(r"status code: (40[0135]|501)", str(error)) is not None
 
 
 @contextlib.contextmanager
-def _errors(what: str, removed: str = "") -> Iterator[None]:
-    """Raise obstore's errors as a ReadError that begins with ``what``."""
+def _errors(failed: str, removed: str = "") -> Iterator[None]:
+    """Convert errors of obstore to a ReadError that starts with ``failed``."""
     try:
         yield
     except (ReadError, ConfigError):
         raise
     except FileNotFoundError as error:
-        raise CheckpointNotFoundError(removed or f"{what}: {error_text(error)}") from None
+        raise CheckpointNotFoundError(removed or f"{failed}: {error_text(error)}") from None
     except Exception as error:
         if not (remedy := _remedy(error)):
-            raise ReadError(f"{what}: {error_text(error)}; try again when the store answers") from None
-        raise ReadError(f"{what}: {error_text(error)}; {remedy}") from None
+            raise ReadError(f"{failed}: {error_text(error)}; try again when the store answers") from None
+        raise ReadError(f"{failed}: {error_text(error)}; {remedy}") from None
 
 
 def _remedy(error: Exception) -> str:
     kinds, text = _obstore().exceptions, str(error)
     if isinstance(error, (kinds.PermissionDeniedError, kinds.UnauthenticatedError)):
-        return "give credentials that may read it, as the provider's own tools take them (see docs/stores.md)"
+        return "give credentials that may read it, as its own tools expect them (see docs/stores.md)"
     if isinstance(error, kinds.NotSupportedError) or "NotPartial" in text:
-        return "the server gives no byte ranges of files: copy the checkpoint to a local directory"
+        return "the server sends no byte ranges: copy the checkpoint to a local directory"
     if "InvalidCertificate(" in text:
-        return "give the certificate of its authority: SSL_CERT_FILE=FILE, which replaces the system's"
+        return "set SSL_CERT_FILE to the certificate of its authority; it replaces the system's certificates"
     return ""
 
 
 def error_text(error: Exception) -> str:
-    """Return what obstore says, in one line and without secrets."""
+    """Return the text of an obstore error in one line, without secrets."""
     text, _, debugging = str(error).partition("\n\nDebug source")
     if "error sending request" in text and (reasons := [*_REASON.finditer(debugging)]):
         address, reason = _ADDRESS.search(debugging), reasons[-1]
         words = reason[1] or f"{'certificate' if reason[2] == 'Certificate' else 'no TLS'}: {reason[3]}"
         text += f" ({address[1] + ': ' if address else ''}{words})"
-    if "<Code>" in text:  # the rest of the answer may be what was signed, with a token
+    if "<Code>" in text:  # the rest of the response may contain a token
         text = text.partition("<")[0] + ": ".join(re.findall(r"<(?:Code|Message)>([^<]*)", text))
     return without_secrets(" ".join(text.split()))[:400]

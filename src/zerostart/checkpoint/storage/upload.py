@@ -1,4 +1,4 @@
-"""Upload the files of a save to an object store: S3 and compatible stores, Google Cloud Storage, Azure."""
+"""Upload the files of a save to S3, Google Cloud Storage or Azure."""
 
 from __future__ import annotations
 
@@ -14,38 +14,41 @@ from zerostart.checkpoint.storage import object_store
 from zerostart.checkpoint.storage.object_store import STORES, ObjectFiles, error_text, open_store
 from zerostart.errors import ConfigError, WriteError, ZerostartError
 
-#: Bytes of a part of a multipart upload, parts that one upload sends at once, and most parts of an object.
+#: Size of an upload part in bytes; parts that one upload sends at once; maximum parts of an object.
 PART_BYTES, MAX_PARTS_IN_FLIGHT, MAX_PARTS = 8 << 20, 2, 10_000
 
 
 @dataclass(frozen=True)
 class StoreDirectory:
-    """A directory of an object store that a save writes to. Its methods raise WriteError."""
+    """A directory of an object store, as the target of a save.
+
+    Its methods raise WriteError.
+    """
 
     url: str
-    #: URL of the bucket.
+    #: URL of the bucket; may contain secrets.
     base: str = field(repr=False)
-    #: Start of all keys of the directory: empty, or with a slash at its end.
+    #: Prefix of all keys in the directory: empty, or with a slash at its end.
     prefix: str = ""
 
     @classmethod
     def at(cls, url: str) -> StoreDirectory:
-        """Return the directory at ``url``. Raises ConfigError for a URL that no save can write to."""
+        """Parse a directory URL. Raises ConfigError if zerostart cannot save there."""
         if scheme_of(url) not in STORES:
             raise ConfigError(
-                f"{shown_url(url)}: zerostart saves to directories, s3://, gs:// and az:// only; save to a "
-                "local directory and copy it"
+                f"{shown_url(url)}: zerostart saves only to local directories, s3://, gs:// and az://; save "
+                "to a local directory and copy it"
             )
         root, base, key = ObjectFiles.places(url)
         if key and ({"", ".", ".."} & {*key.split("/")} or re.search(r"[\x00-\x1f\x7f\\]", key)):
             raise ConfigError(
-                f"{shown_url(url)}: the names of its directories cannot be empty, . or .., or contain a "
+                f"{shown_url(url)}: a directory name cannot be empty, . or .., or contain a "
                 "backslash or a control character; name another directory"
             )
         return cls(f"{root}{key}".rstrip("/"), base, f"{key}/" if key else "")
 
     def list(self) -> dict[str, int]:
-        """Return the size of each object of the directory and its folders, by name."""
+        """Return the size of each object below the directory, by name."""
         import obstore
 
         with self._errors("", "listing"):
@@ -53,7 +56,7 @@ class StoreDirectory:
             return {one["path"][len(self.prefix) :]: one["size"] for batch in batches for one in batch}
 
     def read(self, name: str) -> bytes | None:
-        """Return the content of an object; None if there is none."""
+        """Read an object; return None if it does not exist."""
         import obstore
 
         with self._errors(name, "reading"):
@@ -63,7 +66,7 @@ class StoreDirectory:
                 return None
 
     def put(self, name: str, data: bytes | Path) -> None:
-        """Write bytes, or a local file, as an object."""
+        """Upload bytes or a local file as one object."""
         import obstore
 
         with self._errors(name, "uploading"):
@@ -76,7 +79,7 @@ class StoreDirectory:
             )
 
     def delete(self, names: Iterable[str]) -> None:
-        """Delete objects; one that is not there is skipped."""
+        """Delete objects; skip those that do not exist."""
         import obstore
 
         for name in names:
@@ -84,7 +87,7 @@ class StoreDirectory:
                 obstore.delete(self._store, self.prefix + name)
 
     def writer(self, name: str, size: int) -> ObjectWriter:
-        """Begin to upload an object of ``size`` bytes."""
+        """Start to upload an object of ``size`` bytes."""
         return ObjectWriter(self, name, size)
 
     @property
@@ -97,13 +100,13 @@ class StoreDirectory:
             yield
         except ZerostartError:
             raise
-        except Exception as error:  # obstore raises its own errors and built-in ones
+        except Exception as error:  # obstore raises its own and built-in exceptions
             place = f"{self.url}/{name}".rstrip("/")
             raise WriteError(f"{action} {place} failed: {error_text(error)}") from None
 
 
 class ObjectWriter:
-    """One object that is uploaded in order; it appears whole when ``close`` returns, otherwise never.
+    """Upload of one object, in order; readers see it only after ``close``.
 
     The store compares the checksum of each part with the bytes that arrive (S3; others rely on TLS).
     """
@@ -120,7 +123,7 @@ class ObjectWriter:
         )
 
     def write(self, data: bytes | bytearray) -> None:
-        """Append bytes, which are copied. Raises WriteError."""
+        """Append a copy of the bytes. Raises WriteError."""
         with self._directory._errors(self._name, "uploading"):
             self._file.write(data)
 

@@ -1,10 +1,16 @@
-"""Saves into a directory: new files next to old ones, and one rename that readers see.
+"""Save into a directory: write new files and publish them by one rename.
 
-A save writes everything into ``.zerostart/TOKEN`` of the directory, and holds the directory's lock. Then the
-weights get names that no file has, and one rename publishes them: that of the index, of the single file of
-weights, or of the document. After that the other files get their names, and the files go that the old index
-or document lists. ``.zerostart/TOKEN.plan`` says what is renamed and deleted, so that the next save, or a
-reader, finishes a killed save after its rename, and takes it back before.
+A save locks the directory and writes all files into ``.zerostart/TOKEN``. The document is the JSON file that
+lists the files of a save (``zerostart.json`` or ``state.json``). A content is a model or the adapter next to
+it. For each content the save does these steps:
+
+1. Rename the new weights to names that no file has.
+2. Publish them by one rename, the switch: of the index, the single weights file, or the document.
+3. Rename the other files.
+4. Delete the weights that the old index or document lists.
+
+``.zerostart/TOKEN.plan`` lists these steps. If a save is killed, the next save or reader completes it after
+the switch and undoes it before the switch.
 """
 
 from __future__ import annotations
@@ -44,62 +50,68 @@ from zerostart.checkpoint.strict_json import JsonObject, read_json
 from zerostart.checkpoint.write.folders import LOCK_NAME, lock_directory, sync, sync_directory, write_whole
 from zerostart.errors import CheckpointError, VerifyError, WriteError, ZerostartError
 
-#: Files that say how weights are read: they always belong to the weights next to them.
+#: Config files that a reader needs for the weights; each save replaces them with the weights.
 CONTENT = ("config.json", "adapter_config.json")
 
 
 @dataclass
 class RenamePlan:
-    """What one content of a save renames and deletes. All names are paths from the directory."""
+    """Renames and deletions that publish one content of a save.
 
-    #: Document of the directory; empty for none.
+    All names are paths relative to the directory.
+    """
+
+    #: File name of the document; empty if the save writes none.
     marker: str
-    #: Staged file whose rename publishes the save; empty for a removal.
+    #: Staged file whose rename publishes the save; empty to delete a checkpoint.
     switch: str
-    #: File that readers prefer to ``switch``, deleted right after its rename.
+    #: Single weights file that readers would prefer to ``switch``: deleted right after the switch.
     over: str = ""
-    #: New names of the staged files that are renamed before the switch.
+    #: Staged files that are renamed before the switch, with their new names.
     before: dict[str, str] = field(default_factory=dict)
-    #: Files that are renamed after the switch.
+    #: Staged files that are renamed after the switch.
     after: list[str] = field(default_factory=list)
-    #: Files of the old checkpoint.
+    #: Files of the old checkpoint that are deleted after the switch.
     drop: list[str] = field(default_factory=list)
-    #: Folders that the save makes, or that a removal empties.
+    #: Folders that the save creates, or that a deletion may leave empty.
     folders: list[str] = field(default_factory=list)
 
     def is_safe(self, path: Path) -> bool:
-        """Return whether all names are below ``path``: anybody may have written the file of the plan."""
+        """Return True if all names are inside ``path``.
+
+        Any program may have written the plan file.
+        """
         lists = (self.after, self.drop, self.folders, list(self.before.values()), list(self.before))
         if not isinstance(self.before, dict) or not all(isinstance(one, list) for one in lists):
             return False
         names = [name for one in lists for name in one] + [n for n in (self.switch, self.over) if n != ""]
-        known = self.marker in ("", *MARKERS)
-        return known and all(is_inside(name) and not _linked_parent(path, name) for name in names)
+        is_known = self.marker in ("", *MARKERS)
+        return is_known and all(is_inside(name) and not _linked_parent(path, name) for name in names)
 
 
 class Staging:
-    """A save into the directory ``path``; one process has it, and writes or leads those who do.
+    """A save into the directory ``path``; one process creates it for all writers.
 
-    Everything is written below ``directory``. Then :meth:`complete` publishes it, or :meth:`discard` removes
-    it, which may be called at any time, and more than once.
+    Writers put all files below ``directory``. Then :meth:`complete` publishes them, or :meth:`discard`
+    deletes them. ``discard`` may be called at any time, and repeatedly.
     """
 
     def __init__(
         self, path: str | os.PathLike[str], marker: str = MARKER, by_document: bool | None = None
     ) -> None:
-        """Make the directories, and recover what a killed save has left. Raises WriteError.
+        """Create the directories and recover from a killed save. Raises WriteError.
 
-        ``marker`` is the name of the document, empty for none. ``by_document``: readers find the files by it,
-        not by the names of weights; None: only by the one of a training state.
+        ``marker`` is the file name of the document, empty for none. If ``by_document``, readers find the
+        files through the document and not by the usual names of weights. None means: for a training state.
         """
-        # Resolved once, so that all that follows is done to one directory.
+        # Resolved once: a link that changes later must not redirect the save.
         self.path = Path(os.path.realpath(expanded(path)))
         self._marker = marker
         self._by_document = marker not in (MARKER, "") if by_document is None else by_document
         self._token = uuid.uuid4().hex[:12]
         self.directory = self.path / HIDDEN / self._token
-        self._made: list[Path] = []
-        self._held = contextlib.ExitStack()
+        self._new_folders: list[Path] = []
+        self._lock = contextlib.ExitStack()
         try:
             with write_errors(self.path, "nothing was saved"):
                 if self.path.exists() and not self.path.is_dir():
@@ -110,11 +122,11 @@ class Staging:
                         "rename it, or save to another directory"
                     )
                 self._make_path()
-                if self._held.enter_context(lock_directory(self.path)) is False:
-                    raise _busy(self.path)
+                if self._lock.enter_context(lock_directory(self.path)) is False:
+                    raise _locked_error(self.path)
                 _recover(self.path)
                 self.directory.mkdir()
-        # Also at an interrupt: a save that has not begun must not keep the lock.
+        # Also after an interrupt: a save that has not started must release the lock.
         except BaseException:
             self.discard()
             raise
@@ -122,66 +134,67 @@ class Staging:
     def _make_path(self) -> None:
         for place in reversed([place for place in (self.path, *self.path.parents) if not place.exists()]):
             place.mkdir(exist_ok=True)
-            self._made.append(place)
+            self._new_folders.append(place)
             sync_directory(place.parent)
 
     def complete(self, document: JsonObject) -> dict[str, str]:
-        """Write everything to the disk, and publish it.
+        """Sync and publish all files; return the new names of weights.
 
-        The document gets the entries of ``document``, and "files": for each file its "bytes" and, unless
-        "digests" of ``document`` has the tensors of its folder, its "sha256". Entries of "files" in
-        ``document`` are kept; such a file may stay where it is. Returns the final names of weights by their
-        staged names. Raises WriteError; the directory is then as it was, unless the message says otherwise.
+        The written document has the entries of ``document`` and "files", with "bytes" and "sha256" of each
+        file. Weights whose folder has an entry in "digests" get no "sha256". Entries that "files" already
+        contains are kept; their files need not be staged. The result maps staged names to new names.
+
+        Raises WriteError. The directory is then unchanged, unless the message says otherwise.
         """
         document = {SAVED_AT: time.time_ns(), **document} if self._marker == MARKER else document
-        state, names = "nothing was saved, and what was there is as it was", dict[str, str]()
+        state, names = "nothing was saved, and the directory is unchanged", dict[str, str]()
         with write_errors(self.path, state):
             known = document.get("files", {})
-            below = _files_below(self.directory)
-            for name in below:
+            staged = _files_below(self.directory)
+            for name in staged:
                 sync(self.directory / name)
-            files = {**known, **{name: known.get(name) or self._describe(name, document) for name in below}}
+            files = {**known, **{name: known.get(name) or self._describe(name, document) for name in staged}}
         contents = {"": list(files)} if self._by_document else grouped(files, staged=True)
-        # One switch for each content (a model, an adapter next to it).
-        for key, of in contents.items():
-            described = {**document, "format": FORMAT, "files": {name: files[name] for name in of}}
+        # One switch for each content.
+        for key, group_files in contents.items():
+            described = {**document, "format": FORMAT, "files": {name: files[name] for name in group_files}}
             if not self._by_document and "digests" in document:
-                folders = {str(Path(name).parent) for name in of if name.endswith(".safetensors")}
+                folders = {str(Path(name).parent) for name in group_files if name.endswith(".safetensors")}
                 described["digests"] = {f: d for f, d in document["digests"].items() if f in folders}
             names |= self._publish(key, described, state)
-            state = "a part of it was saved: save again"
-        with write_errors(self.path, "all is there, but temporary files may be left: save again"):
+            state = "only a part was saved: save again"
+        with write_errors(self.path, "all files are saved, but temporary files may remain: save again"):
             shutil.rmtree(self.directory, ignore_errors=True)
-            self._held.close()
+            self._lock.close()
         return names
 
     def _publish(self, key: str, document: JsonObject, state: str) -> dict[str, str]:
         with write_errors(self.path, state):
             plan = _Planner(self.path, self._token, self._marker, self._by_document, key, document).plan
             for name in (plan.switch, plan.over, *plan.before.values(), *plan.after):
-                if linked := _linked_parent(self.path, name):
-                    raise WriteError(f"{linked} is a link, which no save follows: save to another directory")
-            # The document may be the switch, whose absence from the staging folder says that it was made.
+                if link := _linked_parent(self.path, name):
+                    raise WriteError(f"{link} is a symbolic link: save to another directory")
+            # Written before the plan: recovery takes a switch that is not staged for one that was renamed.
             if self._marker:
                 _write_json(self.directory / self._marker, document, indent=1)
             _write_plan(self.path, self._token, plan)
             _switch(self.path, self.directory, plan)
-        with write_errors(self.path, "all is there, but may be lost if the machine stops now: save again"):
+        with write_errors(self.path, "all files are saved, but a power failure may lose them: save again"):
             _finish(self.path, self.directory, plan)
             (self.path / HIDDEN / f"{self._token}{PLAN_SUFFIX}").unlink()
         return plan.before
 
     def discard(self) -> None:
-        """Remove what is not published; a save that has made its switch is finished."""
-        # The error that led here is reported; what cannot be removed now goes with the next save.
-        with contextlib.suppress(OSError, ZerostartError), self._held:
+        """Delete unpublished files; complete a save whose switch is done."""
+        # The caller raises its own error. The next save deletes what cannot be deleted now.
+        with contextlib.suppress(OSError, ZerostartError), self._lock:
             if self.directory.parent.is_dir():
                 _recover(self.path, self._token)
-        for place in reversed(self._made):
+        for place in reversed(self._new_folders):
             _remove_empty(place)
 
     def _describe(self, name: str, document: JsonObject) -> JsonObject:
-        """Return the length of a file, and a hash unless its tensors have digests."""
+        """Return the size of a file, and its SHA-256 unless its tensors have digests."""
         file = self.directory / name
         described: JsonObject = {"bytes": file.stat().st_size}
         weights = file.suffix == ".safetensors"
@@ -191,16 +204,16 @@ class Staging:
 
 
 class _Planner:
-    """Plans one content of a save; its document becomes the one that is published."""
+    """Planner of one content of a save; it turns ``document`` into the published one."""
 
     def __init__(
         self, path: Path, token: str, marker: str, by_document: bool, key: str, document: JsonObject
     ) -> None:
         self._path, self._token, self._by_document = path, token, by_document
-        self._key, self._document, self._files = key, document, document["files"]
+        self._content, self._document, self._files = key, document, document["files"]
         self._staged = path / HIDDEN / token
         self.plan = RenamePlan(marker, marker)
-        #: Contents of the document before, and the files that any document lists, with their hashes.
+        #: Contents of the old document; (name, SHA-256) of each file that an old document lists.
         self._contents: dict[str, JsonObject] = {}
         self._listed: set[tuple[str, str | None]] = set()
         for name, found in _documents(path).items():
@@ -215,7 +228,7 @@ class _Planner:
         folders = set()
         for group, names in grouped(self._files, staged=True).items():
             staged = [name for name in names if (self._staged / name).is_file()]
-            if "cache" in self._document:  # found in the staging folder until they have their names
+            if "cache" in self._document:  # readers also find staged cache files
                 self.plan.after += staged
                 continue
             weights = [name for name in names if WEIGHTS.fullmatch(PurePosixPath(name).name)]
@@ -226,85 +239,85 @@ class _Planner:
                 if name not in weights:
                     self._plan_companion(name)
         if self._by_document:
-            cache = "cache" in self._document and "cache" in self._contents.get(self._key, {})
+            cache = "cache" in self._document and "cache" in self._contents.get(self._content, {})
             self._drop(self._old, lambda group: cache or PurePosixPath(group).parent in folders)
-        named = [*self.plan.before.values(), *self.plan.after, self.plan.switch]
-        self.plan.folders = [name for name in _folders_of(named) if not (self._path / name).exists()]
-        self._document.update(self._others(), content=self._key, save=self._token)
+        new_paths = [*self.plan.before.values(), *self.plan.after, self.plan.switch]
+        self.plan.folders = [name for name in _folders_of(new_paths) if not (self._path / name).exists()]
+        self._document.update(self._other_contents(), content=self._content, save=self._token)
 
     def _plan_weights(self, group: str, names: Sequence[str]) -> None:
         plan, single = self.plan, f"{group}.safetensors"
         index = single + INDEX
         files = [name for name in names if name != index and (self._staged / name).is_file()]
-        # Readers find a single file by its name, several by their index.
-        alone = not self._by_document and index not in names
-        taken = {name for name in (*files, single, index) if self._exists(name)}
-        # New files under old names would mix two checkpoints for a reader: they get the token.
-        tagged = not alone and bool(taken if self._by_document else taken & set(files))
-        called = {name: self._tag(name) if tagged else name for name in files}
+        # Readers find a single file by its name, and several files through their index.
+        is_single = not self._by_document and index not in names
+        existing = {name for name in (*files, single, index) if self._exists(name)}
+        # A new file under an old name would mix two checkpoints: add the token to its name.
+        has_token = not is_single and bool(existing if self._by_document else existing & set(files))
+        new_names = {name: self._add_token(name) if has_token else name for name in files}
         old = [single, index, *self._in_index(index), *self._old]
-        if tagged:
-            for name, new in called.items():
+        if has_token:
+            for name, new in new_names.items():
                 self._files[new] = {**self._files.pop(name), "name": name}
-            self._write_index(group, index, called)
-        if alone:
+            self._write_index(group, index, new_names)
+        if is_single:
             plan.switch = single
         else:
-            plan.before |= called
+            plan.before |= new_names
         if self._by_document:
             if index in self._files:
-                # For other libraries; ours go by the document.
+                # Only other libraries read the index here; zerostart reads the document.
                 if self._exists(index):
                     plan.after.append(index)
                 else:
                     plan.before[index] = index
-        elif not alone:
-            plan.switch, plan.over = index, single if single in taken else ""
+        elif not is_single:
+            plan.switch, plan.over = index, single if single in existing else ""
         self._drop(old, lambda found: found == group)
 
     def _plan_companion(self, name: str) -> None:
-        """Rename a file that is no weights, unless a stranger's file has its name."""
-        there = self._path / name
+        """Plan to rename a file that is not weights, unless a foreign file has its name."""
+        target = self._path / name
         if not self._exists(name):
             if _is_content(name):
                 self.plan.before[name] = name
             else:
                 self.plan.after.append(name)
             return
-        found = _sha256(there) if there.is_file() and not there.is_symlink() else ""
+        found = _sha256(target) if target.is_file() and not target.is_symlink() else ""
         if found == self._files[name].get("sha256"):
-            return  # equal bytes are not written again, so that no reader sees a file change
+            return  # keep a file with equal bytes, so that no reader sees it change
         if (name, found) in self._listed or _is_content(name):
             self.plan.after.append(name)
         else:
             del self._files[name]
 
-    def _drop(self, names: Iterable[str], of: Callable[[str], bool]) -> None:
-        """Delete old files of weights; their names are read with and without the token."""
+    def _drop(self, names: Iterable[str], matches: Callable[[str], bool]) -> None:
+        """Plan to delete old weights of matching groups, with or without a token."""
         for name in names:
             groups = {group_of(name), group_of(name, staged=True)} - {""}
             new = name in self._files or name == self.plan.switch
             if (
                 not new
-                and any(map(of, groups))
+                and any(map(matches, groups))
                 and not _linked_parent(self._path, name)
                 and self._exists(name)
             ):
                 self.plan.drop.append(name)
 
-    def _others(self) -> JsonObject:
-        """Return the contents of the document that stay."""
+    def _other_contents(self) -> JsonObject:
+        """Return the other contents of the document whose weights still exist."""
         if self.plan.marker != MARKER:
             return {}
         others = {}
         for key, other in self._contents.items():
             files = {name: one for name, one in other["files"].items() if name not in self._files}
             weights = [name for name in files if name.endswith(".safetensors")]
-            if key != self._key and any(map(self._exists, weights)):
+            if key != self._content and any(map(self._exists, weights)):
                 others[key] = {**{n: v for n, v in other.items() if n != "others"}, "files": files}
         return {"others": others} if others else {}
 
-    def _tag(self, name: str) -> str:
+    def _add_token(self, name: str) -> str:
         path = PurePosixPath(name)
         stem = PurePosixPath(group_of(name, staged=True)).name
         return (path.parent / f"{stem}-{self._token}{path.name.removeprefix(stem)}").as_posix()
@@ -312,8 +325,8 @@ class _Planner:
     def _exists(self, name: str) -> bool:
         return os.path.lexists(self._path / name)
 
-    def _write_index(self, group: str, index: str, called: Mapping[str, str]) -> None:
-        names = {PurePosixPath(name).name: PurePosixPath(new).name for name, new in called.items()}
+    def _write_index(self, group: str, index: str, new_names: Mapping[str, str]) -> None:
+        names = {PurePosixPath(name).name: PurePosixPath(new).name for name, new in new_names.items()}
         if index in self._files:
             document = read_json(self._staged / index, "index")
             document["weight_map"] = {n: names[file] for n, file in document["weight_map"].items()}
@@ -321,7 +334,7 @@ class _Planner:
             digests = self._document.get("digests", {}).get(PurePosixPath(group).parent.as_posix())
             if not digests or len(names) != 1:
                 return
-            total = sum(self._files[new]["bytes"] for new in called.values())
+            total = sum(self._files[new]["bytes"] for new in new_names.values())
             weight_map = dict.fromkeys(digests, *names.values())
             document = {"metadata": {"total_size": total}, "weight_map": weight_map}
         data = _write_json(self._staged / index, document, indent=2, sort_keys=True)
@@ -351,14 +364,14 @@ def _switch(path: Path, staged: Path, plan: RenamePlan) -> None:
 
 
 def _finish(path: Path, staged: Path, plan: RenamePlan) -> None:
-    """Do what is left after the switch; each step may have been done before a kill. Raises OSError."""
+    """Do the steps after the switch, also if some are done already. Raises OSError."""
     if plan.over:
         (path / plan.over).unlink(missing_ok=True)
     for name in dict.fromkeys((*plan.after, *([plan.marker] if plan.marker else []))):
         if os.path.lexists(staged / name):
             (staged / name).replace(path / name)
-    named = (*plan.after, plan.marker, plan.switch, plan.over)
-    for parent in {(path / name).parent for name in named if name}:
+    new_paths = (*plan.after, plan.marker, plan.switch, plan.over)
+    for parent in {(path / name).parent for name in new_paths if name}:
         if parent.is_dir():
             sync_directory(parent)
     for name in plan.drop:
@@ -367,20 +380,23 @@ def _finish(path: Path, staged: Path, plan: RenamePlan) -> None:
 
 
 def _undo(path: Path, staged: Path, plan: RenamePlan) -> None:
-    """Delete the files that a save had renamed before its switch. Raises OSError."""
+    """Delete the files that a save renamed before its switch. Raises OSError."""
     for name, new in plan.before.items():
         if not os.path.lexists(staged / name):
             (path / new).unlink(missing_ok=True)
 
 
 def _recover(path: Path, token: str = "*") -> None:
-    """Finish or undo killed saves, and remove their files; under the lock. Raises OSError."""
+    """Complete or undo killed saves and delete their staged files. Raises OSError.
+
+    The caller holds the lock.
+    """
     hidden = path / HIDDEN
     for file in sorted(hidden.glob(f"{token}{PLAN_SUFFIX}")):
         staged = file.with_suffix("")
         plan = _read_plan(file)
         if plan is not None and plan.is_safe(path):
-            # The switch moves the staged file. The plan goes before the folder, whose removal takes it too.
+            # A staged switch was not renamed. Act on the plan before the folder below is deleted.
             if plan.switch and os.path.lexists(staged / plan.switch):
                 _undo(path, staged, plan)
             else:
@@ -396,9 +412,9 @@ def _recover(path: Path, token: str = "*") -> None:
 
 
 def clear_leftovers(path: Path) -> None:
-    """Recover a killed save into ``path``, and remove the directory if nothing is left; not during a save.
+    """Recover from a killed save, and delete the directory if it is empty.
 
-    Raises OSError.
+    Does nothing while a save runs. Raises OSError.
     """
     if not (path / HIDDEN).is_dir():
         return
@@ -409,26 +425,27 @@ def clear_leftovers(path: Path) -> None:
 
 
 def finish_switched(path: Path) -> None:
-    """Before a reader: finish a save that was killed after its switch, or wait for a live one.
+    """Complete a save killed after its switch, or wait for a running one.
 
-    Raises CheckpointError if a configuration is that of the checkpoint before, and cannot be replaced here.
+    Readers call it first. Raises CheckpointError if a config file is from the checkpoint before and this
+    process cannot replace it.
     """
-    if not os.path.lexists(path / HIDDEN) or not _unnamed(path):
+    if not os.path.lexists(path / HIDDEN) or not _staged_configs(path):
         return
-    # What a reader may not change is reported below.
+    # A reader without write permission: reported below.
     with contextlib.suppress(OSError, ZerostartError), lock_directory(path) as held:
         if held:
             _recover(path)
-    if left := _unnamed(path):
+    if staged := _staged_configs(path):
         raise CheckpointError(
-            f"{path / left[0]} belongs to an earlier checkpoint: the save of the weights in this "
-            "directory was killed before it replaced that file, and this process may not replace it; "
-            "save again where it may, or save to another directory"
+            f"{path / staged[0]} belongs to an earlier checkpoint: the save of the weights in this "
+            "directory was killed before it replaced that file, and this process cannot replace it: "
+            "save again with write permission, or to another directory"
         )
 
 
-def _unnamed(path: Path) -> list[str]:
-    """Return the configurations of published weights that are still in a staging folder."""
+def _staged_configs(path: Path) -> list[str]:
+    """Return the config files of published weights that are still staged."""
     try:
         found = documents(path)
     except VerifyError:
@@ -438,13 +455,14 @@ def _unnamed(path: Path) -> list[str]:
 
 
 def remove(path: Path, marker: str) -> None:
-    """Delete the files that the document ``marker`` of a directory lists, and the directory if it is empty.
+    """Delete the files of a document, and the directory if it is empty.
 
-    From the first deletion on it is no checkpoint. Raises OSError and ZerostartError.
+    The document is deleted first: from then on the directory is no checkpoint. Raises OSError and
+    ZerostartError.
     """
     with lock_directory(path) as held:
         if held is False:
-            raise _busy(path)
+            raise _locked_error(path)
         _recover(path)
         if (document := current(path, marker)) is not None:
             contents = contents_of(document).values() if marker == MARKER else [document]
@@ -456,7 +474,7 @@ def remove(path: Path, marker: str) -> None:
     _remove_empty(path)
 
 
-def _busy(path: Path) -> WriteError:
+def _locked_error(path: Path) -> WriteError:
     return WriteError(
         f"{path}: another process is saving to this directory; save again when it has ended, or to another "
         "directory"
@@ -471,7 +489,7 @@ def _write_plan(path: Path, token: str, plan: RenamePlan) -> None:
 def _read_plan(file: Path) -> RenamePlan | None:
     try:
         return RenamePlan(**read_json(file, "plan"))
-    except (ZerostartError, TypeError):  # not written by a save
+    except (ZerostartError, TypeError):  # no save wrote it
         return None
 
 
@@ -492,7 +510,7 @@ def _documents(path: Path) -> dict[str, JsonObject]:
 
 
 def _remove_empty(folder: Path) -> None:
-    with contextlib.suppress(OSError):  # it has files, or is gone
+    with contextlib.suppress(OSError):  # it has files or does not exist
         folder.rmdir()
 
 
@@ -511,7 +529,7 @@ def _linked_parent(path: Path, name: str) -> Path | None:
 
 
 def _folders_of(names: Iterable[str]) -> list[str]:
-    """Return all folders of files, outer ones first."""
+    """Return all parent folders of the files, outer ones first."""
     return sorted({parent.as_posix() for name in names for parent in PurePosixPath(name).parents} - {"."})
 
 
@@ -522,7 +540,7 @@ def _files_below(directory: Path) -> list[str]:
 
 @contextlib.contextmanager
 def write_errors(path: Path | str, state: str) -> Iterator[None]:
-    """Raise an error of the system as a WriteError that says what it means for the directory."""
+    """Convert an OSError to a WriteError that describes the ``state`` of the directory."""
     try:
         yield
     except ZerostartError:
