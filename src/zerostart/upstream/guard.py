@@ -34,9 +34,9 @@ class Use:
     Each entry of ``names`` requires one thing:
 
     - ``name``: the owner has this attribute;
-    - ``name(a, b, *, c)``: it also takes ``a`` and ``b`` first, and ``c`` at any place;
+    - ``name(a, b, *, c)``: this function takes ``a`` and ``b`` first, and ``c`` at any place;
     - ``.name``: a method of the class uses this attribute;
-    - ``module:name``: another module has this attribute.
+    - ``module:name``: another module or class has this attribute.
 
     ``source`` lists ``method: code``: the source of the method must contain the code.
     """

@@ -266,7 +266,7 @@ class ObjectFiles(Storage):
                 return None
             with _errors(f"{self.root}{folder}: asking the store failed"):
                 raise
-        # Skip the placeholder objects of folders, and objects in deeper folders.
+        # Keep objects directly in the folder whose names can be names of local copies.
         found = {
             one["path"]: Found(one["size"], None)
             for one in listed["objects"]
@@ -356,7 +356,7 @@ class ObjectReader(Reader):
 
 
 def open_store(base: str, retries: int, writing: bool = False) -> ObjectStore:
-    """Return the store at ``base``, shared by all threads. Raises ConfigError."""
+    """Open the store at ``base``, or return the open one. Raises ConfigError."""
     _check_process()
     prefixes = ("AWS_", "GOOGLE_", "AZURE_", "SSL_CERT_")
     settings = tuple(sorted(item for item in os.environ.items() if item[0].startswith(prefixes)))
