@@ -15,7 +15,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import pytest
 
 import tests.drawn  # noqa: F401 - hypothesis's profiles, before any test is read
-from tests.ranks import build_deepspeed_op, has_deepspeed_op, skip_where_unsupported
+from tests.ranks import build_deepspeed_op, has_deepspeed_op, remove_stale_lock, skip_where_unsupported
 from tests.tiny import TinyCheckpoints
 
 
@@ -69,6 +69,7 @@ def deepspeed_op(request: pytest.FixtureRequest) -> Iterator[None]:
     """
     folder = request.path.parent.relative_to(Path(__file__).parent).as_posix()
     if not f"{folder}/".startswith(tuple(f"{room}/" for room in WITHOUT_ENGINES)):
+        remove_stale_lock()
         if not has_deepspeed_op():
             build_deepspeed_op()
         yield

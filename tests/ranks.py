@@ -300,6 +300,13 @@ def has_deepspeed_op() -> bool:
     return _operation().exists() and not _operation().with_name("lock").exists()
 
 
+def remove_stale_lock(seconds: float = 60.0) -> None:
+    """Remove torch's lock of a built operation that a killed test has left: every later load would wait."""
+    lock = _operation().with_name("lock")
+    if _operation().exists() and lock.exists() and time.time() - lock.stat().st_mtime > seconds:
+        lock.unlink(missing_ok=True)
+
+
 def build_deepspeed_op() -> None:
     """Have that operation compiled, by the server of the ranks as it starts."""
     run_ranks(os.getpid, 1, process_group=False, timeout=280)
