@@ -112,9 +112,8 @@ def test_a_ring_that_the_device_has_no_kernels_for_is_refused(checkpoints: TinyC
 
 @pytest.mark.slow
 def test_activations_on_the_host_take_what_they_need() -> None:
-    for off, needed, registered, most in run_npu_ranks(findings.offloaded_activations, 1):
+    for off, needed, most in run_npu_ranks(findings.offloaded_activations, 1):
         assert off == [0.0] * len(off)
-        assert needed <= registered <= needed + 3 * 4096
         assert most <= 2 * needed
 
 

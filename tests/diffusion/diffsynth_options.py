@@ -144,7 +144,7 @@ TESTED = {
     "cache.dtype": "test_cache.py::test_where_encoders_lie_and_what_they_compute_in",
     "cache.placement": "test_cache.py::test_where_encoders_lie_and_what_they_compute_in",
     "cache.source": "test_cache.py::test_texts_are_added_by_the_encoders_of_the_items",
-    "engine.config": "test_shared_experts.py::test_experts_from_a_file_train_as_one_process",
+    "engine.config": "test_config.py::test_deepspeed_config_is_complete_and_auto_is_filled",
     "lora.rank": "test_lora_runs.py::test_a_lora_on_every_engine",
     "lora.start_from": "test_lora_runs.py::test_training_goes_on_from_a_lora_file",
     "lora.targets": "test_lora_parts.py::test_lists_of_diffsynths_scripts",

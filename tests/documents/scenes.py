@@ -92,16 +92,6 @@ def _accumulated() -> Names:
     return {**_common(), "model": model, "batches": [{"input_ids": tokens, "labels": tokens}] * 2}
 
 
-def _adapted() -> Names:
-    """An image transformer in shards with a LoRA on its attention."""
-    from peft import LoraConfig, get_peft_model
-
-    import zerostart
-
-    model = zerostart.load("path/Qwen-Image/transformer", engine="fsdp2", progress=False)
-    return {**_common(), "model": get_peft_model(model, LoraConfig(r=2, target_modules=["to_q", "to_k"]))}
-
-
 def _followed() -> Names:
     """A model that is trained, and one on another engine that follows it."""
     return {**_common(), "student": _loaded(), "teacher": _loaded("deepspeed")}
@@ -281,7 +271,6 @@ SCENES = (
     Scene("docs/converters.md", given=_stored, slow=False),
     Scene("docs/diffusion.md", "", {"path/Qwen-Image": "pipeline:qwen_image"}, _video),
     Scene("docs/flow-matching.md", given=_common, slow=False),
-    Scene("docs/lora.md", "", {"path/Qwen-Image": "pipeline:qwen_image"}, _adapted),
     Scene("docs/refit.md", "student", {"path/or/hub-id": "qwen3"}, _followed),
     Scene("docs/refit.md", "", {"path/or/hub-id": "qwen3"}, _served),
     Scene("docs/parallelism.md", "", {"path/or/hub-id": "qwen3_even"}, _shared_sequences),

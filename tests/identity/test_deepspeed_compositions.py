@@ -139,7 +139,7 @@ def load_twice(path: Path, reference: Path) -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
-    "mics": ({"mics_shard_size": 2}, "EngineError", "MiCS"),
+    "mics": ({"mics_shard_size": 2}, "ConfigError", "MiCS"),
     "hierarchy-that-does-not-divide": ({"zero_hpz_partition_size": 2}, "ConfigError", "does not divide"),
     "hierarchy-on-nvme": (
         {"zero_hpz_partition_size": 3, "offload_param": {"device": "nvme", "nvme_path": "."}},

@@ -55,11 +55,6 @@ def name_of(place: Path | str) -> str:
     return place.name if isinstance(place, Path) else place.rstrip("/").rpartition("/")[2]
 
 
-def parent_of(place: Path | str) -> Path | str:
-    """The directory that a path or a URL lies in."""
-    return place.parent if isinstance(place, Path) else place.rstrip("/").rpartition("/")[0]
-
-
 def shown_url(path: str) -> str:
     """A path as it is; a URL without what may be secret in it."""
     return without_secrets(path.partition("?")[0]) if scheme_of(path) else path

@@ -38,6 +38,7 @@ def load_json(raw: bytes, path: str, what: str, header: bool = False) -> JsonObj
         value = json.loads(
             raw.decode("utf-8"),
             object_pairs_hook=_unique if header else None,
+            parse_int=_parse_count if header else None,
             parse_float=no_number,
             parse_constant=no_number,
         )
@@ -109,6 +110,12 @@ def _unique(pairs: list[tuple[str, object]]) -> JsonObject:
                 raise ValueError(f"the name {shown(name)} occurs twice")
             seen.add(name)
     return result
+
+
+def _parse_count(text: str) -> int:
+    if text == "-0":
+        raise ValueError("-0 is not a count")
+    return int(text)
 
 
 def _no_number(text: str) -> NoReturn:

@@ -377,23 +377,11 @@ class Engine(abc.ABC):
         Nothing is to be done where it has no gradient, and torch's optimizers pass over it.
         """
 
-    def begin_sequence_parallel(self, model: nn.Module) -> None:
-        """Called before training, for sequences that ranks share; ``model`` is as it is called."""
-
     def begin_batch(self, model: nn.Module, last: bool) -> None:
         """Called before the forward of each batch whose gradients are accumulated for one step.
 
         ``last`` is true for the one before the optimizer's step: for each, where nothing is accumulated.
         """
-
-    def sequence_chunks(self, rank: int) -> tuple[tuple[int, ...], int]:
-        """Which chunks of a sequence a rank has, and how many there are of it, of equal length."""
-        place, size = self.mesh.sequence(rank)
-        return (place,), size
-
-    def attention_context(self) -> AbstractContextManager[None]:
-        """Around a forward, and around its backward, of a model whose sequences ranks share."""
-        return contextlib.nullcontext()
 
     # A forecast of memory.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import sys
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -104,10 +105,22 @@ class PipelineRequest:
     without: Sequence[str] = ()
 
 
+def _check_kinds(request: PipelineRequest) -> None:
+    for key, kinds, wanted in (
+        ("source", (str, os.PathLike), "a string or a path"),
+        ("placement", (Mapping, type(None)), "a dictionary or None"),
+        ("trainable", (list, tuple), "a list of strings"),
+    ):
+        value = getattr(request, key)
+        if not isinstance(value, kinds):
+            raise ConfigError(f"{key}={value!r} is not accepted; give {wanted}")
+
+
 def load_pipeline(request: PipelineRequest) -> Any:
     """See ``zerostart.load_pipeline``. Raises ZerostartError, the same on every rank."""
     world = joined_world()
     with world.phase("loading the pipeline"):
+        _check_kinds(request)
         request = replace(request, dtype=dtype_of(request.dtype))
         root, found, placements = world.broadcast_object(lambda: _looked_at(request), "the pipeline's index")
         kind = pipeline_class(read_json(root / PIPELINE_INDEX, "pipeline index").get("_class_name"), root)

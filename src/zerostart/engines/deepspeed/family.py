@@ -234,13 +234,6 @@ class DeepSpeed(Engine):
 
         spare_unreached(model)
 
-    def begin_sequence_parallel(self, model: nn.Module) -> None:
-        # What is evaluated is shared, too.
-        from zerostart.upstream.deepspeed.ulysses import evaluate_in_parts
-
-        if self.mesh.sequence_parallel > 1:
-            evaluate_in_parts()
-
     @classmethod
     def find_shards(cls, model: nn.Module, world: World) -> dict[str, Shard]:
         """ZeRO-3 partitions; the other stages keep parameters whole."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -260,33 +259,6 @@ class FSDP2(Engine):
 
         if isinstance(model, FSDPModule):
             begin_batch(model, self.zero_stage, last)
-
-    def begin_sequence_parallel(self, model: nn.Module) -> None:
-        # The groups of ranks that share a batch, and no masks of one rank's tokens.
-        from zerostart.upstream.torch.context_parallel import drop_masks
-
-        if self.mesh.sequence_parallel > 1:
-            drop_masks(model)
-            _ = self._sequence_mesh
-
-    @cached_property
-    def _sequence_mesh(self) -> Any:
-        """The ranks that share this rank's batch; collective when it is made."""
-        from torch.distributed.device_mesh import init_device_mesh
-
-        shape = (self.mesh.batch(0)[1], self.mesh.sequence_parallel, self.mesh.tensor_parallel)
-        # The axis of ranks that share a batch lies between: neighbours share tensors, then sequences.
-        return init_device_mesh(default_device().type, shape, mesh_dim_names=("batch", "cp", "tp"))["cp"]
-
-    def sequence_chunks(self, rank: int) -> tuple[tuple[int, ...], int]:
-        from zerostart.upstream.torch.context_parallel import head_and_tail
-
-        return head_and_tail(*self.mesh.sequence(rank))
-
-    def attention_context(self) -> AbstractContextManager[None]:
-        from zerostart.upstream.torch.context_parallel import ring
-
-        return contextlib.nullcontext() if self.mesh.sequence_parallel == 1 else ring(self._sequence_mesh)
 
     def memory_peaks(
         self,

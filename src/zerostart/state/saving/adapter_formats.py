@@ -32,7 +32,7 @@ def adapter_format(
     if kind == "peft":
         return replace(PEFT_FORMAT, renamed=without(prefix, lambda name: name))
     component = without(prefix, lambda name: _COMPONENT + name)
-    if kind == "diffusers":
+    if kind != "diffsynth":
         described = functools.partial(_described, component)
         return AdapterFormat(_LORA_WEIGHTS, component, False, described, configured=False)
     names = names_for(model)

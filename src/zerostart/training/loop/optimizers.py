@@ -65,7 +65,7 @@ def check_optimizer(train: TrainingConfig, engine: Engine) -> None:
             f"{_KEY} {train.optimizer} cannot be made ({type(error).__name__}: {reason}): choose "
             "another one, or change train.optimizer_args"
         ) from error
-    if engine.zero_stage == 0:
+    if not engine.is_sharded_at(engine.zero_stage):
         return
     if not is_elementwise(kind):
         raise ConfigError(

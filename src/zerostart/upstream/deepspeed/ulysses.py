@@ -82,12 +82,6 @@ def _end(shared: _Shared, *_: object) -> None:
     shared.apart = False
 
 
-def evaluate_in_parts() -> None:
-    """Have ranks share sequences in evaluation, which accelerate turns off."""
-    for attention in _made:
-        attention.disable_in_eval = False
-
-
 def _enter(stack: ExitStack) -> None:
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 

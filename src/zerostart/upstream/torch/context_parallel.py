@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import ExitStack
 from types import ModuleType
 from typing import Any
@@ -15,7 +14,7 @@ from torch._ops import OpOverload
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from zerostart.errors import ConfigError, EngineError
+from zerostart.errors import ConfigError
 from zerostart.upstream.guard import Use, demand
 from zerostart.upstream.patches import RefCountedPatches, replaced
 from zerostart.upstream.types import Arguments, Keywords
@@ -28,17 +27,8 @@ _CPU_KERNEL = Use(
     "grad_out_name, query, key, value, out, *, logsumexp, is_causal)",
     "attention on DTensors of the CPU goes around the ring as it does on accelerators",
 )
-_MASKS = Use(
-    "accelerate.big_modeling",
-    "_attach_context_parallel_hooks(model)",
-    "masks of one rank's tokens are taken out",
-)
 TOUCHED = (
     _CPU_KERNEL,
-    _MASKS,
-    Use(
-        "torch.distributed.tensor.experimental", "context_parallel", "the ring itself, which is experimental"
-    ),
     Use(
         "torch._C",
         "_dispatch_has_kernel_for_dispatch_key, _dispatch_key_for_device",
@@ -65,35 +55,6 @@ def check_kernels(kind: str) -> None:
             "has none of them; use engine='deepspeed', whose sequence parallelism (Ulysses) needs none, or "
             "sequence_parallel=1"
         )
-
-
-def head_and_tail(place: int, size: int) -> tuple[tuple[int, int], int]:
-    """Return the chunks (a head and a tail) of the rank at ``place``, and the number of all chunks."""
-    return (place, 2 * size - 1 - place), 2 * size
-
-
-@contextlib.contextmanager
-def ring(mesh: DeviceMesh) -> Iterator[None]:
-    """Inside, attention is over the sequences whose heads and tails the ranks of ``mesh`` have."""
-    from torch.distributed.tensor.experimental import context_parallel
-
-    chunks, count = head_and_tail(mesh.get_local_rank(), mesh.size())
-    # torch cuts this as it cuts a sequence: what is left on this rank says which chunks it has.
-    parts = torch.arange(count, device=mesh.device_type)
-    with context_parallel(mesh, buffers=[parts], buffer_seq_dims=[0], no_restore_buffers={parts}):
-        if parts.tolist() != list(chunks):
-            raise EngineError(
-                f"context_parallel of torch gives this rank parts {parts.tolist()} of a sequence, and not "
-                f"{list(chunks)}; use sequence_parallel=1"
-            )
-        yield
-
-
-def drop_masks(model: nn.Module) -> None:
-    """Have attention of ``model`` look at all tokens before one, for as long as it lives."""
-    from accelerate.big_modeling import _attach_context_parallel_hooks
-
-    _attach_context_parallel_hooks(model)
 
 
 def ring_on_cpu(model: nn.Module) -> None:
