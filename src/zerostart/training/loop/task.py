@@ -311,6 +311,11 @@ def register_task(name: str, task: type[Task]) -> None:
     _TASKS[name] = task
 
 
+def known_tasks() -> tuple[str, ...]:
+    """Return the names of all registered tasks."""
+    return tuple(_TASKS)
+
+
 def task_class(name: str) -> type[Task]:
     """The task that is registered as ``name``, or the class that ``package.module:Class`` names.
 
