@@ -115,13 +115,15 @@ def test_truncated_before_the_load(path: Path) -> None:
 
 def test_what_all_ranks_agreed_on_comes_before_an_error_of_a_thread() -> None:
     """Both happen at once: a rank that raised its own error would meet the others a second time, in vain."""
-    failed = threading.Event()
+    met, failed = threading.Event(), threading.Event()
 
     def work(items: object) -> None:
+        met.wait(10)
         failed.set()
         raise ReadError("of this rank's thread")
 
     def meet(has_ended: bool) -> bool:
+        met.set()
         failed.wait(10)
         raise CheckpointNotFoundError("of all ranks")
 
