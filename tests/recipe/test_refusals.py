@@ -28,7 +28,7 @@ def tried(change: Change) -> Callable[[Tensors], Tensors]:
     return convert
 
 
-@pytest.mark.parametrize("error", [RuntimeError, IndexError, ValueError, TypeError, KeyError, AssertionError])
+@pytest.mark.parametrize("error", [RuntimeError, IndexError, KeyError])
 @pytest.mark.parametrize(
     ("operator", "change"),
     [

@@ -10,11 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.recipe.lists import convert_with
 from tests.recipe.shards import compare, module_with, recipe_of, symbols_of
-from tests.recipe.tracing import trace
 from zerostart.checkpoint.memory import memory_catalog
 from zerostart.errors import ConversionError
+from zerostart.models import Built, library_of
+from zerostart.models.operator_log import OperatorLog
 from zerostart.recipe import SymbolicTensor, Target
 from zerostart.recipe.recording import recorded
 from zerostart.recipe.symbolic import settled
@@ -38,38 +38,6 @@ def check(convert: Callable[[Tensors], Tensors], tensors: Tensors | None = None)
 
     made = recorded("the converter", run)
     compare({name: recipe_of(name, tensor) for name, tensor in made.items()}, expected, tensors, 3, 64)
-
-
-def swap_rows(t: torch.Tensor) -> torch.Tensor:
-    t = t.clone()
-    t[:4] = t[4:8]
-    return t
-
-
-def fill_by_view(t: torch.Tensor) -> torch.Tensor:
-    turned = torch.empty(6, 8)
-    turned.T.copy_(t)
-    turned.view(-1)[3:5].zero_()
-    return turned
-
-
-def blocks(t: torch.Tensor) -> torch.Tensor:
-    out = torch.zeros(2, 8, 6)
-    for row, part in zip(out, (t, t.flip(0)), strict=True):
-        row[1:] = part[:-1]
-        row.mul_(2)
-    return out
-
-
-@pytest.mark.parametrize("change", [swap_rows, fill_by_view, blocks])
-def test_slice_writes_in_a_list_of_conversions_are_followed(
-    change: Callable[[torch.Tensor], torch.Tensor],
-) -> None:
-    tensors = {"w": source()["w"]}
-    expected = {"made": change(tensors["w"].clone())}
-    found = convert_with(lambda given: {"made": change(given["w"])}, tensors, expected)
-    assert found["made"].converted
-    compare(found, expected, tensors, 3, 64)
 
 
 def test_what_shares_memory_changes_together() -> None:
@@ -255,8 +223,10 @@ def test_what_asks_for_values_or_memory_is_refused(name: str) -> None:
 
     catalog = memory_catalog({"w": source()["w"]}, (0,))
     targets = {"w": Target("w", (8, 6), torch.float32)}
+    model = module_with({"w": source()["w"]})
+    built = Built(model, OperatorLog(), None, False, library_of(model))
     with pytest.raises(ConversionError, match=r"memory|values"):
-        trace(catalog, module_with({"w": source()["w"]}), targets, convert)
+        built.recipes(catalog, targets, convert)
 
 
 def test_writes_to_what_was_not_made_in_the_converter_are_refused() -> None:
