@@ -111,7 +111,8 @@ def batches(parts: int) -> Iterator[torch.Tensor]:
 
 
 def optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, eps=1e-4)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return torch.optim.AdamW(trained, lr=LEARNING_RATE, eps=1e-4)
 
 
 @dataclass

@@ -52,7 +52,7 @@ def pretrained(path: Path, dtype: torch.dtype | None, class_name: str | None = N
     return kind.from_pretrained(path, dtype=dtype or "auto")  # type: ignore[no-any-return]
 
 
-def differences(model: nn.Module, reference: Snapshot, engine: str) -> list[str]:
+def differences(model: nn.Module, reference: Snapshot, engine: str, stage: int = 3) -> list[str]:
     """Collective. One line for each thing in which this rank's ``model`` differs; none if it is identical."""
     import zerostart
 
@@ -71,6 +71,8 @@ def differences(model: nn.Module, reference: Snapshot, engine: str) -> list[str]
         classes = {name: type(module).__name__ for name, module in model.named_modules()}
         lines += unlike("module classes", classes, reference.classes)
     lines += unlike("config", _plain_config(getattr(model, "config", None)), reference.config)
+    if stage < 3:
+        return lines
     return lines + (_partitions(model) if engine == "deepspeed" else _shards(model))
 
 

@@ -1,7 +1,6 @@
 """Modules that keep their parameters in containers as well: a training step goes by the same tensors."""
 
 import weakref
-from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,12 +12,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import zerostart
-from tests.ranks import rank_outcomes, run_ranks
+from tests.ranks import run_ranks
 from tests.tiny import TinyCheckpoints
-from zerostart.errors import ReadError
 
 ENGINES = [("fsdp2", 3), ("fsdp2", 1), ("fsdp2", 0), ("deepspeed", 3), ("deepspeed", 2), ("deepspeed", 1)]
-Gradients = Mapping[str, torch.Tensor]
 
 
 class Layer(nn.Module):
@@ -162,6 +159,7 @@ def load_tied(path: Path, engine: str) -> tuple[bool, dict[str, torch.Tensor]]:
     return model.lm_head.weight is model.model.embed_tokens.weight, full
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["deepspeed", "fsdp2"])
 @pytest.mark.parametrize("change", [0.0, 1.0])
 def test_both_names_present(checkpoints: TinyCheckpoints, tmp_path: Path, engine: str, change: float) -> None:
@@ -173,25 +171,3 @@ def test_both_names_present(checkpoints: TinyCheckpoints, tmp_path: Path, engine
         assert full.keys() == expected.keys()
         for name, tensor in full.items():
             assert torch.equal(tensor, expected[name]), name
-
-
-def load_and_fail_on_one(path: Path) -> None:
-    import torch.distributed as dist
-
-    from zerostart.loading import preparation
-
-    if dist.get_rank() == 0:
-
-        def broken(*_: object) -> bool:
-            raise ReadError("the disk has a bad day")
-
-        preparation._equal_part = broken
-    zerostart.load(path, engine="fsdp2", progress=False)
-
-
-@pytest.mark.slow
-def test_a_rank_that_fails_to_compare_fails_all(checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
-    path = with_head(checkpoints, tmp_path / "both", 0.0)
-    for outcome in rank_outcomes(load_and_fail_on_one, 2, path):
-        assert outcome.error == "zerostart.errors.ReadError"
-        assert "rank 0: the disk has a bad day" in outcome.message

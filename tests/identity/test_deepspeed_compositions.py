@@ -1,6 +1,8 @@
 """A loaded model as a part of another, inside ``zero.Init``, given prebuilt; and what is refused, by name."""
 
 import copy
+import importlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +12,41 @@ import torch.distributed as dist
 from torch import nn
 
 import zerostart
-from tests.identity.snapshots import Snapshot, pretrained
-from tests.identity.test_deepspeed_placements import compare, configuration, gathered, stock_zero3
+from tests import file_aio
+from tests.identity.snapshots import Snapshot, pretrained, same_bits
 from tests.ranks import rank_outcomes, run_ranks
 from tests.tiny import TINY, TinyCheckpoints
 
 KIND = "qwen3_moe_aligned"
+BATCH, LENGTH = 2, 16
+
+#: ``zero_optimization`` of each placement, and what else the configuration needs.
+PLACEMENTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "accelerator": ({}, {}),
+    "offload-param": ({"offload_param": {"device": "cpu", "pin_memory": False}}, {}),
+    "offload-optimizer": (
+        {"offload_optimizer": {"device": "cpu", "pin_memory": False}},
+        {"zero_force_ds_cpu_optimizer": False},
+    ),
+    "offload-both": (
+        {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}, "sub_group_size": 3000},
+        {"zero_force_ds_cpu_optimizer": False},
+    ),
+    "hierarchical": ({"zero_hpz_partition_size": 2}, {}),
+    "sub-groups": ({"sub_group_size": 1500, "stage3_prefetch_bucket_size": 0}, {}),
+}
+
+
+def configuration(placement: str, dtype: torch.dtype) -> dict[str, Any]:
+    zero, rest = PLACEMENTS[placement]
+    return {
+        "train_micro_batch_size_per_gpu": BATCH,
+        "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, **zero},
+        "zero_allow_untested_optimizer": True,
+        "bf16": {"enabled": dtype == torch.bfloat16},
+        **rest,
+    }
 
 
 class Classifier(nn.Module):
@@ -177,3 +208,65 @@ def load_refused(path: Path) -> dict[str, tuple[str, str]]:
         else:
             found[name] = ("", "loaded")
     return found
+
+
+def swapped(folder: Path, elements: int) -> dict[str, Any]:
+    config = configuration("accelerator", torch.float32)
+    nvme = {"device": "nvme", "nvme_path": str(folder), "buffer_count": 5, "buffer_size": elements}
+    config["zero_optimization"]["offload_param"] = {**nvme, "max_in_cpu": 0, "pin_memory": False}
+    return config
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("compiled", "said"),
+    [
+        (True, "buffer_size"),
+        pytest.param(
+            False, "libaio", marks=pytest.mark.skipif(file_aio.compiled(), reason="libaio is installed")
+        ),
+    ],
+)
+def test_swapping_that_cannot_be_is_refused(
+    compiled: bool, said: str, checkpoints: TinyCheckpoints, tmp_path: Path
+) -> None:
+    """A partition is larger than a swap buffer, or libaio is not installed."""
+    path = checkpoints("qwen3_wide")
+    for outcome in rank_outcomes(load_swapped, 2, path, swapped(tmp_path, 2**18), compiled):
+        assert outcome.error == "zerostart.errors.EngineError"
+        assert said in outcome.message
+
+
+def load_swapped(path: Path, config: dict[str, Any], compiled: bool) -> None:
+    if compiled and not file_aio.compiled():
+        file_aio.install()
+    zerostart.load(path, engine_config=config, progress=False)
+
+
+def compare(model: nn.Module, reference: Path) -> None:
+    """The model's parameters by DeepSpeed's gather, and by zerostart's, are those of the unsharded load."""
+    expected = torch.load(reference)
+    for name, whole in gathered(model):
+        assert same_bits(whole, expected[name]), name
+    for name, tensor in zerostart.full_tensors(model, rank=None):
+        assert tensor is not None
+        assert same_bits(tensor, expected[name]), name
+
+
+def gathered(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    import deepspeed
+
+    for name, parameter in model.named_parameters():
+        with deepspeed.zero.GatheredParameters([parameter]):
+            yield name, parameter.data.clone()
+
+
+_live: list[Any] = []  # Transformers holds its ZeRO-3 configuration by a weak reference.
+
+
+def stock_zero3(path: Path, dtype: torch.dtype, config: dict[str, Any]) -> nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    integrations = importlib.import_module("transformers.integrations")
+    _live.append(integrations.HfDeepSpeedConfig(config))
+    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype)  # type: ignore[no-any-return]

@@ -21,9 +21,7 @@ from tests.ranks import run_ranks
 WIDTH = 747  # Half a layer in fp32 is more than the least size that is swapped to NVMe, 1 MiB; odd.
 PLACES = ("none", "cpu", "nvme")
 #: Secondary partitions are of the parameters on the accelerator or the host: DeepSpeed has none on NVMe.
-GROUPS = [
-    pytest.param(place, 1, marks=pytest.mark.slow if place in ("none", "cpu") else ()) for place in PLACES
-] + [("none", 2), pytest.param("cpu", 2, marks=pytest.mark.slow)]
+GROUPS = [*((place, 1) for place in PLACES), ("none", 2), ("cpu", 2)]
 
 
 class Layers(nn.Module):
@@ -46,6 +44,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("parameters", "secondary"), GROUPS)
 def test_every_combination_trains_as_deepspeeds_own(
     parameters: str, secondary: int, path: Path, tmp_path: Path

@@ -4,7 +4,6 @@ The expectation is DeepSpeed itself, with nothing of its constructor overridden.
 """
 
 import contextlib
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,11 @@ from safetensors.torch import save_file
 from torch import nn
 
 import zerostart
-from tests.identity.test_deepspeed_placements import BATCH, LENGTH, configuration
+from tests.identity.test_deepspeed_compositions import BATCH, LENGTH, configuration
 from tests.ranks import run_ranks
 from tests.tiny import TINY, TinyCheckpoints
 from tests.upstream.sent import patches, use
-from zerostart.engines.deepspeed.partitioning import arrange
-from zerostart.transfer import Arena, PeakMeter
+from zerostart.transfer import PeakMeter
 from zerostart.transfer.meter import anonymous_bytes
 from zerostart.upstream.deepspeed import zero3_start as deepspeed_start
 
@@ -39,7 +37,7 @@ FAST = {
 @pytest.mark.parametrize(
     ("placement", "groups"),
     [
-        pytest.param(placement, groups, marks=() if (placement, groups) in FAST else pytest.mark.slow)
+        (placement, groups)
         for placement in ("accelerator", "offload-param", "offload-optimizer", "sub-groups")
         for groups in GROUPS
     ],
@@ -175,49 +173,3 @@ def initialized(model: nn.Module, config: dict[str, Any]) -> Any:
     halves = [list(model.parameters())[1::2], list(model.parameters())[::2]]
     optimizer = torch.optim.AdamW([{"params": half} for half in halves if half])
     return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
-
-
-def buffer_of(*sizes: tuple[int, torch.dtype]) -> tuple[list[torch.Tensor], list[list[float]]]:
-    """Tensors of one buffer, and what they hold."""
-    arena = Arena(torch.device("cpu"))
-    places = [arena.reserve(*size) for size in sizes]
-    tensors = [arena.take(place, *size) for place, size in zip(places, sizes, strict=True)]
-    for tensor in tensors:
-        tensor.copy_(torch.randn(tensor.numel()))
-    return tensors, [tensor.tolist() for tensor in tensors]
-
-
-def test_partitions_are_brought_next_to_each_other_in_their_buffer() -> None:
-    bf16, fp32 = torch.bfloat16, torch.float32
-    (a, b, c, d, e), values = buffer_of((5, bf16), (33, bf16), (7, fp32), (64, bf16), (3, bf16))
-    storage = a.untyped_storage().data_ptr()
-    arrange([[d, a], [e], [c]], [a, b, c, d, e])
-    assert [t.tolist() for t in (a, b, c, d, e)] == values
-    assert {t.untyped_storage().data_ptr() for t in (a, b, c, d, e)} == {storage}
-    whole = deepspeed_start.joined([d, a, e])
-    assert whole is not None
-    assert whole.tolist() == [*values[3], *values[0], *values[4]]
-    assert deepspeed_start.joined([a, d]) is None
-    assert deepspeed_start.joined([e, c]) is None
-
-
-def test_partitions_from_elsewhere_take_room_that_is_left() -> None:
-    (a, b, spare), values = buffer_of((64, torch.float32), (64, torch.float32), (64, torch.float32))
-    spare.data = torch.empty(0)
-    other = torch.arange(40.0)
-    arrange([[b, other, a]], [a, b])
-    whole = deepspeed_start.joined([b, other, a])
-    assert whole is not None
-    assert whole.tolist() == [*values[1], *range(40), *values[0]]
-
-
-def test_partitions_stay_where_they_are_if_they_cannot_be_moved(caplog: pytest.LogCaptureFixture) -> None:
-    (a, b), values = buffer_of((64, torch.float32), (64, torch.float32))
-    places = a.data_ptr(), b.data_ptr()
-    arrange([[b, torch.zeros(1000), a]], [a, b])  # no room
-    kept = a[:3]
-    with caplog.at_level(logging.WARNING, "zerostart"):
-        arrange([[b, a]], [a, b])
-    assert "share their memory" in caplog.text
-    assert (a.data_ptr(), b.data_ptr()) == places
-    assert [a.tolist(), b.tolist(), kept.tolist()] == [*values, values[0][:3]]

@@ -41,7 +41,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Sources:
     return {case: (*given[case], root / f"{case}.pt") for case in given}
 
 
-@pytest.mark.parametrize("engine", ["deepspeed", "fsdp2"])
+@pytest.mark.parametrize("engine", ["deepspeed", pytest.param("fsdp2", marks=pytest.mark.slow)])
 def test_equals_diffusers_load(engine: str, sources: Sources) -> None:
     for lines in run_ranks(load_on_rank, 2, engine, sources):
         assert not lines, "\n".join(lines)

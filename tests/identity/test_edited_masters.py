@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import nn
 
 import zerostart
-from tests import file_aio
 from tests.parity import VOCABULARY, checkpoint
 from tests.ranks import run_ranks
 
@@ -226,96 +225,6 @@ def test_masters_keep_their_bits_beside_an_edit(paths: dict[str, Path]) -> None:
 @pytest.mark.parametrize("name", SLOW)
 def test_masters_keep_their_bits_beside_an_edit_with_every_option(name: str, paths: dict[str, Path]) -> None:
     assert run_ranks(run_all, 2, paths, {name: SLOW[name]}) == [[], []]
-
-
-def wrapped(path: Path) -> list[str]:
-    """The same edit through every wrapper that a script puts around a model, or into it."""
-    import deepspeed
-    from peft import LoraConfig, get_peft_model
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-
-    wrong = []
-
-    def look(what: str, model: nn.Module, name: str = MATRIX) -> None:
-        wrong.extend(f"{what}: {line}" for line in edited(model, [name]))
-
-    plain: Any = zerostart.load(path, engine="fsdp2", zero_stage=0, progress=False)
-    look("DistributedDataParallel", nn.parallel.DistributedDataParallel(plain))
-    look("torch.compile", torch.compile(plain))
-    plain.model.layers[1] = torch.compile(plain.model.layers[1])
-    look("a compiled block", plain)
-    for stage in (2, 3):
-        case = Case(stage)
-        model: Any = zerostart.load(path, zero_stage=stage, engine_config=case.config, progress=False)
-        adapted: Any = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
-        engine, *_ = deepspeed.initialize(
-            model=adapted, optimizer=torch.optim.AdamW(grouped(adapted, "one")), config=case.config
-        )
-        step(engine, 1)
-        look(f"PEFT in an engine of stage {stage}", engine)
-    policy = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}
-    for stage in (1, 3):
-        sharded: Any = zerostart.load(
-            path, engine="fsdp2", zero_stage=stage, engine_config=policy, progress=False
-        )
-        optimizer = torch.optim.AdamW(sharded.parameters(), lr=1e-2)
-        tokens = torch.randint(3, VOCABULARY, (1, 8))
-        sharded(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
-        optimizer.step()
-        before = dict(zerostart.full_tensors(sharded, rank=None))
-        sharded(input_ids=tokens, use_cache=False)  # leaves gathered copies
-        look(f"FSDP2, stage {stage}", sharded)
-        after = dict(zerostart.full_tensors(sharded, rank=None))
-        before[MATRIX].view(-1)[::7] += 0.5
-        wrong += [f"FSDP2, stage {stage}: {n}" for n in after if not torch.equal(after[n], before[n])]
-    return wrong
-
-
-@pytest.mark.slow
-def test_edits_go_through_wrappers(paths: dict[str, Path]) -> None:
-    assert run_ranks(wrapped, 2, paths["qwen3"]) == [[], []]
-
-
-class Layers(nn.Module):
-    """Square layers, half of one larger than the least that DeepSpeed swaps (1 MiB)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(1100, 1100) for _ in range(2))
-
-    def forward(self, values: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            values = layer(values)
-        return values.float().square().mean()
-
-
-def swapped(folder: Path) -> list[str]:
-    """Parameters, masters and states in swap files, before a step and after one."""
-    import deepspeed
-
-    file_aio.install()
-    torch.manual_seed(0)
-    stored = {name: p.detach() for name, p in Layers().named_parameters()}
-    nvme = {"device": "nvme", "nvme_path": str(folder), "buffer_size": 10_000_000}
-    zero = {"offload_param": nvme, "offload_optimizer": {**nvme}, "sub_group_size": 1_000_000}
-    zero["offload_optimizer"].pop("buffer_size")
-    config = Case(3, zero).config
-    model = zerostart.load(stored, model=Layers, dtype=torch.bfloat16, engine_config=config, progress=False)
-    wrong = list(edited(model, ["layers.1.weight", "layers.0.bias"]))
-    optimizer = torch.optim.AdamW(model.parameters())
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-    for _ in range(2):
-        was, low = masters(engine), halves(model)
-        wrong += list(edited(engine, ["layers.0.weight", "layers.1.bias"]))
-        wrong += list(kept(was, low, masters(engine), halves(model)))
-        engine.backward(engine(torch.ones(2, 1100, dtype=torch.bfloat16)))
-        engine.step()
-    return wrong
-
-
-@pytest.mark.slow
-def test_masters_in_swap_files_keep_their_bits(tmp_path: Path) -> None:
-    assert run_ranks(swapped, 2, tmp_path) == [[], []]
 
 
 def moved_away(path: Path) -> None:

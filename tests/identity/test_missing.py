@@ -78,7 +78,7 @@ def lacking(request: pytest.FixtureRequest) -> Lacking:
     return chosen
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 3))])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_initialised_as_transformers_does(lacking: Lacking, engine: str, world_size: int) -> None:
     """And so alike on every world size, for the reference is the same."""

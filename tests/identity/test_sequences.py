@@ -1,6 +1,9 @@
 """Ranks that share sequences train as one process that sees the whole batch."""
 
 import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,59 +12,73 @@ import torch
 import torch.distributed as dist
 
 import zerostart
-from tests.identity.test_parallel_deepspeed import gradients
+from tests.identity.parallel import Layout, clip, gradients, whole
 from tests.parity import CLIP, Trace, checkpoint, differences, optimizer
 from tests.ranks import run_ranks
 from tests.sequences import IGNORED, ROWS, alone, loss_of, part_of, shifted, steps
 
+FSDP2 = partial(Layout, "fsdp2")
+SLOW = pytest.mark.slow
+SIZE = 2
+HOST = {"device": "cpu"}
+WINDOW = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
 
-def wider(*cases: tuple[Any, ...]) -> list[Any]:
-    return [pytest.param(*case, marks=pytest.mark.slow) for case in cases]
+
+@dataclass(frozen=True)
+class Case:
+    """A training on DeepSpeed: batches, stage, ranks, and what else is set."""
+
+    kind: str
+    stage: int
+    world: int
+    experts: int = 1
+    zero: tuple[tuple[str, Any], ...] = ()
+    options: tuple[tuple[str, Any], ...] = ()
+    first: bool = False
 
 
+def others() -> Iterator[Case]:
+    for stage in (1, 2):
+        yield Case("packed", stage, 2)
+    for stage in (2, 3):
+        yield Case("padded", stage, 4)
+        yield Case("packed", stage, 2, experts=2)
+        yield Case("packed", stage, 4, experts=4)
+    # A window of 4 tokens in one of two layers, within a packed document and in padded sequences.
+    for kind in ("packed", "padded"):
+        yield Case(kind, 3, 2, options=tuple(WINDOW.items()))
+    # Ulysses is registered by the name of the model before the load, as DeepSpeed's documentation has it.
+    yield Case("packed", 2, 2, first=True)
+    for zero in (("offload_optimizer", HOST), ("offload_param", HOST), ("zero_hpz_partition_size", 2)):
+        yield Case("packed", 3, 4, zero=(zero,))
+
+
+@pytest.mark.parametrize("case", [Case("packed", 3, 2), *(pytest.param(c, marks=SLOW) for c in others())])
+def test_ulysses_trains_as_one_process(case: Case, folder: Path) -> None:
+    path = checkpoint("qwen3_moe" if case.experts > 1 else "qwen3", folder, **dict(case.options))
+    wanted = run_ranks(alone, 1, path, case.kind)[0]
+    for found in run_ranks(train, case.world, path, case):
+        assert differences(found, wanted) == []
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "stage", "world"),
+    ("kind", "world", "layout"),
     [
-        ("packed", 3, 2),
-        *wider(("packed", 1, 2), ("padded", 3, 2), ("packed", 2, 2), ("padded", 2, 2)),
-        *wider(*((kind, stage, 4) for kind in ("packed", "padded") for stage in (2, 3))),
+        ("mixtral", 4, FSDP2(experts=2, tensors=2)),
+        ("mixtral", 8, FSDP2(experts=2, tensors=2, settings="all")),
+        *(("qwen3", 2, FSDP2(stage=stage)) for stage in (1, 2, 3)),
+        *(("qwen3_moe", 4, FSDP2(experts=2, settings=name)) for name in ("offload", "replicas", "")),
+        *(("qwen3", 4, FSDP2(tensors=2, settings=name)) for name in ("offload", "dimensions")),
     ],
+    ids=str,
 )
-def test_heads_travel(kind: str, stage: int, world: int, folder: Path) -> None:
-    path = checkpoint("qwen3", folder)
-    wanted = run_ranks(alone, 1, path, kind)[0]
-    for found in run_ranks(train, world, path, kind, stage):
-        assert differences(found, wanted) == []
-
-
-@pytest.mark.slow
-def test_registered_by_the_name_of_the_model(folder: Path) -> None:
-    """Before it is loaded, as DeepSpeed's documentation has it."""
-    path = checkpoint("qwen3", folder)
-    wanted = run_ranks(alone, 1, path, "packed")[0]
-    for found in run_ranks(train, 2, path, "packed", 2, 2, 1, None, True):
-        assert differences(found, wanted) == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["packed", "padded"])
-def test_windows_slide(kind: str, folder: Path) -> None:
-    """A window of 4 tokens in one of two layers, within a packed document and in padded sequences."""
-    window = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
-    path = checkpoint("qwen3", folder, **window)
-    wanted = run_ranks(alone, 1, path, kind)[0]
-    for found in run_ranks(train, 2, path, kind, 3):
-        assert differences(found, wanted) == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("experts", "stage", "world"), [(2, 2, 2), (2, 3, 2), (2, 2, 4), (2, 3, 4), (4, 2, 4), (4, 3, 4)]
-)
-def test_experts_and_heads(experts: int, stage: int, world: int, folder: Path) -> None:
-    path = checkpoint("qwen3_moe", folder)
-    wanted = run_ranks(alone, 1, path, "packed")[0]
-    for found in run_ranks(train, world, path, "packed", stage, 2, experts):
+def test_context_parallelism_trains_as_one_process(
+    kind: str, world: int, layout: Layout, folder: Path
+) -> None:
+    path = checkpoint(kind, folder)
+    wanted = run_ranks(alone, 1, path, "padded")[0]
+    for found in run_ranks(train_fsdp2, world, path, layout):
         assert differences(found, wanted) == []
 
 
@@ -115,50 +132,24 @@ def beside(path: Path, other: Path) -> tuple[str, str, str, str]:
     return as_before, generated, str(caught.value), str(again.value)
 
 
-PLACED: dict[str, tuple[int, dict[str, Any]]] = {
-    "states on the host": (3, {"offload_optimizer": {"device": "cpu"}}),
-    "states on the host at 2": (2, {"offload_optimizer": {"device": "cpu"}}),
-    "parameters on the host": (3, {"offload_param": {"device": "cpu"}}),
-    "secondary partitions": (3, {"zero_hpz_partition_size": 2}),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", PLACED)
-def test_other_placements(name: str, folder: Path) -> None:
-    path, (stage, zero) = checkpoint("qwen3", folder), PLACED[name]
-    wanted = run_ranks(alone, 1, path, "packed")[0]
-    for found in run_ranks(train, 4, path, "packed", stage, 2, 1, zero):
-        assert differences(found, wanted) == []
-
-
-def train(
-    path: Path,
-    kind: str,
-    stage: int,
-    accumulation: int = 2,
-    experts: int = 1,
-    zero: dict[str, Any] | None = None,
-    first: bool = False,
-) -> Trace:
-    """``first``: Ulysses is registered by the model's name, before it is loaded."""
+def train(path: Path, case: Case, accumulation: int = 2) -> Trace:
     import deepspeed
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 
-    size, rank = 2, dist.get_rank()
+    stage, size, rank = case.stage, SIZE, dist.get_rank()
     groups = dist.get_world_size() // size
     rows = ROWS // (groups * accumulation)
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": rows,
         "gradient_accumulation_steps": accumulation,
         "gradient_clipping": CLIP,
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, **(zero or {})},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, **dict(case.zero)},
         "zero_force_ds_cpu_optimizer": False,
         "zero_allow_untested_optimizer": True,
     }
     register = UlyssesSPAttentionHF.register_with_transformers
     mpu = None
-    if first:
+    if case.first:
         deepspeed.init_distributed()
         mpu = register(str(path), "sdpa", size, rows)
     model = zerostart.load(
@@ -167,7 +158,7 @@ def train(
         zero_stage=stage,
         engine_config=config,
         sequence_parallel=size,
-        expert_parallel=experts,
+        expert_parallel=case.experts,
         progress=False,
     )
     model.train()
@@ -177,7 +168,7 @@ def train(
         mpu = register(model, "sdpa", size, rows)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer(model), config=config, mpu=mpu)
     trace = Trace()
-    for batch in steps(kind):
+    for batch in steps(case.kind):
         predicted = (shifted(batch["labels"]) != IGNORED).sum()
         total = torch.zeros(())
         for part in range(accumulation):
@@ -190,12 +181,54 @@ def train(
             engine.backward(loss * mean * accumulation)
             total += loss.detach()
             if part == accumulation - 1 and not trace.gradients:
-                trace.gradients = gradients(model, experts)
+                trace.gradients = gradients(model, case.experts)
             engine.step()
         dist.all_reduce(total)
         trace.losses.append(total.item())
         trace.norms.append(float(engine.get_global_grad_norm()))
     for name, value in zerostart.full_tensors(engine, rank=None):
+        assert value is not None
+        trace.weights[name] = value
+    return trace
+
+
+def train_fsdp2(path: Path, layout: Layout) -> Trace:
+    from accelerate.big_modeling import _attach_context_parallel_hooks
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.experimental import context_parallel
+
+    options: dict[str, Any] = {"sequence_parallel": SIZE, "progress": False}
+    model = zerostart.load(path, **layout.options(), **options)
+    _attach_context_parallel_hooks(model)
+    model.train()
+    tensors, accumulation = layout.tensors, 2
+    groups = dist.get_world_size() // (SIZE * tensors)
+    mesh = init_device_mesh("cpu", (groups, SIZE, tensors), mesh_dim_names=("batch", "cp", "tp"))["cp"]
+    rows, own_batch = ROWS // (groups * accumulation), dist.get_rank() // (SIZE * tensors)
+    optim, trace = optimizer(model), Trace()
+    for batch in steps("padded"):
+        wanted = shifted(batch["labels"])
+        predicted, total = (wanted != IGNORED).sum(), torch.zeros(())
+        for part in range(accumulation):
+            first = (own_batch * accumulation + part) * rows
+            own = [
+                tensor[first : first + rows].clone()
+                for tensor in (batch["input_ids"], batch["position_ids"], wanted)
+            ]
+            with context_parallel(mesh, buffers=own, buffer_seq_dims=[1] * 3, no_restore_buffers=set(own)):
+                logits = model(own[0], position_ids=own[1], use_cache=False).logits
+                loss = loss_of(logits, own[2]) / predicted
+                # fully_shard takes the mean over all ranks that have tokens of their own.
+                (loss * groups * SIZE).backward()
+            total += loss.detach()
+        if not trace.gradients:
+            trace.gradients = {name: whole(p.grad) for name, p in model.named_parameters()}
+        dist.all_reduce(total)
+        trace.losses.append(total.item() / tensors)
+        trace.norms.append(clip(model))
+        optim.step()
+        optim.zero_grad()
+    for name, value in zerostart.full_tensors(model, rank=None):
         assert value is not None
         trace.weights[name] = value
     return trace

@@ -137,40 +137,6 @@ def test_what_starts_with_experts_and_tensors_over_ranks() -> None:
     run_ranks(start_both_ways, 4, cases, timeout=200)
 
 
-def start_in_bf16() -> None:
-    for engine, stage in [*ENGINES, *MORE]:
-        given = {"engine": engine, "zero_stage": stage, "progress": False}
-        torch.manual_seed(SEED)
-        torch.set_default_dtype(torch.bfloat16)
-        try:
-            expected = made("qwen3", dtype=torch.bfloat16)()
-        finally:
-            torch.set_default_dtype(torch.float32)
-        torch.manual_seed(SEED)
-        expected.config.architectures = [type(expected).__name__]
-        fresh = zerostart.load(None, model=expected.config, dtype=torch.bfloat16, **given)
-        assert wrong(fresh, expected) == []
-        # What exists is rounded, and so is what DeepSpeed's configuration wants in bf16.
-        whole, _ = seeded(made("qwen3"))
-        rounded = copy.deepcopy(whole).to(torch.bfloat16)
-        buffers = dict(whole.named_buffers())
-        existing = zerostart.load(None, model=whole, dtype=torch.bfloat16, **given)
-        got = dict(zerostart.full_tensors(existing, rank=None))
-        assert all(same(got[n], p) for n, p in rounded.named_parameters())
-        assert all(same(buffers[n], b) for n, b in existing.named_buffers())
-        if engine == "deepspeed":
-            torch.manual_seed(SEED)
-            config = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}}
-            fresh = zerostart.load(None, model=made("qwen3"), engine_config=config, **given)
-            got = dict(zerostart.full_tensors(fresh, rank=None))
-            assert all(same(got[n], p) for n, p in rounded.named_parameters())
-
-
-@pytest.mark.slow
-def test_dtypes_of_what_exists_and_what_starts() -> None:
-    run_ranks(start_in_bf16, 2, timeout=200)
-
-
 def pass_on_some_ranks() -> None:
     rank = dist.get_rank()
     expected, _ = seeded(Odd)

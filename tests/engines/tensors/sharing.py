@@ -143,6 +143,8 @@ def whole_gradients(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     from deepspeed.utils import safe_get_full_grad
 
     for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
         gradient = safe_get_full_grad(parameter).clone()
         gather = getattr(parameter, "gather_params", None)
         owner = model.get_submodule(name.rpartition(".")[0])

@@ -1,0 +1,222 @@
+"""Train a model whose experts and tensors ranks share, on either engine, as a trace to compare."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, Shard
+
+import zerostart
+from tests.engines.tensors.sharing import whole_gradients
+from tests.parity import CLIP, LENGTH, Trace, batches, optimizer
+
+HOST = {"device": "cpu", "pin_memory": False}
+#: DeepSpeed's settings by name: the section `zero_optimization`, and the other keys.
+SETTINGS: Mapping[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "": ({}, {}),
+    "parameters on the host": ({"offload_param": HOST}, {}),
+    "states on the host": ({"offload_optimizer": HOST}, {}),
+    "all on the host": (
+        {"offload_param": HOST, "offload_optimizer": HOST, "stage3_param_persistence_threshold": 600},
+        {},
+    ),
+    "some persistent": ({"stage3_param_persistence_threshold": 600}, {}),
+    "all persistent": ({"stage3_param_persistence_threshold": 10**6}, {}),
+    "reduced whole": ({"reduce_scatter": False}, {"gradient_predivide_factor": 3.0}),
+    "scattered gradients": ({"contiguous_gradients": False}, {}),
+    "overlapping": ({"overlap_comm": True}, {}),
+    "in turn": ({"round_robin_gradients": True}, {}),
+}
+
+
+def last_dimension(parameter: nn.Parameter) -> Shard | None:
+    """Shard all but vectors along the last dimension."""
+    return Shard(-1) if parameter.dim() > 1 else None
+
+
+def offloaded() -> dict[str, Any]:
+    return {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
+
+
+#: FSDP2's settings by name.
+PLACED: Mapping[str, Callable[[], dict[str, Any]]] = {
+    "": dict,
+    "offload": offloaded,
+    "replicas": lambda: {"replicate": 2},
+    "dimensions": lambda: {"shard_placement_fn": last_dimension},
+    "all": lambda: {"replicate": 2, "shard_placement_fn": last_dimension, **offloaded()},
+    "half": lambda: {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float16)},
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How ranks share a model: the engine, the axes, and the name of other settings."""
+
+    engine: str = "deepspeed"
+    stage: int = 3
+    experts: int = 1
+    tensors: int = 1
+    settings: str = ""
+    accumulation: int = 1
+
+    def config(self) -> dict[str, Any]:
+        """The engine's configuration."""
+        if self.engine == "fsdp2":
+            return PLACED[self.settings]()
+        zero, rest = SETTINGS[self.settings]
+        return {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": self.accumulation,
+            "gradient_clipping": CLIP,
+            "zero_optimization": {"stage": self.stage, "stage3_param_persistence_threshold": 0, **zero},
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+            **rest,
+        }
+
+    def options(self) -> dict[str, Any]:
+        """The arguments of `load` and `plan`."""
+        return {
+            "engine": self.engine,
+            "zero_stage": self.stage,
+            "engine_config": self.config(),
+            "expert_parallel": self.experts,
+            "tensor_parallel": self.tensors,
+        }
+
+
+class Training:
+    """One rank's part of a training."""
+
+    def __init__(self, path: Path, layout: Layout, parts: str = "") -> None:
+        self.layout = layout
+        loaded: Any = zerostart.load(path, progress=False, **layout.options()).train()
+        planned = zerostart.plan(path, world_size=dist.get_world_size(), **layout.options())
+        assert planned.ranks[dist.get_rank()].read_bytes == zerostart.report(loaded).read_bytes
+        self.model = choose_parts(loaded, parts)
+        self.optimizer = optimizer(self.model)
+        self.engine: Any = self.model
+        if layout.engine == "deepspeed":
+            import deepspeed
+
+            self.engine, *_ = deepspeed.initialize(
+                model=self.model, optimizer=self.optimizer, config=layout.config()
+            )
+
+    def step(self, batch: torch.Tensor, trace: Trace) -> None:
+        """Train on this rank's rows of ``batch`` [ROWS, LENGTH]."""
+        layout = self.layout
+        groups, place = dist.get_world_size() // layout.tensors, dist.get_rank() // layout.tensors
+        rows = batch.view(groups * layout.accumulation, -1, LENGTH)
+        total = torch.zeros(())
+        for part in range(layout.accumulation):
+            tokens, last = rows[place * layout.accumulation + part], part == layout.accumulation - 1
+            total += self._accumulate(tokens, last, trace)
+        dist.all_reduce(total)
+        trace.losses.append(total.item() / dist.get_world_size())
+        if layout.engine == "deepspeed":
+            trace.norms.append(float(self.engine.get_global_grad_norm()))
+            return
+        trace.norms.append(clip(self.model))
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def _accumulate(self, tokens: torch.Tensor, last: bool, trace: Trace) -> torch.Tensor:
+        deepspeed = self.layout.engine == "deepspeed"
+        if not deepspeed:
+            self.engine.set_requires_gradient_sync(last)
+        loss = self.engine(input_ids=tokens, labels=tokens, use_cache=False).loss
+        part: torch.Tensor = loss / self.layout.accumulation
+        if deepspeed:
+            self.engine.backward(loss)
+        else:
+            part.backward()
+        if last and not trace.gradients:
+            trace.gradients = (
+                gradients(self.model, self.layout.experts)
+                if deepspeed
+                else {n: whole(p.grad) for n, p in self.model.named_parameters() if p.requires_grad}
+            )
+        if deepspeed:
+            self.engine.step()
+        return part.detach()
+
+    def state(self) -> tuple[Any, ...]:
+        """The arguments of `save_state` and `load_state`."""
+        return (self.engine,) if self.layout.engine == "deepspeed" else (self.model, self.optimizer)
+
+    def close(self) -> None:
+        if self.layout.engine == "deepspeed":
+            self.engine.destroy()
+
+
+def train(path: Path, layout: Layout, then: Layout | None, folder: Path | None, parts: str = "") -> Trace:
+    """Train five steps, the last three in the layout ``then`` by way of a state in ``folder``; save there."""
+    trace, training = Trace(), Training(path, layout, parts)
+    for number, batch in enumerate(batches(1)):
+        if then is not None and folder is not None and number == 2:
+            zerostart.save_state(folder / "state", *training.state())
+            training.close()
+            training = Training(path, then)
+            zerostart.load_state(folder / "state", *training.state())
+        training.step(batch[0], trace)
+    if not parts:
+        trace.weights = {n: t for n, t in zerostart.full_tensors(training.engine, rank=None) if t is not None}
+    if folder is not None:
+        zerostart.save(training.engine, folder / "saved")
+    training.close()
+    return trace
+
+
+def choose_parts(model: Any, parts: str) -> Any:
+    """Leave only ``parts`` trained: "adapters", "experts", "dense", or "" for everything."""
+    if parts == "adapters":
+        from peft import LoraConfig, get_peft_model
+
+        torch.manual_seed(0)
+        options: dict[str, Any] = {"r": 2, "target_modules": ["q_proj", "v_proj"]}
+        return get_peft_model(model, LoraConfig(**options, init_lora_weights="gaussian"))
+    if parts:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_((".experts." in name) == (parts == "experts"))
+    return model
+
+
+def gradients(model: nn.Module, experts: int) -> dict[str, torch.Tensor]:
+    """Whole gradients by DeepSpeed's own means; torch puts the experts together."""
+    from deepspeed.utils import groups
+
+    found = {}
+    for name, gradient in whole_gradients(model):
+        if ".experts." in name and experts > 1:
+            group = groups._get_expert_parallel_group(f"ep_size_{experts}")
+            parts = [torch.empty_like(gradient) for _ in range(experts)]
+            dist.all_gather(parts, gradient.contiguous(), group=group)
+            gradient = torch.cat(parts)
+        found[name] = gradient
+    return found
+
+
+def whole(gradient: torch.Tensor | None) -> torch.Tensor:
+    assert gradient is not None
+    return (gradient.full_tensor() if isinstance(gradient, DTensor) else gradient).clone()
+
+
+def clip(model: nn.Module) -> float:
+    """Clip as accelerate does: one norm for each mesh, put together."""
+    meshes: dict[object, list[nn.Parameter]] = {}
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            mesh = parameter.grad.device_mesh if isinstance(parameter.grad, DTensor) else None
+            meshes.setdefault(mesh, []).append(parameter)
+    norms = [whole(torch.nn.utils.get_total_norm([p.grad for p in group])) for group in meshes.values()]
+    total = torch.linalg.vector_norm(torch.stack(norms))
+    for group in meshes.values():
+        torch._foreach_mul_([p.grad for p in group], min(1.0, CLIP / (total.item() + 1e-6)))
+    return total.item()
