@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
-from torch.utils import checkpoint as torch_checkpoint
 
 import zerostart
 from tests.engines.activation.test_gradient_checkpoint import (
@@ -99,54 +98,9 @@ def compare_modes(routes: tuple[tuple[str, int], ...], modes: tuple[str, ...]) -
     return found
 
 
-@pytest.mark.parametrize(
-    ("routes", "modes"),
-    [
-        (ROUTES[:1], ("plain",)),
-        pytest.param(ROUTES, ("plain", "offload"), marks=pytest.mark.slow),
-    ],
-    ids=["ZeRO-3", "all"],
-)
-def test_training_is_the_same_with_checkpointed_blocks(routes: Any, modes: Any) -> None:
-    assert run_ranks(compare_modes, 2, routes, modes) == [[], []]
-
-
-class Holding(nn.Module):
-    """Holds a parameter itself, beside its layers, which it has torch checkpoint."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.token = nn.Parameter(torch.empty(6))
-        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.token
-        for layer in self.layers:
-            x = torch_checkpoint.checkpoint(layer, x, use_reentrant=False).tanh()
-        return x.square().mean()
-
-
-def compare_holding() -> list[str]:
-    """The names of parameters that differ after three steps on FSDP2 from those of the unsharded model."""
-    generator = torch.Generator().manual_seed(2)
-    weights = {n: torch.randn(t.shape, generator=generator) / 3 for n, t in Holding().state_dict().items()}
-    alone = Holding()
-    alone.load_state_dict(weights)
-    shared = zerostart.load(weights, Holding, engine="fsdp2", progress=False)
-    for model in (alone, shared):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        for step in range(3):  # the same on all ranks, whose mean it is
-            model(torch.randn(2, 6, generator=torch.Generator().manual_seed(step))).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    trained = dict(zerostart.full_tensors(shared, rank=None))
-    return [n for n, p in alone.named_parameters() if not torch.allclose(p, trained[n], atol=1e-6)]
-
-
 @pytest.mark.slow
-def test_a_model_with_parameters_of_its_own_may_checkpoint_its_layers_on_fsdp2() -> None:
-    """The layers run a second time when the model's forward is over, and are called by it all the same."""
-    assert run_ranks(compare_holding, 2) == [[], []]
+def test_training_is_the_same_with_checkpointed_blocks() -> None:
+    assert run_ranks(compare_modes, 2, ROUTES, ("plain", "offload")) == [[], []]
 
 
 def test_blocks_are_found_by_class_and_by_name() -> None:

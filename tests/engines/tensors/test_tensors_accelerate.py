@@ -13,15 +13,8 @@ from tests.parity import CLIP, ROWS, Trace, alone, batches, checkpoint, differen
 from tests.ranks import run_ranks
 
 
-@pytest.mark.parametrize(
-    ("stage", "named"),
-    [
-        (2, True),
-        pytest.param(3, True, marks=pytest.mark.slow),
-        pytest.param(1, False, marks=pytest.mark.slow),
-        pytest.param(3, False, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "named"), [(2, True), (3, True), (1, False)])
 def test_a_script_trains_as_one_process(stage: int, named: bool, tmp_path: Path) -> None:
     """``named``: by accelerate's ParallelismConfig, and not in DeepSpeed's configuration."""
     path = checkpoint("qwen3", tmp_path)

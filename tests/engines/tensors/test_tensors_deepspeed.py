@@ -64,16 +64,6 @@ def test_every_stage(kind: str, stage: int, world: int, folder: Path) -> None:
     check(cases, world)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_on_the_host(stage: int, folder: Path) -> None:
-    path, both = checkpoint("qwen3", folder), ("offload_optimizer", "offload_param")
-    cases = [Case(path, stage, offloaded=both[:1])]
-    if stage == 3:
-        cases += [Case(path, stage, offloaded=both)]
-    check(cases, SHARING)
-
-
 def test_a_rank_reads_its_slices(folder: Path) -> None:
     """Tensors whose rows are longer than what is read through between two of them."""
     sizes: dict[str, Any] = {"hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 1}
@@ -88,7 +78,8 @@ def test_a_rank_reads_its_slices(folder: Path) -> None:
 # Dropout where ranks share tensors, each with a seed of its own: what all of them have stays the same.
 
 
-@pytest.mark.parametrize("engine", ["deepspeed", pytest.param("fsdp2", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["deepspeed", "fsdp2"])
 def test_one_dropout(engine: str, tmp_path: Path) -> None:
     if engine == "deepspeed":
         path = checkpoint("bert", tmp_path, hidden_dropout_prob=0.2, attention_probs_dropout_prob=0.2)

@@ -1,4 +1,4 @@
-"""What is done with a model in DeepSpeed's slices: whole tensors, saving, editing, resuming, masters."""
+"""A model in DeepSpeed's slices: whole tensors, digests, saving and editing."""
 
 from pathlib import Path
 from typing import Any
@@ -9,18 +9,9 @@ import torch.distributed as dist
 
 import zerostart
 from tests.engines.tensors.fused import Fused, fused_file
-from tests.engines.tensors.sharing import SHARING, Case, config_of, loaded, whole_model
-from tests.parity import batches, checkpoint, optimizer
+from tests.engines.tensors.sharing import Case, loaded, whole_model
+from tests.parity import checkpoint
 from tests.ranks import run_ranks
-
-
-@pytest.mark.slow
-def test_kept_and_changed(folder: Path) -> None:
-    cases = [
-        Case(checkpoint("qwen3", folder), 2),
-        Case(fused_file(folder), 3, "fused", module=Fused),
-    ]
-    run_ranks(kept, SHARING, cases, folder, timeout=240)
 
 
 @pytest.mark.slow
@@ -37,9 +28,6 @@ def test_kept_and_changed_at_every_stage(stage: int, folder: Path) -> None:
 def kept(cases: list[Case], folder: Path) -> None:
     for number, case in enumerate(cases):
         whole_tensors(case, folder / f"{dist.get_world_size()}-{case.stage}-{number}")
-        resumed(case, folder / f"{dist.get_world_size()}-{case.stage}-{number}-state")
-        if case.module is None:
-            masters(case)
 
 
 def whole_tensors(case: Case, place: Path) -> None:
@@ -66,53 +54,3 @@ def whole_tensors(case: Case, place: Path) -> None:
 def alone(case: Case, place: Path) -> dict[str, Any]:
     model = None if case.module is None else case.module.build
     return {"source": place, "model": model, "zero_stage": 3, "progress": False}
-
-
-def steps(engine: Any, start: int, stop: int) -> list[float]:
-    parts, place = dist.get_world_size() // SHARING, dist.get_rank() // SHARING
-    losses = []
-    for batch in list(batches(parts))[start:stop]:
-        tokens = batch[place]
-        loss = engine(input_ids=tokens, labels=tokens, use_cache=False).loss
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
-
-
-def resumed(case: Case, place: Path) -> None:
-    """The last steps after a resume are those of the run that went on."""
-    import deepspeed
-
-    runs = []
-    for resuming in (False, True):
-        model = loaded(case).train()
-        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer(model), config=config_of(case))
-        if resuming:
-            zerostart.load_state(place, engine)
-        else:
-            steps(engine, 0, 2)
-            zerostart.save_state(place, engine)
-        runs.append(steps(engine, 2, 5))
-        runs.append([tensor for _, tensor in zerostart.full_tensors(engine, rank=None)])
-        engine.destroy()
-    assert runs[0] == runs[2]
-    assert all(torch.equal(a, b) for a, b in zip(runs[1], runs[3], strict=True))
-
-
-def masters(case: Case) -> None:
-    """Parameters in bf16 have masters of what the checkpoint stores."""
-    import deepspeed
-    from deepspeed.utils import safe_get_full_fp32_param
-
-    if case.stage == 0:
-        return
-    config = {**config_of(case), "bf16": {"enabled": True}}
-    exact, model = loaded(case), loaded(case, engine_config=config)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer(model), config=config)
-    with deepspeed.zero.GatheredParameters(list(exact.parameters())):
-        wanted = {name: parameter.detach().clone() for name, parameter in exact.named_parameters()}
-    for name, parameter in model.named_parameters():
-        assert parameter.dtype == torch.bfloat16
-        assert torch.equal(safe_get_full_fp32_param(parameter), wanted[name])
-    engine.destroy()

@@ -1,6 +1,6 @@
 """The stock way into ZeRO stages 1 and 2, ours, and what the two leave behind: everything to the bit."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -214,6 +214,3 @@ def _same(one: Any, other: Any) -> bool:
     if torch.is_tensor(one):
         return one.dtype == other.dtype and torch.equal(one, other)
     return bool(one == other)
-
-
-Maker = Callable[[Path, Case], nn.Module]

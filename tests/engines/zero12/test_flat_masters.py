@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from tests.engines.zero12 import routes
 from tests.engines.zero12.routes import CASES
@@ -93,7 +92,8 @@ def halved(full: Tensors, dtype: torch.dtype = torch.bfloat16) -> Tensors:
     return {name: tensor.to(torch.bfloat16).to(dtype) for name, tensor in full.items()}
 
 
-@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 3])
 def test_masters_are_what_the_checkpoint_stores(world_size: int, checkpoints: TinyCheckpoints) -> None:
     path = checkpoints("qwen3_moe_aligned", torch.float32, sharded=True)
     for found in run_ranks(check, world_size, path, timeout=240):
@@ -117,9 +117,3 @@ def check_kept(path: Path) -> list[str]:
     lines += unlike(masters_in(engine), stored(path))
     engine.destroy()
     return lines
-
-
-def start(model: nn.Module, optimizer: torch.optim.Optimizer, case: routes.Case) -> object:
-    import deepspeed
-
-    return deepspeed.initialize(model=model, optimizer=optimizer, config=routes.config_of(case))[0]

@@ -13,7 +13,6 @@ from tests.engines.zero12 import routes
 from tests.ranks import rank_outcomes, run_ranks
 from tests.tiny import TinyCheckpoints
 from zerostart.errors import ConfigError
-from zerostart.geometry.layout.layout import FlatRules, shares
 
 
 def read(path: Path, exchange: bool, dtype: torch.dtype | None) -> tuple[int, int, list[str]]:
@@ -33,9 +32,11 @@ def read(path: Path, exchange: bool, dtype: torch.dtype | None) -> tuple[int, in
     return made.read_bytes, made.exchanged_bytes, wrong
 
 
-@pytest.mark.parametrize("exchange", [False, True])
-@pytest.mark.parametrize("dtype", [None, torch.float32])
-@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "dtype", "exchange"),
+    [("qwen3_moe", None, True), ("qwen3_moe", torch.float32, False), ("gpt_oss", torch.float32, True)],
+)
 def test_bytes_are_as_planned(
     kind: str, dtype: torch.dtype | None, exchange: bool, checkpoints: TinyCheckpoints
 ) -> None:
@@ -101,21 +102,6 @@ def test_contradictions_are_refused(checkpoints: TinyCheckpoints) -> None:
     for outcome in rank_outcomes(refused, 2, path):
         assert outcome.error == "zerostart.errors.EngineError"
         assert "asks for ZeRO stage 2, but the load for stage 1" in outcome.message
-
-
-def test_shares_of_a_flat_group() -> None:
-    """Every element of every parameter is in one share; padding is in none."""
-    for rules in (FlatRules(3), FlatRules(3, round_robin=True, aligned=True)):
-        numels = [5, 8, 1, 30, 7]
-        group = rules.group(numels, 2)
-        assert group.numel % 6 == 0
-        assert sum(stop - start for start, stop in group.gaps()) == group.numel - sum(numels)
-        size = group.numel // 3
-        parts = [shares(group, r * size, (r + 1) * size) for r in range(3)]
-        for number, numel in enumerate(numels):
-            runs = [part[number] for part in parts if part[number][0] < part[number][1]]
-            assert sum(b - a for a, b in runs) == numel
-            assert sorted(runs)[0][0] == 0
 
 
 def alone() -> bool:
