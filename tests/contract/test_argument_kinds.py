@@ -1,6 +1,5 @@
 """What a verb is given is of the kind that its signature names, or refused by name, on every rank alike."""
 
-import inspect
 import json
 import os
 import re
@@ -13,7 +12,7 @@ import pytest
 import torch
 
 import zerostart
-from tests.ranks import rank_outcomes, run_ranks
+from tests.ranks import run_ranks
 from zerostart.engines import default_engine
 from zerostart.errors import ConfigError
 
@@ -102,7 +101,6 @@ def load_with_own(engine: str, options: list[dict[str, Any]]) -> str:
             {},
             r"nothing, but rank 0 has .*wrap: list\['0'\]",
         ),
-        ("fsdp2", {"fp32_masters": False}, {}, r"has fp32_masters=True, but rank 0 has fp32_masters=False"),
     ],
 )
 def test_ranks_that_are_given_different_things(
@@ -190,53 +188,6 @@ def test_a_configuration_that_cannot_be_read(text: str | None, message: str, tmp
     assert "download" not in str(caught.value)
 
 
-class Unreadable:
-    """A path on what is no longer there."""
-
-    def __fspath__(self) -> str:
-        raise OSError("the disk has gone")
-
-
-def load_with_error(path: Any) -> None:
-    import torch.distributed as dist
-
-    config = path if dist.get_rank() == 1 else None
-    zerostart.load({}, torch.nn.Identity, engine="fsdp2", engine_config=config, progress=False)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("path", "message"),
-    [("no\0path", "engine_config: embedded null"), (Unreadable(), "the disk has gone")],
-)
-def test_an_error_of_another_library_is_told_on_every_rank(path: Any, message: str) -> None:
-    for outcome in rank_outcomes(load_with_error, 2, path):
-        assert message in outcome.message
-
-
 def test_no_dtype_of_that_name() -> None:
     with pytest.raises(ConfigError, match=r"^dtype='half_float' is not a torch dtype; try"):
         zerostart.plan({"weight": torch.ones(1, 1)}, 1, model=torch.nn.Linear, dtype="half_float")
-
-
-def test_what_follows_the_model_goes_by_keyword() -> None:
-    kinds = {name: p.kind for name, p in inspect.signature(zerostart.load).parameters.items()}
-    assert {n for n, kind in kinds.items() if kind is not inspect.Parameter.KEYWORD_ONLY} == {
-        "source",
-        "model",
-    }
-
-
-def load_with_rank(mistaken: int) -> None:
-    import torch.distributed as dist
-
-    stage: Any = "3" if dist.get_rank() == mistaken else 3
-    make = lambda: torch.nn.Linear(1, 1, bias=False)  # noqa: E731
-    zerostart.load({"weight": torch.ones(1, 1)}, make, engine="fsdp2", zero_stage=stage, progress=False)
-
-
-@pytest.mark.slow
-def test_a_mistake_of_one_rank_is_told_on_all() -> None:
-    first, second = rank_outcomes(load_with_rank, 2, 1)
-    assert first.error == second.error == "zerostart.errors.ConfigError"
-    assert "zero_stage='3' is not accepted" in first.message == second.message

@@ -4,7 +4,6 @@ import os
 import platform
 import time
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from torch import nn
 import zerostart
 from tests.ranks import rank_outcomes, run_ranks
 from zerostart.distributed import failures
-from zerostart.distributed.world import current_world, group_beside, joined_world
+from zerostart.distributed.world import current_world
 
 HOST = platform.node()
 
@@ -74,7 +73,8 @@ def alone_in_a_load(backend: str) -> tuple[str, float]:
     return "loaded", time.monotonic() - begun
 
 
-@pytest.mark.parametrize("backend", ["gloo", pytest.param("fake", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["gloo", "fake"])
 def test_a_load_without_one_rank_names_it(backend: str) -> None:
     """Also where the group that messages go over has to be made first."""
     outcomes = rank_outcomes(alone_in_a_load, 3, backend, process_group=False, timeout=60)
@@ -84,19 +84,6 @@ def test_a_load_without_one_rank_names_it(backend: str) -> None:
     assert "within 3 s, the time-out of the process group" in text
     assert "init_process_group(timeout=...)" in text
     assert 2.5 < seconds < 9
-
-
-def group_after_a_call_of_one() -> bool:
-    """Make a group where one rank has asked before who the ranks are, which is no call of all."""
-    joined(5)
-    if dist.get_rank() == 0:
-        current_world()
-    return group_beside() is not None
-
-
-@pytest.mark.slow
-def test_a_group_is_made_whatever_one_rank_has_asked_by_itself_before() -> None:
-    assert run_ranks(group_after_a_call_of_one, 2, process_group=False, timeout=60) == [True, True]
 
 
 def dying() -> tuple[str, float]:
@@ -122,44 +109,3 @@ def test_a_rank_that_dies_is_named_soon_on_all_others_alike() -> None:
     assert len({text for text, _ in values}) == 1, values
     assert f"during 'telling' (not there: rank 1 (on {HOST}))" in values[0][0]
     assert max(seconds for _, seconds in values) < 3
-
-
-def peers(rank: int, size: int) -> set[int]:
-    """Whom a rank talks to in what a world sends: rings (reduce, gather), and binomial trees from rank 0."""
-    found, bit = {(rank - 1) % size, (rank + 1) % size}, 1
-    while bit < size:
-        if rank < bit and rank + bit < size:
-            found.add(rank + bit)
-        elif bit <= rank < 2 * bit:
-            found.add(rank - bit)
-        bit *= 2
-    return found - {rank}
-
-
-def sockets() -> int:
-    links = (os.path.realpath(name) for name in Path("/proc/self/fd").iterdir())
-    return sum("socket:" in link for link in links)
-
-
-def sockets_of_a_world() -> tuple[int, float]:
-    """What the group for messages, and all that goes over it, has opened; and its time-out."""
-    joined(50, "fake")
-    before = sockets()
-    world = joined_world()
-    world.all_gather_object("x" * world.rank, "telling more")
-    world.broadcast_object(lambda: 1, "telling all")
-    world.all_reduce_sum(torch.ones(3, dtype=torch.int64), "adding up")
-    opened = sockets() - before
-    world.raise_together(None, "the end")
-    return opened, world.group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
-
-
-@pytest.mark.slow
-def test_sockets_of_the_group_for_messages_do_not_grow_with_the_ranks() -> None:
-    assert max(len(peers(rank, 1024)) for rank in range(1024)) <= 12
-    for size in (2, 16):
-        outcomes = run_ranks(sockets_of_a_world, size, process_group=False, timeout=200)
-        assert {seconds for _, seconds in outcomes} == {50}
-        counted = [opened for opened, _ in outcomes]
-        # One that listens, and one to each peer.
-        assert max(counted) <= 1 + max(len(peers(rank, size)) for rank in range(size)), counted

@@ -3,9 +3,12 @@
 The hosts are network namespaces, joined by a pair of virtual interfaces; needs root.
 """
 
+import contextlib
 import json
 import os
+import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -17,8 +20,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.distributed import nodes
-
 SCRIPT = Path(__file__).with_name("two_hosts.py")
 LIMIT = 150
 
@@ -27,13 +28,50 @@ def ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True, capture_output=True, timeout=20)
 
 
+#: The process that a namespace of these tests belongs to.
+OWNER = re.compile(r"^zs(\d+)\w*")
+
+
+def sweep() -> None:
+    """Remove namespaces of test runs that were killed, with what still runs in them."""
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, timeout=20).stdout
+    for line in listed.splitlines():
+        owner = OWNER.match(line)
+        if owner is None or Path("/proc", owner[1]).exists():
+            continue
+        remove(owner[0])
+
+
+def remove(name: str) -> None:
+    """End what runs in a namespace, and the namespace."""
+    left = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, timeout=20)
+    for pid in left.stdout.split():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(pid), signal.SIGKILL)
+    subprocess.run(["ip", "netns", "delete", name], capture_output=True, timeout=20)
+
+
+@contextlib.contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Inside, SIGTERM ends a test run as Ctrl-C does: what it has made is removed."""
+
+    def end(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 @pytest.fixture
 def hosts() -> Iterator[tuple[str, str]]:
     """Names of two namespaces, 10.231.7.1 and 10.231.7.2, with interfaces ``wire0`` and ``wire1``."""
     names = f"zs{os.getpid()}a", f"zs{os.getpid()}b"
     if shutil.which("ip") is None:
         pytest.skip("there is no `ip` (iproute2)")
-    nodes.sweep()
+    sweep()
     try:
         for name in names:
             ip("netns", "add", name)
@@ -45,11 +83,11 @@ def hosts() -> Iterator[tuple[str, str]]:
             ip("-n", name, "addr", "add", f"10.231.7.{number + 1}/24", "dev", f"wire{number}")
             ip("-n", name, "link", "set", f"wire{number}", "up")
             ip("-n", name, "link", "set", "lo", "up")
-        with nodes.ended_by_signals():
+        with ended_by_signals():
             yield names
     finally:
         for name in names:
-            nodes.remove(name)
+            remove(name)
 
 
 @pytest.fixture

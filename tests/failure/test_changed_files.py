@@ -75,9 +75,8 @@ def same_error(outcomes: list[Outcome], path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+@pytest.mark.parametrize(("victim", "name"), [(0, "model.safetensors"), (1, "pytorch_model.bin")])
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("victim", [0, 1])
 def test_changed_before_a_rank_opens_it(victim: int, change: str, name: str, tmp_path: Path) -> None:
     """The header is that of the old file, which the other ranks may have read already."""
     write(tmp_path / name, 1.0)
@@ -86,14 +85,16 @@ def test_changed_before_a_rank_opens_it(victim: int, change: str, name: str, tmp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
-@pytest.mark.parametrize("engine", ["deepspeed", "fsdp2"])
+@pytest.mark.parametrize(
+    ("engine", "name"), [("deepspeed", "model.safetensors"), ("fsdp2", "pytorch_model.bin")]
+)
 def test_written_to_while_it_is_read(engine: str, name: str, tmp_path: Path) -> None:
     write(tmp_path / name, 1.0)
     outcomes = rank_outcomes(load_changed, 2, tmp_path / name, 1, "in place", "read", engine)
     same_error(outcomes, tmp_path / name)
 
 
+@pytest.mark.slow
 def test_replaced_while_it_is_read(tmp_path: Path) -> None:
     """All ranks have the old file open: its weights, on every rank."""
     path = tmp_path / "model.safetensors"
@@ -138,16 +139,6 @@ def load_changed(path: Path, victim: int, change: str, when: str, engine: str = 
 
 
 # Machines with copies of their own. What a path leads to is told by the working directory here.
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
-def test_copies_on_each_machine(name: str, tmp_path: Path) -> None:
-    for rank in range(3):
-        write(tmp_path / str(rank) / name, 1.0)
-        os.utime(tmp_path / str(rank) / name, (rank, rank))
-    for seen in run_ranks(load_from_own, 3, tmp_path, name, "nothing"):
-        assert seen == {1.0}
 
 
 @pytest.mark.slow

@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.ranks import run_ranks
 from zerostart.checkpoint.digest import Digests
-from zerostart.distributed.world import current_world
 from zerostart.errors import CheckpointError
 from zerostart.recipe.dtypes import spelling
 from zerostart.upstream.torch import byte_sums
@@ -140,19 +138,6 @@ def _of_cuda(product: Any) -> Any:
     return multiplied
 
 
-def test_products_that_lose_bits_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Older processors sum up pairs of products of bytes in 16 bits, and cut them off."""
-
-    def saturating(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        products = (one.to(torch.int32) + 128)[:, :, None] * other.to(torch.int32)
-        pairs = products.view(len(one), -1, 2, other.shape[1]).sum(2).clamp(-(1 << 15), (1 << 15) - 1)
-        return (pairs.sum(1) - 128 * other.to(torch.int32).sum(0)).to(torch.int32)
-
-    for product, used in ((torch._int_mm, byte_sums._has_products_of_bytes()), (saturating, False)):
-        monkeypatch.setattr(torch, "_int_mm", product)
-        assert byte_sums._has_products_of_bytes.__wrapped__() is used
-
-
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.float64])
 def test_pieces_in_any_order(dtype: torch.dtype) -> None:
     torch.manual_seed(1)
@@ -247,51 +232,3 @@ def test_dtype_and_shape_count() -> None:
     ]
     assert len({digest(one) for one in alike}) == len(alike)
     assert digest(tensor.view(4, 6).t().contiguous()) != digest(tensor.view(6, 4))
-
-
-@pytest.mark.parametrize("nbytes", [64, pytest.param(512, marks=pytest.mark.slow)])
-def test_many_single_bits(nbytes: int) -> None:
-    """Each bit of a tensor, flipped alone, gives another digest, and no two of them the same."""
-    data = torch.zeros(nbytes, dtype=torch.uint8)
-    seen = {digest(data)}
-    for at in range(data.numel()):
-        for bit in range(8):
-            data[at] ^= 1 << bit
-            seen.add(digest(data))
-            data[at] ^= 1 << bit
-    assert len(seen) == 1 + 8 * data.numel()
-
-
-def share_of(rank: int, size: int, total: int) -> tuple[int, int]:
-    return rank * total // size, (rank + 1) * total // size
-
-
-def sum_over_ranks(shapes: list[tuple[int, ...]]) -> tuple[dict[str, str], str]:
-    world = current_world()
-    torch.manual_seed(5)
-    tensors = {f"t{n}": torch.randn(shape) for n, shape in enumerate(shapes)}
-    sums = Digests([(name, "F32", tensor.shape) for name, tensor in tensors.items()])
-    for name, tensor in tensors.items():
-        first, end = share_of(world.rank, world.size, tensor.numel())
-        sums.add(name, first, tensor.view(-1)[first:end])
-    found = sums.summed(world)
-    uneven = Digests([("t", "F32", ())] * (world.rank + 1))
-    if world.rank:
-        uneven = Digests([(f"t{n}", "F32", ()) for n in range(2)])
-    try:
-        uneven.summed(world)
-    except Exception as error:
-        return found, f"{type(error).__name__}: {error}"
-    return found, ""
-
-
-@pytest.mark.slow
-def test_ranks_sum_up() -> None:
-    shapes: list[tuple[int, ...]] = [(3,), (101, 77), (), (40_000, 3), (1,)]
-    torch.manual_seed(5)
-    expected = {f"t{n}": digest(torch.randn(shape)) for n, shape in enumerate(shapes)}
-    outcomes = run_ranks(sum_over_ranks, 3, shapes)
-    for found, failure in outcomes:
-        assert found == expected
-        assert failure == outcomes[0][1]
-        assert failure.startswith("ConfigError: the ranks do not do the same")

@@ -89,6 +89,7 @@ def test_experts_are_fused_in_a_training_and_single_in_the_original(
     assert same(weights(tmp_path / "out"), weights(folder))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_zero_checkpoint_is_a_source(tmp_path: Path, stage: int) -> None:
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint

@@ -91,9 +91,8 @@ def test_who_reads_a_state_waits_for_it(tmp_path: Path) -> None:
     run_ranks(read_at_once, 2, tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("early", "wanted"), [(True, True), pytest.param(False, False, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("early", "wanted"), [(True, True), (False, False)])
 def test_the_end_of_the_group_waits_for_a_save(tmp_path: Path, early: bool, wanted: bool) -> None:
     run_ranks(end_at_once, 2, tmp_path / "state", early, wanted)
     assert (tmp_path / "state" / "state.json").exists() == wanted

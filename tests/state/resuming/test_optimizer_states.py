@@ -156,23 +156,7 @@ def saved(folder: Path, kind: str) -> tuple[list[float], list[float]]:
     trained(model, optimizer, range(2))
     zerostart.save_state(folder, model, optimizer)
     wanted = trained(model, optimizer, range(2, 4))
-    taken_gradients(folder / "taken", model, optimizer)
     return wanted, resumed(folder, kind)
-
-
-def taken_gradients(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Between a step and ``zero_grad``, and after a backward that has added to what the step has taken."""
-    for name in ("taken", "added"):
-        model(torch.ones(1, 8)).sum().backward()
-        if name == "taken":
-            optimizer.step()
-        zerostart.save_state(folder / name, model, optimizer)
-    sharded = any(hasattr(p, "to_local") for p in model.parameters())
-    for name in ("taken", "added"):
-        zerostart.load_state(folder / name, model, optimizer)
-        none = all(p.grad is None for p in model.parameters())
-        assert none == (name == "taken" or not sharded), name
-    optimizer.zero_grad()
 
 
 def resumed(folder: Path, kind: str) -> list[float]:
@@ -199,13 +183,6 @@ def test_states_in_blocks_go_on_where_the_shares_are_the_same(tmp_path: Path) ->
     assert found == wanted
     zerostart.verify(tmp_path / "state")
     run_ranks(refused, 1, tmp_path / "state")
-
-
-@pytest.mark.slow
-def test_states_in_blocks_of_whole_parameters_go_on_with_any_ranks(tmp_path: Path) -> None:
-    (wanted, found), _ = run_ranks(saved, 2, tmp_path / "state", "DDP")
-    assert found == wanted
-    assert run_ranks(resumed, 3, tmp_path / "state", "DDP")[0] == pytest.approx(wanted, rel=1e-4)
 
 
 def bitsandbytes(parameters: Any) -> torch.optim.Optimizer:

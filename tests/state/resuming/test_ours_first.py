@@ -13,7 +13,7 @@ from tests.parity import checkpoint
 from tests.ranks import run_ranks
 from tests.state.resuming.trainings import Case, Run
 from zerostart.checkpoint.source import open_catalog
-from zerostart.errors import CheckpointError, ConfigError
+from zerostart.errors import CheckpointError
 
 
 def linear(value: float) -> tuple[torch.nn.Linear, torch.optim.Optimizer]:
@@ -95,35 +95,6 @@ def test_ours_goes_before_deepspeeds(tmp_path: Path) -> None:
     assert found == wanted
     assert again == wanted
     assert client == {"by": "ours"}
-
-
-def clients(path: Path, folder: Path) -> None:
-    """A client's state, and a window of accumulation resumed in another."""
-    case = Case("deepspeed", 2, accumulate=2)
-    run = Run(path, case)
-    run.step(0)
-    client: dict[str, Any] = {"step": 3, "betas": (0.9, 0.99), "history": [1.5, None]}
-    with zerostart.enabled():
-        run.model.save_checkpoint(str(folder / "client"), client_state=client)
-        _, found = run.model.load_checkpoint(str(folder / "client"))
-    assert found == client
-    with zerostart.enabled(), pytest.raises(ConfigError, match="seen is a set"):
-        run.model.save_checkpoint(str(folder / "other"), client_state={"seen": {1, "a"}})
-    assert not list((folder / "client").rglob("*.pt"))
-    run.step(1, range(1))
-    zerostart.save_state(folder / "window", *run.state)
-    run.end()
-    other = Run(path, Case("deepspeed", 2, accumulate=4))
-    before = zerostart.digest(other.model)
-    with pytest.raises(ConfigError, match=r"gradient_accumulation_steps=2, but the engine has 4"):
-        zerostart.load_state(folder / "window", *other.state)
-    assert zerostart.digest(other.model) == before
-    other.end()
-
-
-@pytest.mark.slow
-def test_client_states_and_windows(tmp_path: Path) -> None:
-    run_ranks(clients, 2, checkpoint("qwen3", tmp_path), tmp_path)
 
 
 def stages(path: Path, folder: Path, stage: int) -> None:

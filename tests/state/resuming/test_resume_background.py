@@ -75,21 +75,6 @@ def failing(path: Path, folder: Path) -> None:
     assert second.done()
     assert 0 < second.seconds["blocked"] < second.seconds["written"]
     without_a_thread(run, folder)
-    copies_stay_with_the_model(run, folder)
-
-
-def copies_stay_with_the_model(run: Run, folder: Path) -> None:
-    """The next copies lie where the last ones did, and hold what is there by then."""
-    kept = {module: own[False].data_ptr() for module, own in background._buffers.items()}
-    run.step(2)
-    zerostart.save_state(folder / "third", *run.state, wait=False).wait()
-    assert {module: own[False].data_ptr() for module, own in background._buffers.items()} == kept
-    zerostart.save_state(folder / "waited", *run.state)
-    if dist.get_rank() == 0:
-        assert zerostart.diff(folder / "third", folder / "waited").equal
-        assert not zerostart.diff(folder / "third", folder / "waited").differing
-        assert zerostart.diff(folder / "third", folder / "second").differing
-    dist.barrier()
 
 
 @pytest.mark.slow
@@ -115,19 +100,3 @@ def without_a_thread(run: Run, folder: Path) -> None:
         threading.Thread.start = start  # type: ignore[method-assign]
     assert background._last == []
     assert not (folder / "threadless").exists()
-
-
-def ending(path: Path, folder: Path) -> None:
-    run = Run(path, Case("fsdp2"))
-    zerostart.save_state(folder, *run.state, extra="the end", wait=False)
-
-
-@pytest.mark.slow
-def test_a_save_is_finished_at_the_end_of_the_program(tmp_path: Path) -> None:
-    path = checkpoint("qwen3", tmp_path)
-    run_ranks(ending, 1, path, tmp_path / "state")
-    assert run_ranks(restored, 1, path, tmp_path / "state") == ["the end"]
-
-
-def restored(path: Path, folder: Path) -> Any:
-    return zerostart.load_state(folder, *Run(path, Case("fsdp2")).state)

@@ -73,7 +73,8 @@ STOCK: dict[str, Case] = {
 }
 
 
-@pytest.mark.parametrize("name", ["zero2", pytest.param("zero1", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STOCK)
 def test_deepspeeds_own_checkpoint_goes_on(path: Path, tmp_path: Path, name: str) -> None:
     case = STOCK[name]
     wanted = run_ranks(uninterrupted, 2, path, {name: case}, tmp_path / "runs", "")[0][name]
@@ -95,7 +96,8 @@ def test_stage_3_goes_on(path: Path, tmp_path: Path) -> None:
     assert run_ranks(resumed, 2, path, case, tmp_path / "runs" / "zero3")[0] == wanted
 
 
-@pytest.mark.parametrize("how", ["torch", pytest.param("accelerate", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["torch", "accelerate"])
 def test_torchs_and_accelerates_own_checkpoints_go_on(path: Path, tmp_path: Path, how: str) -> None:
     case = Case("fsdp2", groups="two", stock=True)
     wanted = run_ranks(uninterrupted, 2, path, {"run": case}, tmp_path / "runs", how)[0]["run"]

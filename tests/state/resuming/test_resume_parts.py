@@ -1,23 +1,17 @@
 """The parts of a training checkpoint by themselves: values in JSON, random states, which checkpoints stay."""
 
-import enum
 import json
 import math
 import os
-import random
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from zerostart.errors import ConfigError
-from zerostart.geometry.layout import replicated
-from zerostart.geometry.layout.layout import flat_run, narrowed
 from zerostart.state.resuming.retention import complete, prune
-from zerostart.state.resuming.training_state import random_rows, set_random_rows
 from zerostart.state.resuming.values import decoded, encoded_whole
 
 
@@ -79,48 +73,6 @@ def test_a_value_comes_back_from_json_as_it_was(value: Any) -> None:
 def test_what_is_no_value_is_named_with_its_place(value: Any, where: str) -> None:
     with pytest.raises(ConfigError, match=where):
         encoded_whole(value, "extra", {})
-
-
-def test_numbers_of_other_libraries_are_pythons_afterwards() -> None:
-    class Kind(enum.IntEnum):
-        FIRST = 7
-
-    value = [np.float64(0.1), np.float32(0.5), np.int64(3), np.bool_(True), Kind.FIRST, np.float64("nan")]
-    found = decoded(json.loads(json.dumps(encoded_whole(value, "extra", {}))), {})
-    assert alike(found, [0.1, 0.5, 3, True, 7, math.nan])
-
-
-def test_copies_of_checkpoints_keep_their_order(tmp_path: Path) -> None:
-    states(tmp_path, 4)
-    for number, saved_at in ((0, 30), (1, 10), (2, 20)):
-        marker = tmp_path / f"step-{number}" / "state.json"
-        marker.write_text(json.dumps({"saved_at_ns": saved_at}))
-    (tmp_path / "step-3" / "state.json").write_text('{"cut o')
-    assert [path.name for path in complete(tmp_path)] == ["step-1", "step-2", "step-0"]
-
-
-def test_random_states_survive_half_of_a_pair_of_normal_numbers() -> None:
-    random.gauss(0, 1)  # keeps the second of two
-    np.random.randn()
-    rows = random_rows()
-    assert {row.dim() for row in rows.values()} == {1}
-    wanted = [random.gauss(0, 1), random.random(), *np.random.randn(3), *torch.randn(3).tolist()]
-    set_random_rows(rows)
-    assert wanted == [random.gauss(0, 1), random.random(), *np.random.randn(3), *torch.randn(3).tolist()]
-
-
-def test_a_part_of_a_share_is_its_elements_in_order() -> None:
-    whole, share = replicated((5, 3, 4)), flat_run((5, 3, 4), 7, 51)
-    for layout, first in ((whole, 0), (share, 7)):
-        for start, stop in ((0, 0), (0, 1), (3, 29), (11, layout.numel), (12, 24)):
-            part = narrowed(layout, start, stop)
-            assert part.numel == part.owned == stop - start
-            elements = [
-                e
-                for begin, count, at in sorted(part.runs(), key=lambda r: r[2])
-                for e in range(begin, begin + count)
-            ]
-            assert elements == list(range(first + start, first + stop))
 
 
 def states(folder: Path, count: int) -> None:

@@ -1,9 +1,7 @@
 """The document of a training state: digested, whole or refused by name, within what can be read again."""
 
 import json
-import logging
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -70,28 +68,6 @@ def test_a_document_too_large_is_refused_before_it_is_written(
     assert not (tmp_path / "other").exists()
 
 
-@pytest.mark.slow
-def test_many_parameters_are_saved_and_loaded(tmp_path: Path) -> None:
-    def made(value: float) -> tuple[nn.Module, torch.optim.Optimizer]:
-        name = "a_long_name_as_those_of_experts_in_blocks_of_a_large_model_have_it" * 2
-        model = nn.Module()
-        for number in range(160_000):
-            model.register_parameter(f"{name}_{number}", nn.Parameter(torch.full((1,), value)))
-        return model, torch.optim.AdamW(model.parameters(), lr=0.1, foreach=True)
-
-    model, optimizer = made(1.0)
-    for parameter in model.parameters():
-        parameter.grad = torch.ones(1)
-    optimizer.step()
-    optimizer.zero_grad()
-    zerostart.save_state(tmp_path / "state", model, optimizer)
-    assert (tmp_path / "state" / "state.json").stat().st_size > 100_000_000
-    other, resumed = made(0.0)
-    zerostart.load_state(tmp_path / "state", other, resumed)
-    assert torch.equal(torch.cat(list(other.parameters())), torch.cat(list(model.parameters())))
-    zerostart.verify(tmp_path / "state")
-
-
 def test_gradients_that_a_step_has_taken_are_not_added_again(tmp_path: Path) -> None:
     def made() -> tuple[nn.Module, torch.optim.Optimizer]:
         model = nn.Linear(2, 2)
@@ -117,24 +93,6 @@ def test_gradients_that_a_step_has_taken_are_not_added_again(tmp_path: Path) -> 
         assert count == (0 if grad is None else grad[0, 0].item()), name
 
 
-def test_a_wrong_generation_configuration_does_not_stop_a_state(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2
-        )
-    )
-    model.generation_config.temperature = 0.5  # without do_sample
-    with caplog.at_level(logging.WARNING, "zerostart"):
-        zerostart.save_state(tmp_path / "state", model)
-    assert "without its full configuration" in caplog.text
-    assert (tmp_path / "state" / "model" / "config.json").is_file()
-    zerostart.load_state(tmp_path / "state", model)
-
-
 def test_torchs_flat_optimizer_state_is_read(tmp_path: Path) -> None:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
@@ -156,30 +114,3 @@ def test_torchs_flat_optimizer_state_is_read(tmp_path: Path) -> None:
     for one, two in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(one, two)
         assert torch.equal(optimizer.state[one]["momentum_buffer"], resumed.state[two]["momentum_buffer"])
-
-
-class AcceleratedOptimizer:
-    """A stand-in for accelerate's wrapper, which knows how many batches a window has."""
-
-    __module__ = "accelerate.optimizer"
-
-    def __init__(self, optimizer: torch.optim.Optimizer, batches: int) -> None:
-        self.optimizer = optimizer
-        self.gradient_state = SimpleNamespace(num_steps=batches)
-
-
-def test_a_window_of_accelerates_is_not_gone_on_with_in_another(tmp_path: Path) -> None:
-    model = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for open_window, name in ((False, "ended"), (True, "open")):
-        if open_window:
-            model(torch.ones(1, 2)).sum().backward()
-        accelerated: Any = AcceleratedOptimizer(optimizer, 2)
-        zerostart.save_state(tmp_path / name, model, accelerated)
-        zerostart.load_state(tmp_path / name, model, accelerated)
-        other: Any = AcceleratedOptimizer(optimizer, 4)
-        if open_window:
-            with pytest.raises(ConfigError, match="gradient_accumulation_steps=2, but accelerate has 4"):
-                zerostart.load_state(tmp_path / name, model, other)
-        else:
-            zerostart.load_state(tmp_path / name, model, other)

@@ -50,22 +50,6 @@ def run(make: Made, count: int) -> tuple[nn.Module, Optimizer, Iterator[float]]:
     return model, optimizer, found
 
 
-class FusedAdam(AdamW):
-    """DeepSpeed's, of whose settings torch's are more."""
-
-    def __init__(self, parameters: Any, lr: float) -> None:
-        super().__init__(parameters, lr)
-        for key in ("amsgrad", "maximize", "decoupled_weight_decay"):
-            del self.defaults[key], self.param_groups[0][key]
-        self.adam_w_mode = 1
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for parameter in self.param_groups[0]["params"]:
-            moments = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
-            self.state[parameter] = {"step": 1, **moments}
-
-
 SAME: dict[str, tuple[Made, Made]] = {
     "a class that derives from it": (AdamW, Derived),
     "and back, with a variant": (partial(Derived, amsgrad=True, maximize=True), AdamW),
@@ -90,11 +74,6 @@ OTHER: dict[str, tuple[Made, Made, str]] = {
     "NAdam": (Adam, NAdam, "the rule of Adam, .* by that of NAdam"),
     "a step of its own": (AdamW, Signs, "the rule of AdamW, .* by that of Signs"),
     "a variant": (partial(AdamW, maximize=True), RAdam, "the rule of AdamW"),
-    "a variant that the other has not": (
-        FusedAdam,
-        partial(AdamW, amsgrad=True),
-        "FusedAdam, which knows no amsgrad, and .*AdamW has amsgrad=True",
-    ),
 }
 
 
@@ -111,40 +90,6 @@ def test_another_rule_is_refused_by_name(tmp_path: Path, name: str) -> None:
     assert all(map(torch.equal, model.parameters(), before))
     zerostart.load_state(tmp_path / "state", model)  # and so they are, as the optimizer is left out
     assert all(map(torch.equal, model.parameters(), weights))
-
-
-class Stochastic(Optimizer):
-    """Steps parameters in bf16 without masters: what is cut off is rounded up by chance."""
-
-    def __init__(self, parameters: Any, lr: float) -> None:
-        super().__init__(parameters, {"lr": lr, "momentum": 0.9})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                state = self.state[parameter]
-                past = state.setdefault("momentum_buffer", torch.zeros_like(parameter))
-                past.mul_(group["momentum"]).add_(parameter.grad)
-                bits = (parameter.float() - group["lr"] * past.float()).view(torch.int32)
-                bits += torch.randint(1 << 16, bits.shape, dtype=torch.int32)
-                parameter.copy_((bits & -(1 << 16)).view(torch.float32))
-
-
-def test_rounding_by_chance_goes_on_as_it_was(tmp_path: Path) -> None:
-    def bf16(parameters: Any, lr: float) -> Optimizer:
-        kept = list(parameters)
-        for parameter in kept:
-            parameter.data = parameter.data.bfloat16()
-        return Stochastic(kept, lr)
-
-    model, optimizer, wanted = run(bf16, 2)
-    zerostart.save_state(tmp_path / "state", model, optimizer)
-    following = [next(wanted) for _ in range(4)]
-    model, optimizer, found = run(bf16, 1)
-    zerostart.load_state(tmp_path / "state", model, optimizer)
-    assert [next(found) for _ in range(4)] == following
-    assert all(parameter.dtype == torch.bfloat16 for parameter in model.parameters())
 
 
 def test_a_state_that_was_not_saved_goes(tmp_path: Path) -> None:

@@ -22,7 +22,6 @@ from zerostart.state.converting.convert import export
 from zerostart.state.resuming.retention import complete, prune
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.timeout(3000),
     pytest.mark.skipif(not tracing_works(), reason="strace is not there, or may not trace here"),
 ]
@@ -131,6 +130,11 @@ CASES = [
 ]
 
 
+#: Run with few points in `make test`.
+FEW = ("state", 2, 1, 4)
+ALL = [pytest.param(*case, 0, marks=pytest.mark.slow) for case in CASES]
+
+
 def saved_twice(kind: str, checkpoint: Path, path: Path, rank: int, log: Path, point: Point | None) -> None:
     """Save a model, change it, and save it once more, of which ``point`` of ``rank`` sees the end."""
     model = loaded(checkpoint, kind)
@@ -177,11 +181,12 @@ def tiny(checkpoints: TinyCheckpoints) -> Path:
     return checkpoints("qwen3", torch.float32)
 
 
-@pytest.mark.parametrize(("kind", "size", "rank"), CASES)
+@pytest.mark.parametrize(("kind", "size", "rank", "few"), [FEW, *ALL])
 def test_killed_anywhere(
     size: int,
     rank: int,
     kind: str,
+    few: int,
     tiny: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -192,6 +197,7 @@ def test_killed_anywhere(
     after = digests(path)
     run_ranks(saved_twice, size, kind, tiny, path, rank, log, None)
     points = points_in(log, path.parent)[::EVERY]
+    points = points[:: len(points) // few] if few else points
     killed = 0
     before = None
     for point in points:
@@ -206,7 +212,7 @@ def test_killed_anywhere(
         if found != after:
             before = before or found
             assert found == before, f"neither of the two at {point}"
-    assert before is not None
+    assert few or before is not None
     assert killed >= len(points) * 3 // 4
     run_ranks(saved_twice, size, kind, tiny, path, -1, log, None)
     assert digests(path) == after
@@ -216,11 +222,12 @@ def test_killed_anywhere(
         print(f" rank {rank} of {size}: killed at {killed} of {len(points)} points", end="")
 
 
-@pytest.mark.parametrize(("kind", "size", "rank"), CASES)
+@pytest.mark.parametrize(("kind", "size", "rank", "few"), [FEW, *ALL])
 def test_failing_anywhere(
     size: int,
     rank: int,
     kind: str,
+    few: int,
     tiny: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -230,6 +237,7 @@ def test_failing_anywhere(
     run_ranks(saved_twice, size, kind, tiny, path, rank, log, None)
     after = digests(path)
     points = points_in(log, path.parent)[::EVERY]
+    points = points[:: len(points) // few] if few else points
     errors = ["ENOSPC", "EIO"]
     arguments = (kind, tiny, path, rank, log, points, errors)
     outcomes = run_ranks(fail_in_turn, size, *arguments, timeout=1500)

@@ -12,8 +12,8 @@ from torch import nn
 import zerostart
 from tests.conformance.checkpoints import randomise
 from tests.conformance.diffusion_suite import family
-from tests.ranks import rank_outcomes, run_ranks
-from zerostart.errors import ConfigError, EngineError
+from tests.ranks import run_ranks
+from zerostart.errors import EngineError
 
 CONFIG = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
 WAYS: dict[str, dict[str, Any]] = {
@@ -81,21 +81,3 @@ def test_a_model_in_shards_is_not_lost(path: Path, tmp_path: Path) -> None:
         assert all(torch.equal(saved[name], tensor) for name, tensor in original.items()), way
         written = diffusers.FluxTransformer2DModel.load_config(tmp_path / way)
         assert written["_class_name"] == diffusers.FluxTransformer2DModel.load_config(path)["_class_name"]
-
-
-def failing(path: Path) -> None:
-    """What serves the model's later calls fails on one rank."""
-    from zerostart.integrations import later_calls as serving
-
-    if torch.distributed.get_rank() == 1:
-        serving._pretrained.hold = lambda model: (_ for _ in ()).throw(ConfigError("not on this rank"))  # type: ignore[method-assign]
-    zerostart.load(path, engine="fsdp2", progress=False)
-
-
-@pytest.mark.slow
-def test_a_rank_that_cannot_serve_later_saves_tells_the_others(path: Path) -> None:
-    for outcome in rank_outcomes(failing, 2, path, timeout=60):
-        assert (outcome.error, "not on this rank" in outcome.message) == (
-            "zerostart.errors.ConfigError",
-            True,
-        )

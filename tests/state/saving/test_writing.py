@@ -15,7 +15,6 @@ from zerostart.errors import CheckpointError, WriteError
 from zerostart.geometry.layout import Layout, dimension_shard, flat_partition, replicated
 from zerostart.recipe import Recipe, SymbolicTensor, Target, spelling
 from zerostart.state.saving.writing import Files, Outgoing, Publication, plain, planned, write_tensors
-from zerostart.transfer.planning.writes import GRAIN, own_part
 from zerostart.transfer.writing import write_out
 
 Tensors = dict[str, torch.Tensor]
@@ -139,16 +138,3 @@ def test_what_is_not_whole_is_not_saved(tmp_path: Path) -> None:
             Publication(Files(tmp_path)), [("w", "BF16", (8, 2))], [plain("w", half)], World(0, 1, None)
         )
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("holders", [1, 2, 3, 7])
-@pytest.mark.parametrize("nbytes", [10, GRAIN, 5 * GRAIN])
-def test_holders_divide_a_share(holders: int, nbytes: int) -> None:
-    """Each element of a replicated share is one holder's, and a small share is not torn."""
-    layout = flat_partition((13, 11), 1, 2)
-    parts = [own_part(layout, (place, holders), nbytes, turn=5) for place in range(holders)]
-    found = sorted(
-        element for p in parts if p is not None for at, n, _ in p.runs() for element in range(at, at + n)
-    )
-    assert found == [element for at, n, _ in layout.runs() for element in range(at, at + n)]
-    assert len([part for part in parts if part is not None]) <= max(1, nbytes // GRAIN)
