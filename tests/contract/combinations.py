@@ -34,12 +34,11 @@ def _first_dimension(parameter: Any) -> None:
 
 @dataclass(frozen=True)
 class Setting:
-    """A placement or a setting of a load, and, of a placement, the test that trains with it.
+    """A placement or a setting of a load, asked only at the ``stages`` that look at it.
 
-    ``zero`` goes into ``zero_optimization``. It is asked at ``stages`` alone: those that look at it.
+    ``zero`` goes into ``zero_optimization``.
     """
 
-    test: str = ""
     config: Mapping[str, Any] = field(default_factory=dict)
     zero: Mapping[str, Any] = field(default_factory=dict)
     stages: tuple[int, ...] = (0, 1, 2, 3)
@@ -58,26 +57,19 @@ class Setting:
         return None
 
 
-_MATRIX, _NVME = "tests/identity/test_deepspeed_matrix.py", "tests/identity/test_deepspeed_nvme.py"
-_PLACED = "tests/identity/test_parallel_fsdp2_placements.py"
-_FSDP2 = "tests/identity/test_fsdp2_placements.py"
-_EXCHANGE = Setting("tests/identity/test_exchange.py", request={"exchange": True})
+_EXCHANGE = Setting(request={"exchange": True})
 _BOTH = {"tp_plan": {"a": "colwise"}, "tensor_parallel": {"preset_model": "llama"}}
 ENGINES: Mapping[str, Mapping[str, Setting]] = {
     "deepspeed": {
-        "on the device": Setting(_MATRIX),
-        "`offload_optimizer` to the host": Setting(
-            _MATRIX, zero={"offload_optimizer": HOST}, stages=(1, 2, 3)
-        ),
-        "`offload_optimizer` to NVMe": Setting(_MATRIX, zero={"offload_optimizer": NVME}, stages=(3,)),
-        "`offload_param` to the host": Setting(_MATRIX, zero={"offload_param": HOST}, stages=(3,)),
-        "both to the host": Setting(
-            _MATRIX, zero={"offload_optimizer": HOST, "offload_param": HOST}, stages=(3,)
-        ),
-        "`offload_param` to NVMe": Setting(_NVME, zero={"offload_param": NVME}, stages=(3,)),
-        "`zero_hpz_partition_size: 2`": Setting(_MATRIX, zero={"zero_hpz_partition_size": 2}, stages=(3,)),
+        "on the device": Setting(),
+        "`offload_optimizer` to the host": Setting(zero={"offload_optimizer": HOST}, stages=(1, 2, 3)),
+        "`offload_optimizer` to NVMe": Setting(zero={"offload_optimizer": NVME}, stages=(3,)),
+        "`offload_param` to the host": Setting(zero={"offload_param": HOST}, stages=(3,)),
+        "both to the host": Setting(zero={"offload_optimizer": HOST, "offload_param": HOST}, stages=(3,)),
+        "`offload_param` to NVMe": Setting(zero={"offload_param": NVME}, stages=(3,)),
+        "`zero_hpz_partition_size: 2`": Setting(zero={"zero_hpz_partition_size": 2}, stages=(3,)),
         "`zero_hpz_partition_size: 3`": Setting(zero={"zero_hpz_partition_size": 3}, stages=(3,)),
-        "bf16, `grad_accum_dtype` fp32": Setting("tests/engines/zero12/test_flat_masters.py", FP32_SUMS),
+        "bf16, `grad_accum_dtype` fp32": Setting(FP32_SUMS),
         "`reduce_scatter: false`": Setting(zero={"reduce_scatter": False}),
         "`contiguous_gradients: false`": Setting(zero={"contiguous_gradients": False}),
         "`gradient_predivide_factor`": Setting(config={"gradient_predivide_factor": 2.0}),
@@ -100,44 +92,19 @@ ENGINES: Mapping[str, Mapping[str, Setting]] = {
         "the axes of 3 ranks": Setting(size=3),
     },
     "fsdp2": {
-        "on the device": Setting("tests/identity/test_stages.py"),
-        "`offload_policy`": Setting(f"{_FSDP2}, {_PLACED}", {"offload_policy": POLICY}),
-        "`replicate: 2`": Setting(f"{_FSDP2}, {_PLACED}", {"replicate": 2}),
+        "on the device": Setting(),
+        "`offload_policy`": Setting({"offload_policy": POLICY}),
+        "`replicate: 2`": Setting({"replicate": 2}),
         "`replicate: 8`": Setting(config={"replicate": 8}),
-        "`mesh`": Setting(
-            _FSDP2, {"mesh": DeviceMesh("cpu", list(range(RANKS)), _init_backend=False, _rank=0)}
-        ),
-        "`reshard_after_forward: 2`": Setting(_FSDP2, {"reshard_after_forward": 2}),
-        "`shard_placement_fn`": Setting(f"{_FSDP2}, {_PLACED}", {"shard_placement_fn": _first_dimension}),
+        "`mesh`": Setting({"mesh": DeviceMesh("cpu", list(range(RANKS)), _init_backend=False, _rank=0)}),
+        "`reshard_after_forward: 2`": Setting({"reshard_after_forward": 2}),
+        "`shard_placement_fn`": Setting({"shard_placement_fn": _first_dimension}),
         "`exchange=True` of the load": _EXCHANGE,
         "`tensor_parallel.autotp_size: 4`": Setting(config={"tensor_parallel": {"autotp_size": 4}}),
         "the axes of 3 ranks": Setting(size=3),
         "the axes of 4 ranks": Setting(size=4),
     },
 }
-_RINGS = "tests/identity/test_parallel_fsdp2_sequences.py"
-_SEQUENCES, _EXPERTS = "tests/identity/test_sequences.py", "tests/identity/test_parallel_placements.py"
-#: What trains the axes that are served, by engine.
-TRAINED: Mapping[str, Mapping[str, str]] = {
-    "deepspeed": {
-        "E": f"tests/identity/test_parallel_deepspeed.py, tests/identity/test_parts_trained.py, {_EXPERTS}, "
-        "tests/identity/test_experts_placed.py",
-        "S": _SEQUENCES,
-        "T": "tests/engines/tensors/test_tensors_deepspeed.py",
-        "E + S": _SEQUENCES,
-        "E + T": "tests/engines/tensors/test_experts_and_tensors.py",
-    },
-    "fsdp2": {
-        "E": "tests/identity/test_parallel_fsdp2.py",
-        "S": _RINGS,
-        "T": "tests/identity/test_parallel_fsdp2.py, tests/identity/test_parallel_fsdp2_biases.py",
-        "E + S": _RINGS,
-        "E + T": "tests/identity/test_parallel_fsdp2.py",
-        "S + T": _RINGS,
-        "E + S + T": _RINGS,
-    },
-}
-
 #: What is served, and trains otherwise than one process for a reason of the library's own, by engine.
 OTHERWISE: Mapping[str, Mapping[str, str]] = {
     "deepspeed": {
@@ -162,7 +129,7 @@ OTHERWISE: Mapping[str, Mapping[str, str]] = {
 _HEAD = """# Everything together
 
 Generated by `python -m tests.contract.combinations`, which asks the engines; do not edit.
-`tests/contract/test_combinations.py` compares, and holds that these checks can say nothing else.
+`tests/contract/test_combinations.py` compares.
 
 A cell is served ("yes"), or has the number of the [sentence](#what-is-said) that refuses it: on every rank,
 before any weight is read. Columns are what is shared, by 2 of 8 ranks each: **E** experts, **S** sequences,
@@ -190,10 +157,8 @@ def text() -> str:
     lines = [_HEAD]
     for engine, settings in ENGINES.items():
         lines += [f"## `engine={engine!r}`", "", *_head_row()]
-        for name, setting in settings.items():
-            lines += _rows(name, rows[engine, name], setting.test)
-        lines += ["", "| shared | trained as one process trains, in |", "|---|---|"]
-        lines += [f"| {axes} | {_files(tests)} |" for axes, tests in TRAINED[engine].items()]
+        for name in settings:
+            lines += _rows(name, rows[engine, name])
         lines += ["", "| shared | trained otherwise than one process trains |", "|---|---|"]
         lines += [f"| {axes} | {how} |" for axes, how in OTHERWISE[engine].items()]
         lines.append("")
@@ -202,25 +167,21 @@ def text() -> str:
 
 
 def _head_row() -> Iterator[str]:
-    yield f"| placement or setting | stages | {' | '.join(_shared(axes) for axes in SHARING)} | test |"
-    yield "|---|---|" + "---|" * len(SHARING) + "---|"
+    yield f"| placement or setting | stages | {' | '.join(_shared(axes) for axes in SHARING)} |"
+    yield "|---|---|" + "---|" * len(SHARING)
 
 
-def _rows(name: str, stages: Mapping[int, list[str]], test: str) -> Iterator[str]:
+def _rows(name: str, stages: Mapping[int, list[str]]) -> Iterator[str]:
     """One row for the stages that answer alike."""
     alike: dict[tuple[str, ...], list[int]] = {}
     for stage, cells in stages.items():
         alike.setdefault(tuple(cells), []).append(stage)
     for cells, found in alike.items():
-        yield f"| {name} | {', '.join(map(str, found))} | {' | '.join(cells)} | {_files(test)} |"
+        yield f"| {name} | {', '.join(map(str, found))} | {' | '.join(cells)} |"
 
 
 def _shared(axes: frozenset[str]) -> str:
     return " + ".join(sorted(axes)) or "nothing"
-
-
-def _files(tests: str) -> str:
-    return ", ".join(f"`{test}`" for test in tests.split(", ") if test)
 
 
 if __name__ == "__main__":

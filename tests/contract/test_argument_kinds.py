@@ -95,11 +95,12 @@ def load_with_own(engine: str, options: list[dict[str, Any]]) -> str:
             {"dtype": "bfloat16"},
             r"this rank has 0.weight \(torch.bfloat16.*torch.float32",
         ),
-        (
+        pytest.param(
             "fsdp2",
             {"engine_config": {"wrap": ["0"]}},
             {},
             r"nothing, but rank 0 has .*wrap: list\['0'\]",
+            marks=pytest.mark.slow,
         ),
     ],
 )

@@ -20,6 +20,7 @@ PHASES = ("plan", "build", "read")
 MIB = 1 << 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 def test_report(engine: str, checkpoints: TinyCheckpoints) -> None:
     path = checkpoints("qwen3_moe", torch.bfloat16, sharded=True)
@@ -73,7 +74,7 @@ def test_a_rank_reads_its_own_bytes_by_the_count_of_the_kernel(engine: str) -> N
         assert report["read_bytes"] <= counted
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", ["deepspeed", pytest.param("fsdp2", marks=pytest.mark.slow)])
 def test_memory_is_bounded(engine: str) -> None:
     """MiniLM cast to bf16: the shard, and no more than the limit for staging beside it."""
     size = (minilm_path() / "model.safetensors").stat().st_size
