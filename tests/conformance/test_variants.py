@@ -59,15 +59,6 @@ def test_base_and_head(identifier: str, tmp_path: Path) -> None:
     _check_base_and_head(identifier, tmp_path)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("identifier", NOT_BACK)
-def test_the_library_refuses_what_is_left_out_here(identifier: str, tmp_path: Path) -> None:
-    kind, config = choose(identifier)
-    save_base(kind, config, tmp_path)
-    with pytest.raises(RuntimeError, match="mismatched"):
-        reference(kind, tmp_path / "base")
-
-
 @pytest.mark.parametrize("name", ["BertForMaskedLM", "BertModel"])
 def test_names_of_old_releases(name: str, tmp_path: Path) -> None:
     kind = model_class(name)
@@ -78,22 +69,6 @@ def test_names_of_old_releases(name: str, tmp_path: Path) -> None:
     differences, tensors = compare(kind, tmp_path, expected, made)
     assert not differences
     assert tensors > 40
-
-
-def test_a_difference_is_found(tmp_path: Path) -> None:
-    kind, config = choose("qwen3_moe")
-    made = save(kind, config, tmp_path, torch.float32)
-    expected = reference(kind, tmp_path)
-    name = "model.layers.1.mlp.experts.3.up_proj.weight"
-
-    def swap(tensors: dict[str, torch.Tensor]) -> None:
-        if name in tensors:
-            tensors[name][5, 6] += 1
-
-    edit_tensors(tmp_path, swap)
-    differences, _ = compare(kind, tmp_path, expected, made)
-    assert len(differences) == 4  # one for each world and layout
-    assert all("experts.gate_up_proj has 1 of" in line for line in differences)
 
 
 def _saved_with_old_names(kind: type | None, path: Path) -> torch.nn.Module:

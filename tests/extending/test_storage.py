@@ -11,12 +11,10 @@ import pytest
 
 import zerostart
 from tests.extending.http_storage import HttpFile
-from tests.ranks import run_ranks
 from zerostart import errors
 from zerostart.checkpoint.source import open_catalog
 from zerostart.checkpoint.storage import Storage, register_storage
 from zerostart.checkpoint.storage import base as storages
-from zerostart.checkpoint.storage.local import LocalFiles
 from zerostart.engines import register_engine
 from zerostart.engines import registry as engines
 from zerostart.engines.deepspeed.family import ZeroThree
@@ -163,51 +161,6 @@ def test_a_storage_has_schemes_and_says_what_lies_at_a_url() -> None:
         register_storage(Unreached)
     with pytest.raises(errors.ConfigError, match="nothing reads unreached://"):
         open_catalog("unreached://x")
-
-
-class Folder(LocalFiles):
-    """Files of a directory behind a scheme, as a mount of somebody's would be."""
-
-    schemes = ("Mounted",)
-
-    @classmethod
-    def at(cls, source: str) -> "Folder":
-        return cls.of([source.partition("://")[2]])
-
-
-@pytest.mark.slow
-def test_a_storage_of_local_files_under_a_scheme(tmp_path: Path) -> None:
-    """In any letters; messages and what the model says of its origin have the URL."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    register_storage(Folder)
-    sizes = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8}
-    config = LlamaConfig(**sizes, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2)
-    LlamaForCausalLM(config).save_pretrained(tmp_path)
-    for scheme in ("Mounted", "mounted"):
-        url = f"{scheme}://{tmp_path}/model.safetensors"
-        with pytest.raises(errors.ConfigError, match=rf"source is {scheme}://.*no config\.json"):
-            zerostart.plan(url)
-        plan = zerostart.plan(url, world_size=2, model=LlamaForCausalLM(config).to("meta"))
-        assert plan.checkpoint_bytes > 0
-    (loaded,) = run_ranks(loaded_name, 1, url, config)
-    assert loaded == url
-    with pytest.raises(errors.CoverageError, match=rf"{scheme}://"):
-        zerostart.load(url, model=Net, progress=False)
-
-
-def loaded_name(url: str, config: Any) -> str:
-    from transformers import LlamaForCausalLM
-
-    register_storage(Folder)
-    model = zerostart.load(url, model=lambda: LlamaForCausalLM(config), engine="fsdp2", progress=False)
-    return str(model.config.name_or_path)
-
-
-@pytest.mark.parametrize("schemes", [(), "mine", ("my_store",), ("7z",), ("a:b",), ("",)])
-def test_what_is_no_scheme(schemes: Any) -> None:
-    with pytest.raises(errors.ConfigError, match=r"set schemes, a tuple|is not a URL scheme"):
-        register_storage(type("Odd", (HttpFile,), {"schemes": schemes}))
 
 
 @pytest.mark.parametrize(

@@ -25,13 +25,6 @@ from zerostart.upstream.deepspeed import zero3_start as deepspeed_start
 MIB = 1 << 20
 KIND = "qwen3_moe_aligned"
 GROUPS = ("one", "two", "frozen", "late", "mixed")
-FAST = {
-    ("accelerator", "mixed"),
-    ("accelerator", "late"),
-    ("offload-param", "two"),
-    ("offload-optimizer", "mixed"),
-    ("sub-groups", "frozen"),
-}
 
 
 @pytest.mark.parametrize(

@@ -1,113 +1,101 @@
-"""``strict=False``: what the checkpoint lacks is initialised as transformers does, on any world size."""
+"""What a checkpoint lacks is initialised as in the whole model; buffers and ties are as there."""
 
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import zerostart
-from tests.identity.snapshots import Snapshot, differences
+from tests.identity.snapshots import ties_of
+from tests.parity import checkpoint
 from tests.ranks import run_ranks
-from tests.tiny import TinyCheckpoints, minilm_path
+from tests.tiny import edit_tensors
 
 SEED = 1234
-ENGINES = ("deepspeed", "fsdp2")
+#: Options of each model, and what its checkpoint is to lack: experts, a router, a norm, a buffer, a head.
+MODELS: Mapping[str, tuple[dict[str, Any], str]] = {
+    "qwen3_moe": (
+        {"tie_word_embeddings": True},
+        r"layers\.0\.(mlp\.experts\.\d+\.(gate|up)_proj|mlp\.gate|input_layernorm|self_attn\.q_proj)\.weight",
+    ),
+    "gpt_oss": (
+        {},
+        r"layers\.1\.(mlp\.experts\.down_proj(_bias)?|self_attn\.(sinks|o_proj\.bias))$|^lm_head",
+    ),
+    "deepseek_v3": ({}, r"layers\.1\.(mlp\.gate\.e_score_correction_bias|self_attn\.q_b_proj\.weight)"),
+}
+EXPERTS, TENSORS = {"expert_parallel": 2}, {"tensor_parallel": 2}
+AXES: Mapping[str, dict[str, Any]] = {
+    "plain at 3": {"engine": "deepspeed"},
+    "plain on fsdp2": {"engine": "fsdp2"},
+    "experts at 3": {"engine": "deepspeed", **EXPERTS},
+    "experts at 2": {"engine": "deepspeed", "zero_stage": 2, **EXPERTS},
+    "experts on fsdp2": {"engine": "fsdp2", **EXPERTS},
+    "tensors on fsdp2": {"engine": "fsdp2", **TENSORS},
+    "both on fsdp2": {"engine": "fsdp2", **EXPERTS, **TENSORS},
+}
+#: DeepSpeed shares no tensors of a model with experts.
+DENSE = "qwen3"
+MODELS_OF_DEEPSPEED = {
+    DENSE: ({}, r"layers\.0\.(self_attn\.[qo]_proj|mlp\.down_proj|input_layernorm)\.weight|^lm_head")
+}
+AXES_OF_DEEPSPEED: Mapping[str, dict[str, Any]] = {
+    "tensors at 2": {"engine": "deepspeed", "zero_stage": 2, **TENSORS},
+    "tensors at 3": {"engine": "deepspeed", **TENSORS},
+}
 
 
-@dataclass(frozen=True)
-class Lacking:
-    """A checkpoint that lacks tensors of a model, and what transformers' unsharded load makes of it."""
-
-    path: Path
-    class_name: str
-    reference: Path
-    missing: set[str]
-    unexpected: set[str]
-    tied: set[str]
-
-
-def lacking_tensors(path: Path, class_name: str, folder: Path) -> Lacking:
-    import transformers
-
-    torch.manual_seed(SEED)
-    kind = getattr(transformers, class_name)
-    model, info = kind.from_pretrained(path, output_loading_info=True)
-    snapshot = Snapshot.of(model)
-    torch.save(snapshot, folder / "reference.pt")
-    tied = {name for group in snapshot.ties for name in group}
-    return Lacking(
-        path,
-        class_name,
-        folder / "reference.pt",
-        set(info["missing_keys"]),
-        set(info["unexpected_keys"]),
-        tied,
-    )
-
-
-@pytest.fixture(scope="module")
-def no_head(tmp_path_factory: pytest.TempPathFactory) -> Lacking:
-    """MiniLM has a pooler and no language-model head; as a masked language model it lacks the head."""
-    made = lacking_tensors(minilm_path(), "BertForMaskedLM", tmp_path_factory.mktemp("no_head"))
-    assert "cls.predictions.transform.dense.weight" in made.missing
-    assert made.unexpected == {"pooler.dense.weight", "pooler.dense.bias"}
-    assert "cls.predictions.decoder.weight" in made.tied
-    return made
-
-
-@pytest.fixture(scope="module")
-def no_experts(checkpoints: TinyCheckpoints, tmp_path_factory: pytest.TempPathFactory) -> Lacking:
-    """A tiny Qwen3-MoE without one norm, one projection and every expert's gate and up of one layer."""
-    lost = ("layers.0.input_layernorm.weight", "layers.1.self_attn.q_proj.weight")
+def lacking(kind: str, folder: Path) -> Path:
+    options, lost = {**MODELS, **MODELS_OF_DEEPSPEED}[kind]
+    path = checkpoint(kind, folder, **options)
 
     def delete(tensors: dict[str, torch.Tensor]) -> None:
-        for name in list(tensors):
-            if name.endswith(lost) or ("layers.2.mlp.experts." in name and "down_proj" not in name):
-                del tensors[name]
+        gone = [name for name in tensors if re.search(lost, name)]
+        assert gone
+        for name in gone:
+            del tensors[name]
 
-    path = checkpoints.edited(checkpoints("qwen3_moe"), "qwen3_moe-deleted", delete)
-    made = lacking_tensors(path, "Qwen3MoeForCausalLM", tmp_path_factory.mktemp("no_experts"))
-    assert made.missing == {f"model.{name}" for name in lost} | {"model.layers.2.mlp.experts.gate_up_proj"}
-    return made
-
-
-@pytest.fixture(params=["no_head", "no_experts"])
-def lacking(request: pytest.FixtureRequest) -> Lacking:
-    chosen: Lacking = request.getfixturevalue(request.param)
-    return chosen
+    edit_tensors(path, delete)
+    return path
 
 
-@pytest.mark.parametrize("world_size", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 3))])
-@pytest.mark.parametrize("engine", ENGINES)
-def test_initialised_as_transformers_does(lacking: Lacking, engine: str, world_size: int) -> None:
-    """And so alike on every world size, for the reference is the same."""
-    for names, lines in run_ranks(load_lacking, world_size, lacking, engine):
-        assert not lines, "\n".join(lines)
-        assert names["missing"] == lacking.missing
-        assert names["unexpected"] == lacking.unexpected
-        assert names["initialised"] >= lacking.missing - lacking.tied
-        assert names["initialised"] <= lacking.missing
+def compared(path: Path, cases: list[str]) -> list[str]:
+    """Each line a difference from transformers' own load after the same seed."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(SEED)
+    stock, info = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
+    expected, ties = stock.state_dict(), ties_of(stock)
+    unsaved = {name: buffer for name, buffer in stock.named_buffers() if name not in expected}
+    lines = []
+    for case in cases:
+        torch.manual_seed(SEED)
+        model = zerostart.load(
+            path, type(stock), strict=False, progress=False, **{**AXES, **AXES_OF_DEEPSPEED}[case]
+        )
+        found = {name: t for name, t in zerostart.full_tensors(model, rank=None) if t is not None}
+        lines += [f"{case}: names" for _ in [0] if found.keys() != expected.keys()]
+        lines += [f"{case}: {n}" for n in expected if n in found and not torch.equal(found[n], expected[n])]
+        buffers = dict(model.named_buffers())
+        lines += [f"{case}: {n}" for n in unsaved if not torch.equal(buffers[n], unsaved[n])]
+        lines += [f"{case}: ties {ties_of(model)}" for _ in [0] if ties_of(model) != ties]
+        missing = set(zerostart.report(model).missing)
+        lines += [f"{case}: missing {missing}" for _ in [0] if missing != info["missing_keys"]]
+        initialised = set(zerostart.report(model).initialised)
+        lines += [f"{case}: initialised {initialised}" for _ in [0] if not initialised <= missing]
+    return lines
 
 
-@pytest.mark.slow
-def test_another_seed_gives_other_values(no_experts: Lacking) -> None:
-    for engine in ENGINES:
-        for _, lines in run_ranks(load_lacking, 2, no_experts, engine, SEED + 1):
-            differing = {line.split(": ")[1].split()[0] for line in lines}
-            assert differing == {
-                "model.layers.1.self_attn.q_proj.weight",
-                "model.layers.2.mlp.experts.gate_up_proj",
-            }
-
-
-def load_lacking(lacking: Lacking, engine: str, seed: int = SEED) -> tuple[dict[str, set[str]], list[str]]:
-    import transformers
-
-    torch.manual_seed(seed)
-    kind = getattr(transformers, lacking.class_name)
-    model = zerostart.load(lacking.path, kind, engine=engine, strict=False, progress=False)
-    report = zerostart.report(model)
-    names = {name: set(getattr(report, name)) for name in ("missing", "unexpected", "initialised")}
-    reference = torch.load(lacking.reference, weights_only=False)
-    return names, differences(model, reference, engine)
+@pytest.mark.parametrize(
+    ("kind", "cases"),
+    [
+        ("qwen3_moe", ["plain at 3", "plain on fsdp2", "experts at 3", "tensors on fsdp2"]),
+        pytest.param(DENSE, list(AXES_OF_DEEPSPEED), marks=pytest.mark.slow),
+        *(pytest.param(kind, list(AXES), marks=pytest.mark.slow) for kind in MODELS),
+    ],
+)
+def test_as_in_the_whole_model(kind: str, cases: list[str], tmp_path: Path) -> None:
+    assert run_ranks(compared, 2, lacking(kind, tmp_path), cases) == [[], []]

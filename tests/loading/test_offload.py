@@ -20,7 +20,6 @@ import zerostart
 from tests.contract.test_oversized import capped
 from tests.integrations.pipelines.tiny_pipelines import umt5
 from tests.ranks import run_ranks
-from zerostart.checkpoint.source import open_catalog
 from zerostart.errors import ConfigError, EngineError, ReadError
 from zerostart.loading.offload import load_offloaded, release
 from zerostart.loading.request import Request
@@ -255,33 +254,3 @@ def test_resident_memory_keeps_the_limit(tmp_path: Path) -> None:
     ((peak, highest),) = run_ranks(run_measured, 1, tmp_path, 24 * MIB, 160 * MIB)
     assert 12 * MIB < highest <= 24 * MIB
     assert peak <= (24 + 64) * MIB
-
-
-def embed_at_real_size(path: Path) -> tuple[int, bool, bool]:
-    """UMT5-XXL's table of 2003 MiB, looked up under a cap of 512 MiB; and a block of 386 MB, in parts."""
-    peak, highest = run_measured(path, 192 * MIB, 512 * MIB)
-    source = path / "model"
-    entry = open_catalog(source).tensors["shared.weight"]
-    assert entry.nbytes == 256384 * 4096 * 2
-    rows = {0: 1.5, 77777: -2.0, 256383: 3.25}
-    file = open_catalog(source).files[entry.file]
-    with Path(file).open("r+b") as out:
-        for row, value in rows.items():
-            out.seek(entry.offset + row * 4096 * 2)
-            out.write(torch.full((4096,), value, dtype=torch.bfloat16).view(torch.uint8).numpy().tobytes())
-    with capped(512 * MIB), torch.no_grad():
-        model, _ = offloaded(source, UMT5EncoderModel, 192 * MIB, store="disk")
-        found = model.get_input_embeddings()(torch.tensor([[256383, 0, 77777], [5, 0, 256382]]))
-    expected = [[3.25, 1.5, -2.0], [0.0, 1.5, 0.0]]
-    exact = torch.equal(found, torch.tensor(expected, dtype=torch.bfloat16)[..., None].expand(2, 3, 4096))
-    return peak, highest <= 192 * MIB, exact
-
-
-@pytest.mark.slow
-def test_the_largest_embedding_at_real_size(tmp_path: Path) -> None:
-    sizes = {"vocab_size": 256384, "d_model": 4096, "d_kv": 64, "num_heads": 64, "d_ff": 10240}
-    sparse_encoder(tmp_path, num_layers=2, dtype="bfloat16", **sizes)
-    ((peak, kept, exact),) = run_ranks(embed_at_real_size, 1, tmp_path, timeout=280)
-    assert kept
-    assert exact
-    assert peak <= (192 + 64) * MIB

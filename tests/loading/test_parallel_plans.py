@@ -79,29 +79,6 @@ def test_one_rank_alone_has_the_same_plan(kind: str, options: dict[str, object],
         assert alone.ranks == (every.ranks[rank],)
 
 
-@pytest.mark.parametrize(
-    ("kind", "options", "message"),
-    [
-        (
-            "mixtral",
-            {"expert_parallel": 3},
-            "expert_parallel=3 does not divide the 4 ranks; use one of 1, 2, 4",
-        ),
-        ("qwen3", {"expert_parallel": 2}, "Qwen3ForCausalLM has no experts; use expert_parallel=1"),
-        ("mixtral", {"expert_parallel": 4}, "ranks without any of the 3 experts .* use expert_parallel=2"),
-        ("minilm", {"tensor_parallel": 2, "engine": "fsdp2"}, "declares no tensor-parallel plan"),
-        ("qwen3", {"tensor_parallel": 2}, "leaves some ranks without a slice of .* use fewer ranks"),
-        ("mixtral", {"expert_parallel": 0}, "must be at least 1"),
-        ("mixtral", {"rank": 4}, "rank=4 is not one of the 4 ranks"),
-    ],
-)
-def test_what_cannot_be_is_refused_in_one_sentence(
-    checkpoints: TinyCheckpoints, kind: str, options: dict[str, object], message: str
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        zerostart.plan(checkpoints(kind), world_size=4, **options)  # type: ignore[arg-type]
-
-
 def test_experts_without_a_plan(tmp_path: Path) -> None:
     class Experts(nn.Module):
         def __init__(self) -> None:

@@ -7,9 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-import zerostart
 from tests.recipe.test_writes import Tensors, check
-from zerostart.errors import ConversionError
 from zerostart.recipe import SymbolicTensor
 from zerostart.recipe.recording import recorded
 
@@ -54,49 +52,3 @@ def test_constants_are_real_after_an_error_too() -> None:
     with pytest.raises(KeyError):
         recorded("the converter", run)
     assert kept[0].tolist() == [1, 1]
-
-
-def test_a_default_device_is_that_of_the_converter_s_own_tensors_alone() -> None:
-    def changed(d: Tensors) -> Tensors:
-        w, u = d["w"], d["u"]
-        w[::2].mul_(2)
-        u.reshape(-1)[:5].zero_()
-        padded = nn.functional.pad(w, (1, 2, 0, 1), value=3.0)
-        return {"w": w, "u": u, "padded": padded, "power": 2**w, "filled": w[1:].clone().fill_(2)}
-
-    def convert(d: Tensors) -> Tensors:
-        with torch.device("meta" if isinstance(d["w"], SymbolicTensor) else "cpu"):
-            return changed(d)
-
-    check(convert)
-
-    def mixed(d: Tensors) -> Tensors:
-        return {"w": d["w"] * torch.ones(6, device="meta" if isinstance(d["w"], SymbolicTensor) else "cpu")}
-
-    with pytest.raises(ConversionError):
-        check(mixed)
-
-
-def test_what_a_module_s_loading_leaves_on_it_is_real() -> None:
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.w = nn.Parameter(torch.zeros(2, 3))
-            self.n = nn.Parameter(torch.zeros(3))
-
-        def _load_from_state_dict(self, state: Any, prefix: str, *rest: Any) -> None:
-            self.scale = torch.arange(3.0)
-            state["w"] = state["w"] * self.scale
-            self.n = nn.Parameter(torch.full((3,), 4.0))
-            state.setdefault("n", torch.full((3,), 5.0))
-            super()._load_from_state_dict(state, prefix, *rest)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x @ self.w.t() + (self.scale + self.n).sum()
-
-    source = {"w": torch.arange(6.0).view(2, 3)}
-    expected = Scaled()
-    expected.load_state_dict(source)
-    made = zerostart.load(source, Scaled, engine="fsdp2", zero_stage=0, progress=False)
-    assert torch.equal(made(torch.ones(1, 3)), expected(torch.ones(1, 3)))
-    assert not isinstance(made.scale, SymbolicTensor)

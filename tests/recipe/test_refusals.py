@@ -4,7 +4,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -61,16 +60,6 @@ def test_errors_that_torch_has_too_are_the_converter_s() -> None:
     ):
         check(tried(change))
     check(torch.inference_mode()(tried(lambda w: w.T.view(-1))))
-
-
-def test_repetitions_and_rolls_of_nothing() -> None:
-    check(
-        lambda d: {
-            "w": torch.cat([d["w"], d["w"].repeat(0, 1)]),
-            "u": d["u"].repeat(2, 0, 1),
-            "rolled": d["u"][:0].roll(1, 0),
-        }
-    )
 
 
 def test_what_is_refused_in_a_thread_of_the_converter_is_refused() -> None:
@@ -146,29 +135,3 @@ def computed_from_the_module(state: Any, module: nn.Module) -> None:
 def test_a_hook_of_a_module_cannot_hide_that_it_needs_values_of_the_module() -> None:
     with pytest.raises(ConversionError, match="on a tensor of the module"):
         loads_as_torch(computed_from_the_module)
-
-
-def by_slices(state: Any, _: nn.Module) -> None:
-    new = torch.zeros(4, 3)
-    new[:2], new[2:] = state["w"][2:], state["w"][:2]
-    state["w"] = new
-
-
-def into_places(state: Any, _: nn.Module) -> None:
-    state["w"] = torch.add(state["w"], 1, out=torch.empty_like(state["w"]))
-    state["n"] = torch.ones(2).index_copy_(0, torch.tensor([1]), state["n"][:1] * 3)
-
-
-def with_arrays(state: Any, _: nn.Module) -> None:
-    state["w"] = state["w"] * torch.from_numpy(np.float32([1, 2, 3]))
-    state["n"] = torch.tensor([5.0, 6.0])
-
-
-def from_its_own(state: Any, module: nn.Module) -> None:
-    state["n"] = module.get_buffer("n") * 3
-    state["w"] = torch.arange(12.0).view(4, 3)
-
-
-@pytest.mark.parametrize("change", [by_slices, into_places, with_arrays, from_its_own])
-def test_hooks_of_a_module_are_followed_as_converters_are(change: Callable[[Any, nn.Module], None]) -> None:
-    loads_as_torch(change)

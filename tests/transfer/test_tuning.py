@@ -7,9 +7,8 @@ import pytest
 from rich.filesize import decimal
 
 from zerostart.checkpoint.memory import MemoryStorage, memory_catalog
-from zerostart.checkpoint.storage import RequestCost, page_cache
+from zerostart.checkpoint.storage import RequestCost
 from zerostart.checkpoint.storage.local import LocalFiles
-from zerostart.distributed import machine
 from zerostart.transfer import Tuning, tune
 from zerostart.transfer.planning import Plan, Read
 from zerostart.transfer.tuning import DEVICE_RING, MIN_CHUNK, RING, STORE_RING
@@ -37,53 +36,6 @@ def evict(path: str) -> None:
 def put(root: Path, path: str, text: str) -> None:
     (root / path).parent.mkdir(parents=True, exist_ok=True)
     (root / path).write_text(text + "\n")
-
-
-def test_quota_of_a_group_above(tmp_path: Path) -> None:
-    put(tmp_path, "proc/self/cgroup", "0::/jobs/7/task")
-    put(tmp_path, "sys/fs/cgroup/jobs/7/task/cpu.max", "max 100000")
-    put(tmp_path, "sys/fs/cgroup/jobs/7/cpu.max", "150000 100000")
-    assert machine.cores(tmp_path) == 1.5
-
-
-def test_no_quota_leaves_the_affinity(tmp_path: Path) -> None:
-    assert machine.cores(tmp_path) == len(os.sched_getaffinity(0))
-
-
-def test_memory_that_a_group_leaves(tmp_path: Path) -> None:
-    put(tmp_path, "proc/meminfo", "MemTotal: 99 kB\nMemAvailable:   8000000 kB")
-    put(tmp_path, "proc/self/cgroup", "0::/job")
-    put(tmp_path, "sys/fs/cgroup/job/memory.max", str(900 * MiB))
-    put(tmp_path, "sys/fs/cgroup/job/memory.current", str(800 * MiB))
-    put(tmp_path, "sys/fs/cgroup/job/memory.stat", f"anon 5\ninactive_file {300 * MiB}\nactive_file 7")
-    assert machine.available_memory(tmp_path) == 400 * MiB
-    put(tmp_path, "sys/fs/cgroup/job/memory.max", "max")
-    assert machine.available_memory(tmp_path) == 8_000_000 * 1024
-
-
-def test_file_system_by_its_device(file: str) -> None:
-    number = Path(file).stat().st_dev
-    text = (
-        "22 1 0:99 / /proc rw - proc proc rw\n"
-        f"30 1 {os.major(number)}:{os.minor(number)} / /data rw,relatime shared:1 - nfs4 host:/x rw\n"
-    )
-    assert page_cache.file_system(file, text) == "nfs4"
-    assert page_cache.file_system(file, "") == ""
-    assert page_cache.file_system("/nowhere/at/all") == ""
-
-
-def test_residency(file: str) -> None:
-    Path(file).read_bytes()
-    assert page_cache.resident_share([file]) > 0.95
-    evict(file)
-    assert page_cache.resident_share([file]) < 0.05
-    assert page_cache.resident_share(["/nowhere"]) == 0
-
-
-def test_residency_without_cachestat(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page_cache, "_cached_pages", lambda descriptor: None)
-    Path(file).read_bytes()
-    assert page_cache.resident_share([file]) > 0.95
 
 
 def test_cold_storage_gets_more_reads_in_flight(file: str) -> None:
@@ -132,13 +84,6 @@ def test_memory_limit_caps_an_exchange(file: str, limit: int | None, device: boo
     most = limit or (DEVICE_RING if device else RING)
     assert tuning.exchange_bytes(chunk) <= most
     assert (chunk == 0) is (limit == MIN_CHUNK)
-
-
-def test_ranks_of_a_machine_know_it(tmp_path: Path) -> None:
-    put(tmp_path, "proc/sys/kernel/random/boot_id", "b0-b1")
-    assert machine.machine_name(tmp_path) == "b0-b1"
-    assert machine.machine_name(tmp_path / "nowhere")
-    assert machine.machine_name() == machine.machine_name()
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.tensor import DTensor
 
 import zerostart
 from tests.engines.tensors.fused import Fused, fused_file
 from tests.engines.tensors.sharing import SHARING, Case, compared, slices
-from tests.parity import CLIP, LEARNING_RATE, alone, batches, checkpoint, differences, optimizer
+from tests.parity import CLIP, alone, batches, checkpoint, differences, optimizer
 from tests.ranks import run_ranks
 
 #: Three heads of keys and values, of which one rank has two.
@@ -123,44 +122,3 @@ def configured() -> dict[str, Any]:
         "zero_optimization": {"stage": 2},
         "zero_allow_untested_optimizer": True,
     }
-
-
-@pytest.mark.slow
-def test_biases_of_positions_count_once(tmp_path: Path) -> None:
-    """T5's embedding of relative positions, of which each rank has the columns of its heads."""
-    sizes = {"vocab_size": 96, "d_model": 16, "d_kv": 4, "d_ff": 32, "num_layers": 2, "num_heads": 4}
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    torch.manual_seed(0)
-    config = T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0, pad_token_id=0)
-    model = T5ForConditionalGeneration(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape) * 0.1)
-    model.save_pretrained(tmp_path)
-    optim = torch.optim.AdamW(model.train().parameters(), lr=LEARNING_RATE, eps=1e-4)
-    wanted = []
-    for batch in batches(1):
-        loss = model(input_ids=batch[0], labels=batch[0]).loss
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-        wanted += [loss.item(), norm.item()]
-        optim.step()
-        optim.zero_grad()
-    for found in run_ranks(positions, 2, tmp_path):
-        assert found == pytest.approx(wanted, rel=1e-5)
-
-
-def positions(path: Path) -> list[float]:
-    import deepspeed
-
-    options: dict[str, Any] = {"engine": "deepspeed", "zero_stage": 2, "tensor_parallel": 2}
-    model: nn.Module = zerostart.load(path, engine_config=configured(), progress=False, **options).train()
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer(model), config=configured())
-    found = []
-    for batch in batches(1):
-        loss = engine(input_ids=batch[0], labels=batch[0]).loss
-        engine.backward(loss)
-        engine.step()
-        found += [loss.item(), float(engine.get_global_grad_norm())]
-    return found

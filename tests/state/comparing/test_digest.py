@@ -4,7 +4,6 @@ import hashlib
 import itertools
 import random
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ import torch
 from zerostart.checkpoint.digest import Digests
 from zerostart.errors import CheckpointError
 from zerostart.recipe.dtypes import spelling
-from zerostart.upstream.torch import byte_sums
 
 ROW, ROWS, COLUMNS = 1024, 1024, 8
 BLOCK = ROW * ROWS
@@ -94,50 +92,6 @@ def test_the_formula_across_blocks() -> None:
     assert digest(tensor) == by_the_formula("I8", shape, data, first)
 
 
-@pytest.mark.parametrize("place", [0, 3, 262_144])
-def test_as_other_devices_compute_it(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By products of fp32 and of bytes, from any place on: on the host, which has the same operators."""
-    torch.manual_seed(6)
-    tensor = torch.randn(600_000 + place)
-    tensor.view(torch.int32)[:5000] = -1 ^ 0x7F7F7F7F  # every byte the lowest
-    expected = digest(tensor)
-
-    def found() -> str:
-        sums = Digests([("t", "F32", tensor.shape)])
-        sums.add("t", place, tensor[place:])
-        sums.add("t", 0, tensor[:place])
-        return sums.summed()["t"]
-
-    def of_columns() -> str:
-        square = tensor[: 512 * 1024].view(512, 1024)
-        sums = Digests([("t", "F32", square.shape)])
-        sums.add_rows("t", 301, 1024, square[:, 301:])
-        sums.add_rows("t", 0, 1024, square[:, :301].contiguous())  # at odd distances in memory
-        return sums.summed()["t"]
-
-    of_square = digest(tensor[: 512 * 1024].view(512, 1024))
-    monkeypatch.setattr(byte_sums, "_has_products_of_bytes", lambda: False)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert (found(), of_columns()) == (expected, of_square)
-    monkeypatch.setattr(byte_sums, "_is_host", lambda device: False)
-    monkeypatch.setattr(torch, "_int_mm", _of_cuda(torch._int_mm))
-    for products in (True, False):
-        monkeypatch.setattr(byte_sums, "_has_products_of_bytes_there", lambda device, has=products: has)
-        assert (found(), of_columns()) == (expected, of_square)
-
-
-def _of_cuda(product: Any) -> Any:
-    """A product of bytes that takes what CUDA's takes: 17 rows at least, at multiples of 16 bytes."""
-
-    def multiplied(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        assert one.shape[0] > 16
-        assert not one.data_ptr() % 16
-        assert not any(stride % 16 for stride in one.stride() if stride != 1)
-        return product(one, other)  # type: ignore[no-any-return]
-
-    return multiplied
-
-
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.float64])
 def test_pieces_in_any_order(dtype: torch.dtype) -> None:
     torch.manual_seed(1)
@@ -176,49 +130,6 @@ def test_what_is_left_out_or_added_twice_is_told() -> None:
             sums.add("t", first, tensor[first:end])
         with pytest.raises(CheckpointError, match=r"t: (99|120) elements were counted .* the tensor has 100"):
             sums.summed()
-
-
-def corrupted(data: torch.Tensor, chosen: random.Random) -> list[torch.Tensor]:
-    """What becomes of the bytes of a tensor by accident, all of it different from what they were."""
-    count = data.numel()
-    found = []
-
-    def changed() -> torch.Tensor:
-        found.append(data.clone())
-        return found[-1]
-
-    for bit in (*range(8), *range(8)):
-        changed()[chosen.randrange(count)] ^= 1 << bit
-    for distance in (2, 4, 8, 64, ROW, 8 * ROW, BLOCK, 2 * BLOCK):  # the top bits of two elements
-        at = chosen.randrange((count - distance) // 8) * 8 + 7
-        both = changed()
-        both[at] ^= 0x80
-        both[at + distance] ^= 0x80
-    for length in (2, 4, 8, 512, ROW, 8 * ROW, BLOCK):  # elements, rows and blocks that change places
-        one, other = (number * length for number in chosen.sample(range(count // length), 2))
-        both = changed()
-        both[one : one + length] = data[other : other + length]
-        both[other : other + length] = data[one : one + length]
-        changed()[one : one + length] = 0
-        changed()[one : one + length] = data[other : other + length]
-        found.append(torch.cat([data[length:], data[:length]]))
-    changed()[-4096:] = 0
-    return found
-
-
-@pytest.mark.parametrize("kind", ["noise", "alike", "sparse"])
-def test_accidents_are_noticed(kind: str) -> None:
-    torch.manual_seed(3)
-    chosen = random.Random(4)
-    data = torch.randint(0, 256, (3 * BLOCK + 24,), dtype=torch.uint8)
-    if kind == "alike":  # most of the high bytes are one, as those of weights are
-        data[1::2] = 0x3C
-    elif kind == "sparse":
-        data[chosen.randrange(64) :: 61] = 0
-    right = digest(data)
-    different = [wrong for wrong in corrupted(data, chosen) if not torch.equal(wrong, data)]
-    assert len(different) > 30
-    assert all(digest(wrong) != right for wrong in different)
 
 
 def test_dtype_and_shape_count() -> None:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import resource
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,6 @@ import zerostart
 from tests.quantised import QUANTISED
 from tests.ranks import run_ranks
 from tests.tiny import TinyCheckpoints
-from tests.trained import write_dcp, write_deepspeed
 from zerostart.cli import main
 from zerostart.errors import ConfigError, ZerostartError
 from zerostart.state.converting import distributed
@@ -89,31 +87,6 @@ def test_experts_are_fused_in_a_training_and_single_in_the_original(
     assert same(weights(tmp_path / "out"), weights(folder))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [2, 3])
-def test_a_zero_checkpoint_is_a_source(tmp_path: Path, stage: int) -> None:
-    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-
-    run_ranks(write_deepspeed, 2, str(tmp_path / "run"), stage, True, True, True)
-    expected = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path / "run"), lazy_mode=False)
-    convert(tmp_path / "run", tmp_path / "dcp", "dcp")
-    trained = {name: tensor for name, tensor in expected.items() if name in weights_of(tmp_path / "dcp")}
-    assert same(load_dcp(tmp_path / "dcp", trained), trained)
-
-
-def weights_of(place: Path) -> set[str]:
-    import torch.distributed.checkpoint as dcp
-
-    return set(dcp.FileSystemReader(place).read_metadata().state_dict_metadata)
-
-
-@pytest.mark.slow
-def test_a_distributed_checkpoint_with_an_optimizer_gives_its_weights(tmp_path: Path) -> None:
-    expected = run_ranks(write_dcp, 2, str(tmp_path / "saved"), True)[0]
-    convert(tmp_path / "saved", tmp_path / "again", "dcp")
-    assert same(load_dcp(tmp_path / "again", expected), expected)
-
-
 def test_a_directory_with_files_is_not_written_to(tmp_path: Path, checkpoints: TinyCheckpoints) -> None:
     folder = checkpoints("qwen3", BF16)
     convert(folder, tmp_path / "hf", "hf")
@@ -154,22 +127,6 @@ def test_tensors_without_elements_are_several(tmp_path: Path) -> None:
     assert same(weights(tmp_path / "hf"), values)
     convert(tmp_path / "hf", tmp_path / "again", "dcp")
     assert same(load_dcp(tmp_path / "again", values), values)
-
-
-def converted_with(source: str, out: str) -> int:
-    """Return the peak of resident memory that the conversion adds, in bytes."""
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    convert(source, out, "dcp")
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
-
-
-@pytest.mark.slow
-def test_memory_is_bounded(tmp_path: Path) -> None:
-    tensors = {"large": torch.ones(200_000_000), "rows": torch.ones(100, 1_000_000)}
-    save_file(tensors, tmp_path / "model.safetensors")
-    added = run_ranks(converted_with, 1, str(tmp_path / "model.safetensors"), str(tmp_path / "out"))[0]
-    assert added < 256 << 20
-    assert same(load_dcp(tmp_path / "out", tensors), tensors)
 
 
 @pytest.mark.slow
