@@ -147,14 +147,6 @@ def test_slice_writes_in_a_list_of_conversions(checkpoints: TinyCheckpoints) -> 
         assert torch.equal(found[name], swapped(want) if name in changed else want), name
 
 
-def test_a_converter_that_asks_numpy_is_refused() -> None:
-    def through_numpy(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return {name: torch.from_numpy(tensor.numpy() * 2) for name, tensor in state.items()}
-
-    with pytest.raises(zerostart.ZerostartError, match="values of weights"):
-        zerostart.load(Small().state_dict(), Small, engine="fsdp2", converter=through_numpy, progress=False)
-
-
 def test_what_a_converter_did_wrong_is_told(tmp_path: Path) -> None:
     class Small(torch.nn.Module):
         def __init__(self) -> None:

@@ -4,7 +4,6 @@ Each case trains two steps from either start and saves in every way; a third ste
 each checkpoint was loaded into a new engine of the other start.
 """
 
-from argparse import Namespace
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from tests.ranks import run_ranks
 
 STARTS = ("ours", "stock")
 State = dict[str, torch.Tensor]
-SCALAR = torch.Tensor | int | float
 
 
 @dataclass(frozen=True)
@@ -30,7 +28,6 @@ class Case:
     zero: dict[str, Any] = field(default_factory=dict)
     top: dict[str, Any] = field(default_factory=dict)
     groups: str = "one"
-    offline: bool = True  # whether DeepSpeed's offline tools know the checkpoint
 
     @property
     def config(self) -> dict[str, Any]:
@@ -48,7 +45,7 @@ class Case:
 FAST = {f"stage {stage}": Case(stage, groups="two") for stage in (1, 2, 3)}
 OFFLOADED: dict[str, Any] = {"offload_optimizer": {"device": "cpu"}}
 SLOW = {
-    "stage 1, BF16_Optimizer": Case(1, top={"data_types": {"grad_accum_dtype": "fp32"}}, offline=False),
+    "stage 1, BF16_Optimizer": Case(1, top={"data_types": {"grad_accum_dtype": "fp32"}}),
     "stage 1, offloaded": Case(1, OFFLOADED, groups="two"),
     "stage 1, frozen": Case(1, groups="frozen"),
     "stage 2, aligned": Case(2, {"parameter_alignment": True}),
@@ -63,11 +60,11 @@ SLOW = {
 }
 
 
-def started(path: Path, case: Case, start: str, universal: bool = False) -> Any:
+def started(path: Path, case: Case, start: str) -> Any:
     import deepspeed
     from transformers import AutoModelForCausalLM
 
-    config = case.config | ({"checkpoint": {"load_universal": True}} if universal else {})
+    config = case.config
     dtype = torch.bfloat16 if config["bf16"]["enabled"] else torch.float32
     model: Any
     if start == "ours":
@@ -137,9 +134,9 @@ def saved(path: Path, root: Path, case: Case) -> tuple[list[str], State]:
     return wrong + unlike("three steps", after["ours"], after["stock"]), after["stock"]
 
 
-def resumed(path: Path, folder: Path, case: Case, start: str, universal: bool = False) -> State:
+def resumed(path: Path, folder: Path, case: Case, start: str) -> State:
     """What a new engine is after it has loaded a checkpoint of ``folder`` and done the third step."""
-    engine = started(path, case, start, universal)
+    engine = started(path, case, start)
     where, client = engine.load_checkpoint(str(folder), tag="two")
     assert where is not None
     assert client["epoch"] == 3
@@ -149,49 +146,6 @@ def resumed(path: Path, folder: Path, case: Case, start: str, universal: bool = 
     return found
 
 
-def converted(root: Path, case: Case) -> list[str]:
-    """What DeepSpeed's offline tools make of the two checkpoints, in one process."""
-    from deepspeed.checkpoint import ds_to_universal
-    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-
-    found = {s: torch.load(root / f"{s}-16" / "weights.bin", weights_only=True) for s in STARTS}
-    wrong = unlike("save_16bit_model", found["ours"], found["stock"])
-    if not case.offline:
-        with pytest.raises(ValueError, match="is not a zero checkpoint"):
-            get_fp32_state_dict_from_zero_checkpoint(str(root / "stock"), tag="two")
-        return wrong
-    found = {s: get_fp32_state_dict_from_zero_checkpoint(str(root / s), tag="two") for s in STARTS}
-    wrong += unlike("zero_to_fp32", found["ours"], found["stock"])
-    trees = {}
-    for start in STARTS:
-        folder = root / f"{start}-universal"
-        ds_to_universal.main(
-            Namespace(
-                input_folder=str(root / start / "two"),
-                output_folder=str(folder / "two"),
-                num_extract_workers=1,
-                num_merge_workers=1,
-                keep_temp_folder=False,
-                strict=True,
-                inject_missing_state=True,
-            )
-        )
-        files = sorted((folder / "two" / "zero").rglob("*.pt"))
-        trees[start] = {
-            f"{file.relative_to(folder)}:{key}": torch.as_tensor(value)
-            for file in files
-            for key, value in as_items(torch.load(file, weights_only=False))
-        }
-    assert any("exp_avg" in name for name in trees["stock"])
-    return wrong + unlike("ds_to_universal", trees["ours"], trees["stock"])
-
-
-def as_items(loaded: Any) -> Any:
-    if isinstance(loaded, dict):
-        return [(key, value) for key, value in loaded.items() if isinstance(value, SCALAR)]
-    return [("", loaded)] if isinstance(loaded, SCALAR) else []
-
-
 def run(path: Path, root: Path, cases: dict[str, Case]) -> list[str]:
     found = []
     for name, case in cases.items():
@@ -199,13 +153,8 @@ def run(path: Path, root: Path, cases: dict[str, Case]) -> list[str]:
         wrong, after = saved(path, folder, case)
         for start, other in (STARTS, STARTS[::-1]):
             wrong += unlike(f"{start} in {other}", resumed(path, folder / start, case, other), after)
-        if dist.get_rank() == 0:
-            wrong += converted(folder, case)
-        dist.barrier()
-        if case.offline:
-            # Compared with each other: at stage 3 DeepSpeed does not resume from this format to the bit.
-            ours, stock = (resumed(path, folder / f"{s}-universal", case, s, universal=True) for s in STARTS)
-            wrong += unlike("universal", ours, stock)
+        whole = {s: torch.load(folder / f"{s}-16" / "weights.bin", weights_only=True) for s in STARTS}
+        wrong += unlike("save_16bit_model", whole["ours"], whole["stock"])
         found += [f"{name}: {line}" for line in wrong]
     return found
 

@@ -171,6 +171,20 @@ class Views(nn.Module):
         self.weight = nn.Parameter(torch.zeros(3))
 
 
+class Computed(nn.Module):
+    """Holds a tensor that only its constructor knows how to compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(3))
+        self.cosines = torch.arange(3.0).cos()
+
+
+def lost_on_meta() -> nn.Module:
+    with torch.device("meta"):
+        return Computed()
+
+
 def batch_norm() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
 
@@ -219,7 +233,8 @@ CASES: dict[str, tuple[Callable[[], nn.Module], State]] = {
     "attention": (lambda: nn.MultiheadAttention(4, 2), of(lambda: nn.MultiheadAttention(4, 2))),
 }
 #: Refused by torch too where the first part says so, and the name in our message.
-REFUSED: dict[str, tuple[Callable[[], nn.Module], State, str]] = {
+REFUSED: dict[str, tuple[Any, State, str]] = {
+    "computed on meta": (lost_on_meta(), {"weight": tensor(3)}, "cosines"),
     "values": (Computing, {**_FUSED, "table": tensor(2)}, "Computing calls aten.sum"),
     "extra state": (
         Extra,

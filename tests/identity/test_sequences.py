@@ -1,6 +1,5 @@
 """Ranks that share sequences train as one process that sees the whole batch."""
 
-import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -80,56 +79,6 @@ def test_context_parallelism_trains_as_one_process(
     wanted = run_ranks(alone, 1, path, "padded")[0]
     for found in run_ranks(train_fsdp2, world, path, layout):
         assert differences(found, wanted) == []
-
-
-@pytest.mark.slow
-def test_others_attend_by_themselves(folder: Path) -> None:
-    """A teacher, generation, and a second model whose sequences are shared, beside one of theirs."""
-    paths = checkpoint("qwen3", folder, num_key_value_heads=1), checkpoint("llama", folder)
-    for teacher, generated, refused, again in run_ranks(beside, 2, *paths):
-        assert teacher == generated == ""
-        assert "LlamaForCausalLM has 4 query heads and 2 key heads" in refused
-        assert "LlamaForCausalLM cannot share sequences beside another model" in again
-
-
-def beside(path: Path, other: Path) -> tuple[str, str, str, str]:
-    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
-    from transformers import AutoModelForCausalLM
-
-    def differing(found: torch.Tensor, wanted: torch.Tensor) -> str:
-        return "" if torch.equal(found, wanted) else f"{found} for {wanted}"
-
-    rank = dist.get_rank()
-    # Each rank has sequences of its own, and some padding before them.
-    tokens = torch.randint(3, 96, (2, 6), generator=torch.Generator().manual_seed(rank))
-    mask = torch.ones_like(tokens)
-    mask[0, :2] = 0
-    own = {"input_ids": tokens, "attention_mask": mask}
-    more = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
-    alone, teacher = (AutoModelForCausalLM.from_pretrained(p).eval() for p in (path, other))
-    with torch.no_grad():
-        wanted = teacher(**own).logits
-    options: dict[str, Any] = {"engine": "deepspeed", "zero_stage": 2, "sequence_parallel": 2}
-    model = zerostart.load(path, progress=False, **options)
-    UlyssesSPAttentionHF.register_with_transformers(model, "sdpa", 2, 4)
-    batch = next(steps("packed"))
-    part = part_of(batch, rank, 2)
-    logits = model(part["input_ids"], position_ids=part["position_ids"], use_cache=False).logits
-    whole = alone(batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
-    assert torch.allclose(logits, whole.chunk(2, dim=1)[rank], atol=1e-5)
-    with torch.no_grad():
-        as_before = differing(teacher(**own).logits, wanted)
-    generated = differing(model.eval().generate(**own, **more), alone.generate(**own, **more))
-    same = copy.deepcopy(model)
-    assert torch.equal(
-        same(part["input_ids"], position_ids=part["position_ids"], use_cache=False).logits, logits
-    )
-    second = zerostart.load(other, progress=False, **options)
-    with pytest.raises(zerostart.errors.ConfigError) as caught:
-        second(part["input_ids"], position_ids=part["position_ids"], use_cache=False)
-    with pytest.raises(zerostart.errors.ConfigError) as again:
-        UlyssesSPAttentionHF.register_with_transformers(second, "sdpa", 2, 4)
-    return as_before, generated, str(caught.value), str(again.value)
 
 
 def train(path: Path, case: Case, accumulation: int = 2) -> Trace:

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import zerostart
 from tests.engines.zero12 import routes
 from tests.parity import CLIP, Trace, batches, checkpoint, differences, optimizer, reference
-from tests.ranks import rank_outcomes, run_ranks
+from tests.ranks import run_ranks
 from tests.tiny import TinyCheckpoints
 from zerostart.engines.fsdp2.calls import begin_batch
 from zerostart.errors import ConfigError
@@ -91,33 +91,6 @@ def test_fsdp2_trains_as_one_process(kind: str, stage: int, folder: Path) -> Non
         assert wrong == []
 
 
-def parameters_of(path: Path, engine: str, exchange: bool) -> tuple[list[str], int, int]:
-    """Names of parameters that differ from transformers' load; bytes read, and got from others."""
-    from transformers import AutoModelForCausalLM
-
-    model = zerostart.load(path, engine=engine, zero_stage=0, exchange=exchange, progress=False)
-    made = zerostart.report(model)
-    wanted = AutoModelForCausalLM.from_pretrained(path).state_dict()
-    found = model.state_dict()
-    wrong = [n for n, t in wanted.items() if n not in found or not torch.equal(t, found[n])]
-    wrong += [n for n, p in model.named_parameters() if type(p) is not nn.Parameter]
-    return wrong, made.read_bytes, made.exchanged_bytes
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("engine", ["deepspeed", "fsdp2"])
-@pytest.mark.parametrize("exchange", [False, True])
-def test_stage_0_reads_once_or_everywhere(engine: str, exchange: bool, checkpoints: TinyCheckpoints) -> None:
-    path = checkpoints("qwen3_moe", torch.float32, sharded=True)
-    plan = zerostart.plan(path, world_size=3, engine=engine, zero_stage=0, exchange=exchange)
-    found = run_ranks(parameters_of, 3, path, engine, exchange)
-    assert [wrong for wrong, _, _ in found] == [[], [], []]
-    assert [nbytes for _, nbytes, _ in found] == [rank.read_bytes for rank in plan.ranks]
-    assert [nbytes for _, _, nbytes in found] == (list(plan.exchanged_bytes) or [0, 0, 0])
-    together = sum(nbytes for _, nbytes, _ in found)
-    assert together == pytest.approx(plan.checkpoint_bytes * (1 if exchange else 3), rel=0.05)
-
-
 STAGE_0 = {
     "bf16": routes.Case(stage=0, groups="decay"),
     "fp32": routes.Case(stage=0, bf16=False, exchange=True),
@@ -156,15 +129,3 @@ def test_settings_that_contradict_the_stage(
     path = checkpoints("qwen3_moe")
     with pytest.raises(ConfigError, match=told):
         zerostart.plan(path, world_size=4, engine="fsdp2", zero_stage=stage, **options)
-
-
-def refused(path: Path) -> None:
-    options = {"engine_config": {"reshard_after_forward": True}, "progress": False}
-    zerostart.load(path, engine="fsdp2", zero_stage=2, **options)  # type: ignore[arg-type]
-
-
-@pytest.mark.slow
-def test_the_load_refuses_them_too(checkpoints: TinyCheckpoints) -> None:
-    for outcome in rank_outcomes(refused, 2, checkpoints("qwen3")):
-        assert outcome.error == "zerostart.errors.ConfigError"
-        assert "zero_stage=2 keeps parameters gathered" in outcome.message

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 import zerostart
+from tests.identity.test_deepspeed_compositions import stock_zero3
 from tests.ranks import run_ranks
 from tests.tiny import TINY, TinyCheckpoints
 
@@ -80,14 +80,3 @@ def train_deepspeed(path: Path, dtype: torch.dtype, ours: bool) -> tuple[list[fl
         losses.append(loss.item())
         norms.append(float(engine.get_global_grad_norm()))
     return losses, norms
-
-
-_live: list[Any] = []  # Transformers holds its ZeRO-3 configuration by a weak reference.
-
-
-def stock_zero3(path: Path, dtype: torch.dtype, config: dict[str, Any]) -> nn.Module:
-    from transformers import AutoModelForCausalLM
-    from transformers.integrations import HfDeepSpeedConfig
-
-    _live.append(HfDeepSpeedConfig(config))
-    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype)  # type: ignore[no-any-return]

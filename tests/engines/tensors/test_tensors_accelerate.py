@@ -69,30 +69,3 @@ def script(path: Path, stage: int, named: bool) -> Trace:
     assert all(torch.equal(saved[name], tensor) for name, tensor in trace.weights.items())
     trace.weights = saved
     return trace
-
-
-@pytest.mark.slow
-def test_ranks_that_would_see_other_batches(tmp_path: Path) -> None:
-    """accelerate knows of no ranks that share tensors, and would give each a batch of its own."""
-    told = run_ranks(unknown, 2, checkpoint("qwen3", tmp_path), timeout=120)
-    assert all("ParallelismConfig(tp_size=2)" in text for text in told)
-
-
-def unknown(path: Path) -> str:
-    from accelerate import Accelerator, DeepSpeedPlugin, InitProcessGroupKwargs
-    from transformers import AutoModelForCausalLM
-
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": ROWS,
-        "zero_optimization": {"stage": 2},
-        "zero_allow_untested_optimizer": True,
-    }
-    accelerator = Accelerator(
-        deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config),
-        kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")],
-    )
-    with zerostart.enabled(tensor_parallel=2, progress=False):
-        model: Any = AutoModelForCausalLM.from_pretrained(path)
-        with pytest.raises(zerostart.errors.ConfigError) as caught:
-            accelerator.prepare(model, optimizer(model))
-    return str(caught.value)

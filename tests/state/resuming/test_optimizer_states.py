@@ -10,7 +10,7 @@ from torch import nn
 
 import zerostart
 from tests.ranks import run_ranks
-from zerostart.errors import CheckpointError, ConfigError
+from zerostart.errors import ConfigError
 
 
 class Counting(torch.optim.SGD):
@@ -108,83 +108,6 @@ def test_an_averaged_model_counts_on(tmp_path: Path) -> None:
     assert models[1].n_averaged == 3
 
 
-class Blocks(torch.optim.Optimizer):
-    """The layout of an 8-bit Adam's state: codes, a scale for each block of 16, and their meaning."""
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {"lr": 0.05})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                local, grad = (
-                    t.to_local() if hasattr(t, "to_local") else t for t in (parameter, parameter.grad)
-                )
-                count = local.numel()
-                blocks = -(-count // 16)
-                state = self.state[parameter]
-                if not state:
-                    state["step"] = 0
-                    state["state1"] = torch.zeros(local.shape, dtype=torch.uint8)
-                    state["absmax1"] = torch.zeros(blocks)
-                    state["qmap1"] = torch.linspace(-1, 1, 256)
-                state["step"] += 1
-                padded = torch.zeros(blocks * 16)
-                padded[:count] = state["qmap1"][state["state1"].view(-1).long()]
-                kept = (padded.view(blocks, 16) * state["absmax1"][:, None]).view(-1)[:count]
-                kept = 0.9 * kept + grad.reshape(-1)
-                padded[:count] = kept
-                state["absmax1"] = padded.view(blocks, 16).abs().amax(1).clamp_min(1e-8)
-                share = padded.view(blocks, 16) / state["absmax1"][:, None]
-                codes = ((share + 1) * 127.5).round().to(torch.uint8).view(-1)[:count]
-                state["state1"] = codes.view(local.shape)
-                local.sub_(group["lr"] * kept.view(local.shape))
-
-
-def sharded() -> nn.Module:
-    from torch.distributed.fsdp import fully_shard
-
-    return fully_shard(net())
-
-
-def saved(folder: Path, kind: str) -> tuple[list[float], list[float]]:
-    model = sharded() if kind == "FSDP2" else nn.parallel.DistributedDataParallel(net())
-    optimizer = Blocks(model.parameters())
-    trained(model, optimizer, range(2))
-    zerostart.save_state(folder, model, optimizer)
-    wanted = trained(model, optimizer, range(2, 4))
-    return wanted, resumed(folder, kind)
-
-
-def resumed(folder: Path, kind: str) -> list[float]:
-    model = sharded() if kind == "FSDP2" else nn.parallel.DistributedDataParallel(net())
-    optimizer = Blocks(model.parameters())
-    zerostart.load_state(folder, model, optimizer)
-    return trained(model, optimizer, range(2, 4))
-
-
-def refused(folder: Path) -> None:
-    model = sharded()
-    before = {name: p.to_local().clone() for name, p in model.named_parameters()}  # type: ignore[attr-defined]
-    with pytest.raises(
-        CheckpointError, match=r"absmax1.*by 2 ranks.*be resumed only where ranks have the same shares"
-    ):
-        zerostart.load_state(folder, model, Blocks(model.parameters()))
-    for name, p in model.named_parameters():
-        assert torch.equal(before[name], p.to_local()), name  # type: ignore[attr-defined]
-
-
-@pytest.mark.slow
-def test_states_in_blocks_go_on_where_the_shares_are_the_same(tmp_path: Path) -> None:
-    (wanted, found), _ = run_ranks(saved, 2, tmp_path / "state", "FSDP2")
-    assert found == wanted
-    zerostart.verify(tmp_path / "state")
-    run_ranks(refused, 1, tmp_path / "state")
-
-
 def bitsandbytes(parameters: Any) -> torch.optim.Optimizer:
     from bitsandbytes.optim import AdamW8bit
 
@@ -210,7 +133,9 @@ def test_bitsandbytes_states_go_on(tmp_path: Path) -> None:
 
 
 def muons(folder: Path, saves: bool) -> list[float]:
-    model = sharded()
+    from torch.distributed.fsdp import fully_shard
+
+    model = fully_shard(net())
     optimizer = torch.optim.Muon([p for p in model.parameters() if p.dim() == 2], lr=1e-2)
     if saves:
         trained(model, optimizer, range(2))
