@@ -4,7 +4,6 @@ import json
 import os
 import re
 import sys
-from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
@@ -156,17 +155,6 @@ def test_the_report_says_why_it_is_this_engine(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     monkeypatch.setenv("FSDP_VERSION", "2")
     assert loaded() == "Loaded on fsdp2 (set up by the launcher)"
-
-
-def test_an_engine_of_another_package_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is in nobody's way but in that of who names it."""
-    broken = EntryPoint("broken", "no_such_module:Engine", "zerostart.engines")
-    monkeypatch.setattr("zerostart.engines.registry._installed", lambda: {"broken": broken})
-    assert default_engine() == "deepspeed"
-    with pytest.raises(
-        ConfigError, match=r"'broken' of another installed package cannot be imported: .*no_such"
-    ):
-        zerostart.load({"weight": torch.ones(1, 1)}, torch.nn.Identity, engine="broken", progress=False)
 
 
 @pytest.mark.parametrize(

@@ -164,26 +164,6 @@ def look_for_unguarded(job: Job, path: Path, options: dict[str, Any]) -> list[st
     return found
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
-def test_interrupt_of_one_rank(kind: type[BaseException], paths: dict[str, Path]) -> None:
-    """In a user's own function: itself on that rank, and named on the others."""
-    outcomes = rank_outcomes(load_with_model, 2, paths["small"], kind("stop"))
-    assert outcomes[1].error == f"builtins.{kind.__name__}", outcomes[1].describe()
-    assert outcomes[0].error == "zerostart.errors.PeerError", outcomes[0].describe()
-    assert f"rank 1: stopped by {kind.__name__}: stop" in outcomes[0].message
-    assert max(outcome.seconds for outcome in outcomes) < LIMIT
-
-
-def load_with_model(path: Path, failure: BaseException) -> None:
-    def build() -> nn.Module:
-        if dist.get_rank() == 1:
-            raise failure
-        return Small()
-
-    zerostart.load(path, build, engine="fsdp2", progress=False)
-
-
 def test_errors_that_do_not_travel() -> None:
     """One that cannot be pickled keeps its kind, one whose text fails has its type's name."""
     for seen in run_ranks(fail_oddly, 2):
@@ -209,20 +189,6 @@ def fail_oddly() -> list[tuple[str, str]]:
             fail_inside(failure)
         found.append((type(caught.value).__name__, str(caught.value)))
     return found
-
-
-@pytest.mark.slow
-def test_arguments_that_differ(paths: dict[str, Path]) -> None:
-    """Ranks that go different ways say so, where they would wait for each other."""
-    outcomes = rank_outcomes(load_differently, 2, paths["qwen3"])
-    assert {outcome.error for outcome in outcomes} == {"zerostart.errors.ConfigError"}
-    assert len({outcome.message for outcome in outcomes}) == 1
-    assert "the ranks do not do the same" in outcomes[0].message
-    assert "the same arguments" in outcomes[0].message
-
-
-def load_differently(path: Path) -> None:
-    zerostart.load(path, engine="deepspeed", zero_stage=3 if dist.get_rank() else 2, progress=False)
 
 
 def fail_inside(failure: Exception) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 
 import zerostart
 from tests.ranks import rank_outcomes, run_ranks
-from tests.tiny import TINY, TinyCheckpoints
+from tests.tiny import TinyCheckpoints
 
 F32, BF16 = torch.float32, torch.bfloat16
 State = dict[str, torch.Tensor]
@@ -154,76 +154,6 @@ def masters_of_computed() -> list[str]:
 
 def test_masters_of_what_a_converter_calculates_are_not_rounded() -> None:
     assert run_ranks(masters_of_computed, 2) == [[], []]
-
-
-# --- The steps are those of an optimizer with fp32 masters.
-
-
-def tokens_of(path: Path, ranks: int) -> torch.Tensor:
-    vocabulary = int(TINY[path.name.split("-")[0]][1]["vocab_size"])
-    return torch.randint(3, vocabulary, (ranks, 2, 12), generator=torch.Generator().manual_seed(3))
-
-
-def train(path: Path, masters: bool) -> tuple[list[float], State]:
-    config = config_of() | {
-        "communication_data_type": "fp32",
-        "data_types": {"grad_accum_dtype": "fp32"},
-    }
-    model = zerostart.load(path, engine_config=config, progress=False, fp32_masters=masters)
-    model.train()
-    engine = start(model, config)
-    tokens = tokens_of(path, dist.get_world_size())[dist.get_rank()]
-    losses = []
-    for _ in range(3):
-        loss = engine(input_ids=tokens, labels=tokens).loss
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses, masters_in(model)
-
-
-def oracle(path: Path, ranks: int, full: State) -> tuple[list[list[float]], State]:
-    """One process: AdamW on ``full``, forward and backward in bf16 for each rank, gradients averaged."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=BF16).train()
-    halves = dict(model.named_parameters())
-    masters = {name: full[name].clone() for name in halves}
-    optimizer = torch.optim.AdamW(masters.values(), lr=1e-3)
-    losses = []
-    for _ in range(3):
-        step = []
-        for name, master in masters.items():
-            master.grad = torch.zeros_like(master)
-            with torch.no_grad():
-                halves[name].copy_(master)
-        for tokens in tokens_of(path, ranks):
-            loss = model(input_ids=tokens, labels=tokens).loss
-            loss.backward()
-            step.append(loss.item())
-            for name, master in masters.items():
-                grad, halves[name].grad = halves[name].grad, None
-                if grad is not None and master.grad is not None:
-                    master.grad += grad.float() / ranks
-        optimizer.step()
-        losses.append(step)
-    return losses, masters
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_steps_are_those_of_one_process_with_fp32_masters(
-    world_size: int, checkpoints: TinyCheckpoints
-) -> None:
-    path = checkpoints("qwen3_moe_aligned", F32)
-    full = expected_of(path, F32)
-    rounded = {name: tensor.bfloat16().float() for name, tensor in full.items()}
-    for masters, origin in ((True, full), (False, rounded)):
-        losses, expected = oracle(path, world_size, origin)
-        for rank, (found, state) in enumerate(run_ranks(train, world_size, path, masters)):
-            assert found == pytest.approx([step[rank] for step in losses], abs=1e-6)
-            for name, tensor in expected.items():
-                torch.testing.assert_close(state[name], tensor, rtol=1e-6, atol=1e-7, msg=name)
 
 
 # --- What the masters are read from is no more, or other than it was.

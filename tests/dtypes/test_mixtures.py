@@ -232,35 +232,10 @@ class Torn(nn.Module):
         self.weight = nn.Parameter(torch.ones(4, 4, dtype=BF16))
 
 
-class Lists(nn.Module):
-    """Containers are never called: their members are the units."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gates = nn.ModuleList(nn.Linear(6, 6, dtype=F32) for _ in range(2))
-        self.body = nn.Linear(6, 6, dtype=BF16)
-
-    def forward(self, values: torch.Tensor) -> torch.Tensor:
-        for gate in self.gates:
-            values = gate(values)
-        return self.body(values.to(BF16)).sum()  # type: ignore[no-any-return]
-
-
 def torn(engine: str) -> Any:
     source = {name: tensor.detach() for name, tensor in Torn().state_dict().items()}
     model = zerostart.load(source, model=Torn, engine=engine, progress=False)
     return {name: p.dtype for name, p in model.named_parameters()}
-
-
-def lists() -> list[str]:
-    torch.manual_seed(0)
-    plain = Lists()
-    model = zerostart.load(plain.state_dict(), model=Lists, engine="fsdp2", progress=False)
-    inputs = torch.randn(3, 6)
-    plain(inputs).backward()
-    model(inputs).backward()
-    found = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
-    return unlike(found, {n: p.grad for n, p in plain.named_parameters() if p.grad is not None})
 
 
 @pytest.mark.slow
@@ -269,8 +244,3 @@ def test_one_module_of_two_dtypes_is_refused_by_name_where_it_cannot_be_sharded(
         assert outcome.error == "zerostart.errors.EngineError"
         assert "scale is float32, weight is bfloat16" in outcome.message
     assert run_ranks(torn, 2, "deepspeed") == [{"scale": F32, "weight": BF16}] * 2
-
-
-@pytest.mark.slow
-def test_members_of_a_list_are_units_by_themselves() -> None:
-    assert run_ranks(lists, 2) == [[], []]

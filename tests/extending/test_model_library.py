@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import AutoencoderKL
 from torch import nn
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -53,20 +52,6 @@ class TestTransformers(ModelLibraryConformance):
 
     def left(self, model: Any) -> Any:
         return model.config.name_or_path, model.config.dtype, len(model._weight_conversions)
-
-
-@pytest.mark.slow
-class TestDiffusers(ModelLibraryConformance):
-    library = "diffusers"
-    kind = AutoencoderKL
-    missing = "encoder.mid_block.attentions.0.group_norm.weight"
-
-    def write(self, root: Path) -> None:
-        torch.manual_seed(3)
-        AutoencoderKL(block_out_channels=(8,), norm_num_groups=2, layers_per_block=1).save_pretrained(root)
-
-    def left(self, model: Any) -> Any:
-        return model.config._name_or_path
 
 
 def test_a_name_is_registered_once() -> None:

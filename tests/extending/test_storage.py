@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-import zerostart
 from tests.extending.http_storage import HttpFile
 from zerostart import errors
 from zerostart.checkpoint.source import open_catalog
@@ -22,7 +21,6 @@ from zerostart.models import register_model_library
 from zerostart.models import registry as libraries
 from zerostart.models.libraries.plain import Plain
 from zerostart.testing import StorageConformance
-from zerostart.testing.net import Net, save
 
 
 class Ranges(BaseHTTPRequestHandler):
@@ -30,8 +28,6 @@ class Ranges(BaseHTTPRequestHandler):
 
     protocol_version = "HTTP/1.1"
     folder: Path
-    most: int | None = None  #: bytes of one answer
-    breaks_off = False
 
     def _file(self) -> tuple[bytes, str] | None:
         path = self.folder / self.path.lstrip("/")
@@ -61,20 +57,16 @@ class Ranges(BaseHTTPRequestHandler):
             self._answer(412, b"", {})
             return
         first, last = map(int, self.headers["Range"].removeprefix("bytes=").split("-"))
-        part = content[first : last + 1][: self.most]
-        if self.breaks_off:
-            self._answer(206, part, {"Content-Length": len(part) + 1})
-            self.close_connection = True
-        else:
-            self._answer(206 if part else 416, part, {})
+        part = content[first : last + 1]
+        self._answer(206 if part else 416, part, {})
 
     def log_message(self, *arguments: Any) -> None:
         pass
 
 
 @contextmanager
-def server(folder: Path, **how: Any) -> Iterator[Callable[[str], str]]:
-    handler = type("Handler", (Ranges,), {"folder": folder, **how})
+def server(folder: Path) -> Iterator[Callable[[str], str]]:
+    handler = type("Handler", (Ranges,), {"folder": folder})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as made:
         thread = threading.Thread(target=made.serve_forever, args=(0.05,), daemon=True)
         thread.start()
@@ -98,44 +90,12 @@ class TestLocalFiles(StorageConformance):
         yield lambda name: str(folder / name)
 
 
-def test_short_answers_are_continued(tmp_path: Path) -> None:
-    save(tmp_path / "model.safetensors")
-    with server(tmp_path, most=100) as url:
-        catalog = open_catalog(url("model.safetensors"))
-        buffer = bytearray(catalog.sizes[0])
-        with catalog.storage.reader() as reader:
-            reader.read(0, 0, [memoryview(buffer)])
-    assert buffer == (tmp_path / "model.safetensors").read_bytes()
-
-
-def test_answers_that_break_off_are_told(tmp_path: Path) -> None:
-    save(tmp_path / "model.safetensors")
-    with (
-        server(tmp_path, breaks_off=True) as url,
-        pytest.raises(errors.ReadError, match=r"model\.safetensors.*IncompleteRead"),
-    ):
-        open_catalog(url("model.safetensors"))
-
-
-def test_a_server_that_is_gone_is_told(tmp_path: Path) -> None:
-    with server(tmp_path) as url:
-        gone = url("model.safetensors")
-    with pytest.raises(errors.ReadError, match=r"model\.safetensors"):
-        zerostart.load(gone, model=Net, progress=False)
-
-
 def test_a_torch_file_is_read_from_any_storage(tmp_path: Path) -> None:
     import torch
 
     torch.save({"w": torch.arange(12.0).view(3, 4).t()}, tmp_path / "model.pt")
     with server(tmp_path) as url:
         assert open_catalog(url("model.pt")).tensors == open_catalog(tmp_path / "model.pt").tensors
-
-
-def test_without_a_model_there_is_nothing_to_build(tmp_path: Path) -> None:
-    save(tmp_path / "model.safetensors")
-    with server(tmp_path) as url, pytest.raises(errors.ConfigError, match=r"web://.*no config\.json"):
-        zerostart.plan(url("model.safetensors"))
 
 
 def test_schemes_that_nobody_has_registered() -> None:

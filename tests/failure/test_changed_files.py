@@ -1,7 +1,5 @@
 """A checkpoint that changes while it is loaded: never a mixture, but the same named error on every rank."""
 
-import os
-import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -16,9 +14,7 @@ from torch import nn
 
 import zerostart
 from tests.ranks import Outcome, rank_outcomes, run_ranks
-from zerostart import errors
 from zerostart.distributed.world import current_world
-from zerostart.loading import source as opening
 from zerostart.transfer import FileReader
 
 SHAPE = (64, 48)
@@ -134,55 +130,5 @@ def load_changed(path: Path, victim: int, change: str, when: str, engine: str = 
     FileReader.read = reads  # type: ignore[method-assign]
     model = zerostart.load(path, lambda: Two(), engine=engine, progress=False)
     assert changed or (when == "open" and world.rank != victim)
-    whole = [tensor for _, tensor in zerostart.full_tensors(model, rank=None)]
-    return {float(value) for tensor in whole if tensor is not None for value in tensor.unique()}
-
-
-# Machines with copies of their own. What a path leads to is told by the working directory here.
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("what", "kind", "words"),
-    [
-        ("other header", errors.ReadError, ["rank 1", "has another length on this machine"]),
-        ("not there", errors.CheckpointNotFoundError, ["rank 1", "does not exist on this machine"]),
-        ("written", errors.ReadError, ["rank 1", "was changed", "written to"]),
-    ],
-)
-def test_copies_that_differ(what: str, kind: type[Exception], words: list[str], tmp_path: Path) -> None:
-    for rank in range(2):
-        write(tmp_path / str(rank) / "model.safetensors", 1.0)
-        os.utime(tmp_path / str(rank) / "model.safetensors", (rank, rank))
-    outcomes = rank_outcomes(load_from_own, 2, tmp_path, "model.safetensors", what)
-    report = "\n".join(outcome.describe() for outcome in outcomes)
-    assert {outcome.error for outcome in outcomes} == {f"{kind.__module__}.{kind.__name__}"}, report
-    assert len({outcome.message for outcome in outcomes}) == 1, report
-    for word in words:
-        assert word in outcomes[0].message
-
-
-def load_from_own(root: Path, name: str, what: str) -> set[float]:
-    """Each rank as on a machine of its own, with a copy of its own that is changed there."""
-    world = current_world()
-    here = root / str(world.rank)
-    os.chdir(here)
-    opening.files_view = lambda: f"machine {world.rank}"
-    if what == "other header" and world.rank == 1:
-        save_file({key: t.half() for key, t in weights(1.0).items()}, here / name)
-    elif what == "not there" and world.rank == 1:
-        shutil.rmtree(here)
-    world.all_gather_object(None, "getting ready")
-    opened = FileReader._descriptor
-    lock = threading.Lock()
-
-    def opens(self: FileReader, file: int) -> int:
-        with lock:
-            if what == "written" and world.rank == 1:
-                in_place(here / name)
-            return opened(self, file)
-
-    FileReader._descriptor = opens  # type: ignore[method-assign]
-    model = zerostart.load(f"/proc/self/cwd/{name}", lambda: Two(), engine="fsdp2", progress=False)
     whole = [tensor for _, tensor in zerostart.full_tensors(model, rank=None)]
     return {float(value) for tensor in whole if tensor is not None for value in tensor.unique()}

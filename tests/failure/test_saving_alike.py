@@ -1,6 +1,5 @@
 """Saves and resumes of ranks that do not mean the same: one error on all of them, and nothing written."""
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -69,22 +68,3 @@ def test_ranks_that_save_other_things_are_told(tmp_path: Path) -> None:
     rest = {n: text for n, text in first.items() if "the ranks do not do the same: rank 0" not in text}
     assert rest.keys() == {"value", "tensor"}
     assert all("(or a schedule) of rank 1 differs from that of rank 0" in text for text in rest.values())
-
-
-def wandering(folder: Path) -> tuple[list[str], Any]:
-    """A save to a relative place in the background, while the working directory changes."""
-    (folder / str(dist.get_rank())).mkdir()
-    model = _model()
-    os.chdir(folder)
-    saving = zerostart.save_state("here", model, extra="kept", wait=False)
-    os.chdir(folder / str(dist.get_rank()))
-    saving.wait()
-    os.environ["HOME"] = str(folder)
-    zerostart.save_state("~/home", model, extra="at home")
-    found = [zerostart.load_state(place, model) for place in (folder / "here", "~/home")]
-    return [entry.name for entry in Path().iterdir()], found
-
-
-@pytest.mark.slow
-def test_a_place_is_the_one_that_was_meant_by_the_call(tmp_path: Path) -> None:
-    assert run_ranks(wandering, 2, tmp_path) == [([], ["kept", "at home"])] * 2

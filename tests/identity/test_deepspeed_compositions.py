@@ -138,23 +138,6 @@ def build_in_context(path: Path, reference: Path) -> tuple[list[float], float]:
 
 
 @pytest.mark.slow
-def test_a_module_built_before_on_meta(path: Path, reference: Path) -> None:
-    run_ranks(load_prebuilt, 3, path, reference)
-
-
-def load_prebuilt(path: Path, reference: Path) -> None:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
-    loaded = zerostart.load(
-        path, model=model, engine_config=configuration("offload-param", torch.float32), progress=False
-    )
-    assert loaded is model
-    compare(model, reference)
-
-
-@pytest.mark.slow
 def test_a_second_load_finds_the_hierarchical_groups(path: Path, reference: Path) -> None:
     run_ranks(load_twice, 4, path, reference)
 

@@ -3,7 +3,6 @@
 The expectation is DeepSpeed itself, with nothing of its constructor overridden.
 """
 
-import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ import zerostart
 from tests.identity.test_deepspeed_compositions import BATCH, LENGTH, configuration
 from tests.ranks import run_ranks
 from tests.tiny import TINY, TinyCheckpoints
-from tests.upstream.sent import patches, use
 from zerostart.transfer import PeakMeter
 from zerostart.transfer.meter import anonymous_bytes
 from zerostart.upstream.deepspeed import zero3_start as deepspeed_start
@@ -27,14 +25,9 @@ KIND = "qwen3_moe_aligned"
 GROUPS = ("one", "two", "frozen", "late", "mixed")
 
 
-@pytest.mark.parametrize(
-    ("placement", "groups"),
-    [
-        (placement, groups)
-        for placement in ("accelerator", "offload-param", "offload-optimizer", "sub-groups")
-        for groups in GROUPS
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("groups", GROUPS)
+@pytest.mark.parametrize("placement", ["accelerator", "offload-param", "offload-optimizer", "sub-groups"])
 def test_the_optimizer_starts_as_without_an_override(
     placement: str, groups: str, checkpoints: TinyCheckpoints
 ) -> None:
@@ -46,24 +39,6 @@ def test_the_optimizer_starts_as_without_an_override(
         assert not moved
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("placement", ["accelerator", "offload-param", "offload-optimizer"])
-def test_a_patched_deepspeed_needs_no_override(
-    placement: str, checkpoints: TinyCheckpoints, tmp_path: Path
-) -> None:
-    """The bits are those of our own overrides. Whether the load's buffer stays is not compared here."""
-    path, config = checkpoints(KIND, torch.bfloat16), configuration(placement, torch.bfloat16)
-    ours, patched = (run_ranks(alone, 2, path, config, folder) for folder in (None, tmp_path))
-    assert [values for values, _ in patched] == [values for values, _ in ours]
-
-
-def alone(path: Path, config: dict[str, Any], patched: Path | None) -> tuple[Any, bool]:
-    """In a process that has loaded nothing, since what is replaced in classes goes into the new ones."""
-    if patched is not None:
-        leave_to(patched)
-    return start(path, config, "two")
-
-
 def with_and_without(path: Path, config: dict[str, Any], groups: str) -> list[tuple[Any, bool]]:
     found = []
     known = deepspeed_start.is_known
@@ -72,14 +47,6 @@ def with_and_without(path: Path, config: dict[str, Any], groups: str) -> list[tu
         found.append(start(path, config, groups))
     deepspeed_start.is_known = known
     return found
-
-
-def leave_to(patched: Path) -> None:
-    """Have DeepSpeed do by itself, with docs/patches in it, what else our overrides of its start do."""
-    use(patches("deepspeed"), patched / str(dist.get_rank()))
-    for name in ("defragmenting", "ungathered", "FuseToClone", "SharedZeroGradients"):
-        setattr(deepspeed_start, name, lambda *_: contextlib.nullcontext())
-    deepspeed_start.joined = lambda _: None  # type: ignore[assignment]
 
 
 def start(path: Path, config: dict[str, Any], groups: str) -> tuple[Any, bool]:
@@ -125,28 +92,23 @@ SIDE, LAYERS = 2048, 16
 KEPT = {"accelerator": 2 + 4 + 2, "offload-param": 2 + 4 + 2, "offload-both": 2 + 4 + 4 + 2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("placement", KEPT)
-@pytest.mark.parametrize("patched", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_memory_through_initialize_is_what_is_kept(patched: bool, placement: str, tmp_path: Path) -> None:
-    """Gradients are accumulated in bf16: in fp32 they would be larger than what a second master takes.
-
-    ``patched``: what docs/patches has for DeepSpeed is in it, and none of our own overrides of its start.
-    """
+def test_memory_through_initialize_is_what_is_kept(placement: str, tmp_path: Path) -> None:
+    """Gradients are accumulated in bf16: in fp32 they would be larger than what a second master takes."""
     path = tmp_path / "model.safetensors"
     names = [f"{number}.weight" for number in range(LAYERS)]
     save_file({name: torch.randn(SIDE, SIDE).bfloat16() for name in names}, path)
     config = configuration(placement, torch.bfloat16) | {"data_types": {"grad_accum_dtype": "bf16"}}
     config["zero_optimization"] |= {"reduce_bucket_size": 1_000_000, "sub_group_size": 10**9}
     share = LAYERS * SIDE * SIDE // 2
-    for peak, stays in run_ranks(through_initialize, 2, path, config, tmp_path if patched else None):
+    for peak, stays in run_ranks(through_initialize, 2, path, config):
         assert stays <= KEPT[placement] * share + 32 * MIB, stays / share
         assert peak <= stays + 32 * MIB, (peak / share, stays / share)
 
 
-def through_initialize(path: Path, config: dict[str, Any], patched: Path | None) -> tuple[int, int]:
+def through_initialize(path: Path, config: dict[str, Any]) -> tuple[int, int]:
     """Anonymous bytes above the level before the load: at their highest, and after ``initialize``."""
-    if patched is not None:
-        leave_to(patched)
     initialized(nn.Sequential(nn.Linear(8, 8, bias=False, dtype=torch.bfloat16)), config)  # imports, groups
     before = anonymous_bytes()
     with PeakMeter(torch.device("cpu")) as meter:

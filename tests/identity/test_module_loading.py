@@ -311,32 +311,6 @@ def test_what_cannot_run_before_the_load_is_refused() -> None:
         assert not lines, "\n".join(lines)
 
 
-class Halving(nn.Linear):
-    """Is of short numbers as soon as it is loaded."""
-
-    def __init__(self) -> None:
-        super().__init__(3, 4)
-        self.register_buffer("count", torch.zeros(2, dtype=torch.int64))
-
-    def _load_from_state_dict(self, state: Any, prefix: str, *rest: Any) -> None:
-        self.half()
-        super()._load_from_state_dict(state, prefix, *rest)
-
-
-def test_a_dtype_that_a_module_takes_while_it_is_loaded_stays() -> None:
-    source = {"weight": tensor(4, 3), "bias": tensor(4, seed=1), "count": torch.ones(2, dtype=torch.int64)}
-    expected = Halving()
-    expected.load_state_dict(source)
-    made = zerostart.load(source, Halving, engine="fsdp2", zero_stage=0, progress=False).state_dict()
-    for name, want in expected.state_dict().items():
-        assert made[name].dtype == want.dtype, name
-        assert torch.equal(made[name], want), name
-    asked = zerostart.load(
-        source, Halving, engine="fsdp2", zero_stage=0, dtype=torch.float32, progress=False
-    ).state_dict()
-    assert torch.equal(asked["weight"], source["weight"])
-
-
 # A mapping of tensors into a transformers model that the caller has built on meta.
 
 

@@ -1,6 +1,5 @@
 """Directories that training with other tools left, as sources: equal to what these tools read of them."""
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +12,6 @@ import torch.distributed as dist
 from tests.ranks import rank_outcomes, run_ranks
 from tests.trained import build, write_dcp, write_deepspeed
 from zerostart.checkpoint.source import open_catalog
-from zerostart.cli import main
 from zerostart.errors import CheckpointError
 
 
@@ -152,22 +150,3 @@ def test_no_code_in_a_training_checkpoint_is_run(tmp_path: Path, monkeypatch: py
     torch.save(value, states)
     open_catalog(out)
     assert not (tmp_path / "was_run").exists()
-
-
-@pytest.mark.slow
-def test_inspect_and_plan_take_a_training_checkpoint(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from zerostart import plan
-
-    out = str(tmp_path / "run")
-    run_ranks(write_deepspeed, 2, out, 3, True, False, False)
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as ended:
-        main(["inspect", out, "--json"])
-    assert not ended.value.code
-    document = json.loads(capsys.readouterr().out)
-    shapes = {entry["name"]: tuple(entry["shape"]) for entry in document["tensors"]}
-    assert shapes["model.embed_tokens.weight"] == (61, 24)
-    planned = plan(out, world_size=2, model=_meta, dtype=torch.float32)
-    assert sum(rank.read_bytes for rank in planned.ranks) >= document["checkpoint_bytes"]

@@ -147,27 +147,3 @@ def test_a_language_model_fills_no_cache() -> None:
     assert unlike(*made) == []
     past = model(input_ids=tokens, use_cache=True).past_key_values
     assert past.get_seq_length() == 0
-
-
-def test_a_model_whose_cache_counts_no_tokens_fills_none() -> None:
-    """Out of training mode, in which a load leaves it, it makes a cache of states alone."""
-    import transformers
-
-    config = transformers.MambaConfig(
-        vocab_size=11, hidden_size=8, state_size=4, num_hidden_layers=2, time_step_rank=2
-    )
-    model = transformers.MambaForCausalLM(config).eval()
-    tokens = torch.arange(10).view(2, 5)
-    made = []
-    for settings in ({"use_cache": False}, {}):
-        if not settings:
-            assert len(zerostart.checkpoint_blocks(model)) == 2
-        model.zero_grad()
-        loss = model(input_ids=tokens, labels=tokens, **settings).loss
-        loss.backward()
-        made.append([loss, *(p.grad for p in model.parameters())])
-    assert unlike(*made) == []
-    with torch.no_grad():
-        past = model(input_ids=tokens).cache_params
-    with pytest.raises(zerostart.errors.ConfigError, match="a cache that already has tokens"):
-        model(input_ids=tokens[:, :1], cache_params=past)

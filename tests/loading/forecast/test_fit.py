@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import zerostart
 from tests.tiny import TinyCheckpoints
-from zerostart.cli.memory_view import show_comparison, show_plan
+from zerostart.cli.memory_view import show_plan
 from zerostart.errors import ConfigError
 from zerostart.loading.forecast import PHASES
 
@@ -58,14 +58,6 @@ def test_a_machine_is_no_measure_of_a_job_that_it_cannot_run(checkpoints: TinyCh
     made = zerostart.plan(checkpoints("qwen3_moe"), world_size=9)
     assert made.fits == ()
     assert made.fit is None
-
-
-def test_a_printed_plan_is_a_summary(checkpoints: TinyCheckpoints) -> None:
-    made = zerostart.plan(checkpoints("qwen3_moe"), world_size=2)
-    text = str(made)
-    assert text.startswith(f"Plan for {made.engine} on 2 ranks: {made.parameters:,} parameters")
-    assert "it fits" in text
-    assert len(text.splitlines()) < 10
 
 
 def test_what_does_not_fit_is_told(checkpoints: TinyCheckpoints) -> None:
@@ -149,14 +141,3 @@ def test_the_command_line(checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
     assert "Does not fit" in tight.output
     assert command(*common, "--device-memory", "1KB", "--must-fit").exit_code == 1
     assert command(path, "--world-size", 2, "--device-memory", "much").exit_code == 2
-
-
-def test_forecast_and_measurement_side_by_side() -> None:
-    told = [{"read_bytes": 100, "peak_host_bytes": 2 * 10**9, "peak_device_bytes": 0, "read_seconds": 0.5}]
-    found = [{**told[0], "peak_host_bytes": 22 * 10**8, "seconds": {"read": 1.0}}]
-    console = Console(record=True, width=100, file=io.StringIO())
-    show_comparison(told, found, console)
-    lines = console.export_text().splitlines()
-    assert any("host peak" in line and "110.0%" in line for line in lines)
-    assert any("read, all ranks" in line and "100.0%" in line for line in lines)
-    assert not any("device peak" in line for line in lines)

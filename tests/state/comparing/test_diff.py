@@ -2,19 +2,15 @@
 
 import json
 import math
-import traceback
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 import zerostart
-from tests.ranks import run_ranks
 from tests.tiny import TinyCheckpoints
 from zerostart.cli import main
-from zerostart.state.comparing.diff import Difference
 
 Tensors = dict[str, torch.Tensor]
 
@@ -128,75 +124,3 @@ def test_training_states(checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
     assert {name.partition("/")[0] for name in found.equal} >= {"model"}
     assert list(zerostart.diff(source, b).differing) == ["model.embed_tokens.weight"]
     assert zerostart.diff(model, b).same
-
-
-Options = dict[str, Any]
-DEEPSPEED3: Options = {"engine": "deepspeed", "zero_stage": 3}
-DEEPSPEED2: Options = {"engine": "deepspeed", "zero_stage": 2}
-FSDP2: Options = {"engine": "fsdp2", "zero_stage": 3}
-LOADS: dict[str, Options] = {
-    "zero3": DEEPSPEED3,
-    "zero2": DEEPSPEED2,
-    "fsdp2": FSDP2,
-    "replicas": {**FSDP2, "engine_config": {"replicate": 2}},
-    "experts": {**FSDP2, "expert_parallel": 2},
-}
-CHANGED = "model.layers.1.self_attn.o_proj.weight"
-
-
-def compare_loads(kind: Path, edited: Path, plain: Path) -> dict[str, Difference | str]:
-    """Models with the file that they are of and another, in both orders, and with each other."""
-    models = {name: zerostart.load(kind, **options, progress=False) for name, options in LOADS.items()}
-    found: dict[str, Difference | str] = {}
-
-    def note(name: str, a: Any, b: Any) -> None:
-        try:
-            found[name] = zerostart.diff(a, b)
-        except Exception:
-            found[name] = traceback.format_exc()
-
-    for name, model in models.items():
-        note(f"with a file: {name}", model, kind)
-        note(f"with a file: edited, {name}", edited, model)
-        note(f"{name}, own names", model, plain)
-    note("zero3, fsdp2", models["zero3"], models["fsdp2"])
-    other = zerostart.load(edited, **FSDP2, progress=False)
-    note("replicas, edited", models["replicas"], other)
-    note("edited, zero2", other, models["zero2"])
-    try:
-        zerostart.diff(models["zero3"], kind / "nowhere")
-    except Exception as error:
-        found["nowhere"] = f"{type(error).__name__}: {error}"
-    return found
-
-
-def edit(tensors: Tensors) -> None:
-    if CHANGED in tensors:
-        tensors[CHANGED][2, 1] += 0.25
-        tensors[CHANGED][0, 3] -= 1.0
-
-
-@pytest.mark.slow
-def test_live_models(checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
-    kind = checkpoints("mixtral")
-    edited = checkpoints.edited(kind, "mixtral-differing", edit)
-    from transformers import AutoModelForCausalLM
-
-    state = AutoModelForCausalLM.from_pretrained(kind).state_dict()
-    plain = made(tmp_path / "plain", {name: t.clone() for name, t in state.items()})
-    outcomes = run_ranks(compare_loads, 2, kind, edited, plain)
-    assert outcomes[0] == outcomes[1]
-    found = outcomes[0]
-    assert found.pop("nowhere").startswith("CheckpointNotFoundError: ")
-    stored = {n for file in kind.glob("*.safetensors") for n in load_file(file)}
-    for name, one in found.items():
-        assert isinstance(one, Difference), one
-        assert one.only_a == one.only_b == (), name
-        expected = stored if name.startswith("with a file") else set(state)
-        if "edited" in name:
-            assert set(one.equal) == expected - {CHANGED}, name
-            assert one.differing[CHANGED].elements == 2
-            assert one.differing[CHANGED].largest == pytest.approx(1.0, abs=1e-6)
-        else:
-            assert one.same, (name, str(one))
-            assert set(one.equal) == expected, name

@@ -1,7 +1,6 @@
 """Saving while training goes on: a checkpoint is of the moment of the call, and no error is lost."""
 
 import os
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import zerostart
 from tests.parity import checkpoint
 from tests.ranks import run_ranks
 from tests.state.resuming.trainings import Case, Run, train
-from zerostart.state.resuming import background
 from zerostart.state.resuming import save_state as checkpointing
 
 FIRST, MORE = 2, 3
@@ -74,7 +72,6 @@ def failing(path: Path, folder: Path) -> None:
     second.wait()
     assert second.done()
     assert 0 < second.seconds["blocked"] < second.seconds["written"]
-    without_a_thread(run, folder)
 
 
 @pytest.mark.slow
@@ -82,21 +79,3 @@ def test_an_error_is_told_by_wait_or_by_the_next_save(tmp_path: Path) -> None:
     states = tmp_path / "states"
     states.mkdir()
     run_ranks(failing, 2, checkpoint("qwen3", tmp_path), states)
-
-
-def without_a_thread(run: Run, folder: Path) -> None:
-    """One rank cannot start any: all hear of it at once, and neither a step nor the next save waits."""
-    start = threading.Thread.start
-
-    def none(self: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    if dist.get_rank() == 1:
-        threading.Thread.start = none  # type: ignore[method-assign]
-    try:
-        with pytest.raises(zerostart.errors.WriteError, match=r"rank 1: .*can't start new thread.*wait=True"):
-            zerostart.save_state(folder / "threadless", *run.state, wait=False)
-    finally:
-        threading.Thread.start = start  # type: ignore[method-assign]
-    assert background._last == []
-    assert not (folder / "threadless").exists()

@@ -6,12 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import zerostart
 from tests.ranks import run_ranks
-from zerostart.errors import WriteError
 
 
 class Odd(nn.Module):
@@ -93,28 +91,3 @@ def test_unusual_tensors_go_from_stage_to_stage(tmp_path: Path) -> None:
     wanted = digests(tmp_path / "3")
     assert {"scale", "nothing", "optimizer/exp_avg/scale", "optimizer/exp_avg/unused"} <= wanted.keys()
     assert digests(tmp_path / "2") == digests(tmp_path / "again") == wanted
-
-
-def own_calls(folder: Path, stage: int) -> tuple[Any, Any]:
-    """DeepSpeed's calls: what each rank's client state comes back as, and of the first save's."""
-    zerostart.enable()
-    rank, engine = dist.get_rank(), engine_at(stage)
-    engine.save_checkpoint(str(folder), "one", {"step": 1, "rank": rank})
-    named = (folder / "latest").read_text()
-    if rank == 0:  # so that nothing can be written there
-        (folder / ".latest.part").mkdir()
-    dist.barrier()
-    with pytest.raises(WriteError, match="two is saved, and not named as the last"):
-        engine.save_checkpoint(str(folder), "two", {"step": 2})
-    assert named == (folder / "latest").read_text() == "one"
-    assert zerostart.load_state(folder, engine) == zerostart.load_state(folder / "one", engine)
-    found = [engine.load_checkpoint(str(folder), tag=tag)[1] for tag in (None, "two")]
-    engine.destroy()
-    return found[0], found[1]
-
-
-@pytest.mark.slow
-def test_what_a_script_keeps_with_deepspeeds_checkpoints(tmp_path: Path) -> None:
-    assert run_ranks(own_calls, 2, tmp_path / "3", 3) == [
-        ({"step": 1, "rank": r}, {"step": 2}) for r in (0, 1)
-    ]

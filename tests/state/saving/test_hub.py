@@ -9,7 +9,6 @@ import torch
 from huggingface_hub import CommitOperationAdd, ModelCard
 
 import zerostart
-from tests.cli.running import running
 from tests.tiny import TinyCheckpoints
 from zerostart.errors import WriteError
 
@@ -64,23 +63,6 @@ def test_a_model_goes_up_with_a_card(
     zerostart.save(model, out, push_to_hub="me/mine")
     with committed["README.md"].as_file() as sent:
         assert sent.read() == b"my own"
-
-
-def test_export_pushes_and_names_no_path_of_this_machine(
-    committed: dict[str, CommitOperationAdd],
-    checkpoints: TinyCheckpoints,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    code, out, _ = running("export")(
-        capsys, str(checkpoints("qwen3")), str(tmp_path / "out"), "--push-to-hub", "me/mine"
-    )
-    assert (code, out.splitlines()[-1]) == (0, "pushed to https://huggingface.co/me/mine")
-    written = {path.relative_to(tmp_path / "out").as_posix() for path in (tmp_path / "out").rglob("*.*")}
-    assert committed.keys() == written
-    text = (tmp_path / "out" / "README.md").read_text()
-    assert f"`{Path(checkpoints('qwen3')).name}`" in text
-    assert str(tmp_path.parent) not in text
 
 
 def test_what_the_hub_refuses_is_saved_all_the_same(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
