@@ -44,17 +44,6 @@ def pages() -> list[str]:
     return sorted(str(page.relative_to(REPOSITORY)) for page in found if TRANSLATED not in page.parents)
 
 
-def translations() -> list[tuple[str, str]]:
-    """Each translated page, and the page that it is a translation of."""
-    return [
-        (
-            str(page.relative_to(REPOSITORY)),
-            str((DOCS / page.relative_to(TRANSLATED)).relative_to(REPOSITORY)),
-        )
-        for page in sorted(TRANSLATED.rglob("*.md"))
-    ]
-
-
 def blocks_of(page: str) -> Iterator[Block]:
     """The blocks of a page, in their order. Raises AssertionError for a fence that is never closed."""
     lines = (REPOSITORY / page).read_text(encoding="utf-8").splitlines()

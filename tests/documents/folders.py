@@ -7,7 +7,6 @@ from pathlib import Path
 import torch
 
 from tests.tiny import TinyCheckpoints
-from zerostart.models.synth import synthesise
 
 
 def make_folders(root: Path, models: Mapping[str, str], checkpoints: TinyCheckpoints) -> None:
@@ -15,7 +14,6 @@ def make_folders(root: Path, models: Mapping[str, str], checkpoints: TinyCheckpo
 
     a tiny checkpoint by its name in ``tests/tiny.py`` (``text:NAME`` with a tokenizer of characters);
     ``pipeline:FAMILY``, a diffusers pipeline of ``tests/integrations/pipelines/tiny_pipelines.py``;
-    ``sparse:CONFIG``, a checkpoint of full size without data, of a configuration beside this file;
     ``releases:FAMILY``, a folder with such a pipeline and an original release's file; or ``pictures:ROWS``,
     photographs and a table.
     """
@@ -27,8 +25,6 @@ def make_folders(root: Path, models: Mapping[str, str], checkpoints: TinyCheckpo
             _pipeline(key, path)
         elif what == "releases":
             _releases(key, path)
-        elif what == "sparse":
-            synthesise(Path(__file__).with_name(f"{key}.json"), path, sparse=True)
         elif what == "pictures":
             _pictures(path, int(key))
         else:

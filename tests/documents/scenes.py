@@ -19,11 +19,6 @@ Names = dict[str, Any]
 CHANGED: Mapping[str, str] = {
     # One process group runs a whole scene.
     "dist.init_process_group()": "dist.is_initialized() or dist.init_process_group()",
-    # A picture of 16 by 16, in two steps.
-    'pipe("a cat sees the sea")': (
-        'pipe("a cat sees the sea", height=16, width=16, num_frames=5, num_inference_steps=2, '
-        "max_sequence_length=12)"
-    ),
     # A name of this run's own.
     '"my-run"': '"my-run-" + str(__import__("os").getppid())',
     '"file:///shared/': '"file://" + __import__("os").getcwd() + "/',
@@ -92,22 +87,6 @@ def _accumulated() -> Names:
     return {**_common(), "model": model, "batches": [{"input_ids": tokens, "labels": tokens}] * 2}
 
 
-def _followed() -> Names:
-    """A model that is trained, and one on another engine that follows it."""
-    return {**_common(), "student": _loaded(), "teacher": _loaded("deepspeed")}
-
-
-def _served() -> Names:
-    """A model that is trained, and an engine in each rank that takes all of it."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    from zerostart import serving
-
-    engine: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained("path/or/hub-id"))
-    engine.load_weights = lambda weights: engine.load_state_dict(dict(weights), strict=False)
-    return {**_common(), "serving": serving, "model": _loaded(), "engine": engine}
-
-
 def _edited() -> Names:
     return {**_common(), "model": _loaded(path="path/mixture")}
 
@@ -147,36 +126,6 @@ def _started() -> Names:
     }
 
 
-def _shared_sequences() -> Names:
-    """A configuration for shared sequences, and the path of a model whose heads two ranks can share."""
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "zero_optimization": {"stage": 3},
-        "sequence_parallel_size": 2,
-    }
-    return {**_common(), "path": "path/or/hub-id", "config": config}
-
-
-def _video() -> Names:
-    torch.manual_seed(0)
-    return {**_common(), "video": torch.randn(1, 3, 1, 16, 16, device="cpu")}
-
-
-def _blocks() -> Names:
-    def block(hidden: torch.Tensor, temb: torch.Tensor, rotary: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        return hidden * temb + rotary[0] - rotary[1]
-
-    ones = torch.ones(3, device="cpu")
-    return {
-        **_common(),
-        "block": block,
-        "hidden": ones.clone().requires_grad_(),
-        "temb": ones,
-        "cos": ones,
-        "sin": ones,
-    }
-
-
 def _stored() -> Names:
     """Files of other layouts than the modules of the page."""
     import torch.distributed as dist
@@ -199,50 +148,6 @@ def _stored() -> Names:
         torch.save({"c_attn.weight": shaped(16, 48), "c_attn.bias": shaped(48)}, "fused.pt")
     dist.barrier()
     return {}
-
-
-def _migrating() -> Names:
-    """A checkpoint of transformers' Llama, and the same weights as torchtitan saves them."""
-    import torch.distributed as dist
-    import torch.distributed.checkpoint as dcp
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    if not Path("path/llama").exists():
-        size = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "vocab_size": 32}
-        heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-        config = LlamaConfig(**size, **heads, tie_word_embeddings=False)
-        torch.manual_seed(0)  # each rank writes a part
-        model = LlamaForCausalLM(config)
-        names = {
-            **{"model.embed_tokens": "tok_embeddings", "lm_head": "output", "model.layers": "layers"},
-            **{"model.norm": "norm", "input_layernorm": "attention_norm", "self_attn": "attention"},
-            **{"post_attention_layernorm": "ffn_norm", "mlp": "feed_forward", "gate_proj": "w1"},
-            **{
-                "down_proj": "w2",
-                "up_proj": "w3",
-                "q_proj": "wq",
-                "k_proj": "wk",
-                "v_proj": "wv",
-                "o_proj": "wo",
-            },
-        }
-        state: Names = {}
-        for name, tensor in model.state_dict().items():
-            moved = name
-            for ours, theirs in names.items():
-                moved = moved.replace(ours, theirs)
-            if moved.endswith(("wq.weight", "wk.weight")):
-                count = 4 if "wq" in moved else 2
-                tensor = tensor.view(count, 2, -1, 16).transpose(1, 2).reshape(tensor.shape)
-            state[moved] = tensor.contiguous()
-        state["optimizer"] = {"state": {"norm.weight": {"exp_avg": torch.ones(16, device="cpu")}}}
-        state["train_state"] = {"step": torch.tensor(1000, device="cpu")}
-        dist.barrier()
-        dcp.save(state, checkpoint_id="outputs/checkpoint/step-1000")
-        if dist.get_rank() == 0:
-            model.save_pretrained("path/llama")
-        dist.barrier()
-    return _common()
 
 
 def _trainer() -> Names:
@@ -269,13 +174,7 @@ SCENES = (
     Scene("docs/adoption.md", "TrainingArguments(", {"path/or/hub-id": "qwen3"}, _trainer),
     Scene("docs/adoption.md", "", {"path/mixture": "qwen3_moe_aligned"}, _edited, slow=False),
     Scene("docs/converters.md", given=_stored, slow=False),
-    Scene("docs/diffusion.md", "", {"path/Qwen-Image": "pipeline:qwen_image"}, _video),
     Scene("docs/flow-matching.md", given=_common, slow=False),
-    Scene("docs/refit.md", "student", {"path/or/hub-id": "qwen3"}, _followed),
-    Scene("docs/refit.md", "", {"path/or/hub-id": "qwen3"}, _served),
-    Scene("docs/parallelism.md", "", {"path/or/hub-id": "qwen3_even"}, _shared_sequences),
-    Scene("docs/migrating.md", "", {"path/or/hub-id": "qwen3"}, _migrating),
-    Scene("docs/pipelines.md", "", {"path/Wan2.1-T2V-14B-Diffusers": "pipeline:wan"}, _blocks),
     Scene("docs/placements.md", "nvme", {"path/or/hub-id": "qwen3_wide"}, _common),
     Scene("docs/placements.md", "", MODEL, _common, slow=False),
     Scene("docs/preemption.md", "", {"path/or/hub-id": "qwen3"}, _trained, slow=False),

@@ -24,31 +24,7 @@ from zerostart.training.config.configuration import TrainConfig
 SECONDS = 420
 COMMANDS = typer.main.get_command(application())
 SHELL = [block for page in pages() for block in blocks_of(page) if block.language == "sh"]
-#: What else a page may have; text is not run, and says what is seen.
-LANGUAGES = {"python", "sh", "yaml", "json", "text", "mermaid", "diff"}
-_TESTS = re.compile(r"tests/[\w/.]*\w")
 _QUOTED = re.compile(r"(?<!`)`(zerostart [a-z]+(?:\s[^`]*)?)`")
-
-
-def test_every_block_says_what_it_is() -> None:
-    """So that none is left out here by mistake."""
-    found = [block for page in pages() for block in blocks_of(page)]
-    unknown = [b.place for b in found if b.language not in LANGUAGES and not b.language.startswith("{")]
-    assert unknown == [], f"a fenced block is one of {sorted(LANGUAGES)}"
-
-
-def test_what_is_not_run_is_few_and_said(capsys: pytest.CaptureFixture[str]) -> None:
-    left = [block for page in pages() for block in blocks_of(page) if block.not_run is not None]
-    with capsys.disabled():
-        for block in left:
-            print(f"\nnot run: {block.place}: {block.not_run}", end="")
-    # What a test elsewhere runs is only named here; it has to be there.
-    named = {block.place: _TESTS.findall(block.not_run or "") for block in left}
-    missing = [
-        (place, path) for place, paths in named.items() for path in paths if not (REPOSITORY / path).exists()
-    ]
-    assert missing == []
-    assert len([place for place, paths in named.items() if not paths]) <= 12
 
 
 def test_every_command_has_a_session() -> None:

@@ -36,14 +36,6 @@ SCENARIOS = [
 ]
 
 
-def test_every_block_has_a_scene_and_every_scene_a_block() -> None:
-    lost = [block.place for block in PYTHON if scene_of(block.page, block.text) is None]
-    assert lost == [], "add a scene to tests/documents/scenes.py, or a reason: <!-- not run: ... -->"
-    used = [scene_of(block.page, block.text) for block in PYTHON]
-    there = pages()
-    assert [scene.id for scene in SCENES if scene.page in there and scene not in used] == []
-
-
 @pytest.mark.parametrize("scene", [s for s in SCENARIOS if s.values[0].slow])
 def test_blocks_that_take_their_time_run(scene: Scene, checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
     make_folders(tmp_path, scene.models, checkpoints)

@@ -1,8 +1,6 @@
 """Files that documents and docstrings name are there."""
 
-import importlib.util
 import re
-import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +18,6 @@ THEIRS = (
 )
 _QUOTED = re.compile(r"`([^`\n]+)`")
 _PATH = re.compile(r"(?<![\w./<{*-])[A-Za-z_][\w-]*(?:/[\w.-]+)*\.(?:py|md|yaml)(?![\w/])")
-_FUNCTION = re.compile(r"`((?:\w+/)+\w+\.py)::(\w+)`")
 _LINK = re.compile(r"\]\(([\w./-]+\.md)(?:#[\w-]+)?\)")
 
 
@@ -50,45 +47,6 @@ def test_files_that_are_named_are_there() -> None:
                 if "/" in name and name.partition("/")[0] not in THEIRS and not is_there(name, path)
             ]
     assert found == []
-
-
-def test_functions_that_are_named_are_there() -> None:
-    """As ``folder/file.py::name``, tests and others."""
-    lost, named = [], 0
-    for path, text in texts():
-        for file, name in _FUNCTION.findall(text):
-            named += 1
-            found = [base / file for base in (path.parent, *BASES) if (base / file).is_file()]
-            if not any(re.search(rf"^(def|class) {name}\b", one.read_text("utf-8"), re.M) for one in found):
-                lost.append(f"{path.relative_to(REPOSITORY)}: {file}::{name}")
-    assert lost == []
-    assert named > 20  # and are told apart from other words
-
-
-def test_targets_that_are_named_are_in_the_makefile() -> None:
-    """In CONTRIBUTING, README and what GitHub runs and asks."""
-    targets = set(re.findall(r"^([\w-]+):", (REPOSITORY / "Makefile").read_text("utf-8"), re.M))
-    hidden = REPOSITORY / ".github"
-    places = [
-        REPOSITORY / "CONTRIBUTING.md",
-        REPOSITORY / "README.md",
-        *hidden.rglob("*.yml"),
-        *hidden.glob("*.md"),
-    ]
-    named = {
-        (path.name, target)
-        for path in places
-        for target in re.findall(r"(?:`|run: |^)make ([a-z][\w-]*)", path.read_text("utf-8"), re.M)
-    }
-    assert {target for _, target in named} >= {"install", "check", "test", "conformance", "next", "gpu-check"}
-    assert sorted(one for one in named if one[1] not in targets) == []
-
-
-def test_one_version() -> None:
-    """A release sets it in three places (CONTRIBUTING.md)."""
-    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text("utf-8"))["project"]
-    cited = re.findall(r"^version: (.+)$", (REPOSITORY / "CITATION.cff").read_text("utf-8"), re.M)
-    assert [project["version"], *cited] == [zerostart.__version__] * 2
 
 
 def test_links_of_the_readme_work_where_it_is_read_apart_from_the_repository() -> None:
@@ -132,13 +90,3 @@ def headings(page: Path) -> set[str]:
     text = re.sub(r"^```.*?^```", "", page.read_text("utf-8"), flags=re.M | re.S)
     found = (re.sub(r"[^\w\- ]", "", line.lower()) for line in re.findall(r"^#+ (.+)$", text, re.M))
     return {line.strip().replace(" ", "-") for line in found}
-
-
-def test_charts_are_those_of_the_committed_results() -> None:
-    spec = importlib.util.spec_from_file_location("charts", REPOSITORY / "docs" / "_site" / "charts.py")
-    assert spec is not None
-    assert spec.loader is not None
-    charts = importlib.util.module_from_spec(spec)
-    sys.modules["charts"] = charts
-    spec.loader.exec_module(charts)
-    assert charts.COMMITTED["load"].read_text("utf-8") == charts.picture(charts.load_chart())

@@ -1,14 +1,15 @@
-"""Pages of the reference that are made from what they tell of: commands, configuration keys, figures."""
+"""Parts of pages that are made while the site is built, and links that lead out of this folder."""
 
 from __future__ import annotations
 
+import inspect
 import re
+import tomllib
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-import charts
 import typer
 import typer.main
 from pydantic import BaseModel
@@ -20,42 +21,29 @@ from zerostart.training.config.configuration import TrainConfig
 from zerostart.training.config.sections import TaskConfig
 from zerostart.training.loop.task import known_tasks, task_class
 
-__all__ = ["markdown"]
+DOCS = Path(__file__).parents[1]
+PROJECT = tomllib.loads((DOCS.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+REPOSITORY: str = PROJECT["urls"]["Repository"]
 
 _HEADS = ("key", "values", "default", "meaning")
-REPOSITORY = Path(__file__).parents[2]
-RESULTS = REPOSITORY / "benchmarks" / "results"
-#: What a table says that was measured beside other work.
-_BUSY = re.compile(r"\bbusy\b|load average|other work|other programs")
+_GENERATED = re.compile(r"^<!-- generated: (commands|configuration) -->$", re.MULTILINE)
+_LINK = re.compile(r"\]\((\.\./[\w./-]+)((?:#[\w-]+)?\))")
 
 
-def markdown(name: str) -> str:
-    """The text that stands where a page says ``<!-- generated: NAME -->``."""
-    makers: dict[str, Callable[[], Iterator[str]]] = {
-        "changelog": _changelog,
-        "commands": _commands,
-        "configuration": _configuration,
-        "charts-front": _charts("load"),
-        "charts-load": _charts("load", "memory", "cold"),
-        "charts-start": _charts("initialize"),
-        "charts-save": _charts("save", "state"),
-        "charts-forecast": _charts("forecast"),
-        "results-in-short": _in_short,
-        "results-quiet": _results(busy=False),
-        "results-busy": _results(busy=True),
-    }
-    return "\n".join(makers[name]()) + "\n"
+def prepare(_app: object, page: str, source: list[str]) -> None:
+    """Change the text of ``page`` in place, as Sphinx's event ``source-read`` has it."""
+    makers = {"commands": _commands, "configuration": _configuration}
+    text = _GENERATED.sub(lambda found: "\n".join(makers[found[1]]()), source[0])
+    source[0] = _LINK.sub(lambda found: _link(found, page), text)
 
 
-def anchor(results: str) -> str:
-    """The name under which a page links to the results of a benchmark, by the name of their file."""
-    return f"results-{results.replace('_', '-')}"
-
-
-def _changelog() -> Iterator[str]:
-    text = (REPOSITORY / "CHANGELOG.md").read_text(encoding="utf-8")
-    text = re.sub(r"^# .+\n", "", text)
-    yield re.sub(r"^## \[(.+?)\]", r"## \1", text, flags=re.MULTILINE)
+def _link(found: re.Match[str], page: str) -> str:
+    """Lead a link to a file outside of this folder into the repository."""
+    target = ((DOCS / page).parent / found[1]).resolve()
+    if target.is_relative_to(DOCS) or not target.exists():
+        return found[0]
+    kind = "tree" if target.is_dir() else "blob"
+    return f"]({REPOSITORY}/{kind}/main/{target.relative_to(DOCS.parent)}{found[2]}"
 
 
 def _commands() -> Iterator[str]:
@@ -157,63 +145,7 @@ def _spoken(kind: Any) -> str:
     return names.get(kind, "any value" if kind is Any else getattr(kind, "__name__", str(kind)))
 
 
-def _charts(*names: str) -> Callable[[], Iterator[str]]:
-    """Charts one below the other."""
-
-    def lines() -> Iterator[str]:
-        for name in names:
-            yield from ("```{raw} html", charts.figure(name), "```", "")
-
-    return lines
-
-
-def _in_short() -> Iterator[str]:
-    """The table of ``benchmarks/README.md``, whose names lead to the tables of this page."""
-    for row in _listed():
-        names, bar, rest = row[1:].partition("|")
-        yield "|" + re.sub(r"`(\w+)`", _to_results, names) + bar + rest
-    yield ""
-
-
-def _listed() -> list[str]:
-    """The rows of that table, its head among them."""
-    text = (REPOSITORY / "benchmarks" / "README.md").read_text(encoding="utf-8")
-    return text.partition("## What is in results\n")[2].strip().partition("\n\n")[0].splitlines()
-
-
-def _subjects() -> dict[str, str]:
-    """What each file of results is about, by that table."""
-    cells = [row.split("|")[1:3] for row in _listed()]
-    return {name: told.strip() for names, told in cells for name in re.findall(r"`(\w+)`", names)}
-
-
-def _to_results(found: re.Match[str]) -> str:
-    there = (RESULTS / f"{found[1]}.md").is_file()
-    return f"[{found[1]}](#{anchor(found[1])})" if there else found[0]
-
-
-def _results(busy: bool) -> Callable[[], Iterator[str]]:
-    """Every table of results, of a quiet machine or of one that was busy, as the table says."""
-
-    def lines() -> Iterator[str]:
-        subjects = _subjects()
-        for file in sorted(RESULTS.glob("*.md")):
-            text = file.read_text(encoding="utf-8").strip()
-            if bool(_BUSY.search(text)) != busy:
-                continue
-            title = re.match(r"# (.+)\n", text)
-            text = text.removeprefix(title[0]) if title else text
-            told = title[1] if title else subjects.get(file.stem, "")
-            heading = f"{told[:1].upper()}{told[1:]} ({file.stem})" if told else file.stem
-            yield from (f"({anchor(file.stem)})=", f"### {heading}", "")
-            yield from (re.sub(r"^##+ ", "#### ", text.strip(), flags=re.MULTILINE), "")
-
-    return lines
-
-
 def _docstring(owner: type) -> str:
-    import inspect
-
     return _prose(inspect.getdoc(owner) or "")
 
 
