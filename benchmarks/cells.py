@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import json
 import mmap
@@ -14,11 +13,11 @@ import sysconfig
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["CONFIG", "PEERS", "ROOT", "Samples", "busy_cores", "evict", "made_checkpoint", "run_cell", "warm"]
+__all__ = ["CONFIG", "PEERS", "ROOT", "Samples", "evict", "made_checkpoint", "run_cell", "warm"]
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = ROOT / "benchmarks" / "configs" / "qwen3_moe_3.4gb.json"
@@ -81,19 +80,6 @@ def _resident(descriptor: int, size: int) -> bytes:
         raise OSError(ctypes.get_errno(), "mincore")
     libc.munmap(ctypes.c_void_p(address), ctypes.c_size_t(size))
     return bytes(page & 1 for page in pages)
-
-
-@contextlib.contextmanager
-def busy_cores() -> Iterator[None]:
-    """A process that computes without end for each core."""
-    loop = [sys.executable, "-c", "while True: sum(range(10**6))"]
-    processes = [subprocess.Popen(loop) for _ in range(os.cpu_count() or 1)]
-    try:
-        yield
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
 
 
 def run_cell(

@@ -30,7 +30,6 @@ SIDES = ("before", "after")
 #: What both checkouts have, by benchmark.
 CELLS = {
     "load": ["zerostart-deepspeed", "zerostart-fsdp2"],
-    "init": ["zerostart", "zerostart-exchange"],
     "save": ["zerostart-deepspeed", "zerostart-fsdp2"],
     "state": ["save_state-deepspeed", "save_state-fsdp2", "load_state-deepspeed", "load_state-fsdp2"],
     "forecast": ["z3-bf16-2", "z2-bf16-2", "fsdp2-bf16-2", "fsdp2-masters-2"],
@@ -95,18 +94,6 @@ def load_figures(made: dict[str, Any]) -> Iterator[tuple[str, float]]:
         yield f"{arm}, all but the read, of the read", (slowest["seconds"] - read) / read
 
 
-def init_command(cells: list[str]) -> list[str]:
-    return ["--repeats", "1", "--checkpoint", str(made_checkpoint(4)), "--arms", *cells, "--out"]
-
-
-def init_figures(made: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    """Seconds until the masters and in all, and the peak until then of the bytes of the model."""
-    for arm, figures in made["summary"].items():
-        yield f"{arm}, to masters s", figures["to_masters"]
-        yield f"{arm}, s", figures["seconds"]
-        yield f"{arm}, peak before masters, x model", figures["peak_masters_of_model"]
-
-
 def save_figures(made: dict[str, Any]) -> Iterator[tuple[str, float]]:
     """Seconds of the slowest rank, and the anonymous memory that the save added to a rank, in MiB."""
     for arm, (ranks,) in made["cells"].items():
@@ -138,7 +125,6 @@ def forecast_figures(made: dict[str, Any]) -> Iterator[tuple[str, float]]:
 
 BENCHMARKS: dict[str, tuple[Callable[[list[str]], list[str]], Figures]] = {
     "load": (load_command, load_figures),
-    "init": (init_command, init_figures),
     "forecast": (forecast_command, forecast_figures),
     "save": (load_command, save_figures),
     "state": (state_command, state_figures),
