@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from safetensors import SafetensorError, deserialize
 from safetensors.torch import save as safetensors_bytes
 from torch.distributed.checkpoint import CheckpointException
@@ -32,7 +31,6 @@ from zerostart.checkpoint.catalog import DTYPE_BITS, TORCH_NAMES, Catalog, Tenso
 from zerostart.checkpoint.formats.training import training_states
 from zerostart.checkpoint.source import open_catalog
 from zerostart.errors import ZerostartError
-from zerostart.training.config.parsing import parsed_yaml
 
 Files = dict[str, bytes]
 #: Bytes of the elements of each tensor, by its name.
@@ -100,15 +98,6 @@ def state() -> Files:
         "files": {"model/model.safetensors": {}},
     }
     return {"state.json": json.dumps(document).encode(), **{f"model/{k}": v for k, v in one_file().items()}}
-
-
-def adapter() -> Files:
-    tensors = {f"base_model.model.q.lora_{side}.weight": torch.ones(2, 4) for side in "AB"}
-    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q"]}
-    return {
-        "adapter_model.safetensors": safetensors_bytes(tensors),
-        "adapter_config.json": json.dumps(config).encode(),
-    }
 
 
 def zero(stage: int, ranks: int = 2) -> Files:
@@ -190,18 +179,6 @@ def dcp() -> Files:
     return {**files, ".metadata": pickle.dumps(Metadata(described, routes, places))}
 
 
-def config() -> Files:
-    text = """
-model: &m {source: some/where, dtype: bfloat16, layers: [1, 2, {a: b}]}
-data: {path: x.jsonl, columns: [a, b], more: *m}
-train: {steps: 10, lr: 1e-5, betas: [0.9, 0.95], when: 2026-01-01, on: true}
-lora:
-  <<: *m
-  rank: 8
-"""
-    return {"config.yaml": text.encode()}
-
-
 FORMATS: dict[str, Callable[[], Files]] = {
     "safetensors": one_file,
     "index": sharded,
@@ -213,8 +190,6 @@ FORMATS: dict[str, Callable[[], Files]] = {
     "ZeRO-3": lambda: zero(3),
     "universal": universal,
     "state": state,
-    "adapter": adapter,
-    "YAML": config,
 }
 
 
@@ -229,49 +204,18 @@ def write(files: Files, root: Path) -> Path:
 
 # -- damage -----------------------------------------------------------------------------------------------
 
-WEIRD: tuple[Any, ...] = (
-    *(
-        -1,
-        0,
-        1,
-        2,
-        3,
-        5,
-        2**31,
-        2**63,
-        2**70,
-        -(2**40),
-        1.5,
-        float("nan"),
-        True,
-        None,
-        "",
-        "w",
-        "../x",
-        "a\0b",
-    ),
-    *("\x1b[2J", [], [1], {}, {"w": 1}, (), (3, 4), (4, 3), (-1,), (2**40, 2**40), torch.Size([2]), b"\0"),
-    *(torch.zeros(0), torch.zeros(2), torch.zeros(8)[::2], torch.zeros(1).expand(8), torch.zeros(3, 4).t()),
-    *(torch.ones(8, dtype=torch.int8), torch.tensor(1.0), torch.bfloat16),
-)
-TOKENS = (
-    *(
-        b"-1",
-        b"0",
-        b"99999999999999999999",
-        b"1e9",
-        b"null",
-        b"true",
-        b"[]",
-        b"{}",
-        b'""',
-        b"[[",
-        b"*m",
-        b"&m",
-    ),
-    *(b"<<: *m", b"\n", b": ", b"..", b"/", b"\0", b"\x1b", b"\\u0000", b"\\ud800", b'"shape":[1]', b"\xff"),
-)
-_TEXTS = (".json", ".yaml", "latest", "latest_universal")
+_NUMBERS = (-1, 0, 1, 2, 3, 5, 2**31, 2**63, 2**70, -(2**40), 1.5, float("nan"), True)
+_TEXTS = ("", "w", "../x", "a\0b", "\x1b[2J", b"\0")
+_SHAPES = (None, [], [1], {}, {"w": 1}, (), (3, 4), (4, 3), (-1,), (2**40, 2**40), torch.Size([2]))
+_TENSORS = (torch.zeros(0), torch.zeros(2), torch.zeros(8)[::2], torch.zeros(1).expand(8))
+WEIRD: tuple[Any, ...] = (*_NUMBERS, *_TEXTS, *_SHAPES, *_TENSORS, torch.tensor(1.0), torch.bfloat16)
+TOKENS = [
+    token.encode()
+    for token in (
+        *["-1", "0", "99999999999999999999", "1e9", "null", "true", "[]", "{}", "[[", "..", "/"],
+        *('""', "\n", ": ", "\0", "\x1b", "\\u0000", "\\ud800", '"shape":[1]'),
+    )
+]
 
 
 def damaged(files: Files, rng: random.Random) -> Files:
@@ -429,23 +373,9 @@ def _state(root: Path) -> Values:
     return values_of(open_catalog(root))
 
 
-def _adapter(root: Path) -> Values:
-    from zerostart.training.adapt.lora_files import _read
-
-    _read(root / "adapter_model.safetensors", "it")
-    return values_of(open_catalog(root / "adapter_model.safetensors"))
-
-
-def _yaml(root: Path) -> Any:
-    text = (root / "config.yaml").read_bytes().decode("utf-8", "replace")
-    return parsed_yaml(text, "config.yaml")
-
-
 OWN: dict[str, Callable[[Path], Any]] = {
     **dict.fromkeys(FORMATS, _catalog),
     "state": _state,
-    "adapter": _adapter,
-    "YAML": _yaml,
 }
 
 
@@ -534,17 +464,9 @@ def _by_folders(root: Path) -> Values:
         }
 
 
-def _by_yaml(root: Path) -> Any:
-    try:
-        return yaml.safe_load((root / "config.yaml").read_bytes().decode("utf-8", "replace"))
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise AssertionError(f"PyYAML refuses what was taken: {error}") from error
-
-
 ORACLES: dict[str, Callable[[Path], Any]] = {
     "safetensors": _by_safetensors("model.safetensors"),
     "state": _by_safetensors("model/model.safetensors"),
-    "adapter": _by_safetensors("adapter_model.safetensors"),
     "index": _by_index,
     "torch zip": _by_torch,
     "legacy pickle": _by_torch,
@@ -553,5 +475,4 @@ ORACLES: dict[str, Callable[[Path], Any]] = {
     "ZeRO-2": _by_deepspeed,
     "ZeRO-3": _by_deepspeed,
     "universal": _by_folders,
-    "YAML": _by_yaml,
 }

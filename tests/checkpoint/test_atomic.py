@@ -4,11 +4,8 @@ import errno
 import json
 import os
 import shutil
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,9 +14,6 @@ import zerostart
 from tests.checkpoint.shared_directory import ENTRIES, KINDS, SHARDS, SINGLE, described, save_model, value_of
 from tests.ranks import rank_outcomes
 from tests.syscalls import FAILURES, Calls
-from zerostart.checkpoint.catalog import Catalog
-from zerostart.checkpoint.formats import weights
-from zerostart.checkpoint.source import open_catalog
 from zerostart.checkpoint.verifying import verify
 from zerostart.checkpoint.write import staging as publishing_of_checkpoints
 from zerostart.checkpoint.write.staging import RenamePlan, finish_switched
@@ -148,50 +142,6 @@ def test_a_configuration_that_comes_after_the_weights_were_opened(tmp_path: Path
         zerostart.load(tmp_path, model, engine="fsdp2", progress=False)
 
 
-@pytest.mark.parametrize("error", [FileNotFoundError, PermissionError, NotADirectoryError])
-def test_a_reader_beside_a_save_that_ends_or_is_somebody_elses(
-    error: type[OSError], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    KINDS["model"](tmp_path, 1.0, SINGLE)
-    (tmp_path / ".zerostart").mkdir()
-
-    def gone(self: Path) -> None:
-        raise error(str(self))
-
-    monkeypatch.setattr(Path, "iterdir", gone)
-    assert open_catalog(tmp_path / "model.safetensors").weights
-    assert verify(tmp_path).tensors
-
-
-@pytest.mark.usefixtures("_without_disk")
-@pytest.mark.parametrize("named", ["the directory", "the file"])
-def test_a_save_that_switches_while_a_reader_opens_what_is_there(
-    named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The reader has new weights then, and reads the configuration next: it waits for that of the save."""
-    path, switched = tmp_path / "saved", threading.Event()
-    KINDS["model"](path, 1.0, SINGLE)
-    finish, catalog = publishing_of_checkpoints._finish, weights.catalog_of
-
-    def later(*given: Any) -> None:
-        switched.set()
-        time.sleep(0.3)
-        finish(*given)
-
-    def meanwhile(*given: Any, **named: Any) -> Catalog:
-        monkeypatch.setattr(weights, "catalog_of", catalog)
-        saving.start()
-        assert switched.wait(20)
-        return catalog(*given, **named)
-
-    saving = threading.Thread(target=KINDS["model"], args=(path, 2.0, SINGLE))
-    monkeypatch.setattr(publishing_of_checkpoints, "_finish", later)
-    monkeypatch.setattr(weights, "catalog_of", meanwhile)
-    open_catalog(path if named == "the directory" else path / "model.safetensors")
-    assert configured(path, "model") == 2.0
-    saving.join()
-
-
 @pytest.mark.usefixtures("_without_disk")
 @pytest.mark.parametrize(
     "number",
@@ -234,36 +184,6 @@ def test_failing_at_any_call(
     assert told > 20
     with capsys.disabled():
         print(f" failed at {points} points, {told} of them told", end="")
-
-
-def test_a_link_goes_on_leading_to_its_directory(tmp_path: Path) -> None:
-    (tmp_path / "disk").mkdir()
-    (tmp_path / "link").symlink_to(tmp_path / "disk")
-    save_model(tmp_path / "link", 1.0)
-    save_model(tmp_path / "link", 2.0)
-    assert (tmp_path / "link").is_symlink()
-    assert value_of(tmp_path / "disk", "model") == 2.0
-
-
-def test_places_that_cannot_be_saved_to(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    for place in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(zerostart.errors.WriteError, match="file"):
-            save_model(place, 1.0)
-    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
-
-
-def test_the_working_directory_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "here" / "below").mkdir(parents=True)
-    for place in ("here", "here/below"):
-        monkeypatch.chdir(tmp_path / place)
-        for value in (1.0, 2.0):
-            save_model(tmp_path / "here", value, SHARDS if value == 1.0 else SINGLE)
-            assert value_of(tmp_path / "here", "model") == value
-            assert Path.cwd() == tmp_path / place
-        save_model(Path("saved"), 1.0)
-        assert value_of(Path("saved"), "model") == 1.0
-    assert beside(tmp_path / "here") == []
 
 
 class Synced:
@@ -369,13 +289,3 @@ def test_a_rank_that_fails(rank: int, tmp_path: Path) -> None:
     assert "No space left on device; nothing was saved" in outcomes[0].message
     assert value_of(tmp_path / "saved", "model") == 1.0
     assert beside(tmp_path / "saved") == []
-
-
-def save_by_all(path: Path) -> None:
-    save_model(path, 5.0, world=current_world())
-
-
-def test_ranks_save_together(tmp_path: Path) -> None:
-    outcomes = rank_outcomes(save_by_all, 2, tmp_path / "saved")
-    assert [outcome.ok for outcome in outcomes] == [True, True], outcomes[0].describe()
-    assert value_of(tmp_path / "saved", "model") == 5.0

@@ -1,9 +1,6 @@
 """Planning files and writing them: names, sizes, errors, and what a crash leaves behind."""
 
-import json
-import multiprocessing
 import os
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,7 +9,6 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import load_file
 
-from zerostart.checkpoint.source import open_catalog
 from zerostart.checkpoint.write.shards import SaveLayout, parse_size, plan_shards
 from zerostart.checkpoint.write.writer import CheckpointWriter
 from zerostart.errors import CheckpointError, ConfigError, WriteError
@@ -60,12 +56,6 @@ def test_one_file_has_no_index() -> None:
     assert sorted(layout.tensors, key=lambda name: layout.tensors[name].offset) == ["c", "a", "b"]
 
 
-def test_no_tensors_at_all(tmp_path: Path) -> None:
-    write_all(tmp_path, plan_shards([]))
-    assert load_file(tmp_path / "model.safetensors") == {}
-    assert open_catalog(tmp_path).tensors == {}
-
-
 @pytest.mark.parametrize(
     "sizes",
     [[60, 60, 20, 60, 20, 20], [200, 10, 10], [10, 200, 10], [100, 100], [1] * 30, [99, 1, 1], [0, 0]],
@@ -97,16 +87,6 @@ def test_files_are_divided_as_they_were(limit: int, expected: str) -> None:
     assert sorted(map(sorted, groups)) == sorted(map(sorted, expected.split()))
 
 
-def test_another_stem(tmp_path: Path) -> None:
-    write_all(tmp_path, plan_shards(THREE, 20, stem="diffusion_pytorch_model"))
-    assert names(tmp_path) == [
-        "diffusion_pytorch_model-00001-of-00002.safetensors",
-        "diffusion_pytorch_model-00002-of-00002.safetensors",
-        "diffusion_pytorch_model.safetensors.index.json",
-    ]
-    assert set(open_catalog(tmp_path).tensors) == {"a", "b", "c"}
-
-
 @pytest.mark.parametrize(
     "tensors",
     [
@@ -120,17 +100,6 @@ def test_another_stem(tmp_path: Path) -> None:
 def test_what_cannot_be_planned(tensors: list[tuple[str, str, tuple[int, ...]]]) -> None:
     with pytest.raises(CheckpointError, match="tensor"):
         plan_shards(tensors)
-
-
-def test_the_index_is_written_as_transformers_writes_it(tmp_path: Path) -> None:
-    write_all(tmp_path, plan_shards(THREE, 20))
-    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
-    assert index["metadata"] == {"total_size": 36}
-    assert index["weight_map"] == {
-        "a": "model-00001-of-00002.safetensors",
-        "b": "model-00002-of-00002.safetensors",
-        "c": "model-00002-of-00002.safetensors",
-    }
 
 
 def _write_and_fail(writer: CheckpointWriter) -> None:
@@ -147,57 +116,6 @@ def test_an_error_leaves_the_old_checkpoint(durable: bool, tmp_path: Path) -> No
     with pytest.raises(RuntimeError, match="boom"), writer:
         _write_and_fail(writer)
     assert {name: (tmp_path / name).read_bytes() for name in names(tmp_path)} == before
-
-
-def _write_and_die(folder: Path, layout: SaveLayout) -> None:
-    writer = CheckpointWriter(folder, layout)
-    writer.create()
-    writer.write("a", bytes(16))
-    os._exit(9)
-
-
-def test_a_killed_process_leaves_nothing_that_looks_whole(tmp_path: Path) -> None:
-    for layout in (plan_shards(THREE), plan_shards(THREE, 20)):
-        child = multiprocessing.get_context("fork").Process(target=_write_and_die, args=(tmp_path, layout))
-        child.start()
-        child.join()
-        assert child.exitcode == 9
-        assert not [name for name in names(tmp_path) if name.endswith((".safetensors", ".json"))]
-
-
-def test_several_writers_and_threads(tmp_path: Path) -> None:
-    described = [(f"t{i}", "U8", (1000,)) for i in range(16)]
-    layout = plan_shards(described, 4000)
-    writers = [CheckpointWriter(tmp_path, layout, token="shared", durable=False) for _ in range(2)]
-    writers[0].create()
-
-    def part(rank: int, position: int) -> None:
-        for name in layout.tensors:
-            start = 500 * rank + 250 * position
-            writers[rank].write(name, bytes([rank * 2 + position]) * 250, start)
-
-    threads = [threading.Thread(target=part, args=(r, p)) for r in range(2) for p in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for writer in writers:
-        writer.close()
-    writers[0].commit()
-    expected = b"".join(bytes([value]) * 250 for value in range(4))
-    for file in layout.files:
-        for tensor in load_file(tmp_path / file.name).values():
-            assert bytes(tensor.numpy()) == expected
-
-
-def test_bytes_of_any_kind(tmp_path: Path) -> None:
-    layout = plan_shards([("a", "F32", (2, 2)), ("none", "F32", (0,))])
-    tensor = torch.arange(4.0).reshape(2, 2)
-    with CheckpointWriter(tmp_path, layout) as writer:
-        writer.write("a", tensor.numpy().data)
-        writer.write("none", b"")
-        assert writer.written == 16
-    assert torch.equal(load_file(tmp_path / "model.safetensors")["a"], tensor)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from zerostart.checkpoint.storage import page_cache
 from zerostart.checkpoint.storage.direct import PAGE, open_direct
 from zerostart.checkpoint.write.shards import plan_shards
-from zerostart.checkpoint.write.writer import DIRECT, CheckpointWriter
+from zerostart.checkpoint.write.writer import CheckpointWriter
 from zerostart.distributed.world import World
 from zerostart.engines import Shard
 from zerostart.errors import WriteError
@@ -95,29 +95,6 @@ def test_ranks_share_pages(cut: str, chunk: int, tmp_path: Path, written: Writte
     assert all(at % PAGE == n % PAGE == 0 for direct, at, n in written if direct)
     assert not past & beside
     assert bool(past) == (cut != "columns")
-
-
-def test_most_of_a_large_tensor_goes_past_the_cache(tmp_path: Path, written: Written) -> None:
-    whole = torch.arange(3 << 20, dtype=torch.int32)
-    layout = flat_partition((3 << 20,), 0, 1)
-    done = write_tensors(
-        Publication(Files(tmp_path)),
-        [("w", "I32", whole.shape)],
-        [plain("w", shard("w", whole, layout))],
-        World(0, 1, None),
-    )
-    assert torch.equal(load_file(tmp_path / "model.safetensors")["w"], whole)
-    assert sum(n for direct, _, n in written if direct) > whole.nbytes - 2 * PAGE
-    assert done.bytes == whole.nbytes
-    # Windows begin with a page: beside the header only the first and the last bytes go into the cache.
-    assert len([n for direct, _, n in written if not direct]) <= 3
-
-
-def test_what_need_not_be_on_the_disk_goes_into_the_cache(tmp_path: Path, written: Written) -> None:
-    data = torch.zeros(4 * DIRECT, dtype=torch.uint8)
-    with CheckpointWriter(tmp_path, plan_shards([("t", "U8", data.shape)]), durable=False) as writer:
-        writer.write("t", memoryview(data.numpy()))
-    assert not any(direct for direct, _, _ in written)
 
 
 @pytest.mark.parametrize("where", ["open", "write"])

@@ -1,8 +1,5 @@
 """A mapping of tensors as the source: held by every rank, or by some that serve the others."""
 
-import os
-import pickle
-import signal
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -21,7 +18,7 @@ from tests.ranks import Outcome, rank_outcomes, run_ranks
 from tests.tiny import TinyCheckpoints
 from zerostart import errors
 from zerostart.checkpoint.catalog import Catalog
-from zerostart.checkpoint.memory import MemoryStorage, memory_catalog, signature
+from zerostart.checkpoint.memory import memory_catalog
 from zerostart.distributed.world import World
 from zerostart.geometry.layout import flat_partition
 from zerostart.live.report import Report
@@ -61,18 +58,6 @@ def test_random_views_are_read_as_they_are(data: st.DataObject) -> None:
     assert torch.equal(torch.cat(parts)[: tensor.numel()].view(shape), tensor)
 
 
-def test_a_catalog_travels_without_its_tensors() -> None:
-    catalog = memory_catalog({"w": torch.zeros(1 << 20), "v": nn.Parameter(torch.ones(3))}, holders=(1,))
-    sent = pickle.dumps(catalog)
-    assert len(sent) < 2000
-    received: Catalog = pickle.loads(sent)
-    assert received == catalog
-    assert isinstance(received.storage, MemoryStorage)
-    assert received.storage.holders == (1,)
-    assert received.storage.buffers == ()
-    assert signature(received) == signature(catalog)
-
-
 def changed_in(how: str, tensor: torch.Tensor) -> None:
     if how == "in place":
         tensor.add_(1)
@@ -92,25 +77,6 @@ def test_what_has_changed_since_is_not_read_again(how: str) -> None:
     assert storage.recalled("wanted").reader() is not None
     changed_in(how, tensors["w"])
     with pytest.raises(errors.ReadError, match=r"the tensor w was changed in place since .*, wanted"):
-        storage.recalled("wanted")
-
-
-def test_only_what_is_used_has_to_be_there() -> None:
-    """The rest is missed when it is read, as it may be for another rank."""
-    base = torch.arange(8.0)
-    tensors = {"unused": torch.zeros(3), "first": base[:4], "w": base[4:]}
-    catalog = memory_catalog(tensors)
-    del base
-    unused, used = catalog.tensors["unused"].file, catalog.tensors["w"].file
-    storage = catalog.storage.kept({used})
-    del tensors["unused"], tensors["first"]
-    reader, target = storage.recalled("wanted").reader(), bytearray(16)
-    reader.read(used, catalog.tensors["w"].offset, [memoryview(target)])
-    assert torch.frombuffer(target, dtype=torch.float32).tolist() == [4, 5, 6, 7]
-    with pytest.raises(errors.EngineError, match=r"is gone \(unused\), wanted"):
-        reader.read(unused, 0, [memoryview(target)])
-    del tensors["w"]
-    with pytest.raises(errors.EngineError, match=r"is gone \(first\), wanted"):
         storage.recalled("wanted")
 
 
@@ -142,17 +108,6 @@ def test_values_that_are_no_plain_tensors(value: Any, what: str) -> None:
         with pytest.raises(errors.ConfigError, match=what) as caught:
             call({"fine": torch.ones(1), "bad.weight": value}, model=plain)
         assert "'bad.weight'" in str(caught.value)
-
-
-def test_keys_that_are_no_names() -> None:
-    with pytest.raises(errors.ConfigError, match="type int"):
-        memory_catalog({1: torch.ones(1)})  # type: ignore[dict-item]
-
-
-@pytest.mark.parametrize("source", [["a"], 3, b"path"])
-def test_sources_that_are_none(source: Any) -> None:
-    with pytest.raises(errors.ConfigError, match="neither a path"):
-        zerostart.plan(source, model=plain)
 
 
 # Models that need no configuration file.
@@ -247,46 +202,6 @@ def load_measured() -> tuple[int, int]:
     return zerostart.report(model).peak_host_bytes, size
 
 
-@pytest.mark.slow
-def test_both_names_of_a_tie_are_compared_by_those_who_hold_them(checkpoints: TinyCheckpoints) -> None:
-    path = checkpoints("qwen3")
-    for outcome in run_ranks(load_ties, 3, path):
-        assert outcome == [True, False]
-
-
-def load_ties(path: Path) -> list[bool]:
-    """Whether the two are one parameter, where their values agree and where they do not."""
-    import transformers
-    from safetensors.torch import load_file
-
-    config = transformers.AutoConfig.from_pretrained(path)
-    tied = []
-    for different in (False, True):
-        tensors = load_file(path / "model.safetensors")
-        head = tensors["model.embed_tokens.weight"].clone()
-        head[-1, -1] += different
-        source = {**tensors, "lm_head.weight": head} if dist.get_rank() == 1 else None
-        model = zerostart.load(
-            source,
-            lambda: transformers.Qwen3ForCausalLM(config),
-            engine="fsdp2",
-            progress=False,
-            strict=False,
-        )
-        tied.append(model.lm_head.weight is model.model.embed_tokens.weight)
-    return tied
-
-
-def test_the_plan_of_a_mapping(checkpoints: TinyCheckpoints) -> None:
-    tensors = plain().state_dict()
-    plan = zerostart.plan(tensors, world_size=3, engine="fsdp2", model=plain)
-    assert plan.checkpoint_bytes == sum(t.numel() * t.itemsize for t in tensors.values())
-    assert not plan.missing
-    assert not plan.unexpected
-    assert [rank.rank for rank in plan.ranks] == [0, 1, 2]
-    assert sum(rank.read_bytes for rank in plan.ranks) >= 4 * (35 + 5 + 15)
-
-
 def test_a_mapping_brings_no_configuration(checkpoints: TinyCheckpoints) -> None:
     import transformers
 
@@ -378,22 +293,3 @@ def load_failing(victim: int) -> None:
         reader.read = original
         everyone = World(dist.get_rank(), 3, dist.group.WORLD).all_gather_object(dist.get_rank(), "after")
         assert everyone == [0, 1, 2]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("victim", [0, 2])
-def test_a_rank_that_dies_is_noticed(victim: int) -> None:
-    outcomes = rank_outcomes(load_dying, 3, victim)
-    assert outcomes[victim].exit_code == -signal.SIGKILL
-    for outcome in outcomes:
-        if outcome.rank != victim:
-            assert outcome.error == "zerostart.errors.PeerError", outcome.describe()
-            assert outcome.seconds < 30
-
-
-def load_dying(victim: int) -> None:
-    if dist.get_rank() == victim:
-        reader: Any = MemoryReader if victim == 0 else HolderReader
-        reader.read = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-    tensors = large().state_dict() if dist.get_rank() == 0 else None
-    zerostart.load(tensors, large, engine="fsdp2", progress=False, chunk_size=1 << 16)

@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import save_file
 
 from zerostart.checkpoint.source import config_path, open_catalog, read_config
-from zerostart.checkpoint.strict_json import MAX_JSON_BYTES
 from zerostart.errors import CheckpointError, CheckpointNotFoundError
 
 SHARDS = {
@@ -76,11 +75,6 @@ def test_standard_names_come_first(tmp_path: Path) -> None:
     assert list(open_catalog(tmp_path).tensors) == ["y"]
 
 
-def test_shards_in_a_folder_below(tmp_path: Path) -> None:
-    save_index(tmp_path, {"part/one.safetensors": ("a",), "two.safetensors": ("b",)})
-    assert set(open_catalog(tmp_path).tensors) == {"a", "b"}
-
-
 def test_a_relative_path_and_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path / "here" / "model.safetensors", "a")
     monkeypatch.chdir(tmp_path)
@@ -96,12 +90,6 @@ def test_a_tensor_that_the_index_does_not_list_belongs(tmp_path: Path) -> None:
     del document["weight_map"]["b"]
     index.write_text(json.dumps(document))
     assert "b" in open_catalog(tmp_path).tensors
-
-
-def test_many_shards_keep_their_order(tmp_path: Path) -> None:
-    shards = {f"model-{i:05d}-of-00040.safetensors": (chr(200 + i),) for i in range(40)}
-    save_index(tmp_path, shards)
-    assert list(open_catalog(tmp_path).tensors) == [names[0] for names in shards.values()]
 
 
 def test_nothing_there(tmp_path: Path) -> None:
@@ -121,15 +109,6 @@ def test_a_missing_shard_is_named_with_its_index(tmp_path: Path) -> None:
     assert "model-00002-of-00003.safetensors" in str(caught.value)
     assert "model.safetensors.index.json" in str(caught.value)
     assert isinstance(caught.value, FileNotFoundError)
-
-
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "weights.pth", "x.ckpt"])
-def test_torch_files_that_are_none_are_explained(name: str, tmp_path: Path) -> None:
-    (tmp_path / name).write_bytes(b"PK")
-    for source in (tmp_path, tmp_path / name):
-        with pytest.raises(CheckpointError, match="no zip archive") as caught:
-            open_catalog(source)
-        assert name in str(caught.value)
 
 
 def test_two_candidates_are_not_guessed(tmp_path: Path) -> None:
@@ -160,20 +139,6 @@ def test_index_entries_stay_inside(name: str, tmp_path: Path) -> None:
         open_catalog(folder)
 
 
-@pytest.mark.parametrize("value", [None, 3, ["model-00001-of-00003.safetensors"], {"file": "x"}])
-def test_index_entries_are_names(value: Any, tmp_path: Path) -> None:
-    save_index(tmp_path, a=value)
-    with pytest.raises(CheckpointError, match="not mapped to a file name"):
-        open_catalog(tmp_path)
-
-
-@pytest.mark.parametrize("value", ["", ".", "pytorch_model.bin", "model.safetensors.index.json"])
-def test_index_entries_are_safetensors(value: str, tmp_path: Path) -> None:
-    save_index(tmp_path, a=value)
-    with pytest.raises(CheckpointError, match=r"not a \.safetensors file"):
-        open_catalog(tmp_path)
-
-
 @pytest.mark.parametrize(
     "text",
     [
@@ -190,13 +155,6 @@ def test_a_malformed_index(text: str, tmp_path: Path) -> None:
     index = save_index(tmp_path)
     index.write_text(text)
     with pytest.raises(CheckpointError, match="index"):
-        open_catalog(tmp_path)
-
-
-def test_an_index_without_end(tmp_path: Path) -> None:
-    index = save_index(tmp_path)
-    os.truncate(index, MAX_JSON_BYTES + 1)
-    with pytest.raises(CheckpointError, match="beyond the limit"):
         open_catalog(tmp_path)
 
 
@@ -224,14 +182,6 @@ def test_a_damaged_shard_is_named(tmp_path: Path) -> None:
     shard = tmp_path / "model-00002-of-00003.safetensors"
     os.truncate(shard, shard.stat().st_size - 1)
     with pytest.raises(CheckpointError, match=r"00002-of-00003.*truncated"):
-        open_catalog(tmp_path)
-
-
-def test_a_shard_that_is_a_directory(tmp_path: Path) -> None:
-    save_index(tmp_path)
-    (tmp_path / "model-00002-of-00003.safetensors").unlink()
-    (tmp_path / "model-00002-of-00003.safetensors").mkdir()
-    with pytest.raises(CheckpointError, match="not a regular file"):
         open_catalog(tmp_path)
 
 
@@ -270,23 +220,9 @@ def test_a_hub_id_whose_snapshot_lacks_a_shard(hub_cache: Path) -> None:
         open_catalog("someone/tiny")
 
 
-def test_a_hub_id_whose_blob_is_gone(hub_cache: Path) -> None:
-    (hub_cache / "model-00002-of-00003.safetensors").resolve().unlink()
-    with pytest.raises(CheckpointNotFoundError, match="00002-of-00003"):
-        open_catalog("someone/tiny")
-
-
 @pytest.mark.parametrize("name", ["someone/absent", "someone/tiny@v9", "nothing"])
 def test_a_hub_id_that_is_not_cached(name: str, hub_cache: Path) -> None:
     with pytest.raises(CheckpointNotFoundError, match="hf download"):
-        open_catalog(name)
-
-
-@pytest.mark.parametrize("name", ["a/b/c", "some one/x", "..", "~", "absent.safetensors", "/absent", ""])
-def test_a_name_that_is_no_hub_id(name: str, hub_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(hub_cache.parent)
-    monkeypatch.setenv("HOME", str(hub_cache.parent / "absent"))
-    with pytest.raises(CheckpointNotFoundError):
         open_catalog(name)
 
 

@@ -31,8 +31,7 @@ from tests.syscalls import Calls
 from zerostart.checkpoint.source import open_catalog
 from zerostart.checkpoint.write import folders
 from zerostart.errors import CheckpointError, WriteError
-from zerostart.state.converting.convert import export
-from zerostart.state.resuming.retention import complete, prune
+from zerostart.state.resuming.retention import prune
 from zerostart.state.saving.writing import publishing
 
 
@@ -123,14 +122,6 @@ def test_files_of_others_are_the_same_files(tmp_path: Path) -> None:
     assert (path / "model-00007-of-00009.safetensors").exists()
 
 
-def test_new_files_have_the_modes_of_new_files(tmp_path: Path) -> None:
-    (tmp_path / "plain").write_text("")
-    expected = (tmp_path / "plain").stat().st_mode
-    for kind, save in KINDS.items():
-        save(tmp_path / kind, 1.0, SHARDS)
-        assert {f.stat().st_mode for f in (tmp_path / kind).rglob("*") if f.is_file()} == {expected}
-
-
 def test_contents_of_one_directory_do_not_know_each_other(tmp_path: Path) -> None:
     """Adapters over a model, a second adapter, a model over a state, and the state again: all stay."""
     path = tmp_path / "out"
@@ -154,15 +145,6 @@ def test_contents_of_one_directory_do_not_know_each_other(tmp_path: Path) -> Non
     assert open_catalog(path).root == str(path)
     save_state(path, 7.0)
     assert open_catalog(path).root == str(path / "model")
-
-
-def test_an_export_into_its_own_source_keeps_the_state(tmp_path: Path) -> None:
-    for size in (SHARDS, SINGLE):
-        path = tmp_path / str(size)
-        save_state(path, 1.0, size)
-        export(path, path)
-        assert value_of(path, "state") == value_of(path, "model") == 1.0
-        assert zerostart.verify(path).tensors == 9
 
 
 def test_a_tokenizer_of_somebodys_own(tmp_path: Path) -> None:
@@ -209,21 +191,6 @@ def test_made_up_documents_lead_nowhere(kind: str, tmp_path: Path) -> None:
         assert file.read_text() == "kept"
     assert (path / "link").is_symlink()
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["above.txt", "out"]
-
-
-@pytest.mark.parametrize("before", [SHARDS, SINGLE])
-@pytest.mark.parametrize("size", [SHARDS, SINGLE])
-def test_the_model_of_a_state_is_what_others_read_in_its_folder(
-    size: int, before: int, tmp_path: Path
-) -> None:
-    """Also where the folder had a checkpoint of a model, as a save over it would have."""
-    path = tmp_path / "out"
-    KINDS["model"](path / "model", 1.0, before)
-    (path / "model" / "zerostart.json").unlink()  # as by another library
-    (path / "model" / "mine.safetensors").write_text("kept")
-    KINDS["state"](path, 2.0, size)
-    assert value_of(path, "state") == value_of(path / "model", "model") == 2.0
-    assert (path / "model" / "mine.safetensors").read_text() == "kept"
 
 
 @pytest.mark.parametrize("name", [".zerostart", "model", "second", "model.safetensors", "state.json"])
@@ -368,17 +335,6 @@ def test_file_systems_that_cannot_do_all(
     killed(tmp_path / "out", "model", 20)
     save_model(tmp_path / "out", 5.0)
     assert not (tmp_path / "out" / ".zerostart").exists()
-
-
-def test_a_pruned_checkpoint_leaves_what_others_have_put_there(tmp_path: Path) -> None:
-    for number in range(4):
-        save_state(tmp_path / f"step-{number}", number)
-    (tmp_path / "step-0" / "notes").write_text("mine")
-    (tmp_path / "step-1" / "model" / "own.safetensors").write_text("mine")
-    assert len(prune(tmp_path, 1)) == 3
-    assert [path.name for path in complete(tmp_path)] == ["step-3"]
-    left = sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if "step-3" not in str(p))
-    assert left == ["step-0", "step-0/notes", "step-1", "step-1/model", "step-1/model/own.safetensors"]
 
 
 def test_a_prune_that_was_killed_is_finished_by_the_next_one(tmp_path: Path) -> None:

@@ -11,8 +11,7 @@ import zerostart
 from tests.conformance.diffusion_suite import family, pipeline, write_original
 from zerostart.checkpoint.formats.pipeline import components
 from zerostart.checkpoint.source import open_catalog
-from zerostart.cli import main
-from zerostart.errors import BuildError, CheckpointError
+from zerostart.errors import CheckpointError
 
 
 @pytest.fixture(scope="module")
@@ -77,36 +76,3 @@ def test_an_index_leads_nowhere_outside(name: str, tmp_path: Path) -> None:
     assert components(tmp_path / "p") == ()
     with pytest.raises(CheckpointError, match="names no folder that has a config"):
         open_catalog(tmp_path / "p")
-
-
-def test_configuration_of_the_original_release_is_not_taken_for_diffusers(tmp_path: Path) -> None:
-    write_original(family("wan"), tmp_path / "wan", torch.float32)
-    theirs = {"_class_name": "WanModel", "_diffusers_version": "0.30.0", "dim": 24, "model_type": "t2v"}
-    (tmp_path / "wan" / "config.json").write_text(json.dumps(theirs))
-    for model in (None, diffusers.WanTransformer3DModel):
-        with pytest.raises(BuildError, match=r"class WanModel, which .*[Pp]ass model="):
-            zerostart.plan(tmp_path / "wan", world_size=2, model=model)
-
-
-def test_inspect_lists_the_models(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as ended:
-        main(["inspect", str(folder), "--json"])
-    assert not ended.value.code
-    document = json.loads(capsys.readouterr().out)
-    assert [(c["name"], c["class"]) for c in document["components"]] == [
-        (c.name, c.kind) for c in components(folder) or ()
-    ]
-    assert document["components"][2]["tensor_count"] == len(open_catalog(folder / "vae").tensors)
-    with pytest.raises(SystemExit) as ended:
-        main(["inspect", str(folder)])
-    assert not ended.value.code
-    assert "transformer_2" in capsys.readouterr().out
-
-
-def test_plan_of_an_unclear_pipeline_is_one_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as ended:
-        main(["plan", str(folder), "--world-size", "2"])
-    assert ended.value.code == 1
-    assert "a pipeline of several models: transformer (WanTransformer3DModel)" in capsys.readouterr().err

@@ -1,6 +1,5 @@
 """Free space: it is looked at before anything is written, on the file system that the files will be on."""
 
-import logging
 import os
 import shutil
 import types
@@ -12,8 +11,6 @@ import torch
 import zerostart
 from zerostart.checkpoint.write.folders import free_space
 from zerostart.errors import WriteError
-from zerostart.training.config.configuration import TrainConfig
-from zerostart.training.loop.output_directory import check_room
 
 KIB = 1024
 
@@ -58,28 +55,3 @@ def test_nothing_is_begun_where_there_is_no_room(free, tmp_path: Path) -> None:
     with pytest.raises(WriteError, match=r"saved takes 65\.\d kB, and 10\.2 kB are free"):
         zerostart.save(model, tmp_path / "again")
     assert [entry.name for entry in tmp_path.iterdir()] == ["model"]
-
-
-def test_a_run_looks_before_it_begins(free, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    model = module()
-    config = TrainConfig.model_validate(
-        {
-            "task": {"name": "flow-matching"},
-            "model": {"source": "any"},
-            "train": {"steps": 1, "batch_size": 1, "learning_rate": 0.1},
-            "output": {"directory": str(tmp_path)},
-            "checkpoint": {"every": 1, "keep": 2},
-        }
-    )
-    free(60 * KIB)
-    with pytest.raises(WriteError, match=r"the trained model takes 65\.5 kB"):
-        check_room(config, model, tmp_path)
-    # The model, and three times the model and two moments: 10 times 64 KiB.
-    free(639 * KIB)
-    with caplog.at_level(logging.WARNING, "zerostart"):
-        check_room(config, model, tmp_path)
-        assert "may need 655.4 kB" in caplog.text
-        caplog.clear()
-        free(640 * KIB)
-        check_room(config, model, tmp_path)
-    assert caplog.text == ""

@@ -10,7 +10,6 @@ import pytest
 
 import zerostart
 from tests.checkpoint.shared_directory import (
-    ALONE,
     KINDS,
     SHARDS,
     SINGLE,
@@ -18,10 +17,8 @@ from tests.checkpoint.shared_directory import (
     save_model,
     save_state,
     value_of,
-    write,
 )
 from zerostart.errors import VerifyError, WriteError
-from zerostart.state.saving.writing import publishing
 
 
 @pytest.mark.parametrize(
@@ -61,17 +58,6 @@ def test_links_by_which_readers_go(tmp_path: Path) -> None:
         assert value_of(blobs, "model") == 1.0
 
 
-@pytest.mark.parametrize("size", [SINGLE, SHARDS])
-def test_a_stem_that_looks_like_the_mark_of_a_save(size: int, tmp_path: Path) -> None:
-    for value in (1.0, 2.0):
-        with publishing(tmp_path / "out", ALONE) as publication:
-            write(publication, ".", value, size, "flux-0123456789ab")
-        assert plain_reader(tmp_path / "out", "flux-0123456789ab") == value
-        weights = [path for path in (tmp_path / "out").iterdir() if path.suffix == ".safetensors"]
-        assert len(weights) == (1 if size == SINGLE else 2)
-    zerostart.verify(tmp_path / "out")
-
-
 def test_a_document_of_somebodys_own(tmp_path: Path) -> None:
     """A script's own state.json is no document of ours: it stays, and hides nothing of what was saved."""
     path = tmp_path / "out"
@@ -85,13 +71,6 @@ def test_a_document_of_somebodys_own(tmp_path: Path) -> None:
         save_state(path, 1.0)
     assert (path / "state.json").read_text() == '{"my": "state"}'
     assert not (path / ".zerostart").exists()
-
-
-def test_old_weights_of_a_state_go_whatever_they_are_called(tmp_path: Path) -> None:
-    for value, stem in ((1.0, "model"), (2.0, "diffusion_pytorch_model")):
-        with publishing(tmp_path, ALONE, marker="state.json") as publication:
-            write(publication, "model", value, SINGLE, stem)
-    assert [path.name for path in (tmp_path / "model").iterdir()] == ["diffusion_pytorch_model.safetensors"]
 
 
 def test_old_weights_that_cannot_be_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,19 +94,6 @@ def test_old_weights_that_cannot_be_removed(tmp_path: Path, monkeypatch: pytest.
     save_model(path, 3.0)
     assert value_of(path, "model") == 3.0
     assert len(list(path.glob("model-*-of-*.safetensors"))) == 2
-
-
-def test_nothing_is_left_where_a_save_could_not_begin(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(handle: int, data: bytes) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with monkeypatch.context() as patched:
-        patched.setattr("zerostart.checkpoint.write.staging.os.write", full)
-        with pytest.raises(WriteError, match="No space left"):
-            save_model(tmp_path / "out", 1.0)
-    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("kind", ["fifo", "endless"])

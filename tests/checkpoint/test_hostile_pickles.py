@@ -1,0 +1,286 @@
+"""Archives and pickles that somebody has made up run no code, take little memory, and are named."""
+
+import contextlib
+import io
+import os
+import pickle
+import resource
+import struct
+import time
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from zerostart.checkpoint.formats.inert_pickle import read_inert_pickle
+from zerostart.checkpoint.source import open_catalog
+from zerostart.errors import CheckpointError
+
+
+def rewrite(path: Path, edit: Callable[[dict[str, bytes]], None], method: int = 0, **info: Any) -> Path:
+    """The archive once more, with its records edited."""
+    with zipfile.ZipFile(path) as archive:
+        records = {name: archive.read(name) for name in archive.namelist()}
+    edit(records)
+    with zipfile.ZipFile(path, "w", method, **info) as archive:
+        for name, content in records.items():
+            archive.writestr(name, content)
+    return path
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    torch.save({"w": torch.arange(12.0).view(3, 4), "v": torch.ones(5)}, tmp_path / "x.bin")
+    return tmp_path / "x.bin"
+
+
+def with_pickle(path: Path, content: bytes) -> Path:
+    return rewrite(path, lambda records: records.update({"x/data.pkl": content}))
+
+
+def refused(path: Path, match: str) -> str:
+    with pytest.raises(CheckpointError, match=match) as caught:
+        open_catalog(path)
+    assert path.name in str(caught.value)
+    return str(caught.value)
+
+
+class Evil:
+    def __init__(self, function: Any, *arguments: Any) -> None:
+        self.call = (function, arguments)
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments"),
+    [
+        (os.system, ("touch {}",)),
+        (eval, ("open('{}', 'w')",)),
+        (getattr, (dict, "get")),
+        (torch.load, ("{}",)),
+        (torch.hub.load, ("{}",)),
+        (pickle.loads, (b"",)),
+        (io.open, ("{}", "w")),
+    ],
+)
+def test_code_is_named_and_never_run(function: Any, arguments: tuple[Any, ...], saved: Path) -> None:
+    trace = saved.with_name("ran")
+    arguments = tuple(a.format(trace) if isinstance(a, str) else a for a in arguments)
+    for content in (
+        Evil(function, *arguments),
+        {"w": Evil(function, *arguments)},
+        [Evil(function, *arguments)],
+    ):
+        text = refused(with_pickle(saved, pickle.dumps(content, protocol=2)), "which is code")
+        assert function.__name__ in text
+        assert "safetensors" in text
+    assert not trace.exists()
+
+
+STORAGE = b"(X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000X\x03\x00\x00\x00cpuK\x0ctQ"
+
+
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [
+        (b"\x80\x02" + STORAGE + b")R.", "'Storage' object is not callable"),
+        (b"\x80\x02" + STORAGE + b"}b.", "holds a Storage"),
+        (b"\x80\x02X\x01\x00\x00\x00a)R.", "'str' object is not callable"),
+        (b"\x80\x02ctorch\nFloatStorage\n)R.", "calls 'torch.FloatStorage'"),
+        (b"\x80\x02ctorch\nTensor\n)\x81.", "not a state dict"),  # NEWOBJ
+        (b"\x80\x02(ios\nsystem\n.", "instruction"),  # INST
+        (b"\x80\x02(cos\nsystem\no.", "which is code"),  # OBJ
+        (b"\x80\x04\x8c\x02os\x8c\x06system\x93.", "which is code"),  # STACK_GLOBAL
+        (b"\x80\x02\x82\x01.", "instruction"),  # EXT1
+        (b"\x80\x02cbuiltins\ngetattr\n.", "'builtins.getattr'"),
+        (b"\x80\x02c__main__\nx\n.", "'__main__.x'"),
+        (b"\x80\x02c" + b"a" * 5000, "which is code"),
+        (b"\x80\x02Pxyz\n.", "instruction"),  # PERSID
+        (b"\x80\x02K\x01Q.", "not a storage"),
+        (b"\x80\x02}]K\x01s.", "list for a key"),
+        (b"\x80\x02" + STORAGE + b"K\x01K\x01s.", "damaged .*'Storage'"),
+        (b"\x80\x02]K\x01\x85b.", "damaged"),
+        (b"\x80\x02X\xff\xff\xff\x7fa.", "damaged"),
+        (b"\x80\x02\x8a\xff\x01.", "damaged"),
+        (b"\x80\x02h\x07.", "damaged"),
+        (b"", "damaged"),
+        (b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n(K\x01K\x01K\x01K\x01K\x01K\x01tR.", "something other"),
+        (b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n)R.", "from 0 values"),
+        (b"\x80\x02ctorch\nSize\nN\x85R.", "torch.Size"),
+        (b"\x80\x02ccollections\nOrderedDict\n]N\x61\x85R.", "damaged .*argument"),
+        (b"\x80\x02ctorch._tensor\n_rebuild_from_type_v2\n(ctorch.device\n\n)tR.", "which is code"),
+    ],
+)  # fmt: skip
+def test_pickles_that_torch_does_not_write_are_refused(content: bytes, what: str, saved: Path) -> None:
+    refused(with_pickle(saved, content), what)
+
+
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+@pytest.mark.parametrize(
+    ("edit", "what"),
+    [
+        ({"x/byteorder": b"big"}, "big-endian"),
+        ({"x/data/0": b"\0" * 44}, "storage of 44 bytes"),
+        ({"x/data/0": b"\0" * 400}, "storage of 400 bytes"),
+        ({"x/constants.pkl": b""}, "TorchScript"),
+        ({"y/data.pkl": b""}, "no data.pkl"),
+        ("x/data/1", "does not have"),
+        ("x/data.pkl", "no data.pkl"),
+        (zipfile.ZIP_DEFLATED, "compressed"),
+        (None, "twice"),
+    ],
+    ids=str,
+)
+def test_archives_that_contradict_their_pickle_are_refused(edit: Any, what: str, saved: Path) -> None:
+    if isinstance(edit, dict):
+        rewrite(saved, lambda records: records.update(edit))
+    elif isinstance(edit, str):
+        rewrite(saved, lambda records: records.pop(edit) and None)
+    elif edit is None:
+        with zipfile.ZipFile(saved, "a") as archive:
+            archive.writestr("x/data/0", b"\0" * 48)
+    else:
+        rewrite(saved, lambda records: None, edit)
+    refused(saved, what)
+
+
+def view_of(shape: str, strides: str, offset: str) -> bytes:
+    """A pickle of one tensor whose numbers are given as instructions."""
+    tensor = f"ctorch._utils\n_rebuild_tensor\n(§{offset}{shape}{strides}tR".encode("latin1")
+    return b"\x80\x02}X\x01\x00\x00\x00w" + tensor.replace("§".encode("latin1"), STORAGE) + b"s."
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "offset", "what"),
+    [
+        ("K\x0d\x85", "K\x01\x85", "K\x00", "beyond its storage"),
+        ("K\x0c\x85", "K\x01\x85", "K\x01", "beyond its storage"),
+        ("K\x02\x85", "K\x0c\x85", "K\x00", "beyond its storage"),
+        ("K\x02\x85", "J\xff\xff\xff\xff\x85", "K\x00", "something other"),
+        ("K\x02\x85", "K\x01\x85", "J\xff\xff\xff\xff", "something other"),
+        ("K\x02\x85", "K\x01K\x01\x86", "K\x00", "something other"),
+        ("\x88\x85", "K\x01\x85", "K\x00", "something other"),
+        ("\x8a\x08" + "\xff" * 7 + "\x7f\x85", "K\x00\x85", "K\x00", "overflows"),
+        ("\x8a\x09" + "\xff" * 8 + "\x7f\x85", "K\x00\x85", "K\x00", "something other"),
+    ],
+)
+def test_views_outside_their_storage(shape: str, strides: str, offset: str, what: str, saved: Path) -> None:
+    refused(with_pickle(saved, view_of(shape, strides, offset)), what)
+
+
+def test_older_formats_of_torch_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "old.bin"
+    torch.save({"w": torch.ones(2)}, path, _use_new_zipfile_serialization=False)
+    text = refused(path, r"before version 1\.6")
+    assert "torch.load" in text
+    assert "safetensors" in text
+    torch.jit.save(torch.jit.script(torch.nn.ReLU()), path)
+    refused(path, "TorchScript")
+
+
+def _nested_lists(depth: int) -> list[Any]:
+    value: list[Any] = []
+    for _ in range(depth):
+        value = [value, value]
+    return value
+
+
+def _doubled_tuples(depth: int) -> bytes:
+    """A dictionary whose key is a tuple of two tuples of two tuples..., each of them one object."""
+    return b"\x80\x02}" + b")" + b"2\x86" * depth + b"Ns."
+
+
+_MANY = 100_000
+
+
+#: A class, remembered as 0.
+_CLASS = b"\x80\x02cany\nclass\nq\x00"
+
+
+def _nested(within: bytes, before: bytes = b"N") -> bytes:
+    return before + within * _MANY
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        pickle.dumps(_nested_lists(60), 2),
+        b"\x80\x02]q\x00h\x00a.",
+        _doubled_tuples(200),
+        b"\x80\x02}" + _nested(b"\x85") + b"Ns.",
+        b"\x80\x02}(" + _nested(b"\x85") + b"Nu.",
+        _CLASS + b")}" + _nested(b"\x85") + b"Ns\x92.",
+        b"\x80\x02}("
+        + b"".join(b"\x8a\xff%bN" % ((n << 61) - n).to_bytes(255, "little") for n in range(_MANY))
+        + b"u.",
+        b"\x80\x02J\xff\xff\xff\xffq\x00J\xfe\xff\xff\xffq\x0100}("
+        + b"".join(b"(%btN" % b"".join(b"h%c" % (n >> bit & 1) for bit in range(16)) for n in range(1 << 16))
+        + b"u.",
+        b"\x80\x02\x8b" + struct.pack("<i", -6) + b".",  # which would begin again for ever
+        b"\x80\x02\x8b" + struct.pack("<i", 1 << 20) + b"\x7f" * (1 << 20) + b".",
+        b"\x80\x04\x8e" + struct.pack("<Q", 1 << 36) + b"a.",
+        b"\x80\x04\x8d" + struct.pack("<Q", (1 << 64) - 1) + b"a.",
+        b"\x80\x05\x96" + struct.pack("<Q", 1 << 36) + b".",
+        _CLASS + b"(" + b"N" * 20_000 + b"tq\x01" + b"h\x00h\x01\x81" * 20_000 + b".",
+        _CLASS + b"(" + b"N" * 20_000 + b"tq\x01" + b"h\x00h\x01R" * 20_000 + b".",
+        b"\x80\x02" + b"".join(b"ca\n%d\n" % n for n in range(_MANY)) + b".",
+        b"\x80\x02X" + struct.pack("<L", 1 << 20) + b"a" * (1 << 20) + b"q\x00(" + b"h\x00" * _MANY + b"t.",
+        b"\x80\x02ctorch._utils\n_rebuild_tensor\nN}X\x08\0\0\0__code__Ns\x86b.",
+        _CLASS + b"N}X\x04\0\0\0nameNs\x86b.",
+    ],
+    ids=[
+        "lists in lists",
+        "a list in itself",
+        "tuples in tuples",
+        "a tuple for a key",
+        "keys",
+        "a keyword",
+        "integers of one hash",
+        "tuples of one hash",
+        "an integer of less than nothing",
+        "an integer of a million bytes",
+        "bytes that are not there",
+        "a text that is not there",
+        "an array that is not there",
+        "arguments",
+        "arguments of calls",
+        "names",
+        "a text over and over",
+        "attributes of a call",
+        "attributes of a class",
+    ],
+)
+def test_a_small_pickle_takes_little_time_and_memory(raw: bytes) -> None:
+    begun = time.process_time()
+    with _little_memory(), pytest.raises(CheckpointError, match=r"states\.pt"):
+        read_inert_pickle(raw, "states.pt")
+    assert time.process_time() - begun < 5
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [_nested(b"\x85"), _nested(b"]", b"") + b"a" * (_MANY - 1), _nested(b"}N", b"") + b"}" + b"s" * _MANY],
+    ids=["tuples", "lists", "dictionaries"],
+)
+def test_deeply_nested_pickles_are_read(raw: bytes) -> None:
+    with _little_memory():
+        assert read_inert_pickle(b"\x80\x02Nr\xff\xff\xff\x7f.", "states.pt") is None  # a memo of 2 G
+        read_inert_pickle(b"\x80\x02" + raw + b".", "states.pt")
+        read_inert_pickle(_CLASS + _nested(b"h\x00)\x81", b"") + b"b" * (_MANY - 1) + b".", "states.pt")
+
+
+@contextlib.contextmanager
+def _little_memory() -> Iterator[None]:
+    """Limit the process to a quarter of a gigabyte more than it has."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (1 << 28), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
