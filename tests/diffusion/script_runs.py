@@ -4,9 +4,8 @@ import csv
 import json
 import os
 import random
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,8 @@ import torch
 from safetensors.torch import load_file
 
 from tests.diffusion.oracle import BESIDE
-from tests.diffusion.script_ranks import ranked
 from tests.diffusion.small_pipelines import paths_of
 from tests.integrations.launching import launch
-from tests.ranks import RankError, rank_outcomes
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -32,8 +29,6 @@ class Family:
     tokenizers: Mapping[str, str]
     targets: str
     video: bool = False
-    #: Its processor takes a torchvision that is there when transformers is imported, before ranks are forked.
-    launched: bool = False
     lora: Sequence[str] = ()
 
 
@@ -52,9 +47,7 @@ _FLUX2_TARGETS = (
 #: The targets are those of DiffSynth's own command files.
 FAMILIES: Mapping[str, Family] = {
     "wanvideo": Family({"--tokenizer_path": "t5"}, "q,k,v,o,ffn.0,ffn.2", video=True),
-    "qwen_image": Family(
-        {"--tokenizer_path": "qwen", "--processor_path": "qwen_vl"}, _QWEN_TARGETS, launched=True
-    ),
+    "qwen_image": Family({"--tokenizer_path": "qwen", "--processor_path": "qwen_vl"}, _QWEN_TARGETS),
     "flux": Family(
         {"--tokenizer_1_path": "clip", "--tokenizer_2_path": "t5"},
         _FLUX_TARGETS,
@@ -75,13 +68,10 @@ class Route:
     config: str | Mapping[str, Any] | None
     module: str | None = "zerostart"
     processes: int = 2
-    #: Whether pipelines are in fp32, and not in the bf16 of the scripts.
-    fp32: bool = False
 
 
 _ZERO2 = "flux/model_training/full/accelerate_config.yaml"
 _ZERO3 = "{family}/model_training/full/accelerate_config_zero3.yaml"
-_LOW = "qwen_image/model_training/special/low_vram_training/deepspeed_zero3_cpuoffload.yaml"
 #: DeepSpeed's own linear function for ZeRO-3 adds biases after a rounding, which torch's does not.
 _EXACT = {
     "bf16": {"enabled": True},
@@ -96,42 +86,24 @@ _EXACT = {
 }
 
 
-def _fp32(stage: int) -> Mapping[str, Any]:
-    """Without clipping, too, as the scripts are without DeepSpeed."""
-    changed = {"bf16": {"enabled": False}, "gradient_clipping": 0.0, "zero_optimization": {"stage": stage}}
-    return {**_EXACT, **changed}
-
-
 ROUTES: Mapping[str, Route] = {
     "stock zero2": Route(_ZERO2, None),
     "stock zero3": Route(_ZERO3, None),
     "zero2": Route(_ZERO2),
     "zero3": Route(_ZERO3),
-    "stock zero3 exact": Route(_EXACT, None),
     "zero3 exact": Route(_EXACT),
-    "low memory": Route(_LOW),
-    "stock zero2 alone": Route(_ZERO2, None, 1),
-    "stock zero3 alone": Route(_ZERO3, None, 1),
-    "zero3 alone": Route(_ZERO3, processes=1),
     "zero3 exact alone": Route(_EXACT, processes=1),
     "stock plain": Route(None, None, 1),
-    "plain": Route(None, processes=1),
-    "stock zero2 fp32": Route(_fp32(2), None, fp32=True),
-    "zero2 fp32": Route(_fp32(2), fp32=True),
-    "zero3 fp32": Route(_fp32(3), fp32=True),
-    "stock plain fp32": Route(None, None, 1, fp32=True),
-    "zero3 alone fp32": Route(_fp32(3), processes=1, fp32=True),
 }
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a script left: losses of rank 0, files in a folder, and what each rank noted of its steps."""
+    """What a script left: losses of rank 0, and files in a folder."""
 
     output: str
     folder: Path
     losses: list[float]
-    steps: list[list[dict[str, float]]] = field(default_factory=list)
 
     def saved(self, name: str) -> dict[str, torch.Tensor]:
         return load_file(self.folder / name)
@@ -171,14 +143,12 @@ def run(
     *,
     cache: Path | None = None,
     parts: Sequence[str] | None = None,
-    launched: bool = False,
     timeout: float = 280,
 ) -> Run:
     """Run the script of ``family`` in ``out``, on the models and data in ``made``.
 
     ``cache`` is what an earlier stage left, in the place of pictures; ``parts`` the models that are loaded,
-    all by default. ``launched``: by ``accelerate launch``, and not by ranks that are forked. Raises
-    AssertionError if it fails.
+    all by default. Raises AssertionError if it fails.
     """
     chosen, checkout = ROUTES[route], Path(os.environ[CHECKOUT])
     paths = paths_of(family, made)
@@ -203,23 +173,22 @@ def run(
     script = checkout / "examples" / family / "model_training" / "train.py"
     environment = {
         "ZEROSTART_ROWS": str(made / "rows.json"),
-        "ZEROSTART_RECORD": str(out),
-        "ZEROSTART_BEGUN": str(time.time()),
         "DIFFSYNTH_SKIP_DOWNLOAD": "True",
-        **({"ZEROSTART_FP32": "1"} if chosen.fp32 else {}),
+        **({} if chosen.module else {"ZEROSTART_REHEARSAL": "1"}),
     }
-    if launched or FAMILIES[family].launched:
-        output = _launched(script, arguments, out, config, environment, timeout, chosen)
-    else:
-        given = (str(script), arguments, str(out), str(config), chosen.processes)
-        outcomes = rank_outcomes(
-            ranked, chosen.processes, *given, bool(chosen.module), environment, timeout=timeout, grace=5.0,
-            process_group=False,
-        )  # fmt: skip
-        if not all(outcome.ok for outcome in outcomes):
-            raise RankError(outcomes)
-        output = outcomes[0].log
-    return _result(output, out, chosen.processes)
+    output = launch(
+        script.read_text(),
+        out,
+        config,
+        arguments,
+        [HERE / "scripts", ROOT, *([BESIDE] if BESIDE.is_dir() else [])],
+        environment,
+        timeout,
+        chosen.processes,
+        chosen.module,
+        options=(),
+    )
+    return Run(output, out / "out", _losses(out / "out" / "loss.csv"))
 
 
 def _config(route: Route, family: str, out: Path) -> Path:
@@ -236,35 +205,8 @@ def _config(route: Route, family: str, out: Path) -> Path:
     return made
 
 
-def _launched(
-    script: Path,
-    arguments: Sequence[str],
-    out: Path,
-    config: Path,
-    environment: Mapping[str, str],
-    timeout: float,
-    route: Route,
-) -> str:
-    return launch(
-        script.read_text(),
-        out,
-        config,
-        arguments,
-        [HERE / "scripts", ROOT, *([BESIDE] if BESIDE.is_dir() else [])],
-        {**environment, **({} if route.module else {"ZEROSTART_REHEARSAL": "1"})},
-        timeout,
-        route.processes,
-        route.module,
-        options=(),
-    )
-
-
-def _result(output: str, out: Path, processes: int) -> Run:
-    table = out / "out" / "loss.csv"
-    losses = []
-    if table.exists():
-        with table.open(newline="") as file:
-            losses = [float(row["value"]) for row in csv.DictReader(file)]
-    notes = [out / f"steps-{rank}.json" for rank in range(processes)]
-    steps = [json.loads(note.read_text()) for note in notes if note.exists()]
-    return Run(output, out / "out", losses, steps)
+def _losses(table: Path) -> list[float]:
+    if not table.exists():
+        return []
+    with table.open(newline="") as file:
+        return [float(row["value"]) for row in csv.DictReader(file)]

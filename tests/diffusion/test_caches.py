@@ -1,15 +1,11 @@
 """Caches that a model's own code hands from layer to layer, and changes in place, under engines' hooks."""
 
-import functools
-import gc
-import weakref
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-import zerostart
 from tests.diffusion.sharded import (
     ENGINES,
     differing,
@@ -22,7 +18,6 @@ from tests.diffusion.sharded import (
     started,
 )
 from tests.ranks import run_ranks
-from zerostart.engines.deepspeed.calls import keep_calls
 
 WIDTH = 6
 
@@ -179,33 +174,3 @@ def test_an_autoencoder_that_passes_its_cache_by_position(tmp_path: Any) -> None
     wanted = on_one_thread(lambda: coded(vae))
     for found in run_ranks(coded_in_shards, 2, str(tmp_path)):
         assert not differing(found, dict.fromkeys(ENGINES, wanted))
-
-
-def test_nothing_is_kept_from_engines_that_gather_nothing() -> None:
-    model = zerostart.load(fill(Causal()).state_dict(), model=Causal, engine="fsdp2", zero_stage=0)
-    assert not any(m._forward_pre_hooks for m in model.modules())
-
-
-class Leading(nn.Module):
-    """Takes the first by position alone."""
-
-    def forward(self, x: int, /, y: Any = None, z: Any = None) -> tuple[Any, Any, Any]:
-        return x, y, z
-
-
-def test_arguments_come_where_they_were_put() -> None:
-    model = Leading()
-    keep_calls(model)
-    assert model(1, [2]) == (1, [2], None)
-    assert model(1, [2], z=3) == (1, [2], 3)
-
-
-def test_a_module_with_a_forward_of_its_own_is_let_go() -> None:
-    model = Layer()
-    keep_calls(model)
-    model.forward = functools.partial(Layer.forward, model)
-    model(torch.zeros(1, WIDTH), [], [0])
-    gone = weakref.ref(model)
-    del model
-    gc.collect()
-    assert gone() is None

@@ -7,19 +7,17 @@ whose gradients are up to 1.6 % off where sums are in another order.
 """
 
 import functools
-import importlib
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from tests.diffusion.oracle import needs_diffsynth
 from tests.diffusion.script_runs import CHECKOUT, FAMILIES, Run, run, write_data
-from tests.diffusion.small_pipelines import PIPELINES, paths_of, write
-from tests.ranks import RankError, run_ranks
+from tests.diffusion.small_pipelines import PIPELINES, write
+from tests.ranks import run_ranks
 
 pytestmark = [
     needs_diffsynth,
@@ -126,29 +124,6 @@ def test_a_script_trains_as_without_zerostart(
         same(found, runs(family, "stock zero3", arguments))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_losses_in_fp32(family: str, runs: Runs) -> None:
-    """Of ZeRO-3 those of ZeRO-2, and of one process without DeepSpeed, after steps too.
-
-    So what they differ in where the scripts have bf16 is its rounding.
-    """
-    expected = runs(family, EXPECTED.get(family, "stock zero2") + " fp32", FULL).losses
-    assert len(set(expected)) == 4
-    if family not in EXPECTED:
-        assert runs(family, "zero2 fp32", FULL).losses == expected
-    assert runs(family, "zero3 fp32", FULL).losses == pytest.approx(expected, rel=1e-4)
-    one = [*FULL, "--num_epochs", "1"]
-    alone = runs(family, "stock plain fp32", one).losses
-    assert len(set(alone)) == 4
-    assert runs(family, "zero3 alone fp32", one).losses == pytest.approx(alone, rel=1e-4)
-
-
-def test_a_script_under_the_launcher(made: Path, runs: Runs, tmp_path: Path) -> None:
-    """``accelerate launch --config_file ... -m zerostart SCRIPT``, as it is typed, from fresh processes."""
-    found = run("wanvideo", "zero3", FULL, made, tmp_path / "run", launched=True)
-    same(found, runs("wanvideo", "zero3", FULL))
-
-
 #: Models that only the first stage needs, and what is trained.
 TRAINED = {name: list(parts)[:1] for name, parts in PIPELINES.items()}
 #: Drawn anew at every call.
@@ -195,34 +170,6 @@ def test_two_stages(family: str, made: Path, tmp_path: Path) -> None:
     same(run(family, "zero3", arguments, made, tmp_path / "zero3", **stage), stock)
 
 
-def build_adam() -> None:
-    importlib.import_module("zerostart.upstream.deepspeed.zero3_partitions").load_operations(
-        ("CPUAdamBuilder",)
-    )
-
-
-@pytest.fixture(scope="module")
-def host_adam() -> None:
-    """DeepSpeed's Adam for the host, compiled once an environment, which takes minutes."""
-    run_ranks(build_adam, 1, process_group=False, timeout=800)
-
-
-@pytest.mark.usefixtures("host_adam")
-@pytest.mark.parametrize("family", ["qwen_image", "wanvideo"])
-def test_their_configuration_for_little_memory(
-    family: str, made: Path, runs: Runs, adapted: Callable[[str], list[str]], tmp_path: Path
-) -> None:
-    """Parameters and optimizer on the host, DeepSpeed's own checkpointing, models made on the CPU."""
-    arguments = adapted(family)
-    expected = runs(family, "zero2", arguments)
-    alike(
-        run(family, "low memory", [*arguments, "--initialize_model_on_cpu"], made, tmp_path / "low"),
-        expected,
-        0.1,
-        0.1,
-    )
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_activations_on_the_host(family: str, made: Path, runs: Runs, tmp_path: Path) -> None:
     arguments = [*FULL, "--use_gradient_checkpointing_offload"]
@@ -237,50 +184,3 @@ def test_resuming_from_what_was_saved(family: str, made: Path, runs: Runs, tmp_p
     expected = runs(family, route, arguments)
     same(run(family, "zero2", arguments, made, tmp_path / "zero2"), expected)
     alike(run(family, "zero3 exact", arguments, made, tmp_path / "zero3"), expected)
-
-
-def test_models_in_fp8(made: Path, runs: Runs, adapted: Callable[[str], list[str]], tmp_path: Path) -> None:
-    """Without DeepSpeed, which fails on them at ZeRO-2, as without zerostart; on ZeRO-3 refused by name."""
-    paths = paths_of("wanvideo", made)
-    frozen = ",".join(str(paths[name]) for name in ("wan_dit", "wan_text"))
-    arguments = [*adapted("wanvideo"), "--fp8_models", frozen]
-    one = [*arguments, "--num_epochs", "1"]
-    same(runs("wanvideo", "plain", one), runs("wanvideo", "stock plain", one))
-    with pytest.raises(RankError, match=r"load_model\(module_map=...\) is not available"):
-        run("wanvideo", "zero3", arguments, made, tmp_path / "run")
-
-
-def test_models_that_a_stage_leaves_on_disk(made: Path, tmp_path: Path) -> None:
-    """Not a weight of these is read: the stages are as without them."""
-    paths = paths_of("z_image", made)
-
-    def stage(route: str, name: str, left: Sequence[str], *more: str, **given: Any) -> Run:
-        offloaded = ["--offload_models", ",".join(str(paths[part]) for part in left)] if left else []
-        return run("z_image", route, [*FULL, *offloaded, *more], made, tmp_path / name, **given)
-
-    encode, train = ("--task", "sft:data_process"), ("--task", "sft:train")
-    theirs = stage("stock plain", "theirs", ["z_image_dit"], *encode)
-    ours = stage("zero3 exact", "ours", ["z_image_dit"], *encode)
-    for found, expected in zip(cached(ours.folder, 2), cached(theirs.folder, 1), strict=True):
-        assert len(found) >= 2
-        for key, tensor in expected.items():
-            torch.testing.assert_close(found[key], tensor, rtol=1e-6, atol=0)
-    encoders = ["z_image_text", "z_image_vae"]
-    trained = {
-        route: stage(route, route, encoders, *train, cache=theirs.folder)
-        for route in ("stock zero2", "zero2", "zero3 exact")
-    }
-    same(trained["zero2"], trained["stock zero2"])
-    alike(trained["zero3 exact"], trained["stock zero2"])
-
-
-def test_one_process(runs: Runs) -> None:
-    """As without zerostart to the bit, and ZeRO-3 as ZeRO-2.
-
-    For as long as sums of bf16 gradients allow: what the blocks read in common (the text) has its gradient
-    summed in another order at ZeRO-3, where DeepSpeed's hooks part the blocks.
-    """
-    assert runs("wanvideo", "zero3 alone", FULL).losses == runs("wanvideo", "stock zero3 alone", FULL).losses
-    arguments = [*FULL, "--num_epochs", "1"]
-    alike(runs("wanvideo", "zero3 exact alone", arguments), runs("wanvideo", "stock zero2 alone", arguments))
-    same(runs("wanvideo", "plain", arguments), runs("wanvideo", "stock plain", arguments))

@@ -1,10 +1,8 @@
 """Transformers, and what else is trained, of DiffSynth-Studio's own classes."""
 
-from importlib import import_module
 from typing import Any
 
 import torch
-from torch import nn
 
 from tests.diffusion.family import Family, noise, prefixed
 from tests.diffusion.shrunk import of
@@ -32,21 +30,6 @@ def wan(model: Any, **more: Any) -> Any:
     return model_fn_wan_video(model, **{**given, **more})
 
 
-def wan_s2v(model: Any) -> Any:
-    from diffsynth.pipelines.wan_video import model_fn_wans2v
-
-    return model_fn_wans2v(
-        dit=model,
-        latents=noise(1, 16, 3, 8, 8),
-        timestep=torch.tensor([500.0]),
-        context=noise(1, 6, 16),
-        audio_embeds=noise(1, 25, 8, 8),
-        motion_latents=noise(1, 16, 19, 8, 8),
-        s2v_pose_latents=noise(1, 16, 2, 8, 8),
-        drop_motion_frames=False,
-    )
-
-
 def vace(model: Any) -> Any:
     from diffsynth.models.wan_video_dit import precompute_freqs_cis_3d
 
@@ -55,27 +38,6 @@ def vace(model: Any) -> Any:
     parts = [p.view(*s, -1).expand(2, 2, 2, -1) for p, s in zip((f, h, w), shapes, strict=True)]
     freqs = torch.cat(parts, dim=-1).reshape(8, 1, -1)
     return model(noise(1, 8, 24), [noise(6, 2, 4, 4)], noise(1, 6, 24), noise(1, 6, 24), freqs)
-
-
-def small_animate() -> type[nn.Module]:
-    """With faces of 16 x 16; their features keep the width that other classes have in their code."""
-    kind = of("wan_video_animate_adapter:WanAnimateAdapter", {5120: 40, 40: 8})()
-    generator = import_module("diffsynth.models.wan_video_animate_adapter").Generator
-
-    class Small(kind):  # type: ignore[misc, valid-type]
-        def __init__(self) -> None:
-            super().__init__()
-            self.motion_encoder = generator(size=16, style_dim=512, motion_dim=20)
-
-    Small.__module__ = kind.__module__
-    return Small
-
-
-def animate(model: Any) -> Any:
-    x, motion = model.after_patch_embedding(
-        noise(1, 40, 3, 2, 2).clone(), noise(1, 16, 2, 4, 4), noise(1, 3, 5, 16, 16)
-    )
-    return model.after_transformer_block(0, x.flatten(2).transpose(1, 2), motion)
 
 
 def qwen_dit(model: Any) -> Any:
@@ -133,7 +95,6 @@ def z_image(model: Any) -> Any:
 
 
 FLUX = {3072: 256, 24: 2, 768: 12, 4096: 24, 38: 1, 19: 1}
-_FLUX_VAE = {512: 64, 256: 32, 128: 32}
 Z = {
     "in_channels": 4,
     "dim": 32,
@@ -166,12 +127,6 @@ _RELEASE = "wan_video_dit:WanVideoDiTStateDictConverter"
 
 TRANSFORMERS: dict[str, Family] = {
     "wan2.1 t2v": Family(_DIT, wan, WAN, prefixed("model."), _RELEASE, trained=True),
-    "wan2.1 i2v": Family(
-        _DIT,
-        lambda m: wan(m, clip_feature=noise(1, 7, 1280), y=noise(1, 4, 3, 4, 4, seed=6)),
-        {**WAN, "in_dim": 8, "has_image_input": True},
-        trained=True,
-    ),
     "wan2.1 vace": Family(
         of("wan_video_vace:VaceWanModel"),
         vace,
@@ -181,27 +136,6 @@ TRANSFORMERS: dict[str, Family] = {
         trained=True,
     ),
     "wan2.2 5b": Family(_DIT, lambda m: wan(m, fuse_vae_embedding_in_latents=True), _FIVE, trained=True),
-    "wan2.2 s2v": Family(
-        of("wan_video_dit_s2v:WanS2VModel"),
-        wan_s2v,
-        {
-            **{key: value for key, value in WAN.items() if key != "has_image_input"},
-            "in_dim": 16,
-            "out_dim": 16,
-            "cond_dim": 16,
-            "audio_dim": 8,
-            "num_audio_token": 2,
-            "audio_inject_layers": [0, 1],
-        },
-        trained=True,
-    ),
-    "wan2.2 animate": Family(
-        small_animate,
-        animate,
-        {},
-        prefixed("", ("blocks.0.of.the.transformer",)),
-        "wan_video_animate_adapter:WanAnimateAdapterStateDictConverter",
-    ),
     "qwen-image": Family(
         of("qwen_image_dit:QwenImageDiT", {3072: 256, 24: 2, 3584: 24}),
         qwen_dit,
@@ -209,7 +143,6 @@ TRANSFORMERS: dict[str, Family] = {
         trained=True,
     ),
     "flux.1": Family(of("flux_dit:FluxDiT", FLUX), flux_dit, {"num_blocks": 1}, trained=True),
-    "flux.2 dev": Family(of("flux2_dit:Flux2DiT"), flux2_dit, FLUX2, trained=True),
     "flux.2 klein": Family(
         of("flux2_dit:Flux2DiT"), flux2_dit, {**FLUX2, "guidance_embeds": False}, trained=True
     ),

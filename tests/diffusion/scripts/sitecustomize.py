@@ -1,15 +1,14 @@
-"""What a process of DiffSynth's scripts is given before it begins: data, and what its machine lacks.
+"""Prepare a process of DiffSynth's scripts: data, and what its machine lacks.
 
 Rows for small models in DiffSynth's table; names of torchvision's operators, where its library is not made
 for the torch that is installed; and without zerostart, a backend for ranks without accelerators.
 """
 
+import json
 import os
+from pathlib import Path
 from types import ModuleType
 
-from tests.diffusion.script_memory import watch
-from tests.diffusion.script_precision import PATCHED, in_fp32
-from tests.diffusion.script_rows import append_rows
 from zerostart.upstream.patches import when_imported
 
 
@@ -19,6 +18,15 @@ def _declare(module: ModuleType) -> None:
     declare_operators()
 
 
+def _append_rows(table: ModuleType) -> None:
+    """Add the small models; their modules are kept in memory as those of the class that each is ``like``."""
+    from diffsynth.configs.vram_management_module_maps import VRAM_MANAGEMENT_MODULE_MAPS as maps
+
+    rows = json.loads(Path(os.environ["ZEROSTART_ROWS"]).read_text())
+    table.MODEL_CONFIGS.extend(rows)
+    maps.update({row["model_class"]: maps[row["like"]] for row in rows if row["like"] in maps})
+
+
 def _rehearse(module: ModuleType) -> None:
     from tests.integrations.launching import REHEARSAL
 
@@ -26,11 +34,7 @@ def _rehearse(module: ModuleType) -> None:
 
 
 if "ZEROSTART_ROWS" in os.environ:
-    watch()
     when_imported("torch", _declare)
-    when_imported("diffsynth.configs.model_configs", append_rows)
-    if "ZEROSTART_FP32" in os.environ:
-        for name in PATCHED:
-            when_imported(name, in_fp32)
+    when_imported("diffsynth.configs.model_configs", _append_rows)
     if "ZEROSTART_REHEARSAL" in os.environ:
         when_imported("accelerate", _rehearse)
