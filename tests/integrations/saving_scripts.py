@@ -13,9 +13,7 @@ from tests.integrations.scripts import Data
 class Loop:
     """A model, optimizer, schedule and data, prepared; ``adopt`` is the line, None for none."""
 
-    def __init__(
-        self, path: Path, environment: dict[str, str], adopt: dict[str, Any] | None, adapter: bool = False
-    ) -> None:
+    def __init__(self, path: Path, environment: dict[str, str], adopt: dict[str, Any] | None) -> None:
         os.environ.update(environment)
         from accelerate import Accelerator
         from accelerate.utils import InitProcessGroupKwargs, ProjectConfiguration
@@ -37,13 +35,8 @@ class Loop:
         )
         set_seed(11)
         model: Any = AutoModelForCausalLM.from_pretrained(path)
-        if adapter:
-            from peft import LoraConfig, get_peft_model
-
-            torch.manual_seed(7)
-            model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
         model.train()
-        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
         loader: Any = torch.utils.data.DataLoader(Data(), batch_size=8 // self.accelerator.num_processes)
         self.model, self.optimizer, self.schedule, self.loader = self.accelerator.prepare(
@@ -70,10 +63,10 @@ class Loop:
 
 
 def saved_every_way(
-    path: Path, out: Path, environment: dict[str, str], adopt: dict[str, Any] | None, adapter: bool = False
+    path: Path, out: Path, environment: dict[str, str], adopt: dict[str, Any] | None
 ) -> tuple[list[float], list[float]]:
     """Train, save in all ways, and train on; the losses, and those of the second part."""
-    loop = Loop(path, environment, adopt, adapter)
+    loop = Loop(path, environment, adopt)
     accelerator, first = loop.accelerator, loop.steps(2)
     state = accelerator.get_state_dict(loop.model)
     main = accelerator.is_main_process
@@ -83,22 +76,20 @@ def saved_every_way(
         loop.bare.save_pretrained(out / "main", state_dict=state)
     accelerator.wait_for_everyone()
     if adopt is not None:
-        more = {} if adapter else {"max_shard_size": "100KB"}
-        loop.bare.save_pretrained(out / "cut", is_main_process=main, **more)
-        loop.bare.save_pretrained(out / "over", **more)
+        loop.bare.save_pretrained(out / "cut", is_main_process=main, max_shard_size="100KB")
+        loop.bare.save_pretrained(out / "over", max_shard_size="100KB")
         loop.bare.save_pretrained(out / "over")
         loop.bare.save_pretrained(out / "whole", save_function=accelerator.save)
-    if not adapter:
-        accelerator.save_model(loop.model, out / "model", max_shard_size="100KB")
+    accelerator.save_model(loop.model, out / "model", max_shard_size="100KB")
     accelerator.save_state(str(out / "state"))
     return first, loop.steps(2)
 
 
 def resumed(
-    path: Path, state: Path, environment: dict[str, str], adopt: dict[str, Any] | None, adapter: bool = False
+    path: Path, state: Path, environment: dict[str, str], adopt: dict[str, Any] | None
 ) -> list[float]:
     """Go on from a state that another run has saved."""
-    loop = Loop(path, environment, adopt, adapter)
+    loop = Loop(path, environment, adopt)
     loop.accelerator.load_state(str(state))
     return loop.steps(2)
 

@@ -1,20 +1,16 @@
 """transformers' own arguments for parallel axes, as those of a load."""
 
 import os
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
 import zerostart
-from tests.parity import checkpoint
 from tests.ranks import run_ranks
 from zerostart.errors import ConfigError
 from zerostart.integrations.transformers.loading import ParallelArguments as Asked
 from zerostart.integrations.transformers.loading import take_parallel_arguments
-from zerostart.loading.request import Request
 
 FLAG = {"enable_expert_parallel": True}
 GIVEN = {"ep_size": 4, "tp_size": 2, "fsdp_size": 4}
@@ -98,49 +94,3 @@ def translated() -> dict[str, Asked]:
 def test_what_the_arguments_ask_for() -> None:
     (found,) = run_ranks(translated, 1, process_group=False)
     assert found == {case: wanted for case, (_, wanted) in ASKED.items()}
-
-
-def test_settings_and_arguments_agree_or_are_refused() -> None:
-    settings = Request(expert_parallel=4)
-    assert Asked(4, 2).over(settings) == Request(expert_parallel=4, tensor_parallel=2)
-    assert Asked().over(settings) == settings
-    with pytest.raises(ConfigError, match="has expert_parallel=2, but zerostart is enabled with expert_p"):
-        Asked(2).over(settings)
-
-
-def loaded(path: Path) -> list[str]:
-    """From both entrances on FSDP2, and the rules of a call; what differs from what is stored."""
-    from transformers import AutoModelForCausalLM
-    from transformers.distributed import DistributedConfig
-
-    stock = AutoModelForCausalLM.from_pretrained(path)
-    expected, lines = stock.state_dict(), []
-    cases: dict[str, dict[str, Any]] = {
-        "tensors": {"tp_plan": "auto"},
-        "experts": {"distributed_config": DistributedConfig(ep_size=2, fsdp_size=2)},
-        "a rule": {
-            "distributed_config": DistributedConfig(tp_size=2, tp_plan={"lm_head": "rowwise_split_input"})
-        },
-    }
-    with zerostart.enabled(engine="fsdp2", progress=False):
-        for case, arguments in cases.items():
-            model: Any = AutoModelForCausalLM.from_pretrained(path, **arguments)
-            local = {name: tuple(p.to_local().shape) for name, p in model.named_parameters()}
-            found = {name: t for name, t in zerostart.full_tensors(model, rank=None) if t is not None}
-            lines += [f"{case}: {n}" for n in expected if not torch.equal(found[n], expected[n])]
-            head, experts = local["lm_head.weight"], model.model.layers[0].mlp.experts
-            shares = {"tensors": (48, 16), "experts": (48, 16), "a rule": (96, 8)}[case]
-            lines += [f"{case}: {head} of the head"] if head != shares else []
-            lines += [f"{case}: has_ep"] if getattr(model, "has_ep", False) != (case == "experts") else []
-            lines += [f"{case}: experts"] if experts.num_experts != (4 if case == "experts" else 8) else []
-            lines += [f"{case}: rules"] if (model.tp_plan == stock.tp_plan) != (case != "a rule") else []
-        with pytest.raises(zerostart.ZerostartError, match="tp_plan of the distributed_config names nowhere"):
-            AutoModelForCausalLM.from_pretrained(
-                path, distributed_config={"tp_size": 2, "tp_plan": {"nowhere": "colwise"}}
-            )
-    return lines
-
-
-@pytest.mark.slow
-def test_loads_that_ask_so(tmp_path: Path) -> None:
-    assert run_ranks(loaded, 2, checkpoint("mixtral", tmp_path)) == [[], []]

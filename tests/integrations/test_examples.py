@@ -66,17 +66,7 @@ def run(script: str, config: str, folder: Path, by: str) -> tuple[list[float], d
     return [entry["loss"] for entry in log if "loss" in entry], weights(out)
 
 
-SLOW = pytest.mark.slow
-
-
-SCRIPTS = [
-    pytest.param("accelerate", "zero2", marks=SLOW),
-    pytest.param("trainer", "fsdp2", marks=SLOW),
-    pytest.param("accelerate", "zero3", marks=SLOW),
-    pytest.param("accelerate", "fsdp2", marks=SLOW),
-    pytest.param("trainer", "zero3", marks=SLOW),
-    pytest.param("trainer", "zero2", marks=SLOW),
-]
+SCRIPTS = [("accelerate", "zero2"), ("trainer", "zero3"), ("trainer", "fsdp2")]
 
 
 @pytest.mark.slow

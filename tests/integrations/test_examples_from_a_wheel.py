@@ -66,12 +66,6 @@ def run(command: list[str], folder: Path, environment: Mapping[str, str]) -> str
     return ended.stdout
 
 
-def test_each_is_a_screen() -> None:
-    files = sorted(ROLES.iterdir())
-    assert len(files) == 5
-    assert [file.name for file in files if file.read_text().count("\n") >= 40] == []
-
-
 def test_the_trainer(environment: Mapping[str, str], checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
     make_folders(tmp_path, {"model": "text:qwen3"}, checkpoints)
     (tmp_path / "corpus.txt").write_text("a cat sees the sea and sleeps. " * 40)

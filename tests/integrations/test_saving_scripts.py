@@ -54,16 +54,10 @@ def unsharded(weights: Path, out: Path) -> None:
 def settings_in(folder: Path) -> dict[str, Any]:
     """All JSON files but the marker: the index, which says what lies where, too."""
     files = [file for file in folder.glob("*.json") if file.name != "zerostart.json"]
-    return {file.name: _in_order(json.loads(file.read_text())) for file in files}
+    return {file.name: json.loads(file.read_text()) for file in files}
 
 
-def _in_order(settings: dict[str, Any]) -> dict[str, Any]:
-    """PEFT keeps names of modules as a set, whose order is another one in each process."""
-    names = settings.get("target_modules")
-    return settings | ({"target_modules": sorted(names)} if isinstance(names, list) else {})
-
-
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", ["deepspeed", pytest.param("fsdp2", marks=pytest.mark.slow)])
 def test_accelerate_saves_and_resumes(engine: str, checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
     path, environment = checkpoints("qwen3_moe_aligned"), environment_of(engine, tmp_path / "zero")
     out = tmp_path / "out"
@@ -94,19 +88,7 @@ def check_own_names(path: Path, model: Path, gathered: dict[str, torch.Tensor]) 
 
 
 @pytest.mark.slow
-def test_adapters_are_saved_and_resumed(checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
-    path, environment = checkpoints("qwen3"), environment_of("deepspeed", tmp_path / "zero")
-    out = tmp_path / "out"
-    _, losses = run(saved_every_way, 2, path, out, environment, {}, True)
-    gathered = tensors_in(out / "documented")
-    assert gathered
-    assert all("lora" in name for name in gathered)
-    assert same(tensors_in(out / "whole"), gathered)
-    assert settings_in(out / "whole") == settings_in(out / "documented")
-    assert run(resumed, 2, path, out / "state", environment, {}, True) == losses
-
-
-@pytest.mark.parametrize("waits", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("waits", [True, False])
 def test_a_call_of_one_rank_alone_is_an_error(
     waits: bool, checkpoints: TinyCheckpoints, tmp_path: Path
 ) -> None:

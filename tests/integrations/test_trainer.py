@@ -67,9 +67,10 @@ def test_trainer_on_fsdp2(name: str, checkpoints: TinyCheckpoints, tmp_path: Pat
         torch.testing.assert_close(weights[key], expected[key], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "engine",
-    [pytest.param("zero3", marks=pytest.mark.slow), "zero2", pytest.param("fsdp2", marks=pytest.mark.slow)],
+    ["zero3", "zero2", "fsdp2"],
 )
 def test_trainer_with_experts_shared_out(engine: str, checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
     path = checkpoints("qwen3_moe_aligned")

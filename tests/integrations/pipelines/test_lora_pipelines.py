@@ -15,8 +15,7 @@ from torch.distributed.tensor import DTensor
 
 import zerostart
 from tests.integrations.pipelines.tiny_pipelines import CALLS, FAMILIES, make_pipeline
-from tests.ranks import rank_outcomes, run_ranks
-from zerostart.integrations.peft import read
+from tests.ranks import run_ranks
 from zerostart.live.model import record_of
 
 #: Nothing stays gathered between two calls.
@@ -216,65 +215,6 @@ def test_loras_of_a_pipeline_in_shards(tmp_path: Path) -> None:
         pipe.load_lora_weights(tmp_path / way, adapter_name=way[:4])
         for name, tensor in get_peft_model_state_dict(pipe.transformer, adapter_name=way[:4]).items():
             torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=1e-7)
-
-
-def wider(path: Path, loras: tuple[Path, Path], what: str, way: str) -> None:
-    """A LoRA for a transformer with more inputs, or one that sets norms, of a Flux in shards."""
-    pipe = zerostart.load_pipeline(path, whole_beside(path), **WAYS[way], progress=False)
-    state = dict(pipe.lora_state_dict(loras[0]))
-    if what == "norm":
-        state["transformer.transformer_blocks.0.attn.norm_q.weight"] = torch.ones(2)
-    else:
-        state["transformer.x_embedder.lora_A.weight"] = torch.ones(2, 40)
-        state["transformer.x_embedder.lora_B.weight"] = torch.ones(
-            pipe.transformer.x_embedder.out_features, 2
-        )
-    pipe.load_lora_weights(state)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("way", ["ZeRO-3", "FSDP2"])
-@pytest.mark.parametrize(
-    ("what", "words"), [("norm", "sets .*norm_q"), ("inputs", "40 inputs for x_embedder")]
-)
-def test_a_lora_that_changes_weights_is_refused(what: str, words: str, way: str, tmp_path: Path) -> None:
-    path = make_pipeline("flux", tmp_path / "flux")
-    for outcome in rank_outcomes(wider, 2, path, make_loras(path, tmp_path), what, way):
-        assert outcome.error == "zerostart.errors.ConfigError", outcome.describe()
-        with pytest.raises(AssertionError, match=words):
-            raise AssertionError(outcome.message)
-
-
-def test_what_peft_computes_of_an_adapter_in_shards_is_refused() -> None:
-    """Of what only has a shape here."""
-    linear = nn.Linear(3, 3)
-    model = zerostart.load(linear.state_dict(), lambda: nn.Linear(3, 3), engine="fsdp2", progress=False)
-    assert torch.equal(read(lambda model, state_dict: state_dict, model)["weight"], linear.weight)
-    with pytest.raises(zerostart.errors.ConfigError, match=r"PEFT computes bias .*full_tensors"):
-        read(lambda model, state_dict: {**state_dict, "bias": state_dict["bias"] + 1}, model)
-
-
-def of_values(path: Path, way: str) -> tuple[str, float]:
-    """An adapter that begins with a decomposition of the weights: what is wrong, and how far it is off."""
-    plain = diffusers.DiffusionPipeline.from_pretrained(str(path))
-    pipe = zerostart.load_pipeline(path, whole_beside(path), **WAYS[way], progress=False)
-    first = picture(plain, "wan")
-    try:
-        pipe.transformer.add_adapter(LoraConfig(**LORA, init_lora_weights="olora"))
-    except zerostart.errors.ConfigError as error:
-        return str(error), 0.0
-    return "", float((picture(pipe, "wan") - first).abs().max())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("way", ["ZeRO-3", "FSDP2"])
-def test_an_adapter_that_begins_with_values_of_weights(way: str, tmp_path: Path) -> None:
-    path = make_pipeline("wan", tmp_path / "wan")
-    for message, off in run_ranks(of_values, 2, path, way):
-        if way == "FSDP2":
-            assert "values of the weights of" in message
-        else:
-            assert (message, off < 1e-2) == ("", True)
 
 
 @pytest.mark.slow

@@ -155,7 +155,8 @@ def train_composite(path: Path, engine: str) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("engine", ["deepspeed", pytest.param("fsdp2", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["deepspeed", "fsdp2"])
 def test_components_train_as_children_of_one_module(engine: str, paths: dict[str, Path]) -> None:
     alone = train_composite(paths["wan"], "none")
     assert alone[1] < alone[0]

@@ -1,1 +1,0 @@
-"""Empty: TRL imports it for the packing of examples, which the tests leave out."""
