@@ -23,13 +23,14 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "stage", "asked", "in_stock"),
     [
         (1, 3, False, True),
-        pytest.param(2, 3, False, False, marks=pytest.mark.slow),
-        pytest.param(1, 2, True, False, marks=pytest.mark.slow),
-        pytest.param(1, 2, False, True, marks=pytest.mark.slow),
+        (2, 3, False, False),
+        (1, 2, True, False),
+        (1, 2, False, True),
     ],
 )
 def test_experts_begin_at_16_bytes(world: int, stage: int, asked: bool, in_stock: bool, path: Path) -> None:

@@ -212,13 +212,9 @@ REFUSED = {
 }
 
 
-FAST = ("save_pretrained", "transformers")
-
-
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, marks=[pytest.mark.slow] * (case.refused not in FAST)) for case in BROKEN],
-    ids=lambda case: case.name,
+    [pytest.param(c, marks=[pytest.mark.slow] * (c.refused != "transformers"), id=c.name) for c in BROKEN],
 )
 def test_what_does_not_fit_refuses_its_feature_alone(
     case: Broken, plain: Path, checkpoints: TinyCheckpoints, tmp_path: Path
