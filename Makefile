@@ -10,7 +10,6 @@
 #   make docs            the documentation site, in build/site
 #   make bench           the load benchmark beside other routes
 #   make serving         real inference engines that take pushed weights (tests/serving), in an environment of their own
-#   make serving-models  docs/serving-models.md anew: the loaders of vLLM's models, traced and run
 #   make gpu-check       what only an accelerator can show
 #   make upstream        other projects' own scripts and tests, from checkouts: DEEPSPEED=, TRANSFORMERS=, TRL=,
 #                        DIFFSYNTH=, each at its installed version; what is not given is left out
@@ -29,7 +28,7 @@ STAMP := $(VENV)/installed
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-diffusion test check docs bench gpu-check upstream nightly conformance constraints next serving serving-models clean
+.PHONY: help install demo demo-diffusion test check docs bench gpu-check upstream nightly conformance constraints next serving clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -105,9 +104,6 @@ next:
 SERVING := .venv-serving
 serving: $(SERVING)/installed
 	$(SERVING)/bin/python -m pytest -m slow tests/serving
-
-serving-models: $(SERVING)/installed
-	PYTHONPATH=$(CURDIR) $(SERVING)/bin/python -m tests.serving.vllm_table --out docs/serving-models.md
 
 $(SERVING)/installed: $(STAMP) tests/serving/requirements.py
 	$(BIN)/python -m venv --without-pip $(SERVING)

@@ -1,18 +1,14 @@
 """An engine that is told when its workers are to connect and to follow, and that fails by itself."""
 
 import threading
-from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-from safetensors.torch import save_file
 from torch import nn
 
 import zerostart
-from tests.ranks import run_ranks
 from zerostart import serving
-from zerostart.errors import ConfigError, PeerError
+from zerostart.errors import PeerError
 
 
 class Engine:
@@ -60,28 +56,3 @@ def test_what_an_engine_fails_with_is_told_and_the_next_push_succeeds() -> None:
             refitter.push()
         assert refitter.push().workers[0].version == 4
     assert not [t for t in threading.enumerate() if t.name == "zerostart-refit-engine"]
-
-
-class InRank(Engine):
-    """The same, and it lives in the rank that has it."""
-
-    in_process = True
-
-
-def _with_an_engine_each(path: Path) -> None:
-    rank = dist.get_rank()
-    model = zerostart.load(path, lambda: nn.Linear(3, 2), engine="fsdp2", progress=False)
-    with pytest.raises(ConfigError, match="on rank 1, whose workers are other processes"):
-        zerostart.refit(model, InRank(), timeout=20)
-    # Told by rank 0, where the others have nothing.
-    alone = InRank()
-    with zerostart.refit(model, None if rank else alone, timeout=60) as refitter:
-        assert len(refitter.push().workers) == 1
-    assert rank or torch.equal(alone.module.weight, torch.arange(6.0).view(2, 3))
-
-
-@pytest.mark.slow
-def test_an_engine_within_rank_0(tmp_path: Path) -> None:
-    path = tmp_path / "model.safetensors"
-    save_file({"weight": torch.arange(6.0).view(2, 3), "bias": torch.ones(2)}, path)
-    run_ranks(_with_an_engine_each, 2, path, timeout=120)

@@ -202,36 +202,3 @@ def test_a_trainer_killed_at_each_message(tmp_path: Path, point: str, rank: int,
         for worker in workers:
             with suppress(ValueError):
                 worker.kill()
-
-
-def _wait_long(address: str) -> list[int]:
-    from datetime import timedelta
-
-    from zerostart.upstream.torch.process_group import made_groups
-
-    model = _model()
-    for made in made_groups():
-        made._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=4))
-    Path(address.removeprefix("unix://")).with_name("begun").touch()
-    with zerostart.refit(model, address, workers=1, timeout=60) as refitter:
-        return [worker.version for worker in refitter.push().workers]
-
-
-@pytest.mark.slow
-def test_workers_are_waited_for_longer_than_ranks_for_each_other(tmp_path: Path) -> None:
-    address = f"unix://{tmp_path}/workers"
-    started: list[Any] = []
-
-    def late() -> None:
-        _await(tmp_path / "begun")
-        time.sleep(8)
-        started.append(_start(address, "late", tmp_path, ""))
-
-    thread = threading.Thread(target=late, daemon=True)
-    thread.start()
-    try:
-        assert run_ranks(_wait_long, 2, address, timeout=90) == [[1], [1]]
-    finally:
-        thread.join(60)
-        for worker in started:
-            worker.kill()

@@ -6,7 +6,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
 
 from tests.drawn import examples
 from tests.recipe.graphs import operations
@@ -213,45 +212,6 @@ def test_experts_columns_and_padding() -> None:
     assert recipes.coverage.missing == ("own",)
     assert set(recipes.coverage.unexpected) == {n for n in shapes if n[:2] in ("e0", "e2")}
     assert len(recipes.by_name["w13"].pieces) == 2, "a stack of experts is one run of tensors"
-
-
-def test_tensors_on_meta_and_another_dtype() -> None:
-    """A parameter without memory gives the same recipe, with the cast; its device is asked for on the way."""
-    own = {"p": nn.Parameter(torch.empty(4, 6, device="meta", dtype=torch.bfloat16), requires_grad=False)}
-
-    def load(pairs: Pairs) -> None:
-        for _, weight in pairs:
-            scratch = torch.zeros_like(own["p"])
-            scratch[2:] = weight.to(own["p"].device)
-            own["p"].data.copy_(scratch)
-
-    recipes = trace_loader(load, symbols({"w": (2, 6)}, torch.float32), own, "a loader")
-    recipe = recipes.by_name["p"]
-    assert recipe.target.dtype is torch.bfloat16
-    assert not recipes.partial
-    assert {box.origin for box in recipe.boxes} == {(0, 0), (2, 0)}
-
-
-def test_a_tensor_that_is_replaced_and_one_filled_by_its_value() -> None:
-    own = {"p": nn.Parameter(torch.zeros(4, 4)), "scale": nn.Parameter(torch.zeros(()), requires_grad=False)}
-
-    def load(pairs: Pairs) -> None:
-        for name, weight in pairs:
-            if name == "scale":
-                own["scale"].data.fill_(weight.item())
-            else:
-                own["p"].data = weight.t()
-                assert own["p"].shape == (4, 4)
-                own["p"].data[0].zero_()
-
-    recipes = trace_loader(load, symbols({"w": (4, 4), "scale": (1,)}, torch.float32), own, "a loader")
-    sources = {"w": torch.arange(16).view(4, 4), "scale": torch.tensor([77])}
-    want = sources["w"].t().clone()
-    want[0] = 0
-    have = as_numbers(recipes.by_name["p"], -torch.ones(4, 4, dtype=torch.int64), sources)
-    assert torch.equal(have, want)
-    assert as_numbers(recipes.by_name["scale"], torch.tensor(-1), sources) == 77
-    assert not own["p"].any()
 
 
 def _by_value(own: Tensors, weight: torch.Tensor) -> None:

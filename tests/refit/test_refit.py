@@ -2,8 +2,6 @@
 "writes."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -131,37 +129,6 @@ def test_a_push_takes_at_most_256_mib_beside_the_weights(tmp_path: Path) -> None
         worker.kill()
     assert 0 < peak < 256 << 20
     assert 0 < int((tmp_path / "peak").read_text()) < 256 << 20
-
-
-def _fill_wide() -> int:
-    """On one rank: its half of the matrix and the other rank's, into an engine of its own."""
-    model = zerostart.load(
-        None, lambda: nn.Linear(WIDE[1], WIDE[0], bias=False, dtype=BF16), engine="fsdp2", progress=False
-    )
-    engine, receiver = _wide(f"wide{torch.distributed.get_rank()}")
-    with zerostart.refit(model, receiver) as refitter:
-        reports: list[Any] = [refitter.push(), refitter.push()]
-    assert reports[0].moved_bytes == reports[0].owned_bytes == reports[0].wanted_bytes // 2
-    weight: Any = model.weight
-    low, high = weight.full_tensor().chunk(2)
-    assert torch.equal(engine.weight.data.t(), torch.cat([high, low]))  # type: ignore[operator, union-attr]
-    return max(int(report.peak_host_bytes) for report in reports)
-
-
-@pytest.mark.slow
-def test_a_push_within_the_ranks_takes_as_little() -> None:
-    for peak in run_ranks(_fill_wide, 2, timeout=150):
-        assert 0 < peak < 256 << 20
-
-
-@pytest.mark.slow
-def test_a_worker_loads_no_other_library() -> None:
-    script = "import sys, zerostart.serving as s; [getattr(s, name) for name in s.__all__]\n"
-    script += (
-        "found = {'transformers', 'diffusers', 'deepspeed', 'accelerate', 'peft'} & sys.modules.keys()\n"
-    )
-    script += "assert not found, found"
-    subprocess.run([sys.executable, "-c", script], check=True)
 
 
 @pytest.mark.parametrize("target", ["tcp://127.0.0.1:0", "file:///tmp/versions"])

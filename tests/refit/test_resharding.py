@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import zerostart
 from tests.identity.test_edited_masters import Case, halves, kept, masters, step
@@ -62,34 +61,6 @@ CASES: dict[str, tuple[str, torch.dtype, int, dict[str, Any], dict[str, Any]]] =
 def test_a_target_is_as_loaded_from_a_save(case: str, checkpoints: TinyCheckpoints, tmp_path: Path) -> None:
     kind, dtype, ranks, source, target = CASES[case]
     run_ranks(reshard, ranks, checkpoints(kind, dtype), tmp_path, source, target, timeout=150)
-
-
-def on_half(path: Path) -> None:
-    from torch.distributed.fsdp import fully_shard
-    from transformers import AutoModelForCausalLM
-
-    model = zerostart.load(path, progress=False, engine="fsdp2")
-    for tensor in local_tensors(model).values():
-        tensor.mul_(-1.375)
-    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("part", "shard"))
-    half = None
-    if dist.get_rank() < 2:
-        half = AutoModelForCausalLM.from_pretrained(path, dtype=BF16)
-        half = fully_shard(half, mesh=mesh["shard"])
-    with zerostart.refit(model, half) as refitter:
-        report = refitter.push()
-    wholes = {}
-    for name, parameter in model.named_parameters():
-        wholes[name] = parameter.full_tensor()
-    if half is not None:
-        assert report.moved_bytes < report.wanted_bytes
-        for name, parameter in half.named_parameters():
-            assert torch.equal(parameter.full_tensor(), wholes[name]), name
-
-
-@pytest.mark.slow
-def test_a_target_on_half_of_the_ranks(checkpoints: TinyCheckpoints) -> None:
-    run_ranks(on_half, 4, checkpoints("qwen3_even", BF16), timeout=150)
 
 
 def trained_target(path: Path, stage: int) -> list[str]:

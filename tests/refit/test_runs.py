@@ -63,35 +63,6 @@ def test_runs_are_sets_of_bytes(a: list[Row], b: list[Row], low: int, high: int,
     assert set().union(*map(content, parts)) == bytes_of(a)
 
 
-def test_columns_of_a_large_matrix_stay_rows() -> None:
-    """Ranks of tensor parallelism: none of the 65536 runs of each is taken apart, nor between them."""
-    line, many = 1 << 14, 1 << 16
-    shards = [Runs.of([(8 + n * line // 8, line // 8, line, many)]) for n in range(8)]
-    for n, shard in enumerate(shards):
-        whole = shard.intersect(Runs.of([(8, line * many, 0, 1)]))
-        assert whole.rows.tolist() == [[8 + n * line // 8, line // 8, line, many]]
-        halves = Runs.of([(8, line // 2, line, many)])
-        assert shard.intersect(halves).nbytes == (shard.nbytes if n < 4 else 0)
-        assert len(shard.intersect(halves).rows) == (n < 4)
-    # Windows of a save, one behind the other, are one row again.
-    windows = [(8 + n * 16 * line, 100, line, 16) for n in range(many // 16)]
-    assert Runs.of(windows).rows.tolist() == [[8, 100, line, many]]
-    assert len(list(shards[0].batches(32 << 20))) == 4
-
-
-def test_millions_of_runs_are_worked_out_on_arrays() -> None:
-    """Element-wise interleaving, the worst there is: still no loop in Python."""
-    even = Runs.of(
-        np.stack([np.arange(0, 4 << 20, 4), np.full(1 << 20, 2), *np.array([[0], [1]]).repeat(1 << 20, 1)], 1)
-    )
-    assert even.rows.tolist() == [[0, 2, 4, 1 << 20]]
-    steps = np.random.default_rng(0).integers(3, 9, 1 << 20).cumsum()
-    ragged = Runs.of(np.stack([steps, np.full(1 << 20, 2), *np.array([[0], [1]]).repeat(1 << 20, 1)], 1))
-    assert ragged.nbytes == 2 << 20
-    both = ragged.intersect(even)
-    assert 0 < both.nbytes < ragged.nbytes
-
-
 @pytest.mark.parametrize(
     "rows",
     [

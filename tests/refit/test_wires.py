@@ -7,8 +7,6 @@ import signal
 import socket
 import stat
 import struct
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -24,7 +22,6 @@ import zerostart
 from tests.refit.test_failures import SIZE, _start
 from zerostart import serving
 from zerostart.errors import ConfigError, PeerError, ReadError, ZerostartError
-from zerostart.refit import refitter as refitter_module
 from zerostart.refit import wire
 from zerostart.refit.image import Image, SharedImage, make_memory
 
@@ -67,32 +64,6 @@ def test_a_process_of_another_user_is_refused_on_both_sides(monkeypatch: pytest.
         with pytest.raises(PeerError, match=f"a process of user {user}"):
             wire.Channel(end, "somebody")
         assert end.fileno() == -1
-
-
-def test_no_port_is_opened() -> None:
-    script = """
-import socket, threading, torch, zerostart
-from torch import nn
-from zerostart import serving
-
-class Watched(socket.socket):
-    def bind(self, address):
-        assert self.family == socket.AF_UNIX, address
-        super().bind(address)
-
-    def connect(self, address):
-        assert self.family == socket.AF_UNIX, address
-        super().connect(address)
-
-socket.socket = Watched
-model, engine = nn.Linear(3, 2), nn.Linear(3, 2)
-receiver = serving.Receiver(engine, lambda pairs: engine.load_state_dict(dict(pairs)))
-with zerostart.refit(model) as refitter:
-    threading.Thread(target=serving.serve, args=(receiver, refitter.address)).start()
-    refitter.push()
-assert torch.equal(engine.weight, model.weight)
-"""
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
 
 
 def test_memory_that_is_not_the_image_is_refused(tmp_path: Path) -> None:
@@ -250,51 +221,6 @@ def test_a_worker_that_stops_is_named_and_comes_back(tmp_path: Path) -> None:
         time.sleep(0.5)
         held = json.loads((tmp_path / "worker.json").read_text())
         assert held == {"version": refitter.version, "weight": 3.0}
-
-
-def test_more_workers_come_at_once() -> None:
-    model, served = _model(), list[int | None]()
-
-    def worker(number: int, address: str) -> None:
-        served.append(serving.serve(_receiver(nn.Linear(SIZE[1], SIZE[0]), f"{number}"), address, timeout=20))
-
-    with zerostart.refit(model, workers=6, timeout=20) as refitter:
-        threads = [threading.Thread(target=worker, args=(n, refitter.address)) for n in range(6)]
-        for thread in threads:
-            thread.start()
-        assert len(refitter.push().workers) == 6
-        with pytest.raises(ConfigError, match="another worker is connected under the name 3"):
-            serving.Connection(_receiver(nn.Linear(SIZE[1], SIZE[0]), "3"), refitter.address, timeout=20)
-    for thread in threads:
-        thread.join(20)
-    assert served == [1] * 6
-
-
-def test_a_worker_that_found_the_trainer_late_waits_for_pushes_as_long_as_any(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """As one does that waited for another trainer, and whose patience had nearly ended."""
-    model, engine, write_out = _model(), nn.Linear(SIZE[1], SIZE[0]), refitter_module.write_out
-
-    def slow(*given: Any) -> int:
-        time.sleep(0.6)
-        return write_out(*given)
-
-    monkeypatch.setattr(refitter_module, "write_out", slow)
-    receiver = _receiver(engine)
-    with zerostart.refit(model, timeout=20) as refitter:
-        connected: list[serving.Connection] = []
-
-        def follow() -> None:
-            connected.append(serving.Connection(receiver, refitter.address, timeout=20, within=0.3))
-            connected[0].follow()
-
-        thread = threading.Thread(target=follow, daemon=True)
-        thread.start()
-        refitter.push()
-        thread.join(20)
-        connected[0].close()
-    assert receiver.version == 1
 
 
 def test_a_model_whose_tensors_change_is_refused() -> None:

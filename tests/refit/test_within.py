@@ -1,6 +1,5 @@
 """Engines that live in the trainer's own ranks: each has what its own load of a save gives."""
 
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from tests.refit import workers
 from tests.refit.test_refit import _change
 from tests.tiny import TINY, TinyCheckpoints
 from zerostart import serving
-from zerostart.errors import ConfigError, ConversionError, PeerError, ZerostartError
+from zerostart.errors import ConfigError, ConversionError, PeerError
 
 BF16 = torch.bfloat16
 
@@ -142,35 +141,6 @@ def test_a_model_whose_tensors_change_between_pushes() -> None:
         assert torch.equal(engine.table.weight, model.table.weight)
 
 
-def test_tensors_of_several_bands() -> None:
-    """Larger than what is brought at a time, and behind each other at odd places."""
-    model, student, engine = nn.Module(), nn.Module(), _Rows(1_400_000).to(BF16)
-    for seed, each in enumerate((model, student)):
-        torch.manual_seed(seed)
-        each.bias = nn.Parameter(torch.randn(3, dtype=BF16))
-        each.nothing = nn.Parameter(torch.empty(0, 3, dtype=BF16))
-        each.table = nn.Embedding(1_400_000, 16, dtype=BF16)
-        each.head = nn.Linear(5, 7)
-    for target in (student, engine):
-        with zerostart.refit(model, target) as refitter:
-            assert refitter.push().version == 1
-        assert torch.equal(target.table.weight, model.table.weight)
-    assert all(torch.equal(a, b) for a, b in zip(student.parameters(), model.parameters(), strict=True))
-
-
-def test_values_that_the_dtype_of_a_target_cannot_hold() -> None:
-    """Of as many bits, and others of them: what is filled in is what a cast gives, and no fault."""
-    model, student = nn.Module(), nn.Module()
-    model.table, student.table = nn.Embedding(10, 16, dtype=BF16), nn.Embedding(10, 16, dtype=torch.half)
-    engine = _Rows(10).half()
-    with torch.no_grad():
-        model.table.weight[1:5] *= 1e-7
-    for target in (student, engine):
-        with zerostart.refit(model, target) as refitter:
-            refitter.push()
-        assert torch.equal(target.table.weight, model.table.weight.half())
-
-
 def test_a_target_without_some_of_the_weights_is_refused_or_told() -> None:
     """It would compute something else: as a load of a save into it raises, so does a push."""
     model, tied = nn.Module(), nn.Module()
@@ -185,13 +155,6 @@ def test_a_target_without_some_of_the_weights_is_refused_or_told() -> None:
     with zerostart.refit(model, tied, strict=False) as refitter:
         assert refitter.push().untaken == ("head.weight",)
     assert torch.equal(tied.table.weight, model.table.weight)
-
-
-def test_a_model_without_values_is_told() -> None:
-    model = nn.Module()
-    model.table = nn.Embedding(10, 16, device="meta")
-    with pytest.raises(ZerostartError, match=r"table\.weight is on the meta device"):
-        zerostart.refit(model, _Rows(10))
 
 
 class _Adapter(nn.Module):
@@ -259,24 +222,3 @@ def test_ranks_that_are_given_different_arguments_are_told_so() -> None:
         "timeout=4 on rank 0, but timeout=5 on rank 1: call zerostart.refit with the same"
     )
     assert [text.partition("=")[0] for text in first] == [*given]
-
-
-def test_trainers_of_different_models_share_an_engine(tmp_path: Path) -> None:
-    """In turns: of each it takes what that has, wherever it lies in its checkpoint."""
-    receiver = serving.Receiver(engine := _Rows(10))
-    models = []
-    for wide in (3, 5, 7):
-        models.append(model := nn.Module())
-        model.head, model.table = nn.Linear(wide, wide), nn.Embedding(10, 16)
-    address = f"unix://{tmp_path}/worker"
-    worker = threading.Thread(target=serving.serve, args=(receiver, address), kwargs={"timeout": 30})
-    worker.start()
-    with (
-        zerostart.refit(models[0], receiver) as one,
-        zerostart.refit(models[1], receiver) as other,
-        zerostart.refit(models[2], address, timeout=30) as third,
-    ):
-        for refitter, model in [*zip((one, other, third), models, strict=True)] * 2:
-            refitter.push()
-            assert torch.equal(engine.table.weight, model.table.weight)
-    worker.join()
