@@ -2,10 +2,7 @@
 
 import importlib.metadata
 import json
-import os
 import platform
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -40,26 +37,6 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert set(found["devices"]) == {"cores", "available_memory_bytes", "accelerators", "usable"}
     assert found["devices"]["usable"] is None
     assert found["uses"] == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("arguments", [(), ("--json",)], ids=["plain", "json"])
-def test_nothing_heavy_is_imported(arguments: tuple[str, ...]) -> None:
-    """Which is what makes it quick; and one screen of a terminal of 80 columns holds it."""
-    code = (
-        "import sys\nfrom zerostart.cli import main\n"
-        f"try:\n    main(['env', *{arguments!r}])\nfinally:\n"
-        f"    print(sorted(set({HEAVY!r}) & set(sys.modules)), file=sys.stderr)"
-    )
-    environment = os.environ | {"COLUMNS": "80"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
-    assert (done.returncode, done.stderr.strip()) == (0, "[]")
-    if not arguments:
-        lines = done.stdout.splitlines()
-        assert max(map(len, lines)) <= 80
-        assert len(lines) <= 66
-        text = " ".join(done.stdout.split())
-        assert f"torch {importlib.metadata.version('torch')} >=2.11,<2.16" in text
 
 
 def test_what_is_absent_or_unknown_is_said(

@@ -1,8 +1,6 @@
 """``zerostart inspect``, run as a user runs it."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,20 +10,6 @@ from safetensors.torch import load_file, save_file
 from tests.cli.running import running
 from tests.tiny import TinyCheckpoints
 
-KEYS = {
-    *(
-        "files",
-        "tensors",
-        "parameters",
-        "checkpoint_bytes",
-        "dtypes",
-        "largest_tensor",
-        "largest_tensor_bytes",
-    ),
-    *("architectures",),
-}
-
-
 run = running("inspect")
 
 
@@ -34,7 +18,6 @@ def test_json(checkpoints: TinyCheckpoints, capsys: pytest.CaptureFixture[str]) 
     code, out, err = run(capsys, str(folder), "--json")
     assert (code, err) == (0, "")
     document = json.loads(out)
-    assert set(document) >= KEYS
     assert document["architectures"] == ["MixtralForCausalLM"]
     assert document["files"] == sorted(path.name for path in folder.glob("*.safetensors"))
     expected = {name: t for file in document["files"] for name, t in load_file(folder / file).items()}
@@ -54,38 +37,12 @@ def test_json(checkpoints: TinyCheckpoints, capsys: pytest.CaptureFixture[str]) 
         assert data == bytes(expected[described["name"]].flatten().view(torch.uint8).numpy())
 
 
-def test_summary(checkpoints: TinyCheckpoints, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = run(capsys, str(checkpoints("qwen3")))
-    assert (code, err) == (0, "")
-    for text in ("Qwen3ForCausalLM", "F32", "model.embed_tokens.weight", "[131, 24]"):
-        assert text in out
-
-
 def test_names_are_not_markup(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_file({"[bold]x[/bold]": torch.zeros(2), "[/]": torch.zeros(1)}, tmp_path / "[red].safetensors")
     code, out, _ = run(capsys, str(tmp_path))
     assert code == 0
     assert "[bold]x[/bold]" in out
     assert "not stated" in out
-
-
-def test_an_empty_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    save_file({}, tmp_path / "model.safetensors")
-    code, out, _ = run(capsys, str(tmp_path), "--json")
-    document = json.loads(out)
-    assert code == 0
-    assert document["tensors"] == []
-    assert document["largest_tensor"] is None
-    assert run(capsys, str(tmp_path))[0] == 0
-
-
-@pytest.mark.parametrize("architectures", ["null", '"Bert"', "[3]", "{}"])
-def test_a_strange_configuration(
-    architectures: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    save_file({"a": torch.zeros(2)}, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(f'{{"architectures": {architectures}}}')
-    assert run(capsys, str(tmp_path))[0] == 0
 
 
 def test_failures_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -100,18 +57,3 @@ def test_failures_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert str(path) in err
     assert "'a'" in err
     assert run(capsys, str(tmp_path / "absent"))[0] == 1
-
-
-def test_usage_errors(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(capsys)[0] == 2
-    assert run(capsys, "x", "--nonsense")[0] == 2
-
-
-@pytest.mark.slow
-def test_torch_is_not_imported(checkpoints: TinyCheckpoints) -> None:
-    program = (
-        "import sys; from zerostart.cli.inspect import inspect; "
-        f"inspect({str(checkpoints('qwen3'))!r}, True); inspect({str(checkpoints('qwen3'))!r}, False); "
-        "assert not {'torch', 'transformers', 'numpy'} & set(sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True, stdout=subprocess.DEVNULL)
